@@ -1,0 +1,27 @@
+"""Errors that a user can meet.
+
+Each says what is wrong, what was expected, what was found, where, and what to do.  The command line maps the
+four families to exit codes; nothing else depends on the hierarchy.
+"""
+
+from __future__ import annotations
+
+
+class MuonckptError(Exception):
+    """Base of every error raised on purpose by this package."""
+
+
+class LayoutError(MuonckptError, ValueError):
+    """A layout or a plan is impossible: a hole, a partial overlap, a box out of bounds, a wrong shape."""
+
+
+class SourceError(MuonckptError):
+    """A checkpoint cannot be read: missing, refused, corrupt or incomplete."""
+
+
+class DestinationError(MuonckptError):
+    """A checkpoint cannot be written: the place is taken, full or not writable."""
+
+
+class Interrupted(MuonckptError):
+    """Work stopped half-way and can be resumed."""
