@@ -6,6 +6,9 @@ four families to exit codes; nothing else depends on the hierarchy.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class MuonckptError(Exception):
     """Base of every error raised on purpose by this package."""
@@ -25,3 +28,12 @@ class DestinationError(MuonckptError):
 
 class Interrupted(MuonckptError):
     """Work stopped half-way and can be resumed."""
+
+
+@contextmanager
+def about(tensor: str) -> Iterator[None]:
+    """Put the tensor's name in front of any layout error raised inside."""
+    try:
+        yield
+    except LayoutError as error:
+        raise LayoutError(f"tensor {tensor!r}: {error}") from error

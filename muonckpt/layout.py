@@ -1,0 +1,218 @@
+"""Layouts: where a tensor's elements live.
+
+A :class:`Fragment` maps one box of the tensor's global index space to an affine :class:`Place` in a buffer.  A
+:class:`TensorLayout` is the fragments of one tensor, on every holder.  Rows, columns, replicas, flat-buffer cuts,
+whole-matrix owners, padded buffers and file chunks are all of this one type; who made it no longer matters.
+
+All offsets, strides and sizes are in elements.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .box import Box, Index, row_major
+from .errors import LayoutError
+from .overlap import Int, overlaps
+
+Buffer = int | str
+"""Names a buffer: the number of the rank that holds it, or any string."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Element ``k`` (counted per dim from the box's start) lies at ``offset + sum(k[d] * strides[d])``."""
+
+    buffer: Buffer
+    offset: int
+    strides: Index
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A non-empty box of the tensor and where its elements lie.
+
+    Raises:
+        LayoutError: the box is empty, or place and box differ in rank.
+    """
+
+    box: Box
+    place: Place
+
+    def __post_init__(self) -> None:
+        if self.box.numel == 0:
+            raise LayoutError(f"a fragment cannot be empty: {self}")
+        if len(self.place.strides) != self.box.ndim or self.place.offset < 0:
+            raise LayoutError(f"a place needs one stride per dim and an offset >= 0: {self}")
+
+    def at(self, index: Index) -> Place:
+        """The place of the part of this fragment that begins at the global ``index``, which must lie inside it."""
+        offset = self.place.offset
+        for new, old, stride in zip(index, self.box.lo, self.place.strides, strict=True):
+            offset += (new - old) * stride
+        return Place(self.place.buffer, offset, self.place.strides)
+
+    def narrow(self, box: Box) -> Fragment:
+        """The part of this fragment that is ``box``, which must lie inside it."""
+        return Fragment(box, self.at(box.lo))
+
+    def __str__(self) -> str:
+        return f"box {self.box} in buffer {self.place.buffer!r} at {self.place.offset}"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """Every fragment of one tensor of the given logical shape.
+
+    Proved on construction: all boxes lie in the shape; two boxes are either equal (replicas, in different buffers)
+    or disjoint; together they cover the tensor exactly.  Padding is not in the index space, so it cannot appear.
+
+    ``starts`` and ``stops`` are the boxes as arrays of shape ``[fragments, max(ndim, 1)]``, for vectorised work.
+
+    Raises:
+        LayoutError: names the box, its buffer, and what is missing or covered twice.
+    """
+
+    shape: Index
+    fragments: tuple[Fragment, ...]
+    starts: Int = field(init=False, repr=False, compare=False)
+    stops: Int = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        starts, stops = _corners(self.shape, [fragment.box for fragment in self.fragments])
+        object.__setattr__(self, "starts", starts)
+        object.__setattr__(self, "stops", stops)
+        object.__setattr__(self, "_hash", hash((self.shape, self.fragments)))
+        _prove_tiling(self)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The buffers that hold anything, in order of first appearance."""
+        return tuple(dict.fromkeys(fragment.place.buffer for fragment in self.fragments))
+
+    def by_buffer(self) -> Mapping[Buffer, tuple[Fragment, ...]]:
+        """The fragments of each buffer."""
+        found: defaultdict[Buffer, list[Fragment]] = defaultdict(list)
+        for fragment in self.fragments:
+            found[fragment.place.buffer].append(fragment)
+        return {buffer: tuple(fragments) for buffer, fragments in found.items()}
+
+    def clip(self, shape: Sequence[int]) -> TensorLayout:
+        """The layout of the leading ``shape`` of this tensor: what lies beyond is padding and leaves the index space.
+
+        This is how padded rows or columns are said: lay out the padded shape, then clip to the logical one.
+        """
+        logical = Box.of(shape)
+        if logical not in Box.of(self.shape):
+            raise LayoutError(f"cannot clip a tensor of shape {self.shape} to the larger shape {tuple(shape)}")
+        kept = ((fragment, fragment.box & logical) for fragment in self.fragments)
+        return TensorLayout(tuple(shape), tuple(fragment.narrow(box) for fragment, box in kept if box))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a parameter and where its first element goes in a matrix of the same rank."""
+
+    box: Box
+    origin: Index
+
+
+def stacked(boxes: Iterable[Box], dim: int) -> tuple[Piece, ...]:
+    """Pieces laid one after the other along ``dim``: the matrix that a fused parameter hides in these boxes."""
+    pieces = []
+    at = 0
+    for box in boxes:
+        pieces.append(Piece(box, tuple(at if d == dim else 0 for d in range(box.ndim))))
+        at += box.shape[dim]
+    return tuple(pieces)
+
+
+def through(pieces: Sequence[Piece], layout: TensorLayout) -> TensorLayout:
+    """The layout of the matrix that ``pieces`` of a parameter make, given the parameter's layout.
+
+    Raises:
+        LayoutError: the pieces do not tile a matrix, or reach outside the parameter.
+    """
+    for piece in pieces:
+        if piece.box not in Box.of(layout.shape):
+            raise LayoutError(f"piece {piece.box} reaches outside the parameter of shape {layout.shape}")
+    lo, hi = _corners(layout.shape, [piece.box for piece in pieces])
+    fragments = []
+    for i, j in zip(*overlaps(lo, hi, layout.starts, layout.stops), strict=True):
+        piece, fragment = pieces[i], layout.fragments[j]
+        common = piece.box & fragment.box
+        assert common is not None, "overlaps() returned a pair of disjoint boxes"
+        moved = fragment.narrow(common)
+        by = tuple(new - old for new, old in zip(piece.origin, piece.box.lo, strict=True))
+        fragments.append(Fragment(common.shift(by), moved.place))
+    ends = [piece.box.shift([o - lo for o, lo in zip(piece.origin, piece.box.lo, strict=True)]).hi for piece in pieces]
+    return TensorLayout(tuple(map(max, zip(*ends, strict=True))), tuple(fragments))
+
+
+def dense(box: Box, buffer: Buffer, offset: int = 0) -> Fragment:
+    """A box stored contiguously, row-major, from ``offset`` of ``buffer``."""
+    return Fragment(box, Place(buffer, offset, row_major(box.shape)))
+
+
+def _corners(shape: Index, boxes: Sequence[Box]) -> tuple[Int, Int]:
+    """Boxes as two read-only arrays ``[n, max(ndim, 1)]``; a 0-d tensor counts as one element of one dim."""
+    for box in boxes:
+        if box.ndim != len(shape):
+            raise LayoutError(f"box {box} has {box.ndim} dims, the tensor of shape {shape} has {len(shape)}")
+    width = max(len(shape), 1)
+    lo = np.array([box.lo or (0,) for box in boxes], np.int64).reshape(-1, width)
+    hi = np.array([box.hi or (1,) for box in boxes], np.int64).reshape(-1, width)
+    lo.flags.writeable = hi.flags.writeable = False
+    return lo, hi
+
+
+def _prove_tiling(layout: TensorLayout) -> None:
+    """Disjoint or equal boxes inside the shape whose volumes add up to the tensor's cover it exactly."""
+    lo, hi = layout.starts, layout.stops
+    outside = np.flatnonzero((hi > np.array(layout.shape or (1,))).any(axis=1))
+    if len(outside):
+        raise LayoutError(f"{layout.fragments[outside[0]]} reaches outside the tensor of shape {layout.shape}")
+    _, kept = np.unique(np.hstack((lo, hi)), axis=0, return_index=True)
+    i, j = overlaps(lo[kept], hi[kept], lo[kept], hi[kept])
+    twice = np.flatnonzero(i != j)
+    if len(twice):
+        one, other = (layout.fragments[kept[pair[twice[0]]]] for pair in (i, j))
+        raise LayoutError(f"{one} and {other} overlap in part; boxes must be equal (replicas) or disjoint")
+    whole = Box.of(layout.shape)
+    if int((hi[kept] - lo[kept]).prod(axis=1).sum()) != whole.numel:
+        hole = next(_holes(whole, [layout.fragments[k].box for k in kept]))
+        holders = ", ".join(map(repr, layout.buffers[:8])) or "none"
+        raise LayoutError(f"nobody holds box {hole} of the tensor of shape {layout.shape} (buffers: {holders})")
+    if len(kept) != len(layout.fragments):
+        holders_of = {(f.box, f.place.buffer) for f in layout.fragments}
+        if len(holders_of) != len(layout.fragments):
+            raise LayoutError("one buffer holds the same box twice; replicas must lie in different buffers")
+
+
+def _holes(whole: Box, boxes: Sequence[Box]) -> Iterator[Box]:
+    """Boxes of ``whole`` that no box covers.  For error messages: simple, not fast."""
+    left = [whole]
+    for taken in boxes:
+        left = [part for box in left for part in _without(box, taken)]
+    return iter(left)
+
+
+def _without(box: Box, taken: Box) -> Iterable[Box]:
+    common = box & taken
+    if common is None:
+        yield box
+        return
+    lo, hi = list(box.lo), list(box.hi)
+    for d in range(box.ndim):
+        for start, stop in ((lo[d], common.lo[d]), (common.hi[d], hi[d])):
+            if start < stop:
+                yield Box((*lo[:d], start, *lo[d + 1 :]), (*hi[:d], stop, *hi[d + 1 :]))
+        lo[d], hi[d] = common.lo[d], common.hi[d]

@@ -1,0 +1,165 @@
+"""Meshes of ranks, with one placement per mesh axis (the vocabulary of torch's DTensor), to layouts.
+
+Placements apply from the first mesh axis to the last.  Along each tensor dim a rank's share is a list of *runs*,
+``(start, stop)`` ranges of global indices in local order; a placement selects from the runs that the axes before it
+left.  So strided shards, uneven splits and any number of axes on one dim need no case of their own: the local tensor
+is the row-major product of its runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Protocol
+
+from ..box import Box, Index, row_major
+from ..errors import LayoutError
+from ..layout import Fragment, Place, TensorLayout
+
+Runs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ranks on a grid: ``ranks`` in row-major order of ``shape`` (one size per axis, the first axis outermost)."""
+
+    shape: Index
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if math.prod(self.shape) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
+            raise LayoutError(f"a mesh of shape {self.shape} needs that many distinct ranks, got {self.ranks}")
+
+    @classmethod
+    def of(cls, *shape: int) -> Mesh:
+        """Ranks 0, 1, 2, … on a grid of this shape."""
+        return cls(shape, tuple(range(math.prod(shape))))
+
+
+class Placement(Protocol):
+    """What one mesh axis does to a tensor: which runs of ``dim`` the rank at ``index`` of ``parts`` keeps."""
+
+    @property
+    def dim(self) -> int | None: ...
+
+    def take(self, runs: Runs, parts: int, index: int) -> Runs: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Contiguous parts of ``ceil(n / parts)`` elements; the last ones may be short or empty (``torch.chunk``)."""
+
+    dim: int
+
+    def take(self, runs: Runs, parts: int, index: int) -> Runs:
+        numel = sum(stop - start for start, stop in runs)
+        size = -(-numel // parts)
+        return _slice(runs, min(size * index, numel), min(size * (index + 1), numel))
+
+
+@dataclass(frozen=True, slots=True)
+class StridedShard:
+    """Cut into ``split`` parts first, then each of them over the axis; the rank keeps its share of every part.
+
+    This is how torch says that an axis *later* in the mesh cut the dim first (FSDP2 over tensor parallel).
+    """
+
+    dim: int
+    split: int
+
+    def take(self, runs: Runs, parts: int, index: int) -> Runs:
+        inner = Shard(self.dim)
+        return tuple(
+            run for part in range(self.split) for run in inner.take(inner.take(runs, self.split, part), parts, index)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank of the axis holds the same."""
+
+    dim: None = None
+
+    def take(self, runs: Runs, parts: int, index: int) -> Runs:
+        return runs
+
+
+@lru_cache(maxsize=65536)
+def mesh_layout(shape: Index, mesh: Mesh, placements: tuple[Placement, ...]) -> TensorLayout:
+    """The layout of a tensor of global ``shape`` on ``mesh``: dense row-major local tensors, one buffer per rank.
+
+    Raises:
+        LayoutError: not one placement per mesh axis, or a placement of a dim that the tensor does not have.
+    """
+    if len(placements) != len(mesh.shape):
+        raise LayoutError(f"mesh of shape {mesh.shape} needs {len(mesh.shape)} placements, got {placements}")
+    for placement in placements:
+        if placement.dim is not None and not 0 <= placement.dim < len(shape):
+            raise LayoutError(f"{placement} does not fit a tensor of shape {shape}")
+    coordinates = product(*map(range, mesh.shape))
+    fragments = (
+        fragment
+        for rank, coordinate in zip(mesh.ranks, coordinates, strict=True)
+        for fragment in _local_fragments(rank, _local_runs(shape, mesh.shape, placements, coordinate))
+    )
+    return TensorLayout(shape, tuple(fragments))
+
+
+def row_layout(shape: Sequence[int], ranks: int) -> TensorLayout:
+    """Rows over ranks 0 … ``ranks - 1`` as FSDP2 cuts them.  A 0-d tensor, which has no rows, lies on every rank."""
+    placement = Shard(0) if len(shape) else Replicate()
+    return mesh_layout(tuple(shape), Mesh.of(ranks), (placement,))
+
+
+def local_shape(shape: Index, mesh: Mesh, placements: tuple[Placement, ...], rank: int) -> Index:
+    """Shape of the local tensor on ``rank``: what torch must have there, or the layout does not describe it."""
+    at = mesh.ranks.index(rank)
+    coordinate = tuple(at // step % size for size, step in zip(mesh.shape, row_major(mesh.shape), strict=True))
+    runs = _local_runs(shape, mesh.shape, placements, coordinate)
+    return tuple(sum(stop - start for start, stop in along) for along in runs)
+
+
+def _local_runs(
+    shape: Index, mesh_shape: Index, placements: tuple[Placement, ...], coordinate: Index
+) -> tuple[Runs, ...]:
+    runs: list[Runs] = [((0, size),) if size else () for size in shape]
+    for placement, parts, index in zip(placements, mesh_shape, coordinate, strict=True):
+        if placement.dim is not None:
+            runs[placement.dim] = placement.take(runs[placement.dim], parts, index)
+    return tuple(map(_joined, runs))
+
+
+def _local_fragments(rank: int, runs: tuple[Runs, ...]) -> Iterator[Fragment]:
+    strides = row_major([sum(stop - start for start, stop in along) for along in runs])
+    for corner in product(*map(_with_offsets, runs)):
+        box = Box(tuple(start for start, _, _ in corner), tuple(stop for _, stop, _ in corner))
+        offset = sum(local * stride for (_, _, local), stride in zip(corner, strides, strict=True))
+        yield Fragment(box, Place(rank, offset, strides))
+
+
+def _with_offsets(runs: Runs) -> Iterator[tuple[int, int, int]]:
+    """Runs with the local index at which each begins."""
+    at = 0
+    for start, stop in runs:
+        yield start, stop, at
+        at += stop - start
+
+
+def _slice(runs: Runs, lo: int, hi: int) -> Runs:
+    """Local indices ``lo:hi`` of the concatenated runs."""
+    cut = ((start + max(lo - at, 0), min(stop, start + hi - at)) for start, stop, at in _with_offsets(runs))
+    return tuple((start, stop) for start, stop in cut if start < stop)
+
+
+def _joined(runs: Runs) -> Runs:
+    """Adjacent runs made one, so that a share that is contiguous is one box."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in runs:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)

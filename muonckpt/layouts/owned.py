@@ -1,0 +1,15 @@
+"""Whole tensors with single owners (layer-wise optimizers, one-process state)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ..box import Box, Index
+from ..layout import Buffer, TensorLayout, dense
+
+
+@lru_cache(maxsize=65536)
+def owned_layout(shape: Index, owner: Buffer, offset: int = 0) -> TensorLayout:
+    """The tensor lies dense and whole from element ``offset`` of ``owner``'s buffer."""
+    box = Box.of(shape)
+    return TensorLayout(shape, (dense(box, owner, offset),) if box.numel else ())

@@ -1,0 +1,99 @@
+"""Live torch tensors to layouts: the door at which torch's placements become boxes, once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import _StridedShard as TorchStridedShard
+
+from ..errors import LayoutError
+from ..layout import TensorLayout
+from .mesh import Mesh, Placement, Replicate, Shard, StridedShard, local_shape, mesh_layout
+from .owned import owned_layout
+
+
+def layout_of(tensor: torch.Tensor, replicas: tuple[int, ...] = (0,)) -> TensorLayout:
+    """Where the elements of ``tensor`` live, on every rank, without any communication.
+
+    A DTensor says so itself; its buffers are global ranks.  A plain tensor lies whole on each rank of ``replicas``.
+
+    Raises:
+        LayoutError: a ``Partial`` or unknown placement, or a local tensor that is not what its placements say.
+    """
+    if not isinstance(tensor, DTensor):
+        shape = tuple(tensor.shape)
+        if len(replicas) == 1:
+            return owned_layout(shape, replicas[0])
+        return mesh_layout(shape, Mesh((len(replicas),), replicas), (Replicate(),))
+    mesh, placements = _mesh_of(tensor), _placements_of(tensor)
+    _check_local(tensor, mesh, placements)
+    return mesh_layout(tuple(tensor.shape), mesh, placements)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of ``tensor``: shares memory with it, takes no part in autograd."""
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+def describe(tensor: torch.Tensor) -> Mapping[str, Any] | None:
+    """The layout in words, as JSON data for a checkpoint's provenance; None for a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh = tensor.device_mesh
+    return {
+        "algorithm": "mesh",
+        "version": 1,
+        "mesh": list(mesh.shape),
+        "axes": list(mesh.mesh_dim_names) if mesh.mesh_dim_names else None,
+        "ranks": mesh.mesh.flatten().tolist(),
+        "placements": [_word(placement) for placement in tensor.placements],
+    }
+
+
+def _mesh_of(tensor: DTensor) -> Mesh:
+    mesh = tensor.device_mesh
+    return Mesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+
+
+def _placements_of(tensor: DTensor) -> tuple[Placement, ...]:
+    return tuple(_placement(placement, tensor.ndim) for placement in tensor.placements)
+
+
+def _placement(placement: TorchPlacement, ndim: int) -> Placement:
+    match placement:
+        case TorchStridedShard():
+            return StridedShard(placement.dim % ndim, int(placement.split_factor))
+        case TorchShard():
+            return Shard(placement.dim % ndim)
+        case TorchReplicate():
+            return Replicate()
+        case Partial():
+            raise LayoutError(
+                "a Partial tensor holds terms of a sum, not elements: reduce it first "
+                "(tensor.redistribute(placements=[Replicate()]) or [Shard(dim)])"
+            )
+    raise LayoutError(f"unknown placement {placement!r}; expected Shard, _StridedShard or Replicate")
+
+
+def _word(placement: TorchPlacement) -> str:
+    return str(placement) if isinstance(placement, TorchReplicate) else repr(placement)
+
+
+def _check_local(tensor: DTensor, mesh: Mesh, placements: tuple[Placement, ...]) -> None:
+    rank = torch.distributed.get_rank()
+    if rank not in mesh.ranks:
+        return
+    expected = local_shape(tuple(tensor.shape), mesh, placements, rank)
+    found = tuple(tensor.to_local().shape)
+    if found != expected:
+        raise LayoutError(
+            f"rank {rank} holds a local tensor of shape {found}, but placements {tensor.placements} of a tensor of "
+            f"shape {tuple(tensor.shape)} on mesh {mesh.shape} say {expected}"
+        )
