@@ -6,12 +6,26 @@ their chunks.  Formats never know each other: a reader makes a manifest, a write
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from .box import Box, Index
+from .errors import LayoutError, SourceError, about
+from .layout import TensorLayout, dense
+
+FILE = "muonckpt.json"
+"""Name of the manifest in a checkpoint directory."""
+
+VERSION = 1
+"""Version of the manifest format that this package writes, and the only one it reads."""
+
+_COMPONENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_FINGERPRINT = re.compile(r"[0-9a-f]{16}")
 
 
 class Convention(StrEnum):
@@ -25,11 +39,26 @@ class Convention(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A range of bytes in one file of the checkpoint."""
+    """A range of bytes in one file of the checkpoint.
+
+    Raises:
+        SourceError: the file is not a plain name inside the directory, or the range is negative.
+    """
 
     file: str
     offset: int
     length: int
+
+    def __post_init__(self) -> None:
+        # DCP's own names begin with underscores; a leading dot, a slash or anything exotic never does.
+        if not _COMPONENT.fullmatch(self.file):
+            raise SourceError(f"refused file name {self.file!r}: expected one plain component inside the checkpoint")
+        if self.offset < 0 or self.length < 0:
+            raise SourceError(f"refused byte range {self.offset}+{self.length} of {self.file!r}")
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +94,8 @@ class StateRecord:
     ``key`` is the flat key in the store, ``path`` the same as a path in the nested state dict.  ``dtype`` is
     torch's name without the prefix (``"float32"``).  The rest is what the format cannot say by itself: the
     parameter's ``name`` and the optimizer ``slot`` (None for anything that is not optimizer state), the momentum
-    ``convention``, the ``matrices`` of a fused parameter, the ``layout`` that the run used (provenance), and the
-    ``fingerprint``.
+    ``convention``, the rows of the ``pieces`` fused in the parameter, the ``layout`` that the run used (provenance), and
+    the ``fingerprint`` (16 hex digits).
     """
 
     key: str
@@ -77,9 +106,20 @@ class StateRecord:
     name: str | None = None
     slot: str | None = None
     convention: Convention | None = None
-    matrices: tuple[tuple[Box, ...], ...] | None = None
+    pieces: tuple[int, ...] | None = None
     layout: Mapping[str, Any] | None = None
     fingerprint: str | None = None
+
+
+    def layout(self) -> TensorLayout:
+        """Where the tensor lies in the checkpoint: buffer ``"3"`` is the payload of chunk 3, dense from element 0.
+
+        Raises:
+            LayoutError: the chunks leave a hole or overlap; names the tensor and the box.
+        """
+        with about(self.key):
+            fragments = (dense(chunk.box, str(i)) for i, chunk in enumerate(self.chunks) if chunk.box.numel)
+            return TensorLayout(self.shape, tuple(fragments))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +129,155 @@ class Manifest:
     tensors: tuple[StateRecord, ...]
     blobs: tuple[Blob, ...] = ()
     provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The text of the manifest file: one line per tensor and blob, so that it can be read and compared."""
+        tensors = ",\n  ".join(map(_compact, map(_tensor_json, self.tensors)))
+        blobs = ",\n  ".join(map(_compact, map(_blob_json, self.blobs)))
+        return (
+            f'{{"format": "muonckpt", "version": {VERSION},\n "provenance": {_compact(self.provenance)},\n'
+            f' "tensors": [\n  {tensors}\n ],\n "blobs": [\n  {blobs}\n ]}}\n'
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Read and check a manifest.
+
+        Raises:
+            SourceError: it is not JSON, of another version, or a field is missing or not what it should be.
+        """
+        try:
+            data = json.loads(text)
+            if data["format"] != "muonckpt" or data["version"] != VERSION:
+                raise SourceError(
+                    f"manifest of format {data['format']!r} version {data['version']!r}; this program reads "
+                    f"'muonckpt' version {VERSION}"
+                )
+            return cls(
+                tensors=tuple(map(_tensor, data["tensors"])),
+                blobs=tuple(map(_blob, data["blobs"])),
+                provenance=dict(data["provenance"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise SourceError(f"damaged manifest: {type(error).__name__}: {error}") from error
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _tensor_json(tensor: StateRecord) -> dict[str, Any]:
+    return {
+        "key": tensor.key,
+        "path": list(tensor.path),
+        "name": tensor.name,
+        "slot": tensor.slot,
+        "shape": list(tensor.shape),
+        "dtype": tensor.dtype,
+        "convention": tensor.convention,
+        "pieces": None if tensor.pieces is None else list(tensor.pieces),
+        "fingerprint": tensor.fingerprint,
+        "layout": tensor.layout,
+        "chunks": [
+            {
+                "lo": list(chunk.box.lo),
+                "hi": list(chunk.box.hi),
+                "file": chunk.item.file,
+                "item": [chunk.item.offset, chunk.item.length],
+                "payload": None if chunk.payload is None else [chunk.payload.offset, chunk.payload.length],
+                "digest": chunk.digest,
+                "crc32": chunk.crc32,
+            }
+            for chunk in tensor.chunks
+        ],
+    }
+
+
+def _blob_json(blob: Blob) -> dict[str, Any]:
+    return {
+        "key": blob.key,
+        "path": list(blob.path),
+        "file": blob.item.file,
+        "item": [blob.item.offset, blob.item.length],
+        "digest": blob.digest,
+    }
+
+
+def _tensor(data: dict[str, Any]) -> StateRecord:
+    return StateRecord(
+        key=_str(data["key"]),
+        path=_path(data["path"]),
+        name=_optional(_str, data["name"]),
+        slot=_optional(_str, data["slot"]),
+        shape=_ints(data["shape"]),
+        dtype=_str(data["dtype"]),
+        convention=_optional(Convention, data["convention"]),
+        pieces=_optional(_ints, data["pieces"]),
+        fingerprint=_optional(_matching(_FINGERPRINT), data["fingerprint"]),
+        layout=_optional(dict, data["layout"]),
+        chunks=tuple(map(_chunk, data["chunks"])),
+    )
+
+
+def _chunk(data: dict[str, Any]) -> Chunk:
+    file = _str(data["file"])
+    try:
+        box = Box(_ints(data["lo"]), _ints(data["hi"]))
+    except LayoutError as error:
+        raise SourceError(f"damaged manifest: {error}") from error
+    return Chunk(
+        box=box,
+        item=Extent(file, *_ints(data["item"])),
+        payload=_optional(lambda span: Extent(file, *_ints(span)), data["payload"]),
+        digest=_optional(_matching(_DIGEST), data["digest"]),
+        crc32=_optional(_int, data["crc32"]),
+    )
+
+
+def _blob(data: dict[str, Any]) -> Blob:
+    return Blob(
+        key=_str(data["key"]),
+        path=_path(data["path"]),
+        item=Extent(_str(data["file"]), *_ints(data["item"])),
+        digest=_optional(_matching(_DIGEST), data["digest"]),
+    )
+
+
+T = TypeVar("T")
+
+
+def _optional(read: Callable[[Any], T], value: Any) -> T | None:
+    return None if value is None else read(value)
+
+
+def _str(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a string, got {value!r}")
+    return value
+
+
+def _int(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise TypeError(f"expected an integer >= 0, got {value!r}")
+    return value
+
+
+def _ints(value: Any) -> Index:
+    if not isinstance(value, list):
+        raise TypeError(f"expected a list of integers, got {value!r}")
+    return tuple(map(_int, value))
+
+
+def _path(value: Any) -> tuple[str | int, ...]:
+    if not isinstance(value, list):
+        raise TypeError(f"expected a path, got {value!r}")
+    return tuple(part if isinstance(part, str) else _int(part) for part in value)
+
+
+def _matching(pattern: re.Pattern[str]) -> Callable[[Any], str]:
+    def read(value: Any) -> str:
+        if not pattern.fullmatch(_str(value)):
+            raise ValueError(f"{value!r} does not match {pattern.pattern}")
+        return str(value)
+
+    return read

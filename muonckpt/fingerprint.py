@@ -1,0 +1,108 @@
+"""Fingerprints that do not depend on how a tensor is sharded.
+
+The fingerprint of a tensor is ``sum(word * weight) mod 2**64`` over its elements.  An element is read as its raw bits:
+one unsigned word, or two of 32 bits for 8-byte types (four for 16-byte ones).  The weight is the product of one odd
+64-bit number per dim, a fixed pseudo-random function of the dim and of the *global* index along it.  Therefore
+
+- it is additive over disjoint boxes: every layout of the same tensor gives the same number;
+- changing any single element changes it: the difference is a non-zero number below 2**32 times an odd one;
+- words have at most 32 bits, so no bit of an element (the sign, above all) meets a weight only modulo 2;
+- weights factorise into rows and columns, so a box costs one integer matrix-vector product.
+
+It detects accidents, not adversaries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .box import Index
+
+U64 = NDArray[np.uint64]
+MASK = 2**64 - 1
+
+# Increment and multipliers of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators",
+# OOPSLA 2014), used as a hash of (dim, index).
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_DIM_STRIDE = 2**56
+"""Indices of one dim are below this, so no two (dim, index) pairs share a counter."""
+
+_COLUMNS = 1 << 16
+"""Trailing dims are merged into the columns of the matrix-vector product up to this many elements."""
+
+
+def fingerprint(values: NDArray[np.unsignedinteger], origin: Index) -> int:
+    """The share of one box in its tensor's fingerprint, in ``0 … 2**64 - 1``.
+
+    Args:
+        values: raw bits of the box's elements, one unsigned integer each of 1, 2, 4 or 8 bytes, in the box's shape.
+            (16-byte elements: two integers of 8 bytes each, on one more, last dim.)
+        origin: global index of the box's first element, one per dim (a last dim of halves starts at 0).
+
+    Shares of disjoint boxes add up modulo 2**64 (:func:`combine`).
+    """
+    if values.size == 0:
+        return 0
+    if values.itemsize == 8:
+        values = np.ascontiguousarray(values)[..., np.newaxis].view(np.uint32)
+        origin = (*origin, 0)
+    if values.ndim == 0:
+        values, origin = values.reshape(1), (0,)
+    total = 0
+    for block, at in _blocks(values, origin):
+        split = _split(block.shape)
+        columns = _outer(split, block.shape, at)
+        rows = _outer(0, block.shape[:split], at)
+        matrix = block.reshape(len(rows), len(columns))
+        total += int(rows @ np.einsum("ij,j->i", matrix, columns))
+    return total & MASK
+
+
+def combine(*shares: int) -> int:
+    """Fingerprint of the union of disjoint boxes."""
+    return sum(shares) & MASK
+
+
+def as_hex(value: int) -> str:
+    """The 16 hex digits that manifests and tools show."""
+    return f"{value:016x}"
+
+
+def _blocks(values: NDArray[np.unsignedinteger], origin: Index) -> Iterator[tuple[NDArray[np.unsignedinteger], Index]]:
+    """Pieces of the last dim, so that its weights stay in cache however long it is."""
+    for start in range(0, values.shape[-1], _COLUMNS):
+        yield values[..., start : start + _COLUMNS], (*origin[:-1], origin[-1] + start)
+
+
+def _split(shape: Index) -> int:
+    """First of the trailing dims that together have at most `_COLUMNS` elements."""
+    split = len(shape) - 1
+    while split > 0 and math.prod(shape[split - 1 :]) <= _COLUMNS:
+        split -= 1
+    return split
+
+
+def _outer(first_dim: int, shape: Index, origin: Index) -> U64:
+    """Products of the weights of the dims from ``first_dim`` on, flattened; one 1 where there is none."""
+    product = np.ones(1, np.uint64)
+    for dim in range(first_dim, len(shape)):
+        product = np.multiply.outer(product, _weights(dim, origin[dim], origin[dim] + shape[dim])).reshape(-1)
+    return product
+
+
+@lru_cache(maxsize=256)
+def _weights(dim: int, start: int, stop: int) -> U64:
+    """Odd weights of global indices ``start:stop`` along ``dim``."""
+    with np.errstate(over="ignore"):
+        x = (np.arange(start, stop, dtype=np.uint64) + np.uint64(dim * _DIM_STRIDE + 1)) * _GOLDEN
+        x = (x ^ (x >> np.uint64(30))) * _MIX[0]
+        x = (x ^ (x >> np.uint64(27))) * _MIX[1]
+        x = (x ^ (x >> np.uint64(31))) | np.uint64(1)
+    x.flags.writeable = False
+    return x
