@@ -1,0 +1,1 @@
+"""The `muonckpt` command: one file a command, torch imported by none."""

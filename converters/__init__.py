@@ -1,0 +1,1 @@
+"""Offline conversions between checkpoints: plans executed as file IO."""

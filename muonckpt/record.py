@@ -111,7 +111,7 @@ class StateRecord:
     fingerprint: str | None = None
 
 
-    def layout(self) -> TensorLayout:
+    def chunk_layout(self) -> TensorLayout:
         """Where the tensor lies in the checkpoint: buffer ``"3"`` is the payload of chunk 3, dense from element 0.
 
         Raises:

@@ -2,7 +2,7 @@
 
 The polar factor ``U Vᵀ`` of ``M = U S Vᵀ`` is reached by odd polynomials of the singular values, applied as
 ``X ← a·X + b·(XXᵀ)X + c·(XXᵀ)²X``.  ``M`` is divided by its Frobenius norm first, so they all start in
-``[0, 1]``.  Sets of coefficients differ in how fast a small singular value grows and how near to 1 all of them
+``[0, 1]``.  Sets of coefficients differ in how fast a small singular value grows and how near to 1 they all
 end; :data:`COEFFICIENTS` holds the published ones.
 """
 
@@ -78,7 +78,7 @@ _SETS = (
         "keller",
         (_KELLER,),
         "Keller Jordan, kellerjordan.github.io/posts/muon; also the default of torch.optim.Muon",
-        # The same at every step by design: values end between 0.7 and 1.2 and stay there.
+        # The same at every step by design: values end between 0.68 and 1.14, and never settle.
         tail=_KELLER,
     ),
     CoefficientSet(
@@ -210,8 +210,8 @@ def orthogonalize(
         coefficients: a name in :data:`COEFFICIENTS`, or a set of one's own.
         steps: how many, at least 1; see :meth:`CoefficientSet.schedule` for more steps than the set has.
         dtype: bf16, fp16, fp32 or fp64: every operand of a product is rounded to it, and so is the result.
-            16-bit products are summed in fp32.  On ill-conditioned matrices more than six steps in bf16 add
-            more rounding than they remove error.
+            16-bit products are summed in fp32; fp32 ones on CUDA follow torch's TF32 setting.  On
+            ill-conditioned matrices more than six steps in bf16 add more rounding than they remove error.
         eps: a lower bound on the Frobenius norm, in the units of ``matrix``.  A bound, as in
             ``torch.optim.Muon``, and not a summand: above it the result does not depend on the scale of
             ``matrix`` (to the bit for powers of two), so a momentum kept as a sum and one kept as a mean are

@@ -1,0 +1,39 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: install demo test check bench docs clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+demo: install
+	OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py
+
+test: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# mypy reads files, not installed mappings: give it the package as one tree of links.
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build/typed && mkdir -p build/typed/muonckpt
+	ln -s $(CURDIR)/muonckpt/* build/typed/muonckpt/
+	ln -s $(CURDIR)/optimizer $(CURDIR)/converters $(CURDIR)/cli build/typed/muonckpt/
+	cd build/typed && MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml -p muonckpt
+	$(MAKE) docs test
+
+bench: install
+	for name in planner checkpoint; do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
+
+# The examples in README.md and docs/ are run.
+docs: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_docs.py
+
+clean:
+	rm -rf .venv build dist *.egg-info out

@@ -1,0 +1,69 @@
+"""Tables and progress: rich on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import click
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table.  Off a terminal: aligned columns, nothing wrapped or cut, so that it can be searched."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+
+        shown = Table(*headers, box=None, header_style="bold", pad_edge=False)
+        for row in cells:
+            shown.add_row(*row)
+        Console().print(shown)
+        return
+    widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
+    for row in (headers, *cells):
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def size(count: int) -> str:
+    """Bytes for people: binary units, three figures."""
+    value = float(count)
+    for unit in _UNITS:
+        if value < 1024 or unit == _UNITS[-1]:
+            return f"{count} B" if unit == "B" else f"{value:.3g} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable: the last unit takes everything")
+
+
+@contextmanager
+def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A function to call, from any thread, with the bytes done since the last call.
+
+    On a terminal a bar on standard error; elsewhere a line at every tenth, at most one a second.
+    """
+    lock = threading.Lock()
+    if sys.stderr.isatty():
+        from rich import progress as bars
+        from rich.console import Console
+
+        columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.DownloadColumn(binary_units=True))
+        with bars.Progress(*columns, bars.TimeRemainingColumn(), console=Console(stderr=True)) as shown:
+            task = shown.add_task(label, total=total)
+            yield lambda count: shown.advance(task, count)
+        return
+    done, told, last = 0, 0, time.monotonic()
+
+    def advance(count: int) -> None:
+        nonlocal done, told, last
+        with lock:
+            done += count
+            if total and told < done * 10 // total and time.monotonic() - last >= 1:
+                told, last = done * 10 // total, time.monotonic()
+                click.echo(f"{label}: {size(done)} of {size(total)} ({done * 100 // total} %)", err=True)
+
+    yield advance

@@ -1,0 +1,43 @@
+"""Kinds of arguments that several commands take."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+
+CHECKPOINT = click.Path(path_type=Path)
+
+_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+class Bytes(click.ParamType):
+    """A number of bytes with an optional unit, such as 256MiB."""
+
+    name = "bytes"
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", str(value))
+        if not match or match[2].lower() not in _UNITS:
+            self.fail(f"{value!r} is not a number of bytes; write for example 256MiB", param, context)
+        return int(match[1]) * _UNITS[match[2].lower()]
+
+
+class MeshSizes(click.ParamType):
+    """Sizes of mesh axes by name, such as dp=8."""
+
+    name = "mesh"
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> dict[str, int]:
+        if isinstance(value, dict):
+            return value
+        sizes: dict[str, int] = {}
+        for part in str(value).split(","):
+            match = re.fullmatch(r"([A-Za-z_]\w*)=([1-9]\d*)", part.strip())
+            if not match or match[1] in sizes:
+                self.fail(f"{value!r} is not a mesh; write for example dp=8", param, context)
+            sizes[match[1]] = int(match[2])
+        return sizes

@@ -1,0 +1,39 @@
+"""`muonckpt verify`: is a checkpoint whole, and are its bytes those that were written?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import click
+
+from ..store import audit, directory
+from .output import progress, size
+from .parameters import CHECKPOINT
+
+
+@click.command("verify")
+@click.argument("checkpoint", type=CHECKPOINT)
+@click.option("--jobs", default=2, show_default=True, help="Threads that read and check.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def command(checkpoint: Path, jobs: int, as_json: bool) -> int:
+    """Check that CHECKPOINT is whole; exit 1 if anything is wrong.
+
+    Coverage, bounds, digests, CRC-32s, fingerprints, and infinite or NaN values.  A stock
+    torch.distributed.checkpoint directory without our manifest is checked by the CRC-32 that every item carries.
+    """
+    with progress("verify", audit.payload_bytes(directory.read(checkpoint))) as advance:
+        report = audit.audit(checkpoint, advance, jobs)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(report), indent=1))
+        return 1 if report.findings else 0
+    for finding in report.findings:
+        click.echo(f"{finding.kind}: {finding.message}")
+    for note in report.notes:
+        click.echo(f"note: {note}")
+    if report.unchecked:
+        click.echo(f"note: {report.unchecked} chunks carry neither a digest nor a CRC-32; their bytes cannot be judged")
+    what = f"{report.tensors} tensors in {report.chunks} chunks, {report.blobs} other items, {size(report.payload_bytes)}"
+    click.echo(f"{checkpoint}: {what}: " + (f"{len(report.findings)} findings" if report.findings else "whole"))
+    return 1 if report.findings else 0

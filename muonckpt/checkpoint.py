@@ -1,0 +1,117 @@
+"""Saving and loading a training run: DCP's formats and keys, with every element accounted for.
+
+``save`` writes a directory that stock ``torch.distributed.checkpoint.load`` reads, plus the manifest
+``muonckpt.json``.  ``load`` reads that, or any stock DCP checkpoint, into live tensors on any mesh.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.stateful import Stateful
+
+from .errors import MuonckptError
+from .store.annotation import annotate
+from .store.dcp_reader import CheckingReader, StrictLoadPlanner
+from .store.dcp_writer import CoveringSavePlanner, PublishingWriter
+
+
+def save(
+    state_dict: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    provenance: Mapping[str, Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save a state dict as a new checkpoint directory.  Collective; the directory must be on a shared file system.
+
+    The directory appears whole, by one rename, after everything in it has been synced and checked; if anything fails
+    on any rank, nothing appears.
+
+    Args:
+        state_dict: nested, as for ``dcp.save``; for example
+            ``{"model": get_model_state_dict(m), "optimizer": get_optimizer_state_dict(m, opt)}``.
+        path: must not exist.
+        provenance: JSON data to keep in the manifest, such as ``{"step": 100}``.
+
+    Raises:
+        DestinationError: the path exists, or cannot be written.
+        LayoutError: a tensor has a hole or an overlap, or replicas differ between ranks.
+    """
+    values = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
+    planner = CoveringSavePlanner()
+    writer = PublishingWriter(Path(path), planner, annotate(values), {**_provenance(), **(provenance or {})})
+    try:
+        with _own_errors():
+            dcp.save(values, storage_writer=writer, planner=planner, process_group=process_group)
+    except BaseException:
+        if writer.staged is not None:
+            shutil.rmtree(writer.staged, ignore_errors=True)
+        raise
+
+
+def load(
+    state_dict: dict[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    allow_extra: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Load a checkpoint, in place, into the tensors of ``state_dict``, on whatever mesh they are.  Collective.
+
+    Everything that is checked without reading data (keys, coverage, shapes, dtypes, momentum convention) is checked
+    on all ranks before any tensor is touched; digests are checked chunk by chunk while reading.
+
+    Args:
+        state_dict: the template, nested as it was saved; other objects with ``load_state_dict`` are called.
+        path: a checkpoint of this package, or any stock DCP checkpoint.
+        allow_extra: load only what the template asks for.  Otherwise keys that only the checkpoint has are an error,
+            as keys that only the template has always are.
+
+    Raises:
+        SourceError: the checkpoint is missing, damaged or does not fit; lists what differs.
+        LayoutError: it has a hole or an overlap.
+    """
+    values = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
+    reader = CheckingReader(Path(path))
+    planner = StrictLoadPlanner(reader, annotate(values), allow_extra)
+    with _own_errors():
+        dcp.load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise our own error in place of DCP's collection of tracebacks, on every rank the same one."""
+    try:
+        with warnings.catch_warnings():
+            # One process without a process group is a supported use, not something to warn of.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        rank, (first, _) = min(error.failures.items())
+        if isinstance(first, MuonckptError):
+            raise type(first)(f"{first} (rank {rank})" if len(error.failures) == 1 else str(first)) from error
+        raise
+
+
+def _provenance() -> dict[str, Any]:
+    return {
+        "program": f"muonckpt {version('muonckpt')}",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": sys.platform,
+        "world": dist.get_world_size() if dist.is_initialized() else 1,
+    }

@@ -1,0 +1,35 @@
+"""Torch tensors as the raw bits of their elements, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """``torch.float32`` -> ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """``"float32"`` -> ``torch.float32``."""
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype), name
+    return found
+
+
+def bits_of(tensor: Tensor) -> NDArray[Any]:
+    """A CPU tensor as unsigned words of its element size, sharing its memory, with its strides.
+
+    Elements of 16 bytes are two words of 8, on one more, last dim.
+    """
+    if tensor.dtype == torch.complex128:
+        tensor = torch.view_as_real(tensor)
+    words: NDArray[Any] = tensor.view(_INTEGER[tensor.itemsize]).numpy()
+    return words.view(np.dtype(f"u{tensor.itemsize}"))

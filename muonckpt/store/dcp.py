@@ -1,0 +1,252 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP): a directory of ``.metadata`` and ``__{rank}_{n}.distcp`` files.
+
+``.metadata`` says which tensors there are, in which boxes they are stored, and where in which file each box's item
+lies; an item says dtype, shape and strides once more (:mod:`.torch_zip`), and there it is the authority.  Both are
+read without torch and without running anything that is in them.
+"""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import os
+import stat
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby, pairwise
+from pathlib import Path
+
+from ..box import Box
+from ..errors import DestinationError, LayoutError, SourceError
+from ..record import Blob, Chunk, Extent, Manifest, StateRecord
+from . import torch_zip
+from .metadata_pickle import MAX_BYTES, Metadata, StoredItem, TensorMeta, dump, parse
+
+FILE = ".metadata"
+"""Name of DCP's description of a checkpoint."""
+
+KeyPath = tuple[str | int, ...]
+
+
+def read(path: Path, *, payloads: bool = False) -> Manifest:
+    """What a DCP checkpoint holds.
+
+    Args:
+        path: the checkpoint's directory.
+        payloads: also open every item, in the order of files and offsets, and fill ``payload`` and ``crc32`` of
+            each chunk.  Without it only ``.metadata`` is read, and the files are only asked for their size.
+
+    Raises:
+        SourceError: there is no checkpoint; its metadata is damaged, refused or contradicts itself; a file is
+            missing, cut, or no regular file; items overlap; or, with ``payloads``, an item is not the dense row-major
+            tensor that the metadata promises.
+    """
+    data = _read_metadata(path)
+    with _at(path / FILE):
+        manifest = _manifest(parse(data))
+    _check_files(path, manifest)
+    return _with_payloads(path, manifest) if payloads else manifest
+
+
+def write_metadata(manifest: Manifest, directory: Path) -> None:
+    """Write the ``.metadata`` with which stock DCP reads the items of this manifest, and wait until it is on disk.
+
+    Raises:
+        LayoutError: a key occurs twice, or two chunks of a tensor begin at the same place.
+        DestinationError: it exists, or cannot be written.
+    """
+    data = dump(_metadata(manifest))
+    try:
+        with (directory / FILE).open("xb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        raise DestinationError(f"cannot write {directory / FILE}: {error.strerror}") from error
+
+
+# From metadata to manifest.
+
+
+def _manifest(metadata: Metadata) -> Manifest:
+    chunks = {(key, offsets) for key, tensor in metadata.tensors.items() for offsets, _ in tensor.chunks}
+    planned = chunks | {(key, None) for key in metadata.blobs}
+    for key, offsets in metadata.storage.keys() - planned:
+        raise SourceError(f"expected items of known tensors only, found one for {key!r} at offsets {offsets}")
+    optimizers = _optimizers(metadata.paths)
+    return Manifest(
+        tuple(_record(key, tensor, metadata, optimizers) for key, tensor in metadata.tensors.items()),
+        tuple(Blob(key, _path(key, metadata), _extent(key, None, metadata)) for key in metadata.blobs),
+        {"format": "torch.distributed.checkpoint", "version": metadata.version},
+    )
+
+
+def _record(key: str, tensor: TensorMeta, metadata: Metadata, optimizers: Collection[KeyPath]) -> StateRecord:
+    chunks = []
+    for offsets, sizes in tensor.chunks:
+        if not len(offsets) == len(sizes) == len(tensor.size):
+            raise SourceError(f"tensor {key!r}: expected {len(tensor.size)} dims, found {offsets} and {sizes}")
+        box = Box(offsets, tuple(map(int.__add__, offsets, sizes)))
+        if any(hi > size for hi, size in zip(box.hi, tensor.size, strict=True)):
+            raise SourceError(f"tensor {key!r}: expected boxes within shape {tensor.size}, found {box}")
+        chunks.append(Chunk(box, _extent(key, offsets, metadata)))
+    path = _path(key, metadata)
+    name, slot = _optimizer_state(path, optimizers)
+    return StateRecord(key, path, tensor.size, tensor.dtype, tuple(chunks), name=name, slot=slot)
+
+
+def _extent(key: str, offsets: tuple[int, ...] | None, metadata: Metadata) -> Extent:
+    item = metadata.storage.get((key, offsets))
+    where = "" if offsets is None else f" at offsets {offsets}"
+    if item is None:
+        raise SourceError(f"expected a stored item for {key!r}{where}, found none: its writer did not finish")
+    if item.transforms:
+        raise SourceError(f"expected a plain item for {key!r}{where}, found one encoded with {item.transforms}")
+    return Extent(item.file, item.offset, item.length)
+
+
+def _path(key: str, metadata: Metadata) -> KeyPath:
+    return metadata.paths.get(key, (key,))
+
+
+def _optimizers(paths: Mapping[str, KeyPath]) -> set[KeyPath]:
+    """Where optimizers sit in the nested state dict: the places that have a "param_groups"."""
+    return {path[:depth] for path in paths.values() for depth, part in enumerate(path) if part == "param_groups"}
+
+
+def _optimizer_state(path: KeyPath, optimizers: Collection[KeyPath]) -> tuple[str | None, str | None]:
+    """Parameter and slot of ``(*optimizer, "state", parameter, slot)``; None where the structure is another."""
+    match path:
+        case (*where, "state", str(name), str(slot)) if tuple(where) in optimizers:
+            return name, slot
+    return None, None
+
+
+# From manifest to metadata.
+
+
+def _metadata(manifest: Manifest) -> Metadata:
+    """Raises:
+    LayoutError: two things have one name, of which DCP would keep one.
+    """
+    entries: tuple[StateRecord | Blob, ...] = (*manifest.tensors, *manifest.blobs)
+    stored = [((blob.key, None), blob.item) for blob in manifest.blobs]
+    places = [((tensor.key, chunk.box.lo), chunk.item) for tensor in manifest.tensors for chunk in tensor.chunks]
+    for what in ([entry.key for entry in entries], [place for place, _ in places]):
+        twice = [name for name, count in Counter(what).items() if count > 1]
+        if twice:
+            raise LayoutError(f"expected each key, and each offset of its boxes, once; found {twice[0]!r} twice")
+    return Metadata(
+        {tensor.key: _tensor_meta(tensor) for tensor in manifest.tensors},
+        tuple(blob.key for blob in manifest.blobs),
+        {place: StoredItem(item.file, item.offset, item.length) for place, item in (*stored, *places)},
+        {entry.key: entry.path for entry in entries},
+    )
+
+
+def _tensor_meta(tensor: StateRecord) -> TensorMeta:
+    return TensorMeta(tensor.dtype, tensor.shape, tuple((chunk.box.lo, chunk.box.shape) for chunk in tensor.chunks))
+
+
+# Files.
+
+
+def _read_metadata(path: Path) -> bytes:
+    if not path.is_dir():
+        raise SourceError(f"expected a checkpoint directory, found no directory {path}")
+    names = {entry.name for entry in path.iterdir()}
+    if FILE not in names:
+        if any(fnmatch.fnmatchcase(name, f"__*{FILE}") for name in names):
+            raise SourceError(
+                f"{path} holds one __<rank>.metadata for each rank, as DCP writes with use_collectives=False: each "
+                "knows only its own rank, so they cannot be resharded; load them on the same ranks and save again"
+            )
+        unfinished = f": a save into {path} did not finish" if f"{FILE}.tmp" in names else ""
+        raise SourceError(f"expected {FILE} in {path}, found none{unfinished}")
+    with _open(path / FILE) as handle:
+        size = os.fstat(handle).st_size
+        if size > MAX_BYTES:
+            raise SourceError(f"{path / FILE}: expected at most {MAX_BYTES} bytes, found {size}")
+        with os.fdopen(handle, "rb", closefd=False) as stream:
+            return stream.read(size)
+
+
+def _check_files(path: Path, manifest: Manifest) -> None:
+    """Every file is there and regular, and the items lie in it without overlap."""
+    items: defaultdict[str, list[tuple[Extent, str]]] = defaultdict(list)
+    for tensor in manifest.tensors:
+        for chunk in tensor.chunks:
+            items[chunk.item.file].append((chunk.item, f"{tensor.key!r} box {chunk.box}"))
+    for blob in manifest.blobs:
+        items[blob.item.file].append((blob.item, repr(blob.key)))
+    missing = sorted(name for name in items if not os.path.lexists(path / name))
+    if missing:
+        raise SourceError(f"expected {len(items)} files in {path}, found {len(missing)} missing: {', '.join(missing)}")
+    for name, found in sorted(items.items()):
+        state = (path / name).lstat()
+        if not stat.S_ISREG(state.st_mode):
+            raise SourceError(f"{path / name}: expected a regular file, found another kind (a link, pipe or device)")
+        found.sort(key=lambda item: item[0].offset)
+        for (extent, what), (following, other) in pairwise([*found, (Extent(name, state.st_size, 0), "")]):
+            if extent.end > following.offset:
+                instead = f"{other} begins there already" if other else f"the file has {state.st_size}: it was cut"
+                raise SourceError(f"{path / name}: expected {what} up to byte {extent.end}, but {instead}")
+
+
+def _with_payloads(path: Path, manifest: Manifest) -> Manifest:
+    jobs = [
+        (chunk.item, at, part) for at, tensor in enumerate(manifest.tensors) for part, chunk in enumerate(tensor.chunks)
+    ]
+    jobs.sort(key=lambda job: (job[0].file, job[0].offset))
+    chunks = [list(tensor.chunks) for tensor in manifest.tensors]
+    for name, mine in groupby(jobs, key=lambda job: job[0].file):
+        with _open(path / name) as handle:
+            for item, at, part in mine:
+                tensor, chunk = manifest.tensors[at], chunks[at][part]
+                with _at(f"{path / name} at byte {item.offset}: tensor {tensor.key!r} box {chunk.box}"):
+                    chunks[at][part] = _opened(handle, tensor, chunk)
+    tensors = (replace(t, chunks=tuple(opened)) for t, opened in zip(manifest.tensors, chunks, strict=True))
+    return replace(manifest, tensors=tuple(tensors))
+
+
+def _opened(handle: int, tensor: StateRecord, chunk: Chunk) -> Chunk:
+    """The chunk with the place and checksum of its payload, as the item itself says."""
+    found = torch_zip.read_tensor(lambda at, count: os.pread(handle, count, at), chunk.item.offset, chunk.item.length)
+    if (found.dtype, found.shape) != (tensor.dtype, chunk.box.shape):
+        raise SourceError(
+            f"expected {tensor.dtype} of shape {chunk.box.shape}, as {FILE} says; "
+            f"found {found.dtype} of shape {found.shape}"
+        )
+    if not found.row_major:
+        raise SourceError(
+            f"expected elements in row-major order, found strides {found.strides} for shape {found.shape}: the tensor "
+            "was transposed or channels-last when it was saved; save it again after .contiguous()"
+        )
+    return replace(chunk, payload=Extent(chunk.item.file, found.offset, found.length), crc32=found.crc32)
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[int]:
+    """A descriptor of a regular file, opened without following a link or waiting for a pipe."""
+    try:
+        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise SourceError(f"cannot open {file}: {why}") from error
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise SourceError(f"{file}: expected a regular file, found another kind (a pipe, device or directory)")
+        yield handle
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _at(place: Path | str) -> Iterator[None]:
+    """Put the place in front of any source error raised inside."""
+    try:
+        yield
+    except SourceError as error:
+        raise SourceError(f"{place}: {error}") from error

@@ -1,0 +1,191 @@
+"""Loading through torch.distributed.checkpoint: its templates and in-place writes, our checks before and during.
+
+Before any tensor is touched: the same keys on both sides, every element present, equal shapes, dtypes and momentum
+conventions.  While reading: every chunk that is touched is checked whole, against the manifest's digest or the CRC-32
+that a stock item carries.  Nothing is unpickled but plain data.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ..errors import SourceError
+from ..record import Blob, Chunk, Manifest, StateRecord
+from . import directory
+from .annotation import Annotation, KeyPath
+from .bits import bits_of, dtype_of, name_of
+from .payload import Payloads, check_blob, check_chunk, elements
+
+
+class CheckingReader(StorageReader):
+    """Reads the payloads of a checkpoint, each checked in full before any of it is used."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self._chunks: dict[tuple[str, tuple[int, ...]], tuple[StateRecord, Chunk]] = {}
+        self._blobs: dict[str, Blob] = {}
+
+    @property
+    def checkpoint_id(self) -> str:
+        return str(self.path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """One reader reads one checkpoint."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return "://" not in str(checkpoint_id)
+
+    def read_metadata(self) -> Metadata:
+        """Nothing yet: DCP would hide why this failed.  The planner calls `describe`, where errors keep their type."""
+        return Metadata(state_dict_metadata={})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:  # type: ignore[override]
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def describe(self) -> tuple[Manifest, Metadata]:
+        """What the checkpoint holds, also in DCP's terms.
+
+        Raises:
+            SourceError: it cannot be read.
+            LayoutError: a tensor has a hole or an overlap.
+        """
+        manifest = directory.read(self.path, payloads=True)
+        found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        for tensor in manifest.tensors:
+            tensor.chunk_layout()  # proves coverage
+            chunks = [chunk for chunk in tensor.chunks if chunk.box.numel]
+            self._chunks.update({(tensor.key, chunk.box.lo): (tensor, chunk) for chunk in chunks})
+            found[tensor.key] = TensorStorageMetadata(
+                properties=TensorProperties(dtype=dtype_of(tensor.dtype)),
+                size=torch.Size(tensor.shape),
+                chunks=[ChunkStorageMetadata(torch.Size(c.box.lo), torch.Size(c.box.shape)) for c in chunks],
+            )
+        for blob in manifest.blobs:
+            self._blobs[blob.key] = blob
+            found[blob.key] = BytesStorageMetadata()
+        paths = {entry.key: entry.path for entry in (*manifest.tensors, *manifest.blobs)}
+        return manifest, Metadata(state_dict_metadata=found, planner_data=paths)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        with Payloads(self.path) as payloads:
+            tensors = [(*self._stored(item.storage_index), item) for item in plan.items if _is_tensor(item)]
+            checked: set[Chunk] = set()
+            for tensor, chunk, item in sorted(tensors, key=lambda found: (found[1].item.file, found[1].item.offset)):
+                if chunk not in checked:
+                    check_chunk(payloads, tensor, chunk)
+                    checked.add(chunk)
+                _copy(elements(payloads, tensor, chunk), item, planner)
+            for item in plan.items:
+                if not _is_tensor(item):
+                    blob = self._blobs[item.storage_index.fqn]
+                    planner.load_bytes(item, io.BytesIO(check_blob(payloads, blob)))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _stored(self, index: MetadataIndex) -> tuple[StateRecord, Chunk]:
+        return self._chunks[index.fqn, tuple(index.offset or ())]
+
+
+class StrictLoadPlanner(DefaultLoadPlanner):
+    """DCP's planner, refusing what it would pass over.
+
+    Args:
+        reader: of the same load.
+        annotations: of the template, by path in the nested state dict.
+        allow_extra: the checkpoint may hold more than the template asks for.
+    """
+
+    def __init__(self, reader: CheckingReader, annotations: Mapping[KeyPath, Annotation], allow_extra: bool) -> None:
+        super().__init__()
+        self._reader = reader
+        self._annotations = annotations
+        self._allow_extra = allow_extra
+
+    def create_local_plan(self) -> LoadPlan:
+        manifest, self.metadata = self._reader.describe()
+        problems = list(self._problems(manifest))
+        if problems:
+            more = f"; and {len(problems) - 12} more" if len(problems) > 12 else ""
+            raise SourceError(f"{self._reader.path} does not fit the state dict: {'; '.join(problems[:12])}{more}")
+        return super().create_local_plan()
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        try:
+            torch.load(value, weights_only=True)  # plain data only; what passes here holds no code
+        except pickle.UnpicklingError as error:
+            raise SourceError(
+                f"refused {read_item.storage_index.fqn!r}: it holds more than plain data ({error}); if you trust the "
+                "checkpoint, name its classes with torch.serialization.add_safe_globals"
+            ) from error
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+    def _problems(self, manifest: Manifest) -> Iterator[str]:
+        stored = {tensor.key: tensor for tensor in manifest.tensors}
+        keys = stored.keys() | {blob.key for blob in manifest.blobs}
+        for key in sorted(self.state_dict.keys() - keys):
+            yield f"missing key {key!r}"
+        if not self._allow_extra:
+            for key in sorted(keys - self.state_dict.keys()):
+                yield f"extra key {key!r}"
+        for key in sorted(keys & self.state_dict.keys()):
+            wanted = self.state_dict[key]
+            if isinstance(wanted, torch.Tensor) != (key in stored):
+                kind = "a tensor" if key in stored else "no tensor"
+                yield f"{key!r} is {kind} in the checkpoint, but not in the state dict"
+            elif key in stored:
+                yield from self._differences(stored[key], wanted)
+
+    def _differences(self, stored: StateRecord, wanted: torch.Tensor) -> Iterator[str]:
+        if stored.shape != tuple(wanted.shape):
+            yield f"{stored.key!r} has shape {stored.shape}, expected {tuple(wanted.shape)}"
+        if stored.dtype != name_of(wanted.dtype):
+            yield f"{stored.key!r} is {stored.dtype}, expected {name_of(wanted.dtype)} (nothing is cast silently)"
+        expected = self._annotations.get(tuple(self.mappings[stored.key]), Annotation()).convention
+        if stored.convention and expected and stored.convention != expected:
+            yield f"{stored.key!r} follows momentum convention {stored.convention}, expected {expected}"
+
+
+def _is_tensor(item: ReadItem) -> bool:
+    return item.type == LoadItemType.TENSOR
+
+
+def _copy(source: np.ndarray[Any, Any], item: ReadItem, planner: LoadPlanner) -> None:
+    window = tuple(
+        slice(lo, lo + length) for lo, length in zip(item.storage_offsets, item.lengths, strict=True)
+    )
+    target = planner.resolve_tensor(item).detach()
+    staged = target if target.is_cpu else torch.empty(target.shape, dtype=target.dtype)
+    np.copyto(bits_of(staged), source[(*window, ...)])
+    if staged is not target:
+        target.copy_(staged)
+    planner.commit_tensor(item, target)

@@ -1,0 +1,349 @@
+"""Saving through torch.distributed.checkpoint: its planning and collectives, our files, digests and publish.
+
+Every rank writes one ``__{rank}_0.distcp`` of stock items into a temporary sibling of the destination and returns
+what it wrote.  The coordinator checks that against the plan, writes the manifest and ``.metadata``, and renames.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import warnings
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future as Background
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import xxhash
+from isal import isal_zlib
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TensorMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ..box import Box
+from ..errors import DestinationError, LayoutError, about
+from ..fingerprint import as_hex, combine, fingerprint
+from ..layout import TensorLayout, dense
+from ..record import Blob, Chunk, Extent, Manifest, StateRecord
+from . import directory, torch_zip
+from .annotation import Annotation, KeyPath
+from .bits import bits_of, name_of
+
+ALIGNMENT = 64
+"""Payloads start at multiples of this many bytes in a file, so that they can be mapped as arrays."""
+
+_PENDING = 256 << 20
+"""Bytes of tensor copies that may wait for their digest; bounds the memory that staging from a device takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where one rank writes, and the replicas that another rank writes but this one vouches for."""
+
+    directory: Path
+    file: str
+    witnessed: tuple[WriteItem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """One item as a rank has it: the xxh3-128 of its raw bytes, its share of the fingerprint, where it was stored.
+
+    A witness, which stores nothing, has no ``item``.
+    """
+
+    rank: int
+    digest: str
+    share: int = 0
+    item: Extent | None = None
+    payload: Extent | None = None
+    crc32: int | None = None
+
+
+class CoveringSavePlanner(DefaultSavePlanner):
+    """DCP's planner, with every tensor proved to be covered exactly, and the replicas that it drops kept as witnesses.
+
+    Empty shards write nothing.  ``plans`` and ``witnesses`` (one entry per rank) exist on the coordinator.
+    """
+
+    plans: list[SavePlan]
+    witnesses: list[tuple[WriteItem, ...]]
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        for key, found in metadata.state_dict_metadata.items():
+            if isinstance(found, TensorMetadata):
+                found.chunks = [chunk for chunk in found.chunks if 0 not in chunk.sizes]
+                _prove_covered(key, tuple(found.size), found.chunks)
+        kept = [[item for item in plan.items if not _empty(item)] for plan in plans]
+        self.witnesses = []
+        for before, items in zip(all_plans, kept, strict=True):
+            written = {item.index for item in items}
+            self.witnesses.append(
+                tuple(item for item in before.items if item.index not in written and not _empty(item))
+            )
+        self.plans = [dataclasses.replace(plan, items=items) for plan, items in zip(plans, kept, strict=True)]
+        return self.plans, metadata
+
+
+class PublishingWriter(StorageWriter):
+    """Writes into a temporary sibling, checks, describes and publishes; the destination appears whole or not at all.
+
+    Args:
+        destination: the checkpoint directory; nothing may be there.
+        planner: the planner of the same save, for what was planned.
+        annotations: by path in the nested state dict.
+        provenance: goes into the manifest.
+    """
+
+    def __init__(
+        self,
+        destination: Path,
+        planner: CoveringSavePlanner,
+        annotations: Mapping[KeyPath, Annotation],
+        provenance: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self.destination = destination
+        self.staged: Path | None = None
+        self._planner = planner
+        self._annotations = annotations
+        self._provenance = provenance
+        self._rank = 0
+
+    @property
+    def checkpoint_id(self) -> str:
+        return str(self.destination)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """One writer serves one save: the destination is fixed."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._rank = kwargs.get("rank", 0)
+
+    def storage_meta(self) -> StorageMeta | None:
+        return None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return "://" not in str(checkpoint_id)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        directory.refuse_existing(self.destination)
+        self.staged = directory.staging(self.destination)
+        try:
+            self.staged.mkdir(parents=True)
+        except OSError as error:
+            raise DestinationError(f"cannot create {self.staged}: {error}") from error
+        return [
+            dataclasses.replace(plan, storage_data=_Target(self.staged, f"__{rank}_0.distcp", witnessed))
+            for rank, (plan, witnessed) in enumerate(zip(plans, self._planner.witnesses, strict=True))
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        target: _Target = plan.storage_data
+        with ThreadPoolExecutor(1) as digests:
+            writer = _FileWriter(self._rank, target, planner, digests)
+            try:
+                results = writer.write(plan.items) if plan.items else []
+            except OSError as error:
+                raise DestinationError(f"rank {self._rank} cannot write {target.directory}: {error}") from error
+            results += [writer.witness(item) for item in target.witnessed]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        assert self.staged is not None, "finish() runs on the coordinator, after prepare_global_plan()"
+        stored, witnessed = _sort(result for of_rank in results for result in of_rank)
+        _check_stored(self._planner.plans, stored)
+        _check_witnesses(stored, witnessed, metadata)
+        directory.write_manifest(self._manifest(metadata, stored), self.staged)
+        directory.publish(self.staged, self.destination)
+
+    def _manifest(self, metadata: Metadata, stored: Mapping[MetadataIndex, _Written]) -> Manifest:
+        by_key: defaultdict[str, list[tuple[MetadataIndex, _Written]]] = defaultdict(list)
+        for index, written in stored.items():
+            by_key[index.fqn].append((index, written))
+        paths = metadata.planner_data or {}
+        tensors, blobs = [], []
+        for key, found in metadata.state_dict_metadata.items():
+            path = tuple(paths.get(key, (key,)))
+            if not isinstance(found, TensorMetadata):
+                [(_, written)] = by_key[key]
+                assert written.item is not None
+                blobs.append(Blob(key, path, written.item, written.digest))
+                continue
+            sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in found.chunks}
+            chunks = [
+                Chunk(_box(tuple(index.offset or ()), sizes), written.item, written.payload, written.digest, written.crc32)
+                for index, written in by_key[key]
+                if written.item is not None
+            ]
+            note = self._annotations.get(path, Annotation())
+            tensors.append(
+                StateRecord(
+                    key=key,
+                    path=path,
+                    shape=tuple(found.size),
+                    dtype=name_of(found.properties.dtype),
+                    chunks=tuple(sorted(chunks, key=lambda chunk: chunk.box.lo)),
+                    fingerprint=as_hex(combine(*(written.share for _, written in by_key[key]))),
+                    **{f.name: getattr(note, f.name) for f in dataclasses.fields(note)},
+                )
+            )
+        return Manifest(tuple(tensors), tuple(blobs), self._provenance)
+
+
+class _FileWriter:
+    """One rank's file: items laid end to end while a thread digests what has been written."""
+
+    def __init__(self, rank: int, target: _Target, planner: SavePlanner, digests: ThreadPoolExecutor) -> None:
+        self._rank = rank
+        self._target = target
+        self._planner = planner
+        self._digests = digests
+
+    def write(self, items: Sequence[WriteItem]) -> list[WriteResult]:
+        """Blobs first, as DCP does, then tensors; synced before it returns."""
+        pending: deque[tuple[WriteItem, int, Background[_Written]]] = deque()
+        results: list[WriteResult] = []
+
+        def collect() -> None:
+            item, size, written = pending.popleft()
+            results.append(WriteResult(index=item.index, size_in_bytes=size, storage_data=written.result()))
+
+        with (self._target.directory / self._target.file).open("xb") as stream:
+            for item in sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO):
+                size, written = self._put(stream, item)
+                pending.append((item, size, written))
+                while sum(size for _, size, _ in pending) > _PENDING:
+                    collect()
+            stream.flush()
+            os.fsync(stream.fileno())  # the thread goes on with the last digests meanwhile
+        while pending:
+            collect()
+        return results
+
+    def _put(self, stream: BinaryIO, item: WriteItem) -> tuple[int, Background[_Written]]:
+        stream.write(bytes(-stream.tell() % ALIGNMENT))
+        start = stream.tell()
+        if item.type == WriteItemType.BYTE_IO:
+            blob = _blob(self._planner, item)
+            stream.write(blob)
+            where = Extent(self._target.file, start, len(blob))
+            return len(blob), self._digests.submit(_describe_blob, self._rank, blob, where)
+        tensor = _tensor(self._planner, item)
+        raw = _raw(tensor)
+        crc32 = isal_zlib.crc32(raw)
+        frame = torch_zip.frame(name_of(tensor.dtype), tuple(tensor.shape))
+        for part in (frame.head, raw, frame.tail(crc32)):
+            stream.write(part)
+        where = Extent(self._target.file, start, stream.tell() - start)
+        payload = Extent(self._target.file, start + frame.payload_offset, raw.nbytes)
+        job = self._digests.submit(_describe_tensor, self._rank, tensor, _offsets(item), where, payload, crc32)
+        return raw.nbytes, job
+
+    def witness(self, item: WriteItem) -> WriteResult:
+        """What this rank holds of an item that another rank writes."""
+        if item.type == WriteItemType.BYTE_IO:
+            written = _describe_blob(self._rank, _blob(self._planner, item), None)
+        else:
+            written = _describe_tensor(self._rank, _tensor(self._planner, item), _offsets(item), None, None, None)
+        return WriteResult(index=item.index, size_in_bytes=0, storage_data=written)
+
+
+def _tensor(planner: SavePlanner, item: WriteItem) -> Tensor:
+    found = planner.resolve_data(item)
+    assert isinstance(found, Tensor)
+    return found.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def _blob(planner: SavePlanner, item: WriteItem) -> memoryview:
+    found = planner.resolve_data(item)
+    assert isinstance(found, io.BytesIO)
+    return found.getbuffer()
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def _describe_tensor(
+    rank: int, tensor: Tensor, origin: tuple[int, ...], item: Extent | None, payload: Extent | None, crc32: int | None
+) -> _Written:
+    bits = bits_of(tensor)
+    share = fingerprint(bits, origin + (0,) * (bits.ndim - len(origin)))
+    return _Written(rank, xxhash.xxh3_128_hexdigest(_raw(tensor)), share, item, payload, crc32)
+
+
+def _describe_blob(rank: int, blob: memoryview, item: Extent | None) -> _Written:
+    return _Written(rank, xxhash.xxh3_128_hexdigest(blob), item=item)
+
+
+def _offsets(item: WriteItem) -> tuple[int, ...]:
+    assert item.tensor_data is not None
+    return tuple(item.tensor_data.chunk.offsets)
+
+
+def _empty(item: WriteItem) -> bool:
+    return item.tensor_data is not None and 0 in item.tensor_data.chunk.sizes
+
+
+def _box(offsets: tuple[int, ...], sizes: Mapping[tuple[int, ...], tuple[int, ...]]) -> Box:
+    return Box(offsets, tuple(lo + n for lo, n in zip(offsets, sizes[offsets], strict=True)))
+
+
+def _prove_covered(key: str, shape: tuple[int, ...], chunks: Sequence[ChunkStorageMetadata]) -> None:
+    with about(key):
+        boxes = (Box(tuple(c.offsets), tuple(map(int.__add__, c.offsets, c.sizes))) for c in chunks)
+        TensorLayout(shape, tuple(dense(box, str(index)) for index, box in enumerate(boxes)))
+
+
+def _sort(
+    results: Any,
+) -> tuple[dict[MetadataIndex, _Written], list[tuple[MetadataIndex, _Written]]]:
+    stored: dict[MetadataIndex, _Written] = {}
+    witnessed = []
+    for result in results:
+        if result.storage_data.item is None:
+            witnessed.append((result.index, result.storage_data))
+        else:
+            stored[result.index] = result.storage_data
+    return stored, witnessed
+
+
+def _check_stored(plans: Sequence[SavePlan], stored: Mapping[MetadataIndex, _Written]) -> None:
+    planned = {item.index for plan in plans for item in plan.items}
+    if planned != stored.keys():
+        lost = sorted(f"{index.fqn} at {tuple(index.offset or ())}" for index in planned - stored.keys())
+        raise DestinationError(f"{len(lost)} planned items were not written: {', '.join(lost[:8])}")
+
+
+def _check_witnesses(
+    stored: Mapping[MetadataIndex, _Written], witnessed: Sequence[tuple[MetadataIndex, _Written]], metadata: Metadata
+) -> None:
+    """Replicas must be equal: DCP stores one of them, and would lose the others without a word."""
+    for index, theirs in witnessed:
+        kept = stored[index]
+        if kept.digest == theirs.digest:
+            continue
+        what = f"{index.fqn!r} at {tuple(index.offset or ())}: ranks {kept.rank} and {theirs.rank} hold different data"
+        if isinstance(metadata.state_dict_metadata[index.fqn], TensorMetadata):
+            raise LayoutError(
+                f"{what} under one key, of which only one would be saved; replicas must be equal, and data that "
+                "differs by rank needs a key of its own"
+            )
+        warnings.warn(f"{what} that is not a tensor; the copy of rank {kept.rank} was saved", stacklevel=2)

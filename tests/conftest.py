@@ -1,0 +1,46 @@
+"""One thread a process, so that results do not depend on the machine; the workers end with the session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for every process that a test starts
+
+import torch
+import workers
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _end_of_the_workers() -> Iterator[None]:
+    yield
+    workers.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of this package, saved by one process: matrices, a fused one, vectors, counters.  Do not change."""
+    import muonckpt
+    from muonckpt.optimizer import Muon
+
+    path = tmp_path_factory.mktemp("tiny") / "checkpoint"
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(16, 40), torch.nn.Linear(40, 13))
+    opt = Muon(
+        [
+            {"params": [net[0].weight], "pieces": (24, 8, 8)},
+            {"params": [net[1].weight]},
+            {"params": [net[0].bias, net[1].bias], "algorithm": "adamw"},
+        ]
+    )
+    net(torch.randn(3, 16)).sum().backward()
+    opt.step()
+    model, state = get_state_dict(net, opt)
+    muonckpt.save({"model": model, "optimizer": state}, path, provenance={"step": 1})
+    return path

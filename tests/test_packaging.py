@@ -1,0 +1,60 @@
+"""One import name, from a wheel and from an editable install alike."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CHECK = (
+    "import importlib.util as u, muonckpt, muonckpt.cli.main, muonckpt.converters, muonckpt.store.dcp\n"
+    "from muonckpt.optimizer import Muon\n"
+    "assert all(u.find_spec(n) is None for n in ('optimizer', 'converters', 'cli', 'layouts', 'store'))\n"
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A copy of what is tracked, so that building leaves nothing in the tree."""
+    copy = tmp_path_factory.mktemp("source")
+    for name in ("muonckpt", "optimizer", "converters", "cli"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    return copy
+
+
+def pip(python: Path | str, *arguments: str) -> None:
+    """This environment's pip, acting on another one, so that both build with the same setuptools."""
+    command = [sys.executable, "-m", "pip", "--python", str(python), *arguments]
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    done = subprocess.run(command + options, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("editable", [False, True], ids=["wheel", "editable"])
+def test_one_import_name(editable, source, tmp_path):
+    """Installed into a bare environment that sees this one's dependencies."""
+    venv.create(tmp_path / "env", with_pip=False)
+    python = tmp_path / "env/bin/python"
+    site = next((tmp_path / "env/lib").glob("python*/site-packages"))
+    mine = Path(next(p for p in sys.path if p.endswith("site-packages")))
+    (site / "zz_dependencies.pth").write_text(f"{mine}\n")
+    pip(python, "install", *(["--editable"] if editable else []), str(source))
+    done = subprocess.run([str(python), "-P", "-c", CHECK], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "env/bin/muonckpt").exists()
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(source, tmp_path):
+    pip(sys.executable, "wheel", str(source), "--wheel-dir", str(tmp_path))
+    [wheel] = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {"muonckpt", "muonckpt-0.1.0.dist-info"}
+    assert {"muonckpt/py.typed", "muonckpt/manifest.schema.json", "muonckpt/optimizer/muon.py"} <= set(names)

@@ -1,0 +1,226 @@
+"""A pool of gloo processes, the one way in which a test of this suite runs on several ranks.
+
+    def job(rank, world, tensor):  # at module level, so that a worker can import it
+        torch.distributed.all_reduce(tensor)
+        return tensor
+
+    assert run(3, job, torch.ones(2))[0].tolist() == [3.0, 3.0]
+
+Starting a process with torch in it takes seconds, so the workers are started once, by the first test that
+needs them, and every job gets a fresh process group and seed.  A worker that failed or hung is replaced: its
+state is unknown.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+MAX_WORLD = 8
+
+#: How long the other ranks may take to report once one has failed, in seconds.  Gloo tells them quickly.
+GRACE = 3.0
+
+#: How long the start of a worker may take, in seconds: it imports torch, on a machine that may be busy.
+START = 120.0
+
+
+class WorkersFailed(RuntimeError):
+    """A rank raised, died or did not answer in time; the message has the tracebacks, the first one first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    process: SpawnProcess
+    connection: Connection
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why a rank has no result.  ``when`` is on the monotonic clock that all processes of a machine share."""
+
+    when: float
+    text: str
+
+
+_workers: dict[int, _Worker] = {}
+_scratch: list[Path] = []
+
+
+def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    """``function(rank, world, *args)`` on ``world`` ranks with a gloo process group; the results by rank.
+
+    Args:
+        world: 1 to 8.
+        function: at the top of an importable module.
+        args: plainly picklable, as are the results.  CPU tensors travel by value.
+        timeout: in seconds, for the whole job, once the workers are there.  A collective gives up after half.
+
+    Raises:
+        WorkersFailed: not every rank returned.
+    """
+    if not 1 <= world <= MAX_WORLD:
+        raise ValueError(f"a world has 1 to {MAX_WORLD} ranks, got {world}")
+    # Pickled by hand: `Connection.send` would pass tensors as file descriptors of shared memory.
+    job = pickle.dumps((function, args))
+    try:
+        _start(world)
+        store = str(Path(tempfile.mkdtemp(dir=_scratch[0])) / "store")
+        for rank in range(world):
+            message = (sys.path, rank, world, store, timeout / 2, job)
+            _workers[rank].connection.send_bytes(pickle.dumps(message))
+        answers = _collect(world, time.monotonic() + timeout)
+    except BaseException:
+        shutdown()  # an answer that nobody took must not become that of the next job
+        raise
+    failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, _Failure)}
+    if failures:
+        for rank in failures:
+            _end(_workers.pop(rank))
+        order = sorted(failures, key=lambda rank: failures[rank].when)
+        raise WorkersFailed("\n".join(f"rank {rank} of {world}: {failures[rank].text}" for rank in order))
+    return [answers[rank] for rank in range(world)]
+
+
+def shutdown() -> None:
+    """End every worker that this process started.  A later :func:`run` starts new ones."""
+    while _workers:
+        _end(_workers.popitem()[1])
+    while _scratch:
+        shutil.rmtree(_scratch.pop(), ignore_errors=True)
+
+
+atexit.register(shutdown)
+
+
+def pids() -> list[int]:
+    """The process ids of the workers, by rank."""
+    return [_workers[rank].process.pid or 0 for rank in sorted(_workers)]
+
+
+def _start(world: int) -> None:
+    """Start the workers that are missing among the first ``world``; they import torch side by side."""
+    if not _scratch:
+        _scratch.append(Path(tempfile.mkdtemp(prefix="muonckpt-workers-")))
+    context = get_context("spawn")
+    missing = [rank for rank in range(world) if rank not in _workers or not _workers[rank].process.is_alive()]
+    for rank in missing:
+        if rank in _workers:
+            _end(_workers[rank])
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, str(_scratch[0])), daemon=True)
+        process.start()
+        theirs.close()
+        _workers[rank] = _Worker(process, ours)
+    for rank in missing:
+        if not _workers[rank].connection.poll(START):
+            raise WorkersFailed(f"rank {rank}: the worker did not start within {START:.0f} s")
+        _workers[rank].connection.recv_bytes()
+
+
+def _end(worker: _Worker) -> None:
+    worker.process.kill()
+    worker.process.join()
+    worker.connection.close()
+
+
+def _collect(world: int, deadline: float) -> dict[int, Any]:
+    """What each rank answers, or why it did not."""
+    waiting = {_workers[rank].connection: rank for rank in range(world)}
+    answers: dict[int, Any] = {}
+    while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+        for connection in [each for each in waiting if each in ready]:
+            rank = waiting.pop(connection)
+            process = _workers[rank].process
+            try:
+                answers[rank] = pickle.loads(connection.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                process.join()
+                answers[rank] = _Failure(time.monotonic(), f"died, exit code {process.exitcode}")
+            if isinstance(answers[rank], _Failure):
+                # Its sockets close, so that ranks which wait for it in a collective fail at once.
+                process.kill()
+                deadline = min(deadline, time.monotonic() + GRACE)
+    for rank in waiting.values():
+        answers[rank] = _Failure(time.monotonic(), f"no answer in time, ended\n{_stack(_workers[rank])}")
+    return answers
+
+
+def _stack(worker: _Worker) -> str:
+    """Where a hung worker is; it writes that to its file when it gets the signal."""
+    path = _scratch[0] / f"stack-{worker.process.pid}"
+    os.kill(worker.process.pid or 0, signal.SIGUSR1)
+    worker.process.join(0.2)
+    return path.read_text() if path.exists() else ""
+
+
+def _serve(connection: Connection, scratch: str) -> None:
+    """A worker: jobs in, answers out, until the parent ends it or is gone."""
+    with Path(scratch, f"stack-{os.getpid()}").open("w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the workers
+        os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        import torch
+
+        torch.set_num_threads(1)
+        connection.send_bytes(b"ready")
+        while True:
+            try:
+                sys.path[:], *job = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                return
+            connection.send_bytes(_answer(*job))
+
+
+def _answer(rank: int, world: int, store: str, collective_timeout: float, job: bytes) -> bytes:
+    import torch
+    from torch import distributed
+
+    try:
+        _forget_last_job()
+        torch.manual_seed(0)
+        function, args = pickle.loads(job)
+        distributed.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=collective_timeout),
+        )
+        return pickle.dumps(function(rank, world, *args))
+    except BaseException:
+        return pickle.dumps(_Failure(time.monotonic(), traceback.format_exc()))
+
+
+def _forget_last_job() -> None:
+    """End the process groups of the last job, and empty what DTensor has cached by mesh.
+
+    Not at the end of that job: a rank that is done early would close connections that others still make.  And
+    an equal mesh of this job has process groups of other names than those in the cache.
+    """
+    from torch import distributed
+
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor._redistribute import _gen_transform_infos
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        _gen_transform_infos.cache_clear()
