@@ -13,7 +13,7 @@ def shard(model: Transformer, mesh: DeviceMesh, reduce_dtype: torch.dtype | None
 
     Gradients are *summed* over the ranks, not averaged: the loss is already divided by the size of the global
     batch, so that the gradient's scale does not depend on the number of ranks. A float64 sum of a few float32
-    gradients hardly ever rounds, so that with it their order, hence the number of ranks, does not matter either.
+    gradients hardly ever rounds, so that in float64 their order, hence the number of ranks, does not matter.
     """
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     for block in model.blocks:

@@ -43,11 +43,14 @@ def read(path: Path, *, payloads: bool = False) -> Manifest:
             missing, cut, or no regular file; items overlap; or, with ``payloads``, an item is not the dense row-major
             tensor that the metadata promises.
     """
-    data = _read_metadata(path)
-    with _at(path / FILE):
-        manifest = _manifest(parse(data))
-    _check_files(path, manifest)
-    return _with_payloads(path, manifest) if payloads else manifest
+    try:
+        data = _read_metadata(path)
+        with _at(path / FILE):
+            manifest = _manifest(parse(data))
+        _check_files(path, manifest)
+        return _with_payloads(path, manifest) if payloads else manifest
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error}") from error
 
 
 def write_metadata(manifest: Manifest, directory: Path) -> None:
@@ -79,7 +82,7 @@ def _manifest(metadata: Metadata) -> Manifest:
     return Manifest(
         tuple(_record(key, tensor, metadata, optimizers) for key, tensor in metadata.tensors.items()),
         tuple(Blob(key, _path(key, metadata), _extent(key, None, metadata)) for key in metadata.blobs),
-        {"format": "torch.distributed.checkpoint", "version": metadata.version},
+        {"format": "torch.distributed.checkpoint", "version": metadata.version, "not_kept": list(metadata.extra)},
     )
 
 

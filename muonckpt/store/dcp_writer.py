@@ -10,17 +10,13 @@ import dataclasses
 import io
 import os
 import warnings
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future as Background
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from io import FileIO
+from typing import Any
 
-import torch
-import xxhash
-from isal import isal_zlib
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
@@ -31,18 +27,16 @@ from torch.futures import Future
 
 from ..box import Box
 from ..errors import DestinationError, LayoutError, about
-from ..fingerprint import as_hex, combine, fingerprint
+from ..fingerprint import as_hex, combine
 from ..layout import TensorLayout, dense
 from ..record import Blob, Chunk, Extent, Manifest, StateRecord
 from . import directory, torch_zip
 from .annotation import Annotation, KeyPath
 from .bits import bits_of, name_of
+from .sums import Sums, xxh3_128
 
 ALIGNMENT = 64
 """Payloads start at multiples of this many bytes in a file, so that they can be mapped as arrays."""
-
-_PENDING = 256 << 20
-"""Bytes of tensor copies that may wait for their digest; bounds the memory that staging from a device takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +148,12 @@ class PublishingWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         target: _Target = plan.storage_data
-        with ThreadPoolExecutor(1) as digests:
-            writer = _FileWriter(self._rank, target, planner, digests)
-            try:
-                results = writer.write(plan.items) if plan.items else []
-            except OSError as error:
-                raise DestinationError(f"rank {self._rank} cannot write {target.directory}: {error}") from error
-            results += [writer.witness(item) for item in target.witnessed]
+        writer = _FileWriter(self._rank, target, planner)
+        try:
+            results = writer.write(plan.items) if plan.items else []
+        except OSError as error:
+            raise DestinationError(f"rank {self._rank} cannot write {target.directory}: {error}") from error
+        results += [writer.witness(item) for item in target.witnessed]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -208,61 +201,64 @@ class PublishingWriter(StorageWriter):
 
 
 class _FileWriter:
-    """One rank's file: items laid end to end while a thread digests what has been written."""
+    """One rank's file: items end to end, digested in the pass that writes them."""
 
-    def __init__(self, rank: int, target: _Target, planner: SavePlanner, digests: ThreadPoolExecutor) -> None:
+    def __init__(self, rank: int, target: _Target, planner: SavePlanner) -> None:
         self._rank = rank
         self._target = target
         self._planner = planner
-        self._digests = digests
 
     def write(self, items: Sequence[WriteItem]) -> list[WriteResult]:
         """Blobs first, as DCP does, then tensors; synced before it returns."""
-        pending: deque[tuple[WriteItem, int, Background[_Written]]] = deque()
-        results: list[WriteResult] = []
-
-        def collect() -> None:
-            item, size, written = pending.popleft()
-            results.append(WriteResult(index=item.index, size_in_bytes=size, storage_data=written.result()))
-
-        with (self._target.directory / self._target.file).open("xb") as stream:
+        with (self._target.directory / self._target.file).open("xb", buffering=0) as stream:
+            results = []
             for item in sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO):
-                size, written = self._put(stream, item)
-                pending.append((item, size, written))
-                while sum(size for _, size, _ in pending) > _PENDING:
-                    collect()
-            stream.flush()
-            os.fsync(stream.fileno())  # the thread goes on with the last digests meanwhile
-        while pending:
-            collect()
+                _write(stream, bytes(-stream.tell() % ALIGNMENT))
+                put = self._put_blob if item.type == WriteItemType.BYTE_IO else self._put_tensor
+                results.append(put(stream, item))
+            os.fsync(stream.fileno())
         return results
-
-    def _put(self, stream: BinaryIO, item: WriteItem) -> tuple[int, Background[_Written]]:
-        stream.write(bytes(-stream.tell() % ALIGNMENT))
-        start = stream.tell()
-        if item.type == WriteItemType.BYTE_IO:
-            blob = _blob(self._planner, item)
-            stream.write(blob)
-            where = Extent(self._target.file, start, len(blob))
-            return len(blob), self._digests.submit(_describe_blob, self._rank, blob, where)
-        tensor = _tensor(self._planner, item)
-        raw = _raw(tensor)
-        crc32 = isal_zlib.crc32(raw)
-        frame = torch_zip.frame(name_of(tensor.dtype), tuple(tensor.shape))
-        for part in (frame.head, raw, frame.tail(crc32)):
-            stream.write(part)
-        where = Extent(self._target.file, start, stream.tell() - start)
-        payload = Extent(self._target.file, start + frame.payload_offset, raw.nbytes)
-        job = self._digests.submit(_describe_tensor, self._rank, tensor, _offsets(item), where, payload, crc32)
-        return raw.nbytes, job
 
     def witness(self, item: WriteItem) -> WriteResult:
         """What this rank holds of an item that another rank writes."""
         if item.type == WriteItemType.BYTE_IO:
-            written = _describe_blob(self._rank, _blob(self._planner, item), None)
+            written = _Written(self._rank, xxh3_128([_blob(self._planner, item)]))
         else:
-            written = _describe_tensor(self._rank, _tensor(self._planner, item), _offsets(item), None, None, None)
+            sums = Sums()
+            for _ in sums.passing(bits_of(_tensor(self._planner, item)), _offsets(item)):
+                pass
+            written = _Written(self._rank, sums.digest, sums.share)
         return WriteResult(index=item.index, size_in_bytes=0, storage_data=written)
+
+    def _put_blob(self, stream: FileIO, item: WriteItem) -> WriteResult:
+        blob = _blob(self._planner, item)
+        where = Extent(self._target.file, stream.tell(), len(blob))
+        _write(stream, blob)
+        written = _Written(self._rank, xxh3_128([blob]), item=where)
+        return WriteResult(index=item.index, size_in_bytes=len(blob), storage_data=written)
+
+    def _put_tensor(self, stream: FileIO, item: WriteItem) -> WriteResult:
+        tensor = _tensor(self._planner, item)
+        frame = torch_zip.frame(name_of(tensor.dtype), tuple(tensor.shape))
+        start = stream.tell()
+        payload = Extent(self._target.file, start + frame.payload_offset, frame.payload_length)
+        _write(stream, frame.head)
+        sums = Sums()
+        for part in sums.passing(bits_of(tensor), _offsets(item)):
+            _write(stream, part)
+        # Start the transfer to disk now, so that it goes on while the next item is digested.
+        os.posix_fadvise(stream.fileno(), payload.offset, payload.length, os.POSIX_FADV_DONTNEED)
+        _write(stream, frame.tail(sums.crc32))
+        where = Extent(self._target.file, start, frame.length)
+        written = _Written(self._rank, sums.digest, sums.share, where, payload, sums.crc32)
+        return WriteResult(index=item.index, size_in_bytes=payload.length, storage_data=written)
+
+
+def _write(stream: FileIO, data: bytes | memoryview) -> None:
+    """All of it: one call to the system may take less."""
+    left = memoryview(data)
+    while left:
+        left = left[stream.write(left) :]
 
 
 def _tensor(planner: SavePlanner, item: WriteItem) -> Tensor:
@@ -275,22 +271,6 @@ def _blob(planner: SavePlanner, item: WriteItem) -> memoryview:
     found = planner.resolve_data(item)
     assert isinstance(found, io.BytesIO)
     return found.getbuffer()
-
-
-def _raw(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-
-
-def _describe_tensor(
-    rank: int, tensor: Tensor, origin: tuple[int, ...], item: Extent | None, payload: Extent | None, crc32: int | None
-) -> _Written:
-    bits = bits_of(tensor)
-    share = fingerprint(bits, origin + (0,) * (bits.ndim - len(origin)))
-    return _Written(rank, xxhash.xxh3_128_hexdigest(_raw(tensor)), share, item, payload, crc32)
-
-
-def _describe_blob(rank: int, blob: memoryview, item: Extent | None) -> _Written:
-    return _Written(rank, xxhash.xxh3_128_hexdigest(blob), item=item)
 
 
 def _offsets(item: WriteItem) -> tuple[int, ...]:

@@ -5,11 +5,11 @@ and with it any code that somebody put there.  Here nothing is run: :func:`unpic
 build tuples, lists, dicts, strings and numbers, and turns every call of a class or function into an inert
 :class:`Record`.  There is no import, no call and no allocation that the file's length does not bound.
 
-An ``Unpickler`` with an allow-list in ``find_class`` is not enough: 11 bytes make it ask for a memo table of
-32 GiB, and a deeply nested tuple as a dict key overflows the C stack.
+A ``pickle.Unpickler`` with an allow-list in ``find_class`` is not enough: a few bytes make it ask for a memo table
+of gigabytes, and a deeply nested tuple as a dict key overflows its C stack (a crash, not an exception).
 
-Format facts: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py`` of torch 2.11 to 2.13; the
-opcodes are those of ``pickletools``.
+Sources: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py`` (torch 2.13) for the objects and their
+attributes, Python's ``pickletools`` for the opcodes.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def unpickle(data: bytes, allowed: Collection[str]) -> object:
 
 
 def _run(data: bytes, allowed: Collection[str]) -> object:
-    # The opcodes stand in the order of how often a large file has them.
+    # The opcodes are ordered by how often a large file has them, and the rare ones are in _run_one.
     stack: list[object] = []
     marks: list[list[object]] = []
     memo: list[object] = []
@@ -234,7 +234,7 @@ def _run_one(
         stack.append(struct.unpack_from(">d", data, at)[0])
         at += 8
     elif opcode == pickle.STACK_GLOBAL:
-        name, module = stack.pop(), stack.pop()
+        name, module = expect(str, stack.pop()), expect(str, stack.pop())
         stack.append(_global(f"{module} {name}", allowed))
     elif opcode == pickle.GLOBAL:
         end = data.index(b"\n", data.index(b"\n", at) + 1)
@@ -275,8 +275,8 @@ def parse(data: bytes) -> Metadata:
     """What a ``.metadata`` file says.  Reads at most :data:`MAX_BYTES`, runs nothing, imports nothing.
 
     Raises:
-        SourceError: it is not such a file, names anything that a stock file does not have, gives a negative or
-            non-integer size, a file name that could leave the directory, or one item twice.
+        SourceError: it is not such a file, is cut or too large, names anything that a stock file does not have, or
+            gives a size that is no integer >= 0, or one item twice.  File names are not checked here.
     """
     if len(data) > MAX_BYTES:
         raise SourceError(f"expected at most {MAX_BYTES} bytes of metadata, found {len(data)}")
@@ -290,7 +290,7 @@ def parse(data: bytes) -> Metadata:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    # A million small objects and no cycles: collecting in between only costs time.
+    # A million small objects that are all needed: collecting in between only costs time.
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -379,6 +379,7 @@ def _sequence(value: object) -> Sequence[object]:
 
 
 def ints(value: object) -> Index:
+    """A ``torch.Size``, tuple or list of integers >= 0."""
     numbers = tuple(_sequence(value))
     for number in numbers:
         if expect(int, number) < 0:

@@ -13,7 +13,7 @@ A tensor's item has these members, each after a padded local header, in this ord
 
 Everything but the payload follows from dtype, shape and the payload's CRC-32.  So :func:`frame` gives the bytes
 before and after it, and an item is written by laying a payload between them: byte-identical to ``torch.save`` of
-a contiguous CPU tensor (torch 2.11 to 2.13).  All offsets inside are relative to the item, so it can be moved.
+a contiguous CPU tensor (torch 2.13).  All offsets inside are relative to the item, so it can be moved.
 
 Sources: PKWARE's APPNOTE.TXT for the zip structures; ``caffe2/serialize/inline_container.cc`` and the miniz of
 PyTorch for what it puts in them; ``torch/serialization.py`` (``_save``) and ``torch/_utils.py`` for the pickle.
@@ -27,6 +27,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ..box import Index, row_major
 from ..errors import SourceError
@@ -280,7 +281,7 @@ def read_tensor(read: Read, offset: int, length: int) -> TensorItem:
 
     if "byteorder" in members and content("byteorder") != b"little":
         raise SourceError(f"expected little-endian elements, found {content('byteorder')!r}")
-    dtype, shape, strides = _tensor(unpickle(content("data.pkl"), _NAMES))
+    dtype, shape, strides = _tensor(content("data.pkl"))
     payload = members[_PAYLOAD]
     size = math.prod(shape) * itemsize(dtype)
     if payload.length != size:
@@ -288,15 +289,16 @@ def read_tensor(read: Read, offset: int, length: int) -> TensorItem:
     return TensorItem(dtype, shape, strides, payload.offset, payload.length, payload.crc32)
 
 
-def _tensor(value: object) -> tuple[str, Index, Index]:
+@lru_cache(maxsize=1024)
+def _tensor(data: bytes) -> tuple[str, Index, Index]:
     """Dtype, shape and strides in the pickle of a tensor, whose storage must hold each of its elements once."""
-    call = expect(Record, value)
+    call = expect(Record, unpickle(data, _NAMES))
     args, arity = expect(tuple, call.args), _REBUILD.get(call.kind)
     if arity is None or len(args) < arity:
         raise SourceError(f"expected the pickle of a tensor, found {call.kind} of {len(args)} arguments")
     if len(args) > arity:
-        flags = ", ".join(map(str, args[-1])) if type(args[-1]) is dict else "unknown flags"
-        raise SourceError(f"expected a plain tensor, found one with {flags} (stored lazily): clone it before saving")
+        flags = [key for key in args[-1] if type(key) is str] if type(args[-1]) is dict else "?"
+        raise SourceError(f"expected a plain tensor, found one with the flags {flags}: resolve them before saving")
     storage, start, size, stride, _, hooks, *element = args
     match storage:
         case Record(kind=reference, args=("storage", Global() as kind, "0", str(), int() as count)):
@@ -347,7 +349,7 @@ def _window(read: Read, offset: int, length: int) -> Read:
 
 
 def _exactly(read: Read, offset: int, length: int) -> bytes:
-    data = read(offset, length)
+    data = bytes(read(offset, length))
     if len(data) != length:
         raise SourceError(f"expected {length} bytes at byte {offset} of the file, found {len(data)}")
     return data
