@@ -34,6 +34,8 @@ def command(checkpoint: Path, jobs: int, as_json: bool) -> int:
         click.echo(f"note: {note}")
     if report.unchecked:
         click.echo(f"note: {report.unchecked} chunks carry neither a digest nor a CRC-32; their bytes cannot be judged")
-    what = f"{report.tensors} tensors in {report.chunks} chunks, {report.blobs} other items, {size(report.payload_bytes)}"
+    what = (
+        f"{report.tensors} tensors in {report.chunks} chunks, {report.blobs} other items, {size(report.payload_bytes)}"
+    )
     click.echo(f"{checkpoint}: {what}: " + (f"{len(report.findings)} findings" if report.findings else "whole"))
     return 1 if report.findings else 0

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
 
 from .errors import MuonckptError
@@ -56,7 +57,7 @@ def save(
     writer = PublishingWriter(Path(path), planner, annotate(values), {**_provenance(), **(provenance or {})})
     try:
         with _own_errors():
-            dcp.save(values, storage_writer=writer, planner=planner, process_group=process_group)
+            dcp_save(values, storage_writer=writer, planner=planner, process_group=process_group)
     except BaseException:
         if writer.staged is not None:
             shutil.rmtree(writer.staged, ignore_errors=True)
@@ -89,7 +90,7 @@ def load(
     reader = CheckingReader(Path(path))
     planner = StrictLoadPlanner(reader, annotate(values), allow_extra)
     with _own_errors():
-        dcp.load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
+        dcp_load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
 
 
 @contextmanager

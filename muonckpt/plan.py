@@ -74,7 +74,8 @@ def make_plan(source: TensorLayout, target: TensorLayout, distance: Distance = h
         raise LayoutError(f"cannot copy a tensor of shape {source.shape} into one of shape {target.shape}")
     load: defaultdict[Buffer, int] = defaultdict(int)
     copies = []
-    pairs = zip(*(index.tolist() for index in overlaps(target.starts, target.stops, source.starts, source.stops)))
+    found = overlaps(target.starts, target.stops, source.starts, source.stops)
+    pairs = zip(*(index.tolist() for index in found), strict=True)
     for t, group in groupby(pairs, key=itemgetter(0)):
         wanted = target.fragments[t]
         to = wanted.place.buffer

@@ -94,8 +94,8 @@ class StateRecord:
     ``key`` is the flat key in the store, ``path`` the same as a path in the nested state dict.  ``dtype`` is
     torch's name without the prefix (``"float32"``).  The rest is what the format cannot say by itself: the
     parameter's ``name`` and the optimizer ``slot`` (None for anything that is not optimizer state), the momentum
-    ``convention``, the rows of the ``pieces`` fused in the parameter, the ``layout`` that the run used (provenance), and
-    the ``fingerprint`` (16 hex digits).
+    ``convention``, the rows of the ``pieces`` fused in the parameter, the ``layout`` that the run used (provenance),
+    and the ``fingerprint`` (16 hex digits).
     """
 
     key: str
@@ -109,7 +109,6 @@ class StateRecord:
     pieces: tuple[int, ...] | None = None
     layout: Mapping[str, Any] | None = None
     fingerprint: str | None = None
-
 
     def chunk_layout(self) -> TensorLayout:
         """Where the tensor lies in the checkpoint: buffer ``"3"`` is the payload of chunk 3, dense from element 0.

@@ -133,8 +133,8 @@ class Muon(Optimizer):
         for group in state_dict["param_groups"]:
             if group.get("convention", "ema") != "ema":
                 raise ValueError(
-                    f"the state was saved with momentum convention {group['convention']!r}, this optimizer keeps 'ema'; "
-                    "convert it first: m_ema = (1 - momentum) * m_sum"
+                    f"the state was saved with momentum convention {group['convention']!r}, this optimizer keeps "
+                    "'ema'; convert it first: m_ema = (1 - momentum) * m_sum"
                 )
         super().load_state_dict(state_dict)
         lacking = []
@@ -144,7 +144,9 @@ class Muon(Optimizer):
                 if missing:
                     lacking.append(f"group {number} parameter {index} {tuple(param.shape)}: {sorted(missing)}")
         if lacking:
-            raise ValueError("the loaded state is incomplete, training would restart from zero for " + "; ".join(lacking))
+            raise ValueError(
+                "the loaded state is incomplete, training would restart from zero for " + "; ".join(lacking)
+            )
         self._made = None
 
     @torch.no_grad()
@@ -277,8 +279,6 @@ def _check_gradient(param: Tensor) -> None:
         placements = gradient.placements if isinstance(gradient, DTensor) else None
         if placements != param.placements:
             raise RuntimeError(
-                f"the gradient of a parameter of shape {tuple(param.shape)} is placed as {placements}, the parameter as "
-                f"{param.placements}; redistribute the gradient first"
+                f"the gradient of a parameter of shape {tuple(param.shape)} is placed as {placements}, the parameter "
+                f"as {param.placements}; redistribute the gradient first"
             )
-
-

@@ -32,7 +32,7 @@ def assign(work: Sequence[Work], ranks: Sequence[int]) -> list[int]:
         for fragment in work[index].layout.fragments:
             held = fragment.place.buffer
             if held in column:
-                resident[column[held]] += fragment.box.numel  # type: ignore[index]
+                resident[column[held]] += fragment.box.numel
         chosen = np.lexsort((-resident, load))[0]
         load[chosen] += work[index].cost
         owners[index] = ranks[chosen]

@@ -176,7 +176,9 @@ def test_a_template_that_does_not_fit_is_refused_before_anything_is_touched(chan
     change(template)
     with pytest.raises(SourceError, match=message):
         muonckpt.load(template, saved)
-    assert not any(value.any() for value in template["s"].values() if isinstance(value, torch.Tensor) and value.numel() > 2)
+    assert not any(
+        value.any() for value in template["s"].values() if isinstance(value, torch.Tensor) and value.numel() > 2
+    )
 
 
 def test_extra_keys_can_be_allowed(saved):

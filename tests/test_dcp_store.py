@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from muonckpt.box import Box, flat_boxes
 from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.record import Blob, Chunk, Extent, Manifest, StateRecord
-from muonckpt.store import dcp, torch_zip
+from muonckpt.store import dcp, stored_zip, torch_zip
 from muonckpt.store.dtypes import DTYPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -198,7 +198,7 @@ def contents(path: Path) -> dict[KeyPath, bytes]:
     manifest = dcp.read(path, payloads=True)
     for blob in manifest.blobs:
         data = raw(path, blob.item)
-        for member in torch_zip.read_members(lambda at, n, data=data: data[at : at + n], 0, len(data)):
+        for member in stored_zip.read_members(lambda at, n, data=data: data[at : at + n], 0, len(data)):
             assert isal_zlib.crc32(data[member.offset : member.offset + member.length]) == member.crc32
     return {tensor.path: assemble(path, tensor) for tensor in manifest.tensors}
 

@@ -11,8 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = {"muonckpt": "muonckpt", "optimizer": "muonckpt.optimizer", "converters": "muonckpt.converters",
-           "cli": "muonckpt.cli"}
+FOLDERS = {
+    "muonckpt": "muonckpt",
+    "optimizer": "muonckpt.optimizer",
+    "converters": "muonckpt.converters",
+    "cli": "muonckpt.cli",
+}
 
 # Which rooms a room may import from (besides itself).  A room is a sub-package, or a module of the core.
 RULES = {
@@ -32,8 +36,20 @@ RULES = {
     "__init__": {"checkpoint"},
 }
 TORCH = {"layouts/tensors", "store/dcp_writer", "store/dcp_reader", "store/annotation", "store/bits", "checkpoint"}
-COLLECTIVES = {"all_to_all_single", "all_gather", "all_reduce", "reduce_scatter", "broadcast", "gather", "scatter",
-               "barrier", "all_gather_object", "all_gather_into_tensor", "send", "recv"}
+COLLECTIVES = {
+    "all_to_all_single",
+    "all_gather",
+    "all_reduce",
+    "reduce_scatter",
+    "broadcast",
+    "gather",
+    "scatter",
+    "barrier",
+    "all_gather_object",
+    "all_gather_into_tensor",
+    "send",
+    "recv",
+}
 MAY_COMMUNICATE = {"optimizer/exchange", "optimizer/layer_wise", "checkpoint"}
 NUMPY_FREE = {"box", "errors"}
 

@@ -165,8 +165,10 @@ def test_the_nearest_replica_is_read_then_the_least_loaded():
     source = mesh_layout((8, 4), Mesh.of(4), (Replicate(),))
     onto_holders = make_plan(source, row_layout((8, 4), 4))
     assert onto_holders.moved() == 0
-    far = make_plan(source, TensorLayout((8, 4), tuple(dense(f.box, f"file{f.place.buffer}")
-                                                       for f in row_layout((8, 4), 4).fragments)))
+    far = make_plan(
+        source,
+        TensorLayout((8, 4), tuple(dense(f.box, f"file{f.place.buffer}") for f in row_layout((8, 4), 4).fragments)),
+    )
     assert sorted(copy.source.buffer for copy in far.copies) == [0, 1, 2, 3]
 
 

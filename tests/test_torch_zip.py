@@ -21,7 +21,8 @@ from torch import Tensor
 from muonckpt.errors import SourceError
 from muonckpt.store import torch_zip
 from muonckpt.store.dtypes import DTYPES, dtype, itemsize
-from muonckpt.store.torch_zip import TensorItem, frame, read_members, read_tensor
+from muonckpt.store.stored_zip import read_members
+from muonckpt.store.torch_zip import TensorItem, frame, read_tensor
 
 SIZES = (0, 1, 2, 3, 5, 17, 63, 64, 255, 256, 300)
 

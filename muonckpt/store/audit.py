@@ -18,7 +18,7 @@ from .. import record
 from ..errors import LayoutError, MuonckptError
 from ..fingerprint import as_hex, combine, fingerprint
 from ..record import Blob, Chunk, Manifest, StateRecord
-from . import dcp, directory, torch_zip
+from . import dcp, directory, stored_zip
 from .band import bands
 from .dtypes import dtype
 from .payload import BAND, Payloads, check_blob, payload_of
@@ -139,9 +139,7 @@ def _audit_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, progress
     where = f"tensor {tensor.key!r} box {chunk.box} in {chunk.item.file}"
     findings = []
     if chunk.digest not in (None, digest.hexdigest()):
-        findings.append(
-            Finding("digest", tensor.key, f"{where}: digest {digest.hexdigest()}, expected {chunk.digest}")
-        )
+        findings.append(Finding("digest", tensor.key, f"{where}: digest {digest.hexdigest()}, expected {chunk.digest}"))
     if chunk.crc32 not in (None, crc32):
         findings.append(Finding("crc32", tensor.key, f"{where}: CRC-32 {crc32:08x}, expected {chunk.crc32:08x}"))
     return _ChunkResult(share, bad, tuple(findings))
@@ -167,7 +165,7 @@ def _audit_blob(payloads: Payloads, blob: Blob) -> Iterator[Finding]:
     """By its digest if there is one, and by the checksums of the zip archive that it is."""
     try:
         raw = check_blob(payloads, blob)
-        for member in torch_zip.read_members(lambda at, count: raw[at : at + count], 0, len(raw)):
+        for member in stored_zip.read_members(lambda at, count: raw[at : at + count], 0, len(raw)):
             crc32 = isal_zlib.crc32(raw[member.offset : member.offset + member.length])
             if member.crc32 not in (None, crc32):
                 message = f"item {blob.key!r} in {blob.item.file}: CRC-32 of {member.name!r} is {crc32:08x}"

@@ -61,7 +61,7 @@ class CheckingReader(StorageReader):
         """Nothing yet: DCP would hide why this failed.  The planner calls `describe`, where errors keep their type."""
         return Metadata(state_dict_metadata={})
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:  # type: ignore[override]
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         """Nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -91,7 +91,8 @@ class CheckingReader(StorageReader):
         for blob in manifest.blobs:
             self._blobs[blob.key] = blob
             found[blob.key] = BytesStorageMetadata()
-        paths = {entry.key: entry.path for entry in (*manifest.tensors, *manifest.blobs)}
+        paths = {tensor.key: tensor.path for tensor in manifest.tensors}
+        paths |= {blob.key: blob.path for blob in manifest.blobs}
         return manifest, Metadata(state_dict_metadata=found, planner_data=paths)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -180,12 +181,11 @@ def _is_tensor(item: ReadItem) -> bool:
 
 
 def _copy(source: np.ndarray[Any, Any], item: ReadItem, planner: LoadPlanner) -> None:
-    window = tuple(
-        slice(lo, lo + length) for lo, length in zip(item.storage_offsets, item.lengths, strict=True)
-    )
+    box = (slice(lo, lo + n) for lo, n in zip(item.storage_offsets, item.lengths, strict=True))
+    window: tuple[Any, ...] = (*box, ...)
     target = planner.resolve_tensor(item).detach()
     staged = target if target.is_cpu else torch.empty(target.shape, dtype=target.dtype)
-    np.copyto(bits_of(staged), source[(*window, ...)])
+    np.copyto(bits_of(staged), source[window])
     if staged is not target:
         target.copy_(staged)
     planner.commit_tensor(item, target)

@@ -13,8 +13,8 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from io import FileIO
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -181,7 +181,9 @@ class PublishingWriter(StorageWriter):
                 continue
             sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in found.chunks}
             chunks = [
-                Chunk(_box(tuple(index.offset or ()), sizes), written.item, written.payload, written.digest, written.crc32)
+                Chunk(
+                    _box(tuple(index.offset or ()), sizes), written.item, written.payload, written.digest, written.crc32
+                )
                 for index, written in by_key[key]
                 if written.item is not None
             ]

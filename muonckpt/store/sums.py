@@ -16,7 +16,7 @@ from ..fingerprint import combine, fingerprint
 BAND = 1 << 20
 """Bytes summed at a time: few enough that they stay in cache from one sum to the next, and to the write."""
 
-Bytes = bytes | memoryview | NDArray[Any]
+Bytes = bytes | memoryview
 
 
 class Sums:
@@ -37,7 +37,7 @@ class Sums:
 
         Words may have one more, last dim than the origin: the halves of 16-byte elements.  Returns their bytes.
         """
-        raw = memoryview(words.reshape(-1).view(np.uint8))
+        raw = words.reshape(-1).view(np.uint8).data
         self._xxh3.update(raw)
         self.crc32 = isal_zlib.crc32(raw, self.crc32)
         self.share = combine(self.share, fingerprint(words, origin + (0,) * (words.ndim - len(origin))))
