@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import workers
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -148,30 +149,32 @@ def steps(net: Net, opt: Muon, first: int, last: int) -> None:
         opt.step()
 
 
-def resume(rank: int, world: int, path: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[str]]:
+def interrupted(rank: int, world: int, path: str) -> list[torch.Tensor]:
     net, opt = build()
     steps(net, opt, 0, 2)
     model, state = get_state_dict(net, opt)
     dcp.save({"model": model, "optimizer": state}, checkpoint_id=path)
     steps(net, opt, 2, 4)
+    return snapshot(list(net.parameters()), opt)
 
-    fresh, fresh_opt = build()
-    model, state = get_state_dict(fresh, fresh_opt)
-    dcp.load({"model": model, "optimizer": state}, checkpoint_id=path)
-    set_state_dict(fresh, fresh_opt, model_state_dict=model, optim_state_dict=state)
-    steps(fresh, fresh_opt, 2, 4)
+
+def resumed(rank: int, world: int, path: str) -> tuple[list[torch.Tensor], list[str]]:
+    net, opt = build()
+    model, state = get_state_dict(net, opt)
     keys = [f"{name}.{slot}" for name, slots in state["state"].items() for slot in slots]
-    return (
-        snapshot(list(net.parameters()), opt),
-        snapshot(list(fresh.parameters()), fresh_opt),
-        keys,
-    )
+    dcp.load({"model": model, "optimizer": state}, checkpoint_id=path)
+    set_state_dict(net, opt, model_state_dict=model, optim_state_dict=state)
+    steps(net, opt, 2, 4)
+    return snapshot(list(net.parameters()), opt), keys
 
 
 @pytest.mark.parametrize("world", [1, 4])
-def test_stock_dcp_resume_is_the_uninterrupted_run_also_without_gradients(world, tmp_path):
-    for expected, found, keys in run(world, resume, str(tmp_path / "ckpt")):
-        assert_same_bits(found, expected)
+def test_stock_dcp_resumes_in_fresh_processes_as_the_uninterrupted_run_also_without_gradients(world, tmp_path):
+    path = str(tmp_path / "checkpoint")
+    expected = run(world, interrupted, path)
+    workers.shutdown()
+    for want, (found, keys) in zip(expected, run(world, resumed, path), strict=True):
+        assert_same_bits(found, want)
         assert "unused.weight.momentum_buffer" in keys and "unused.bias.exp_avg" in keys
 
 

@@ -82,7 +82,7 @@ def fsdp_over_tp(rank: int, world: int, rows: int) -> list[str]:
     return refused
 
 
-@pytest.mark.parametrize("rows", [8, 12])
+@pytest.mark.parametrize("rows", [8, 7, 10])
 def test_fsdp_over_tensor_parallel(rows):
     assert run(4, fsdp_over_tp, rows) == [[]] * 4
 
