@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..layouts.tensors import local_of
+from ..layouts.tensors import layout_of, local_of
 from .exchange import Wire, agree
+from .matrices import matrices_of
 from .newton_schulz import COEFFICIENTS, orthogonalize
 from .scalar import adamw_state, adamw_step
-from .schedule import Schedule, check_supported, device_of, group_of, make_schedule
+from .schedule import Ranks, Schedule, device_of, group_of, make_schedule, ranks_of
 
 ADJUST_LR: Mapping[str, Callable[[int, int], float]] = {
     "original": lambda m, n: math.sqrt(max(1.0, m / n)),
@@ -44,7 +45,7 @@ class Muon(Optimizer):
     """Muon for matrices and AdamW for the rest, in one optimizer.
 
     Each parameter group chooses ``algorithm="muon"`` (the default) or ``"adamw"``.  Parameters may be plain tensors or
-    DTensors on a mesh of one axis (``Shard`` of any dim, even, uneven or empty; ``Replicate``).  The update of a matrix
+    DTensors on meshes of any number of axes (``Shard`` of any dim, even, uneven or empty; ``_StridedShard``; ``Replicate``).  The update of a matrix
     does not depend on how it is sharded: the same global gradients give the same bits on any number of ranks.
 
     A parameter of three or more dims is a stack of matrices (experts).  ``pieces=(q, k, v)`` in a group says that the
@@ -69,7 +70,6 @@ class Muon(Optimizer):
     Raises:
         ValueError: an unknown algorithm, scale, coefficient set or dtype, or a hyper-parameter out of range.
         LayoutError: a parameter that is no matrix, or pieces that do not add up to its rows.
-        NotImplementedError: a mesh of more than one axis.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Muon(Optimizer):
         replicas: dist.ProcessGroup | None = None,
     ) -> None:
         self._replicas = replicas
+        self._process_groups: dict[Ranks, dist.ProcessGroup | None] = {}
         self._made: list[Schedule] | None = None
         self._muon = {
             "momentum": momentum,
@@ -114,7 +115,7 @@ class Muon(Optimizer):
         _check(group)
         for param in group["params"]:
             if algorithm == "muon":
-                check_supported(param, _pieces(group))
+                matrices_of(layout_of(param).shape, _pieces(group))  # refuse now what could not be stepped later
                 self.state[param]["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
             else:
                 self.state[param].update(adamw_state(param))
@@ -122,7 +123,13 @@ class Muon(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: schedules refer to the original's parameters, so a copy makes its own."""
-        return {**super().__getstate__(), "_muon": self._muon, "_replicas": self._replicas, "_made": None}
+        return {
+            **super().__getstate__(),
+            "_muon": self._muon,
+            "_replicas": self._replicas,
+            "_process_groups": {},
+            "_made": None,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load hyper-parameters and state.
@@ -217,18 +224,20 @@ class Muon(Optimizer):
     def _schedules(self) -> list[Schedule]:
         """One schedule per set of ranks and wire dtype; made at the first step, and anew when groups change."""
         if self._made is None:
-            found: defaultdict[tuple[dist.ProcessGroup | None, str], list[tuple[Tensor, dict[str, Any]]]]
-            found = defaultdict(list)
+            found: defaultdict[tuple[Ranks, str], list[tuple[Tensor, dict[str, Any]]]] = defaultdict(list)
             for group in self.param_groups:
                 if group["algorithm"] == "muon":
                     for param in group["params"]:
-                        found[group_of(param, self._replicas), group["ns_dtype"]].append((param, group))
+                        found[ranks_of(param, self._replicas), group["ns_dtype"]].append((param, group))
             self._made = []
             for (ranks, _), members in found.items():
                 params = [param for param, _ in members]
+                if ranks not in self._process_groups:
+                    self._process_groups[ranks] = group_of(ranks, params[0])
                 pieces = [_pieces(group) for _, group in members]
-                schedule = make_schedule(params, pieces, [group["ns_steps"] for _, group in members], ranks)
-                agree(schedule.digest, ranks, device_of(schedule))
+                steps = [group["ns_steps"] for _, group in members]
+                schedule = make_schedule(params, pieces, steps, self._process_groups[ranks])
+                agree(schedule.digest, schedule.group, device_of(schedule))
                 self._made.append(schedule)
         return self._made
 

@@ -24,6 +24,9 @@ from .matrices import flops, matrices_of, rows_columns
 from .owners import Work, assign
 
 
+Ranks = tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Unit:
     """One matrix: the number of its parameter in the schedule, its shape (in the parameter's rank), its owner."""
@@ -54,24 +57,28 @@ class Schedule:
     digest: bytes
 
 
-def check_supported(param: Tensor, pieces: tuple[int, ...] | None) -> None:
-    """Refuse, when the optimizer is built, what could not be stepped later.
+def ranks_of(param: Tensor, replicas: dist.ProcessGroup | None) -> Ranks:
+    """The global ranks that hold parts or copies of a parameter, sorted; none for this process alone.
 
-    Raises:
-        NotImplementedError: a mesh of more than one axis.
-        LayoutError: a placement that is no layout, no matrix, or pieces that do not add up to its rows.
+    A mesh of any number of axes is no more than its ranks here: what each axis does is in the layout.
     """
-    if isinstance(param, DTensor) and param.device_mesh.ndim != 1:
-        raise NotImplementedError(
-            f"Muon does not yet step parameters on a mesh of {param.device_mesh.ndim} axes "
-            f"(shape {tuple(param.device_mesh.shape)}, placements {param.placements}); one axis is supported"
-        )
-    matrices_of(layout_of(param).shape, pieces)
+    if isinstance(param, DTensor):
+        return tuple(sorted(param.device_mesh.mesh.flatten().tolist()))
+    return tuple(sorted(dist.get_process_group_ranks(replicas))) if replicas is not None else ()
 
 
-def group_of(param: Tensor, replicas: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The ranks that hold parts or copies of a parameter; None for this process alone."""
-    return param.device_mesh.get_group() if isinstance(param, DTensor) else replicas
+def group_of(ranks: Ranks, param: Tensor) -> dist.ProcessGroup | None:
+    """A process group of exactly these ranks, one of which is ours; made if there is none at hand.
+
+    Collective over ``ranks`` (and no others) when it has to be made.
+    """
+    if not ranks:
+        return None
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    if isinstance(param, DTensor) and param.device_mesh.ndim == 1:
+        return param.device_mesh.get_group()
+    return dist.new_group(ranks, use_local_synchronization=True)
 
 
 def make_schedule(
@@ -83,7 +90,7 @@ def make_schedule(
     """Plan for parameters that the ranks of ``group`` hold.
 
     Args:
-        params: DTensors on a mesh of exactly these ranks, or plain tensors replicated on all of them.
+        params: DTensors on meshes of exactly these ranks, or plain tensors replicated on all of them.
         pieces: rows of what is fused in each parameter (`matrices.matrices_of`).
         steps: Newton-Schulz iterations of each parameter, for its cost.
     """
