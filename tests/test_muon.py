@@ -288,21 +288,6 @@ def test_a_gradient_missing_on_some_ranks_stops_every_rank():
         assert "gradient must be present on all ranks" in message
 
 
-def two_axes(rank: int, world: int) -> str:
-    mesh = init_device_mesh("cpu", (2, 2))
-    p = nn.Parameter(distribute_tensor(torch.randn(8, 4), mesh, [Replicate(), Shard(0)], src_data_rank=None))
-    try:
-        Muon([p])
-    except NotImplementedError as error:
-        return str(error)
-    return "no error"
-
-
-def test_what_is_not_supported_yet_says_so():
-    for message in run(4, two_axes):
-        assert "mesh of 2 axes" in message
-
-
 @pytest.mark.parametrize(
     ("group", "error", "message"),
     [
