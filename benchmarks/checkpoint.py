@@ -44,11 +44,11 @@ def state() -> dict[str, torch.Tensor]:
     return {f"{layer}.{index}": place(shape) for layer in range(LAYERS) for index, shape in enumerate(SHAPES)}
 
 
-def timed(action: Callable[[], object]) -> float:
+def timed(action: Callable[[Path], object], path: Path) -> float:
     """Seconds from all ranks ready to all ranks done."""
     dist.barrier()
     begin = time.perf_counter()
-    action()
+    action(path)
     dist.barrier()
     return time.perf_counter() - begin
 
@@ -69,9 +69,9 @@ def worker(rank: int, folder: str) -> None:
         order = list(savers) if number % 2 else list(reversed(savers))
         paths = {who: Path(folder) / f"{who}{number}" for who in order}
         for who in order:
-            seconds[f"save {who}"].append(timed(lambda who=who: savers[who](paths[who])))
+            seconds[f"save {who}"].append(timed(savers[who], paths[who]))
         for who in order:
-            seconds[f"load {who}"].append(timed(lambda who=who: loaders[who](paths[who])))
+            seconds[f"load {who}"].append(timed(loaders[who], paths[who]))
         if rank == 0:
             for path in paths.values():
                 shutil.rmtree(path)

@@ -247,7 +247,7 @@ def report(runs: dict[str, Outcome], verify_seconds: float, reshard_seconds: flo
         "every momentum has one fingerprint: on 4 ranks, in both checkpoints, in memory on 2 ranks": (
             four == two == live == ref.fingerprints
         ),
-        f"2 ranks differ from 4 by no more than the order of gradient reduction makes ({differences['dealt'][1]:.3g})": (
+        f"2 ranks differ from 4 by no more than the order of reduction makes ({differences['dealt'][1]:.3g})": (
             differences["resumed"] <= differences["dealt"]
         ),
         "without its momentum the run is visibly another one": differences["zeroed"][1]

@@ -45,8 +45,8 @@ class Muon(Optimizer):
     """Muon for matrices and AdamW for the rest, in one optimizer.
 
     Each parameter group chooses ``algorithm="muon"`` (the default) or ``"adamw"``.  Parameters may be plain tensors or
-    DTensors on meshes of any number of axes (``Shard`` of any dim, even, uneven or empty; ``_StridedShard``; ``Replicate``).  The update of a matrix
-    does not depend on how it is sharded: the same global gradients give the same bits on any number of ranks.
+    DTensors on any mesh (``Shard`` of any dim, even, uneven or empty; ``_StridedShard``; ``Replicate``).  The update of
+    a matrix does not depend on how it is sharded: the same global gradients give the same bits on any mesh.
 
     A parameter of three or more dims is a stack of matrices (experts).  ``pieces=(q, k, v)`` in a group says that the
     rows of its parameters are fused; each piece is orthogonalised and scaled on its own.

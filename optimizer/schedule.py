@@ -23,7 +23,6 @@ from .exchange import Route, route
 from .matrices import flops, matrices_of, rows_columns
 from .owners import Work, assign
 
-
 Ranks = tuple[int, ...]
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from golden import golden
+from test_muon import assert_same_bits, build, snapshot, steps
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -23,7 +24,6 @@ import muonckpt
 from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.record import Manifest
 from muonckpt.store import directory
-from test_muon import assert_same_bits, build, snapshot, steps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool,
           torch.complex64, torch.complex128, torch.float8_e4m3fn]  # fmt: skip
@@ -203,7 +203,7 @@ def test_a_hole_in_the_checkpoint_is_an_error_naming_tensor_and_box(saved):
 def test_another_momentum_convention_is_refused(tmp_path):
     net, opt = torch.nn.Linear(3, 4, bias=False), None
     opt = muonckpt.optimizer.Muon(net.parameters())
-    model, state = get_state_dict(net, opt)
+    _, state = get_state_dict(net, opt)
     muonckpt.save({"optimizer": state}, tmp_path / "c")
     edit(tmp_path / "c", lambda tensors: tensors["optimizer.state.weight.momentum_buffer"].update(convention="sum"))
     with pytest.raises(SourceError, match="convention sum, expected ema"):
@@ -248,7 +248,7 @@ class Bomb:
 
 def test_code_in_a_stored_object_is_not_run(tmp_path):
     dcp.save({"x": Bomb(tmp_path / "ran")}, checkpoint_id=tmp_path / "c", no_dist=True)
-    with pytest.raises(SourceError, match="refused 'x'.*more than plain data"):
+    with pytest.raises(SourceError, match=r"refused 'x'.*more than plain data"):
         muonckpt.load({"x": 1}, tmp_path / "c")
     assert not (tmp_path / "ran").exists()
 

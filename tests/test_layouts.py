@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -87,7 +87,7 @@ def test_fused_rows_through_any_layout(seed):
         shape = random_shape(rng, dims=int(rng.integers(2, 4)))
         dim = int(rng.integers(len(shape)))
         cuts = sorted({0, shape[dim], *rng.integers(0, shape[dim] + 1, size=3).tolist()})
-        runs = list(zip(cuts, cuts[1:], strict=False))
+        runs = list(pairwise(cuts))
         chosen = [runs[i] for i in rng.permutation(len(runs))[: rng.integers(1, len(runs) + 1)]]
         boxes = [
             Box(
