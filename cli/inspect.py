@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,10 @@ from typing import Any
 import click
 
 from .. import record
-from ..record import Manifest, StateRecord
+from ..record import Extent, Manifest, StateRecord
 from ..store import directory
 from ..store.dtypes import itemsize
-from .output import size, table
+from .output import printable, size, table
 from .parameters import CHECKPOINT
 
 
@@ -35,9 +36,9 @@ def command(checkpoint: Path, tensors: bool, as_json: bool) -> None:
         click.echo(json.dumps(summary, indent=1))
         return
     for label, value in lines(summary):
-        click.echo(f"{label:<14}{value}")
+        click.echo(printable(f"{label:<13} {value}"))
     click.echo()
-    table(("slot", "tensors", "elements", "bytes", "dtypes"), [list(row.values()) for row in summary["slots"]])
+    table(("slot", "tensors", "elements", "bytes", "dtypes"), list(map(_slot_row, summary["slots"])))
     if tensors:
         click.echo()
         table(("tensor", "shape", "dtype", "convention", "chunks", "fingerprint"), list(map(_row, manifest.tensors)))
@@ -55,7 +56,7 @@ def summarise(path: Path, manifest: Manifest) -> dict[str, Any]:
         "chunks": chunks,
         "bytes": sum(_bytes(tensor) for tensor in manifest.tensors),
         "other_items": len(manifest.blobs),
-        "files": len({chunk.item.file for tensor in manifest.tensors for chunk in tensor.chunks}),
+        "files": len({item.file for item in _items(manifest)}),
         "layouts": [{**json.loads(layout), "tensors": count} for layout, count in layouts.most_common()],
         "slots": [_slot(name, manifest.tensors) for name in dict.fromkeys(t.slot for t in manifest.tensors)],
     }
@@ -71,8 +72,12 @@ def lines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "other items", str(summary["other_items"])
     yield "files", str(summary["files"])
     for layout in summary["layouts"]:
-        mesh = " x ".join(map(str, layout["mesh"]))
-        yield "layout", f"{layout['tensors']} tensors on mesh {mesh}: {', '.join(layout['placements'])}"
+        match layout:
+            case {"algorithm": "mesh", "mesh": [*sizes], "placements": [*placements]}:
+                how = f"on mesh {' x '.join(map(str, sizes))}: {', '.join(map(str, placements))}"
+            case _:
+                how = json.dumps({name: value for name, value in layout.items() if name != "tensors"})
+        yield "layout", f"{layout['tensors']} tensors {how}"
 
 
 def _slot(name: str | None, tensors: tuple[StateRecord, ...]) -> dict[str, Any]:
@@ -80,10 +85,20 @@ def _slot(name: str | None, tensors: tuple[StateRecord, ...]) -> dict[str, Any]:
     return {
         "slot": name or "(not optimizer state)",
         "tensors": len(mine),
-        "elements": sum(_numel(tensor) for tensor in mine),
-        "bytes": size(sum(map(_bytes, mine))),
-        "dtypes": ", ".join(sorted({tensor.dtype for tensor in mine})),
+        "elements": sum(math.prod(tensor.shape) for tensor in mine),
+        "bytes": sum(map(_bytes, mine)),
+        "dtypes": sorted({tensor.dtype for tensor in mine}),
     }
+
+
+def _slot_row(slot: dict[str, Any]) -> tuple[object, ...]:
+    return slot["slot"], slot["tensors"], slot["elements"], size(slot["bytes"]), ", ".join(slot["dtypes"])
+
+
+def _items(manifest: Manifest) -> Iterator[Extent]:
+    for tensor in manifest.tensors:
+        yield from (chunk.item for chunk in tensor.chunks)
+    yield from (blob.item for blob in manifest.blobs)
 
 
 def _row(tensor: StateRecord) -> tuple[object, ...]:
@@ -99,12 +114,5 @@ def _row(tensor: StateRecord) -> tuple[object, ...]:
     )
 
 
-def _numel(tensor: StateRecord) -> int:
-    numel = 1
-    for n in tensor.shape:
-        numel *= n
-    return numel
-
-
 def _bytes(tensor: StateRecord) -> int:
-    return _numel(tensor) * itemsize(tensor.dtype)
+    return math.prod(tensor.shape) * itemsize(tensor.dtype)

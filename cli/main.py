@@ -1,7 +1,8 @@
 """Entry point: finds the command, and turns errors into one clear paragraph and an exit code.
 
 Exit codes: 0 fine; 1 a finding (damage, difference); 2 usage; 3 the source is unreadable, corrupt or refused;
-4 the destination or its file system failed; 5 interrupted, and can be resumed; 130 interrupted, nothing to resume.
+4 the destination or its file system failed; 5 interrupted, and can be resumed; 70 a bug of ours; 130 interrupted,
+nothing to resume; 141 nobody reads the output any more.  (The last three as the BSD sysexits and shells number them.)
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
+from io import TextIOWrapper
 from types import FrameType
 
 import click
 
-from ..errors import DestinationError, Interrupted, LayoutError, MuonckptError, SourceError
+from ..errors import DestinationError, Interrupted, LayoutError, SourceError
 
 COMMANDS = {
     "inspect": "Say what is in a checkpoint and how it is laid out.",
@@ -35,6 +39,14 @@ EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
 
 class _Commands(click.Group):
     """Imports a command's module when it is called, so that each starts with only what it needs."""
+
+    def invoke(self, context: click.Context) -> object:
+        """Run the command; caught here because click would end with 1, which means a finding."""
+        try:
+            return super().invoke(context)
+        except BrokenPipeError:  # `muonckpt inspect … | head`
+            _discard_output()
+            raise click.exceptions.Exit(141) from None
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -65,30 +77,48 @@ def cli(context: click.Context, debug: bool) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
-    debug = "--debug" in arguments
     try:
         result = cli.main(args=list(arguments), prog_name="muonckpt", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except (MuonckptError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # `muonckpt inspect … | head`: the reader has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        if debug:
-            raise
-        click.echo(f"muonckpt: {error}", err=True)
-        return next(code for kind, code in EXIT_CODES if isinstance(error, kind))
     except (KeyboardInterrupt, click.Abort):
-        click.echo("muonckpt: interrupted", err=True)
+        _complain("interrupted")
         return 130
+    except Exception as error:
+        if "--debug" in arguments:
+            _complain(traceback.format_exc())
+        for kind, code in EXIT_CODES:
+            if isinstance(error, kind):
+                _complain(str(error))
+                return code
+        _complain(f"this is a bug ({type(error).__name__}: {error}); please report it with the output of --debug")
+        return 70
+
+
+def _complain(text: str) -> None:
+    with suppress(OSError):  # nobody reads standard error
+        click.echo(f"muonckpt: {text}", err=True)
+
+
+def _discard_output() -> None:
+    """Whatever is still buffered cannot be written, and must not fail again when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main() -> None:
     """The console script.  SIGTERM, which schedulers send, is treated as Ctrl-C."""
     signal.signal(signal.SIGTERM, _interrupt)
-    sys.exit(run(sys.argv[1:]))
+    for stream in (sys.stdout, sys.stderr):  # a name of a tensor may be anything
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    code = run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _discard_output()
+    sys.exit(code)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

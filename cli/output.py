@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import click
 
@@ -15,19 +15,26 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table.  Off a terminal: aligned columns, nothing wrapped or cut, so that it can be searched."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
     if sys.stdout.isatty():
         from rich.console import Console
-        from rich.table import Table
+        from rich.table import Column, Table
+        from rich.text import Text
 
-        shown = Table(*headers, box=None, header_style="bold", pad_edge=False)
+        columns = (Column(header, overflow="fold") for header in headers)  # nothing is cut
+        shown = Table(*columns, box=None, header_style="bold", pad_edge=False)
         for row in cells:
-            shown.add_row(*row)
+            shown.add_row(*map(Text, row))  # not markup
         Console().print(shown)
         return
     widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
-    for row in (headers, *cells):
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for line in ([*headers], *cells):
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def printable(text: str) -> str:
+    """Text from a file, with what could control a terminal or break a line written as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def size(count: int) -> str:
@@ -64,6 +71,7 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
             done += count
             if total and told < done * 10 // total and time.monotonic() - last >= 1:
                 told, last = done * 10 // total, time.monotonic()
-                click.echo(f"{label}: {size(done)} of {size(total)} ({done * 100 // total} %)", err=True)
+                with suppress(OSError):  # nobody reads it; that must not stop the work
+                    click.echo(f"{label}: {size(done)} of {size(total)} ({done * 100 // total} %)", err=True)
 
     yield advance

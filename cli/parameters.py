@@ -9,10 +9,14 @@ import click
 
 CHECKPOINT = click.Path(path_type=Path)
 
+JOBS = click.IntRange(1, 1024)
+
 _UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_MOST_DIGITS = 6
+"""Of a mesh size: a million ranks."""
 
 
-class Bytes(click.ParamType):
+class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic in new releases of click only
     """A number of bytes with an optional unit, such as 256MiB."""
 
     name = "bytes"
@@ -20,13 +24,13 @@ class Bytes(click.ParamType):
     def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", str(value))
+        match = re.fullmatch(r"([0-9]{1,18})\s*([A-Za-z]*)", str(value))
         if not match or match[2].lower() not in _UNITS:
             self.fail(f"{value!r} is not a number of bytes; write for example 256MiB", param, context)
         return int(match[1]) * _UNITS[match[2].lower()]
 
 
-class MeshSizes(click.ParamType):
+class MeshSizes(click.ParamType):  # type: ignore[type-arg]
     """Sizes of mesh axes by name, such as dp=8."""
 
     name = "mesh"
@@ -36,8 +40,8 @@ class MeshSizes(click.ParamType):
             return value
         sizes: dict[str, int] = {}
         for part in str(value).split(","):
-            match = re.fullmatch(r"([A-Za-z_]\w*)=([1-9]\d*)", part.strip())
-            if not match or match[1] in sizes:
+            match = re.fullmatch(r"([A-Za-z_]\w*)=([1-9][0-9]*)", part.strip())
+            if not match or match[1] in sizes or len(match[2]) > _MOST_DIGITS:
                 self.fail(f"{value!r} is not a mesh; write for example dp=8", param, context)
             sizes[match[1]] = int(match[2])
         return sizes

@@ -8,10 +8,9 @@ from typing import Any
 
 import click
 
-from ..converters.reshard import Job, plan_job, run
-from ..store import directory
+from ..converters.reshard import Job, check_destination, plan_job, run
 from .output import progress, size, table
-from .parameters import CHECKPOINT, Bytes, MeshSizes
+from .parameters import CHECKPOINT, JOBS, Bytes, MeshSizes
 
 
 @click.command("reshard")
@@ -20,7 +19,7 @@ from .parameters import CHECKPOINT, Bytes, MeshSizes
 @click.option("--mesh", type=MeshSizes(), required=True, help="The new mesh; in this version dp=N, rows over N ranks.")
 @click.option("--dry-run", is_flag=True, help="Print the plan; read metadata only and write nothing.")
 @click.option("--memory", type=Bytes(), default="256MiB", show_default=True, help="Most bytes of buffers.")
-@click.option("--jobs", default=2, show_default=True, help="Threads that check and write.")
+@click.option("--jobs", type=JOBS, default=2, show_default=True, help="Threads that check and write.")
 @click.option("--resume", is_flag=True, help="Go on with an interrupted run of the same command.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result, or the plan, as JSON.")
 def command(
@@ -40,7 +39,7 @@ def command(
     """
     if mesh.keys() != {"dp"}:
         raise click.UsageError(f"--mesh {','.join(mesh)}: this version reshards rows only; write --mesh dp=N")
-    directory.refuse_existing(destination)
+    check_destination(source, destination)
     job = plan_job(source, mesh["dp"])
     plan = describe(job)
     if dry_run:

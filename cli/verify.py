@@ -9,13 +9,13 @@ from pathlib import Path
 import click
 
 from ..store import audit, directory
-from .output import progress, size
-from .parameters import CHECKPOINT
+from .output import printable, progress, size
+from .parameters import CHECKPOINT, JOBS
 
 
 @click.command("verify")
 @click.argument("checkpoint", type=CHECKPOINT)
-@click.option("--jobs", default=2, show_default=True, help="Threads that read and check.")
+@click.option("--jobs", type=JOBS, default=2, show_default=True, help="Threads that read and check.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(checkpoint: Path, jobs: int, as_json: bool) -> int:
     """Check that CHECKPOINT is whole; exit 1 if anything is wrong.
@@ -29,9 +29,9 @@ def command(checkpoint: Path, jobs: int, as_json: bool) -> int:
         click.echo(json.dumps(dataclasses.asdict(report), indent=1))
         return 1 if report.findings else 0
     for finding in report.findings:
-        click.echo(f"{finding.kind}: {finding.message}")
+        click.echo(printable(f"{finding.kind}: {finding.message}"))
     for note in report.notes:
-        click.echo(f"note: {note}")
+        click.echo(printable(f"note: {note}"))
     if report.unchecked:
         click.echo(f"note: {report.unchecked} chunks carry neither a digest nor a CRC-32; their bytes cannot be judged")
     what = (

@@ -49,11 +49,11 @@ def fingerprint(values: NDArray[np.unsignedinteger], origin: Index) -> int:
     """
     if values.size == 0:
         return 0
+    if values.ndim == 0:
+        values, origin = values.reshape(1), (0,)
     if values.itemsize == 8:
         values = np.ascontiguousarray(values)[..., np.newaxis].view(np.uint32)
         origin = (*origin, 0)
-    if values.ndim == 0:
-        values, origin = values.reshape(1), (0,)
     total = 0
     for block, at in _blocks(values, origin):
         split = _split(block.shape)
@@ -96,9 +96,10 @@ def _outer(first_dim: int, shape: Index, origin: Index) -> U64:
     return product
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def _weights(dim: int, start: int, stop: int) -> U64:
-    """Odd weights of global indices ``start:stop`` along ``dim``."""
+    """Odd weights of global indices ``start:stop`` along ``dim``.  At most 512 KiB each along the last dim; the cache
+    serves the bands of a tensor and the layers of a model, and stays small beside any memory budget."""
     with np.errstate(over="ignore"):
         x = (np.arange(start, stop, dtype=np.uint64) + np.uint64(dim * _DIM_STRIDE + 1)) * _GOLDEN
         x = (x ^ (x >> np.uint64(30))) * _MIX[0]

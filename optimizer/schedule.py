@@ -77,7 +77,8 @@ def group_of(ranks: Ranks, param: Tensor) -> dist.ProcessGroup | None:
         return dist.group.WORLD
     if isinstance(param, DTensor) and param.device_mesh.ndim == 1:
         return param.device_mesh.get_group()
-    return dist.new_group(ranks, use_local_synchronization=True)
+    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    return made
 
 
 def make_schedule(

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import arange
 
 from muonckpt.box import Box, flat_boxes, row_major
 from muonckpt.errors import LayoutError
 from muonckpt.overlap import overlaps
-from oracle import arange
 
 shapes = st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple)
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from test_layouts import READERS, random_shape
 
 from muonckpt.fingerprint import _COLUMNS, as_hex, combine, fingerprint
-from test_layouts import READERS, random_shape
 
 WORDS = [np.uint8, np.uint16, np.uint32, np.uint64]
 GOLDEN = 0x9E3779B97F4A7C15
@@ -85,5 +85,7 @@ def test_long_and_narrow_tensors_take_the_same_blocks_wherever_they_are_cut():
 
 def test_scalars_and_empty_tensors():
     assert fingerprint(np.array(3, np.uint32), ()) == 3 * weight(0, 0) % 2**64
+    wide = np.array((7 << 32) + 5, np.uint64)
+    assert fingerprint(wide, ()) == weight(0, 0) * (5 * weight(1, 0) + 7 * weight(1, 1)) % 2**64
     assert fingerprint(np.empty((0, 4), np.uint32), (0, 0)) == 0
     assert as_hex(255) == "00000000000000ff"

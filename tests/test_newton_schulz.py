@@ -9,6 +9,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch import Tensor
+from torch.optim._muon import _zeropower_via_newtonschulz
+
 from muonckpt.optimizer.newton_schulz import (
     COEFFICIENTS,
     SAFE_TAIL,
@@ -17,8 +20,6 @@ from muonckpt.optimizer.newton_schulz import (
     coefficient_set,
     orthogonalize,
 )
-from torch import Tensor
-from torch.optim._muon import _zeropower_via_newtonschulz
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAMES = tuple(COEFFICIENTS)

@@ -10,25 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
-from isal import isal_zlib
 from numpy.typing import NDArray
 
 from .. import record
 from ..errors import LayoutError, MuonckptError
-from ..fingerprint import as_hex, combine, fingerprint
-from ..record import Blob, Chunk, Manifest, StateRecord
-from . import dcp, directory, stored_zip
+from ..fingerprint import as_hex, combine
+from ..record import Blob, Chunk, Extent, Manifest, StateRecord
+from . import dcp, directory
 from .band import bands
-from .dtypes import dtype
-from .payload import BAND, Payloads, check_blob, payload_of
+from .dtypes import dtype, itemsize
+from .payload import Payloads, as_words, check_blob, payload_of
+from .sums import BAND, Sums
 
 Progress = Callable[[int], None]
 """Told the bytes that have been read since the last call; called from several threads."""
 
-# Exponent bits: all ones mean infinity or NaN (IEEE 754 and bfloat16; the OCP 8-bit format that has infinities).
-_EXPONENT = {"float64": 0x7FF << 52, "float32": 0xFF << 23, "float16": 0x1F << 10, "bfloat16": 0xFF << 7}
-_EXPONENT |= {"float8_e5m2": 0x1F << 2}
+# What is infinite or NaN: (mask, value) such that bits & mask == value.  IEEE 754 and bfloat16; the OCP 8-bit formats;
+# the "fnuz" ones, whose only NaN is a negative zero (arXiv:2206.02915); the OCP MX scale.
+_NONFINITE = {"float16": (0x7C00, 0x7C00), "bfloat16": (0x7F80, 0x7F80), "float8_e5m2": (0x7C, 0x7C)}
+_NONFINITE |= {"float8_e4m3fn": (0x7F, 0x7F), "float8_e8m0fnu": (0xFF, 0xFF)}
+_NONFINITE |= {"float8_e4m3fnuz": (0xFF, 0x80), "float8_e5m2fnuz": (0xFF, 0x80)}
+_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What an audit saw.  ``unchecked`` chunks have neither digest nor CRC-32; ``notes`` are no faults."""
+    """What an audit saw.  ``unchecked`` chunks have neither digest nor CRC-32; ``notes`` are no faults.
+
+    ``fingerprints`` are those of the bytes that are there, for every tensor that could be read whole.
+    """
 
     tensors: int
     chunks: int
@@ -56,14 +61,17 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkResult:
-    share: int
+    """``share`` of the fingerprint is None if the chunk could not be read; ``where`` names tensor, box and file."""
+
+    where: str
+    share: int | None
     nonfinite: int
     findings: tuple[Finding, ...]
 
 
 def payload_bytes(manifest: Manifest) -> int:
     """Bytes that an audit of this checkpoint reads."""
-    return sum(chunk.box.numel * dtype(t.dtype).itemsize for t in manifest.tensors for chunk in t.chunks)
+    return sum(chunk.box.numel * itemsize(t.dtype) for t in manifest.tensors for chunk in t.chunks)
 
 
 def audit(path: Path, progress: Progress = lambda count: None, threads: int = 2) -> Report:
@@ -80,13 +88,15 @@ def audit(path: Path, progress: Progress = lambda count: None, threads: int = 2)
     fingerprints = {}
     jobs = [(tensor, chunk) for tensor in manifest.tensors for chunk in tensor.chunks if chunk.box.numel]
     with Payloads(path) as payloads, ThreadPoolExecutor(threads) as pool:
-        results = pool.map(lambda job: _audit_chunk(payloads, *job, progress), jobs)
+        results = pool.map(lambda job: _audit_chunk(payloads, job[0], job[1], progress), jobs)
         by_key: defaultdict[str, list[_ChunkResult]] = defaultdict(list)
         for (tensor, _), result in zip(jobs, results, strict=True):
             by_key[tensor.key].append(result)
         for tensor in manifest.tensors:
-            findings += _audit_tensor(tensor, by_key[tensor.key])
-            fingerprints[tensor.key] = as_hex(combine(*(result.share for result in by_key[tensor.key])))
+            shares = [result.share for result in by_key[tensor.key] if result.share is not None]
+            if len(shares) == len(by_key[tensor.key]):
+                fingerprints[tensor.key] = as_hex(combine(*shares))
+            findings += _audit_tensor(tensor, by_key[tensor.key], fingerprints.get(tensor.key))
         for blob in manifest.blobs:
             findings += _audit_blob(payloads, blob)
     return Report(
@@ -103,73 +113,61 @@ def audit(path: Path, progress: Progress = lambda count: None, threads: int = 2)
 
 def nonfinite(words: NDArray[Any], name: str) -> int:
     """How many elements, given as raw bits, are infinite or NaN; 0 for types that have neither."""
-    parts = {"complex64": "float32", "complex128": "float64"}.get(name, name)
-    if parts not in _EXPONENT:
-        return 0
+    parts = _PARTS.get(name, name)
     flat = words.reshape(-1).view(dtype(parts).bits)
     if parts in ("float32", "float64"):  # numpy's own test is vectorised; the other types it does not know
         return int(flat.size - np.count_nonzero(np.isfinite(flat.view(parts))))
-    mask = flat.dtype.type(_EXPONENT[parts])
-    return int(np.count_nonzero((flat & mask) == mask))
+    if parts not in _NONFINITE:
+        return 0
+    mask, value = map(flat.dtype.type, _NONFINITE[parts])
+    return int(np.count_nonzero((flat & mask) == value))
 
 
 def _audit_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, progress: Progress) -> _ChunkResult:
-    try:
-        extent = payload_of(tensor, chunk)
-        raw = payloads.view(extent)
-    except MuonckptError as error:
-        return _ChunkResult(0, 0, (Finding("unreadable", tensor.key, str(error)),))
-    kind = dtype(tensor.dtype)
-    digest, crc32, share, bad = xxhash.xxh3_128(), 0, 0, 0
-    for band in bands(chunk.box, BAND // kind.itemsize):
-        part = raw[band.start * kind.itemsize : band.stop * kind.itemsize]
-        digest.update(part)
-        crc32 = isal_zlib.crc32(part, crc32)
-        words = np.frombuffer(part, kind.bits)
-        bad += nonfinite(words, tensor.dtype)
-        at = 0
-        per_element = max(kind.itemsize // 8, 1)
-        for box in band.boxes:
-            here = words[at : at + box.numel * per_element]
-            shape = box.shape if per_element == 1 else (*box.shape, per_element)
-            share = combine(share, fingerprint(here.reshape(shape), box.lo + (0,) * (len(shape) - box.ndim)))
-            at += here.size
-        progress(len(part))
-    payloads.release(extent)
     where = f"tensor {tensor.key!r} box {chunk.box} in {chunk.item.file}"
+    sums, bad = Sums(), 0
+    try:
+        at = payload_of(tensor, chunk).offset
+        for band in bands(chunk.box, BAND // itemsize(tensor.dtype)):
+            for box in band.boxes:
+                part = Extent(chunk.item.file, at, box.numel * itemsize(tensor.dtype))
+                words = as_words(payloads.view(part), tensor.dtype, box.shape)
+                sums.add(words, box.lo)
+                bad += nonfinite(words, tensor.dtype)
+                payloads.release(part)
+                progress(part.length)
+                at = part.end
+    except MuonckptError as error:
+        return _ChunkResult(where, None, 0, (Finding("unreadable", tensor.key, f"{where}: {error}"),))
     findings = []
-    if chunk.digest not in (None, digest.hexdigest()):
-        findings.append(Finding("digest", tensor.key, f"{where}: digest {digest.hexdigest()}, expected {chunk.digest}"))
-    if chunk.crc32 not in (None, crc32):
-        findings.append(Finding("crc32", tensor.key, f"{where}: CRC-32 {crc32:08x}, expected {chunk.crc32:08x}"))
-    return _ChunkResult(share, bad, tuple(findings))
+    if chunk.digest not in (None, sums.digest):
+        findings.append(Finding("digest", tensor.key, f"{where}: digest {sums.digest}, expected {chunk.digest}"))
+    if chunk.crc32 not in (None, sums.crc32):
+        message = f"{where}: CRC-32 {sums.crc32:08x}, expected {chunk.crc32:08x}"
+        findings.append(Finding("crc32", tensor.key, message))
+    return _ChunkResult(where, sums.share, bad, tuple(findings))
 
 
-def _audit_tensor(tensor: StateRecord, results: list[_ChunkResult]) -> Iterator[Finding]:
+def _audit_tensor(tensor: StateRecord, results: list[_ChunkResult], found: str | None) -> Iterator[Finding]:
     try:
         tensor.chunk_layout()
     except LayoutError as error:
         yield Finding("coverage", tensor.key, str(error))
     for result in results:
         yield from result.findings
-    found = as_hex(combine(*(result.share for result in results)))
-    if tensor.fingerprint not in (None, found):
+    if found and tensor.fingerprint not in (None, found):
         message = f"tensor {tensor.key!r}: fingerprint {found}, expected {tensor.fingerprint}"
         yield Finding("fingerprint", tensor.key, message)
-    bad = sum(result.nonfinite for result in results)
+    bad = [result for result in results if result.nonfinite]
     if bad:
-        yield Finding("nonfinite", tensor.key, f"tensor {tensor.key!r}: {bad} elements are infinite or NaN")
+        count = sum(result.nonfinite for result in bad)
+        message = f"{count} elements of tensor {tensor.key!r} are infinite or NaN, the first in {bad[0].where}"
+        yield Finding("nonfinite", tensor.key, message)
 
 
 def _audit_blob(payloads: Payloads, blob: Blob) -> Iterator[Finding]:
-    """By its digest if there is one, and by the checksums of the zip archive that it is."""
     try:
-        raw = check_blob(payloads, blob)
-        for member in stored_zip.read_members(lambda at, count: raw[at : at + count], 0, len(raw)):
-            crc32 = isal_zlib.crc32(raw[member.offset : member.offset + member.length])
-            if member.crc32 not in (None, crc32):
-                message = f"item {blob.key!r} in {blob.item.file}: CRC-32 of {member.name!r} is {crc32:08x}"
-                yield Finding("crc32", blob.key, f"{message}, expected {member.crc32:08x}")
+        check_blob(payloads, blob)
     except MuonckptError as error:
         yield Finding("blob", blob.key, str(error))
 
@@ -179,26 +177,34 @@ def _against_metadata(path: Path, manifest: Manifest) -> Iterator[Finding]:
     if not (path / record.FILE).exists():
         return
     try:
-        stock = dcp.read(path, payloads=True)
+        theirs = _facts(dcp.read(path, payloads=True))
     except MuonckptError as error:
-        yield Finding("metadata", None, f"{path / '.metadata'}: {error}")
+        yield Finding("metadata", None, f"{path / dcp.FILE}: {error}")
         return
-    ours = {key: (kind, where) for key, kind, where in _places(manifest)}
-    theirs = {key: (kind, where) for key, kind, where in _places(stock)}
+    ours = _facts(manifest)
     for key in sorted(ours.keys() | theirs.keys()):
-        if ours.get(key) != theirs.get(key):
-            yield Finding("metadata", key, f"the manifest and .metadata disagree about {key!r}")
+        if key not in ours or key not in theirs:
+            where = record.FILE if key in ours else dcp.FILE
+            yield Finding("metadata", key, f"{key!r} is in {where} only, expected it in {record.FILE} and {dcp.FILE}")
+            continue
+        for what in sorted(ours[key].items() ^ theirs[key].items(), key=str)[:1]:
+            mine, other = (facts[key].get(what[0]) for facts in (ours, theirs))
+            message = f"{key!r}: {what[0]} {mine} in {record.FILE}, {other} in {dcp.FILE}; expected the same"
+            yield Finding("metadata", key, message)
 
 
-def _places(manifest: Manifest) -> Iterator[tuple[str, Any, Any]]:
+def _facts(manifest: Manifest) -> dict[str, dict[str, object]]:
+    """By key, what both descriptions say of each tensor and item."""
+    facts: dict[str, dict[str, object]] = {}
     for tensor in manifest.tensors:
-        places = frozenset((chunk.box, chunk.payload) for chunk in tensor.chunks if chunk.box.numel)
-        yield tensor.key, (tensor.dtype, tensor.shape), places
+        known = facts[tensor.key] = {"dtype": tensor.dtype, "shape": tensor.shape, "path": tensor.path}
+        known |= {f"box {chunk.box}": (chunk.payload, chunk.crc32) for chunk in tensor.chunks if chunk.box.numel}
     for blob in manifest.blobs:
-        yield blob.key, "blob", blob.item
+        facts[blob.key] = {"path": blob.path, "place": blob.item}
+    return facts
 
 
 def _orphans(path: Path, manifest: Manifest) -> list[str]:
     used = {chunk.item.file for tensor in manifest.tensors for chunk in tensor.chunks}
-    used |= {blob.item.file for blob in manifest.blobs} | {record.FILE, ".metadata"}
-    return sorted(file.name for file in path.iterdir() if file.name not in used and file.stat().st_size)
+    used |= {blob.item.file for blob in manifest.blobs} | {record.FILE, dcp.FILE}
+    return sorted(file.name for file in path.iterdir() if file.name not in used and file.lstat().st_size)

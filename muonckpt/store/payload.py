@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
-import xxhash
-from isal import isal_zlib
 from numpy.typing import NDArray
 
+from ..box import Index
 from ..errors import SourceError
 from ..record import Blob, Chunk, Extent, StateRecord
+from . import stored_zip
 from .dtypes import dtype
-
-Buffer = bytes | memoryview | NDArray[Any]
-
-
-BAND = 4 << 20
-"""Bytes that are checked at a time: enough to amortise calls, few enough to stay in cache from one check to the next."""
+from .sums import BAND, crc32, xxh3_128
 
 
 class Payloads:
@@ -50,12 +47,14 @@ class Payloads:
         """
         if extent.file not in self._maps:
             self._maps[extent.file] = _map(self.directory / extent.file)
-        whole = memoryview(self._maps[extent.file])
-        if extent.end > len(whole):
+        mapped = self._maps[extent.file]
+        # The size that it has now: to touch a page of a map whose file has been cut meanwhile ends the process.
+        size = mapped.size() if isinstance(mapped, mmap.mmap) else 0
+        if extent.end > min(size, len(mapped)):
             raise SourceError(
-                f"{self.directory / extent.file} has {len(whole)} bytes, expected at least {extent.end}: it was cut"
+                f"{self.directory / extent.file} has {size} bytes, expected at least {extent.end}: it was cut"
             )
-        return whole[extent.offset : extent.end]
+        return memoryview(mapped)[extent.offset : extent.end]
 
     def bands(self, extent: Extent) -> Iterator[memoryview]:
         """The bytes of an extent in order, `BAND` at a time; what has been consumed is given back to the system."""
@@ -74,57 +73,59 @@ class Payloads:
 
 def elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:
     """A chunk's elements as unsigned words in the shape of its box (one more dim of 2 for 16-byte elements)."""
-    kind = dtype(tensor.dtype)
-    words = np.frombuffer(payloads.view(payload_of(tensor, chunk)), dtype=kind.bits)
-    shape = chunk.box.shape
-    return words.reshape(shape if kind.itemsize <= 8 else (*shape, 2))
+    return as_words(payloads.view(payload_of(tensor, chunk)), tensor.dtype, chunk.box.shape)
+
+
+def as_words(raw: memoryview, name: str, shape: Index) -> NDArray[Any]:
+    """Raw elements of this dtype as unsigned words in this shape (one more dim of 2 for 16-byte elements)."""
+    kind = dtype(name)
+    return np.frombuffer(raw, kind.bits).reshape(shape if kind.itemsize <= 8 else (*shape, 2))
 
 
 def check_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> None:
     """Compare a chunk's bytes with its digest, or where none is recorded with its CRC-32.
 
     Raises:
-        SourceError: they differ; names the tensor, the box and the file.
+        SourceError: they differ, or cannot be read; names the tensor, the box and the file.
     """
     extent = payload_of(tensor, chunk)
-    where = f"tensor {tensor.key!r} box {chunk.box} in {payloads.directory / chunk.item.file}"
-    if chunk.digest is not None:
-        _compare(where, "digest", xxh3_128(payloads.bands(extent)), chunk.digest)
-    elif chunk.crc32 is not None:
-        _compare(where, "CRC-32", f"{crc32(payloads.bands(extent)):08x}", f"{chunk.crc32:08x}")
+    with _at(f"tensor {tensor.key!r} box {chunk.box} in {payloads.directory / chunk.item.file}"):
+        if chunk.digest is not None:
+            _compare("digest", xxh3_128(payloads.bands(extent)), chunk.digest)
+        elif chunk.crc32 is not None:
+            _compare("CRC-32", f"{crc32(payloads.bands(extent)):08x}", f"{chunk.crc32:08x}")
 
 
 def check_blob(payloads: Payloads, blob: Blob) -> bytes:
-    """The bytes of an item that is not a tensor, compared with its digest if there is one.
+    """The bytes of an item that is not a tensor, compared with its digest, or with the CRC-32s of the zip that it is.
 
     Raises:
-        SourceError: they differ.
+        SourceError: they differ, or cannot be read; names the item and the file.
     """
-    raw = bytes(payloads.view(blob.item))
-    if blob.digest is not None:
-        where = f"item {blob.key!r} in {payloads.directory / blob.item.file}"
-        _compare(where, "digest", xxh3_128([raw]), blob.digest)
-    return raw
+    with _at(f"item {blob.key!r} in {payloads.directory / blob.item.file}"):
+        raw = bytes(payloads.view(blob.item))
+        if blob.digest is not None:
+            _compare("digest", xxh3_128([raw]), blob.digest)
+            return raw
+        for member in stored_zip.read_members(lambda at, count: raw[at : at + count], 0, len(raw)):
+            if member.crc32 is not None:
+                found = crc32([raw[member.offset : member.offset + member.length]])
+                _compare(f"CRC-32 of {member.name}", f"{found:08x}", f"{member.crc32:08x}")
+        return raw
 
 
-def xxh3_128(parts: Iterable[Buffer]) -> str:
-    """Digest of the concatenated parts, in hex."""
-    state = xxhash.xxh3_128()
-    for part in parts:
-        state.update(part)
-    return state.hexdigest()
+@contextmanager
+def _at(place: str) -> Iterator[None]:
+    """Say in front of any error raised inside what is damaged."""
+    try:
+        yield
+    except SourceError as error:
+        raise SourceError(f"{place} is damaged: {error}") from error
 
 
-def crc32(parts: Iterable[Buffer], start: int = 0) -> int:
-    """CRC-32 (the one of zip) of the concatenated parts, continued from ``start``."""
-    for part in parts:
-        start = isal_zlib.crc32(part, start)
-    return start
-
-
-def _compare(where: str, what: str, found: str, expected: str) -> None:
+def _compare(what: str, found: str, expected: str) -> None:
     if found != expected:
-        raise SourceError(f"{where} is damaged: {what} {found}, expected {expected}")
+        raise SourceError(f"{what} {found}, expected {expected}")
 
 
 def payload_of(tensor: StateRecord, chunk: Chunk) -> Extent:
@@ -144,7 +145,8 @@ def _map(file: Path) -> mmap.mmap | bytes:
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise SourceError(f"cannot open {file}: {error.strerror}") from error
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise SourceError(f"cannot open {file}: {why}") from error
     try:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode):
