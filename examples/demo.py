@@ -37,7 +37,7 @@ from muonckpt.optimizer import Muon
 from muonckpt.store import directory
 
 OUT = Path(__file__).parents[1] / "out" / "demo"
-SAVE_AT, LAST = 30, 60
+SAVE_AT, LAST = 20, 40
 ROWS, SEQ = 8, 128
 COMMAND = Path(sys.executable).with_name("muonckpt")
 
@@ -210,7 +210,7 @@ def report(runs: dict[str, Outcome], verify_seconds: float, reshard_seconds: flo
     ref = runs["reference"]
     tail = ref.losses[SAVE_AT:]
     print(f"\n{'step':>6}  {'4 ranks':>12}  {'2 ranks':>12}  {'zeroed':>12}")
-    for step in (*range(SAVE_AT, LAST, 6), LAST - 1):
+    for step in (*range(SAVE_AT, LAST, 4), LAST - 1):
         shown = (run.losses[step - SAVE_AT] for run in (runs["resumed"], runs["zeroed"]))
         print(f"{step:>6}  {ref.losses[step]:>12.8f}  " + "  ".join(f"{loss:>12.8f}" for loss in shown))
 

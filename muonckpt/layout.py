@@ -9,9 +9,9 @@ All offsets, strides and sizes are in elements.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -98,13 +98,6 @@ class TensorLayout:
         """The buffers that hold anything, in order of first appearance."""
         return tuple(dict.fromkeys(fragment.place.buffer for fragment in self.fragments))
 
-    def by_buffer(self) -> Mapping[Buffer, tuple[Fragment, ...]]:
-        """The fragments of each buffer."""
-        found: defaultdict[Buffer, list[Fragment]] = defaultdict(list)
-        for fragment in self.fragments:
-            found[fragment.place.buffer].append(fragment)
-        return {buffer: tuple(fragments) for buffer, fragments in found.items()}
-
     def clip(self, shape: Sequence[int]) -> TensorLayout:
         """The layout of the leading ``shape`` of this tensor: what lies beyond is padding and leaves the index space.
 
@@ -135,8 +128,9 @@ def stacked(boxes: Iterable[Box], dim: int) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-def through(pieces: Sequence[Piece], layout: TensorLayout) -> TensorLayout:
-    """The layout of the matrix that ``pieces`` of a parameter make, given the parameter's layout.
+@lru_cache(maxsize=65536)
+def through(pieces: tuple[Piece, ...], layout: TensorLayout) -> TensorLayout:
+    """The layout of the matrix that ``pieces`` of a parameter make, given the parameter's layout.  Cached by geometry.
 
     Raises:
         LayoutError: the pieces do not tile a matrix, or reach outside the parameter.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -18,14 +18,6 @@ from .box import Box, Index
 from .errors import LayoutError, about
 from .layout import Buffer, Fragment, Place, TensorLayout
 from .overlap import overlaps
-
-Distance = Callable[[Buffer, Buffer], int]
-"""How far a source buffer is from a target buffer; the nearest replica is read."""
-
-
-def here_or_away(source: Buffer, target: Buffer) -> int:
-    """0 for the same buffer, 1 for any other."""
-    return int(source != target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +33,10 @@ class Copy:
 class Plan:
     """Copies that write every fragment of the target exactly once, in the order of the target's fragments.
 
+    Both layouts are proved tilings, so it suffices that the copies' volumes add up to what the target holds.
+
     Raises:
-        LayoutError: the copies do not add up to what the target holds (proved independently of how they were made).
+        LayoutError: they do not.
     """
 
     shape: Index
@@ -61,11 +55,12 @@ class Plan:
 
 
 @lru_cache(maxsize=65536)
-def make_plan(source: TensorLayout, target: TensorLayout, distance: Distance = here_or_away) -> Plan:
+def make_plan(source: TensorLayout, target: TensorLayout) -> Plan:
     """The copies that fill ``target`` from ``source``.
 
-    Where replicas hold the same box, the nearest one is read; among equally near ones the least loaded so far, then
-    the first.  The result depends on the arguments only.  Cached: tensors of the same geometry share one plan.
+    Where replicas hold the same box, the target's own buffer is read if it is one of them; otherwise the one that has
+    given least in this plan so far, then the first.  The result depends on
+    the arguments only.  Cached: tensors of the same geometry share one plan.
 
     Raises:
         LayoutError: the shapes differ.
@@ -82,7 +77,7 @@ def make_plan(source: TensorLayout, target: TensorLayout, distance: Distance = h
         for holders in _replicas(source.fragments[s] for _, s in group):
             chosen = holders[0]
             if len(holders) > 1:
-                chosen = min(holders, key=lambda f: (distance(f.place.buffer, to), load[f.place.buffer]))
+                chosen = min(holders, key=lambda f: (f.place.buffer != to, load[f.place.buffer]))
             common = chosen.box & wanted.box
             assert common is not None, "overlaps() returned a pair of disjoint boxes"
             load[chosen.place.buffer] += common.numel

@@ -8,17 +8,22 @@ same plans, so nothing is negotiated.  With `layer_wise`, this is the only file 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..box import Index
 from ..layout import Place
 from ..plan import Copy, Plan
+
+Ranks = tuple[int, ...]
 
 HEADER = 4
 """16-bit elements in front of what each rank sends to each other: a 64-bit digest of what it is about to do."""
@@ -40,7 +45,7 @@ class Strip:
 
     def on(self, wire: Tensor) -> Tensor:
         """This box as a view of the flat wire buffer."""
-        return wire.narrow(0, self.at, _numel(self.sizes)).view(self.sizes)
+        return wire.narrow(0, self.at, math.prod(self.sizes)).view(self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +142,8 @@ class Wire:
         if disagree:
             raise RuntimeError(
                 f"ranks disagree about this optimizer step: ranks {disagree} of the group have gradients for other "
-                "parameters, or other hyper-parameters, than this one. A parameter's gradient must be present on all "
-                "ranks that hold it or on none"
+                "parameters than this one. A parameter's gradient must be present on all ranks that hold it or on "
+                "none. The momentum of the others has taken this gradient in; do not repeat the step"
             )
 
     def unpack(self, tensor: int) -> Iterable[tuple[Strip, Tensor]]:
@@ -146,6 +151,39 @@ class Wire:
         assert self.received is not None, "unpack() before run()"
         for strip in self.route.receives.get(tensor, ()):
             yield strip, strip.on(self.received)
+
+
+def ranks_of(param: Tensor, replicas: dist.ProcessGroup | None) -> Ranks:
+    """The global ranks that hold parts or copies of a parameter, sorted; none for this process alone.
+
+    A mesh of any number of axes is no more than its ranks here: what each axis does is in the layout.
+    """
+    if isinstance(param, DTensor):
+        return tuple(sorted(param.device_mesh.mesh.flatten().tolist()))
+    return tuple(sorted(dist.get_process_group_ranks(replicas))) if replicas is not None else ()
+
+
+def group_of(ranks: Ranks, param: Tensor) -> dist.ProcessGroup | None:
+    """A process group of exactly these ranks, one of which is ours; made if there is none at hand.
+
+    Collective over ``ranks`` (and no others) when it has to be made.
+
+    Raises:
+        ValueError: this rank holds nothing of the parameter.
+    """
+    if not ranks:
+        return None
+    if dist.get_rank() not in ranks:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not on the mesh (ranks {ranks}) of a parameter of shape {tuple(param.shape)}; "
+            "give each rank's optimizer only parameters that it holds"
+        )
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    if isinstance(param, DTensor) and param.device_mesh.ndim == 1:
+        return param.device_mesh.get_group()
+    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    return made
 
 
 def agree(digest: bytes, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -173,15 +211,4 @@ def _header(wire: Tensor, start: int) -> Tensor:
 
 
 def _starts(counts: Sequence[int]) -> list[int]:
-    starts, at = [], 0
-    for count in counts:
-        starts.append(at)
-        at += count
-    return starts
-
-
-def _numel(sizes: Index) -> int:
-    numel = 1
-    for size in sizes:
-        numel *= size
-    return numel
+    return list(accumulate(counts, initial=0))[:-1]

@@ -16,16 +16,21 @@ from ..layout import Piece, stacked
 def matrices_of(shape: Index, pieces: tuple[int, ...] | None = None) -> tuple[tuple[Piece, ...], ...]:
     """The matrices in a parameter of this shape, each as pieces of it.
 
-    The last two dims are rows and columns; every index of the dims before them (experts, say) is a matrix of its own.
+    The last two dims are rows and columns; every index of a dim before them (experts) is a matrix of its own.  A
+    parameter without elements holds no matrices.
     ``pieces`` are the row counts of what is fused along the rows: ``(q, k, v)``, ``(gate, up)``, one per head, or one
     per expert of a stacked 2-D parameter.  A matrix keeps the parameter's rank here; it is flattened to two dims only
     when it lies whole in its owner's memory.
 
     Raises:
-        LayoutError: fewer than two dims, or the pieces do not add up to the rows.
+        LayoutError: not two or three dims, or the pieces do not add up to the rows.
     """
     if len(shape) < 2:
         raise LayoutError(f"Muon needs a matrix, got shape {shape}; put this parameter in an 'adamw' group")
+    if len(shape) > 3:
+        raise LayoutError(f"which dims of shape {shape} are rows and columns is not clear; put it in an 'adamw' group")
+    if 0 in shape:
+        return ()
     *stack, rows, columns = shape
     heights = pieces or (rows,)
     if sum(heights) != rows or min(heights) < 1:

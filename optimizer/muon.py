@@ -14,15 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..layouts.tensors import layout_of, local_of
-from .exchange import Wire, agree
-from .matrices import matrices_of
+from ..layouts.tensors import local_of
+from .exchange import Ranks, Wire, agree, group_of, ranks_of
 from .newton_schulz import COEFFICIENTS, orthogonalize
-from .scalar import adamw_state, adamw_step
-from .schedule import Ranks, Schedule, device_of, group_of, make_schedule, ranks_of
+from .scalar import adamw_step
+from .schedule import Schedule, device_of, make_schedule
+from .state import ADAMW, SLOTS, fault, fresh_state, merged, pieces_of, placing
 
 ADJUST_LR: Mapping[str, Callable[[int, int], float]] = {
     "original": lambda m, n: math.sqrt(max(1.0, m / n)),
@@ -34,11 +33,6 @@ ADJUST_LR: Mapping[str, Callable[[int, int], float]] = {
 (arXiv 2502.16982), so that AdamW's rate and decay carry over; "spectral": Bernstein & Newhouse (arXiv 2410.21265)."""
 
 NS_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-SLOTS = {"muon": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
-"""State of a parameter, by algorithm, under torch's names."""
-
-ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8}
 
 
 class Muon(Optimizer):
@@ -105,20 +99,20 @@ class Muon(Optimizer):
         super().__init__(params, {"algorithm": "muon", "lr": lr, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group and create the state of its parameters."""
+        """Add a group and create the state of its parameters.  If it is refused, the optimizer is as it was."""
         algorithm = param_group.get("algorithm", "muon")
         if algorithm not in SLOTS:
             raise ValueError(f"unknown algorithm {algorithm!r}; expected one of {sorted(SLOTS)}")
-        group = {**(self._muon if algorithm == "muon" else ADAMW), **param_group}
-        super().add_param_group(group)
+        super().add_param_group({**(self._muon if algorithm == "muon" else ADAMW), **param_group})
         group = self.param_groups[-1]
-        _check(group)
-        for param in group["params"]:
-            if algorithm == "muon":
-                matrices_of(layout_of(param).shape, _pieces(group))  # refuse now what could not be stepped later
-                self.state[param]["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
-            else:
-                self.state[param].update(adamw_state(param))
+        try:
+            _check(group)
+            fresh = {param: fresh_state(param, group) for param in group["params"]}
+        except Exception:
+            self.param_groups.pop()
+            raise
+        for param, slots in fresh.items():
+            self.state[param].update(slots)
         self._made = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,28 +126,33 @@ class Muon(Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load hyper-parameters and state.
+        """Load state, and those hyper-parameters that belong to the run (`RESTORED`); if refused, nothing is changed.
+
+        What says how to compute (``algorithm``, ``ns``, ``pieces``, …) stays as the code has it; a difference is
+        warned of.  A parameter with ``requires_grad=False`` may be missing, as stock DCP leaves it out when it sets a
+        state dict; it keeps the state it has.
 
         Raises:
-            ValueError: names every parameter whose state is incomplete, or the momentum convention is not "ema".
+            ValueError: names every parameter whose state is incomplete or laid out otherwise than the parameter, or a
+                group of another algorithm, or the momentum convention if it is not "ema".
         """
-        for group in state_dict["param_groups"]:
-            if group.get("convention", "ema") != "ema":
-                raise ValueError(
-                    f"the state was saved with momentum convention {group['convention']!r}, this optimizer keeps "
-                    "'ema'; convert it first: m_ema = (1 - momentum) * m_sum"
-                )
-        super().load_state_dict(state_dict)
-        lacking = []
-        for number, group in enumerate(self.param_groups):
-            for index, param in enumerate(group["params"]):
-                missing = SLOTS[group["algorithm"]] - self.state[param].keys()
-                if missing:
-                    lacking.append(f"group {number} parameter {index} {tuple(param.shape)}: {sorted(missing)}")
-        if lacking:
-            raise ValueError(
-                "the loaded state is incomplete, training would restart from zero for " + "; ".join(lacking)
-            )
+        state, groups = state_dict["state"], state_dict["param_groups"]
+        sizes = [[len(group["params"]) for group in side] for side in (self.param_groups, groups)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"the state has groups of {sizes[1]} parameters, this optimizer of {sizes[0]}")
+        hyper, wanted, problems = [], dict(state), []
+        for number, (mine, saved) in enumerate(zip(self.param_groups, groups, strict=True)):
+            hyper.append(merged(number, mine, saved))
+            for index, (param, key) in enumerate(zip(mine["params"], saved["params"], strict=True)):
+                if key not in state and not param.requires_grad:
+                    wanted[key] = self.state[param]
+                found = wanted.get(key, {})
+                why = fault(self.state[param], found)
+                if why:
+                    problems.append(f"group {number} parameter {index} {tuple(param.shape)}: {why}")
+        if problems:
+            raise ValueError("the state does not fit, training would go on wrongly: " + "; ".join(problems))
+        super().load_state_dict({"state": wanted, "param_groups": hyper})
         self._made = None
 
     @torch.no_grad()
@@ -169,7 +168,7 @@ class Muon(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for param in group["params"]:
-                _check_gradient(param)
+                check_gradient(param, param.grad)
         hyper = {param: group for group in self.param_groups for param in group["params"]}
         for schedule in self._schedules():
             self._muon_step(schedule, [hyper[param] for param in schedule.params])
@@ -230,11 +229,12 @@ class Muon(Optimizer):
                     for param in group["params"]:
                         found[ranks_of(param, self._replicas), group["ns_dtype"]].append((param, group))
             self._made = []
-            for (ranks, _), members in found.items():
+            # Sorted: every rank makes and uses the groups that it shares with others in one global order.
+            for (ranks, _), members in sorted(found.items(), key=lambda item: item[0]):
                 params = [param for param, _ in members]
                 if ranks not in self._process_groups:
                     self._process_groups[ranks] = group_of(ranks, params[0])
-                pieces = [_pieces(group) for _, group in members]
+                pieces = [pieces_of(group) for _, group in members]
                 steps = [group["ns_steps"] for _, group in members]
                 schedule = make_schedule(params, pieces, steps, self._process_groups[ranks])
                 agree(schedule.digest, schedule.group, device_of(schedule))
@@ -256,10 +256,6 @@ def _apply(local: Tensor, schedule: Schedule, arrived: Wire, number: int, group:
         local.copy_(result)
 
 
-def _pieces(group: dict[str, Any]) -> tuple[int, ...] | None:
-    return tuple(group["pieces"]) if group["pieces"] else None
-
-
 def _check(group: dict[str, Any]) -> None:
     def need(name: str, fine: bool, expected: str) -> None:
         if not fine:
@@ -278,16 +274,12 @@ def _check(group: dict[str, Any]) -> None:
     need("eps", group["eps"] > 0, "a positive number")
 
 
-def _check_gradient(param: Tensor) -> None:
-    gradient = param.grad
+def check_gradient(param: Tensor, gradient: Tensor | None) -> None:
+    """Refuse a gradient that is not laid out exactly as its parameter; elements would go to wrong places."""
     if gradient is None:
         return
     if gradient.is_sparse:
         raise RuntimeError(f"Muon does not take sparse gradients (parameter of shape {tuple(param.shape)})")
-    if isinstance(param, DTensor):
-        placements = gradient.placements if isinstance(gradient, DTensor) else None
-        if placements != param.placements:
-            raise RuntimeError(
-                f"the gradient of a parameter of shape {tuple(param.shape)} is placed as {placements}, the parameter "
-                f"as {param.placements}; redistribute the gradient first"
-            )
+    found, expected = placing(gradient), placing(param)
+    if found != expected:
+        raise RuntimeError(f"a gradient is {found}, its parameter {expected}; redistribute the gradient first")

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..box import Index
 from ..layout import TensorLayout, through
@@ -22,8 +21,6 @@ from ..plan import digest, make_plan
 from .exchange import Route, route
 from .matrices import flops, matrices_of, rows_columns
 from .owners import Work, assign
-
-Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,31 +51,6 @@ class Schedule:
     gather: Route
     scatter: Route
     digest: bytes
-
-
-def ranks_of(param: Tensor, replicas: dist.ProcessGroup | None) -> Ranks:
-    """The global ranks that hold parts or copies of a parameter, sorted; none for this process alone.
-
-    A mesh of any number of axes is no more than its ranks here: what each axis does is in the layout.
-    """
-    if isinstance(param, DTensor):
-        return tuple(sorted(param.device_mesh.mesh.flatten().tolist()))
-    return tuple(sorted(dist.get_process_group_ranks(replicas))) if replicas is not None else ()
-
-
-def group_of(ranks: Ranks, param: Tensor) -> dist.ProcessGroup | None:
-    """A process group of exactly these ranks, one of which is ours; made if there is none at hand.
-
-    Collective over ``ranks`` (and no others) when it has to be made.
-    """
-    if not ranks:
-        return None
-    if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
-    if isinstance(param, DTensor) and param.device_mesh.ndim == 1:
-        return param.device_mesh.get_group()
-    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-    return made
 
 
 def make_schedule(

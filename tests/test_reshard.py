@@ -160,7 +160,7 @@ def test_memory_stays_within_the_budget_whatever_the_shapes(tmp_path):
     assert sum(file.stat().st_size for file in (tmp_path / "a").iterdir()) > 200e6
     script = [sys.executable, "-c", MEASURED, tmp_path / "a", tmp_path / "b"]
     grown = int(subprocess.run(script, capture_output=True, check=True).stdout)
-    assert grown < (16 << 10) + (16 << 10)  # KiB: the budget; and code, stacks and the weights of the fingerprint
+    assert grown < (16 << 10) + (24 << 10)  # KiB: the budget; and code, stacks and the weights of the fingerprint
 
 
 # --- nothing damaged passes -------------------------------------------------------------------------------------------

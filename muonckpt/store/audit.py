@@ -19,8 +19,8 @@ from ..record import Blob, Chunk, Extent, Manifest, StateRecord
 from . import dcp, directory
 from .band import bands
 from .dtypes import dtype, itemsize
-from .payload import Payloads, as_words, check_blob, payload_of
-from .sums import BAND, Sums
+from .payload import BAND, Payloads, as_words, check_blob, payload_of
+from .sums import Sums
 
 Progress = Callable[[int], None]
 """Told the bytes that have been read since the last call; called from several threads."""

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from .. import record
@@ -82,13 +79,3 @@ def sync_directory(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-@contextmanager
-def removed_on_error(staged: Path) -> Iterator[None]:
-    """Remove a half-written directory if anything goes wrong inside."""
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise

@@ -20,7 +20,10 @@ from ..errors import SourceError
 from ..record import Blob, Chunk, Extent, StateRecord
 from . import stored_zip
 from .dtypes import dtype
-from .sums import BAND, crc32, xxh3_128
+from .sums import crc32, xxh3_128
+
+BAND = 4 << 20
+"""Bytes that are checked at a time: enough to amortise calls, few enough to stay in cache between two checks."""
 
 
 class Payloads:
