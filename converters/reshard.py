@@ -238,7 +238,7 @@ def _describe(job: Job, journal: Journal) -> Manifest:
                 f"tensor {tensor.key!r}: the moved bytes have fingerprint {found}, the source's manifest says "
                 f"{tensor.fingerprint}; nothing was published"
             )
-        layout = {**mesh, "placements": ["Shard(dim=0)"]} if tensor.shape else None
+        layout = {**mesh, "placements": ["Shard(0)"]} if tensor.shape else None
         tensors.append(dataclasses.replace(tensor, chunks=tuple(chunks[tensor.key]), fingerprint=found, layout=layout))
     source = job.source.resolve().name
     step = {"program": f"muonckpt {version('muonckpt')}", "source": source, "mesh": {"dp": job.ranks}}

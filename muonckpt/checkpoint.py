@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -22,10 +23,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.checkpoint.stateful import Stateful
 
-from .errors import MuonckptError
-from .store.annotation import annotate
+from .errors import DestinationError, MuonckptError, SourceError
 from .store.dcp_reader import CheckingReader, StrictLoadPlanner
 from .store.dcp_writer import CoveringSavePlanner, PublishingWriter
 
@@ -50,14 +49,15 @@ def save(
 
     Raises:
         DestinationError: the path exists, or cannot be written.
-        LayoutError: a tensor has a hole or an overlap, or replicas differ between ranks.
+        LayoutError: a tensor has a hole or an overlap, a rank holds several boxes of one, or replicas differ.
+        TypeError, ValueError: the provenance is not JSON.
     """
-    values = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
+    details = json.loads(json.dumps({**_provenance(process_group), **(provenance or {})}, allow_nan=False))
     planner = CoveringSavePlanner()
-    writer = PublishingWriter(Path(path), planner, annotate(values), {**_provenance(), **(provenance or {})})
+    writer = PublishingWriter(_local(path), planner, details)
     try:
-        with _own_errors():
-            dcp_save(values, storage_writer=writer, planner=planner, process_group=process_group)
+        with _own_errors(DestinationError):
+            dcp_save(dict(state_dict), storage_writer=writer, planner=planner, process_group=process_group)
     except BaseException:
         if writer.staged is not None:
             shutil.rmtree(writer.staged, ignore_errors=True)
@@ -86,16 +86,15 @@ def load(
         SourceError: the checkpoint is missing, damaged or does not fit; lists what differs.
         LayoutError: it has a hole or an overlap.
     """
-    values = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
-    reader = CheckingReader(Path(path))
-    planner = StrictLoadPlanner(reader, annotate(values), allow_extra)
-    with _own_errors():
+    reader = CheckingReader(_local(path))
+    planner = StrictLoadPlanner(reader, allow_extra)
+    with _own_errors(SourceError):
         dcp_load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
 
 
 @contextmanager
-def _own_errors() -> Iterator[None]:
-    """Raise our own error in place of DCP's collection of tracebacks, on every rank the same one."""
+def _own_errors(kind: type[MuonckptError]) -> Iterator[None]:
+    """Raise one error of ours in place of DCP's collection of tracebacks, on every rank the same one."""
     try:
         with warnings.catch_warnings():
             # One process without a process group is a supported use, not something to warn of.
@@ -103,16 +102,26 @@ def _own_errors() -> Iterator[None]:
             yield
     except CheckpointException as error:
         rank, (first, _) = min(error.failures.items())
+        where = f" (rank {rank})" if dist.is_initialized() and len(error.failures) == 1 else ""
         if isinstance(first, MuonckptError):
-            raise type(first)(f"{first} (rank {rank})" if len(error.failures) == 1 else str(first)) from error
-        raise
+            raise type(first)(f"{first}{where}") from error
+        raise kind(f"{type(first).__name__}: {first}{where}") from error
 
 
-def _provenance() -> dict[str, Any]:
+def _local(path: str | os.PathLike[str]) -> Path:
+    """Raises:
+    DestinationError: it is a URL; object stores are not supported yet.
+    """
+    if "://" in os.fspath(path):
+        raise DestinationError(f"{path} is a URL; expected a directory on a file system that all ranks share")
+    return Path(path).expanduser()
+
+
+def _provenance(process_group: dist.ProcessGroup | None) -> dict[str, Any]:
     return {
         "program": f"muonckpt {version('muonckpt')}",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": sys.platform,
-        "world": dist.get_world_size() if dist.is_initialized() else 1,
+        "world": dist.get_world_size(process_group) if dist.is_initialized() else 1,
     }

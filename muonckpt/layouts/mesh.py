@@ -54,6 +54,9 @@ class Shard:
 
     dim: int
 
+    def __str__(self) -> str:
+        return f"Shard({self.dim})"
+
     def take(self, runs: Runs, parts: int, index: int) -> Runs:
         numel = sum(stop - start for start, stop in runs)
         size = -(-numel // parts)
@@ -70,6 +73,9 @@ class StridedShard:
     dim: int
     split: int
 
+    def __str__(self) -> str:
+        return f"StridedShard({self.dim}, split={self.split})"
+
     def take(self, runs: Runs, parts: int, index: int) -> Runs:
         inner = Shard(self.dim)
         return tuple(
@@ -82,6 +88,9 @@ class Replicate:
     """Every rank of the axis holds the same."""
 
     dim: None = None
+
+    def __str__(self) -> str:
+        return "Replicate"
 
     def take(self, runs: Runs, parts: int, index: int) -> Runs:
         return runs

@@ -53,8 +53,26 @@ def describe(tensor: torch.Tensor) -> Mapping[str, Any] | None:
         "mesh": list(mesh.shape),
         "axes": list(mesh.mesh_dim_names) if mesh.mesh_dim_names else None,
         "ranks": mesh.mesh.flatten().tolist(),
-        "placements": [_word(placement) for placement in tensor.placements],
+        "placements": [str(placement) for placement in _placements_of(tensor)],
     }
+
+
+def check_one_box(tensor: torch.Tensor) -> None:
+    """What this rank holds must be one box, as DCP's description of a DTensor says.
+
+    Raises:
+        LayoutError: it is several (a ``_StridedShard`` whose inner axis is not sharded), of which DCP would read and
+            write a wrong one; or the tensor has no layout at all.
+    """
+    held = layout_of(tensor).fragments
+    if isinstance(tensor, DTensor):
+        rank = torch.distributed.get_rank()
+        mine = [fragment.box for fragment in held if fragment.place.buffer == rank]
+        if len(mine) > 1:
+            raise LayoutError(
+                f"rank {rank} holds {len(mine)} boxes of a tensor of shape {tuple(tensor.shape)} placed as "
+                f"{tensor.placements}; a checkpoint takes one box a rank: redistribute the tensor first"
+            )
 
 
 def _mesh_of(tensor: DTensor) -> Mesh:
@@ -80,10 +98,6 @@ def _placement(placement: TorchPlacement, ndim: int) -> Placement:
                 "(tensor.redistribute(placements=[Replicate()]) or [Shard(dim)])"
             )
     raise LayoutError(f"unknown placement {placement!r}; expected Shard, _StridedShard or Replicate")
-
-
-def _word(placement: TorchPlacement) -> str:
-    return str(placement) if isinstance(placement, TorchReplicate) else repr(placement)
 
 
 def _check_local(tensor: DTensor, mesh: Mesh, placements: tuple[Placement, ...]) -> None:

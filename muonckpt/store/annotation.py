@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..layouts.tensors import describe
+from ..errors import about
+from ..layouts.tensors import check_one_box, describe
 from ..record import Convention
 
 KeyPath = tuple[str | int, ...]
@@ -26,38 +27,53 @@ class Annotation:
 
 
 def annotate(state_dict: Mapping[str, Any]) -> dict[KeyPath, Annotation]:
-    """Annotations by path.
+    """Annotations of all tensors, by path (as DCP makes paths: keys as strings, list positions as integers).
 
-    An optimizer's state is recognised by its structure, the one of ``torch.optim.Optimizer.state_dict`` keyed by
-    parameter names: a mapping with ``state`` (name -> slot -> value) and ``param_groups`` (whose ``params`` are names).
+    An optimizer's state is recognised by the structure that torch documents for it: ``state`` (parameter -> slot ->
+    value) beside ``param_groups`` (whose ``params`` are those parameters), or the same flattened,
+    ``state.<name>.<slot>`` beside ``param_groups.<name>.<option>``.
+
+    Raises:
+        LayoutError: this rank holds of a tensor what a checkpoint cannot describe; names the tensor.
     """
-    return dict(_walk((), state_dict))
+    return dict(_walk((), state_dict, {}))
 
 
-def _walk(path: KeyPath, node: Any) -> Iterator[tuple[KeyPath, Annotation]]:
+def _walk(path: KeyPath, node: Any, known: Mapping[KeyPath, Annotation]) -> Iterator[tuple[KeyPath, Annotation]]:
     if isinstance(node, torch.Tensor):
-        yield path, Annotation(layout=describe(node))
+        with about(".".join(map(str, path))):
+            check_one_box(node)
+        found = known.get(path, Annotation())
+        yield path, Annotation(found.name, found.slot, found.convention, found.pieces, describe(node))
     elif isinstance(node, Mapping):
-        if {"state", "param_groups"} <= node.keys():
-            yield from _optimizer(path, node)
-        else:
-            for key, value in node.items():
-                yield from _walk((*path, key), value)
+        known = {**known, **dict(_optimizer(path, node))}
+        for key, value in node.items():
+            yield from _walk((*path, str(key)), value, known)
+    elif isinstance(node, list | tuple):
+        for index, value in enumerate(node):
+            yield from _walk((*path, index), value, known)
 
 
-def _optimizer(path: KeyPath, node: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Annotation]]:
-    group_of = {name: group for group in node["param_groups"] for name in group.get("params", ())}
-    for name, slots in node["state"].items():
-        group = group_of.get(name, {})
-        for slot, value in slots.items():
-            momentum = slot == "momentum_buffer" and group.get("convention")
-            yield (
-                (*path, "state", name, slot),
-                Annotation(
-                    name=str(name),
-                    slot=slot,
-                    convention=Convention(group["convention"]) if momentum else None,
-                    pieces=tuple(group["pieces"]) if group.get("pieces") else None,
-                    layout=describe(value) if isinstance(value, torch.Tensor) else None,
-                ),
-            )
+def _optimizer(path: KeyPath, node: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, Annotation]]:
+    """What the groups of an optimizer say of its state, if this is one."""
+    match node:
+        case {"state": Mapping() as state, "param_groups": [*groups]} if all(isinstance(g, Mapping) for g in groups):
+            group_of = {name: group for group in groups for name in group.get("params", ())}
+            for name, slots in state.items():
+                for slot in slots if isinstance(slots, Mapping) else ():
+                    where = (*path, "state", str(name), str(slot))
+                    yield where, _of_slot(str(name), str(slot), group_of.get(name, {}))
+        case _:
+            for key in node:
+                prefix, _, rest = str(key).partition(".")
+                name, _, slot = rest.rpartition(".")
+                if prefix == "state" and name and f"param_groups.{name}.lr" in node:
+                    options = ("algorithm", "convention", "pieces")
+                    group = {option: node.get(f"param_groups.{name}.{option}") for option in options}
+                    yield (*path, str(key)), _of_slot(name, slot, group)
+
+
+def _of_slot(name: str, slot: str, group: Mapping[str, Any]) -> Annotation:
+    convention, pieces = group.get("convention"), group.get("pieces")
+    declared = [known for known in Convention if slot == "momentum_buffer" and known == convention]
+    return Annotation(name, slot, declared[0] if declared else None, tuple(pieces) if pieces else None)

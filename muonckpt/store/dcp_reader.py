@@ -7,6 +7,7 @@ that a stock item carries.  Nothing is unpickled but plain data.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import pickle
@@ -32,7 +33,7 @@ from torch.futures import Future
 from ..errors import SourceError
 from ..record import Blob, Chunk, Manifest, StateRecord
 from . import directory
-from .annotation import Annotation, KeyPath
+from .annotation import Annotation, KeyPath, annotate
 from .bits import bits_of, dtype_of, name_of
 from .payload import Payloads, check_blob, check_chunk, elements
 
@@ -97,6 +98,10 @@ class CheckingReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with Payloads(self.path) as payloads:
+            for item in plan.items:  # first, as they may be refused, and tensors are overwritten in place
+                if not _is_tensor(item):
+                    blob = self._blobs[item.storage_index.fqn]
+                    planner.load_bytes(item, io.BytesIO(check_blob(payloads, blob)))
             tensors = [(*self._stored(item.storage_index), item) for item in plan.items if _is_tensor(item)]
             checked: set[Chunk] = set()
             for tensor, chunk, item in sorted(tensors, key=lambda found: (found[1].item.file, found[1].item.offset)):
@@ -104,10 +109,6 @@ class CheckingReader(StorageReader):
                     check_chunk(payloads, tensor, chunk)
                     checked.add(chunk)
                 _copy(elements(payloads, tensor, chunk), item, planner)
-            for item in plan.items:
-                if not _is_tensor(item):
-                    blob = self._blobs[item.storage_index.fqn]
-                    planner.load_bytes(item, io.BytesIO(check_blob(payloads, blob)))
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -121,48 +122,62 @@ class StrictLoadPlanner(DefaultLoadPlanner):
 
     Args:
         reader: of the same load.
-        annotations: of the template, by path in the nested state dict.
         allow_extra: the checkpoint may hold more than the template asks for.
     """
 
-    def __init__(self, reader: CheckingReader, annotations: Mapping[KeyPath, Annotation], allow_extra: bool) -> None:
+    def __init__(self, reader: CheckingReader, allow_extra: bool) -> None:
         super().__init__()
         self._reader = reader
-        self._annotations = annotations
+        self._annotations: Mapping[KeyPath, Annotation] = {}
         self._allow_extra = allow_extra
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        # Here, and not before DCP is called, so that what one rank refuses all ranks hear of.
+        self._annotations = annotate(state_dict)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
         manifest, self.metadata = self._reader.describe()
-        problems = list(self._problems(manifest))
-        if problems:
-            more = f"; and {len(problems) - 12} more" if len(problems) > 12 else ""
-            raise SourceError(f"{self._reader.path} does not fit the state dict: {'; '.join(problems[:12])}{more}")
-        return super().create_local_plan()
+        self._refuse(list(self._problems(manifest)))
+        return dataclasses.replace(super().create_local_plan(), planner_data=frozenset(self.state_dict))
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        if not self._allow_extra:
+            assert self.metadata is not None, "create_local_plan() came before"
+            wanted = frozenset().union(*(plan.planner_data for plan in global_plan))
+            extra = sorted(self.metadata.state_dict_metadata.keys() - wanted)
+            self._refuse([f"extra key {key!r}" for key in extra])
+        return super().create_global_plan(global_plan)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         try:
             torch.load(value, weights_only=True)  # plain data only; what passes here holds no code
         except pickle.UnpicklingError as error:
+            why = str(error).splitlines()[0]
             raise SourceError(
-                f"refused {read_item.storage_index.fqn!r}: it holds more than plain data ({error}); if you trust the "
+                f"refused {read_item.storage_index.fqn!r}: it holds more than plain data ({why}); if you trust the "
                 "checkpoint, name its classes with torch.serialization.add_safe_globals"
             ) from error
         value.seek(0)
         super().load_bytes(read_item, value)
+
+    def _refuse(self, problems: list[str]) -> None:
+        if problems:
+            more = f"; and {len(problems) - 12} more" if len(problems) > 12 else ""
+            raise SourceError(f"{self._reader.path} does not fit the state dict: {'; '.join(problems[:12])}{more}")
 
     def _problems(self, manifest: Manifest) -> Iterator[str]:
         stored = {tensor.key: tensor for tensor in manifest.tensors}
         keys = stored.keys() | {blob.key for blob in manifest.blobs}
         for key in sorted(self.state_dict.keys() - keys):
             yield f"missing key {key!r}"
-        if not self._allow_extra:
-            for key in sorted(keys - self.state_dict.keys()):
-                yield f"extra key {key!r}"
         for key in sorted(keys & self.state_dict.keys()):
             wanted = self.state_dict[key]
             if isinstance(wanted, torch.Tensor) != (key in stored):
-                kind = "a tensor" if key in stored else "no tensor"
-                yield f"{key!r} is {kind} in the checkpoint, but not in the state dict"
+                stored_as, expected = ("a", "no") if key in stored else ("no", "a")
+                yield f"{key!r} is {stored_as} tensor in the checkpoint, and {expected} tensor in the state dict"
             elif key in stored:
                 yield from self._differences(stored[key], wanted)
 

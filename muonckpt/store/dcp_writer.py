@@ -31,7 +31,7 @@ from ..fingerprint import as_hex, combine
 from ..layout import TensorLayout, dense
 from ..record import Blob, Chunk, Extent, Manifest, StateRecord
 from . import directory, torch_zip
-from .annotation import Annotation, KeyPath
+from .annotation import Annotation, KeyPath, annotate
 from .bits import bits_of, name_of
 from .sums import Sums, xxh3_128
 
@@ -50,17 +50,19 @@ class _Target:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """One item as a rank has it: the xxh3-128 of its raw bytes, its share of the fingerprint, where it was stored.
+    """One item as a rank has it: xxh3-128 of its raw bytes, dtype and shape, share of the fingerprint, where it lies.
 
     A witness, which stores nothing, has no ``item``.
     """
 
     rank: int
     digest: str
+    kind: str = ""
     share: int = 0
     item: Extent | None = None
     payload: Extent | None = None
     crc32: int | None = None
+    annotation: Annotation | None = None
 
 
 class CoveringSavePlanner(DefaultSavePlanner):
@@ -71,6 +73,18 @@ class CoveringSavePlanner(DefaultSavePlanner):
 
     plans: list[SavePlan]
     witnesses: list[tuple[WriteItem, ...]]
+    annotations: Mapping[KeyPath, Annotation]
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        # Here, and not before DCP is called, so that what one rank refuses all ranks hear of.
+        self.annotations = annotate(state_dict)
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def annotation(self, key: str) -> Annotation:
+        """What this rank knows of a tensor."""
+        return self.annotations.get(tuple(self.mappings[key]), Annotation())
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
@@ -95,7 +109,6 @@ class PublishingWriter(StorageWriter):
     Args:
         destination: the checkpoint directory; nothing may be there.
         planner: the planner of the same save, for what was planned.
-        annotations: by path in the nested state dict.
         provenance: goes into the manifest.
     """
 
@@ -103,14 +116,12 @@ class PublishingWriter(StorageWriter):
         self,
         destination: Path,
         planner: CoveringSavePlanner,
-        annotations: Mapping[KeyPath, Annotation],
         provenance: Mapping[str, Any],
     ) -> None:
         super().__init__()
         self.destination = destination
         self.staged: Path | None = None
         self._planner = planner
-        self._annotations = annotations
         self._provenance = provenance
         self._rank = 0
 
@@ -148,7 +159,7 @@ class PublishingWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         target: _Target = plan.storage_data
-        writer = _FileWriter(self._rank, target, planner)
+        writer = _FileWriter(self._rank, target, self._planner)
         try:
             results = writer.write(plan.items) if plan.items else []
         except OSError as error:
@@ -187,7 +198,7 @@ class PublishingWriter(StorageWriter):
                 for index, written in by_key[key]
                 if written.item is not None
             ]
-            note = self._annotations.get(path, Annotation())
+            note = next((written.annotation for _, written in by_key[key] if written.annotation), Annotation())
             tensors.append(
                 StateRecord(
                     key=key,
@@ -205,7 +216,7 @@ class PublishingWriter(StorageWriter):
 class _FileWriter:
     """One rank's file: items end to end, digested in the pass that writes them."""
 
-    def __init__(self, rank: int, target: _Target, planner: SavePlanner) -> None:
+    def __init__(self, rank: int, target: _Target, planner: CoveringSavePlanner) -> None:
         self._rank = rank
         self._target = target
         self._planner = planner
@@ -226,10 +237,10 @@ class _FileWriter:
         if item.type == WriteItemType.BYTE_IO:
             written = _Written(self._rank, xxh3_128([_blob(self._planner, item)]))
         else:
-            sums = Sums()
-            for _ in sums.passing(bits_of(_tensor(self._planner, item)), _offsets(item)):
+            tensor, sums = _tensor(self._planner, item), Sums()
+            for _ in sums.passing(bits_of(tensor), _offsets(item)):
                 pass
-            written = _Written(self._rank, sums.digest, sums.share)
+            written = _Written(self._rank, sums.digest, _kind(tensor), sums.share)
         return WriteResult(index=item.index, size_in_bytes=0, storage_data=written)
 
     def _put_blob(self, stream: FileIO, item: WriteItem) -> WriteResult:
@@ -252,7 +263,8 @@ class _FileWriter:
         os.posix_fadvise(stream.fileno(), payload.offset, payload.length, os.POSIX_FADV_DONTNEED)
         _write(stream, frame.tail(sums.crc32))
         where = Extent(self._target.file, start, frame.length)
-        written = _Written(self._rank, sums.digest, sums.share, where, payload, sums.crc32)
+        note = self._planner.annotation(item.index.fqn)
+        written = _Written(self._rank, sums.digest, _kind(tensor), sums.share, where, payload, sums.crc32, note)
         return WriteResult(index=item.index, size_in_bytes=payload.length, storage_data=written)
 
 
@@ -263,9 +275,18 @@ def _write(stream: FileIO, data: bytes | memoryview) -> None:
         left = left[stream.write(left) :]
 
 
+def _kind(tensor: Tensor) -> str:
+    return f"{name_of(tensor.dtype)} {tuple(tensor.shape)}"
+
+
 def _tensor(planner: SavePlanner, item: WriteItem) -> Tensor:
     found = planner.resolve_data(item)
-    assert isinstance(found, Tensor)
+    assert isinstance(found, Tensor) and item.tensor_data is not None
+    if found.shape != item.tensor_data.chunk.sizes:
+        raise LayoutError(
+            f"tensor {item.index.fqn!r}: the local tensor has shape {tuple(found.shape)}, its placements say "
+            f"{tuple(item.tensor_data.chunk.sizes)}"
+        )
     return found.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
@@ -320,7 +341,7 @@ def _check_witnesses(
     """Replicas must be equal: DCP stores one of them, and would lose the others without a word."""
     for index, theirs in witnessed:
         kept = stored[index]
-        if kept.digest == theirs.digest:
+        if (kept.digest, kept.kind) == (theirs.digest, theirs.kind):
             continue
         what = f"{index.fqn!r} at {tuple(index.offset or ())}: ranks {kept.rank} and {theirs.rank} hold different data"
         if isinstance(metadata.state_dict_metadata[index.fqn], TensorMetadata):
