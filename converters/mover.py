@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from .journal import Done, Sum
 
 LARGEST_BAND = 1 << 20
 """Bytes moved at a time, at most: few enough to stay in cache from the copy to the checksums to the write."""
+
+frame_of = lru_cache(maxsize=1024)(torch_zip.frame)
+"""The frame of an item by dtype and shape, of which a checkpoint has few."""
 
 Progress = Callable[[int], None]
 """Told the bytes that have been checked or written since the last call; called from several threads."""
@@ -113,7 +117,7 @@ class Mover:
         return xxh3_128([raw])
 
     def _write_item(self, handle: int, item: Item) -> Sum:
-        frame = torch_zip.frame(item.tensor.dtype, item.chunk.box.shape)
+        frame = frame_of(item.tensor.dtype, item.chunk.box.shape)
         at = item.chunk.item.offset
         _pwrite(handle, frame.head, at)
         at += len(frame.head)
@@ -171,7 +175,7 @@ def _parts(file: TargetFile, done: Done) -> Iterator[tuple[Extent, str]]:
         yield blob.item, digest
         at = blob.item.end
     for item, passed in zip(file.items, done.items, strict=True):
-        frame = torch_zip.frame(item.tensor.dtype, item.chunk.box.shape)
+        frame = frame_of(item.tensor.dtype, item.chunk.box.shape)
         payload = payload_of(item.tensor, item.chunk)
         yield known(bytes(item.chunk.item.offset - at) + frame.head)
         yield payload, passed.digest

@@ -24,10 +24,10 @@ from ..layout import Buffer
 from ..layouts.mesh import row_layout
 from ..plan import Copy, make_plan
 from ..record import Blob, Chunk, Extent, Manifest, StateRecord
-from ..store import directory, torch_zip
+from ..store import directory
 from ..store.payload import Payloads
 from .journal import Journal
-from .mover import Item, Mover, Progress, TargetFile
+from .mover import Item, Mover, Progress, TargetFile, frame_of
 
 ALIGNMENT = 64
 """Items start at multiples of this many bytes in a file, so that payloads can be mapped as arrays."""
@@ -60,8 +60,12 @@ class Job:
 
     def digest(self) -> str:
         """Equal for two jobs that would write the same files from the same source."""
-        content = repr((self.manifest, self.state, self.files))
-        return hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+        whole = hashlib.blake2b(self.manifest.to_json().encode(errors="surrogatepass"), digest_size=16)
+        whole.update(repr(self.state).encode())
+        for file in self.files:
+            targets = [(item.tensor.key, item.chunk) for item in file.items]
+            whole.update(repr((file.name, file.length, targets)).encode(errors="surrogatepass"))
+        return whole.hexdigest()
 
 
 def plan_job(source: Path, ranks: int) -> Job:
@@ -161,7 +165,7 @@ def _lay_out(name: str, blobs: tuple[Blob, ...], parts: list[tuple[StateRecord, 
         at = _aligned(at + blob.item.length)
     items = []
     for tensor, box, copies in parts:
-        frame = torch_zip.frame(tensor.dtype, box.shape)
+        frame = frame_of(tensor.dtype, box.shape)
         item = Extent(name, at, frame.length)
         payload = Extent(name, at + frame.payload_offset, frame.payload_length)
         items.append(Item(tensor, Chunk(box, item, payload), copies))

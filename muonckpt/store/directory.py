@@ -22,9 +22,9 @@ def read(path: Path, *, payloads: bool = False) -> Manifest:
         SourceError: there is no checkpoint, or its metadata is damaged or refused.
     """
     file = path / record.FILE
-    if not file.exists():
-        return dcp.read(path, payloads=payloads)
     try:
+        if not file.exists():
+            return dcp.read(path, payloads=payloads)
         return Manifest.from_json(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise SourceError(f"cannot read {file}: {error}") from error
