@@ -26,11 +26,9 @@ from ..plan import Copy, make_plan
 from ..record import Blob, Chunk, Extent, Manifest, StateRecord
 from ..store import directory
 from ..store.payload import Payloads
+from ..store.stored_zip import ALIGNMENT
 from .journal import Journal
 from .mover import Item, Mover, Progress, TargetFile, frame_of
-
-ALIGNMENT = 64
-"""Items start at multiples of this many bytes in a file, so that payloads can be mapped as arrays."""
 
 
 @dataclass(frozen=True, slots=True)

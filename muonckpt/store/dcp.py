@@ -7,7 +7,6 @@ read without torch and without running anything that is in them.
 
 from __future__ import annotations
 
-import errno
 import fnmatch
 import os
 import stat
@@ -23,6 +22,7 @@ from ..errors import DestinationError, LayoutError, SourceError
 from ..record import Blob, Chunk, Extent, Manifest, StateRecord
 from . import torch_zip
 from .metadata_pickle import MAX_BYTES, Metadata, StoredItem, TensorMeta, dump, parse
+from .regular import open_regular
 
 FILE = ".metadata"
 """Name of DCP's description of a checkpoint."""
@@ -168,7 +168,7 @@ def _read_metadata(path: Path) -> bytes:
             )
         unfinished = f": a save into {path} did not finish" if f"{FILE}.tmp" in names else ""
         raise SourceError(f"expected {FILE} in {path}, found none{unfinished}")
-    with _open(path / FILE) as handle:
+    with open_regular(path / FILE) as handle:
         size = os.fstat(handle).st_size
         if size > MAX_BYTES:
             raise SourceError(f"{path / FILE}: expected at most {MAX_BYTES} bytes, found {size}")
@@ -205,7 +205,7 @@ def _with_payloads(path: Path, manifest: Manifest) -> Manifest:
     jobs.sort(key=lambda job: (job[0].file, job[0].offset))
     chunks = [list(tensor.chunks) for tensor in manifest.tensors]
     for name, mine in groupby(jobs, key=lambda job: job[0].file):
-        with _open(path / name) as handle:
+        with open_regular(path / name) as handle:
             for item, at, part in mine:
                 tensor, chunk = manifest.tensors[at], chunks[at][part]
                 with _at(f"{path / name} at byte {item.offset}: tensor {tensor.key!r} box {chunk.box}"):
@@ -228,22 +228,6 @@ def _opened(handle: int, tensor: StateRecord, chunk: Chunk) -> Chunk:
             "was transposed or channels-last when it was saved; save it again after .contiguous()"
         )
     return replace(chunk, payload=Extent(chunk.item.file, found.offset, found.length), crc32=found.crc32)
-
-
-@contextmanager
-def _open(file: Path) -> Iterator[int]:
-    """A descriptor of a regular file, opened without following a link or waiting for a pipe."""
-    try:
-        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
-        raise SourceError(f"cannot open {file}: {why}") from error
-    try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise SourceError(f"{file}: expected a regular file, found another kind (a pipe, device or directory)")
-        yield handle
-    finally:
-        os.close(handle)
 
 
 @contextmanager

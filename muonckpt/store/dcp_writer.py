@@ -33,10 +33,8 @@ from ..record import Blob, Chunk, Extent, Manifest, StateRecord
 from . import directory, torch_zip
 from .annotation import Annotation, KeyPath, annotate
 from .bits import bits_of, name_of
+from .stored_zip import ALIGNMENT
 from .sums import Sums, xxh3_128
-
-ALIGNMENT = 64
-"""Payloads start at multiples of this many bytes in a file, so that they can be mapped as arrays."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +18,7 @@ from ..errors import SourceError
 from ..record import Blob, Chunk, Extent, StateRecord
 from . import stored_zip
 from .dtypes import dtype
+from .regular import open_regular
 from .sums import crc32, xxh3_128
 
 BAND = 4 << 20
@@ -145,15 +144,5 @@ def payload_of(tensor: StateRecord, chunk: Chunk) -> Extent:
 
 
 def _map(file: Path) -> mmap.mmap | bytes:
-    try:
-        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
-        raise SourceError(f"cannot open {file}: {why}") from error
-    try:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):
-            raise SourceError(f"{file} is not a regular file")
-        return mmap.mmap(handle, 0, access=mmap.ACCESS_READ) if found.st_size else b""
-    finally:
-        os.close(handle)
+    with open_regular(file) as handle:
+        return mmap.mmap(handle, 0, access=mmap.ACCESS_READ) if os.fstat(handle).st_size else b""

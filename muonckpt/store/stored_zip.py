@@ -19,7 +19,8 @@ Read = Callable[[int, int], bytes]
 """``read(offset, length)``: that range of a file, in bytes; shorter where the file ends before."""
 
 ALIGNMENT = 64
-"""Members' data begins at multiples of this many bytes of the archive."""
+"""Members' data begins at multiples of this many bytes of the archive.  We begin archives at such multiples of the file
+too, so that payloads can be mapped as arrays."""
 
 _BIG = 0xFFFFFFFF
 _HEAD, _TAIL = 1024, 2048
