@@ -73,4 +73,5 @@ def main(how: str, source: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell starts with it ignored
     main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -168,10 +168,11 @@ def test_4_is_output_that_cannot_be_written(command, tiny_checkpoint, tmp_path):
 
 
 INTERRUPTED = """
-import os, sys
+import os, signal, sys
 from muonckpt.cli.main import main
 from muonckpt.converters.mover import Mover
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 number, write_item, written = int(sys.argv.pop()), Mover._write_item, []
 def interrupted(self, *args):
     written.append(args)
