@@ -54,7 +54,7 @@ def save(
     """
     details = json.loads(json.dumps({**_provenance(process_group), **(provenance or {})}, allow_nan=False))
     planner = CoveringSavePlanner()
-    writer = PublishingWriter(_local(path), planner, details)
+    writer = PublishingWriter(_local(path, DestinationError), planner, details)
     try:
         with _own_errors(DestinationError):
             dcp_save(dict(state_dict), storage_writer=writer, planner=planner, process_group=process_group)
@@ -86,7 +86,7 @@ def load(
         SourceError: the checkpoint is missing, damaged or does not fit; lists what differs.
         LayoutError: it has a hole or an overlap.
     """
-    reader = CheckingReader(_local(path))
+    reader = CheckingReader(_local(path, SourceError))
     planner = StrictLoadPlanner(reader, allow_extra)
     with _own_errors(SourceError):
         dcp_load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
@@ -108,12 +108,10 @@ def _own_errors(kind: type[MuonckptError]) -> Iterator[None]:
         raise kind(f"{type(first).__name__}: {first}{where}") from error
 
 
-def _local(path: str | os.PathLike[str]) -> Path:
-    """Raises:
-    DestinationError: it is a URL; object stores are not supported yet.
-    """
+def _local(path: str | os.PathLike[str], kind: type[MuonckptError]) -> Path:
+    """The path, with ``~`` expanded; a URL is refused with this kind of error, as object stores are to come."""
     if "://" in os.fspath(path):
-        raise DestinationError(f"{path} is a URL; expected a directory on a file system that all ranks share")
+        raise kind(f"{path} is a URL; expected a directory on a file system that all ranks share")
     return Path(path).expanduser()
 
 

@@ -21,7 +21,7 @@ from .exchange import Ranks, Wire, agree, group_of, ranks_of
 from .newton_schulz import COEFFICIENTS, orthogonalize
 from .scalar import adamw_step
 from .schedule import Schedule, device_of, make_schedule
-from .state import ADAMW, SLOTS, fault, fresh_state, merged, pieces_of, placing
+from .state import ADAMW, SLOTS, fault, fresh_state, laid_out_alike, merged, pieces_of, placing
 
 ADJUST_LR: Mapping[str, Callable[[int, int], float]] = {
     "original": lambda m, n: math.sqrt(max(1.0, m / n)),
@@ -280,6 +280,6 @@ def check_gradient(param: Tensor, gradient: Tensor | None) -> None:
         return
     if gradient.is_sparse:
         raise RuntimeError(f"Muon does not take sparse gradients (parameter of shape {tuple(param.shape)})")
-    found, expected = placing(gradient), placing(param)
-    if found != expected:
+    if not laid_out_alike(gradient, param):
+        found, expected = placing(gradient), placing(param)
         raise RuntimeError(f"a gradient is {found}, its parameter {expected}; redistribute the gradient first")

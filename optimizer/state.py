@@ -64,13 +64,20 @@ def fault(mine: Mapping[str, Tensor], found: Mapping[str, Any]) -> str | None:
         return f"lacks {missing}"
     for slot, tensor in mine.items():
         other = found[slot]
-        if not isinstance(other, Tensor) or placing(other) != placing(tensor):
+        if not isinstance(other, Tensor) or not laid_out_alike(other, tensor):
             return f"{slot} is {placing(other)}, expected {placing(tensor)}"
     return None
 
 
+def laid_out_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same shape and, if they are DTensors (both or neither), mesh and placements."""
+    if not isinstance(a, DTensor) or not isinstance(b, DTensor):
+        return isinstance(a, DTensor) == isinstance(b, DTensor) and a.shape == b.shape
+    return a.shape == b.shape and a.device_mesh == b.device_mesh and a.placements == b.placements
+
+
 def placing(value: Any) -> str:
-    """Shape, and for a DTensor mesh and placements, for comparing and for messages."""
+    """Shape, and for a DTensor mesh and placements, in words for messages."""
     shape = tuple(getattr(value, "shape", ()))
     if isinstance(value, DTensor):
         return f"{shape} as {value.placements} on mesh {value.device_mesh.mesh.tolist()}"

@@ -126,6 +126,8 @@ def test_urls_and_bad_provenance_are_refused_before_anything_is_written(tmp_path
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DestinationError, match="is a URL"):
         muonckpt.save({"w": torch.ones(1)}, "s3://bucket/checkpoint")
+    with pytest.raises(SourceError, match="is a URL"):
+        muonckpt.load({"w": torch.ones(1)}, "s3://bucket/checkpoint")
     with pytest.raises(ValueError, match="JSON"):
         muonckpt.save({"w": torch.ones(1)}, "c", provenance={"loss": float("nan")})
     with pytest.raises(TypeError, match="JSON"):

@@ -68,8 +68,7 @@ def _optimizer(path: KeyPath, node: Mapping[Any, Any]) -> Iterator[tuple[KeyPath
                 prefix, _, rest = str(key).partition(".")
                 name, _, slot = rest.rpartition(".")
                 if prefix == "state" and name and f"param_groups.{name}.lr" in node:
-                    options = ("algorithm", "convention", "pieces")
-                    group = {option: node.get(f"param_groups.{name}.{option}") for option in options}
+                    group = {option: node.get(f"param_groups.{name}.{option}") for option in ("convention", "pieces")}
                     yield (*path, str(key)), _of_slot(name, slot, group)
 
 
