@@ -9,7 +9,9 @@ All offsets, strides and sizes are in elements.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -71,7 +73,9 @@ class TensorLayout:
     Proved on construction: all boxes lie in the shape; two boxes are either equal (replicas, in different buffers)
     or disjoint; together they cover the tensor exactly.  Padding is not in the index space, so it cannot appear.
 
-    ``starts`` and ``stops`` are the boxes as arrays of shape ``[fragments, max(ndim, 1)]``, for vectorised work.
+    Derived, for work that does not look at every fragment: ``holders`` are the replicas of each distinct box, in order
+    of first appearance; ``starts`` and ``stops`` those boxes as arrays ``[boxes, max(ndim, 1)]``; ``held`` the numbers
+    of the boxes that each buffer holds.
 
     Raises:
         LayoutError: names the box, its buffer, and what is missing or covered twice.
@@ -79,12 +83,23 @@ class TensorLayout:
 
     shape: Index
     fragments: tuple[Fragment, ...]
+    holders: tuple[tuple[Fragment, ...], ...] = field(init=False, repr=False, compare=False)
+    held: Mapping[Buffer, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     starts: Int = field(init=False, repr=False, compare=False)
     stops: Int = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        starts, stops = _corners(self.shape, [fragment.box for fragment in self.fragments])
+        replicas: defaultdict[Box, list[Fragment]] = defaultdict(list)
+        for fragment in self.fragments:
+            replicas[fragment.box].append(fragment)
+        held: defaultdict[Buffer, list[int]] = defaultdict(list)
+        for number, holders in enumerate(replicas.values()):
+            for fragment in holders:
+                held[fragment.place.buffer].append(number)
+        starts, stops = _corners(self.shape, list(replicas))
+        object.__setattr__(self, "holders", tuple(map(tuple, replicas.values())))
+        object.__setattr__(self, "held", {buffer: tuple(numbers) for buffer, numbers in held.items()})
         object.__setattr__(self, "starts", starts)
         object.__setattr__(self, "stops", stops)
         object.__setattr__(self, "_hash", hash((self.shape, self.fragments)))
@@ -95,8 +110,17 @@ class TensorLayout:
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        """The buffers that hold anything, in order of first appearance."""
-        return tuple(dict.fromkeys(fragment.place.buffer for fragment in self.fragments))
+        """The buffers that hold anything."""
+        return tuple(self.held)
+
+    def digest(self) -> bytes:
+        """16 bytes of shape and fragments: the same in every process, unlike a hash."""
+        where = np.array([(f.place.offset, *f.place.strides) for f in self.fragments], np.int64)
+        names = [(number, fragment.place.buffer) for number, box in enumerate(self.holders) for fragment in box]
+        whole = hashlib.blake2b(repr((self.shape, names)).encode(), digest_size=16)
+        for array in (self.starts, self.stops, where):
+            whole.update(array.tobytes())
+        return whole.digest()
 
     def clip(self, shape: Sequence[int]) -> TensorLayout:
         """The layout of the leading ``shape`` of this tensor: what lies beyond is padding and leaves the index space.
@@ -141,12 +165,11 @@ def through(pieces: tuple[Piece, ...], layout: TensorLayout) -> TensorLayout:
     lo, hi = _corners(layout.shape, [piece.box for piece in pieces])
     fragments = []
     for i, j in zip(*overlaps(lo, hi, layout.starts, layout.stops), strict=True):
-        piece, fragment = pieces[i], layout.fragments[j]
-        common = piece.box & fragment.box
+        piece = pieces[i]
+        common = piece.box & layout.holders[j][0].box
         assert common is not None, "overlaps() returned a pair of disjoint boxes"
-        moved = fragment.narrow(common)
-        by = tuple(new - old for new, old in zip(piece.origin, piece.box.lo, strict=True))
-        fragments.append(Fragment(common.shift(by), moved.place))
+        moved = common.shift([new - old for new, old in zip(piece.origin, piece.box.lo, strict=True)])
+        fragments += [Fragment(moved, fragment.at(common.lo)) for fragment in layout.holders[j]]
     ends = [piece.box.shift([o - lo for o, lo in zip(piece.origin, piece.box.lo, strict=True)]).hi for piece in pieces]
     return TensorLayout(tuple(map(max, zip(*ends, strict=True))), tuple(fragments))
 
@@ -173,22 +196,19 @@ def _prove_tiling(layout: TensorLayout) -> None:
     lo, hi = layout.starts, layout.stops
     outside = np.flatnonzero((hi > np.array(layout.shape or (1,))).any(axis=1))
     if len(outside):
-        raise LayoutError(f"{layout.fragments[outside[0]]} reaches outside the tensor of shape {layout.shape}")
-    _, kept = np.unique(np.hstack((lo, hi)), axis=0, return_index=True)
-    i, j = overlaps(lo[kept], hi[kept], lo[kept], hi[kept])
+        raise LayoutError(f"{layout.holders[outside[0]][0]} reaches outside the tensor of shape {layout.shape}")
+    i, j = overlaps(lo, hi, lo, hi)
     twice = np.flatnonzero(i != j)
     if len(twice):
-        one, other = (layout.fragments[kept[pair[twice[0]]]] for pair in (i, j))
+        one, other = (layout.holders[pair[twice[0]]][0] for pair in (i, j))
         raise LayoutError(f"{one} and {other} overlap in part; boxes must be equal (replicas) or disjoint")
     whole = Box.of(layout.shape)
-    if int((hi[kept] - lo[kept]).prod(axis=1).sum()) != whole.numel:
-        hole = next(_holes(whole, [layout.fragments[k].box for k in kept]))
+    if int((hi - lo).prod(axis=1).sum()) != whole.numel:
+        hole = next(_holes(whole, [replicas[0].box for replicas in layout.holders]))
         holders = ", ".join(map(repr, layout.buffers[:8])) or "none"
         raise LayoutError(f"nobody holds box {hole} of the tensor of shape {layout.shape} (buffers: {holders})")
-    if len(kept) != len(layout.fragments):
-        holders_of = {(f.box, f.place.buffer) for f in layout.fragments}
-        if len(holders_of) != len(layout.fragments):
-            raise LayoutError("one buffer holds the same box twice; replicas must lie in different buffers")
+    if any(len(set(numbers)) != len(numbers) for numbers in layout.held.values()):
+        raise LayoutError("one buffer holds the same box twice; replicas must lie in different buffers")
 
 
 def _holes(whole: Box, boxes: Sequence[Box]) -> Iterator[Box]:

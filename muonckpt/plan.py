@@ -6,17 +6,13 @@ A plan is the intersection of two layouts.  The same plan drives collectives (th
 
 from __future__ import annotations
 
-import hashlib
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
-from operator import itemgetter
 
 from .box import Box, Index
 from .errors import LayoutError, about
-from .layout import Buffer, Fragment, Place, TensorLayout
+from .layout import Buffer, Place, TensorLayout
 from .overlap import overlaps
 
 
@@ -31,7 +27,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Copies that write every fragment of the target exactly once, in the order of the target's fragments.
+    """Copies that write every fragment of the target exactly once, in the order of the target's boxes.
 
     Both layouts are proved tilings, so it suffices that the copies' volumes add up to what the target holds.
 
@@ -54,35 +50,57 @@ class Plan:
         return sum(copy.box.numel for copy in self.copies if copy.source.buffer != copy.target.buffer)
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One buffer's part of a plan: the copies that it gives and those that it takes (its own to itself are in both).
+
+    Two buffers list the copies between them in the same order.
+    """
+
+    gives: tuple[Copy, ...]
+    takes: tuple[Copy, ...]
+
+
 @lru_cache(maxsize=65536)
 def make_plan(source: TensorLayout, target: TensorLayout) -> Plan:
     """The copies that fill ``target`` from ``source``.
 
-    Where replicas hold the same box, the target's own buffer is read if it is one of them; otherwise the one that has
-    given least in this plan so far, then the first.  The result depends on
-    the arguments only.  Cached: tensors of the same geometry share one plan.
+    Where replicas hold the same box, the target's own buffer is read if it is one of them.  A buffer that holds
+    other boxes reads those holders that are to theirs what it is to its own (the *k*-th of each box: its own replica
+    of a mesh); one that holds nothing goes round the replicas.  So who gives what is known without
+    the rest of the plan.  The result depends on the arguments only.  Cached: tensors of the same geometry share one
+    plan.
 
     Raises:
         LayoutError: the shapes differ.
     """
-    if source.shape != target.shape:
-        raise LayoutError(f"cannot copy a tensor of shape {source.shape} into one of shape {target.shape}")
-    load: defaultdict[Buffer, int] = defaultdict(int)
-    copies = []
-    found = overlaps(target.starts, target.stops, source.starts, source.stops)
-    pairs = zip(*(index.tolist() for index in found), strict=True)
-    for t, group in groupby(pairs, key=itemgetter(0)):
-        wanted = target.fragments[t]
-        to = wanted.place.buffer
-        for holders in _replicas(source.fragments[s] for _, s in group):
-            chosen = holders[0]
-            if len(holders) > 1:
-                chosen = min(holders, key=lambda f: (f.place.buffer != to, load[f.place.buffer]))
-            common = chosen.box & wanted.box
-            assert common is not None, "overlaps() returned a pair of disjoint boxes"
-            load[chosen.place.buffer] += common.numel
-            copies.append(Copy(common, chosen.at(common.lo), wanted.at(common.lo)))
+    _check_shapes(source, target)
+    pairs = overlaps(target.starts, target.stops, source.starts, source.stops)
+    copies = _copies(source, target, zip(*(index.tolist() for index in pairs), strict=True))
     return Plan(source.shape, tuple(copies), sum(f.box.numel for f in target.fragments))
+
+
+def make_share(source: TensorLayout, target: TensorLayout, buffer: Buffer) -> Share:
+    """What ``buffer`` does in ``make_plan(source, target)``, without making all of it.
+
+    Raises:
+        LayoutError: the shapes differ, or what the buffer takes is not all that it holds of the target.
+    """
+    _check_shapes(source, target)
+    ours, theirs = list(source.held.get(buffer, ())), list(target.held.get(buffer, ()))
+    t, s = overlaps(target.starts, target.stops, source.starts[ours], source.stops[ours])
+    gives = _copies(source, target, ((i, ours[j]) for i, j in zip(t.tolist(), s.tolist(), strict=True)))
+    t, s = overlaps(target.starts[theirs], target.stops[theirs], source.starts, source.stops)
+    takes = _copies(source, target, ((theirs[i], j) for i, j in zip(t.tolist(), s.tolist(), strict=True)))
+    share = Share(
+        tuple(copy for copy in gives if copy.source.buffer == buffer),
+        tuple(copy for copy in takes if copy.target.buffer == buffer),
+    )
+    taken = sum(copy.box.numel for copy in share.takes)
+    wanted = sum(target.holders[number][0].box.numel for number in theirs)
+    if taken != wanted:
+        raise LayoutError(f"the plan writes {taken} of the {wanted} elements that {buffer!r} holds of the target")
+    return share
 
 
 def make_plans(sources: Mapping[str, TensorLayout], targets: Mapping[str, TensorLayout]) -> dict[str, Plan]:
@@ -101,20 +119,27 @@ def make_plans(sources: Mapping[str, TensorLayout], targets: Mapping[str, Tensor
     return plans
 
 
-def _replicas(fragments: Iterable[Fragment]) -> Iterable[list[Fragment]]:
-    """Fragments grouped by equal boxes, in order of first appearance."""
-    found: defaultdict[Box, list[Fragment]] = defaultdict(list)
-    for fragment in fragments:
-        found[fragment.box].append(fragment)
-    return found.values()
+def _check_shapes(source: TensorLayout, target: TensorLayout) -> None:
+    if source.shape != target.shape:
+        raise LayoutError(f"cannot copy a tensor of shape {source.shape} into one of shape {target.shape}")
 
 
-def digest(plans: Iterable[Plan]) -> bytes:
-    """16 bytes that are equal on two ranks exactly when their plans are (compared once, before the first exchange)."""
-    one: dict[int, bytes] = {}  # plans are shared between tensors of one geometry: hash each object once
-    whole = hashlib.blake2b(digest_size=16)
-    for plan in plans:
-        if id(plan) not in one:
-            one[id(plan)] = hashlib.blake2b(repr(plan).encode(), digest_size=16).digest()
-        whole.update(one[id(plan)])
-    return whole.digest()
+def _copies(source: TensorLayout, target: TensorLayout, pairs: Iterable[tuple[int, int]]) -> Iterator[Copy]:
+    """Copies to every holder of a target box from the holder of the source box that it reads, pair by pair."""
+    for t, s in pairs:
+        common = target.holders[t][0].box & source.holders[s][0].box
+        assert common is not None, "overlaps() returned a pair of disjoint boxes"
+        for wanted in target.holders[t]:
+            chosen = source.holders[s][_replica(source, s, t, wanted.place.buffer)]
+            yield Copy(common, chosen.at(common.lo), wanted.at(common.lo))
+
+
+def _replica(source: TensorLayout, s: int, t: int, reader: Buffer) -> int:
+    """Which holder of the source box ``s`` a holder of the target box ``t`` reads."""
+    holders = [fragment.place.buffer for fragment in source.holders[s]]
+    if reader in holders:
+        return holders.index(reader)
+    own = source.held.get(reader)
+    if own is None:
+        return (s + t) % len(holders)
+    return [fragment.place.buffer for fragment in source.holders[own[0]]].index(reader) % len(holders)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
 
@@ -12,18 +13,67 @@ from ..errors import LayoutError
 from ..layout import Piece, stacked
 
 
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """What is fused in a parameter's last two dims, rows and columns.  By default one matrix is all of it.
+
+    Attributes:
+        pieces: row counts of the matrices, from the first row on: ``(q, k, v)``, ``(gate, up)``, one per head, or one
+            per expert of a stacked 2-D parameter.  None: all rows.
+        columns: column counts, in the same way (heads of an output projection).  None: all columns.
+        interleaved: the rows are this many blocks, each of ``pieces``; a matrix is made of its piece of every block
+            (Megatron's query groups).
+    """
+
+    pieces: tuple[int, ...] | None = None
+    columns: tuple[int, ...] | None = None
+    interleaved: int = 1
+
+    def rows_of(self, rows: int) -> Iterator[list[tuple[int, int]]]:
+        """For each piece, the row ranges that make it.
+
+        Raises:
+            LayoutError: the pieces do not add up to the rows.
+        """
+        block = rows // self.interleaved if self.interleaved > 0 else 0
+        heights = self.pieces or (block,)
+        if sum(heights) * self.interleaved != rows or min(heights) < 1:
+            times = f"{self.interleaved} times " if self.interleaved != 1 else ""
+            raise LayoutError(f"pieces {heights} must be positive and {times}add up to the {rows} rows")
+        for lo, hi in pairwise(accumulate(heights, initial=0)):
+            yield [(at + lo, at + hi) for at in range(0, rows, block)]
+
+    def columns_of(self, columns: int) -> Iterator[tuple[int, int]]:
+        """For each column piece, its range.
+
+        Raises:
+            LayoutError: they do not add up to the columns.
+        """
+        widths = self.columns or (columns,)
+        if sum(widths) != columns or min(widths) < 1:
+            raise LayoutError(f"columns {widths} must be positive and add up to the {columns} columns")
+        return pairwise(accumulate(widths, initial=0))
+
+    def reduced(self) -> Fused:
+        """What is fused in a tensor that keeps one column of each matrix (`reduced_shape`)."""
+        return replace(self, columns=(1,) * len(self.columns) if self.columns else None)
+
+
+def reduced_shape(shape: Index, fused: Fused) -> Index:
+    """The shape of a tensor with one number for each row of each matrix of a parameter."""
+    return (*shape[:-1], len(fused.columns) if fused.columns else min(1, shape[-1]))
+
+
 @lru_cache(maxsize=4096)
-def matrices_of(shape: Index, pieces: tuple[int, ...] | None = None) -> tuple[tuple[Piece, ...], ...]:
+def matrices_of(shape: Index, fused: Fused = Fused()) -> tuple[tuple[Piece, ...], ...]:
     """The matrices in a parameter of this shape, each as pieces of it.
 
     The last two dims are rows and columns; every index of a dim before them (experts) is a matrix of its own.  A
-    parameter without elements holds no matrices.
-    ``pieces`` are the row counts of what is fused along the rows: ``(q, k, v)``, ``(gate, up)``, one per head, or one
-    per expert of a stacked 2-D parameter.  A matrix keeps the parameter's rank here; it is flattened to two dims only
-    when it lies whole in its owner's memory.
+    parameter without elements holds no matrices.  A matrix keeps the parameter's rank here; it is flattened to two
+    dims only when it lies whole in its owner's memory.
 
     Raises:
-        LayoutError: not two or three dims, or the pieces do not add up to the rows.
+        LayoutError: not two or three dims, or what is fused does not add up to rows and columns.
     """
     if len(shape) < 2:
         raise LayoutError(f"Muon needs a matrix, got shape {shape}; put this parameter in an 'adamw' group")
@@ -32,14 +82,20 @@ def matrices_of(shape: Index, pieces: tuple[int, ...] | None = None) -> tuple[tu
     if 0 in shape:
         return ()
     *stack, rows, columns = shape
-    heights = pieces or (rows,)
-    if sum(heights) != rows or min(heights) < 1:
-        raise LayoutError(f"pieces {heights} must be positive and add up to the {rows} rows of shape {shape}")
+    cuts = list(product(fused.rows_of(rows), fused.columns_of(columns)))
     return tuple(
-        stacked([Box((*index, lo, 0), (*(i + 1 for i in index), hi, columns))], dim=len(shape) - 2)
+        stacked(
+            [Box((*index, lo, left), (*(i + 1 for i in index), hi, right)) for lo, hi in ranges], dim=len(shape) - 2
+        )
         for index in product(*map(range, stack))
-        for lo, hi in pairwise(accumulate(heights, initial=0))
+        for ranges, (left, right) in cuts
     )
+
+
+def shape_of(matrix: tuple[Piece, ...]) -> Index:
+    """The shape of a matrix, in the parameter's rank."""
+    ends = [[o + n for o, n in zip(piece.origin, piece.box.shape, strict=True)] for piece in matrix]
+    return tuple(map(max, zip(*ends, strict=True)))
 
 
 def rows_columns(shape: Sequence[int]) -> tuple[int, int]:

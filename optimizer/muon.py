@@ -6,6 +6,7 @@ sends the result back along the same boxes, and applies it in full precision whe
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -16,14 +17,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..layouts.tensors import local_of
-from .exchange import Ranks, Wire, agree, group_of, ranks_of
-from .newton_schulz import COEFFICIENTS, orthogonalize
-from .scalar import adamw_step
-from .schedule import Schedule, device_of, make_schedule
-from .state import ADAMW, SLOTS, fault, fresh_state, laid_out_alike, merged, pieces_of, placing
+from ..layout import TensorLayout
+from ..layouts.tensors import layout_of
+from .coefficients import COEFFICIENTS
+from .exchange import LINKS
+from .gram import spans
+from .methods import MATRICES
+from .pipeline import Pipeline
+from .precision import PRECISIONS
+from .ranks import Ranks, group_of, ranks_of
+from .scalar import SCALARS
+from .schedule import make_schedule
+from .state import check_gradient, fault, fresh_state, fused_of, merged
+from .units import Slot, Spec
 
-ADJUST_LR: Mapping[str, Callable[[int, int], float]] = {
+Scale = Callable[[int, int], float]
+
+ADJUST_LR: Mapping[str, Scale] = {
     "original": lambda m, n: math.sqrt(max(1.0, m / n)),
     "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),
     "spectral": lambda m, n: math.sqrt(m / n),
@@ -32,34 +42,41 @@ ADJUST_LR: Mapping[str, Callable[[int, int], float]] = {
 """Learning-rate factor of an ``m x n`` matrix.  "original": Jordan et al. 2024; "match_rms_adamw": Liu et al. 2025
 (arXiv 2502.16982), so that AdamW's rate and decay carry over; "spectral": Bernstein & Newhouse (arXiv 2410.21265)."""
 
-NS_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
 
 class Muon(Optimizer):
-    """Muon for matrices and AdamW for the rest, in one optimizer.
+    """Muon for matrices and AdamW or Lion for the rest, in one optimizer.
 
-    Each parameter group chooses ``algorithm="muon"`` (the default) or ``"adamw"``.  Parameters may be plain tensors or
-    DTensors on any mesh (``Shard`` of any dim, even, uneven or empty; ``_StridedShard``; ``Replicate``).  The update of
-    a matrix does not depend on how it is sharded: the same global gradients give the same bits on any mesh.
+    Each parameter group chooses ``algorithm="muon"`` (the default), "normuon", "adamw" or "lion".  Parameters may be
+    plain tensors or DTensors on any mesh (``Shard`` of any dim, even, uneven or empty; ``_StridedShard``;
+    ``Replicate``).  The update of a matrix does not depend on how it is sharded: the same global gradients give the
+    same bits on any mesh.
 
-    A parameter of three or more dims is a stack of matrices (experts).  ``pieces=(q, k, v)`` in a group says that the
-    rows of its parameters are fused; each piece is orthogonalised and scaled on its own.
+    A parameter of three dims is a stack of matrices (experts).  ``pieces=(q, k, v)`` in a group says that the rows of
+    its parameters are fused; each piece is orthogonalised and scaled on its own.
 
     State exists from construction on, for every parameter, in the parameter's layout: ``momentum_buffer`` (an
-    exponential moving average, ``m = momentum * m + (1 - momentum) * g``) or ``exp_avg``, ``exp_avg_sq`` and ``step``.
-    So stock ``get_optimizer_state_dict`` and DCP save and load all of it, gradients seen or not.  A parameter without
-    a gradient is skipped, as in torch; its gradient must be missing on all ranks that hold it.
+    exponential moving average, ``m = momentum * m + (1 - momentum) * g``), NorMuon's ``second_moment`` (one number a
+    row, float32), or ``exp_avg``, ``exp_avg_sq`` and ``step``.  So stock ``get_optimizer_state_dict`` and DCP save and
+    load all of it, gradients seen or not.  A parameter without a gradient is skipped, as in torch; its gradient must be
+    missing on all ranks that hold it.
 
     Args:
         params: parameters or groups, as for any torch optimizer.
         lr, weight_decay: defaults of all groups.  Decay is decoupled: ``p *= 1 - lr * weight_decay``.
-        momentum, nesterov: of "muon" groups.
-        adjust_lr: a key of ``ADJUST_LR``: how the rate grows with the matrix's shape.
-        ns, ns_steps, ns_dtype, eps: coefficient set, iterations, dtype ("bfloat16" or "float32"; also what travels)
-            and smallest norm of Newton-Schulz.
-        pieces: rows fused in each parameter of the group, or None.
+        cautious: default of all groups; if True, only elements that the update does not move away from zero decay.
+        momentum, nesterov: of matrix groups ("muon", "normuon").
+        adjust_lr: how the rate of a matrix group grows with the matrix's shape: a key of ``ADJUST_LR``, or a function
+            of rows and columns, which a state dict knows by its name only.
+        ns, ns_steps, ns_dtype, gram, eps: coefficient set, iterations, dtype ("bfloat16", "float16" or "float32"; see
+            `precision` for what travels), restarts of the Gram form (None: the plain form) and smallest norm of
+            Newton-Schulz.
+        pieces, columns, interleaved: what is fused in each parameter of a group (`matrices.Fused`).
         replicas: process group over which *plain* tensors are replicated (DDP); their matrices are shared out over it.
             None: this process orthogonalises its plain tensors itself.
+        exchange: "all_to_all", or "all_gather" for networks that do not stand it at scale, at more bytes.
+        waves: at most so many rounds of exchange and compute, which overlap.  More waves, smaller buffers.
+        layout: where a parameter's elements are, for parameters that do not say it by mesh and placements (None: they
+            do).  It is also asked for nothing else: state and gradients lie as their parameter does.
 
     Raises:
         ValueError: an unknown algorithm, scale, coefficient set or dtype, or a hyper-parameter out of range.
@@ -74,40 +91,61 @@ class Muon(Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.1,
-        adjust_lr: str = "original",
+        cautious: bool = False,
+        adjust_lr: str | Scale = "original",
         ns: str = "quintic",
         ns_steps: int = 5,
         ns_dtype: str = "bfloat16",
+        gram: tuple[int, ...] | None = None,
         eps: float = 1e-7,
         pieces: tuple[int, ...] | None = None,
+        columns: tuple[int, ...] | None = None,
+        interleaved: int = 1,
         replicas: dist.ProcessGroup | None = None,
+        exchange: str = "all_to_all",
+        waves: int = 4,
+        layout: Callable[[Tensor], TensorLayout] | None = None,
     ) -> None:
-        self._replicas = replicas
+        if exchange not in LINKS:
+            raise ValueError(f"exchange={exchange!r}: expected one of {sorted(LINKS)}")
+        if waves < 1:
+            raise ValueError(f"waves={waves!r}: expected at least one")
+        self._replicas, self._exchange, self._waves, self._layout = replicas, exchange, waves, layout
         self._process_groups: dict[Ranks, dist.ProcessGroup | None] = {}
-        self._made: list[Schedule] | None = None
-        self._muon = {
+        self._scales: dict[str, Scale] = dict(ADJUST_LR)
+        self._made: list[Pipeline] | None = None
+        self._matrices = {
             "momentum": momentum,
             "nesterov": nesterov,
             "adjust_lr": adjust_lr,
             "ns": ns,
             "ns_steps": ns_steps,
             "ns_dtype": ns_dtype,
+            "gram": gram,
             "eps": eps,
             "pieces": pieces,
+            "columns": columns,
+            "interleaved": interleaved,
             "convention": "ema",
         }
-        super().__init__(params, {"algorithm": "muon", "lr": lr, "weight_decay": weight_decay})
+        super().__init__(params, {"algorithm": "muon", "lr": lr, "weight_decay": weight_decay, "cautious": cautious})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and create the state of its parameters.  If it is refused, the optimizer is as it was."""
         algorithm = param_group.get("algorithm", "muon")
-        if algorithm not in SLOTS:
-            raise ValueError(f"unknown algorithm {algorithm!r}; expected one of {sorted(SLOTS)}")
-        super().add_param_group({**(self._muon if algorithm == "muon" else ADAMW), **param_group})
+        if algorithm in MATRICES:
+            defaults = {**self._matrices, **MATRICES[algorithm].defaults}
+        elif algorithm in SCALARS:
+            defaults = {**SCALARS[algorithm].defaults, "cautious": self.defaults["cautious"]}
+        else:
+            raise ValueError(f"unknown algorithm {algorithm!r}; expected one of {sorted({*MATRICES, *SCALARS})}")
+        super().add_param_group({**defaults, **param_group})
         group = self.param_groups[-1]
         try:
-            _check(group)
-            fresh = {param: fresh_state(param, group) for param in group["params"]}
+            if algorithm in MATRICES:
+                group["adjust_lr"] = self._name_of_scale(group["adjust_lr"])
+            self._check(group)
+            fresh = {param: fresh_state(param, self._resting(param, (0,)), group) for param in group["params"]}
         except Exception:
             self.param_groups.pop()
             raise
@@ -116,14 +154,28 @@ class Muon(Optimizer):
         self._made = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: schedules refer to the original's parameters, so a copy makes its own."""
+        """For copies: pipelines refer to the original's parameters, so a copy makes its own."""
+        kept = ("_matrices", "_replicas", "_exchange", "_waves", "_layout", "_scales")
         return {
             **super().__getstate__(),
-            "_muon": self._muon,
-            "_replicas": self._replicas,
+            **{name: getattr(self, name) for name in kept},
             "_process_groups": {},
             "_made": None,
         }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
+        """A process group belongs to the process, not to the optimizer: a copy uses the same one."""
+        memo[id(self._replicas)] = self._replicas
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return twin
+
+    def state_dict(self) -> dict[str, Any]:
+        """As any torch optimizer's; rates that are tensors are written as numbers."""
+        found = super().state_dict()
+        for group in found["param_groups"]:
+            group.update({key: value.item() for key, value in group.items() if isinstance(value, Tensor)})
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state, and those hyper-parameters that belong to the run (`RESTORED`); if refused, nothing is changed.
@@ -152,7 +204,13 @@ class Muon(Optimizer):
                     problems.append(f"group {number} parameter {index} {tuple(param.shape)}: {why}")
         if problems:
             raise ValueError("the state does not fit, training would go on wrongly: " + "; ".join(problems))
+        dtypes = {param: {slot: mine.dtype for slot, mine in slots.items()} for param, slots in self.state.items()}
         super().load_state_dict({"state": wanted, "param_groups": hyper})
+        for mine, saved in zip(self.param_groups, hyper, strict=True):
+            for param, key in zip(mine["params"], saved["params"], strict=True):
+                for slot, dtype in dtypes[param].items():
+                    if self.state[param][slot].dtype != dtype:  # torch casts state to the parameter's dtype
+                        self.state[param][slot] = wanted[key][slot].to(param.device, dtype, copy=True)
         self._made = None
 
     @torch.no_grad()
@@ -169,117 +227,80 @@ class Muon(Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 check_gradient(param, param.grad)
-        hyper = {param: group for group in self.param_groups for param in group["params"]}
-        for schedule in self._schedules():
-            self._muon_step(schedule, [hyper[param] for param in schedule.params])
+        groups = {param: group for group in self.param_groups for param in group["params"]}
+        for pipeline in self._pipelines():
+            pipeline.step([groups[param] for param in pipeline.params], self.state)
         for group in self.param_groups:
-            if group["algorithm"] == "adamw":
-                adamw_step(group, self.state)
+            if group["algorithm"] in SCALARS:
+                SCALARS[group["algorithm"]].step(group, self.state)
         return loss
 
-    def _muon_step(self, schedule: Schedule, hyper: list[dict[str, Any]]) -> None:
-        dtype, device = NS_DTYPES[hyper[0]["ns_dtype"]], device_of(schedule)
-        active = [param.grad is not None for param in schedule.params]
-        intent = bytes(active)
-
-        out = Wire(schedule.gather, dtype, device, schedule.group)
-        for number, (param, group) in enumerate(zip(schedule.params, hyper, strict=True)):
-            if active[number]:
-                out.pack(number, self._accumulate(param, group))
-        out.run(intent)
-
-        back = Wire(schedule.scatter, dtype, device, schedule.group)
-        for number in schedule.owned:
-            unit = schedule.units[number]
-            if active[unit.param]:
-                # A fresh buffer: dense and aligned alike on every topology, as the bits of a product may depend on it.
-                matrix = torch.empty(unit.shape, dtype=dtype, device=device)
-                for strip, values in out.unpack(number):
-                    strip.of(matrix).copy_(values)
-                group = hyper[unit.param]
-                back.pack(
-                    number,
-                    orthogonalize(
-                        matrix.view(unit.rows_columns),
-                        coefficients=group["ns"],
-                        steps=group["ns_steps"],
-                        dtype=dtype,
-                        eps=group["eps"],
-                    ),
-                )
-        back.run(intent)
-
-        for number, (param, group) in enumerate(zip(schedule.params, hyper, strict=True)):
-            if active[number]:
-                _apply(local_of(param), schedule, back, number, group)
-
-    def _accumulate(self, param: Tensor, group: dict[str, Any]) -> Tensor:
-        """Take the gradient into the momentum; return the local part of what is to be orthogonalised, contiguous."""
-        momentum = local_of(self.state[param]["momentum_buffer"])
-        gradient = local_of(param.grad).to(momentum.dtype)  # type: ignore[arg-type]
-        momentum.lerp_(gradient, 1 - group["momentum"])
-        return gradient.lerp(momentum, group["momentum"]).contiguous() if group["nesterov"] else momentum.contiguous()
-
-    def _schedules(self) -> list[Schedule]:
-        """One schedule per set of ranks and wire dtype; made at the first step, and anew when groups change."""
+    def _pipelines(self) -> list[Pipeline]:
+        """One for each set of ranks; made at the first step, and anew when groups change or state is loaded."""
         if self._made is None:
-            found: defaultdict[tuple[Ranks, str], list[tuple[Tensor, dict[str, Any]]]] = defaultdict(list)
+            found: defaultdict[Ranks, list[tuple[Tensor, dict[str, Any]]]] = defaultdict(list)
             for group in self.param_groups:
-                if group["algorithm"] == "muon":
+                if group["algorithm"] in MATRICES:
                     for param in group["params"]:
-                        found[ranks_of(param, self._replicas), group["ns_dtype"]].append((param, group))
-            self._made = []
+                        found[ranks_of(param, self._replicas)].append((param, group))
             # Sorted: every rank makes and uses the groups that it shares with others in one global order.
-            for (ranks, _), members in sorted(found.items(), key=lambda item: item[0]):
-                params = [param for param, _ in members]
-                if ranks not in self._process_groups:
-                    self._process_groups[ranks] = group_of(ranks, params[0])
-                pieces = [pieces_of(group) for _, group in members]
-                steps = [group["ns_steps"] for _, group in members]
-                schedule = make_schedule(params, pieces, steps, self._process_groups[ranks])
-                agree(schedule.digest, schedule.group, device_of(schedule))
-                self._made.append(schedule)
+            self._made = [
+                self._pipeline(ranks, members) for ranks, members in sorted(found.items(), key=lambda i: i[0])
+            ]
         return self._made
 
+    def _pipeline(self, ranks: Ranks, members: list[tuple[Tensor, dict[str, Any]]]) -> Pipeline:
+        params = [param for param, _ in members]
+        if ranks not in self._process_groups:
+            self._process_groups[ranks] = group_of(ranks, params[0])
+        process_group = self._process_groups[ranks]
+        ordered = tuple(dist.get_process_group_ranks(process_group)) if process_group is not None else (0,)
+        specs = [self._spec(param, group, ordered) for param, group in members]
+        rank = dist.get_rank() if process_group is not None else 0
+        schedule = make_schedule(specs, ordered, rank, self._waves)
+        return Pipeline(schedule, params, specs, process_group, self._exchange, self._scale)
 
-def _apply(local: Tensor, schedule: Schedule, arrived: Wire, number: int, group: dict[str, Any]) -> None:
-    """Decay, scale and subtract, in float32 at least, whatever the parameter's dtype."""
-    precision = torch.promote_types(local.dtype, torch.float32)
-    update = torch.empty(local.shape, dtype=precision, device=local.device)
-    for strip, values in arrived.unpack(number):
-        scale = ADJUST_LR[group["adjust_lr"]](*schedule.units[strip.plan].rows_columns)
-        torch.mul(values.to(precision), scale, out=strip.of(update))
-    lr = float(group["lr"])
-    result = local.to(precision)
-    result.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr)
-    if result is not local:
-        local.copy_(result)
+    def _spec(self, param: Tensor, group: dict[str, Any], ranks: Ranks) -> Spec:
+        precision, fused = PRECISIONS[group["ns_dtype"]], fused_of(group)
+        update = Slot("momentum_buffer", self._resting(param, ranks), fused, precision.there, precision.back)
+        extras = [
+            Slot(name, layout_of(self.state[param][name], ranks), fused.reduced(), torch.float32, torch.float32)
+            for name in MATRICES[group["algorithm"]].slots
+        ]
+        return Spec((update, *extras), group["ns_steps"])
 
+    def _resting(self, param: Tensor, ranks: Ranks) -> TensorLayout:
+        return self._layout(param) if self._layout is not None else layout_of(param, replicas=ranks)
 
-def _check(group: dict[str, Any]) -> None:
-    def need(name: str, fine: bool, expected: str) -> None:
-        if not fine:
-            raise ValueError(f"{name}={group[name]!r}: expected {expected}")
+    def _scale(self, group: Mapping[str, Any], rows: int, columns: int) -> float:
+        return self._scales[group["adjust_lr"]](rows, columns)
 
-    need("lr", float(group["lr"]) >= 0, "a rate >= 0")
-    need("weight_decay", group["weight_decay"] >= 0, "a decay >= 0")
-    if group["algorithm"] == "adamw":
-        need("betas", all(0 <= beta < 1 for beta in group["betas"]), "two numbers in [0, 1)")
-        return
-    need("momentum", 0 <= group["momentum"] < 1, "a number in [0, 1)")
-    need("adjust_lr", group["adjust_lr"] in ADJUST_LR, f"one of {sorted(ADJUST_LR)}")
-    need("ns", group["ns"] in COEFFICIENTS, f"one of {sorted(COEFFICIENTS)}")
-    need("ns_steps", group["ns_steps"] >= 1, "at least one step")
-    need("ns_dtype", group["ns_dtype"] in NS_DTYPES, f"one of {sorted(NS_DTYPES)}")
-    need("eps", group["eps"] > 0, "a positive number")
+    def _name_of_scale(self, scale: str | Scale) -> str:
+        """Groups hold plain values, so a function is kept here and known by its name."""
+        if not callable(scale):
+            return scale
+        name = f"{scale.__module__}.{scale.__qualname__}"
+        if self._scales.setdefault(name, scale) is not scale:
+            raise ValueError(f"adjust_lr: two different functions are called {name}")
+        return name
 
+    def _check(self, group: dict[str, Any]) -> None:
+        def need(name: str, fine: bool, expected: str) -> None:
+            if not fine:
+                raise ValueError(f"{name}={group[name]!r}: expected {expected}")
 
-def check_gradient(param: Tensor, gradient: Tensor | None) -> None:
-    """Refuse a gradient that is not laid out exactly as its parameter; elements would go to wrong places."""
-    if gradient is None:
-        return
-    if gradient.is_sparse:
-        raise RuntimeError(f"Muon does not take sparse gradients (parameter of shape {tuple(param.shape)})")
-    if not laid_out_alike(gradient, param):
-        found, expected = placing(gradient), placing(param)
-        raise RuntimeError(f"a gradient is {found}, its parameter {expected}; redistribute the gradient first")
+        need("lr", float(group["lr"]) >= 0, "a rate >= 0")
+        need("weight_decay", group["weight_decay"] >= 0, "a decay >= 0")
+        if group["algorithm"] in SCALARS:
+            SCALARS[group["algorithm"]].check(group)
+            return
+        need("momentum", 0 <= group["momentum"] < 1, "a number in [0, 1)")
+        need("adjust_lr", group["adjust_lr"] in self._scales, f"a function, or one of {sorted(ADJUST_LR)}")
+        need("ns", group["ns"] in COEFFICIENTS, f"one of {sorted(COEFFICIENTS)}")
+        need("ns_steps", group["ns_steps"] >= 1, "at least one step")
+        need("ns_dtype", group["ns_dtype"] in PRECISIONS, f"one of {sorted(PRECISIONS)}")
+        need("eps", group["eps"] > 0, "a positive number")
+        if group["gram"] is not None:
+            spans(group["gram"], group["ns_steps"], PRECISIONS[group["ns_dtype"]].compute)
+        if "beta2" in group:
+            need("beta2", 0 <= group["beta2"] < 1, "a number in [0, 1)")

@@ -2,192 +2,35 @@
 
 The polar factor ``U Vᵀ`` of ``M = U S Vᵀ`` is reached by odd polynomials of the singular values, applied as
 ``X ← a·X + b·(XXᵀ)X + c·(XXᵀ)²X``.  ``M`` is divided by its Frobenius norm first, so they all start in
-``[0, 1]``.  Sets of coefficients differ in how fast a small singular value grows and how near to 1 they all
-end; :data:`COEFFICIENTS` holds the published ones.
+``[0, 1]``.  Why it is done as it is, and how large the errors are: ``docs/design/newton_schulz.md``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-Triple = tuple[float, float, float]
+from .coefficients import COEFFICIENTS, CoefficientSet, Triple, coefficient_set
+from .gram import compound, pays, polynomial, spans
+from .half import rounded
 
-#: The classic quintic, ``p(1) = 1`` and ``p'(1) = p''(1) = 0``: it draws any singular value between 0 and 1.5
-#: towards 1, so appending it never undoes what the steps before it reached.
-SAFE_TAIL: Triple = (1.875, -1.25, 0.375)
+__all__ = ["COEFFICIENTS", "orthogonalize", "orthogonalize_parts", "tree_sum"]
 
-_KELLER: Triple = (3.4445, -4.7750, 2.0315)
+Total = Callable[[Iterator[Tensor]], Tensor]
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
+HOLD = 4.0
+"""``X`` is held at four times its size, which moves the small elements of a large matrix away from the end of fp16.
 
-@dataclass(frozen=True, slots=True)
-class CoefficientSet:
-    """A named polynomial per step.
-
-    Attributes:
-        name: how the set is asked for.
-        steps: the triples ``(a, b, c)`` of the first steps, in order, at least one.
-        source: where the numbers come from.
-        tail: the triple of every step past the end of ``steps``.  A list never restarts: its first triples
-            are made for tiny singular values and throw those near 1 far away, even through zero.
-        norm_scale: the matrix is divided by its Frobenius norm times this safety margin.
-
-    Raises:
-        ValueError: no step, a coefficient that is not finite, or a scale that is not positive.
-    """
-
-    name: str
-    steps: tuple[Triple, ...]
-    source: str
-    tail: Triple = SAFE_TAIL
-    norm_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.steps:
-            raise ValueError(f"coefficient set {self.name!r} needs at least one step")
-        for triple in (*self.steps, self.tail):
-            if len(triple) != 3 or not all(map(math.isfinite, triple)):
-                raise ValueError(f"coefficient set {self.name!r}: want three finite numbers, got {triple}")
-        if not 0 < self.norm_scale < math.inf:
-            raise ValueError(f"coefficient set {self.name!r}: want norm_scale > 0, got {self.norm_scale}")
-
-    def schedule(self, steps: int) -> tuple[Triple, ...]:
-        """The triples of a run of ``steps`` steps: the first of the list, then the tail as often as needed.
-
-        Raises:
-            ValueError: ``steps`` is less than 1.
-        """
-        if steps < 1:
-            raise ValueError(f"Newton-Schulz needs at least one step, got steps={steps}")
-        return self.steps[:steps] + (self.tail,) * (steps - len(self.steps))
-
-
-def _damped(steps: tuple[Triple, ...], by: float) -> tuple[Triple, ...]:
-    """``p(x / by)`` for every polynomial: a singular value pushed above 1 by rounding then does no harm."""
-    return tuple((a / by, b / by**3, c / by**5) for a, b, c in steps)
-
-
-_SETS = (
-    CoefficientSet(
-        "keller",
-        (_KELLER,),
-        "Keller Jordan, kellerjordan.github.io/posts/muon; also the default of torch.optim.Muon",
-        # The same at every step by design: values end between 0.68 and 1.14, and never settle.
-        tail=_KELLER,
-    ),
-    CoefficientSet(
-        "quintic",
-        (
-            (4.0848, -6.8946, 2.9270),
-            (3.9505, -6.3029, 2.6377),
-            (3.7418, -5.5913, 2.3037),
-            (2.8769, -3.1427, 1.2046),
-            (2.8366, -3.0525, 1.2012),
-        ),
-        "You Jiacheng, x.com/YouJiacheng/status/1905861218138804534; as in modded-nanogpt, dion and XTuner",
-    ),
-    CoefficientSet(
-        "polar_express",
-        (
-            (8.2051, -22.9019, 16.4607),
-            (4.0664, -2.8612, 0.5184),
-            (3.9096, -2.8234, 0.5250),
-            (3.2856, -2.4153, 0.4853),
-            (2.2779, -1.6198, 0.3985),
-            (1.8726, -1.2307, 0.3585),
-            (1.8564, -1.2132, 0.3568),
-            (1.8750, -1.2500, 0.3750),
-        ),
-        "Polar Express, arXiv 2505.16932, damped by 1.01 as in its algorithm 1; as in Emerging-Optimizers",
-    ),
-    CoefficientSet(
-        "polar_express_dion",
-        (
-            (8.156554524902461, -22.48329292557795, 15.878769915207462),
-            (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-            (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-            (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-            (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-        ),
-        "Polar Express for five steps, all but the last damped by 1.02; as in modded-nanogpt and dion",
-        norm_scale=1.02,
-    ),
-    CoefficientSet(
-        "polar_express_gram",
-        _damped(
-            (
-                (8.28721201814563, -23.595886519098837, 17.300387312530933),
-                (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-                (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-                (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-                (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-            ),
-            by=1.05,
-        ),
-        "Polar Express, arXiv 2505.16932, damped by 1.05 as in Dao-AILab/gram-newton-schulz",
-    ),
-    CoefficientSet(
-        "cans",
-        (
-            (8.4703, -25.1081, 18.6293),
-            (4.1828, -3.1087, 0.5806),
-            (3.9619, -2.9541, 0.5630),
-            (3.2866, -2.4647, 0.5074),
-            (2.2737, -1.6447, 0.4162),
-        ),
-        # Undamped: in bf16, rounding alone can push a singular value to 1.3.
-        "CANS (Remez, adaptive interval), arXiv 2506.10935; as in Emerging-Optimizers",
-    ),
-    CoefficientSet(
-        "aol",
-        (
-            (4.0098, -7.0585, 2.4635),
-            (3.4585, -5.5479, 2.5959),
-            (2.7573, -3.2939, 1.4254),
-            (2.7215, -3.0494, 1.3169),
-        ),
-        "thib-s/flash-newton-schulz, made for its AOL preconditioner; plain in Emerging-Optimizers",
-    ),
-    CoefficientSet(
-        "deepseek_v4",
-        (_KELLER,) * 8 + ((2.0, -1.5, 0.5),) * 2,
-        "DeepSeek-V4 report: eight steps that grow, two that settle; meant for ten steps",
-    ),
-    CoefficientSet(
-        "cubic5",
-        (
-            (3.3656576, -3.3420992, 0.0),
-            (2.5744352, -1.4957376, 0.0),
-            (2.5368962, -1.4312570, 0.0),
-            (2.4418906, -1.2764040, 0.0),
-            (2.2230472, -0.9630650, 0.0),
-        ),
-        "relaxed cubic schedule, arXiv 2606.00371: two products a step instead of three",
-    ),
-)
-
-#: The named sets.  The numbers are those of the sources, digit by digit.
-COEFFICIENTS: Mapping[str, CoefficientSet] = MappingProxyType({each.name: each for each in _SETS})
-
-
-def coefficient_set(coefficients: str | CoefficientSet) -> CoefficientSet:
-    """The set of this name; a set is passed through.
-
-    Raises:
-        ValueError: no set has this name.
-    """
-    if isinstance(coefficients, CoefficientSet):
-        return coefficients
-    if coefficients not in COEFFICIENTS:
-        known = ", ".join(COEFFICIENTS)
-        raise ValueError(f"unknown Newton-Schulz coefficients {coefficients!r}, expected one of {known}")
-    return COEFFICIENTS[coefficients]
+Elements of a normalised ``m x n`` have an rms of ``1 / √(mn)``: 2^-13 at 4096 x 16384, and 2^-16 at 65536 x 65536,
+where fp16 at this size is still normal; absolute rounding errors below it, 2^-27 each, are no more than bf16 makes of
+singular values of 1e-3, and no set lifts smaller ones in five steps.  No larger power of two is safe: products hold
+``HOLD⁴ σ⁴``, sets overshoot to ``σ = 2``, and a GPU may keep partial sums of fp16 products in fp16, which ends at 2^16.
+Powers of two are exact, so bf16 and fp32 give the bits that they would give without."""
 
 
 @torch.no_grad()
@@ -198,6 +41,7 @@ def orthogonalize(
     steps: int = 5,
     dtype: torch.dtype = torch.bfloat16,
     eps: float = 1e-7,
+    gram: Sequence[int] | None = None,
 ) -> Tensor:
     """The approximate polar factor ``U Vᵀ`` of ``matrix = U S Vᵀ``; ``matrix`` itself is left alone.
 
@@ -216,53 +60,144 @@ def orthogonalize(
             ``torch.optim.Muon``, and not a summand: above it the result does not depend on the scale of
             ``matrix`` (to the bit for powers of two), so a momentum kept as a sum and one kept as a mean are
             orthogonalised alike.
+        gram: None for the plain form; else the steps after which the Gram form (:mod:`.gram`) rebuilds its Gram
+            matrix, e.g. ``(2,)``, or ``()`` for never.  It is used where it saves work, by shape alone
+            (:func:`.gram.pays`); other matrices take the plain form.  With bf16 its operands are rounded to fp16,
+            an eighth of the error at the same cost, and the result to bf16.
 
     Returns:
         ``[m, n]``, contiguous, of ``dtype``.  Zeros for zeros.  All NaN if an element is not finite or the
         norm overflows (elements beyond 1e19 in fp32): a diverged momentum is not hidden.
 
     Raises:
-        ValueError: not a matrix of floats, an unknown name, no step, another dtype.
+        ValueError: not a matrix of floats, an unknown name, no step, another dtype, or restarts that are out of order
+            or too few (:func:`.gram.spans`).
     """
-    if matrix.ndim != 2 or not matrix.is_floating_point():
-        raise ValueError(f"expected a matrix of floats, got shape {tuple(matrix.shape)} of {matrix.dtype}")
+    chosen, triples = _checked([matrix], coefficients, steps, dtype)
+    runs = spans(gram, steps, dtype) if gram is not None else ()
+    tall = matrix.shape[0] > matrix.shape[1]
+    compounded = bool(runs) and pays(*matrix.shape)
+    inner = torch.float16 if compounded and dtype.itemsize == 2 else dtype
+
+    x = _copied(matrix.mT if tall else matrix, inner)
+    x = rounded(x.div_(_norm(_squares(x), eps, chosen)), inner)
+    if compounded:
+        for start, stop in runs:
+            x = rounded(compound(rounded(x @ x.mT, inner), triples[start:stop], inner) @ x, inner)
+    else:
+        for a, b, c in triples:
+            x = _step(x, a, polynomial(rounded(x @ x.mT, dtype), b, c, dtype), dtype)
+    return _released(x.mT if tall else x, dtype)
+
+
+@torch.no_grad()
+def orthogonalize_parts(
+    parts: Sequence[Tensor],
+    *,
+    coefficients: str | CoefficientSet = "quintic",
+    steps: int = 5,
+    dtype: torch.dtype = torch.bfloat16,
+    eps: float = 1e-7,
+    total: Total,
+) -> list[Tensor]:
+    """This rank's parts of the polar factor of a matrix that several ranks share.
+
+    The matrix is cut into blocks of columns (of rows if it is tall, each given transposed), and each rank has some of
+    them.  Everything is computed block by block, and only Gram matrices are added up, so the result does not depend on
+    which rank has which blocks, if ``total`` does not.  How the matrix is cut does change the last bits.  The plain
+    form only.  The other promises are those of :func:`orthogonalize`, which does the same to one block.
+
+    Args:
+        parts: blocks ``[s, l_i]`` in order, at least one, where ``s`` is the short side of the whole matrix; ``l_i``
+            may differ, be less than ``s``, or 0.
+        total: is given what this rank's blocks add to a sum, one tensor per part, in order, of fp32 (fp64 for fp64):
+            ``[1, 1]`` once, then ``[s, s]`` at every step.  Each is computed when it is asked for.  It returns the sum
+            over the blocks of all ranks, the same bits on every rank: :func:`tree_sum` of what :func:`tree_sum` gave
+            on each rank, or that alone if this rank has all.
+
+    Returns:
+        For each part, ``[s, l_i]``, contiguous, of ``dtype``.
+
+    Raises:
+        ValueError: no part, parts that are no matrices of floats or differ in rows; an unknown name, no step, another
+            dtype.
+    """
+    chosen, triples = _checked(parts, coefficients, steps, dtype)
+    copies = [_copied(part, dtype) for part in parts]
+    norm = _norm(total(_squares(x) for x in copies), eps, chosen)
+    xs = [rounded(x.div_(norm), dtype) for x in copies]
+    for a, b, c in triples:
+        gram = rounded(total(_unrounded_gram(x) for x in xs), dtype)
+        p = polynomial(gram, b, c, dtype)
+        xs = [_step(x, a, p, dtype) for x in xs]
+    return [_released(x, dtype) for x in xs]
+
+
+def tree_sum(partials: Iterable[Tensor]) -> Tensor:
+    """The sum of tensors of one shape in a fixed order: neighbours first, then neighbouring pairs, and so on.
+
+    So it can be split: cut the list into runs of one power of two (the last may be shorter), and the tree sum of the
+    runs' tree sums has the bits of the tree sum of all.  Only about ``log2(n)`` tensors live at a time.
+
+    Raises:
+        ValueError: nothing to add.
+    """
+    sums: list[tuple[int, Tensor]] = []  # over 2^level partials each, levels falling
+    for partial in partials:
+        level, right = 0, partial
+        while sums and sums[-1][0] == level:
+            level, right = level + 1, sums.pop()[1] + right
+        sums.append((level, right))
+    if not sums:
+        raise ValueError("tree_sum of no tensors")
+    return reduce(lambda right, left: left + right, [each for _, each in reversed(sums)])
+
+
+def _checked(
+    parts: Sequence[Tensor], coefficients: str | CoefficientSet, steps: int, dtype: torch.dtype
+) -> tuple[CoefficientSet, tuple[Triple, ...]]:
+    """The set, and its polynomials for a matrix held at ``HOLD`` times its size."""
+    for part in parts:
+        if part.ndim != 2 or not part.is_floating_point():
+            raise ValueError(f"expected a matrix of floats, got shape {tuple(part.shape)} of {part.dtype}")
+    if len({part.shape[0] for part in parts}) != 1:
+        raise ValueError(f"expected parts of one number of rows, got {[tuple(part.shape) for part in parts]}")
     if dtype not in _DTYPES:
         raise ValueError(f"Newton-Schulz runs in {', '.join(map(str, _DTYPES))}, got {dtype}")
     chosen = coefficient_set(coefficients)
-    schedule = chosen.schedule(steps)
-
-    rows, columns = matrix.shape
-    x = _normalized(matrix.mT if rows > columns else matrix, dtype, eps, chosen.norm_scale)
-    for triple in schedule:
-        x = _step(x, *triple, dtype=dtype)
-    return (x.mT if rows > columns else x).to(dtype).contiguous()
+    return chosen, tuple((a, b / HOLD**2, c / HOLD**4) for a, b, c in chosen.schedule(steps))
 
 
-def _normalized(wide: Tensor, dtype: torch.dtype, eps: float, scale: float) -> Tensor:
-    """A fresh copy of ``wide`` with a Frobenius norm of ``1 / scale``, held for :func:`_step`."""
+def _copied(wide: Tensor, dtype: torch.dtype) -> Tensor:
+    """A fresh contiguous copy, in fp32 at least."""
     exact = torch.promote_types(torch.float32, dtype)
-    x = torch.empty(wide.shape, dtype=exact, device=wide.device).copy_(wide)
+    return torch.empty(wide.shape, dtype=exact, device=wide.device).copy_(wide)
+
+
+def _squares(x: Tensor) -> Tensor:
+    """The sum of squares, ``[1, 1]``."""
     # Row by row: torch's CPU kernel keeps plain running fp32 sums, and over 2**27 elements they are 4 % off.
-    norm = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=1))
+    return torch.linalg.vector_norm(x, dim=1).square_().sum().view(1, 1)
+
+
+def _norm(squares: Tensor, eps: float, chosen: CoefficientSet) -> Tensor:
+    """What to divide a matrix with this sum of squares by, so that it has a norm of ``HOLD`` over the set's margin."""
+    norm = squares.sqrt()
     # An infinite norm would divide finite elements to zero.
-    norm = norm.where(norm.isfinite(), torch.nan).clamp_(min=eps).mul_(scale)
-    return _rounded(x.div_(norm), dtype)
+    return norm.where(norm.isfinite(), torch.nan).clamp_(min=eps).mul_(chosen.norm_scale / HOLD)
 
 
-def _step(x: Tensor, a: float, b: float, c: float, *, dtype: torch.dtype) -> Tensor:
-    """``a·x + b·(xxᵀ)x + c·(xxᵀ)²x`` for ``x`` of ``[s, l]``, ``s <= l``, operands rounded to ``dtype``."""
-    gram = _rounded(x @ x.mT, dtype)
-    if c == 0:
-        return _rounded(torch.addmm(x, gram, x, beta=a, alpha=b), dtype)
-    polynomial = _rounded(torch.addmm(gram, gram, gram, beta=b, alpha=c), dtype)
-    return _rounded(torch.addmm(x, polynomial, x, beta=a), dtype)
+def _step(x: Tensor, a: float, p: Tensor, dtype: torch.dtype) -> Tensor:
+    """``a·x + p·x`` for ``x`` of ``[s, l]``."""
+    return rounded(torch.addmm(x, p, x, beta=a), dtype)
 
 
-def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor`` rounded to ``dtype``; on a CPU 16-bit values stay in fp32.
+def _unrounded_gram(x: Tensor) -> Tensor:
+    """``xxᵀ`` as it is summed up, in fp32 at least."""
+    return torch.mm(x, x.mT, out_dtype=torch.float32) if x.dtype.itemsize == 2 else x @ x.mT
 
-    The product of two 16-bit values is exact in fp32, so an fp32 matrix product of rounded operands, rounded
-    once, is what a 16-bit matrix unit computes.  A CPU without one does it 10 to 100 times faster this way.
-    """
-    rounded = tensor.to(dtype)
-    return rounded.float() if tensor.is_cpu and dtype.itemsize == 2 else rounded
+
+def _released(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` at its own size, contiguous, of ``dtype``."""
+    result = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return torch.mul(x, 1 / HOLD, out=result)

@@ -1,100 +1,140 @@
-"""Everything that is fixed between steps: the matrices of some parameters, their owners, and the two exchanges.
+"""Everything that is fixed between steps: the matrices of some parameters, their owners, waves, and exchanges.
 
 A schedule covers the parameters that one set of ranks holds.  It is derived from shapes and placements alone, so every
-rank makes the same one; it is never saved.
+rank makes its own part of the same one; it is never saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+import numpy as np
 
-from ..box import Index
-from ..layout import TensorLayout, through
-from ..layouts.owned import owned_layout
-from ..layouts.tensors import layout_of
-from ..plan import digest, make_plan
-from .exchange import Route, route
-from .matrices import flops, matrices_of, rows_columns
-from .owners import Work, assign
+from ..layout import TensorLayout
+from ..plan import Share, make_share
+from .matrices import flops, rows_columns, shape_of
+from .owners import Work, assign, in_waves
+from .route import Item, Route, route
+from .units import Spec, Unit, residence
+
+Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
-    """One matrix: the number of its parameter in the schedule, its shape (in the parameter's rank), its owner."""
+class Wave:
+    """One round: ``gather`` takes what rests with the ranks to the owners, ``scatter`` takes results back.
 
-    param: int
-    shape: Index
-    owner: int
+    ``owned`` are the numbers of the units that this rank orthogonalises, ``held`` of those that it holds parts of.
+    """
+
+    gather: Route
+    scatter: Route
+    owned: tuple[int, ...]
+    held: tuple[int, ...]
 
     @property
-    def rows_columns(self) -> tuple[int, int]:
-        return rows_columns(self.shape)
+    def bytes(self) -> int:
+        """Of all wires of this wave on this rank."""
+        return self.gather.bytes + self.scatter.bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What the ranks of ``group`` do for ``params`` (None: this process alone).
+    """What one rank does for some parameters, all of whose units it knows.  ``digest`` is the same on every rank."""
 
-    ``gather`` takes updates from where they rest to the owners; ``scatter`` takes results back to every holder.
-    ``owned`` are the numbers of the units that this rank orthogonalises.
-    """
-
-    group: dist.ProcessGroup | None
-    params: tuple[Tensor, ...]
+    ranks: Ranks
     units: tuple[Unit, ...]
-    owned: tuple[int, ...]
-    gather: Route
-    scatter: Route
+    waves: tuple[Wave, ...]
     digest: bytes
 
+    @property
+    def owned(self) -> tuple[int, ...]:
+        """Numbers of the units that this rank orthogonalises, in the order of the waves."""
+        return tuple(number for wave in self.waves for number in wave.owned)
 
-def make_schedule(
-    params: Sequence[Tensor],
-    pieces: Sequence[tuple[int, ...] | None],
-    steps: Sequence[int],
-    group: dist.ProcessGroup | None,
-) -> Schedule:
-    """Plan for parameters that the ranks of ``group`` hold.
+
+def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, waves: int = 4) -> Schedule:
+    """Plan for parameters that ``ranks`` hold (global ranks, in the order of their process group).
 
     Args:
-        params: DTensors on meshes of exactly these ranks, or plain tensors replicated on all of them.
-        pieces: rows of what is fused in each parameter (`matrices.matrices_of`).
-        steps: Newton-Schulz iterations of each parameter, for its cost.
+        rank: the one whose part is made.
+        waves: at most so many rounds.
     """
-    ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else (0,)
-    rank = dist.get_rank() if group is not None else 0
-    found: list[tuple[int, TensorLayout]] = []
-    work = []
-    for number, param in enumerate(params):
-        layout = layout_of(param, replicas=ranks)
-        for matrix in matrices_of(layout.shape, pieces[number]):
-            unit = through(matrix, layout)
-            found.append((number, unit))
-            work.append(Work(unit, flops(*rows_columns(unit.shape), steps[number])))
+    work, where = [], []
+    for number, spec in enumerate(specs):
+        update = spec.slots[0]
+        for index, (holders, held) in enumerate(residence(update.layout, update.fused, ranks)):
+            shape = shape_of(update.matrices[index])
+            m, n = rows_columns(shape)
+            work.append(Work(flops(m, n, spec.steps), m * n, shape, holders, held))
+            where.append((number, index))
     owners = assign(work, ranks)
-    gather, scatter = [], []
-    for (_, layout), owner in zip(found, owners, strict=True):
-        whole = owned_layout(layout.shape, owner)
-        gather.append(make_plan(layout, whole))
-        scatter.append(make_plan(whole, layout))
-    of_param = [number for number, _ in found]
-    of_unit = range(len(found))
+    turns = in_waves([each.cost for each in work], owners, len(ranks), waves)
+    units = tuple(
+        Unit(*place, each.shape, ranks[owner], wave, each.cost)
+        for place, each, owner, wave in zip(where, work, owners, turns, strict=True)
+    )
+    at = ranks.index(rank)
+    ours = [
+        number
+        for number, unit in enumerate(units)
+        if unit.owner == rank or any(_holds(specs[unit.param], unit.index, ranks, at))
+    ]
     return Schedule(
-        group=group,
-        params=tuple(params),
-        units=tuple(Unit(n, layout.shape, owner) for (n, layout), owner in zip(found, owners, strict=True)),
-        owned=tuple(index for index, owner in enumerate(owners) if owner == rank),
-        gather=route(gather, ranks, rank, source_tensor=of_param, target_tensor=of_unit),
-        scatter=route(scatter, ranks, rank, source_tensor=of_unit, target_tensor=of_param),
-        digest=digest([*gather, *scatter]),
+        ranks,
+        units,
+        tuple(
+            _wave([number for number in ours if units[number].wave == wave], units, specs, ranks, rank)
+            for wave in range(max(turns, default=0) + 1)
+        ),
+        _digest(specs, ranks, units),
     )
 
 
-def device_of(schedule: Schedule) -> torch.device:
-    """Where the schedule's tensors live."""
-    return schedule.params[0].device
+def _holds(spec: Spec, index: int, ranks: Ranks, at: int) -> Iterable[bool]:
+    """For each slot, whether the rank at this position holds part of a matrix."""
+    for slot in spec.slots:
+        holders, _ = residence(slot.layout, slot.fused, ranks)[index]
+        found = int(np.searchsorted(holders, at))
+        yield found < len(holders) and int(holders[found]) == at
+
+
+def _wave(numbers: Sequence[int], units: Sequence[Unit], specs: Sequence[Spec], ranks: Ranks, rank: int) -> Wave:
+    gather, scatter = [], []
+    for number in numbers:
+        unit = units[number]
+        for slot in specs[unit.param].slots:
+            resting, whole = unit.resting(slot), unit.whole(slot)
+            gather.append(Item((number, slot.name), slot.there, _share(resting, whole, rank)))
+            scatter.append(Item((number, slot.name), slot.back, _share(whole, resting, rank)))
+    return Wave(
+        route(gather, ranks),
+        route(scatter, ranks),
+        tuple(number for number in numbers if units[number].owner == rank),
+        tuple(numbers),
+    )
+
+
+@lru_cache(maxsize=65536)
+def _share(source: TensorLayout, target: TensorLayout, rank: int) -> Share:
+    """Cached by geometry: the layers of a model share them."""
+    return make_share(source, target, rank)
+
+
+def _digest(specs: Sequence[Spec], ranks: Ranks, units: Sequence[Unit]) -> bytes:
+    """16 bytes that are equal on two ranks exactly when their schedules are parts of one."""
+    whole = hashlib.blake2b(repr(ranks).encode(), digest_size=16)
+    for spec in specs:
+        for slot in spec.slots:
+            whole.update(_layout_digest(slot.layout))
+            whole.update(repr((slot.name, slot.fused, slot.there, slot.back)).encode())
+    whole.update(np.array([(unit.param, unit.index, unit.owner, unit.wave) for unit in units], np.int64).tobytes())
+    return whole.digest()
+
+
+@lru_cache(maxsize=4096)
+def _layout_digest(layout: TensorLayout) -> bytes:
+    return layout.digest()

@@ -10,28 +10,32 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..layouts.tensors import layout_of
-from .matrices import matrices_of
-from .scalar import adamw_state
+from ..layout import TensorLayout
+from .matrices import Fused, matrices_of
+from .methods import MATRICES
+from .scalar import SCALARS
 
-SLOTS = {"muon": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
-"""State of a parameter, by algorithm, under torch's names."""
-
-ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8}
-
-RESTORED = ("lr", "initial_lr", "momentum", "weight_decay", "betas", "eps")
+RESTORED = ("lr", "initial_lr", "momentum", "weight_decay", "betas", "beta2", "eps")
 """Hyper-parameters that a loaded state brings with it: what schedules change during a run."""
 
 
-def fresh_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+def fresh_state(param: Tensor, layout: TensorLayout, group: dict[str, Any]) -> dict[str, Tensor]:
     """State of a parameter that has not been stepped; refuses now what could not be stepped later."""
     if not param.is_floating_point():
         raise ValueError(f"expected a real floating-point parameter, got {param.dtype} of shape {tuple(param.shape)}")
-    shape = layout_of(param).shape
-    if group["algorithm"] == "adamw":
-        return adamw_state(param)
-    matrices_of(shape, pieces_of(group))
-    return {"momentum_buffer": torch.zeros_like(param, memory_format=torch.contiguous_format)}
+    if group["algorithm"] in SCALARS:
+        return SCALARS[group["algorithm"]].fresh(param)
+    fused = fused_of(group)
+    matrices_of(layout.shape, fused)
+    momentum = torch.zeros_like(param, memory_format=torch.contiguous_format)
+    extras = MATRICES[group["algorithm"]].slots
+    return {"momentum_buffer": momentum, **{name: make(param, fused) for name, make in extras.items()}}
+
+
+def fused_of(group: Mapping[str, Any]) -> Fused:
+    """What a group says is fused in its parameters."""
+    pieces, columns = (tuple(group[key]) if group[key] else None for key in ("pieces", "columns"))
+    return Fused(pieces, columns, group["interleaved"])
 
 
 def merged(number: int, mine: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +54,13 @@ def merged(number: int, mine: dict[str, Any], saved: dict[str, Any]) -> dict[str
     if differing:
         shown = ", ".join(f"{key}={code[key]!r} (saved {saved[key]!r})" for key in differing)
         warnings.warn(f"group {number} keeps the code's {shown}", stacklevel=4)
-    return {**mine, **{key: saved[key] for key in RESTORED if key in saved}, "params": saved["params"]}
+    brought = {key: _like(mine.get(key), saved[key]) for key in RESTORED if key in saved}
+    return {**mine, **brought, "params": saved["params"]}
+
+
+def _like(mine: Any, saved: Any) -> Any:
+    """A saved number, as a tensor if this optimizer keeps it in one."""
+    return mine.clone().fill_(float(saved)) if isinstance(mine, Tensor) else saved
 
 
 def _plain(value: Any) -> Any:
@@ -84,5 +94,12 @@ def placing(value: Any) -> str:
     return f"{shape}, not distributed" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def pieces_of(group: dict[str, Any]) -> tuple[int, ...] | None:
-    return tuple(group["pieces"]) if group["pieces"] else None
+def check_gradient(param: Tensor, gradient: Tensor | None) -> None:
+    """Refuse a gradient that is not laid out exactly as its parameter; elements would go to wrong places."""
+    if gradient is None:
+        return
+    if gradient.is_sparse:
+        raise RuntimeError(f"Muon does not take sparse gradients (parameter of shape {tuple(param.shape)})")
+    if not laid_out_alike(gradient, param):
+        found, expected = placing(gradient), placing(param)
+        raise RuntimeError(f"a gradient is {found}, its parameter {expected}; redistribute the gradient first")

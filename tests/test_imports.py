@@ -30,7 +30,7 @@ RULES = {
     "layouts": {"errors", "box", "layout", "plan"},
     "store": {"errors", "box", "layout", "layouts", "plan", "fingerprint", "record"},
     "checkpoint": {"errors", "record", "store"},
-    "optimizer": {"errors", "box", "layout", "plan", "layouts"},
+    "optimizer": {"errors", "box", "overlap", "layout", "plan", "layouts"},
     "converters": {"errors", "box", "layout", "layouts", "plan", "fingerprint", "record", "store"},
     "cli": {"errors", "record", "store", "converters", "layouts", "fingerprint"},
     "__init__": {"checkpoint"},

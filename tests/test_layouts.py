@@ -19,7 +19,7 @@ from muonckpt.layout import Fragment, Place, TensorLayout, dense, stacked, throu
 from muonckpt.layouts.flat import FlatShard, even_shards, flat_layout
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, local_shape, mesh_layout, row_layout
 from muonckpt.layouts.owned import owned_layout
-from muonckpt.plan import make_plan, make_plans
+from muonckpt.plan import Share, make_plan, make_plans, make_share
 
 
 def random_shape(rng, dims=None):
@@ -76,6 +76,11 @@ def test_random_layout_pairs_move_every_element_to_its_place(seed):
         source, target = (READERS[rng.integers(len(READERS))](rng, shape) for _ in range(2))
         values = arange(shape)
         plan = make_plan(source, target)
+        for buffer in {*source.buffers, *target.buffers}:
+            assert make_share(source, target, buffer) == Share(
+                tuple(copy for copy in plan.copies if copy.source.buffer == buffer),
+                tuple(copy for copy in plan.copies if copy.target.buffer == buffer),
+            )
         assert execute(plan, scatter(values, source)) == scatter(values, target)
 
 
@@ -161,7 +166,7 @@ def test_a_zero_dim_tensor_has_one_element():
     assert [copy.source.buffer for copy in plan.copies] == [1]
 
 
-def test_the_nearest_replica_is_read_then_the_least_loaded():
+def test_a_buffer_reads_its_own_replica_and_strangers_go_round():
     source = mesh_layout((8, 4), Mesh.of(4), (Replicate(),))
     onto_holders = make_plan(source, row_layout((8, 4), 4))
     assert onto_holders.moved() == 0
@@ -170,6 +175,9 @@ def test_the_nearest_replica_is_read_then_the_least_loaded():
         TensorLayout((8, 4), tuple(dense(f.box, f"file{f.place.buffer}") for f in row_layout((8, 4), 4).fragments)),
     )
     assert sorted(copy.source.buffer for copy in far.copies) == [0, 1, 2, 3]
+    hybrid = mesh_layout((8, 4), Mesh.of(2, 4), (Replicate(), Shard(0)))  # ranks 0-3 and 4-7 are replicas
+    onto_six = make_plan(hybrid, owned_layout((8, 4), 6))
+    assert [copy.source.buffer for copy in onto_six.copies] == [4, 5, 6, 7]
 
 
 def test_a_hole_names_tensor_box_and_holders():

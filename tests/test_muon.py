@@ -29,9 +29,16 @@ TENSORS = [
     ((33, 7), {}),
     ((5, 12, 7), {}),
     ((64, 64), {"nesterov": False}),
+    ((48, 16), {"pieces": (8, 2, 2), "interleaved": 4}),
+    ((12, 30), {"columns": (7, 11, 12), "adjust_lr": "spectral"}),
+    ((3, 10, 12), {"pieces": (4, 6), "columns": (9, 3), "cautious": True}),
+    ((40, 16), {"algorithm": "normuon", "pieces": (24, 8, 8)}),
+    ((4, 9, 11), {"algorithm": "normuon", "ns_dtype": "float32", "columns": (5, 6)}),
+    ((20, 50), {"ns_dtype": "float16", "gram": (2,)}),
     ((22, 16), {"algorithm": "adamw"}),
     ((41,), {"algorithm": "adamw"}),
     ((7,), {"algorithm": "adamw"}),
+    ((19, 3), {"algorithm": "lion", "cautious": True}),
 ]
 
 
@@ -100,7 +107,7 @@ def replicated(rank: int, world: int, share: bool) -> tuple[list[torch.Tensor], 
     params = [nn.Parameter(v) for v in values(0, torch.float32)]
     opt = make(params, replicas=dist.group.WORLD if share else None)
     train(params, opt, lambda g: g, torch.float32)
-    return snapshot(params, opt), sum(len(schedule.owned) for schedule in opt._schedules())
+    return snapshot(params, opt), sum(len(pipeline.schedule.owned) for pipeline in opt._pipelines())
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -109,7 +116,7 @@ def test_plain_tensors_with_ddp_give_the_same_bits_and_share_the_work(share):
     results = run(3, replicated, share)
     for found, _ in results:
         assert_same_bits(found, expected)
-    matrices = 3 + 2 + 1 + 1 + 1 + 1 + 5 + 1
+    matrices = 3 + 2 + 1 + 1 + 1 + 1 + 5 + 1 + 3 + 3 + 12 + 3 + 8 + 1
     owned = [count for _, count in results]
     assert sum(owned) == matrices and max(owned) < matrices if share else owned == [matrices] * 3
 
@@ -293,7 +300,8 @@ def test_a_gradient_missing_on_some_ranks_stops_every_rank():
     [
         ({"algorithm": "sgd"}, ValueError, "'sgd'.*adamw.*muon"),
         ({"ns": "magic"}, ValueError, "ns='magic'.*quintic"),
-        ({"ns_dtype": "float16"}, ValueError, "float16"),
+        ({"ns_dtype": "float64"}, ValueError, "float64.*float16"),
+        ({"gram": ()}, ValueError, "gram"),
         ({"adjust_lr": "x"}, ValueError, "match_rms_adamw"),
         ({"momentum": 1.0}, ValueError, "momentum=1.0"),
         ({"pieces": (2, 3)}, LayoutError, r"\(2, 3\).*4 rows"),

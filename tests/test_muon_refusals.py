@@ -14,7 +14,7 @@ from workers import run
 
 from muonckpt.errors import LayoutError
 from muonckpt.optimizer import Muon
-from muonckpt.optimizer.muon import check_gradient
+from muonckpt.optimizer.state import check_gradient
 
 
 def test_a_refused_group_leaves_the_optimizer_usable():

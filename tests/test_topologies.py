@@ -74,7 +74,10 @@ def several_meshes(rank: int, world: int) -> tuple[list[torch.Tensor], int]:
 
     def place(index: int, tensor: torch.Tensor) -> torch.Tensor:
         home = homes[index % len(homes)]
-        return tensor if home is None else distribute_tensor(tensor, home[0], home[1], src_data_rank=None)
+        if home is None:
+            return tensor
+        dims = [Shard(min(placement.dim, tensor.ndim - 1)) for placement in home[1]]
+        return distribute_tensor(tensor, home[0], dims, src_data_rank=None)
 
     params = [nn.Parameter(place(index, v)) for index, v in enumerate(values(0, torch.float32))]
     opt = make(params)
@@ -82,7 +85,7 @@ def several_meshes(rank: int, world: int) -> tuple[list[torch.Tensor], int]:
         for index, (p, g) in enumerate(zip(params, values(step, torch.float32), strict=True)):
             p.grad = place(index, g)
         opt.step()
-    return snapshot(params, opt), len(opt._schedules())
+    return snapshot(params, opt), len(opt._pipelines())
 
 
 def test_parameters_may_live_on_different_meshes():
@@ -100,7 +103,7 @@ def hsdp_owners(rank: int, world: int) -> list[int]:
     for p in params:
         p.grad = torch.ones_like(p)
     opt.step()
-    return [unit.owner for unit in opt._schedules()[0].units]
+    return [unit.owner for unit in opt._pipelines()[0].schedule.units]
 
 
 def make_plain(params: list[torch.Tensor]):

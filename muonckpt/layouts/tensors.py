@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard as TorchStridedShard
 
+from ..box import row_major
 from ..errors import LayoutError
 from ..layout import TensorLayout
 from .mesh import Mesh, Placement, Replicate, Shard, StridedShard, local_shape, mesh_layout
@@ -40,6 +41,26 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of ``tensor``: shares memory with it, takes no part in autograd."""
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach()
+
+
+def zeros_placed_as(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros of another shape of the same rank, on the mesh and with the placements of ``tensor`` if it has any.
+
+    Dims that are shorter than the axis that shards them leave the last ranks empty, as everywhere.
+    """
+    if not isinstance(tensor, DTensor):
+        return torch.zeros(shape, dtype=dtype, device=tensor.device)
+    mesh, placements = _mesh_of(tensor), _placements_of(tensor)
+    local = local_shape(shape, mesh, placements, torch.distributed.get_rank())
+    made: torch.Tensor = DTensor.from_local(
+        torch.zeros(local, dtype=dtype, device=tensor.device),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=row_major(shape),
+    )
+    return made
 
 
 def describe(tensor: torch.Tensor) -> Mapping[str, Any] | None:

@@ -1,0 +1,68 @@
+"""What is done with an orthogonalised matrix before it goes back: nothing (Muon), or normalised rows (NorMuon).
+
+It is done by the matrix's owner, who has all of it.  State that this needs rests with the ranks that hold the parameter
+and travels to the owner and back with the update, so the result does not depend on how either is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layouts.tensors import zeros_placed_as
+from .matrices import Fused, reduced_shape
+
+Group = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """An algorithm for matrices.
+
+    Attributes:
+        slots: state besides ``momentum_buffer``, float32, one number for each row of each matrix of a parameter: by
+            name, what makes it for a new parameter.
+        defaults: options of its groups besides Muon's.
+        finish: takes an orthogonalised matrix ``[m, n]``, its rows of the slots ``[m, 1]``, updated in place, and the
+            group; returns what is to be applied.
+    """
+
+    slots: Mapping[str, Callable[[Tensor, Fused], Tensor]]
+    defaults: Mapping[str, Any]
+    finish: Callable[[Tensor, Mapping[str, Tensor], Group], Tensor]
+
+
+def _row_zeros(param: Tensor, fused: Fused) -> Tensor:
+    return zeros_placed_as(param, reduced_shape(tuple(param.shape), fused), torch.float32)
+
+
+def _as_it_is(matrix: Tensor, slots: Mapping[str, Tensor], group: Group) -> Tensor:
+    return matrix
+
+
+EPS = 1e-8
+"""Added to the root of a row's second moment (Li et al. 2025)."""
+
+
+def _normalized_rows(matrix: Tensor, slots: Mapping[str, Tensor], group: Group) -> Tensor:
+    """NorMuon (Li et al. 2025, arXiv 2510.05491, algorithm 1): every row over the root of its mean square's average.
+
+    The Frobenius norm stays that of ``matrix``, so that learning rates carry over from Muon.  The average starts at
+    zero without a correction: it is common to all rows, and the norm takes it out.
+    """
+    exact = matrix.float()
+    moment = slots["second_moment"]
+    moment.lerp_(exact.square().mean(dim=1, keepdim=True), 1 - group["beta2"])
+    normal = exact / moment.sqrt().add_(EPS)
+    size = torch.linalg.vector_norm(normal).clamp_(min=torch.finfo(torch.float32).tiny)
+    return normal.mul_(torch.linalg.vector_norm(exact) / size)
+
+
+MATRICES: Mapping[str, Method] = {
+    "muon": Method({}, {}, _as_it_is),
+    "normuon": Method({"second_moment": _row_zeros}, {"beta2": 0.95}, _normalized_rows),
+}

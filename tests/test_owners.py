@@ -1,0 +1,176 @@
+"""Which matrices there are, who does which of them and when; all without a process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from muonckpt.errors import LayoutError
+from muonckpt.layouts.mesh import Mesh, Replicate, Shard, mesh_layout, row_layout
+from muonckpt.layouts.owned import owned_layout
+from muonckpt.optimizer.matrices import Fused, flops, matrices_of, reduced_shape
+from muonckpt.optimizer.owners import Work, assign, in_waves
+from muonckpt.optimizer.schedule import Schedule, make_schedule
+from muonckpt.optimizer.units import Slot, Spec, residence
+
+
+def boxes(*args) -> list[str]:
+    return ["+".join(str(piece.box) for piece in matrix) for matrix in matrices_of(*args)]
+
+
+def test_matrices_are_what_lies_between_the_cuts_of_every_stacked_index():
+    assert boxes((2, 5, 3), Fused((2, 3))) == [
+        "[0:1, 0:2, 0:3]", "[0:1, 2:5, 0:3]", "[1:2, 0:2, 0:3]", "[1:2, 2:5, 0:3]",
+    ]  # fmt: skip
+    assert boxes((4, 5), Fused(columns=(2, 3))) == ["[0:4, 0:2]", "[0:4, 2:5]"]
+    assert boxes((8, 3), Fused((3, 1), interleaved=2)) == ["[0:3, 0:3]+[4:7, 0:3]", "[3:4, 0:3]+[7:8, 0:3]"]
+    assert boxes((0, 3)) == boxes((2, 0, 3)) == []
+
+
+@pytest.mark.parametrize(
+    ("fused", "message"),
+    [
+        (Fused((2, 2)), "pieces.*add up to the 5 rows"),
+        (Fused((5, 0)), "positive"),
+        (Fused(columns=(2, 2)), "add up to the 3 columns"),
+        (Fused(interleaved=2), "2 times add up to the 5 rows"),
+        (Fused(interleaved=0), "0 times"),
+    ],
+)
+def test_what_does_not_add_up_is_refused(fused, message):
+    with pytest.raises(LayoutError, match=message):
+        matrices_of((5, 3), fused)
+
+
+def test_a_reduced_tensor_has_one_number_for_each_row_of_each_matrix():
+    for shape, fused in [((8, 6), Fused((3, 1), (2, 4), 2)), ((2, 5, 3), Fused((2, 3))), ((0, 4), Fused())]:
+        reduced = reduced_shape(shape, fused)
+        rows = [[(p.box.lo[:-1], p.box.hi[:-1]) for p in matrix] for matrix in matrices_of(shape, fused)]
+        found = matrices_of(reduced, fused.reduced())
+        assert [[(p.box.lo[:-1], p.box.hi[:-1]) for p in matrix] for matrix in found] == rows
+        assert all(p.box.shape[-1] == 1 for matrix in found for p in matrix)
+
+
+def test_flops_count_the_products_of_the_short_side():
+    assert flops(4, 16, 5) == flops(16, 4, 5) == 5 * (4 * 16 * 16 + 2 * 64)
+
+
+def work_of(layout, cost: int, ranks: int, numel: int | None = None) -> Work:
+    [(holders, held)] = residence(layout, Fused(), tuple(range(ranks)))
+    return Work(cost, numel or int(np.prod(layout.shape)), layout.shape, holders, held)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_owners_are_balanced_within_the_bound_of_longest_first(seed):
+    rng = np.random.default_rng(seed)
+    ranks = int(rng.integers(1, 17))
+    rows = row_layout((40, 4), ranks)
+    work = [work_of(rows, int(cost), ranks) for cost in rng.integers(1, 1000, size=rng.integers(1, 80))]
+    owners = assign(work, range(ranks))
+    load = np.bincount(owners, weights=[w.cost for w in work], minlength=ranks)
+    best = max(sum(w.cost for w in work) / ranks, max(w.cost for w in work))
+    assert load.max() <= best * 4 / 3 + max(w.cost for w in work) / 3
+    assert owners == assign(work, range(ranks))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nobody_receives_more_than_the_mean_and_one_matrix(seed):
+    """Costs that have nothing to do with sizes, and matrices that lie whole anywhere."""
+    rng = np.random.default_rng(seed)
+    ranks = int(rng.integers(2, 9))
+    work = []
+    for _ in range(rng.integers(1, 60)):
+        shape = (int(rng.integers(1, 30)), int(rng.integers(1, 30)))
+        layout = owned_layout(shape, int(rng.integers(ranks))) if rng.integers(2) else row_layout(shape, ranks)
+        work.append(work_of(layout, int(rng.integers(1, 1000)), ranks))
+    received = np.zeros(ranks)
+    for each, owner in zip(work, assign(work, range(ranks)), strict=True):
+        received[owner] += each.numel - int(each.held[each.holders == owner].sum())
+    sizes = [each.numel for each in work]
+    assert received.max() <= sum(sizes) / ranks + max(sizes) + 1
+
+
+def test_a_matrix_that_is_whole_somewhere_stays_there_if_the_balance_allows():
+    work = [work_of(owned_layout((4, 4), owner), 7, 4) for owner in (3, 1, 2, 0)]
+    assert assign(work, range(4)) == [3, 1, 2, 0]
+    everywhere = [work_of(mesh_layout((4, 4), Mesh.of(4), (Replicate(),)), 7, 4) for _ in range(4)]
+    assert sorted(assign(everywhere, range(4))) == [0, 1, 2, 3]
+    unbalanced = [work_of(owned_layout((4, 4), 0), 7, 4) for _ in range(4)]
+    assert sorted(assign(unbalanced, range(4))) == [0, 1, 2, 3]
+
+
+def experts(count: int, mesh: Mesh, dim: int) -> Schedule:
+    layout = mesh_layout((count, 8, 4), mesh, (Shard(0), Shard(dim)))
+    slot = Slot("momentum_buffer", layout, Fused(), torch.bfloat16, torch.bfloat16)
+    return make_schedule([Spec((slot,), 5)], mesh.ranks, 0)
+
+
+def test_experts_stay_in_their_group_in_whatever_order_they_come():
+    for unit in experts(16, Mesh.of(4, 2), 1).units:
+        assert unit.owner // 2 == unit.index // 4
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 6, 8, 12, 13])
+def test_more_ranks_than_experts_or_fewer_are_all_used(count):
+    schedule = experts(count, Mesh.of(4, 2), 1)
+    load = np.bincount([unit.owner for unit in schedule.units], minlength=8)
+    assert load.max() == -(-count // 8)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_waves_share_every_ranks_work_and_have_as_many_matrices_as_ranks(seed):
+    rng = np.random.default_rng(seed)
+    ranks, most = int(rng.integers(1, 9)), int(rng.integers(1, 7))
+    costs = rng.integers(1, 100, size=int(rng.integers(1, 100))).tolist()
+    owners = assign([work_of(row_layout((4, 4), ranks), cost, ranks) for cost in costs], range(ranks))
+    waves = in_waves(costs, owners, ranks, most)
+    count = max(waves) + 1
+    assert set(waves) == set(range(count)) and count <= max(1, min(most, len(costs) // ranks))
+    for rank in range(ranks):
+        load = [
+            sum(c for c, o, w in zip(costs, owners, waves, strict=True) if (o, w) == (rank, k)) for k in range(count)
+        ]
+        assert max(load) - max(costs) <= sum(load) / count + max(costs)
+
+
+def test_every_rank_makes_its_part_of_one_schedule():
+    mesh = Mesh.of(2, 3)
+    layouts = [mesh_layout(shape, mesh, (Replicate(), Shard(0))) for shape in [(7, 5), (5, 7), (2, 3), (6, 6)]]
+    specs = [Spec((Slot("m", layout, Fused(), torch.bfloat16, torch.bfloat16),), 5) for layout in layouts]
+    parts = [make_schedule(specs, mesh.ranks, rank) for rank in range(6)]
+    assert len({part.digest for part in parts}) == len({part.units for part in parts}) == 1
+    for wave in zip(*(part.waves for part in parts), strict=True):
+        for direction in ("gather", "scatter"):
+            sent = [getattr(part, direction).send_counts for part in wave]
+            received = [getattr(part, direction).receive_counts for part in wave]
+            assert np.array_equal(np.array(sent), np.array(received).T)
+    other = make_schedule([*specs[1:], specs[0]], mesh.ranks, 0)
+    assert other.digest != parts[0].digest
+
+
+def crossing(schedules: list[Schedule], replica: list[int], direction: str) -> int:
+    """Bytes of what travels between replicas, without notes."""
+    total = 0
+    for rank, schedule in enumerate(schedules):
+        for wave in schedule.waves:
+            counts = getattr(wave, direction).send_counts
+            total += sum(count - 8 for peer, count in enumerate(counts) if replica[peer] != replica[rank])
+    return total
+
+
+@pytest.mark.parametrize("replicas_first", [True, False])
+def test_between_replicas_nothing_travels_to_the_owners_and_each_result_once(replicas_first):
+    """HSDP: an owner reads its own replica; every other replica needs each result, once, and no more."""
+    mesh = Mesh.of(2, 4) if replicas_first else Mesh.of(4, 2)
+    placements = (Replicate(), Shard(0)) if replicas_first else (Shard(0), Replicate())
+    replica = [rank // 4 if replicas_first else rank % 2 for rank in range(8)]
+    shapes = [(16, 8), (8, 16), (24, 8), (8, 8), (32, 8)] * 3
+    specs = [
+        Spec((Slot("m", mesh_layout(shape, mesh, placements), Fused(), torch.bfloat16, torch.bfloat16),), 5)
+        for shape in shapes
+    ]
+    schedules = [make_schedule(specs, mesh.ranks, rank) for rank in range(8)]
+    assert crossing(schedules, replica, "gather") == 0
+    assert crossing(schedules, replica, "scatter") == 2 * sum(m * n for m, n in shapes)
+    assert len({unit.owner for unit in schedules[0].units}) == 8
