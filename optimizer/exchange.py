@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .newton_schulz import tree_sum
+from .ranks import Ranks, new_group
 from .route import NOTE, Key, Route, Strip
 
 
@@ -153,6 +155,24 @@ class Wire:
         assert self._buffer is not None, "not arrived"
         for strip in self._route.receives.get(key, ()):
             yield strip, strip.on(self._buffer)
+
+
+def shared_sum(ranks: Ranks) -> Callable[[Iterator[Tensor]], Tensor]:
+    """Adds up what the blocks of a matrix give on the ranks that share it: the same bits however many they are.
+
+    Collective over these ranks, and no others, when it is made and when it is used.
+    """
+    if len(ranks) == 1:
+        return tree_sum
+    group = new_group(ranks)
+
+    def total(partials: Iterator[Tensor]) -> Tensor:
+        mine = tree_sum(partials)
+        everyone = [torch.empty_like(mine) for _ in ranks]
+        dist.all_gather(everyone, mine, group)
+        return tree_sum(everyone)
+
+    return total
 
 
 def agree(digest: bytes, group: dist.ProcessGroup | None, device: torch.device) -> None:

@@ -35,8 +35,8 @@ def spans(gram: Sequence[int], steps: int, dtype: torch.dtype) -> tuple[tuple[in
     longest = max(stop - start for start, stop in found)
     if dtype.itemsize == 2 and longest > _LONGEST:
         raise ValueError(
-            f"gram={tuple(gram)} takes {longest} of {steps} steps on one Gram matrix; beyond {_LONGEST} rounding "
-            f"errors grow out of hand in {dtype}. Restart more often, e.g. gram={tuple(range(2, steps, 3))}, or use float32"
+            f"gram={tuple(gram)} takes {longest} of {steps} steps on one Gram matrix; beyond {_LONGEST}, errors "
+            f"grow out of hand in {dtype}. Restart after e.g. gram={tuple(range(2, steps, 3))}, or use float32"
         )
     return found
 

@@ -92,22 +92,16 @@ def matrices_of(shape: Index, fused: Fused = Fused()) -> tuple[tuple[Piece, ...]
     )
 
 
-def shape_of(matrix: tuple[Piece, ...]) -> Index:
-    """The shape of a matrix, in the parameter's rank."""
-    ends = [[o + n for o, n in zip(piece.origin, piece.box.shape, strict=True)] for piece in matrix]
-    return tuple(map(max, zip(*ends, strict=True)))
+@lru_cache(maxsize=4096)
+def shapes_of(shape: Index, fused: Fused = Fused()) -> tuple[Index, ...]:
+    """The shape of each of a parameter's matrices, in the parameter's rank."""
+    found = []
+    for matrix in matrices_of(shape, fused):
+        ends = [[o + n for o, n in zip(piece.origin, piece.box.shape, strict=True)] for piece in matrix]
+        found.append(tuple(map(max, zip(*ends, strict=True))))
+    return tuple(found)
 
 
 def rows_columns(shape: Sequence[int]) -> tuple[int, int]:
     """``(m, n)`` of a matrix whose leading dims are all 1."""
     return math.prod(shape[:-1]), shape[-1]
-
-
-def flops(rows: int, columns: int, steps: int) -> int:
-    """Floating-point operations of ``steps`` Newton-Schulz iterations.
-
-    With ``s`` the short and ``l`` the long side, one iteration is the Gram product (``2 s² l``), its square
-    (``2 s³``) and the product with the matrix (``2 s² l``).
-    """
-    short, long = sorted((rows, columns))
-    return steps * (4 * short * short * long + 2 * short**3)

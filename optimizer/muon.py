@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from ..layout import TensorLayout
 from ..layouts.tensors import layout_of
 from .coefficients import COEFFICIENTS
+from .costs import Cost, flops
 from .exchange import LINKS
 from .gram import spans
 from .methods import MATRICES
@@ -71,6 +72,11 @@ class Muon(Optimizer):
             `precision` for what travels), restarts of the Gram form (None: the plain form) and smallest norm of
             Newton-Schulz.
         pieces, columns, interleaved: what is fused in each parameter of a group (`matrices.Fused`).
+        blocks: a power of two.  The matrices of a group are computed in so many blocks of their long side, with Gram
+            matrices added up in float32, so that up to as many ranks can share a matrix that is much larger than a
+            rank's share of the work.  It changes the last bits, but not with the number of ranks.
+        cost: of a matrix, for sharing out the work: a function of rows, columns, steps, gram and the number of ranks
+            that share it; a `costs.CostTable` of measured times, or FLOPs.  The same on every rank.
         replicas: process group over which *plain* tensors are replicated (DDP); their matrices are shared out over it.
             None: this process orthogonalises its plain tensors itself.
         exchange: "all_to_all", or "all_gather" for networks that do not stand it at scale, at more bytes.
@@ -101,6 +107,8 @@ class Muon(Optimizer):
         pieces: tuple[int, ...] | None = None,
         columns: tuple[int, ...] | None = None,
         interleaved: int = 1,
+        blocks: int = 1,
+        cost: Cost = flops,
         replicas: dist.ProcessGroup | None = None,
         exchange: str = "all_to_all",
         waves: int = 4,
@@ -110,7 +118,7 @@ class Muon(Optimizer):
             raise ValueError(f"exchange={exchange!r}: expected one of {sorted(LINKS)}")
         if waves < 1:
             raise ValueError(f"waves={waves!r}: expected at least one")
-        self._replicas, self._exchange, self._waves, self._layout = replicas, exchange, waves, layout
+        self._replicas, self._exchange, self._waves, self._layout, self._cost = replicas, exchange, waves, layout, cost
         self._process_groups: dict[Ranks, dist.ProcessGroup | None] = {}
         self._scales: dict[str, Scale] = dict(ADJUST_LR)
         self._made: list[Pipeline] | None = None
@@ -126,6 +134,7 @@ class Muon(Optimizer):
             "pieces": pieces,
             "columns": columns,
             "interleaved": interleaved,
+            "blocks": blocks,
             "convention": "ema",
         }
         super().__init__(params, {"algorithm": "muon", "lr": lr, "weight_decay": weight_decay, "cautious": cautious})
@@ -155,7 +164,7 @@ class Muon(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: pipelines refer to the original's parameters, so a copy makes its own."""
-        kept = ("_matrices", "_replicas", "_exchange", "_waves", "_layout", "_scales")
+        kept = ("_matrices", "_replicas", "_exchange", "_waves", "_layout", "_cost", "_scales")
         return {
             **super().__getstate__(),
             **{name: getattr(self, name) for name in kept},
@@ -267,7 +276,8 @@ class Muon(Optimizer):
             Slot(name, layout_of(self.state[param][name], ranks), fused.reduced(), torch.float32, torch.float32)
             for name in MATRICES[group["algorithm"]].slots
         ]
-        return Spec((update, *extras), group["ns_steps"])
+        steps, gram = group["ns_steps"], group["gram"]
+        return Spec((update, *extras), lambda m, n, parts: self._cost(m, n, steps, gram, parts), group["blocks"])
 
     def _resting(self, param: Tensor, ranks: Ranks) -> TensorLayout:
         return self._layout(param) if self._layout is not None else layout_of(param, replicas=ranks)
@@ -302,5 +312,8 @@ class Muon(Optimizer):
         need("eps", group["eps"] > 0, "a positive number")
         if group["gram"] is not None:
             spans(group["gram"], group["ns_steps"], PRECISIONS[group["ns_dtype"]].compute)
+        need("blocks", group["blocks"] > 0 and group["blocks"].bit_count() == 1, "a power of two")
+        if group["blocks"] > 1 and (MATRICES[group["algorithm"]].slots or group["gram"] is not None):
+            raise ValueError(f"blocks={group['blocks']!r}: only for 'muon' without gram")
         if "beta2" in group:
             need("beta2", 0 <= group["beta2"] < 1, "a number in [0, 1)")

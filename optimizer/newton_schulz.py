@@ -177,7 +177,8 @@ def _copied(wide: Tensor, dtype: torch.dtype) -> Tensor:
 def _squares(x: Tensor) -> Tensor:
     """The sum of squares, ``[1, 1]``."""
     # Row by row: torch's CPU kernel keeps plain running fp32 sums, and over 2**27 elements they are 4 % off.
-    return torch.linalg.vector_norm(x, dim=1).square_().sum().view(1, 1)
+    by_row: Tensor = torch.linalg.vector_norm(x, dim=1).square_()
+    return by_row.sum().view(1, 1)
 
 
 def _norm(squares: Tensor, eps: float, chosen: CoefficientSet) -> Tensor:
@@ -194,6 +195,7 @@ def _step(x: Tensor, a: float, p: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _unrounded_gram(x: Tensor) -> Tensor:
     """``xxᵀ`` as it is summed up, in fp32 at least."""
+    # Only an accelerator holds 16 bits here (`rounded`), and only there `mm` has an `out_dtype`.
     return torch.mm(x, x.mT, out_dtype=torch.float32) if x.dtype.itemsize == 2 else x @ x.mT
 
 

@@ -6,6 +6,7 @@ and the previous one's results on their way back.  So at most two waves are in m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,14 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..layouts.tensors import local_of
-from .exchange import Link, Wire, agree, link
-from .matrices import rows_columns, shape_of
+from .exchange import Link, Wire, agree, link, shared_sum
 from .methods import MATRICES
-from .newton_schulz import orthogonalize
+from .newton_schulz import Total, orthogonalize, orthogonalize_parts
 from .precision import PRECISIONS
 from .scalar import decay
-from .schedule import Schedule, Wave
-from .units import Spec
+from .schedule import Ranks, Schedule, Wave
+from .units import Spec, Unit
 
 Group = Mapping[str, Any]
 Scale = Callable[[Group, int, int], float]
@@ -51,12 +51,21 @@ class Pipeline:
     ) -> None:
         self.schedule, self.params, self.specs = schedule, tuple(params), tuple(specs)
         self.device = params[0].device
+        self.rank = dist.get_rank() if group is not None else schedule.ranks[0]
         self._scale = scale
         agree(schedule.digest, group, self.device)
         self._links: list[tuple[Link, Link]] = [
             (link(wave.gather, group, self.device, exchange), link(wave.scatter, group, self.device, exchange))
             for wave in schedule.waves
         ]
+        self.totals: dict[Ranks, Total] = {
+            owners: shared_sum(owners) for owners in dict.fromkeys(unit.owners for unit in self._shared())
+        }
+
+    def _shared(self) -> list[Unit]:
+        """What this rank computes in blocks, in the order in which it takes part."""
+        mine = (self.schedule.units[number] for number in self.schedule.owned)
+        return [unit for unit in mine if unit.blocks > 1]
 
     def step(self, groups: Sequence[Group], state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """One update of those parameters that have a gradient.
@@ -143,30 +152,41 @@ class _Round:
             param = self.units[unit].param
             if not self.active[param]:
                 continue
-            group = self.groups[param]
-            spec = self.pipeline.specs[param]
-            # Fresh buffers: dense and aligned alike on every topology, as the bits of a product may depend on it.
             whole = {}
-            for slot in spec.slots:
-                shape = shape_of(slot.matrices[self.units[unit].index])
-                memory = torch.empty(rows_columns(shape), dtype=slot.there, device=self.pipeline.device)
+            for slot in self.pipeline.specs[param].slots:
+                # A fresh buffer: dense and aligned alike on every topology, as the bits of a product may depend on it.
+                numel = sum(m * n for m, n in self.units[unit].parts(slot, self.pipeline.rank))
+                memory = torch.empty(numel, dtype=slot.there, device=self.pipeline.device)
                 for strip, values in arrived.received((unit, slot.name)):
                     strip.of(memory).copy_(values)
                 whole[slot.name] = memory
-            update = spec.slots[0].name
-            result = orthogonalize(
-                whole.pop(update),
-                coefficients=group["ns"],
-                steps=group["ns_steps"],
-                dtype=PRECISIONS[group["ns_dtype"]].compute,
-                eps=group["eps"],
-                gram=group["gram"],
-            )
-            whole[update] = MATRICES[group["algorithm"]].finish(result, whole, group)
-            for name, memory in whole.items():
+            for name, memory in self._finished(unit, whole).items():
                 for strip, place in back.sending((unit, name)):
                     place.copy_(strip.of(memory))
         return back
+
+    def _finished(self, unit: int, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Orthogonalise one matrix, or this rank's blocks of it; the memory of each of its slots."""
+        param = self.units[unit].param
+        group, update = self.groups[param], self.pipeline.specs[param].slots[0]
+        options = {
+            "coefficients": group["ns"],
+            "steps": group["ns_steps"],
+            "dtype": PRECISIONS[group["ns_dtype"]].compute,
+            "eps": group["eps"],
+        }
+        shapes = self.units[unit].parts(update, self.pipeline.rank)
+        if self.units[unit].blocks > 1:
+            tall = self.units[unit].rows_columns[0] > self.units[unit].rows_columns[1]
+            cut = torch.split(whole[update.name], [math.prod(shape) for shape in shapes])
+            parts = [part.view(shape) for part, shape in zip(cut, shapes, strict=True)]
+            total = self.pipeline.totals[self.units[unit].owners]
+            done = orthogonalize_parts([part.mT if tall else part for part in parts], **options, total=total)
+            return {update.name: torch.cat([(part.mT if tall else part).reshape(-1) for part in done])}
+        [shape] = shapes
+        result = orthogonalize(whole.pop(update.name).view(shape), **options, gram=group["gram"])
+        rows = {name: memory.view(-1, 1) for name, memory in whole.items()}
+        return {update.name: MATRICES[group["algorithm"]].finish(result, rows, group), **rows}
 
     def apply(self, wave: Wave, arrived: Wire) -> None:
         """Decay, scale and subtract, in float32 at least, whatever the parameter's dtype."""

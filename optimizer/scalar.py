@@ -20,7 +20,7 @@ from ..layouts.tensors import local_of
 
 Group = Mapping[str, Any]
 
-REFUSED = ("amsgrad", "capturable", "differentiable", "fused", "maximize")
+FOREIGN = ("amsgrad", "capturable", "differentiable", "fused", "maximize")
 """Options of torch's optimizers that would change the update, and that no algorithm here has."""
 
 
@@ -48,9 +48,7 @@ class Scalar:
         Raises:
             ValueError: names the option, its value and what is expected.
         """
-        for name in REFUSED:
-            if group.get(name):
-                raise ValueError(f"{name}={group[name]!r}: {group['algorithm']!r} groups do not have this option")
+        refuse_foreign(group)
         if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
             raise ValueError(f"betas={group['betas']!r}: expected two numbers in [0, 1)")
         if group.get("eps", 0) < 0:
@@ -65,6 +63,17 @@ class Scalar:
         # A gradient may have a dtype of its own (`Tensor.grad_dtype`).
         gradients = [local_of(param.grad).to(param.dtype) for param in active]
         self.update(params, gradients, {slot: [local_of(state[p][slot]) for p in active] for slot in self.slots}, group)
+
+
+def refuse_foreign(group: Group) -> None:
+    """Refuse options that would be ignored silently.
+
+    Raises:
+        ValueError: names the first of `FOREIGN` that is on.
+    """
+    for name in FOREIGN:
+        if group.get(name):
+            raise ValueError(f"{name}={group[name]!r}: {group['algorithm']!r} groups do not have this option")
 
 
 def decay(params: list[Tensor], updates: list[Tensor] | tuple[Tensor, ...], rate: float, cautious: bool) -> None:

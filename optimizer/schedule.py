@@ -7,7 +7,8 @@ rank makes its own part of the same one; it is never saved.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,12 +16,15 @@ import numpy as np
 
 from ..layout import TensorLayout
 from ..plan import Share, make_share
-from .matrices import flops, rows_columns, shape_of
+from .matrices import rows_columns
 from .owners import Work, assign, in_waves
 from .route import Item, Route, route
-from .units import Spec, Unit, residence
+from .units import Spec, Unit, residence, resident
 
 Ranks = tuple[int, ...]
+
+OVERSIZE = 1.3
+"""A matrix that costs more than this many times a rank's share of all work is split, if it may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +67,19 @@ def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, waves: int = 4
         rank: the one whose part is made.
         waves: at most so many rounds.
     """
-    work, where = [], []
-    for number, spec in enumerate(specs):
-        update = spec.slots[0]
-        for index, (holders, held) in enumerate(residence(update.layout, update.fused, ranks)):
-            shape = shape_of(update.matrices[index])
-            m, n = rows_columns(shape)
-            work.append(Work(flops(m, n, spec.steps), m * n, shape, holders, held))
-            where.append((number, index))
+    where = [(number, index) for number, spec in enumerate(specs) for index in range(len(spec.slots[0].shapes))]
+    work = _work(specs, ranks)
     owners = assign(work, ranks)
     turns = in_waves([each.cost for each in work], owners, len(ranks), waves)
     units = tuple(
-        Unit(*place, each.shape, ranks[owner], wave, each.cost)
-        for place, each, owner, wave in zip(where, work, owners, turns, strict=True)
+        Unit(*place, each.shape, tuple(ranks[at] for at in sharers), specs[place[0]].blocks, wave, each.cost)
+        for place, each, sharers, wave in zip(where, work, owners, turns, strict=True)
     )
-    at = ranks.index(rank)
-    ours = [
-        number
-        for number, unit in enumerate(units)
-        if unit.owner == rank or any(_holds(specs[unit.param], unit.index, ranks, at))
+    here = [
+        frozenset[int]().union(*(resident(slot.layout, slot.fused, ranks, rank) for slot in spec.slots))
+        for spec in specs
     ]
+    ours = [n for n, unit in enumerate(units) if unit.index in here[unit.param] or rank in unit.owners]
     return Schedule(
         ranks,
         units,
@@ -94,12 +91,21 @@ def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, waves: int = 4
     )
 
 
-def _holds(spec: Spec, index: int, ranks: Ranks, at: int) -> Iterable[bool]:
-    """For each slot, whether the rank at this position holds part of a matrix."""
-    for slot in spec.slots:
-        holders, _ = residence(slot.layout, slot.fused, ranks)[index]
-        found = int(np.searchsorted(holders, at))
-        yield found < len(holders) and int(holders[found]) == at
+def _work(specs: Sequence[Spec], ranks: Ranks) -> list[Work]:
+    """All matrices; one that is much more than a rank's share of all work is shared by as many ranks as it takes."""
+    costs = [[spec.cost(*rows_columns(shape), 1) for shape in spec.slots[0].shapes] for spec in specs]
+    share = sum(map(sum, costs)) / len(ranks)
+    work = []
+    for spec, alone in zip(specs, costs, strict=True):
+        update = spec.slots[0]
+        homes = residence(update.layout, update.fused, ranks)
+        for shape, cost, (holders, held) in zip(update.shapes, alone, homes, strict=True):
+            parts = 1
+            while cost > OVERSIZE * share and 2 * parts <= min(spec.blocks, len(ranks)):
+                parts *= 2
+                cost = spec.cost(*rows_columns(shape), parts)
+            work.append(Work(cost, math.prod(shape), shape, holders, held, parts))
+    return work
 
 
 def _wave(numbers: Sequence[int], units: Sequence[Unit], specs: Sequence[Spec], ranks: Ranks, rank: int) -> Wave:
@@ -113,7 +119,7 @@ def _wave(numbers: Sequence[int], units: Sequence[Unit], specs: Sequence[Spec], 
     return Wave(
         route(gather, ranks),
         route(scatter, ranks),
-        tuple(number for number in numbers if units[number].owner == rank),
+        tuple(number for number in numbers if rank in units[number].owners),
         tuple(numbers),
     )
 
@@ -131,7 +137,8 @@ def _digest(specs: Sequence[Spec], ranks: Ranks, units: Sequence[Unit]) -> bytes
         for slot in spec.slots:
             whole.update(_layout_digest(slot.layout))
             whole.update(repr((slot.name, slot.fused, slot.there, slot.back)).encode())
-    whole.update(np.array([(unit.param, unit.index, unit.owner, unit.wave) for unit in units], np.int64).tobytes())
+    plan = [(unit.param, unit.index, unit.owners[0], len(unit.owners), unit.blocks, unit.wave) for unit in units]
+    whole.update(np.array(plan, np.int64).tobytes())
     return whole.digest()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,9 +11,9 @@ import torch
 
 from ..box import Index
 from ..layout import Piece, TensorLayout, through
-from ..layouts.owned import owned_layout
+from ..layouts.owned import blocks_layout, blocks_of
 from ..overlap import overlaps
-from .matrices import Fused, matrices_of, rows_columns, shape_of
+from .matrices import Fused, matrices_of, rows_columns, shapes_of
 from .owners import Int
 
 
@@ -30,13 +31,26 @@ class Slot:
     def matrices(self) -> tuple[tuple[Piece, ...], ...]:
         return matrices_of(self.layout.shape, self.fused)
 
+    @property
+    def shapes(self) -> tuple[Index, ...]:
+        """Of the matrices, in the parameter's rank."""
+        return shapes_of(self.layout.shape, self.fused)
+
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A parameter: its slots, the update first, and what each of its matrices costs (by shape, in FLOPs)."""
+    """A parameter.
+
+    Attributes:
+        slots: what travels of it, the update first.
+        cost: of orthogonalising an ``m x n`` matrix on one of ``parts`` ranks that share it, in any unit.
+        blocks: into how many blocks its matrices are cut along their long side, so that as many ranks can share one;
+            a power of two.  1: they are not cut.
+    """
 
     slots: tuple[Slot, ...]
-    steps: int
+    cost: Callable[[int, int, int], int]
+    blocks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +61,8 @@ class Unit:
         param: number of the parameter in its schedule.
         index: number of the matrix in the parameter.
         shape: in the parameter's rank.
-        owner: global rank that orthogonalises it.
+        owners: global ranks that orthogonalise it; each has as many consecutive blocks of it.
+        blocks: into how many it is cut (`Spec.blocks`).
         wave: when.
         cost: of orthogonalising it.
     """
@@ -55,7 +70,8 @@ class Unit:
     param: int
     index: int
     shape: Index
-    owner: int
+    owners: tuple[int, ...]
+    blocks: int
     wave: int
     cost: int
 
@@ -69,7 +85,15 @@ class Unit:
 
     def whole(self, slot: Slot) -> TensorLayout:
         """Where it is orthogonalised."""
-        return owned_layout(shape_of(slot.matrices[self.index]), self.owner)
+        return blocks_layout(slot.shapes[self.index], self.owners, self.blocks)
+
+    def parts(self, slot: Slot, rank: int) -> list[tuple[int, int]]:
+        """``(m, n)`` of the blocks that an owner has of a slot, in the order of its memory; some may be empty."""
+        each = self.blocks // len(self.owners)
+        first = self.owners.index(rank) * each
+        return [
+            rows_columns(box.shape) for box in blocks_of(slot.shapes[self.index], self.blocks)[first : first + each]
+        ]
 
 
 @lru_cache(maxsize=4096)
@@ -97,3 +121,10 @@ def residence(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...]) -> tup
     np.add.at(held, pair_of, np.repeat(volume, count))
     cuts = np.searchsorted(pairs, np.arange(1, len(matrices)) * len(ranks))
     return tuple(zip(np.split(pairs % len(ranks), cuts), np.split(held, cuts), strict=True))
+
+
+@lru_cache(maxsize=4096)
+def resident(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...], rank: int) -> frozenset[int]:
+    """The numbers of a parameter's matrices of which a rank holds part."""
+    at = ranks.index(rank)
+    return frozenset(number for number, (holders, _) in enumerate(residence(layout, fused, ranks)) if at in holders)

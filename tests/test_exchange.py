@@ -42,12 +42,12 @@ def counted_step(rank: int, world: int, shapes: list[tuple[int, int]], waves: in
         dist.all_to_all_single = honest
     [pipeline] = opt._pipelines()
     local = {index: p.to_local().numel() for index, p in enumerate(params)}
-    gathered = sum(local[unit.param] for unit in pipeline.schedule.units if unit.owner != rank)
+    gathered = sum(local[unit.param] for unit in pipeline.schedule.units if unit.owners != (rank,))
     returned = sum(
         p.numel() - local[index]
         for index, p in enumerate(params)
         for unit in pipeline.schedule.units
-        if unit.param == index and unit.owner == rank
+        if unit.param == index and unit.owners == (rank,)
     )
     return len(sent), len(pipeline.schedule.waves), sum(sent), gathered + returned
 

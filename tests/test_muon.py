@@ -35,6 +35,8 @@ TENSORS = [
     ((40, 16), {"algorithm": "normuon", "pieces": (24, 8, 8)}),
     ((4, 9, 11), {"algorithm": "normuon", "ns_dtype": "float32", "columns": (5, 6)}),
     ((20, 50), {"ns_dtype": "float16", "gram": (2,)}),
+    ((64, 200), {"blocks": 8}),
+    ((9, 5), {"blocks": 8}),
     ((22, 16), {"algorithm": "adamw"}),
     ((41,), {"algorithm": "adamw"}),
     ((7,), {"algorithm": "adamw"}),
@@ -102,23 +104,26 @@ def test_same_bits_on_any_number_of_ranks(world, dim, dtype):
         assert_same_bits(found, expected)
 
 
-def replicated(rank: int, world: int, share: bool) -> tuple[list[torch.Tensor], int]:
+def replicated(rank: int, world: int, share: bool) -> tuple[list[torch.Tensor], list[tuple[int, ...]], int]:
     """Plain tensors, as DDP leaves them."""
     params = [nn.Parameter(v) for v in values(0, torch.float32)]
     opt = make(params, replicas=dist.group.WORLD if share else None)
     train(params, opt, lambda g: g, torch.float32)
-    return snapshot(params, opt), sum(len(pipeline.schedule.owned) for pipeline in opt._pipelines())
+    [schedule] = (pipeline.schedule for pipeline in opt._pipelines())
+    return snapshot(params, opt), [unit.owners for unit in schedule.units], len(schedule.owned)
 
 
 @pytest.mark.parametrize("share", [True, False])
 def test_plain_tensors_with_ddp_give_the_same_bits_and_share_the_work(share):
     expected = single(torch.float32)
     results = run(3, replicated, share)
-    for found, _ in results:
+    for found, _, _ in results:
         assert_same_bits(found, expected)
-    matrices = 3 + 2 + 1 + 1 + 1 + 1 + 5 + 1 + 3 + 3 + 12 + 3 + 8 + 1
-    owned = [count for _, count in results]
-    assert sum(owned) == matrices and max(owned) < matrices if share else owned == [matrices] * 3
+    owners = results[0][1]
+    if share:
+        assert sum(count for _, _, count in results) == sum(map(len, owners)) and {len(o) for o in owners} == {1, 2}
+    else:
+        assert [count for _, _, count in results] == [len(owners)] * 3
 
 
 # --- state ------------------------------------------------------------------------------------------------------

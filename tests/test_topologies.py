@@ -103,7 +103,7 @@ def hsdp_owners(rank: int, world: int) -> list[int]:
     for p in params:
         p.grad = torch.ones_like(p)
     opt.step()
-    return [unit.owner for unit in opt._pipelines()[0].schedule.units]
+    return [unit.owners[0] for unit in opt._pipelines()[0].schedule.units]
 
 
 def make_plain(params: list[torch.Tensor]):

@@ -9,9 +9,9 @@ is the row-major product of its runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from typing import Protocol
 
@@ -108,11 +108,11 @@ def mesh_layout(shape: Index, mesh: Mesh, placements: tuple[Placement, ...]) -> 
     for placement in placements:
         if placement.dim is not None and not 0 <= placement.dim < len(shape):
             raise LayoutError(f"{placement} does not fit a tensor of shape {shape}")
-    coordinates = product(*map(range, mesh.shape))
+    runs_of = [_runs_along(dim, shape, mesh, placements) for dim in range(len(shape))]
     fragments = (
         fragment
-        for rank, coordinate in zip(mesh.ranks, coordinates, strict=True)
-        for fragment in _local_fragments(rank, _local_runs(shape, mesh.shape, placements, coordinate))
+        for rank, coordinate in zip(mesh.ranks, product(*map(range, mesh.shape)), strict=True)
+        for fragment in _local_fragments(rank, tuple(along(coordinate) for along in runs_of))
     )
     return TensorLayout(shape, tuple(fragments))
 
@@ -127,18 +127,24 @@ def local_shape(shape: Index, mesh: Mesh, placements: tuple[Placement, ...], ran
     """Shape of the local tensor on ``rank``: what torch must have there, or the layout does not describe it."""
     at = mesh.ranks.index(rank)
     coordinate = tuple(at // step % size for size, step in zip(mesh.shape, row_major(mesh.shape), strict=True))
-    runs = _local_runs(shape, mesh.shape, placements, coordinate)
-    return tuple(sum(stop - start for start, stop in along) for along in runs)
+    runs_of = (_runs_along(dim, shape, mesh, placements) for dim in range(len(shape)))
+    return tuple(sum(stop - start for start, stop in along(coordinate)) for along in runs_of)
 
 
-def _local_runs(
-    shape: Index, mesh_shape: Index, placements: tuple[Placement, ...], coordinate: Index
-) -> tuple[Runs, ...]:
-    runs: list[Runs] = [((0, size),) if size else () for size in shape]
-    for placement, parts, index in zip(placements, mesh_shape, coordinate, strict=True):
-        if placement.dim is not None:
-            runs[placement.dim] = placement.take(runs[placement.dim], parts, index)
-    return tuple(map(_joined, runs))
+def _runs_along(
+    dim: int, shape: Index, mesh: Mesh, placements: tuple[Placement, ...]
+) -> Callable[[tuple[int, ...]], Runs]:
+    """The runs of one dim by mesh coordinate.  Only the axes that cut the dim matter; each share is made once."""
+    axes = [axis for axis, placement in enumerate(placements) if placement.dim == dim]
+
+    @cache
+    def share(*indices: int) -> Runs:
+        runs: Runs = ((0, shape[dim]),) if shape[dim] else ()
+        for axis, index in zip(axes, indices, strict=True):
+            runs = placements[axis].take(runs, mesh.shape[axis], index)
+        return _joined(runs)
+
+    return lambda coordinate: share(*(coordinate[axis] for axis in axes))
 
 
 def _local_fragments(rank: int, runs: tuple[Runs, ...]) -> Iterator[Fragment]:
