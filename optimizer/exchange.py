@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Protocol
 
@@ -115,11 +116,12 @@ class Wire:
         self._buffer: Tensor | None = torch.empty(sum(route.send_counts), dtype=torch.uint8, device=device)
         self._arrive: Callable[[], Tensor] | None = None
 
-    def sending(self, key: Key) -> Iterable[tuple[Strip, Tensor]]:
-        """The strips of a tensor that leave (or stay), each with its place on the wire, of the wire's dtype."""
+    def sending(self, key: Key) -> Iterable[tuple[Strip, Callable[[Tensor], None]]]:
+        """The strips of a tensor that leave (or stay), each with what writes its values to the wire."""
         assert self._buffer is not None, "started already"
         for strip in self._route.sends.get(key, ()):
-            yield strip, strip.on(self._buffer)
+            values, tail = strip.on(self._buffer)
+            yield strip, partial(strip.coding.write, values=values, tail=tail)
 
     def start(self) -> None:
         """Begin the exchange.  What was sent may not be touched until it has arrived."""
@@ -151,10 +153,12 @@ class Wire:
             )
 
     def received(self, key: Key) -> Iterable[tuple[Strip, Tensor]]:
-        """What arrived of a tensor: each strip with its values, dense, in the wire's dtype."""
+        """What arrived of a tensor: each strip with its values, dense."""
         assert self._buffer is not None, "not arrived"
-        for strip in self._route.receives.get(key, ()):
-            yield strip, strip.on(self._buffer)
+        strips = self._route.receives.get(key, ())
+        if not strips:
+            return ()
+        return zip(strips, strips[0].coding.read([strip.on(self._buffer) for strip in strips]), strict=True)
 
 
 def shared_sum(ranks: Ranks) -> Callable[[Iterator[Tensor]], Tensor]:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from ..layout import TensorLayout
 from ..layouts.tensors import layout_of
+from .coding import Plain
 from .coefficients import COEFFICIENTS
 from .costs import Cost, flops
 from .exchange import LINKS
@@ -42,6 +43,9 @@ ADJUST_LR: Mapping[str, Scale] = {
 }
 """Learning-rate factor of an ``m x n`` matrix.  "original": Jordan et al. 2024; "match_rms_adamw": Liu et al. 2025
 (arXiv 2502.16982), so that AdamW's rate and decay carry over; "spectral": Bernstein & Newhouse (arXiv 2410.21265)."""
+
+
+EXACT = Plain(torch.float32)
 
 
 class Muon(Optimizer):
@@ -273,7 +277,7 @@ class Muon(Optimizer):
         precision, fused = PRECISIONS[group["ns_dtype"]], fused_of(group)
         update = Slot("momentum_buffer", self._resting(param, ranks), fused, precision.there, precision.back)
         extras = [
-            Slot(name, layout_of(self.state[param][name], ranks), fused.reduced(), torch.float32, torch.float32)
+            Slot(name, layout_of(self.state[param][name], ranks), fused.reduced(), EXACT, EXACT)
             for name in MATRICES[group["algorithm"]].slots
         ]
         steps, gram = group["ns_steps"], group["gram"]
@@ -313,7 +317,8 @@ class Muon(Optimizer):
         if group["gram"] is not None:
             spans(group["gram"], group["ns_steps"], PRECISIONS[group["ns_dtype"]].compute)
         need("blocks", group["blocks"] > 0 and group["blocks"].bit_count() == 1, "a power of two")
-        if group["blocks"] > 1 and (MATRICES[group["algorithm"]].slots or group["gram"] is not None):
-            raise ValueError(f"blocks={group['blocks']!r}: only for 'muon' without gram")
+        plain = not MATRICES[group["algorithm"]].slots and group["gram"] is None and group["ns_dtype"] != "float16"
+        if group["blocks"] > 1 and not plain:
+            raise ValueError(f"blocks={group['blocks']!r}: only for 'muon' without gram, in bfloat16 or float32")
         if "beta2" in group:
             need("beta2", 0 <= group["beta2"] < 1, "a number in [0, 1)")

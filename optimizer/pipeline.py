@@ -136,14 +136,14 @@ class _Round:
         slots, gradient, group = self.slots[param], self.gradients[param], self.groups[param]
         update, *extras = self.pipeline.specs[param].slots
         assert gradient is not None, "an active parameter has a gradient"
-        for strip, place in wire.sending((unit, update.name)):
+        for strip, write in wire.sending((unit, update.name)):
             momentum = strip.of(slots["momentum_buffer"])
             if group["nesterov"]:
                 momentum = torch.lerp(strip.of(gradient).to(momentum.dtype), momentum, group["momentum"])
-            place.copy_(momentum)
+            write(momentum)
         for slot in extras:
-            for strip, place in wire.sending((unit, slot.name)):
-                place.copy_(strip.of(slots[slot.name]))
+            for strip, write in wire.sending((unit, slot.name)):
+                write(strip.of(slots[slot.name]))
 
     def orthogonalized(self, number: int, wave: Wave, arrived: Wire) -> Wire:
         """The results of this rank's matrices, ready to be sent back."""
@@ -156,13 +156,13 @@ class _Round:
             for slot in self.pipeline.specs[param].slots:
                 # A fresh buffer: dense and aligned alike on every topology, as the bits of a product may depend on it.
                 numel = sum(m * n for m, n in self.units[unit].parts(slot, self.pipeline.rank))
-                memory = torch.empty(numel, dtype=slot.there, device=self.pipeline.device)
+                memory = torch.empty(numel, dtype=slot.there.arrives, device=self.pipeline.device)
                 for strip, values in arrived.received((unit, slot.name)):
                     strip.of(memory).copy_(values)
                 whole[slot.name] = memory
             for name, memory in self._finished(unit, whole).items():
-                for strip, place in back.sending((unit, name)):
-                    place.copy_(strip.of(memory))
+                for strip, write in back.sending((unit, name)):
+                    write(strip.of(memory))
         return back
 
     def _finished(self, unit: int, whole: dict[str, Tensor]) -> dict[str, Tensor]:

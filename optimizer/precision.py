@@ -7,20 +7,21 @@ from dataclasses import dataclass
 
 import torch
 
+from .coding import Coding, Plain, ScaledHalf
+
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of the products, of what is sent to a matrix's owner, and of what comes back."""
+    """The dtype of the products, how updates are sent to a matrix's owner, and how results come back."""
 
     compute: torch.dtype
-    there: torch.dtype
-    back: torch.dtype
+    there: Coding
+    back: Coding
 
 
 PRECISIONS: Mapping[str, Precision] = {
-    "bfloat16": Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16),
-    # A momentum may be too small or too large for float16, and nobody knows the norm of a whole matrix before it is
-    # whole; an orthogonal matrix fits.
-    "float16": Precision(torch.float16, torch.bfloat16, torch.float16),
-    "float32": Precision(torch.float32, torch.float32, torch.float32),
+    "bfloat16": Precision(torch.bfloat16, Plain(torch.bfloat16), Plain(torch.bfloat16)),
+    # A momentum may be too small or too large for float16; an orthogonal matrix fits.
+    "float16": Precision(torch.float16, ScaledHalf(), Plain(torch.float16)),
+    "float32": Precision(torch.float32, Plain(torch.float32), Plain(torch.float32)),
 }

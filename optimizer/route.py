@@ -11,12 +11,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..box import Index
 from ..layout import Place
 from ..plan import Copy, Share
+from .coding import Coding
 
 ALIGN = 8
 """Each rank's part of the wire begins at a multiple of this, in bytes: of the size of any element."""
@@ -32,23 +32,24 @@ Key = tuple[int, str]
 class Strip:
     """A box in a tensor's memory (``offset``, ``sizes``, ``strides``, in elements) and, dense, on the wire.
 
-    ``at`` is in bytes.
+    ``at`` is in bytes; ``coding`` says what lies there.
     """
 
     sizes: Index
     strides: Index
     offset: int
     at: int
-    dtype: torch.dtype
+    coding: Coding
 
     def of(self, memory: Tensor) -> Tensor:
         """This box as a view of a contiguous tensor."""
         return memory.as_strided(self.sizes, self.strides, memory.storage_offset() + self.offset)
 
-    def on(self, wire: Tensor) -> Tensor:
-        """This box as a view of the wire."""
-        count = math.prod(self.sizes) * self.dtype.itemsize
-        return wire.narrow(0, self.at, count).view(self.dtype).view(self.sizes)
+    def on(self, wire: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of the wire: this box's values, and the bytes after them."""
+        count = math.prod(self.sizes) * self.coding.dtype.itemsize
+        values = wire.narrow(0, self.at, count).view(self.coding.dtype).view(self.sizes)
+        return values, wire.narrow(0, self.at + count, self.coding.tail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,10 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A tensor that travels, its dtype on the wire, and this rank's share of its plan."""
+    """A tensor that travels, how, and this rank's share of its plan."""
 
     key: Key
-    dtype: torch.dtype
+    coding: Coding
     share: Share
 
 
@@ -99,10 +100,10 @@ def _laid_out(
     for copies in by_peer:
         at = start + NOTE
         for item, copy in copies:
-            place, size = here(copy), item.dtype.itemsize
+            place, size = here(copy), item.coding.dtype.itemsize
             at = _up(at, size)
-            strips[item.key].append(Strip(copy.box.shape, place.strides, place.offset, at, item.dtype))
-            at += copy.box.numel * size
+            strips[item.key].append(Strip(copy.box.shape, place.strides, place.offset, at, item.coding))
+            at += copy.box.numel * size + item.coding.tail
         counts.append(_up(at, ALIGN) - start)
         start += counts[-1]
     return {key: tuple(found) for key, found in strips.items()}, tuple(counts)

@@ -7,25 +7,25 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import torch
 
 from ..box import Index
 from ..layout import Piece, TensorLayout, through
 from ..layouts.owned import blocks_layout, blocks_of
 from ..overlap import overlaps
+from .coding import Coding
 from .matrices import Fused, matrices_of, rows_columns, shapes_of
 from .owners import Int
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor of a parameter that travels to the owners and back: where it rests, and its dtypes on the wire."""
+    """A tensor of a parameter that travels to the owners and back: where it rests, and how it is sent either way."""
 
     name: str
     layout: TensorLayout
     fused: Fused
-    there: torch.dtype
-    back: torch.dtype
+    there: Coding
+    back: Coding
 
     @property
     def matrices(self) -> tuple[tuple[Piece, ...], ...]:

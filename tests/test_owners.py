@@ -9,11 +9,14 @@ import torch
 from muonckpt.errors import LayoutError
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, mesh_layout, row_layout
 from muonckpt.layouts.owned import owned_layout
+from muonckpt.optimizer.coding import Plain
 from muonckpt.optimizer.costs import CostTable, flops, measure
 from muonckpt.optimizer.matrices import Fused, matrices_of, reduced_shape
 from muonckpt.optimizer.owners import Work, assign, in_waves
 from muonckpt.optimizer.schedule import Schedule, make_schedule
 from muonckpt.optimizer.units import Slot, Spec, residence
+
+HALF = Plain(torch.bfloat16)
 
 
 def cost(rows: int, columns: int, parts: int) -> int:
@@ -76,7 +79,7 @@ def test_a_matrix_much_larger_than_a_share_is_shared_and_nothing_else():
     mesh = Mesh.of(8)
     shapes = [(64, 512), (16, 16), (512, 64), *[(8, 8)] * 8]
     specs = [
-        Spec((Slot("m", mesh_layout(shape, mesh, (Shard(0),)), Fused(), torch.bfloat16, torch.bfloat16),), cost, blocks)
+        Spec((Slot("m", mesh_layout(shape, mesh, (Shard(0),)), Fused(), HALF, HALF),), cost, blocks)
         for shape, blocks in zip(shapes, [8, 8, 2, *[1] * 8], strict=True)
     ]
     units = make_schedule(specs, mesh.ranks, 0).units
@@ -131,7 +134,7 @@ def test_a_matrix_that_is_whole_somewhere_stays_there_if_the_balance_allows():
 
 def experts(count: int, mesh: Mesh, dim: int) -> Schedule:
     layout = mesh_layout((count, 8, 4), mesh, (Shard(0), Shard(dim)))
-    slot = Slot("momentum_buffer", layout, Fused(), torch.bfloat16, torch.bfloat16)
+    slot = Slot("momentum_buffer", layout, Fused(), HALF, HALF)
     return make_schedule([Spec((slot,), cost)], mesh.ranks, 0)
 
 
@@ -166,7 +169,7 @@ def test_waves_share_every_ranks_work_and_have_as_many_matrices_as_ranks(seed):
 def test_every_rank_makes_its_part_of_one_schedule():
     mesh = Mesh.of(2, 3)
     layouts = [mesh_layout(shape, mesh, (Replicate(), Shard(0))) for shape in [(7, 5), (5, 7), (2, 3), (6, 6)]]
-    specs = [Spec((Slot("m", layout, Fused(), torch.bfloat16, torch.bfloat16),), cost) for layout in layouts]
+    specs = [Spec((Slot("m", layout, Fused(), HALF, HALF),), cost) for layout in layouts]
     parts = [make_schedule(specs, mesh.ranks, rank) for rank in range(6)]
     assert len({part.digest for part in parts}) == len({part.units for part in parts}) == 1
     for wave in zip(*(part.waves for part in parts), strict=True):
@@ -195,10 +198,7 @@ def test_between_replicas_nothing_travels_to_the_owners_and_each_result_once(rep
     placements = (Replicate(), Shard(0)) if replicas_first else (Shard(0), Replicate())
     replica = [rank // 4 if replicas_first else rank % 2 for rank in range(8)]
     shapes = [(16, 8), (8, 16), (24, 8), (8, 8), (32, 8)] * 3
-    specs = [
-        Spec((Slot("m", mesh_layout(shape, mesh, placements), Fused(), torch.bfloat16, torch.bfloat16),), cost)
-        for shape in shapes
-    ]
+    specs = [Spec((Slot("m", mesh_layout(shape, mesh, placements), Fused(), HALF, HALF),), cost) for shape in shapes]
     schedules = [make_schedule(specs, mesh.ranks, rank) for rank in range(8)]
     assert crossing(schedules, replica, "gather") == 0
     assert crossing(schedules, replica, "scatter") == 2 * sum(m * n for m, n in shapes)
