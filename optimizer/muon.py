@@ -28,7 +28,7 @@ from .methods import MATRICES
 from .pipeline import Pipeline
 from .precision import PRECISIONS
 from .ranks import Ranks, group_of, ranks_of
-from .scalar import SCALARS
+from .scalar import SCALARS, refuse_foreign
 from .schedule import make_schedule
 from .state import check_gradient, fault, fresh_state, fused_of, merged
 from .units import Slot, Spec
@@ -124,7 +124,7 @@ class Muon(Optimizer):
             raise ValueError(f"waves={waves!r}: expected at least one")
         self._replicas, self._exchange, self._waves, self._layout, self._cost = replicas, exchange, waves, layout, cost
         self._process_groups: dict[Ranks, dist.ProcessGroup | None] = {}
-        self._scales: dict[str, Scale] = dict(ADJUST_LR)
+        self._scales: dict[str, Scale] = {}
         self._made: list[Pipeline] | None = None
         self._matrices = {
             "momentum": momentum,
@@ -142,6 +142,7 @@ class Muon(Optimizer):
             "convention": "ema",
         }
         super().__init__(params, {"algorithm": "muon", "lr": lr, "weight_decay": weight_decay, "cautious": cautious})
+        self.defaults["momentum"] = momentum  # so that schedulers know that there is one to cycle
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and create the state of its parameters.  If it is refused, the optimizer is as it was."""
@@ -201,6 +202,38 @@ class Muon(Optimizer):
             ValueError: names every parameter whose state is incomplete or laid out otherwise than the parameter, or a
                 group of another algorithm, or the momentum convention if it is not "ema".
         """
+        fitting: list[dict[str, Any]] = []
+
+        def check(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            fitting.append(self._fitting(given))
+            return fitting[0]
+
+        dtypes = {param: {slot: mine.dtype for slot, mine in slots.items()} for param, slots in self.state.items()}
+
+        def restore_dtypes(_: Optimizer) -> None:
+            """torch casts state to the parameter's dtype."""
+            keys = [key for group in fitting[0]["param_groups"] for key in group["params"]]
+            params = [param for group in self.param_groups for param in group["params"]]
+            for param, key in zip(params, keys, strict=True):
+                for slot, dtype in dtypes[param].items():
+                    if self.state[param][slot].dtype != dtype:
+                        given = fitting[0]["state"][key][slot]
+                        self.state[param][slot] = given.to(param.device, dtype, copy=True)
+
+        # After the hooks of users, which may mend a state, and before those that look at what was loaded.
+        hooks = (
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(restore_dtypes, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._made = None
+
+    def _fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A state dict as it is loaded: checked, and with the groups as they will be."""
         state, groups = state_dict["state"], state_dict["param_groups"]
         sizes = [[len(group["params"]) for group in side] for side in (self.param_groups, groups)]
         if sizes[0] != sizes[1]:
@@ -217,14 +250,7 @@ class Muon(Optimizer):
                     problems.append(f"group {number} parameter {index} {tuple(param.shape)}: {why}")
         if problems:
             raise ValueError("the state does not fit, training would go on wrongly: " + "; ".join(problems))
-        dtypes = {param: {slot: mine.dtype for slot, mine in slots.items()} for param, slots in self.state.items()}
-        super().load_state_dict({"state": wanted, "param_groups": hyper})
-        for mine, saved in zip(self.param_groups, hyper, strict=True):
-            for param, key in zip(mine["params"], saved["params"], strict=True):
-                for slot, dtype in dtypes[param].items():
-                    if self.state[param][slot].dtype != dtype:  # torch casts state to the parameter's dtype
-                        self.state[param][slot] = wanted[key][slot].to(param.device, dtype, copy=True)
-        self._made = None
+        return {"state": wanted, "param_groups": hyper}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -248,6 +274,7 @@ class Muon(Optimizer):
                 SCALARS[group["algorithm"]].step(group, self.state)
         return loss
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pipelines(self) -> list[Pipeline]:
         """One for each set of ranks; made at the first step, and anew when groups change or state is loaded."""
         if self._made is None:
@@ -287,7 +314,7 @@ class Muon(Optimizer):
         return self._layout(param) if self._layout is not None else layout_of(param, replicas=ranks)
 
     def _scale(self, group: Mapping[str, Any], rows: int, columns: int) -> float:
-        return self._scales[group["adjust_lr"]](rows, columns)
+        return {**ADJUST_LR, **self._scales}[group["adjust_lr"]](rows, columns)
 
     def _name_of_scale(self, scale: str | Scale) -> str:
         """Groups hold plain values, so a function is kept here and known by its name."""
@@ -303,13 +330,15 @@ class Muon(Optimizer):
             if not fine:
                 raise ValueError(f"{name}={group[name]!r}: expected {expected}")
 
-        need("lr", float(group["lr"]) >= 0, "a rate >= 0")
+        need("lr", torch.as_tensor(group["lr"]).numel() == 1 and float(group["lr"]) >= 0, "a rate >= 0")
         need("weight_decay", group["weight_decay"] >= 0, "a decay >= 0")
+        refuse_foreign(group)
         if group["algorithm"] in SCALARS:
             SCALARS[group["algorithm"]].check(group)
             return
         need("momentum", 0 <= group["momentum"] < 1, "a number in [0, 1)")
-        need("adjust_lr", group["adjust_lr"] in self._scales, f"a function, or one of {sorted(ADJUST_LR)}")
+        known = {**ADJUST_LR, **self._scales}
+        need("adjust_lr", group["adjust_lr"] in known, f"a function, or one of {sorted(ADJUST_LR)}")
         need("ns", group["ns"] in COEFFICIENTS, f"one of {sorted(COEFFICIENTS)}")
         need("ns_steps", group["ns_steps"] >= 1, "at least one step")
         need("ns_dtype", group["ns_dtype"] in PRECISIONS, f"one of {sorted(PRECISIONS)}")

@@ -67,6 +67,7 @@ class Pipeline:
         mine = (self.schedule.units[number] for number in self.schedule.owned)
         return [unit for unit in mine if unit.blocks > 1]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, groups: Sequence[Group], state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """One update of those parameters that have a gradient.
 
@@ -77,6 +78,10 @@ class Pipeline:
         Raises:
             RuntimeError: on all ranks, if they have gradients for different parameters.
         """
+        with torch.autocast(self.device.type, enabled=False):  # it would round what is meant to be exact
+            self._step(groups, state)
+
+    def _step(self, groups: Sequence[Group], state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         active = [param.grad is not None for param in self.params]
         _accumulate(
             [(p, g) for p, g, taking_part in zip(self.params, groups, active, strict=True) if taking_part], state

@@ -48,7 +48,6 @@ class Scalar:
         Raises:
             ValueError: names the option, its value and what is expected.
         """
-        refuse_foreign(group)
         if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
             raise ValueError(f"betas={group['betas']!r}: expected two numbers in [0, 1)")
         if group.get("eps", 0) < 0:

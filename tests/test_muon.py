@@ -28,6 +28,7 @@ TENSORS = [
     ((1, 16), {}),
     ((33, 7), {}),
     ((5, 12, 7), {}),
+    ((2, 6, 10), {}),
     ((64, 64), {"nesterov": False}),
     ((48, 16), {"pieces": (8, 2, 2), "interleaved": 4}),
     ((12, 30), {"columns": (7, 11, 12), "adjust_lr": "spectral"}),
@@ -271,6 +272,18 @@ def test_each_fused_piece_is_orthogonalised_and_scaled_on_its_own():
         part.grad = g.clone()
     Muon(parts).step()
     assert torch.equal(fused, torch.cat(parts))
+
+
+def test_autocast_around_the_step_changes_nothing():
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(24, 16))
+        p.grad = torch.randn(24, 16)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            Muon([p], ns_dtype="float32").step()
+        found.append(p.detach())
+    assert torch.equal(*found)
 
 
 def test_a_parameter_without_a_gradient_is_left_alone():

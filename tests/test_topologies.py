@@ -2,116 +2,143 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
-from test_muon import assert_same_bits, make, single, snapshot, train, values
+import torch.distributed as dist
+from test_muon import make, single, values
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from workers import run
 
+from muonckpt.layouts.tensors import local_of
+from muonckpt.optimizer import Muon
+
+GUIDE = Path(__file__).parents[1] / "docs" / "guide" / "train.md"
+NAMES = "xyz"
+"""Of mesh axes: nothing depends on them."""
+
 
 @dataclass(frozen=True)
-class Topology:
-    """A mesh, and what each of its axes does to a parameter; dims beyond a parameter's last are its last."""
+class Home:
+    """Where parameters live: on a mesh, or on some axes of it, and what each of these does to them."""
 
     mesh: tuple[int, ...]
     placements: tuple[Placement, ...]
+    axes: str = ""
 
-    @property
-    def world(self) -> int:
-        return torch.Size(self.mesh).numel()
+    def opened(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What puts a tensor there.  A dim that the tensor does not have is its last one."""
+        mesh = init_device_mesh("cpu", self.mesh, mesh_dim_names=tuple(NAMES[: len(self.mesh)]))
+        mesh = mesh[tuple(self.axes)] if self.axes else mesh
+
+        def place(tensor: torch.Tensor) -> torch.Tensor:
+            fit = [Shard(min(p.dim, tensor.ndim - 1)) if type(p) is Shard else p for p in self.placements]
+            return distribute_tensor(tensor, mesh, fit, src_data_rank=None)
+
+        return place
+
+    def __str__(self) -> str:
+        what = {axis: str(p) for axis, p in zip(self.axes or NAMES, self.placements, strict=False)}
+        named = ", ".join(f"{size}: {what.get(axis, '–')}" for axis, size in zip(NAMES, self.mesh, strict=False))
+        return named.replace("_StridedShard(dim=0, sf=2)", "_StridedShard(0, 2)")
 
 
-S, R = Shard, Replicate()
-TOPOLOGIES = {
-    "FSDP": Topology((4,), (S(0),)),
-    "FSDP, columns": Topology((3,), (S(1),)),
-    "HSDP": Topology((2, 2), (R, S(0))),
-    "HSDP, replicas inside": Topology((2, 2), (S(0), R)),
-    "TP, columns or rows": Topology((4,), (S(1),)),
-    "FSDP x TP": Topology((2, 2), (_StridedShard(0, split_factor=2), S(0))),
-    "FSDP x TP, crosswise": Topology((2, 2), (S(0), S(1))),
-    "EP x FSDP, same dim": Topology((2, 2), (S(0), S(0))),
-    "EP x FSDP, next dim": Topology((2, 2), (S(0), S(1))),
-    "EP x HSDP": Topology((2, 2, 2), (S(0), R, S(1))),
-    "replicas on both axes": Topology((2, 2), (R, R)),
+S, R, STRIDED = Shard, Replicate(), _StridedShard(0, split_factor=2)
+PLAIN = None
+"""A tensor of this process alone, or of DDP."""
+
+TOPOLOGIES: dict[str, tuple[Home | None, ...]] = {
+    "FSDP2, rows": (Home((4,), (S(0),)),),
+    "FSDP2, rows, 3 ranks": (Home((3,), (S(0),)),),
+    "FSDP2, columns": (Home((3,), (S(1),)),),
+    "HSDP": (Home((2, 2), (R, S(0))),),
+    "HSDP, replicas inside": (Home((2, 2), (S(0), R)),),
+    "tensor parallel, columns or rows": (Home((4,), (S(1),)), Home((4,), (S(0),))),
+    "FSDP2 × TP": (Home((2, 2), (STRIDED, S(0))),),
+    "FSDP2 × TP, crosswise": (Home((2, 2), (S(0), S(1))),),
+    "FSDP2 × TP on 8 ranks": (Home((4, 2), (STRIDED, S(0))), Home((4, 2), (S(0), S(1)))),
+    "HSDP × TP": (Home((2, 2, 2), (R, STRIDED, S(0))),),
+    "EP, and dense parameters in replicas": (Home((4,), (S(0),)), Home((4,), (R,))),
+    "EP × FSDP2, experts again": (Home((2, 2), (S(0), S(0))),),
+    "EP × FSDP2, rows": (Home((2, 2), (S(0), S(1))),),
+    "EP × FSDP2, columns, 6 ranks": (Home((3, 2), (S(0), S(2))),),
+    "EP × HSDP": (Home((2, 2, 2), (S(0), R, S(1))),),
+    "replicas on both axes": (Home((2, 2), (R, R)),),
+    "parts on different meshes": (
+        Home((4,), (S(0),)),
+        Home((2, 2), (S(1), S(0))),
+        Home((2, 2), (S(0),), axes="y"),
+        Home((2, 2), (S(0),), axes="x"),
+    ),
+    "DDP": (PLAIN,),
+    "plain and sharded in one group": (PLAIN, Home((2, 2), (S(0), S(1)))),
 }
 
 
-def on_mesh(rank: int, world: int, topology: Topology) -> list[torch.Tensor]:
-    mesh = init_device_mesh("cpu", topology.mesh, mesh_dim_names=tuple("xyz"[: len(topology.mesh)]))
-
-    def place(tensor: torch.Tensor) -> torch.Tensor:
-        def fit(placement: Placement) -> Placement:
-            if isinstance(placement, _StridedShard):
-                return placement
-            return Shard(min(placement.dim, tensor.ndim - 1)) if isinstance(placement, Shard) else placement
-
-        return distribute_tensor(tensor, mesh, [fit(p) for p in topology.placements], src_data_rank=None)
-
-    params = [nn.Parameter(place(v)) for v in values(0, torch.float32)]
-    opt = make(params)
-    train(params, opt, place, torch.float32)
-    return snapshot(params, opt)
+def world_of(homes: tuple[Home | None, ...]) -> int:
+    return max((math.prod(home.mesh) for home in homes if home), default=3)
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
-def test_the_update_is_the_one_of_a_single_process(name):
-    topology = TOPOLOGIES[name]
-    expected = single(torch.float32)
-    for found in run(topology.world, on_mesh, topology):
-        assert_same_bits(found, expected)
-
-
-def several_meshes(rank: int, world: int) -> tuple[list[torch.Tensor], int]:
-    """Every parameter on another mesh: all ranks in a row, a grid, this rank's half, and plain."""
-    row, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    homes = [(row, [Shard(0)]), (grid, [Shard(1), Shard(0)]), (grid["b"], [Shard(0)]), (grid["a"], [Shard(0)]), None]
+def differing(rank: int, world: int, homes: tuple[Home | None, ...], expected: list[torch.Tensor]) -> list[str]:
+    """Train, and compare what this rank holds with its part of what a single process has, as torch cuts it."""
+    places = [home.opened() if home else lambda tensor: tensor for home in homes]
 
     def place(index: int, tensor: torch.Tensor) -> torch.Tensor:
-        home = homes[index % len(homes)]
-        if home is None:
-            return tensor
-        dims = [Shard(min(placement.dim, tensor.ndim - 1)) for placement in home[1]]
-        return distribute_tensor(tensor, home[0], dims, src_data_rank=None)
+        return places[index % len(places)](tensor)
 
     params = [nn.Parameter(place(index, v)) for index, v in enumerate(values(0, torch.float32))]
-    opt = make(params)
+    opt = make(params, replicas=dist.group.WORLD)
     for step in range(1, 6):
         for index, (p, g) in enumerate(zip(params, values(step, torch.float32), strict=True)):
             p.grad = place(index, g)
         opt.step()
-    return snapshot(params, opt), len(opt._pipelines())
+    found = [tensor for p in params for tensor in (p, *(opt.state[p][slot] for slot in sorted(opt.state[p])))]
+    return [
+        f"{tuple(have.shape)}: {have.sub(part).abs().max()}"
+        for have, part in zip(map(local_of, found), map(part_of, expected, found), strict=True)
+        if have.dtype != part.dtype or not torch.equal(have, part)
+    ]
 
 
-def test_parameters_may_live_on_different_meshes():
-    expected = single(torch.float32)
-    for found, schedules in run(4, several_meshes):
-        assert_same_bits(found, expected)
-        assert schedules == 4  # row and grid have the same ranks; the halves and the plain tensors their own
+def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
-def hsdp_owners(rank: int, world: int) -> list[int]:
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_the_update_is_the_one_of_a_single_process(name):
+    homes = TOPOLOGIES[name]
+    assert run(world_of(homes), differing, homes, single(torch.float32)) == [[]] * world_of(homes)
+
+
+def test_the_guide_shows_what_is_tested():
+    lines = ["| topology | ranks | mesh axes: what they do to a parameter |", "|---|---|---|"]
+    for name, homes in TOPOLOGIES.items():
+        where = "; ".join(str(home) if home else "not distributed" for home in homes)
+        lines.append(f"| {name} | {world_of(homes)} | {where} |")
+    assert "\n".join(lines) in GUIDE.read_text(), "put this into docs/guide/train.md:\n" + "\n".join(lines)
+
+
+def hsdp_owners(rank: int, world: int) -> list[tuple[int, ...]]:
     mesh = init_device_mesh("cpu", (2, 2))
     place = [Replicate(), Shard(0)]
     params = [nn.Parameter(distribute_tensor(torch.randn(8, 8), mesh, place, src_data_rank=None)) for _ in range(8)]
-    opt = make_plain(params)
+    opt = Muon(params)
     for p in params:
         p.grad = torch.ones_like(p)
     opt.step()
-    return [unit.owners[0] for unit in opt._pipelines()[0].schedule.units]
-
-
-def make_plain(params: list[torch.Tensor]):
-    from muonckpt.optimizer import Muon
-
-    return Muon(params)
+    [pipeline] = opt._pipelines()
+    return [unit.owners for unit in pipeline.schedule.units]
 
 
 def test_replicas_share_the_work():
     for owners in run(4, hsdp_owners):
-        assert sorted(owners) == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert sorted(owners) == [(0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,)]

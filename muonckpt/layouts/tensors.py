@@ -64,8 +64,8 @@ def zeros_placed_as(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.d
 
 
 def describe(tensor: torch.Tensor) -> Mapping[str, Any] | None:
-    """The layout in words, as JSON data for a checkpoint's provenance; None for a plain tensor."""
-    if not isinstance(tensor, DTensor):
+    """The layout in words, as JSON data for a checkpoint's provenance; None if mesh and placements do not say it."""
+    if not isinstance(tensor, DTensor) or _chunks_known(tensor):
         return None
     mesh = tensor.device_mesh
     return {
@@ -79,12 +79,14 @@ def describe(tensor: torch.Tensor) -> Mapping[str, Any] | None:
 
 
 def check_one_box(tensor: torch.Tensor) -> None:
-    """What this rank holds must be one box, as DCP's description of a DTensor says.
+    """What this rank holds must be one box, as DCP's description of a DTensor says; or DCP's hooks say which it is.
 
     Raises:
         LayoutError: it is several (a ``_StridedShard`` whose inner axis is not sharded), of which DCP would read and
             write a wrong one; or the tensor has no layout at all.
     """
+    if _chunks_known(tensor):
+        return
     held = layout_of(tensor).fragments
     if isinstance(tensor, DTensor):
         rank = torch.distributed.get_rank()
@@ -94,6 +96,11 @@ def check_one_box(tensor: torch.Tensor) -> None:
                 f"rank {rank} holds {len(mine)} boxes of a tensor of shape {tuple(tensor.shape)} placed as "
                 f"{tensor.placements}; a checkpoint takes one box a rank: redistribute the tensor first"
             )
+
+
+def _chunks_known(tensor: torch.Tensor) -> bool:
+    """Whether DCP's hooks on the local tensor describe it, because placements do not (Megatron-FSDP)."""
+    return isinstance(tensor, DTensor) and hasattr(tensor._local_tensor, "__create_chunk_list__")
 
 
 def _mesh_of(tensor: DTensor) -> Mesh:

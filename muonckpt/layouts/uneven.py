@@ -1,0 +1,99 @@
+"""Megatron-FSDP's shards: padded flat buffers that the ranks of some mesh axes cut into equal parts.
+
+A rank's share of a tensor is what lies in its part of the buffer: any number of elements, none as well.  Under tensor
+parallelism each part of the tensor is cut out first and has a buffer of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+from ..box import Box, Index
+from ..errors import LayoutError
+from ..layout import Fragment, TensorLayout
+from .flat import FlatShard, flat_layout
+from .mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """What each axis of a mesh does; an axis that is not named here holds replicas.
+
+    Args:
+        flat: the axes that cut the flat buffer, the one with the coarsest parts first; none: every rank holds it all.
+        split: the axis that cuts the tensor itself before that (tensor parallelism) and the dim that it cuts, if any.
+
+    Raises:
+        LayoutError: an axis is named twice, or is not on the mesh.
+    """
+
+    mesh: Mesh
+    flat: tuple[int, ...]
+    split: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        named = [*self.flat, *([self.split[0]] if self.split else [])]
+        if len(set(named)) != len(named) or not all(0 <= axis < len(self.mesh.shape) for axis in named):
+            raise LayoutError(f"axes {named} of a mesh of shape {self.mesh.shape}: each axis can cut once")
+
+    @property
+    def shards(self) -> int:
+        """Into how many equal parts a buffer is cut."""
+        return math.prod(self.mesh.shape[axis] for axis in self.flat)
+
+    def part(self, shape: Index, coordinate: Index) -> Box:
+        """What tensor parallelism leaves of a tensor for the rank there: equal parts along one dim.
+
+        Raises:
+            LayoutError: the dim does not divide.  The buffers of unequal parts differ in more than the shape says.
+        """
+        if self.split is None:
+            return Box.of(shape)
+        axis, dim = self.split
+        parts, index = self.mesh.shape[axis], coordinate[axis]
+        if not 0 <= dim < len(shape) or shape[dim] % parts:
+            raise LayoutError(f"dim {dim} of a tensor of shape {shape} does not divide into {parts} parts")
+        size = shape[dim] // parts
+        lo, hi = [0] * len(shape), list(shape)
+        lo[dim], hi[dim] = index * size, (index + 1) * size
+        return Box(tuple(lo), tuple(hi))
+
+    def shard(self, coordinate: Index) -> int:
+        """Which part of the buffer the rank there holds."""
+        index = 0
+        for axis in self.flat:
+            index = index * self.mesh.shape[axis] + coordinate[axis]
+        return index
+
+
+@lru_cache(maxsize=65536)
+def uneven_layout(shape: Index, start: int, buffer: int, cuts: Cuts) -> TensorLayout:
+    """The layout of a tensor of global ``shape``; the buffers are ranks, each local tensor dense from its element 0.
+
+    Args:
+        start: where the tensor (of its tensor-parallel part) begins in the flat buffer, in elements.
+        buffer: elements of the whole flat buffer, padding included; a multiple of the number of shards.
+
+    Raises:
+        LayoutError: the buffer does not divide, or ends before the tensor does.
+    """
+    if buffer % cuts.shards:
+        raise LayoutError(f"a flat buffer of {buffer} elements does not divide into {cuts.shards} shards")
+    size = buffer // cuts.shards
+    held: defaultdict[Box, list[FlatShard]] = defaultdict(list)
+    for rank, coordinate in zip(cuts.mesh.ranks, product(*map(range, cuts.mesh.shape)), strict=True):
+        part = cuts.part(shape, coordinate)
+        # In elements of the part: what this rank's share of the buffer has of it.
+        first = cuts.shard(coordinate) * size - start
+        lo, hi = max(first, 0), min(first + size, part.numel)
+        held[part] += [FlatShard(rank, lo, hi)] if lo < hi else []
+    fragments = (
+        Fragment(fragment.box.shift(part.lo), fragment.place)
+        for part, shards in held.items()
+        for fragment in flat_layout(part.shape, 0, tuple(shards)).fragments
+    )
+    return TensorLayout(shape, tuple(fragments))

@@ -1,0 +1,222 @@
+"""Megatron-FSDP: where its shards are, and what it asks of whoever steps its parameters.
+
+::
+
+    optimizer = Muon(groups, layout=layouts(model))  # groups of model.parameters()
+    attach(optimizer, model)
+
+Megatron-FSDP cuts its flat buffers where a shard ends, so its DTensors are uneven in ways that placements do not say.
+The model's own buffer index says it: where each parameter begins, how long the buffer is, which mesh axes cut it.  That
+is the same on every rank, so every rank knows what every other one holds without asking.
+
+Nothing of the package is imported here; what is used of a model is in :class:`Model`.  Written against
+megatron-fsdp 0.6.1 and checked with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import LayoutError
+from ..layout import TensorLayout
+from ..layouts.mesh import Mesh
+from ..layouts.tensors import local_of
+from ..layouts.uneven import Cuts, uneven_layout
+from .methods import MATRICES
+from .muon import Muon
+
+
+class Model(Protocol):
+    """What is used of a ``megatron_fsdp.MegatronFSDP``; ``microbatch_count`` are the backward passes since the last
+    ``finish_grad_sync()``."""
+
+    param_and_grad_buffer: Any
+    microbatch_count: int
+
+    def finish_grad_sync(self) -> None: ...
+
+    def install_optimized_model_weights(self) -> None: ...
+
+
+def layouts(model: Model) -> Callable[[Tensor], TensorLayout]:
+    """What says where a parameter of the model lies, on every rank of its mesh, for ``Muon(..., layout=...)``.
+
+    Pure data and no communication: FSDP and hybrid FSDP (outer axis replicated or sharded) at any ZeRO stage, dense
+    parameters and experts on their own meshes, tensor parallelism outside of that.  Under expert parallelism a
+    parameter is what its name holds on this rank; its ranks are those that share these experts.  Under tensor
+    parallelism it is the parts of all ranks, end to end.
+
+    Raises:
+        LayoutError: (when called) a tensor that is none of the model's optimizer parameters; tensor-parallel parts that
+            are not equal; a buffer index that contradicts the mesh or the local tensor.
+    """
+    flat = model.param_and_grad_buffer
+    group_of = {
+        param: flat.parameter_groups[flat.param_to_param_group[param.orig_param]]
+        for _, param in flat.optimizer_named_parameters
+    }
+
+    def layout(param: Tensor) -> TensorLayout:
+        if param not in group_of:
+            raise LayoutError(
+                f"a tensor of shape {tuple(param.shape)} is not an optimizer parameter of this Megatron-FSDP model; "
+                "take model.parameters() before the first forward pass, which puts its working copies in their place"
+            )
+        return _layout(param, group_of[param], flat.dist_index)
+
+    return layout
+
+
+def finish_gradients(model: Model) -> None:
+    """Make the gradients of the backward passes ready to use: on every rank that holds the parameter or on none.
+
+    Calls ``finish_grad_sync()``, but not again if that was done since the last backward pass: it would take back what
+    was done to the gradients since (clipping), and could reduce them twice.  Megatron-FSDP leaves ``grad`` as None
+    where this rank's shard is empty; that shard gets the empty gradient that was made for it.
+
+    A parameter that no backward pass has reached has a gradient of zeros then, as for any optimizer of Megatron-FSDP:
+    its momentum fades and its weights decay.  None is only the gradient of what is frozen, and of all parameters after
+    ``zero_grad_buffer()``.
+
+    :func:`attach` does this before each step; call it yourself to look at or clip the gradients before that.
+    """
+    if model.microbatch_count:
+        model.finish_grad_sync()
+    flat = model.param_and_grad_buffer
+    for name, param in flat.optimizer_named_parameters:
+        made = flat.dist_main_grad.get(name)
+        # zero_grad_buffer() takes gradients away by taking the local tensor out of these.
+        local = None if made is None else made._local_tensor
+        if param.grad is None and local is not None and local.numel() == 0:
+            param.grad = made
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """The hooks that :func:`attach` put on an optimizer."""
+
+    handles: tuple[RemovableHandle, ...]
+
+    def remove(self) -> None:
+        """Take them off again."""
+        for handle in self.handles:
+            handle.remove()
+
+
+def attach(optimizer: Muon, model: Model) -> Attached:
+    """Keep the step contract: gradients are finished before each step, the new weights installed after it.
+
+    It takes the place of ``megatron_fsdp.fully_shard_optimizer``, whose trial step would move the parameters.  Zeroing
+    stays with the caller: ``model.zero_grad_buffer()`` after each step; ``optimizer.zero_grad()`` is not enough.
+
+    ``state_dict()`` tells stock DCP, by its hooks on local tensors, which box each state tensor is; by itself it would
+    take them for even shards.  There is state for empty shards too, so all ranks have the same keys.
+
+    Raises:
+        ValueError: the model hands its gradients over as ``decoupled_grad``, which `Muon` does not read.
+        RuntimeError: (in a step) a closure was given.
+    """
+    if model.param_and_grad_buffer.use_decoupled_grad:
+        raise ValueError("this model puts gradients into decoupled_grad; build it with use_decoupled_grad=False")
+    layout = layouts(model)
+
+    def before(_: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if any(closure is not None for closure in (*args[1:], *kwargs.values())):
+            raise RuntimeError("a closure would run after the gradients were finished: call it before step()")
+        finish_gradients(model)
+
+    def after(*_: Any) -> None:
+        model.install_optimized_model_weights()
+
+    def describe(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            # What a method keeps per row is sharded evenly, as its placements say.
+            own = MATRICES[group["algorithm"]].slots if group["algorithm"] in MATRICES else {}
+            for param in group["params"]:
+                for slot, value in optimizer.state[param].items():
+                    if slot not in own and isinstance(value, DTensor):
+                        _describe(value, layout(param))
+
+    return Attached(
+        (
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(after),
+            optimizer.register_state_dict_pre_hook(describe),
+        )
+    )
+
+
+def _describe(value: DTensor, layout: TensorLayout) -> None:
+    """Put DCP's hooks on the local tensor: its box, or nothing if it is empty."""
+    rank = value.device_mesh.get_rank()
+    boxes = [fragment.box for fragment in layout.fragments if fragment.place.buffer == rank]
+    if len(boxes) > 1:
+        raise LayoutError(f"rank {rank} holds {len(boxes)} boxes of a tensor of shape {layout.shape}, DCP takes one")
+    chunks = [ChunkStorageMetadata(torch.Size(box.lo), torch.Size(box.shape)) for box in boxes]
+
+    def write_items(name: str, tensor: DTensor) -> list[WriteItem]:
+        local = local_of(tensor)
+        properties = TensorProperties.create_from_tensor(local)
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, tensor.shape),
+            )
+            for chunk in chunks
+        ]
+
+    local: Any = value._local_tensor
+    local.__create_chunk_list__ = lambda: chunks
+    local.__create_write_items__ = write_items
+
+
+def _layout(param: Any, group: Any, index: Any) -> TensorLayout:
+    """The layout of one parameter of a parameter group; the index names the mesh axes."""
+    cuts = _cuts(param, index)
+    local = local_of(param)
+    start, size = 0, local.numel()
+    if cuts.flat:
+        buffer = group.main_weight_buffer or group.model_weight_buffer
+        item = buffer.item_index_map[buffer.param_idx[param.orig_param]]
+        start, size = item.global_data_index, buffer.bucket_index.size
+        if cuts.shards != buffer.dp_world_size:
+            raise LayoutError(f"the mesh cuts buffers into {cuts.shards} shards, their group {buffer.dp_world_size}")
+    layout = uneven_layout(tuple(param.shape), start, size, cuts)
+    rank = param.device_mesh.get_rank()
+    held = sum(fragment.box.numel for fragment in layout.fragments if fragment.place.buffer == rank)
+    if held != local.numel():
+        raise LayoutError(
+            f"rank {rank} holds {local.numel()} elements of a parameter of shape {tuple(param.shape)}, but the buffer "
+            f"index says {held}"
+        )
+    return layout
+
+
+def _cuts(param: Any, index: Any) -> Cuts:
+    mesh = param.device_mesh
+    flat: dict[str, int] = {}
+    split = None
+    # Of parameters that nothing shards, Megatron-FSDP places only the first axis.
+    for axis, (name, placement) in enumerate(zip(mesh.mesh_dim_names, param.placements, strict=False)):
+        if type(placement) is Replicate:
+            continue
+        if type(placement) is not Shard:
+            raise LayoutError(f"{placement} on mesh axis {name!r}: expected Shard or Replicate")
+        if name == index.tp_dim:
+            split = (axis, placement.dim)
+        else:
+            flat[name] = axis
+    # The outer axis cuts what the inner one has left (FSDPDistributedIndex.get_logical_hybrid_fsdp_rank).
+    order = [flat[name] for name in (index.dp_shard_dim, index.dp_outer_dim) if name in flat]
+    return Cuts(Mesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist())), tuple(order), split)

@@ -1,0 +1,373 @@
+"""Muon steps as any torch optimizer does: the checks that torch runs on its own, and those around it (AMP, compile)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as schedulers
+from torch.optim.swa_utils import SWALR, AveragedModel
+
+from muonckpt.optimizer import Muon
+
+MATRIX, SCALAR = ("muon", "normuon"), ("adamw", "lion")
+ALGORITHMS = (*MATRIX, *SCALAR)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def groups(params, algorithm: str, **options) -> list[dict]:
+    """The parameters with one algorithm, but those that are no matrices with AdamW if it is one for matrices."""
+    params = list(params)
+    fits = [p for p in params if algorithm in SCALAR or p.ndim > 1]
+    rest = [p for p in params if algorithm not in SCALAR and p.ndim < 2]
+    chosen = [{"params": fits, "algorithm": algorithm}, {"params": rest, "algorithm": "adamw"}]
+    return [{**group, **options} for group in chosen if group["params"]]
+
+
+class Line(nn.Module):
+    """Least squares, with a weight and a bias that may be strided in memory."""
+
+    def __init__(self, stride: int = 1, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(normal(10, 5, stride, dtype=dtype)[..., 0])
+        self.bias = nn.Parameter(normal(10, stride, seed=1, dtype=dtype)[..., 0])
+        self.x = normal(5, seed=2, dtype=dtype)
+
+    def forward(self) -> torch.Tensor:
+        return (self.weight.mv(self.x) + self.bias).square().sum()
+
+    def closure(self, opt: torch.optim.Optimizer):
+        def loss() -> torch.Tensor:
+            opt.zero_grad()
+            value = self()
+            value.backward()
+            return value
+
+        return loss
+
+
+def contents(net: nn.Module, opt: Muon) -> list[torch.Tensor]:
+    """Copies of all parameters and all state."""
+    params = list(net.parameters())
+    slots = {p: opt.state.get(p, {}) for p in params}  # looking must not make any
+    return [t.detach().clone() for p in params for t in (p, *(slots[p][slot] for slot in sorted(slots[p])))]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def run_steps(net: Line, opt: Muon, count: int = 3) -> list[torch.Tensor]:
+    for _ in range(count):
+        opt.step(net.closure(opt))
+    return contents(net, opt)
+
+
+def trained(algorithm: str, count: int = 3, stride: int = 1, **options) -> list[torch.Tensor]:
+    net = Line(stride)
+    return run_steps(net, Muon(groups(net.parameters(), algorithm), **options), count)
+
+
+# --- construction -----------------------------------------------------------------------------------------------
+
+
+def test_what_torch_refuses_is_refused():
+    p, q = nn.Parameter(torch.ones(1, 1)), nn.Parameter(torch.ones(1, 1))
+    with pytest.raises(TypeError, match="iterable of Tensors or dicts"):
+        Muon(p)
+    with pytest.raises(TypeError, match="can only optimize Tensors"):
+        Muon([p, 1.0])
+    with pytest.raises(ValueError, match="empty parameter list"):
+        Muon([])
+    with pytest.raises(ValueError, match="non-leaf"):
+        Muon([p * 2])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        Muon([{"params": p}, {"params": p}])
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        Muon([p, p])
+    with pytest.raises(ValueError, match="with/without names"):
+        Muon([("weight", p), q])
+    with pytest.raises(ValueError, match="lr="):
+        Muon([p], lr=-1.0)
+    with pytest.raises(ValueError, match="lr="):
+        Muon([p], lr=torch.tensor([0.1, 0.1]))
+    with pytest.raises(ValueError, match="lr="):
+        Muon([p], lr=math.nan)
+
+
+@pytest.mark.parametrize("option", ["maximize", "capturable", "differentiable", "fused", "amsgrad"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_options_that_torch_has_and_we_have_not_are_refused_not_ignored(algorithm, option):
+    with pytest.raises(ValueError, match=f"{option}=True"):
+        Muon([{"params": [nn.Parameter(torch.ones(2, 2))], "algorithm": algorithm, option: True}])
+    Muon([{"params": [nn.Parameter(torch.ones(2, 2))], "algorithm": algorithm, option: False}])
+
+
+def test_it_can_be_printed():
+    text = repr(Muon([nn.Parameter(torch.ones(2, 2))], lr=0.25))
+    assert text.startswith("Muon (") and "lr: 0.25" in text and "algorithm: muon" in text
+
+
+# --- steps ------------------------------------------------------------------------------------------------------
+
+SCHEDULERS = {
+    "none": lambda opt: None,
+    "StepLR": lambda opt: schedulers.StepLR(opt, step_size=10, gamma=0.9),
+    "LambdaLR": lambda opt: schedulers.LambdaLR(opt, lambda step: 1 / (1 + step)),
+    "Linear, then cosine": lambda opt: schedulers.SequentialLR(
+        opt, [schedulers.LinearLR(opt, 0.1, total_iters=5), schedulers.CosineAnnealingLR(opt, 15)], milestones=[5]
+    ),
+    "OneCycleLR": lambda opt: schedulers.OneCycleLR(opt, max_lr=0.02, total_steps=30, cycle_momentum=False),
+    "ReduceLROnPlateau": lambda opt: schedulers.ReduceLROnPlateau(opt, patience=2),
+}
+
+
+@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_loss_goes_down_under_every_scheduler_and_a_rate_in_a_tensor_takes_the_same_steps(algorithm, name, tensor):
+    found = []
+    for lr in (torch.tensor(0.0078125, dtype=torch.float64) if tensor else 0.0078125, 0.0078125):
+        net = Line()
+        opt = Muon(groups(net.parameters(), algorithm), lr=lr)
+        scheduler = SCHEDULERS[name](opt)
+        losses = []
+        for _ in range(20):
+            losses.append(opt.step(net.closure(opt)).item())
+            if scheduler is not None:
+                scheduler.step(*([losses[-1]] if name == "ReduceLROnPlateau" else []))
+        assert net().item() < losses[0]
+        assert all(isinstance(group["lr"], torch.Tensor) == isinstance(lr, torch.Tensor) for group in opt.param_groups)
+        found.append(contents(net, opt))
+    assert same(*found)
+
+
+def test_momentum_can_be_cycled_as_for_torchs_muon():
+    net = Line()
+    opt = Muon([net.weight], lr=0.01)
+    scheduler = schedulers.OneCycleLR(opt, max_lr=0.02, total_steps=10, base_momentum=0.5, max_momentum=0.75)
+    net().backward()
+    opt.step()
+    torch.testing.assert_close(opt.state[net.weight]["momentum_buffer"], 0.25 * net.weight.grad)
+    scheduler.step()
+    assert 0.5 < opt.param_groups[0]["momentum"] < 0.75
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_strided_parameters_step_as_contiguous_ones(algorithm):
+    net, strided = Line(), Line(stride=2)
+    with torch.no_grad():
+        strided.load_state_dict(net.state_dict())
+    assert not strided.weight.is_contiguous()
+    opts = [Muon(groups(n.parameters(), algorithm), lr=0.01) for n in (net, strided)]
+    for _ in range(3):
+        for n, opt in zip((net, strided), opts, strict=True):
+            n.weight.grad, n.bias.grad = normal(5, 10, seed=3).t(), normal(10, 3, seed=4)[:, 1]
+            opt.step()
+    assert same(contents(net, opts[0]), contents(strided, opts[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_many_parameters_of_several_dtypes_step_as_each_would_alone(algorithm, dtype):
+    """Whatever is batched or fused, the bits of a parameter do not depend on its company."""
+    shapes = [(4, 6), (4, 6), (6, 4), (8, 8), (4, 6), (1, 9), (2, 4, 6), (0, 3)]
+    others = [torch.float32, dtype]
+
+    def fresh() -> list[nn.Parameter]:
+        return [nn.Parameter(normal(*s, seed=i, dtype=others[i % 2])) for i, s in enumerate(shapes)]
+
+    together, alone = fresh(), fresh()
+    opts = [Muon(groups(together, algorithm), lr=0.01), *(Muon(groups([p], algorithm), lr=0.01) for p in alone)]
+    for step in range(3):
+        for params in (together, alone):
+            for i, p in enumerate(params):
+                p.grad = normal(*p.shape, seed=100 + 10 * step + i, dtype=p.dtype)
+        for opt in opts:
+            opt.step()
+    for i, (p, q) in enumerate(zip(together, alone, strict=True)):
+        assert torch.equal(p, q) and p.dtype == others[i % 2], shapes[i]
+
+
+@pytest.mark.parametrize("algorithm", SCALAR)
+def test_scalars_and_empty_tensors_are_parameters_too(algorithm):
+    params = [nn.Parameter(torch.ones(shape)) for shape in [(), (0,), (3, 0), (1,)]]
+    opt = Muon(groups(params, algorithm), lr=0.5, weight_decay=0.0)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    assert params[0].item() == params[3].item() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_groups_have_rates_and_decays_of_their_own(algorithm):
+    options = [{"lr": 0.5, "weight_decay": 0.0}, {"lr": 0.01, "weight_decay": 0.3}, {"lr": 0.0}]
+    params = [nn.Parameter(normal(6, 4)) for _ in options]
+    opt = Muon([{"params": [p], "algorithm": algorithm, **o} for p, o in zip(params, options, strict=True)])
+    for p, o in zip(params, options, strict=True):
+        twin = nn.Parameter(normal(6, 4))
+        p.grad, twin.grad = normal(6, 4, seed=1), normal(6, 4, seed=1)
+        Muon([{"params": [twin], "algorithm": algorithm}], **o).step()
+        o["expected"] = twin.detach()
+    opt.step()
+    assert same([p.detach() for p in params], [o["expected"] for o in options])
+    assert torch.equal(params[2], normal(6, 4))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_step_without_gradients_changes_nothing_and_zero_gradients_move_nothing(algorithm):
+    net = Line()
+    opt = Muon(groups(net.parameters(), algorithm), lr=0.1, weight_decay=0.0)
+    before = contents(net, opt)
+    assert opt.step() is None
+    assert same(contents(net, opt), before)
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)
+    opt.step()
+    assert torch.equal(net.weight, Line().weight) and torch.equal(net.bias, Line().bias)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_gradients_are_left_as_they_are_and_zero_grad_clears_them(algorithm):
+    net = Line()
+    opt = Muon(groups(net.parameters(), algorithm))
+    net().backward()
+    before = [(p.grad, p.grad.clone()) for p in net.parameters()]
+    opt.step()
+    assert all(p.grad is g and torch.equal(g, copied) for p, (g, copied) in zip(net.parameters(), before, strict=True))
+    opt.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in net.parameters())
+    opt.zero_grad()
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_the_closure_runs_once_with_gradients_on_and_its_value_is_returned():
+    net = Line()
+    opt = Muon(groups(net.parameters(), "muon"))
+    calls = []
+
+    def closure() -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        return net.closure(opt)()
+
+    with torch.no_grad():
+        loss = opt.step(closure)
+    assert calls == [True] and loss.requires_grad and torch.equal(loss, Line()())
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_step_is_in_place_and_autograd_knows(algorithm):
+    net = Line()
+    opt = Muon(groups(net.parameters(), algorithm))
+    storages = [p.data_ptr() for p in net.parameters()]
+    net().backward()
+    stale = (net.weight.square().sum() + net.bias.square().sum()).square()
+    opt.step()
+    assert all(p.is_leaf and p.requires_grad and p.grad_fn is None for p in net.parameters())
+    assert [p.data_ptr() for p in net.parameters()] == storages
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_data_of_a_parameter_may_be_swapped_between_steps(algorithm):
+    net, other = Line(), Line()
+    opts = [Muon(groups(n.parameters(), algorithm), lr=0.01) for n in (net, other)]
+    for n, opt in zip((net, other), opts, strict=True):
+        run_steps(n, opt, 2)
+    net.weight.data = net.weight.data.clone()
+    net.bias.data = torch.stack([net.bias.data] * 2, 1)[:, 0]
+    assert same(*(run_steps(n, opt, 2) for n, opt in zip((net, other), opts, strict=True)))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_parameters_may_be_frozen_and_thawed(algorithm):
+    net = Line()
+    opt = Muon(groups(net.parameters(), algorithm), lr=0.01)
+    run_steps(net, opt, 2)
+    net.weight.requires_grad_(False)
+    frozen, moving = contents(net, opt)[:2], net.bias.detach().clone()
+    run_steps(net, opt, 2)
+    assert same(contents(net, opt)[:2], frozen) and not torch.equal(net.bias, moving)
+    net.weight.requires_grad_(True)
+    run_steps(net, opt, 1)
+    assert not torch.equal(net.weight, frozen[0])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_groups_may_be_added_while_training(algorithm):
+    net, late = Line(), Line()
+    opt = Muon(groups([net.weight], algorithm), lr=0.01)
+    run_steps(net, opt, 2)
+    for group in groups(late.parameters(), algorithm):
+        opt.add_param_group(group)
+    assert all(opt.state[p] for p in late.parameters()) and opt.param_groups[-1]["lr"] == 0.01
+    expected = trained(algorithm, 2, lr=0.01)
+    for _ in range(2):
+        opt.zero_grad()
+        late().backward()
+        opt.step()
+    assert same(contents(late, opt), expected)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        opt.add_param_group({"params": net.weight, "algorithm": algorithm})
+
+
+# --- around the optimizer ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_gradient_scaler_skips_steps_with_infinite_gradients_and_no_others(algorithm):
+    net = Line()
+    opt = Muon(groups(net.parameters(), algorithm), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    for step in range(4):
+        before = contents(net, opt)
+        opt.zero_grad()
+        scaler.scale(net()).backward()
+        if step == 1:
+            net.weight.grad[0, 0] = math.inf
+        scaler.step(opt)
+        scaler.update()
+        assert same(contents(net, opt), before) == (step == 1)
+    assert scaler.get_scale() == 512.0
+    assert same(contents(net, opt), trained(algorithm, lr=0.01))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_compiled_training_step_takes_the_same_steps(algorithm, backend):
+    torch._dynamo.reset()
+    net = Line()
+    opt = Muon(groups(net.parameters(), algorithm), lr=0.01)
+
+    @torch.compile(backend=backend)
+    def step() -> torch.Tensor:
+        opt.zero_grad()
+        loss = net()
+        loss.backward()
+        opt.step()
+        return loss
+
+    for _ in range(3):
+        step()
+    for found, expected in zip(contents(net, opt), trained(algorithm, lr=0.01), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_weights_can_be_averaged_while_training():
+    net = Line()
+    opt = Muon(groups(net.parameters(), "muon"), lr=0.02)
+    average, scheduler = AveragedModel(net), SWALR(opt, swa_lr=0.005, anneal_epochs=2)
+    seen = []
+    for _ in range(3):
+        opt.step(net.closure(opt))
+        scheduler.step()
+        average.update_parameters(net)
+        seen.append(net.weight.detach().clone())
+    torch.testing.assert_close(average.module.weight.detach(), torch.stack(seen).mean(0))
+    assert all(group["lr"] == pytest.approx(0.005) for group in opt.param_groups)
