@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from megatron import Net, Topology, fully_sharded, offsets, on_cpu, whole
+from megatron_model import Net, Topology, fully_sharded, offsets, on_cpu, whole
 from oracle import arange, scatter
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict

@@ -13,11 +13,12 @@ from ..layout import Buffer, TensorLayout, dense
 
 @dataclass(frozen=True, slots=True)
 class FlatShard:
-    """Elements ``start:stop`` of a flat buffer lie from element 0 of ``buffer``."""
+    """Elements ``start:stop`` of a flat buffer lie from element ``at`` of ``buffer``."""
 
     buffer: Buffer
     start: int
     stop: int
+    at: int = 0
 
 
 def even_shards(numel: int, ranks: int) -> tuple[FlatShard, ...]:
@@ -43,7 +44,7 @@ def flat_layout(shape: Index, start: int, shards: tuple[FlatShard, ...]) -> Tens
     fragments = []
     for shard in shards:
         lo, hi = max(start, shard.start), min(stop, shard.stop)
-        at = lo - shard.start
+        at = shard.at + lo - shard.start
         for box in flat_boxes(shape, lo - start, hi - start) if lo < hi else ():
             fragments.append(dense(box, shard.buffer, at))
             at += box.numel

@@ -1,0 +1,127 @@
+"""Our own buffers: owners balanced over everything, almost no padding, and little moved when something changes.
+
+Megatron pads because its shards must be equal: a bucket takes at least ``ranks * largest parameter``.  Here a bucket
+takes what its parameters take, each rank's side by side, and the shards are as unequal as they come.  So buckets no
+longer limit who owns what: one assignment balances all buckets of all buffers, dense and expert together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from .buffers import BufferLayout
+from .parameters import Parameter, Ranks, in_buckets, reaching, split
+from .slots import end_to_end, owned
+
+ALIGNMENT = 64
+"""Every parameter begins at a multiple of this many elements, in the buffer and in what its owner holds of it."""
+
+TOLERANCE = 1.02
+"""How much longer than a fresh assignment the busiest rank may work, so that parameters stay where they were."""
+
+Cost = Callable[[Parameter], int]
+
+
+def newton_schulz(parameter: Parameter) -> int:
+    """Floating-point operations of one iteration on each matrix of the last two dims; for a vector its elements.
+
+    With short side s and long side l: the Gram product (``2 s² l``), its square (``2 s³``), the product (``2 s² l``).
+    """
+    if len(parameter.shape) < 2:
+        return parameter.numel
+    *stack, rows, columns = parameter.shape
+    short, long = sorted((rows * parameter.fold, columns))
+    return math.prod(stack) * (4 * short * short * long + 2 * short**3)
+
+
+def balanced(
+    parameters: Sequence[Parameter],
+    ranks: Ranks,
+    bucket_size: int | None = None,
+    previous: Mapping[str, int | None] | None = None,
+    cost: Cost = newton_schulz,
+) -> tuple[BufferLayout, ...]:
+    """Buffers whose shards are unequal, with owners from `assign`, which takes the other arguments.
+
+    Args:
+        parameters: in forward order.
+        bucket_size: elements; a bucket closes after the parameter that fills it, in backprop order; None: one bucket.
+            Owners do not depend on it.
+    """
+    owners = assign(parameters, ranks, previous, cost)
+    return tuple(_buffer(own, ranks.of(own[0]), bucket_size, owners) for own in split(parameters))
+
+
+def assign(
+    parameters: Sequence[Parameter],
+    ranks: Ranks,
+    previous: Mapping[str, int | None] | None = None,
+    cost: Cost = newton_schulz,
+) -> dict[str, int]:
+    """The owner of each parameter by name, a rank of its own data-parallel group.
+
+    Longest processing time first (Graham 1969), over dense and expert parameters at once; among equally loaded ranks
+    the one that awaits the least of what it had, then the one that holds the fewest elements, then the first.
+
+    Expert rank ``e`` is taken to be the dense ranks from ``e * dense / expert`` to ``(e + 1) * dense / expert``, as
+    where expert parallelism is the innermost axis.  If it is not, the balance suffers, nothing else.
+
+    Args:
+        previous: owners by name (`BufferLayout.owners`).  A parameter stays with its own, if that is still a rank,
+            unless that rank would then work longer than `TOLERANCE` times the busiest of a fresh assignment.
+        cost: any unit, the same for all.  Tied parameters belong to rank 0 whatever they cost, so that the pipeline
+            stages that share them agree.
+    """
+    tied = {parameter.name: 0 for parameter in parameters if parameter.tied}
+    fresh, busiest = _longest_first(parameters, ranks, tied, 0, cost)
+    if previous is None:
+        return fresh
+    return _longest_first(parameters, ranks, {**previous, **tied}, int(busiest * TOLERANCE), cost)[0]
+
+
+def _longest_first(
+    parameters: Sequence[Parameter], ranks: Ranks, homes: Mapping[str, int | None], limit: int, cost: Cost
+) -> tuple[dict[str, int], int]:
+    """Owners by name, each at its home while that rank's load stays within ``limit``; and the greatest load.
+
+    Loads are kept per *seat*: dense and expert ranks alike are equal groups of neighbouring seats.
+    """
+    seats = math.lcm(*(ranks.of(parameter) for parameter in parameters))
+    load, held, awaited = np.zeros((3, seats), np.int64)
+    for p in parameters:
+        if (home := homes.get(p.name)) is not None and home < ranks.of(p):
+            awaited.reshape(ranks.of(p), -1)[home] += cost(p)
+    owners: dict[str, int] = {}
+    for p in sorted(parameters, key=lambda p: (-cost(p), -p.numel)):
+        loads, elements, waiting = (each.reshape(ranks.of(p), -1) for each in (load, held, awaited))
+        owner = int(np.lexsort((elements.max(1), waiting.max(1), loads.max(1)))[0])
+        if (home := homes.get(p.name)) is not None and home < len(loads):
+            waiting[home] -= cost(p)
+            if p.tied or loads[home].max() + cost(p) <= limit:
+                owner = home
+        loads[owner] += cost(p)
+        elements[owner] += p.numel
+        owners[p.name] = owner
+    return owners, int(load.max())
+
+
+def _buffer(
+    parameters: Sequence[Parameter], ranks: int, bucket_size: int | None, owners: Mapping[str, int]
+) -> BufferLayout:
+    chunks = in_buckets(reversed(parameters), reaching(bucket_size))
+    by_owner = (sorted(chunk, key=lambda parameter: owners[parameter.name]) for chunk in chunks)
+    slots, buckets = end_to_end(by_owner, ALIGNMENT, ALIGNMENT)
+    return BufferLayout(
+        algorithm="balanced",
+        version=1,
+        ranks=ranks,
+        slots=tuple(slots[parameter.name] for parameter in parameters),
+        buckets=buckets,
+        shards=owned(slots.values(), buckets[-1][1], owners),
+        alignment=ALIGNMENT,
+        whole=True,
+        options={"bucket_size": bucket_size},
+    )

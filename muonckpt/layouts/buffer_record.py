@@ -1,0 +1,116 @@
+"""A buffer layout as JSON data: what a checkpoint records, so that no reader has to know who placed the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from types import NoneType
+from typing import Any
+
+from ..errors import SourceError
+from .buffers import BufferLayout, rank_of
+from .parameters import Parameter
+from .slots import Slot, stacked
+
+Kinds = Mapping[str, tuple[type, ...]]
+
+BUFFER: Kinds = {
+    "algorithm": (str,),
+    "version": (int,),
+    "options": (dict,),
+    "ranks": (int,),
+    "numel": (int,),
+    "padding": (int,),
+    "alignment": (int,),
+    "whole": (bool,),
+    "buckets": (list,),
+    "shards": (list,),
+    "parameters": (list,),
+}
+"""The fields of a buffer.  ``buckets`` are [start, stop], ``shards`` [start, stop, rank], in elements."""
+
+PARAMETER: Kinds = {
+    "name": (str,),
+    "shape": (list,),
+    "dtype": (str,),
+    "expert": (bool,),
+    "tied": (bool,),
+    "chunk": (int,),
+    "unit": (int, NoneType),
+    "fold": (int,),
+    "start": (int,),
+    "stop": (int,),
+    "bucket": (int,),
+    "owner": (int, NoneType),
+}
+"""The fields of a parameter: what the algorithm saw of it, then where it lies and who holds all of it, if one does."""
+
+
+def to_json(layout: BufferLayout) -> dict[str, Any]:
+    """The description with nothing left to compute: owners and ends are written out.  Parameters in forward order."""
+    owners = layout.owners
+    return {
+        "algorithm": layout.algorithm,
+        "version": layout.version,
+        "options": dict(layout.options),
+        "ranks": layout.ranks,
+        "numel": layout.numel,
+        "padding": layout.padding,
+        "alignment": layout.alignment,
+        "whole": layout.whole,
+        "buckets": [list(bucket) for bucket in layout.buckets],
+        "shards": [[shard.start, shard.stop, rank_of(shard)] for shard in layout.shards],
+        "parameters": [
+            {
+                **asdict(slot.parameter),
+                "shape": list(slot.parameter.shape),
+                "start": slot.start,
+                "stop": slot.stop,
+                "bucket": slot.bucket,
+                "owner": owners[slot.parameter.name],
+            }
+            for slot in layout.slots
+        ],
+    }
+
+
+def from_json(data: Mapping[str, Any]) -> BufferLayout:
+    """Read what `to_json` wrote.  What a later version of the algorithm would place elsewhere stays where it is.
+
+    Raises:
+        SourceError: a field is missing, unknown, of another type, or not what the others say.
+    """
+    try:
+        _check(data, BUFFER)
+        layout = BufferLayout(
+            **{key: data[key] for key in ("algorithm", "version", "options", "ranks", "alignment", "whole")},
+            slots=tuple(map(_slot, data["parameters"])),
+            buckets=tuple((start, stop) for start, stop in map(_ints, data["buckets"])),
+            shards=stacked((start, stop, rank) for start, stop, rank in map(_ints, data["shards"])),
+        )
+    except (TypeError, ValueError) as error:
+        raise SourceError(f"damaged buffer layout: {error}") from error
+    written = to_json(layout)
+    if wrong := [key for key in BUFFER if data[key] != written[key]]:
+        raise SourceError(f"damaged buffer layout: {wrong} do not agree with the rest")
+    return layout
+
+
+def _slot(data: Any) -> Slot:
+    _check(data, PARAMETER)
+    seen = {each.name: data[each.name] for each in fields(Parameter)}
+    return Slot(Parameter(**{**seen, "shape": _ints(data["shape"])}), data["start"], data["bucket"])
+
+
+def _check(data: Any, kinds: Kinds) -> None:
+    if not isinstance(data, Mapping) or data.keys() != kinds.keys():
+        raise TypeError(f"expected an object with {sorted(kinds)}, got {data!r:.200}")
+    for key, value in data.items():
+        if type(value) not in kinds[key]:  # a bool is no int here
+            raise TypeError(f"{key!r} cannot be {value!r:.200}")
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    if type(values) is not list or any(type(value) is not int for value in values):
+        raise TypeError(f"expected a list of integers, got {values!r:.200}")
+    return tuple(values)

@@ -1,0 +1,187 @@
+"""Flat buffers of many parameters: where each begins, what one collective moves, and who holds what.
+
+One description serves padded, compact, ping-pong and byte-sharded buffers.  *Slots* say where parameters lie, *buckets*
+what is communicated at once, *shards* which ranks hold which ranges once gradients are reduced.  An owner is the rank
+whose one shard holds all of a parameter; padding is what no slot covers.  Nothing else tells the algorithms apart.
+
+All starts, stops and sizes are in elements of the buffer.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from ..errors import LayoutError
+from ..layout import Buffer, TensorLayout
+from .flat import FlatShard, flat_layout
+from .owned import owned_layout
+from .slots import Slot, Span, divided
+
+
+@dataclass(frozen=True, slots=True)
+class BufferLayout:
+    """One flat buffer.
+
+    Proved on construction: the buckets tile the buffer; the shards, replicas counted once, tile every bucket, and a
+    rank's lie one after the other in what it holds; slots are disjoint, aligned, each in its bucket, and if ``whole``
+    each in one shard.
+
+    Args:
+        algorithm: who placed the slots, with the ``version`` of its rules.  A checkpoint records both and the result.
+        ranks: size of the data-parallel group; shards name its ranks ``0 … ranks - 1``.
+        slots: in forward order of the model.
+        buckets: in order, as are the shards, replicas by rank.
+        alignment: every slot begins at a multiple of it.
+        whole: no slot is cut.
+        options: what else the algorithm was told, such as ``bucket_size``; JSON values.
+
+    Raises:
+        LayoutError: names the slot, bucket or shard, and the rule that it breaks.
+    """
+
+    algorithm: str
+    version: int
+    ranks: int
+    slots: tuple[Slot, ...]
+    buckets: tuple[Span, ...]
+    shards: tuple[FlatShard, ...]
+    alignment: int = 1
+    whole: bool = False
+    options: Mapping[str, int | bool | None] = field(default_factory=dict, hash=False)
+    _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_starts", tuple(shard.start for shard in self.shards))
+        _prove_tiling("bucket", self.buckets, self.numel)
+        _prove_shards(self)
+        _prove_slots(self)
+
+    @property
+    def numel(self) -> int:
+        """Size of the buffer, padding included."""
+        return self.buckets[-1][1] if self.buckets else 0
+
+    @property
+    def padding(self) -> int:
+        """Elements of the buffer that belong to no parameter."""
+        return self.numel - sum(slot.parameter.numel for slot in self.slots)
+
+    @property
+    def filled(self) -> tuple[int, ...]:
+        """Elements of each bucket that belong to parameters."""
+        filled = [0] * len(self.buckets)
+        for slot in self.slots:
+            filled[slot.bucket] += slot.parameter.numel
+        return tuple(filled)
+
+    @property
+    def owners(self) -> dict[str, int | None]:
+        """For each parameter the only rank that holds any of it; None where it is cut or replicated."""
+        held = ((slot.parameter.name, tuple(self.holding(slot))) for slot in self.slots)
+        return {name: rank_of(shards[0]) if len(shards) == 1 else None for name, shards in held}
+
+    @property
+    def even(self) -> bool:
+        """Every bucket is cut into ``ranks`` equal shards, in order: what a plain reduce-scatter can serve."""
+        divides = all((stop - start) % self.ranks == 0 for start, stop in self.buckets)
+        return divides and self.shards == divided(self.buckets, self.ranks)
+
+    def local_numel(self, rank: int) -> int:
+        """Elements that ``rank`` holds, padding included."""
+        return sum(shard.stop - shard.start for shard in self.shards if shard.buffer == rank)
+
+    def holding(self, slot: Slot) -> Iterator[FlatShard]:
+        """The shards that hold any of ``slot``, in order."""
+        last = max(bisect_right(self._starts, slot.start) - 1, 0)
+        for number in range(bisect_left(self._starts, self._starts[last]), bisect_left(self._starts, slot.stop)):
+            yield self.shards[number]
+
+    def held_layouts(self, buffers: Sequence[Buffer] | None = None) -> dict[str, TensorLayout]:
+        """Each parameter's layout over what the ranks hold, shard after shard.
+
+        Args:
+            buffers: names of the ranks' buffers, such as their global ranks; None: ranks in the group.
+        """
+        names = range(self.ranks) if buffers is None else buffers
+        return {
+            slot.parameter.name: flat_layout(
+                slot.parameter.shape,
+                slot.start,
+                tuple(replace(shard, buffer=names[rank_of(shard)]) for shard in self.holding(slot)),
+            )
+            for slot in self.slots
+        }
+
+    def flat_layouts(self, buffer: Buffer) -> dict[str, TensorLayout]:
+        """Each parameter's layout in the buffer itself, undivided: a dump of it, or the buffer that collectives use."""
+        return {slot.parameter.name: owned_layout(slot.parameter.shape, buffer, slot.start) for slot in self.slots}
+
+    def cut_rows(self) -> tuple[str, ...]:
+        """Names of the parameters that a shard ends in the middle of a row of.
+
+        Nobody can save these as blocks of whole rows (Megatron-FSDP v1 makes such buffers and then fails on them).
+        """
+        return tuple(
+            slot.parameter.name
+            for slot in self.slots
+            for shard in self.holding(slot)
+            if shard.stop < slot.stop and (shard.stop - slot.start) % slot.parameter.row
+        )
+
+
+def rank_of(shard: FlatShard) -> int:
+    """The rank that holds a shard of a buffer layout, which numbers its ranks."""
+    assert isinstance(shard.buffer, int)
+    return shard.buffer
+
+
+def _prove_shards(layout: BufferLayout) -> None:
+    at: defaultdict[Buffer, int] = defaultdict(int)
+    for shard in layout.shards:
+        if shard.buffer not in range(layout.ranks):
+            raise LayoutError(f"{shard} is held by none of {layout.ranks} ranks")
+        if shard.at != at[shard.buffer]:
+            raise LayoutError(f"{shard} should follow at {at[shard.buffer]} of what its rank holds")
+        at[shard.buffer] += shard.stop - shard.start
+    for one, other in pairwise(layout.shards):
+        if (one.start, one.stop) == (other.start, other.stop) and rank_of(one) >= rank_of(other):
+            raise LayoutError(f"{one} and {other} are replicas, but not in the order of their ranks")
+    _prove_tiling("shard", list(dict.fromkeys((shard.start, shard.stop) for shard in layout.shards)), layout.numel)
+    cuts = {0, *(shard.stop for shard in layout.shards)}
+    if crossed := [bucket for bucket in layout.buckets if not cuts.issuperset(bucket)]:
+        raise LayoutError(f"a shard crosses an end of bucket {crossed[0]}")
+
+
+def _prove_tiling(what: str, spans: Sequence[Span], numel: int) -> None:
+    end = 0
+    for start, stop in spans:
+        if start != end or stop <= start:
+            raise LayoutError(f"{what} [{start}, {stop}) does not follow the one before it, which ends at {end}")
+        end = stop
+    if end != numel:
+        raise LayoutError(f"the last {what} ends at {end} of {numel} elements")
+
+
+def _prove_slots(layout: BufferLayout) -> None:
+    if len({slot.parameter.name for slot in layout.slots}) != len(layout.slots):
+        raise LayoutError("two slots of one parameter")
+    end = 0
+    for slot in sorted(layout.slots, key=lambda slot: slot.start):
+        about = f"{slot.parameter.name!r} at [{slot.start}, {slot.stop})"
+        if slot.start < end:
+            raise LayoutError(f"{about} overlaps the parameter before it, which ends at {end}")
+        if slot.start % layout.alignment:
+            raise LayoutError(f"{about} does not begin at a multiple of {layout.alignment}")
+        if slot.bucket not in range(len(layout.buckets)):
+            raise LayoutError(f"{about} is in no bucket: there is no number {slot.bucket}")
+        start, stop = layout.buckets[slot.bucket]
+        if not start <= slot.start <= slot.stop <= stop:
+            raise LayoutError(f"{about} does not lie in bucket {slot.bucket}, [{start}, {stop})")
+        spans = {(shard.start, shard.stop) for shard in layout.holding(slot)}
+        if layout.whole and len(spans) > 1:
+            raise LayoutError(f"{about} is cut into {len(spans)}, though the layout keeps parameters whole")
+        end = slot.stop

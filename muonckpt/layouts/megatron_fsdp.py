@@ -1,0 +1,141 @@
+"""Megatron-FSDP's flat buffers, version 1 (Megatron-LM's training) and version 2 (its experimental ``DBuffer``).
+
+Rules read from Megatron-LM main d98e8a64 (``megatron_fsdp/param_and_grad_buffer.py``, ``experimental/layout.py``).
+Every buffer is one bucket, padded to equal shards.  All placement happens on a grid of ``factor`` elements, so that no
+shard ends inside a row; version 1 does not keep to that for small parameters (`BufferLayout.cut_rows` names them).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
+
+from ..errors import LayoutError
+from .buffers import BufferLayout
+from .flat import FlatShard
+from .parameters import Parameter, Ranks, in_buckets, reaching
+from .slots import Slot, divided, round_up
+from .uneven import Cuts
+
+BUCKET = 40_000_000
+"""Elements at which version 1 closes a buffer of parameters that are in no FSDP unit."""
+
+
+def fsdp_v1(
+    parameters: Iterable[Parameter], ranks: Ranks, bucket_size: int | None = BUCKET
+) -> tuple[BufferLayout, ...]:
+    """The buffers of version 1: one per FSDP unit, data type and expert group; long ones of no unit are split.
+
+    Args:
+        parameters: in forward order, trainable ones only (the others have buffers of their own).
+        bucket_size: elements at which a buffer outside the units closes; None or 0: never.
+    """
+    return tuple(_v1(group, ranks.of(group[0]), bucket_size) for group in _v1_groups(parameters, bucket_size))
+
+
+def fsdp_v2(parameters: Iterable[Parameter], cuts: Cuts) -> tuple[BufferLayout, ...]:
+    """The buffers of version 2: one per data type of one FSDP root.
+
+    Args:
+        parameters: of the root, in its order.
+        cuts: the mesh, and which axes are flat.  Upstream those are its last axes, the very last one coarsest, and
+            the buffer is padded for all axes.  The layout numbers ranks by their position on the mesh, row-major.
+
+    Raises:
+        LayoutError: a scalar, which has no rows.
+    """
+    groups: defaultdict[str, list[Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        if not parameter.shape:
+            raise LayoutError(f"parameter {parameter.name!r} is a scalar, which has no rows")
+        groups[parameter.dtype].append(parameter)
+    return tuple(_v2(group, cuts) for group in groups.values())
+
+
+def _v1_groups(parameters: Iterable[Parameter], bucket_size: int | None) -> Iterator[list[Parameter]]:
+    groups: defaultdict[tuple[str, bool, int | None], list[Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        groups[parameter.dtype, parameter.expert, parameter.unit].append(parameter)
+    for (_, _, unit), group in groups.items():
+        yield from in_buckets(group, reaching((bucket_size or None) if unit is None else None))
+
+
+def _v1(group: Sequence[Parameter], ranks: int, bucket_size: int | None) -> BufferLayout:
+    widest_first = sorted(group, key=lambda p: -p.row)
+    factor = widest_first[0].row
+    for p in widest_first:
+        on_grid = p.row == factor or (factor % p.row == 0 and p.numel % factor == 0) or p.numel < factor
+        factor = factor if on_grid else math.lcm(factor, p.row)
+    small = [p for p in widest_first if p.numel < factor]
+    starts, stop = _place([p for p in widest_first if p.numel >= factor], small, factor, align=lambda p: 1)
+    size = round_up(stop, ranks * factor)
+    return BufferLayout(
+        algorithm="megatron-fsdp-v1",
+        version=1,
+        ranks=ranks,
+        slots=tuple(Slot(p, starts[p.name], 0) for p in group),
+        buckets=((0, size),),
+        shards=divided([(0, size)], ranks),
+        options={"bucket_size": bucket_size, "factor": factor},
+    )
+
+
+def _v2(group: Sequence[Parameter], cuts: Cuts) -> BufferLayout:
+    factor = math.lcm(*(p.row for p in group))
+    small = sorted((p for p in group if p.numel < factor), key=lambda p: -p.numel)
+    starts, stop = _place([p for p in group if p.numel >= factor], small, factor, align=lambda p: p.row)
+    size = round_up(stop, len(cuts.mesh.ranks) * factor)
+    part = size // cuts.shards
+    held = enumerate(cuts.shard(coordinate) for coordinate in product(*map(range, cuts.mesh.shape)))
+    return BufferLayout(
+        algorithm="megatron-fsdp-v2",
+        version=1,
+        ranks=len(cuts.mesh.ranks),
+        slots=tuple(Slot(p, starts[p.name], 0) for p in group),
+        buckets=((0, size),),
+        shards=tuple(
+            FlatShard(rank, number * part, (number + 1) * part)
+            for rank, number in sorted(held, key=lambda pair: pair[1])
+        ),
+        options={"factor": factor},
+    )
+
+
+def _place(
+    large: Sequence[Parameter], small: Sequence[Parameter], factor: int, align: Callable[[Parameter], int]
+) -> tuple[dict[str, int], int]:
+    """Starts by name, and where the last parameter ends.
+
+    ``large`` parameters begin or end on the grid: two whose remainders fit into one cell share it, one ending and one
+    beginning there.  What is left of such a cell is filled with ``small`` ones, each at a multiple of ``align``, and
+    the rest of those follows at the end.
+    """
+    starts: dict[str, int] = {}
+    large, small = list(large), list(small)
+    end = 0
+    while large:
+        first = large.pop(0)
+        starts[first.name] = end
+        rest = first.numel % factor
+        at = end + first.numel
+        end = gap = round_up(at, factor)
+        if not rest:
+            continue
+        for other in large:
+            if other.numel % factor and rest + other.numel % factor <= factor:
+                large.remove(other)
+                gap = starts[other.name] = end - other.numel % factor
+                end = gap + other.numel
+                break
+        for parameter in list(small):
+            start = round_up(at, align(parameter))
+            if start + parameter.numel <= gap:
+                small.remove(parameter)
+                starts[parameter.name] = start
+                at = start + parameter.numel
+    for parameter in small:
+        starts[parameter.name] = end = round_up(end, align(parameter))
+        end += parameter.numel
+    return starts, end

@@ -1,0 +1,196 @@
+"""Megatron's padded buffers: whole parameters in equal shards (layer-wise optimizer), or cut anywhere (all others).
+
+Rules read from Megatron-LM main d98e8a64 (``layer_wise_optimizer.py``, ``distrib_optimizer.py``, ``param_layout.py``)
+and megatron-core 0.19.2.  Parameters are taken in backprop order, the reverse of the forward order.  Where upstream
+computes in floating point, so do we: the last bit decides where a parameter goes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from .buffers import BufferLayout
+from .parameters import Chunk, Parameter, Ranks, in_buckets, numel, split
+from .slots import Slot, Span, divided, end_to_end, round_up
+
+START = 64
+"""Every parameter begins at a multiple of this many elements."""
+
+FILL = 0.9
+"""A bucket stays open until it would fill this share of shards as large as its largest parameter."""
+
+SLACK = 1 + 0.3
+"""How much of the mean shard of a bucket the cost-balanced packing may fill."""
+
+Packed = list[tuple[Parameter, int, int]]
+"""What one bucket holds: (parameter, shard, start in the shard)."""
+
+
+def padded_numel(
+    parameters: Iterable[Parameter], ranks: Ranks, bucket_size: int | None = None, busbw: bool = False
+) -> tuple[BufferLayout, ...]:
+    """Shards balanced by elements (core 0.18 and 0.19, branch dev): the largest first, to the emptiest shard.
+
+    Args:
+        parameters: in forward order.
+        bucket_size: elements at which a bucket closes (a soft minimum); None: one bucket.
+        busbw: buckets end at multiples of 2¹⁶ elements too (``pad_buckets_for_high_nccl_busbw``).
+    """
+
+    def buffer(own: Sequence[Parameter], shards: int) -> BufferLayout:
+        chunks = in_buckets(reversed(own), lambda chunk: _is_full(chunk, shards, bucket_size))
+        packed = (_by_numel(chunk, shards) for chunk in chunks)
+        return _assemble("padded-numel", own, shards, packed, bucket_size, busbw)
+
+    return tuple(buffer(own, ranks.of(own[0])) for own in split(parameters))
+
+
+def padded_nscost(
+    parameters: Iterable[Parameter], ranks: Ranks, bucket_size: int | None = None, busbw: bool = False
+) -> tuple[BufferLayout, ...]:
+    """Shards balanced by the cost of Newton-Schulz over the whole buffer (main since 2026-08-12).
+
+    Arguments as for `padded_numel`.  A full bucket still takes parameters that fit into its padding.
+    """
+
+    def buffer(own: Sequence[Parameter], shards: int) -> BufferLayout:
+        load = [0] * shards
+        chunks = _closed_when_grown(own, shards, bucket_size, _shard_divisor(shards, busbw))
+        packed = (_by_cost(chunk, load) for chunk in chunks if chunk)
+        return _assemble("padded-nscost", own, shards, packed, bucket_size, busbw)
+
+    return tuple(buffer(own, ranks.of(own[0])) for own in split(parameters))
+
+
+def distributed_optimizer(
+    parameters: Iterable[Parameter], ranks: Ranks, bucket_size: int | None = None, busbw: bool = False
+) -> tuple[BufferLayout, ...]:
+    """Buffers of the byte-sharded optimizer, for parameters that are no matrices: one after the other, cut anywhere.
+
+    Arguments as for `padded_numel`; here a bucket closes after the parameter that fills it.
+    """
+    return tuple(_cut_anywhere(own, ranks.of(own[0]), bucket_size, busbw) for own in split(parameters))
+
+
+def matrix_cost(parameter: Parameter) -> int:
+    """Megatron's estimate of Newton-Schulz: ``long * short²``; for what is not a matrix its elements."""
+    if len(parameter.shape) != 2:
+        return parameter.numel
+    short, long = sorted((parameter.shape[0] * parameter.fold, parameter.shape[1]))
+    return long * short * short
+
+
+def _bucket_divisor(ranks: int, busbw: bool) -> int:
+    return math.lcm(ranks, 128, 2**16 if busbw else 1)
+
+
+def _shard_divisor(ranks: int, busbw: bool) -> int:
+    return math.lcm(START, _bucket_divisor(ranks, busbw) // ranks)
+
+
+def _is_full(chunk: Chunk, ranks: int, bucket_size: int | None) -> bool:
+    if bucket_size is None or not chunk:
+        return False
+    return numel(chunk) >= max(bucket_size, int(ranks * max(p.numel for p in chunk) * FILL))
+
+
+def _closed_when_grown(
+    parameters: Sequence[Parameter], ranks: int, bucket_size: int | None, divisor: int
+) -> Iterator[Chunk]:
+    """What each bucket holds: a full one closes only before a parameter that would enlarge its shards.
+
+    Whether it would is estimated by sending each parameter, as it comes, to the emptiest shard.
+    """
+    chunk: Chunk = []
+    filled = [0] * ranks
+    for parameter in reversed(parameters):
+        if parameter.tied:
+            yield from (chunk, [parameter])
+            chunk, filled = [], [0] * ranks
+            continue
+        fits = round_up(min(filled), START) + parameter.numel <= round_up(max(filled), divisor)
+        if not fits and _is_full(chunk, ranks, bucket_size):
+            yield chunk
+            chunk, filled = [], [0] * ranks
+        shard = filled.index(min(filled))
+        filled[shard] = round_up(filled[shard], START) + parameter.numel
+        chunk.append(parameter)
+    yield chunk
+
+
+def _by_numel(chunk: Chunk, ranks: int) -> Packed:
+    placed: Packed = []
+    filled = [0] * ranks
+    for parameter in sorted(chunk, key=lambda p: -p.numel):
+        shard = filled.index(min(filled))
+        start = round_up(filled[shard], START)
+        filled[shard] = start + parameter.numel
+        placed.append((parameter, shard, start))
+    return placed
+
+
+def _by_cost(chunk: Chunk, load: list[int]) -> Packed:
+    """Adds to ``load``, the cost that each shard has from the buckets before.  A tied parameter costs nothing."""
+    if chunk[0].tied:
+        return [(chunk[0], 0, 0)]
+    placed: Packed = []
+    filled = [0] * len(load)
+    most = sum(parameter.numel for parameter in chunk) / len(load) * SLACK
+    for parameter in sorted(chunk, key=lambda p: -matrix_cost(p)):
+        fitting = [s for s, at in enumerate(filled) if round_up(at, START) + parameter.numel <= most]
+        shard = min(fitting, key=lambda s: load[s]) if fitting else filled.index(min(filled))
+        start = round_up(filled[shard], START)
+        filled[shard] = start + parameter.numel
+        load[shard] += matrix_cost(parameter)
+        placed.append((parameter, shard, start))
+    return placed
+
+
+def _assemble(
+    algorithm: str,
+    parameters: Sequence[Parameter],
+    ranks: int,
+    packed: Iterable[Packed],
+    bucket_size: int | None,
+    busbw: bool,
+) -> BufferLayout:
+    """Buckets one after the other, every shard of a bucket as large as its fullest."""
+    slots: dict[str, Slot] = {}
+    buckets: list[Span] = []
+    base = 0
+    for placed in packed:
+        size = round_up(max(start + p.numel for p, _, start in placed), _shard_divisor(ranks, busbw))
+        slots |= {p.name: Slot(p, base + shard * size + start, len(buckets)) for p, shard, start in placed}
+        buckets.append((base, base + ranks * size))
+        base += ranks * size
+    return BufferLayout(
+        algorithm=algorithm,
+        version=1,
+        ranks=ranks,
+        slots=tuple(slots[parameter.name] for parameter in parameters),
+        buckets=tuple(buckets),
+        shards=divided(buckets, ranks),
+        alignment=START,
+        whole=True,
+        options={"bucket_size": bucket_size, "busbw": busbw},
+    )
+
+
+def _cut_anywhere(parameters: Sequence[Parameter], ranks: int, bucket_size: int | None, busbw: bool) -> BufferLayout:
+    def full(chunk: Chunk) -> bool:
+        *before, last = (parameter.numel for parameter in chunk)
+        return bucket_size is not None and sum(round_up(size, START) for size in before) + last >= bucket_size
+
+    chunks = in_buckets(reversed(parameters), full)
+    slots, buckets = end_to_end(chunks, START, _bucket_divisor(ranks, busbw))
+    return BufferLayout(
+        algorithm="distributed-optimizer",
+        version=1,
+        ranks=ranks,
+        slots=tuple(slots[parameter.name] for parameter in parameters),
+        buckets=buckets,
+        shards=divided(buckets, ranks),
+        alignment=START,
+        options={"bucket_size": bucket_size, "busbw": busbw},
+    )

@@ -1,0 +1,126 @@
+"""What the rules for flat buffers look at in a model: its parameters, in forward order, and the sizes of its groups."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+
+from ..box import Index
+from ..errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter as a rank has it before data parallelism cuts it.
+
+    Args:
+        shape: after tensor and expert parallelism.
+        dtype: keeps parameters in buffers of their own; any name, such as ``"bfloat16"`` or ``"uint8/float32"``.
+        expert: reduced over the ranks of the expert data-parallel group, in a buffer of its own.
+        tied: shared by the first and the last pipeline stage (Megatron's ``shared_embedding``): a bucket of its own.
+        chunk: number of the model chunk (virtual pipeline stage).
+        unit: number of the FSDP unit; None outside any.
+        fold: how often the rows are repeated before the matrix is whole (Megatron's ``gtp_remat_size``).
+
+    Raises:
+        LayoutError: no elements.
+    """
+
+    name: str
+    shape: Index
+    dtype: str = "bfloat16"
+    expert: bool = False
+    tied: bool = False
+    chunk: int = 0
+    unit: int | None = None
+    fold: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.shape, default=1) < 1 or self.fold < 1:
+            raise LayoutError(f"parameter {self.name!r} of shape {self.shape} has no elements: leave it out")
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def row(self) -> int:
+        """Elements of one row, which is all but the first dim; 1 for vectors and scalars."""
+        return math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Sizes of the data-parallel groups (context parallelism included) of dense and of expert parameters.
+
+    Raises:
+        LayoutError: a group without ranks.
+    """
+
+    dense: int
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.dense, self.expert) < 1:
+            raise LayoutError(f"a data-parallel group needs ranks: {self}")
+
+    def of(self, parameter: Parameter) -> int:
+        """The size of the group over which the parameter, and so its whole buffer, is reduced."""
+        return self.expert if parameter.expert else self.dense
+
+
+def split(parameters: Iterable[Parameter]) -> tuple[tuple[Parameter, ...], ...]:
+    """The parameters of each buffer, in forward order: one buffer per model chunk, expert group and data type.
+
+    In Megatron's order: chunk by chunk, dense buffers before those of experts, then by first appearance
+    (``group_params_for_buffers``).
+
+    Raises:
+        LayoutError: two parameters of one name.
+    """
+    found: defaultdict[tuple[int, bool, str], list[Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        found[parameter.chunk, parameter.expert, parameter.dtype].append(parameter)
+    times = Counter(parameter.name for group in found.values() for parameter in group)
+    if twice := sorted(name for name, count in times.items() if count > 1):
+        raise LayoutError(f"parameters need names of their own, found more than once: {twice}")
+    return tuple(tuple(found[key]) for key in sorted(found, key=lambda key: key[:2]))
+
+
+Chunk = list[Parameter]
+"""What one bucket holds."""
+
+
+def in_buckets(
+    walk: Iterable[Parameter],
+    full: Callable[[Chunk], bool],
+    alone: Callable[[Parameter], bool] = attrgetter("tied"),
+) -> Iterator[Chunk]:
+    """What each bucket holds, none of them empty, in the order of ``walk``.
+
+    A bucket closes after the parameter with which it is ``full``; one that is ``alone`` has a bucket of its own.
+    """
+    bucket: Chunk = []
+    for parameter in walk:
+        if bucket and alone(parameter):
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+        if alone(parameter) or full(bucket):
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
+def reaching(size: int | None) -> Callable[[Chunk], bool]:
+    """Whether a bucket has at least ``size`` elements; None: never."""
+    return lambda bucket: size is not None and numel(bucket) >= size
+
+
+def numel(parameters: Iterable[Parameter]) -> int:
+    """Elements of all of them."""
+    return sum(parameter.numel for parameter in parameters)

@@ -1,0 +1,94 @@
+"""The makings of a flat buffer: where parameters begin, and which ranks hold which ranges.  Sizes are in elements."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from .flat import FlatShard, even_shards
+from .parameters import Parameter
+
+Span = tuple[int, int]
+"""Elements ``start:stop`` of a buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter and the element of the buffer at which it begins, row-major, in bucket number ``bucket``."""
+
+    parameter: Parameter
+    start: int
+    bucket: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.parameter.numel
+
+
+def round_up(value: int, divisor: int) -> int:
+    """The smallest multiple of ``divisor`` that is not below ``value``."""
+    return -(-value // divisor) * divisor
+
+
+def end_to_end(
+    chunks: Iterable[Sequence[Parameter]], alignment: int = 1, divisor: int = 1
+) -> tuple[dict[str, Slot], tuple[Span, ...]]:
+    """Slots by name and buckets, for what each bucket holds, one parameter after the other.
+
+    Args:
+        alignment: every parameter begins at a multiple of it.
+        divisor: every bucket ends at a multiple of it; itself a multiple of the alignment.
+    """
+    slots: dict[str, Slot] = {}
+    buckets: list[Span] = []
+    start = 0
+    for chunk in chunks:
+        stop = start
+        for parameter in chunk:
+            slot = slots[parameter.name] = Slot(parameter, round_up(stop, alignment), len(buckets))
+            stop = slot.stop
+        buckets.append((start, round_up(stop, divisor)))
+        start = buckets[-1][1]
+    return slots, tuple(buckets)
+
+
+def divided(buckets: Iterable[Span], ranks: int) -> tuple[FlatShard, ...]:
+    """Every bucket cut into equal parts, one per rank.
+
+    Raises:
+        LayoutError: a bucket does not divide; pad it first.
+    """
+    return stacked(
+        (start + part.start, start + part.stop, rank)
+        for start, stop in buckets
+        for rank, part in enumerate(even_shards(stop - start, ranks))
+    )
+
+
+def replicated(buckets: Iterable[Span], ranks: int) -> tuple[FlatShard, ...]:
+    """Every rank holds every bucket."""
+    return stacked((start, stop, rank) for start, stop in buckets for rank in range(ranks))
+
+
+def owned(slots: Iterable[Slot], numel: int, owners: Mapping[str, int]) -> tuple[FlatShard, ...]:
+    """Each slot of a buffer of ``numel`` elements with its owner, given by name.
+
+    Neighbours of one owner in a bucket make one shard, which reaches to the next one, the last to the end.
+    """
+    in_order = sorted(slots, key=lambda slot: slot.start)
+    runs = groupby(in_order, key=lambda slot: (slot.bucket, owners[slot.parameter.name]))
+    heads = [(next(run).start, rank) for (_, rank), run in runs]
+    ends = [*(start for start, _ in heads[1:]), numel]
+    return stacked((start, stop, rank) for (start, rank), stop in zip(heads, ends, strict=False))
+
+
+def stacked(held: Iterable[tuple[int, int, int]]) -> tuple[FlatShard, ...]:
+    """Shards of (start, stop, rank), in order: a rank's lie one after the other in its buffer."""
+    at: defaultdict[int, int] = defaultdict(int)
+    shards = []
+    for start, stop, rank in held:
+        shards.append(FlatShard(rank, start, stop, at[rank]))
+        at[rank] += stop - start
+    return tuple(shards)
