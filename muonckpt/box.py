@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import ge, sub
 
 from .errors import LayoutError
 
@@ -48,19 +49,17 @@ class Box:
 
     @property
     def shape(self) -> Index:
-        return tuple(hi - lo for lo, hi in zip(self.lo, self.hi, strict=True))
+        return tuple(map(sub, self.hi, self.lo))
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        return math.prod(map(sub, self.hi, self.lo))
 
     def __and__(self, other: Box) -> Box | None:
         """The intersection, or None where there is no common element."""
         lo = tuple(map(max, self.lo, other.lo))
         hi = tuple(map(min, self.hi, other.hi))
-        if any(a >= b for a, b in zip(lo, hi, strict=True)):
-            return None
-        return Box(lo, hi)
+        return None if any(map(ge, lo, hi)) else Box(lo, hi)
 
     def __contains__(self, other: Box) -> bool:
         """Whether every element of ``other`` is in this box."""

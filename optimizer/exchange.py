@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .newton_schulz import tree_sum
 from .ranks import Ranks, new_group
-from .route import NOTE, Key, Route, Strip
+from .route import NOTE, Key, Own, Route, Strip
 
 
 class Link(Protocol):
@@ -152,13 +152,35 @@ class Wire:
                 "none. The momentum of the others has taken this gradient in; do not repeat the step"
             )
 
-    def received(self, key: Key) -> Iterable[tuple[Strip, Tensor]]:
-        """What arrived of a tensor: each strip with its values, dense."""
+    def received(self, key: Key, own: Sequence[Parcel] = ()) -> Iterable[tuple[Strip, Tensor]]:
+        """What there is of a tensor: each strip that arrived, or is our own (:func:`kept`), with its values, dense."""
         assert self._buffer is not None, "not arrived"
         strips = self._route.receives.get(key, ())
-        if not strips:
-            return ()
-        return zip(strips, strips[0].coding.read([strip.on(self._buffer) for strip in strips]), strict=True)
+        return opened([*((strip, strip.on(self._buffer)) for strip in strips), *own])
+
+
+Parcel = tuple[Strip, tuple[Tensor, Tensor]]
+"""A strip as it is coded: its values and its tail."""
+
+
+def kept(own: Own, source: Callable[[Strip], Tensor], device: torch.device) -> list[Parcel]:
+    """What a rank has for itself, coded as if it had travelled.
+
+    Args:
+        source: the values of a strip.
+    """
+    buffer = torch.empty(own.bytes, dtype=torch.uint8, device=device)
+    for strip in own.sources:
+        strip.coding.write(source(strip), *strip.on(buffer))
+    return [(strip, strip.on(buffer)) for strip in own.targets]
+
+
+def opened(parcels: Sequence[Parcel]) -> Iterable[tuple[Strip, Tensor]]:
+    """All strips of one tensor, decoded."""
+    if not parcels:
+        return ()
+    coding = parcels[0][0].coding
+    return zip((strip for strip, _ in parcels), coding.read([coded for _, coded in parcels]), strict=True)
 
 
 def shared_sum(ranks: Ranks) -> Callable[[Iterator[Tensor]], Tensor]:

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 Int = NDArray[np.int64]
 
+SLACK = 1.05
+"""A matrix leaves its holders only where that saves more than a twentieth of the makespan: moving it costs bytes."""
+
 Entry = tuple[int, int, bool, bool, int]
 """Load, minus elements held, new to the shape, far from the matrix, position: the smallest is the best."""
 
@@ -42,11 +45,12 @@ def assign(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> list[tu
     """The positions of each matrix's owners, by longest processing time first (Graham 1969) over all shapes together.
 
     A matrix goes to the least loaded rank that holds part of it, so that what is whole somewhere moves nowhere and
-    what lies within a group of ranks stays there, as long as that rank's load stays within the best possible makespan,
-    ``max(sum / ranks, largest)``; after that, to the least loaded rank of all.  Among equally loaded ranks comes the
-    one that holds the most of it, then one that has matrices of its shape already, then one on the node (``node``
-    consecutive ranks) of the matrix's first holder, then the first.  No rank receives more elements than the mean
-    and one largest matrix; the one that has received the least is always below the mean, so that can always be kept.
+    what lies within a group of ranks stays there, as long as that rank's load stays within ``SLACK`` of the best
+    possible makespan, ``max(sum / ranks, largest)``; after that, to the least loaded rank of all.  Among equally loaded
+    ranks comes the one that holds the most of it, then one that has matrices of its shape already, then one on the node
+    (``node`` consecutive ranks) of the matrix's first holder, then the first.  No rank receives more elements than the
+    mean and one largest matrix; the one that has received the least is always below the mean, so that can always be
+    kept.
 
     A matrix that ranks share goes to the least loaded of the runs of so many ranks that begin at a multiple of it:
     such runs lie inside or outside of each other, so ranks can take their shared matrices in one order without waiting
@@ -69,7 +73,7 @@ def assign(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> list[tu
                 owners[index] = books.share(each)
                 continue
             owner = books.first(home, each)
-            if owner is None or books.load[owner] + each.cost > best:
+            if owner is None or books.load[owner] + each.cost > SLACK * best:
                 least = books.least(each)
                 owner = least if owner is None or books.load[least] < books.load[owner] else owner
             books.give(owner, each)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..layouts.tensors import local_of
-from .exchange import Link, Wire, agree, link, shared_sum
+from .exchange import Link, Wire, agree, kept, link, opened, shared_sum
 from .methods import MATRICES
 from .newton_schulz import Total, orthogonalize, orthogonalize_parts
 from .precision import PRECISIONS
+from .route import Own, Strip
 from .scalar import decay
 from .schedule import Ranks, Schedule, Wave
-from .units import Spec, Unit
+from .units import Slot, Spec, Unit
 
 Group = Mapping[str, Any]
 Scale = Callable[[Group, int, int], float]
@@ -138,17 +140,18 @@ class _Round:
         return wave, wire
 
     def _pack(self, wire: Wire, unit: int, param: int) -> None:
-        slots, gradient, group = self.slots[param], self.gradients[param], self.groups[param]
-        update, *extras = self.pipeline.specs[param].slots
-        assert gradient is not None, "an active parameter has a gradient"
-        for strip, write in wire.sending((unit, update.name)):
-            momentum = strip.of(slots["momentum_buffer"])
-            if group["nesterov"]:
-                momentum = torch.lerp(strip.of(gradient).to(momentum.dtype), momentum, group["momentum"])
-            write(momentum)
-        for slot in extras:
+        for slot in self.pipeline.specs[param].slots:
             for strip, write in wire.sending((unit, slot.name)):
-                write(strip.of(slots[slot.name]))
+                write(self._resting(param, slot, strip))
+
+    def _resting(self, param: int, slot: Slot, strip: Strip) -> Tensor:
+        """What an owner is given of a slot: of the momentum, the update that Nesterov's look ahead makes of it."""
+        values = strip.of(self.slots[param][slot.name])
+        group, gradient = self.groups[param], self.gradients[param]
+        if slot is not self.pipeline.specs[param].slots[0] or not group["nesterov"]:
+            return values
+        assert gradient is not None, "an active parameter has a gradient"
+        return torch.lerp(strip.of(gradient).to(values.dtype), values, group["momentum"])
 
     def orthogonalized(self, number: int, wave: Wave, arrived: Wire) -> Wire:
         """The results of this rank's matrices, ready to be sent back."""
@@ -162,13 +165,22 @@ class _Round:
                 # A fresh buffer: dense and aligned alike on every topology, as the bits of a product may depend on it.
                 numel = sum(m * n for m, n in self.units[unit].parts(slot, self.pipeline.rank))
                 memory = torch.empty(numel, dtype=slot.there.arrives, device=self.pipeline.device)
-                for strip, values in arrived.received((unit, slot.name)):
+                key, source = (unit, slot.name), partial(self._resting, param, slot)
+                own = kept(wave.gather.own.get(key, Own()), source, self.pipeline.device)
+                for strip, values in arrived.received(key, own):
                     strip.of(memory).copy_(values)
                 whole[slot.name] = memory
-            for name, memory in self._finished(unit, whole).items():
+            done = self._finished(unit, whole)
+            for name, memory in done.items():
                 for strip, write in back.sending((unit, name)):
                     write(strip.of(memory))
+            self._apply(unit, {name: self._own(wave, unit, name, memory) for name, memory in done.items()})
         return back
+
+    def _own(self, wave: Wave, unit: int, name: str, memory: Tensor) -> Iterable[tuple[Strip, Tensor]]:
+        """What of a result rests on this rank."""
+        own = wave.scatter.own.get((unit, name), Own())
+        return opened(kept(own, lambda strip: strip.of(memory), self.pipeline.device))
 
     def _finished(self, unit: int, whole: dict[str, Tensor]) -> dict[str, Tensor]:
         """Orthogonalise one matrix, or this rank's blocks of it; the memory of each of its slots."""
@@ -194,27 +206,32 @@ class _Round:
         return {update.name: MATRICES[group["algorithm"]].finish(result, rows, group), **rows}
 
     def apply(self, wave: Wave, arrived: Wire) -> None:
-        """Decay, scale and subtract, in float32 at least, whatever the parameter's dtype."""
+        """Apply what other owners have sent."""
         arrived.arrive()
         for unit in wave.held:
             param = self.units[unit].param
-            if not self.active[param]:
-                continue
-            group, weight = self.groups[param], self.dense[param]
-            update, *extras = self.pipeline.specs[param].slots
-            precision = torch.promote_types(weight.dtype, torch.float32)
-            rate = float(group["lr"])
-            scale = self.pipeline._scale(group, *self.units[unit].rows_columns)
-            for strip, values in arrived.received((unit, update.name)):
-                part = strip.of(weight)
-                exact, change = part.to(precision), values.to(precision)
-                decay([exact], [change], rate * group["weight_decay"], group["cautious"])
-                exact.add_(change, alpha=-rate * scale)
-                if exact is not part:
-                    part.copy_(exact)
-            for slot in extras:
-                for strip, values in arrived.received((unit, slot.name)):
-                    strip.of(self.slots[param][slot.name]).copy_(values)
+            if self.active[param]:
+                names = [slot.name for slot in self.pipeline.specs[param].slots]
+                self._apply(unit, {name: arrived.received((unit, name)) for name in names})
+
+    def _apply(self, unit: int, results: Mapping[str, Iterable[tuple[Strip, Tensor]]]) -> None:
+        """Decay, scale and subtract strips of a result, in float32 at least, whatever the parameter's dtype."""
+        param = self.units[unit].param
+        group, weight = self.groups[param], self.dense[param]
+        update, *extras = self.pipeline.specs[param].slots
+        precision = torch.promote_types(weight.dtype, torch.float32)
+        rate = float(group["lr"])
+        scale = self.pipeline._scale(group, *self.units[unit].rows_columns)
+        for strip, values in results[update.name]:
+            part = strip.of(weight)
+            exact, change = part.to(precision), values.to(precision)
+            decay([exact], [change], rate * group["weight_decay"], group["cautious"])
+            exact.add_(change, alpha=-rate * scale)
+            if exact is not part:
+                part.copy_(exact)
+        for slot in extras:
+            for strip, values in results[slot.name]:
+                strip.of(self.slots[param][slot.name]).copy_(values)
 
     def finish(self) -> None:
         """Copy back what is not contiguous in its own memory."""

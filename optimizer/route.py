@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 from torch import Tensor
 
 from ..box import Index
-from ..layout import Place
+from ..layout import Buffer, Place
 from ..plan import Copy, Share
 from .coding import Coding
+from .units import OWNER
 
 ALIGN = 8
 """Each rank's part of the wire begins at a multiple of this, in bytes: of the size of any element."""
@@ -53,11 +56,24 @@ class Strip:
 
 
 @dataclass(frozen=True, slots=True)
+class Own:
+    """What a rank has for itself: pairs of strips, from and to, at the same places of a buffer of ``bytes``.
+
+    It goes through the same coding as what travels, matrix by matrix, and never lies on a wire.
+    """
+
+    sources: tuple[Strip, ...] = ()
+    targets: tuple[Strip, ...] = ()
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
     """One rank's part of an exchange: strips by what travels, and bytes to and from each rank of the group."""
 
     sends: Mapping[Key, tuple[Strip, ...]]
     receives: Mapping[Key, tuple[Strip, ...]]
+    own: Mapping[Key, Own]
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
 
@@ -69,26 +85,44 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A tensor that travels, how, and this rank's share of its plan."""
+    """A tensor that travels, how, the rank that the share calls `units.OWNER`, and this rank's share of its plan."""
 
     key: Key
     coding: Coding
+    owner: int
     share: Share
 
+    def rank_of(self, buffer: Buffer) -> int:
+        found = self.owner if buffer == OWNER else buffer
+        assert isinstance(found, int), "the buffers of an exchange are ranks"
+        return found
 
-def route(items: Iterable[Item], ranks: Sequence[int]) -> Route:
+
+def route(items: Sequence[Item], ranks: Sequence[int], rank: int) -> Route:
     """The route of a list of items, which every rank of ``ranks`` (in the order of its group) must list alike."""
-    peers = {rank: index for index, rank in enumerate(ranks)}
-    outgoing: list[list[tuple[Item, Copy]]] = [[] for _ in ranks]
-    incoming: list[list[tuple[Item, Copy]]] = [[] for _ in ranks]
+    peers = {peer: index for index, peer in enumerate(ranks)}
+    outgoing: defaultdict[int, list[tuple[Item, Copy]]] = defaultdict(list)
+    incoming: defaultdict[int, list[tuple[Item, Copy]]] = defaultdict(list)
     for item in items:
         for copy in item.share.gives:
-            outgoing[peers[copy.target.buffer]].append((item, copy))  # type: ignore[index]
+            outgoing[peers[item.rank_of(copy.target.buffer)]].append((item, copy))
         for copy in item.share.takes:
-            incoming[peers[copy.source.buffer]].append((item, copy))  # type: ignore[index]
-    sends, send_counts = _laid_out(outgoing, lambda copy: copy.source)
-    receives, receive_counts = _laid_out(incoming, lambda copy: copy.target)
-    return Route(sends, receives, send_counts, receive_counts)
+            incoming[peers[item.rank_of(copy.source.buffer)]].append((item, copy))
+    outgoing.pop(peers[rank], None)
+    kept = incoming.pop(peers[rank], [])
+    sends, send_counts = _laid_out([outgoing.get(peer, []) for peer in range(len(ranks))], lambda copy: copy.source)
+    receives, receive_counts = _laid_out([incoming.get(p, []) for p in range(len(ranks))], lambda copy: copy.target)
+    return Route(sends, receives, _own(kept), send_counts, receive_counts)
+
+
+def _own(kept: Sequence[tuple[Item, Copy]]) -> Mapping[Key, Own]:
+    found = {}
+    for item, copies in groupby(kept, key=itemgetter(0)):
+        pairs = [(item, copy) for _, copy in copies]
+        sources, [size] = _laid_out([pairs], lambda copy: copy.source)
+        targets, _ = _laid_out([pairs], lambda copy: copy.target)
+        found[item.key] = Own(sources[item.key], targets[item.key], size)
+    return found
 
 
 def _laid_out(

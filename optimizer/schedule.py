@@ -15,11 +15,11 @@ from functools import lru_cache
 import numpy as np
 
 from ..layout import TensorLayout
-from ..plan import Share, make_share
+from ..plan import Copy, Share, make_share
 from .matrices import rows_columns
 from .owners import Work, assign, in_waves
 from .route import Item, Route, route
-from .units import Spec, Unit, residence, resident
+from .units import Slot, Spec, Unit, given, replicated, residence, resident
 
 Ranks = tuple[int, ...]
 
@@ -113,15 +113,24 @@ def _wave(numbers: Sequence[int], units: Sequence[Unit], specs: Sequence[Spec], 
     for number in numbers:
         unit = units[number]
         for slot in specs[unit.param].slots:
-            resting, whole = unit.resting(slot), unit.whole(slot)
-            gather.append(Item((number, slot.name), slot.there, _share(resting, whole, rank)))
-            scatter.append(Item((number, slot.name), slot.back, _share(whole, resting, rank)))
+            there, back = _shares(unit, slot, rank)
+            gather.append(Item((number, slot.name), slot.there, unit.owners[0], there))
+            scatter.append(Item((number, slot.name), slot.back, unit.owners[0], back))
     return Wave(
-        route(gather, ranks),
-        route(scatter, ranks),
+        route(gather, ranks, rank),
+        route(scatter, ranks, rank),
         tuple(number for number in numbers if rank in units[number].owners),
         tuple(numbers),
     )
+
+
+def _shares(unit: Unit, slot: Slot, rank: int) -> tuple[Share, Share]:
+    """What a rank does to bring a matrix of a slot to its owners, and to take the result back."""
+    if rank not in unit.owners and unit.blocks == 1 and not replicated(slot.layout):
+        copies = given(slot.layout, slot.fused, rank).get(unit.index, ())
+        return Share(copies, ()), Share((), tuple(Copy(copy.box, copy.target, copy.source) for copy in copies))
+    resting, whole = unit.resting(slot), unit.whole(slot)
+    return _share(resting, whole, rank), _share(whole, resting, rank)
 
 
 @lru_cache(maxsize=65536)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from ..box import Index
-from ..layout import Piece, TensorLayout, through
+from ..box import Index, row_major
+from ..layout import Piece, Place, TensorLayout, through
 from ..layouts.owned import blocks_layout, blocks_of
 from ..overlap import overlaps
+from ..plan import Copy
 from .coding import Coding
 from .matrices import Fused, matrices_of, rows_columns, shapes_of
 from .owners import Int
@@ -128,3 +130,37 @@ def resident(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...], rank: i
     """The numbers of a parameter's matrices of which a rank holds part."""
     at = ranks.index(rank)
     return frozenset(number for number, (holders, _) in enumerate(residence(layout, fused, ranks)) if at in holders)
+
+
+OWNER = "owner"
+"""Stands for the one owner of a matrix, whoever that is."""
+
+
+def replicated(layout: TensorLayout) -> bool:
+    """Whether any box has several holders, so that who gives it depends on who takes it."""
+    return len(layout.fragments) > len(layout.holders)
+
+
+@lru_cache(maxsize=4096)
+def given(layout: TensorLayout, fused: Fused, rank: int) -> Mapping[int, tuple[Copy, ...]]:
+    """What a rank gives of each matrix of a parameter to an owner that is another rank.  Nothing may be replicated.
+
+    The same as `plan.make_share` for every matrix and owner, made once for all of them.
+    """
+    matrices, shapes = matrices_of(layout.shape, fused), shapes_of(layout.shape, fused)
+    pieces = [(number, piece) for number, matrix in enumerate(matrices) for piece in matrix]
+    held = [layout.holders[box][0] for box in layout.held.get(rank, ())]
+    if not pieces or not held:
+        return {}
+    corners = [np.array([getattr(piece.box, end) for _, piece in pieces], np.int64) for end in ("lo", "hi")]
+    ours = [np.array([getattr(fragment.box, end) for fragment in held], np.int64) for end in ("lo", "hi")]
+    found: defaultdict[int, list[Copy]] = defaultdict(list)
+    for i, j in zip(*(index.tolist() for index in overlaps(*corners, *ours)), strict=True):
+        number, piece = pieces[i]
+        common = piece.box & held[j].box
+        assert common is not None, "overlaps() returned a pair of disjoint boxes"
+        moved = common.shift([new - old for new, old in zip(piece.origin, piece.box.lo, strict=True)])
+        strides = row_major(shapes[number])
+        offset = sum(lo * stride for lo, stride in zip(moved.lo, strides, strict=True))
+        found[number].append(Copy(moved, held[j].at(common.lo), Place(OWNER, offset, strides)))
+    return {number: tuple(copies) for number, copies in found.items()}

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from muonckpt.errors import LayoutError
-from muonckpt.layouts.mesh import Mesh, Replicate, Shard, mesh_layout, row_layout
+from muonckpt.layout import through
+from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, mesh_layout, row_layout
 from muonckpt.layouts.owned import owned_layout
 from muonckpt.optimizer.coding import Plain
 from muonckpt.optimizer.costs import CostTable, flops, measure
-from muonckpt.optimizer.matrices import Fused, matrices_of, reduced_shape
+from muonckpt.optimizer.matrices import Fused, matrices_of, reduced_shape, shapes_of
 from muonckpt.optimizer.owners import Work, assign, in_waves
 from muonckpt.optimizer.schedule import Schedule, make_schedule
-from muonckpt.optimizer.units import Slot, Spec, residence
+from muonckpt.optimizer.units import Slot, Spec, given, residence
+from muonckpt.plan import make_share
 
 HALF = Plain(torch.bfloat16)
 
@@ -203,3 +207,23 @@ def test_between_replicas_nothing_travels_to_the_owners_and_each_result_once(rep
     assert crossing(schedules, replica, "gather") == 0
     assert crossing(schedules, replica, "scatter") == 2 * sum(m * n for m, n in shapes)
     assert len({unit.owners for unit in schedules[0].units}) == 8
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_rank_gives_to_any_owner_is_its_share_of_the_plan(seed):
+    rng = np.random.default_rng(seed)
+    mesh = Mesh.of(int(rng.integers(1, 4)), int(rng.integers(1, 4)))
+    shape = tuple(rng.integers(1, 13, size=int(rng.integers(2, 4))).tolist())
+    dims = rng.integers(len(shape), size=2).tolist()
+    layout = mesh_layout(shape, mesh, (StridedShard(dims[0], 2), Shard(dims[1])))
+    rows, columns = shape[-2:]
+    fused = Fused((1, rows - 1) if rows > 1 else None, (columns - 1, 1) if columns > 1 else None)
+    for index, matrix in enumerate(matrices_of(shape, fused)):
+        whole = shapes_of(shape, fused)[index]
+        for rank in mesh.ranks:
+            for owner in set(mesh.ranks) - {rank}:
+                share = make_share(through(matrix, layout), owned_layout(whole, owner), rank)
+                found = given(layout, fused, rank).get(index, ())
+                assert share.takes == () and share.gives == tuple(
+                    replace(copy, target=replace(copy.target, buffer=owner)) for copy in found
+                )
