@@ -29,7 +29,7 @@ check: install
 	$(MAKE) docs test
 
 bench: install
-	for name in planner checkpoint; do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in planner checkpoint step step_plan padding; do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 # The examples in README.md and docs/ are run.
 docs: install

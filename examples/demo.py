@@ -1,9 +1,10 @@
-"""The main job, end to end: train on 4 ranks, save, reshard offline to 2 ranks, resume there, compare.
+"""The main job, end to end: train on 4 ranks as EP x FSDP, save, reshard offline to 2 ranks, resume there, compare.
 
 Gradients are added up in float64 (`sharding.shard`), where a sum of a few float32 numbers is exact, so its order does
-not matter and the run that goes on on 2 ranks must be the run on 4 ranks, bit for bit.  That claim is measured too:
-the 2-rank run is repeated with the batch dealt to the ranks in another order, and only as much difference as that
-makes is allowed.  As a control, resuming with zeroed momentum must be visibly another run.
+not matter and the run that goes on on 2 ranks must be the run on 4 ranks, bit for bit, with the experts split over the
+two or not.  That claim is measured too: the 2-rank run is repeated with the batch dealt to the ranks in another order,
+and only as much difference as that makes is allowed.  As a control, resuming with zeroed momentum must be visibly
+another run.
 
 Exits 1 if anything differs that should not, or does not differ that should.
 """
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,39 +26,46 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from model import ModelConfig, Transformer
+from report import Distance, Outcome, judge, show_distances, show_fingerprints, show_losses, stored_fingerprints
 from sharding import shard
 from text import global_batch, rank_rows, standard_library
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from training import train_step
 
 import muonckpt
 from muonckpt.fingerprint import as_hex, fingerprint
 from muonckpt.optimizer import Muon
-from muonckpt.store import directory
 
 OUT = Path(__file__).parents[1] / "out" / "demo"
+CHART = OUT / "losses.png"
 SAVE_AT, LAST = 20, 40
 ROWS, SEQ = 8, 128
 COMMAND = Path(sys.executable).with_name("muonckpt")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """One run: losses of its steps, final parameters in full, fingerprints of the momentum it began with, seconds."""
+class Continuation:
+    """How a run goes on on 2 ranks: `ep` of them share the experts, `deal` rotates the rows of the batch."""
 
-    losses: list[float]
-    parameters: dict[str, torch.Tensor]
-    fingerprints: dict[str, str]
-    train_seconds: float
-    io_seconds: float
+    label: str
+    ep: int = 1
+    deal: int = 0
+    zeroed: bool = False
 
 
-def build() -> tuple[Transformer, Muon]:
-    """The sharded model, and Muon for its matrices beside AdamW for the rest."""
+CONTINUATIONS = {
+    "resumed": Continuation("resumed on 2 ranks, ep=1 fsdp=2"),
+    "split": Continuation("resumed on 2 ranks, ep=2 fsdp=1", ep=2),
+    "dealt": Continuation("  batch dealt in another order", deal=2),
+    "zeroed": Continuation("  control: zeroed momentum", zeroed=True),
+}
+
+
+def build(ep: int) -> tuple[Transformer, Muon]:
+    """The sharded model, its experts split over `ep` ranks, and Muon for its matrices beside AdamW for the rest."""
     model = Transformer(ModelConfig())
-    shard(model, init_device_mesh("cpu", (dist.get_world_size(),)), reduce_dtype=torch.float64)
+    shard(model, ep, reduce_dtype=torch.float64)
     groups = []
     for weight in model.weights():
         if weight.kind in ("matrix", "experts"):
@@ -76,57 +85,56 @@ def train(model: Transformer, optimizer: Muon, first: int, last: int, deal: int 
     return losses
 
 
-def reference(rank: int, world: int) -> None:
-    """Train to the end on 4 ranks, saving half-way."""
-    with process_group(rank, world, "reference"):
-        model, optimizer = build()
-        begin = time.perf_counter()
-        losses = train(model, optimizer, 0, SAVE_AT)
-        trained = time.perf_counter() - begin
+def reference() -> None:
+    """Train to the end, saving half-way."""
+    model, optimizer = build(ep=2)
+    begin = time.perf_counter()
+    losses = train(model, optimizer, 0, SAVE_AT)
+    trained = time.perf_counter() - begin
+    begin = time.perf_counter()
+    weights, state = get_state_dict(model, optimizer)
+    muonckpt.save({"model": weights, "optimizer": state}, OUT / "four", provenance={"step": SAVE_AT})
+    saved = time.perf_counter() - begin
+    prints = momentum_fingerprints(state)
+    begin = time.perf_counter()
+    losses += train(model, optimizer, SAVE_AT, LAST)
+    keep("reference", Outcome(losses, whole(model), prints, trained + time.perf_counter() - begin, saved))
+
+
+def resumed() -> None:
+    """Resume every continuation from the resharded checkpoint."""
+    for name, how in CONTINUATIONS.items():
+        model, optimizer = build(how.ep)
         begin = time.perf_counter()
         weights, state = get_state_dict(model, optimizer)
-        muonckpt.save({"model": weights, "optimizer": state}, OUT / "four", provenance={"step": SAVE_AT})
-        saved = time.perf_counter() - begin
+        muonckpt.load({"model": weights, "optimizer": state}, OUT / "two")
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+        loaded = time.perf_counter() - begin
         prints = momentum_fingerprints(state)
+        if how.zeroed:
+            for slots in optimizer.state.values():
+                for slot in slots.keys() - {"step"}:
+                    slots[slot].zero_()
         begin = time.perf_counter()
-        losses += train(model, optimizer, SAVE_AT, LAST)
-        keep("reference", Outcome(losses, whole(model), prints, trained + time.perf_counter() - begin, saved))
+        losses = train(model, optimizer, SAVE_AT, LAST, how.deal)
+        keep(name, Outcome(losses, whole(model), prints, time.perf_counter() - begin, loaded))
 
 
-def resumed(rank: int, world: int) -> None:
-    """Resume on 2 ranks: as it should be, with the batch dealt otherwise, and with zeroed momentum."""
-    with process_group(rank, world, "resumed"):
-        for name, deal, zeroed in (("resumed", 0, False), ("dealt", 2, False), ("zeroed", 0, True)):
-            model, optimizer = build()
-            begin = time.perf_counter()
-            weights, state = get_state_dict(model, optimizer)
-            template = {"model": weights, "optimizer": state}
-            muonckpt.load(template, OUT / "two")
-            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=template["optimizer"])
-            loaded = time.perf_counter() - begin
-            prints = momentum_fingerprints(template["optimizer"])
-            if zeroed:
-                for slots in optimizer.state.values():
-                    for slot in slots.keys() - {"step"}:
-                        slots[slot].zero_()
-            begin = time.perf_counter()
-            losses = train(model, optimizer, SAVE_AT, LAST, deal)
-            keep(name, Outcome(losses, whole(model), prints, time.perf_counter() - begin, loaded))
+def on_ranks(world: int, phase: Callable[[], None]) -> None:
+    """Run a phase on `world` processes with a gloo process group."""
+    mp.start_processes(one_rank, (world, phase), nprocs=world, start_method="fork")  # torch is imported once
 
 
-class process_group:
-    """A gloo process group for the time of a phase."""
-
-    def __init__(self, rank: int, world: int, phase: str) -> None:
-        torch.set_num_threads(1)
-        store = dist.FileStore(str(OUT / f"{phase}.store"), world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *error: object) -> None:
-        dist.destroy_process_group()
+def one_rank(rank: int, world: int, phase: Callable[[], None]) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(OUT / f"{phase.__name__}.store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    phase()
+    dist.barrier()
+    dist.destroy_process_group()
+    # Gloo's threads outlive their group; if one of them drops a tensor while the interpreter shuts down, the process
+    # aborts (github.com/pytorch/pytorch/issues/190489).  So it ends without shutting down.
+    os._exit(0)
 
 
 def whole(model: Transformer) -> dict[str, torch.Tensor]:
@@ -149,12 +157,7 @@ def momentum_fingerprints(state: dict[str, Any]) -> dict[str, str]:
 
 def keep(name: str, outcome: Outcome) -> None:
     if dist.get_rank() == 0:
-        torch.save(outcome, OUT / f"{name}.pt")
-
-
-def outcome(name: str) -> Outcome:
-    found: Outcome = torch.load(OUT / f"{name}.pt", weights_only=False)  # written by this program, just now
-    return found
+        outcome.save(OUT / f"{name}.pt")
 
 
 def muonckpt_command(*arguments: str) -> float:
@@ -165,17 +168,8 @@ def muonckpt_command(*arguments: str) -> float:
     return time.perf_counter() - begin
 
 
-def stored_fingerprints(path: Path) -> dict[str, str | None]:
-    return {t.name: t.fingerprint for t in directory.read(path).tensors if t.name and t.slot == "momentum_buffer"}
-
-
 def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in path.iterdir())
-
-
-def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    assert a.keys() == b.keys()
-    return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
 def main() -> int:
@@ -183,80 +177,65 @@ def main() -> int:
     OUT.mkdir(parents=True)
     begin = time.perf_counter()
 
-    print(f"training on 4 ranks: {LAST} steps, saving at step {SAVE_AT} …", flush=True)
-    mp.spawn(reference, (4,), nprocs=4)
+    print(f"training on 4 ranks, ep=2 fsdp=2: {LAST} steps, saving at step {SAVE_AT} …", flush=True)
+    on_ranks(4, reference)
     muonckpt_command("inspect", "four")
     verify_seconds = muonckpt_command("verify", "four")
     reshard_seconds = muonckpt_command("reshard", "four", "two", "--mesh", "dp=2")
     muonckpt_command("verify", "two")
-    print("\nresuming on 2 ranks: as saved; with the batch dealt otherwise; with zeroed momentum …", flush=True)
-    mp.spawn(resumed, (2,), nprocs=2)
+    print("\nresuming on 2 ranks: ep=1; ep=2; with the batch dealt otherwise; with zeroed momentum …", flush=True)
+    on_ranks(2, resumed)
 
-    runs = {name: outcome(name) for name in ("reference", "resumed", "dealt", "zeroed")}
+    runs = {name: Outcome.load(OUT / f"{name}.pt") for name in ("reference", *CONTINUATIONS)}
+    draw(runs)
+    fine = report(runs, verify_seconds, reshard_seconds)
+    print(f"\n{time.perf_counter() - begin:.0f} s in all; both loss curves: {os.path.relpath(CHART)}")
+    return 0 if fine else 1
+
+
+def draw(runs: dict[str, Outcome]) -> None:
     chart.draw(
-        OUT / "losses.png",
-        chart.Curve("4 ranks, uninterrupted", runs["reference"].losses),
-        chart.Curve("resumed on 2 ranks", runs["resumed"].losses, SAVE_AT),
+        CHART,
+        chart.Curve("4 ranks (ep=2 fsdp=2), uninterrupted", runs["reference"].losses),
+        chart.Curve("resumed on 2 ranks (ep=1 fsdp=2)", runs["resumed"].losses, SAVE_AT),
         chart.Curve("resumed with zeroed momentum", runs["zeroed"].losses, SAVE_AT),
         title=f"Saved on 4 ranks at step {SAVE_AT}, resharded offline, resumed on 2",
     )
-    fine = report(runs, verify_seconds, reshard_seconds)
-    print(f"\n{time.perf_counter() - begin:.0f} s in all; both loss curves: {os.path.relpath(OUT / 'losses.png')}")
-    return 0 if fine else 1
 
 
 def report(runs: dict[str, Outcome], verify_seconds: float, reshard_seconds: float) -> bool:
     """Print the tables and the verdict."""
-    ref = runs["reference"]
-    tail = ref.losses[SAVE_AT:]
-    print(f"\n{'step':>6}  {'4 ranks':>12}  {'2 ranks':>12}  {'zeroed':>12}")
-    for step in (*range(SAVE_AT, LAST, 4), LAST - 1):
-        shown = (run.losses[step - SAVE_AT] for run in (runs["resumed"], runs["zeroed"]))
-        print(f"{step:>6}  {ref.losses[step]:>12.8f}  " + "  ".join(f"{loss:>12.8f}" for loss in shown))
-
-    differences = {
-        name: (
-            max(abs(a - b) for a, b in zip(run.losses, tail, strict=True)),
-            distance(run.parameters, ref.parameters),
-        )
-        for name, run in runs.items()
-        if name != "reference"
-    }
-    print("\nagainst the uninterrupted run   max |loss difference|   max |parameter difference|")
-    for name, label in (
-        ("resumed", "resumed on 2 ranks"),
-        ("dealt", "  batch dealt in another order"),
-        ("zeroed", "  control: zeroed momentum"),
-    ):
-        print(f"{label:<32}{differences[name][0]:<24.3g}{differences[name][1]:.3g}")
-
-    four, two = stored_fingerprints(OUT / "four"), stored_fingerprints(OUT / "two")
-    live = runs["resumed"].fingerprints
-    print(f"\n{'momentum of':<36}{'saved by 4':<18}{'resharded for 2':<18}in memory on 2")
-    for name, print_ in four.items():
-        same = "" if print_ == two[name] == live[name] else "   DIFFERENT"
-        print(f"{name:<36}{print_:<18}{two[name]:<18}{live[name]}{same}")
-
-    print(
-        f"\nsave {ref.io_seconds:.2f} s, verify {verify_seconds:.2f} s, reshard {reshard_seconds:.2f} s, "
-        f"load {runs['resumed'].io_seconds:.2f} s; checkpoint {size_of(OUT / 'four'):,} bytes in 4 files, "
-        f"{size_of(OUT / 'two'):,} in 2; training {ref.train_seconds / LAST:.2f} s a step on 4 ranks"
+    saved, loaded, split, zeroed = (runs[name] for name in ("reference", "resumed", "split", "zeroed"))
+    show_losses({"4 ranks": saved, "2, ep=1": loaded, "2, ep=2": split, "zeroed": zeroed}, SAVE_AT, LAST)
+    distances = {name: Distance.between(runs[name], saved) for name in CONTINUATIONS}
+    show_distances({how.label: distances[name] for name, how in CONTINUATIONS.items()})
+    same_momentum = show_fingerprints(
+        {
+            "saved by 4": stored_fingerprints(OUT / "four"),
+            "resharded for 2": stored_fingerprints(OUT / "two"),
+            "in memory, ep=1": loaded.fingerprints,
+            "in memory, ep=2": split.fingerprints,
+        }
     )
-
-    checks = {
-        "every momentum has one fingerprint: on 4 ranks, in both checkpoints, in memory on 2 ranks": (
-            four == two == live == ref.fingerprints
-        ),
-        f"2 ranks differ from 4 by no more than the order of reduction makes ({differences['dealt'][1]:.3g})": (
-            differences["resumed"] <= differences["dealt"]
-        ),
-        "without its momentum the run is visibly another one": differences["zeroed"][1]
-        > 1000 * max(differences["resumed"][1], 1e-6),
-    }
-    print()
-    for what, fine in checks.items():
-        print(f"{'ok' if fine else 'FAILED':<7}{what}")
-    return all(checks.values())
+    print(
+        f"\nsave {saved.io_seconds:.2f} s, verify {verify_seconds:.2f} s, reshard {reshard_seconds:.2f} s, "
+        f"load {loaded.io_seconds:.2f} s; checkpoint {size_of(OUT / 'four'):,} bytes in 4 files, "
+        f"{size_of(OUT / 'two'):,} in 2; training {saved.train_seconds / LAST:.2f} s a step on 4 ranks\n"
+    )
+    order, worst = distances["dealt"], max(distances["resumed"].parameters, distances["split"].parameters)
+    return judge(
+        {
+            "every momentum has one fingerprint: on 4 ranks, in both checkpoints, in memory on 2 ranks": (
+                same_momentum and saved.fingerprints == loaded.fingerprints
+            ),
+            f"2 ranks differ from 4 by no more than the order of reduction makes ({order.parameters:.3g})": (
+                distances["resumed"].within(order) and distances["split"].within(order)
+            ),
+            "without its momentum the run is visibly another one": (
+                distances["zeroed"].parameters > 1000 * max(worst, 1e-6)
+            ),
+        }
+    )
 
 
 if __name__ == "__main__":

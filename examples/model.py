@@ -14,13 +14,14 @@ from typing import Literal, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 Kind = Literal["matrix", "experts", "router", "embedding", "head", "vector"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The model's sizes. `hidden` (8/3 of `dim`) and `experts` do not divide over 4 ranks, on purpose."""
+    """The model's sizes. `hidden` (8/3 of `dim`) does not divide over ranks, on purpose."""
 
     vocabulary: int = 256
     dim: int = 128
@@ -94,34 +95,65 @@ class GatedMlp(nn.Module):
         yield Weight("matrix", self.down.weight)
 
 
-class MixtureOfExperts(nn.Module):
-    """Every expert sees every token, with a gate that is zero unless it was chosen: at this size that is
-    simpler than dispatching tokens, and no expert's gradient is ever missing.
+class Experts(nn.Module):
+    """Gated MLPs side by side, one per index of dim 0 of the weights.  Under expert parallelism the weights are
+    DTensors, of which a rank works with its own experts.
+
+    Every expert sees every token, with a gate that is zero unless it was chosen: at this size that is simpler than
+    dispatching tokens, and no expert's gradient is ever missing.
     """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(config.experts, 2 * config.expert_hidden, config.dim))
+        self.down = nn.Parameter(torch.empty(config.experts, config.dim, config.expert_hidden))
+
+    def forward(self, x: Tensor, gates: Tensor) -> Tensor:
+        """x: [batch, seq, dim]; gates: [batch, seq, experts of this rank] -> [batch, seq, dim], their sum by gates
+
+        Row by row, so that the products, hence their bits, do not depend on how many rows come together here.
+        """
+        weights = tuple(w.to_local() if isinstance(w, DTensor) else w for w in (self.gate_up, self.down))
+        return torch.stack([self.row(*row, *weights) for row in zip(x, gates, strict=True)])
+
+    def row(self, x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """x: [seq, dim]; gates: [seq, experts] -> [seq, dim]
+
+        One product an expert (a plain ``@`` would make one of all of them, with sums across experts in it). Weights
+        may be kept in a wider dtype than the products': their gradients are then added up in that.
+        """
+        copies = x.expand(len(gate_up), *x.shape)
+        gate, up = torch.bmm(copies, gate_up.to(x.dtype).mT).chunk(2, dim=-1)  # [experts, seq, expert_hidden] each
+        hidden = F.silu(gate) * up * gates.T.unsqueeze(-1)
+        return torch.bmm(hidden, down.to(x.dtype).mT).sum(dim=0)
+
+    def weights(self) -> Iterator[Weight]:
+        yield Weight("experts", self.gate_up, (self.down.shape[-1],) * 2)
+        yield Weight("experts", self.down)
+
+
+class MixtureOfExperts(nn.Module):
+    """A router, and the experts that it chooses for each token."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.chosen = config.experts_per_token
         self.router = nn.Linear(config.dim, config.experts)
         nn.init.zeros_(self.router.bias)
-        self.gate_up = nn.Parameter(torch.empty(config.experts, 2 * config.expert_hidden, config.dim))
-        self.down = nn.Parameter(torch.empty(config.experts, config.dim, config.expert_hidden))
+        self.experts = Experts(config)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, seq, dim] -> [batch, seq, dim]"""
-        tokens = x.flatten(0, 1)
-        scores = self.router(tokens)  # [tokens, experts]
+        scores = self.router(x)  # [batch, seq, experts]
         best, index = scores.topk(self.chosen, dim=-1)
         gates = torch.zeros_like(scores).scatter(-1, index, best.softmax(dim=-1))
-        gate, up = (tokens @ self.gate_up.mT).chunk(2, dim=-1)  # [experts, tokens, expert_hidden] each
-        hidden = F.silu(gate) * up * gates.T.unsqueeze(-1)
-        return (hidden @ self.down.mT).sum(dim=0).view_as(x)
+        result: Tensor = self.experts(x, gates)
+        return result
 
     def weights(self) -> Iterator[Weight]:
         yield Weight("router", self.router.weight)
         yield Weight("vector", self.router.bias)
-        yield Weight("experts", self.gate_up, (self.down.shape[-1],) * 2)
-        yield Weight("experts", self.down)
+        yield from self.experts.weights()
 
 
 class Block(nn.Module):
