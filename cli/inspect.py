@@ -11,10 +11,9 @@ from typing import Any
 
 import click
 
-from .. import record
 from ..record import Extent, Manifest, StateRecord
-from ..store import directory
 from ..store.dtypes import itemsize
+from ..store.formats import format_of
 from .output import printable, size, table
 from .parameters import CHECKPOINT
 
@@ -28,8 +27,9 @@ def command(checkpoint: Path, tensors: bool, as_json: bool) -> None:
 
     Reads metadata only; the checkpoint may be one of ours or any that torch.distributed.checkpoint wrote.
     """
-    manifest = directory.read(checkpoint)
-    summary = summarise(checkpoint, manifest)
+    found = format_of(checkpoint)
+    manifest = found.outline(checkpoint)
+    summary = summarise(checkpoint, found.name, manifest)
     if as_json:
         if tensors:
             summary["manifest"] = json.loads(manifest.to_json())
@@ -44,13 +44,13 @@ def command(checkpoint: Path, tensors: bool, as_json: bool) -> None:
         table(("tensor", "shape", "dtype", "convention", "chunks", "fingerprint"), list(map(_row, manifest.tensors)))
 
 
-def summarise(path: Path, manifest: Manifest) -> dict[str, Any]:
+def summarise(path: Path, kind: str, manifest: Manifest) -> dict[str, Any]:
     """The summary as JSON data: kind, provenance, counts and sizes, layouts, and a row per slot."""
     layouts = Counter(json.dumps(tensor.layout) for tensor in manifest.tensors if tensor.layout)
     chunks = sum(len(tensor.chunks) for tensor in manifest.tensors)
     return {
         "checkpoint": str(path),
-        "kind": "muonckpt" if (path / record.FILE).exists() else "stock DCP",
+        "kind": kind,
         "provenance": dict(manifest.provenance),
         "tensors": len(manifest.tensors),
         "chunks": chunks,

@@ -24,7 +24,8 @@ from ..errors import DestinationError, Interrupted, LayoutError, SourceError
 COMMANDS = {
     "inspect": "Say what is in a checkpoint and how it is laid out.",
     "verify": "Check that a checkpoint is whole: coverage, bounds, checksums, fingerprints, values.",
-    "reshard": "Rewrite a checkpoint for another number of ranks, without a GPU.",
+    "reshard": "Rewrite a checkpoint for another mesh or layout, without a GPU.",
+    "export": "Write the tensors of a checkpoint as safetensors or zarr.",
 }
 """Every command and its one-line help, so that `--help` imports none of them."""
 

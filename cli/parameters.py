@@ -31,7 +31,7 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic in new releas
 
 
 class MeshSizes(click.ParamType):  # type: ignore[type-arg]
-    """Sizes of mesh axes by name, such as dp=8."""
+    """Sizes of mesh axes by name, the outermost first, such as dp=8,tp=2."""
 
     name = "mesh"
 
@@ -42,6 +42,22 @@ class MeshSizes(click.ParamType):  # type: ignore[type-arg]
         for part in str(value).split(","):
             match = re.fullmatch(r"([A-Za-z_]\w*)=([1-9][0-9]*)", part.strip())
             if not match or match[1] in sizes or len(match[2]) > _MOST_DIGITS:
-                self.fail(f"{value!r} is not a mesh; write for example dp=8", param, context)
+                self.fail(f"{value!r} is not a mesh; write for example dp=8,tp=2", param, context)
             sizes[match[1]] = int(match[2])
         return sizes
+
+
+class ShardRule(click.ParamType):  # type: ignore[type-arg]
+    """A pattern for keys and the axes that cut what fits it, each with a dim: '*experts*=ep:0,dp:1'; none: '*='."""
+
+    name = "glob=axis:dim,..."
+
+    def convert(
+        self, value: object, param: click.Parameter | None, context: click.Context | None
+    ) -> tuple[str, tuple[tuple[str, int], ...]]:
+        glob, equals, listed = str(value).rpartition("=")  # a key may have a "=" itself, an axis not
+        found = [re.fullmatch(r"([A-Za-z_]\w*):([0-9]{1,2})", part.strip()) for part in listed.split(",") if listed]
+        cuts = tuple((match[1], int(match[2])) for match in found if match)
+        if not glob or not equals or len(cuts) != len(found):
+            self.fail(f"{value!r} is not a rule; write for example '*experts*=ep:0,dp:1'", param, context)
+        return glob, cuts

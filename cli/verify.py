@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from ..store import audit, directory
+from ..store import audit
+from ..store.formats import format_of
 from .output import printable, progress, size
 from .parameters import CHECKPOINT, JOBS
 
@@ -23,7 +24,7 @@ def command(checkpoint: Path, jobs: int, as_json: bool) -> int:
     Coverage, bounds, digests, CRC-32s, fingerprints, and infinite or NaN values.  A stock
     torch.distributed.checkpoint directory without our manifest is checked by the CRC-32 that every item carries.
     """
-    with progress("verify", audit.payload_bytes(directory.read(checkpoint))) as advance:
+    with progress("verify", audit.payload_bytes(format_of(checkpoint).outline(checkpoint))) as advance:
         report = audit.audit(checkpoint, advance, jobs)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report), indent=1))

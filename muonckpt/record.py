@@ -39,10 +39,10 @@ class Convention(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A range of bytes in one file of the checkpoint.
+    """A range of bytes in one file of the checkpoint: a plain name, or several joined by slashes (folders).
 
     Raises:
-        SourceError: the file is not a plain name inside the directory, or the range is negative.
+        SourceError: the file is not inside the directory by such names, or the range is negative.
     """
 
     file: str
@@ -51,8 +51,8 @@ class Extent:
 
     def __post_init__(self) -> None:
         # DCP's own names begin with underscores; a leading dot, a slash or anything exotic never does.
-        if not _COMPONENT.fullmatch(self.file):
-            raise SourceError(f"refused file name {self.file!r}: expected one plain component inside the checkpoint")
+        if not all(map(_COMPONENT.fullmatch, self.file.split("/"))):
+            raise SourceError(f"refused file name {self.file!r}: expected plain names inside the checkpoint")
         if self.offset < 0 or self.length < 0:
             raise SourceError(f"refused byte range {self.offset}+{self.length} of {self.file!r}")
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from .coefficients import COEFFICIENTS, CoefficientSet, Triple, coefficient_set
-from .gram import compound, pays, polynomial, spans
+from .gram import compound, pays, spans
 from .half import rounded
+from .products import TorchProducts, bounded_norm, copied, held, products, squares
 
-__all__ = ["COEFFICIENTS", "orthogonalize", "orthogonalize_parts", "tree_sum"]
+__all__ = ["COEFFICIENTS", "orthogonalize", "orthogonalize_batch", "orthogonalize_parts", "tree_sum"]
 
 Total = Callable[[Iterator[Tensor]], Tensor]
 
@@ -42,6 +43,7 @@ def orthogonalize(
     dtype: torch.dtype = torch.bfloat16,
     eps: float = 1e-7,
     gram: Sequence[int] | None = None,
+    copies: int = 1,
 ) -> Tensor:
     """The approximate polar factor ``U Vᵀ`` of ``matrix = U S Vᵀ``; ``matrix`` itself is left alone.
 
@@ -64,6 +66,7 @@ def orthogonalize(
             matrix, e.g. ``(2,)``, or ``()`` for never.  It is used where it saves work, by shape alone
             (:func:`.gram.pays`); other matrices take the plain form.  With bf16 its operands are rounded to fp16,
             an eighth of the error at the same cost, and the result to bf16.
+        copies: how many matrices of this shape the model has, for the choice of kernels on a GPU (:mod:`.products`).
 
     Returns:
         ``[m, n]``, contiguous, of ``dtype``.  Zeros for zeros.  All NaN if an element is not finite or the
@@ -73,21 +76,60 @@ def orthogonalize(
         ValueError: not a matrix of floats, an unknown name, no step, another dtype, or restarts that are out of order
             or too few (:func:`.gram.spans`).
     """
-    chosen, triples = _checked([matrix], coefficients, steps, dtype)
-    runs = spans(gram, steps, dtype) if gram is not None else ()
-    tall = matrix.shape[0] > matrix.shape[1]
-    compounded = bool(runs) and pays(*matrix.shape)
-    inner = torch.float16 if compounded and dtype.itemsize == 2 else dtype
+    if matrix.ndim != 2:
+        raise ValueError(f"expected a matrix of floats, got shape {tuple(matrix.shape)} of {matrix.dtype}")
+    return orthogonalize_batch(
+        matrix.unsqueeze(0),
+        coefficients=coefficients,
+        steps=steps,
+        dtype=dtype,
+        eps=eps,
+        gram=gram,
+        copies=copies,
+    )[0]
 
-    x = _copied(matrix.mT if tall else matrix, inner)
-    x = rounded(x.div_(_norm(_squares(x), eps, chosen)), inner)
-    if compounded:
-        for start, stop in runs:
-            x = rounded(compound(rounded(x @ x.mT, inner), triples[start:stop], inner) @ x, inner)
-    else:
-        for a, b, c in triples:
-            x = _step(x, a, polynomial(rounded(x @ x.mT, dtype), b, c, dtype), dtype)
-    return _released(x.mT if tall else x, dtype)
+
+@torch.no_grad()
+def orthogonalize_batch(
+    stack: Tensor,
+    *,
+    coefficients: str | CoefficientSet = "quintic",
+    steps: int = 5,
+    dtype: torch.dtype = torch.bfloat16,
+    eps: float = 1e-7,
+    gram: Sequence[int] | None = None,
+    copies: int | None = None,
+) -> Tensor:
+    """:func:`orthogonalize` for matrices of one shape: ``[B, m, n]`` in and out.
+
+    With kernels of ours, all are done by as many launches as one.  Each matrix gets the bits that it has alone, if
+    ``copies`` is the same.
+
+    Args:
+        copies: None for ``B``.
+    """
+    if stack.ndim != 3:
+        raise ValueError(f"expected a stack of matrices of one shape, got shape {tuple(stack.shape)}")
+    count, rows, columns = stack.shape
+    chosen, triples = _checked(list(stack) or [stack.new_empty(rows, columns)], coefficients, steps, dtype)
+    runs = spans(gram, steps, dtype) if gram is not None else ()
+    tall = rows > columns
+    compounded = bool(runs) and pays(rows, columns)
+    inner = torch.float16 if compounded and dtype.itemsize == 2 else dtype
+    kind = products(stack.device, inner, rows, columns, count if copies is None else copies)
+
+    def work(x: Tensor) -> Tensor:
+        x = kind.normal(x, eps, chosen.norm_scale / HOLD)
+        if compounded:
+            for start, stop in runs:
+                x = kind.added(x, 0.0, compound(kind.gram(x), triples[start:stop], kind))
+        else:
+            for a, b, c in triples:
+                x = kind.added(x, a, kind.square(kind.gram(x), b, c))
+        return x
+
+    done = kind.over(stack.mT if tall else stack, work)
+    return _released(done.mT if tall else done, dtype)
 
 
 @torch.no_grad()
@@ -105,7 +147,8 @@ def orthogonalize_parts(
     The matrix is cut into blocks of columns (of rows if it is tall, each given transposed), and each rank has some of
     them.  Everything is computed block by block, and only Gram matrices are added up, so the result does not depend on
     which rank has which blocks, if ``total`` does not.  How the matrix is cut does change the last bits.  The plain
-    form only.  The other promises are those of :func:`orthogonalize`, which does the same to one block.
+    form only, by torch.  The other promises are those of :func:`orthogonalize`, which does the same to one block, up to
+    the last bits where it uses kernels or the 16-bit units of a CPU.
 
     Args:
         parts: blocks ``[s, l_i]`` in order, at least one, where ``s`` is the short side of the whole matrix; ``l_i``
@@ -123,13 +166,14 @@ def orthogonalize_parts(
             dtype.
     """
     chosen, triples = _checked(parts, coefficients, steps, dtype)
-    copies = [_copied(part, dtype) for part in parts]
-    norm = _norm(total(_squares(x) for x in copies), eps, chosen)
-    xs = [rounded(x.div_(norm), dtype) for x in copies]
+    exact = [copied(part, dtype) for part in parts]
+    norm = bounded_norm(total(squares(x) for x in exact), eps, chosen.norm_scale / HOLD)
+    xs = [rounded(x.div_(norm), dtype) for x in exact]
+    kind = TorchProducts(dtype, held(parts[0].device, dtype))
     for a, b, c in triples:
         gram = rounded(total(_unrounded_gram(x) for x in xs), dtype)
-        p = polynomial(gram, b, c, dtype)
-        xs = [_step(x, a, p, dtype) for x in xs]
+        p = kind.square(gram, b, c)
+        xs = [kind.added(x, a, p) for x in xs]
     return [_released(x, dtype) for x in xs]
 
 
@@ -166,31 +210,6 @@ def _checked(
         raise ValueError(f"Newton-Schulz runs in {', '.join(map(str, _DTYPES))}, got {dtype}")
     chosen = coefficient_set(coefficients)
     return chosen, tuple((a, b / HOLD**2, c / HOLD**4) for a, b, c in chosen.schedule(steps))
-
-
-def _copied(wide: Tensor, dtype: torch.dtype) -> Tensor:
-    """A fresh contiguous copy, in fp32 at least."""
-    exact = torch.promote_types(torch.float32, dtype)
-    return torch.empty(wide.shape, dtype=exact, device=wide.device).copy_(wide)
-
-
-def _squares(x: Tensor) -> Tensor:
-    """The sum of squares, ``[1, 1]``."""
-    # Row by row: torch's CPU kernel keeps plain running fp32 sums, and over 2**27 elements they are 4 % off.
-    by_row: Tensor = torch.linalg.vector_norm(x, dim=1).square_()
-    return by_row.sum().view(1, 1)
-
-
-def _norm(squares: Tensor, eps: float, chosen: CoefficientSet) -> Tensor:
-    """What to divide a matrix with this sum of squares by, so that it has a norm of ``HOLD`` over the set's margin."""
-    norm = squares.sqrt()
-    # An infinite norm would divide finite elements to zero.
-    return norm.where(norm.isfinite(), torch.nan).clamp_(min=eps).mul_(chosen.norm_scale / HOLD)
-
-
-def _step(x: Tensor, a: float, p: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a·x + p·x`` for ``x`` of ``[s, l]``."""
-    return rounded(torch.addmm(x, p, x, beta=a), dtype)
 
 
 def _unrounded_gram(x: Tensor) -> Tensor:

@@ -11,10 +11,18 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for every process that a test starts
 
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, which torch does on some paths
+
 import workers
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU (`make gpu` runs these)")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from muonckpt.optimizer.coefficients import COEFFICIENTS
 from muonckpt.optimizer.gram import compound, cost, pays, spans
 from muonckpt.optimizer.newton_schulz import orthogonalize
+from muonckpt.optimizer.products import TorchProducts
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -102,7 +103,8 @@ def test_what_is_refused_would_be_useless() -> None:
     triples = COEFFICIENTS["polar_express_gram"].schedule(5)
     # On a CPU products are fp32 ones of rounded operands, as everywhere in the package.
     operand = {dtype: x.to(dtype).float() for dtype in (BF16, FP16)}
-    found = {dtype: compound((x @ x.mT).to(dtype).float(), triples, dtype) @ x for dtype, x in operand.items()}
+    kinds = {dtype: TorchProducts(dtype, FP32) for dtype in operand}
+    found = {dtype: compound((x @ x.mT).to(dtype).float(), triples, kinds[dtype]) @ x for dtype, x in operand.items()}
     assert noise(found[BF16], "1/k") > 1000
     assert 0.1 < noise(found[FP16], "1/k") < 1
 

@@ -47,6 +47,10 @@ COLLECTIVES = {
     "barrier",
     "all_gather_object",
     "all_gather_into_tensor",
+    "reduce",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_gather_single",
     "send",
     "recv",
 }

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from muonckpt.optimizer.coefficients import COEFFICIENTS, SAFE_TAIL, CoefficientSet, coefficient_set
-from muonckpt.optimizer.newton_schulz import _squares, orthogonalize
+from muonckpt.optimizer.newton_schulz import orthogonalize
+from muonckpt.optimizer.products import squares
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAMES = tuple(COEFFICIENTS)
@@ -271,7 +272,7 @@ def test_divergence_is_not_hidden(bad: float, name: str) -> None:
 
 def test_norm_of_a_large_matrix() -> None:
     """A single running fp32 sum over these elements is 1 % off."""
-    assert float(_squares(torch.full((4096, 4096), 0.3)).sqrt()) == pytest.approx(0.3 * 4096, rel=1e-5)
+    assert float(squares(torch.full((4096, 4096), 0.3)).sqrt()) == pytest.approx(0.3 * 4096, rel=1e-5)
 
 
 def test_refusals() -> None:

@@ -16,9 +16,10 @@ from .. import record
 from ..errors import LayoutError, MuonckptError
 from ..fingerprint import as_hex, combine
 from ..record import Blob, Chunk, Extent, Manifest, StateRecord
-from . import dcp, directory
+from . import dcp
 from .band import bands
 from .dtypes import dtype, itemsize
+from .formats import DCP, OWN, format_of
 from .payload import BAND, Payloads, as_words, check_blob, payload_of
 from .sums import Sums
 
@@ -44,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What an audit saw.  ``unchecked`` chunks have neither digest nor CRC-32; ``notes`` are no faults.
+    """What an audit saw.  ``unchecked`` chunks have no sum of any kind; ``notes`` are no faults.
 
     ``fingerprints`` are those of the bytes that are there, for every tensor that could be read whole.
     """
@@ -82,12 +83,14 @@ def audit(path: Path, progress: Progress = lambda count: None, threads: int = 2)
     Raises:
         SourceError: the metadata cannot be read at all.
     """
-    manifest = directory.read(path, payloads=True)
+    found = format_of(path)
+    manifest = found.read(path)
     findings: list[Finding] = list(_against_metadata(path, manifest))
-    notes = [f"{name} belongs to no item of this checkpoint" for name in _orphans(path, manifest)]
+    strangers = _orphans(path, manifest) if found in (OWN, DCP) else []
+    notes = [f"{name} belongs to no item of this checkpoint" for name in strangers]
     fingerprints = {}
     jobs = [(tensor, chunk) for tensor in manifest.tensors for chunk in tensor.chunks if chunk.box.numel]
-    with Payloads(path) as payloads, ThreadPoolExecutor(threads) as pool:
+    with found.payloads(path) as payloads, ThreadPoolExecutor(threads) as pool:
         results = pool.map(lambda job: _audit_chunk(payloads, job[0], job[1], progress), jobs)
         by_key: defaultdict[str, list[_ChunkResult]] = defaultdict(list)
         for (tensor, _), result in zip(jobs, results, strict=True):
@@ -104,7 +107,7 @@ def audit(path: Path, progress: Progress = lambda count: None, threads: int = 2)
         chunks=len(jobs),
         blobs=len(manifest.blobs),
         payload_bytes=payload_bytes(manifest),
-        unchecked=sum(chunk.digest is None and chunk.crc32 is None for _, chunk in jobs),
+        unchecked=sum({t.fingerprint, c.digest, c.crc32} == {None} for t, c in jobs),
         fingerprints=fingerprints,
         findings=tuple(findings),
         notes=tuple(notes),

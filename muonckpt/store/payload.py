@@ -48,7 +48,7 @@ class Payloads:
             SourceError: no such regular file in the directory, or it is too short.
         """
         if extent.file not in self._maps:
-            self._maps[extent.file] = _map(self.directory / extent.file)
+            self._maps[extent.file] = _map(self.directory, extent.file)
         mapped = self._maps[extent.file]
         # The size that it has now: to touch a page of a map whose file has been cut meanwhile ends the process.
         size = mapped.size() if isinstance(mapped, mmap.mmap) else 0
@@ -143,6 +143,9 @@ def payload_of(tensor: StateRecord, chunk: Chunk) -> Extent:
     return chunk.payload
 
 
-def _map(file: Path) -> mmap.mmap | bytes:
+def _map(directory: Path, name: str) -> mmap.mmap | bytes:
+    file = directory / name
+    if file.parent.resolve() != directory.resolve() / Path(name).parent:
+        raise SourceError(f"cannot open {file}: there is a symbolic link on the way")
     with open_regular(file) as handle:
         return mmap.mmap(handle, 0, access=mmap.ACCESS_READ) if os.fstat(handle).st_size else b""

@@ -1,0 +1,64 @@
+"""What the entries of a checkpoint are, by their dialect: weights, state, counters, options and the rest."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from ..record import Blob, Manifest, StateRecord
+from .dialects import Dialect
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The entries of a checkpoint, sorted; tensors by their position in the manifest.
+
+    Attributes:
+        tensors: weights, by (None, parameter), and state, by (slot, parameter).
+        counters: state that is a 0-d tensor or a plain item, by parameter and slot.
+        others, items: tensors and items to be carried: neither state nor options of groups, or derived state.
+        positions: of all tensors in the manifest, by key.
+        left: keys of the slots that are to be left behind.
+    """
+
+    tensors: Mapping[tuple[str | None, str], int]
+    counters: Mapping[str, Mapping[str, StateRecord | Blob]]
+    others: tuple[int, ...]
+    items: tuple[Blob, ...]
+    positions: Mapping[str, int]
+    left: tuple[str, ...]
+
+
+def contents(manifest: Manifest, dialect: Dialect, leave: Collection[str]) -> Contents:
+    """Sort the entries of a checkpoint; slots in ``leave`` are only listed."""
+    tensors: dict[tuple[str | None, str], int] = {}
+    counters: defaultdict[str, dict[str, StateRecord | Blob]] = defaultdict(dict)
+    others: list[int] = []
+    items: list[Blob] = []
+    left: list[str] = []
+    positions = {tensor.key: at for at, tensor in enumerate(manifest.tensors)}
+    entries: tuple[StateRecord | Blob, ...] = (*manifest.tensors, *manifest.blobs)
+    for entry in entries:
+        at = positions.get(entry.key)
+        shape = None if at is None else manifest.tensors[at].shape
+        state = dialect.state.read(entry.path)
+        weight = dialect.model.read(entry.path) if at is not None else None
+        if state and state["slot"] in leave:
+            left.append(entry.key)
+        elif state and isinstance(entry, Blob) and state["slot"] in dialect.derived:
+            items.append(entry)
+        elif state and at is not None and shape:
+            tensors[state["slot"], state["name"]] = at
+        elif state:
+            counters[state["name"]][state["slot"]] = entry
+        elif dialect.option is not None and dialect.option.read(entry.path):
+            continue
+        elif at is not None and weight:
+            tensors[None, weight["name"]] = at
+        elif at is not None:
+            others.append(at)
+        else:
+            assert isinstance(entry, Blob), "tensors have positions"
+            items.append(entry)
+    return Contents(tensors, counters, tuple(others), tuple(items), positions, tuple(left))

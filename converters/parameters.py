@@ -1,0 +1,84 @@
+"""The parameters of a checkpoint that is translated: what each is called, how it is updated, how far it is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import SourceError
+from ..record import Manifest
+from ..store.values import Values
+from .contents import Contents
+from .conventions import Said
+from .dialects import Dialect, Method
+from .groups import Group
+from .structure import Tensor
+
+Columns = Mapping[str | None, Mapping[str, Tensor]]
+"""The weights (None) and each slot's tensors, by the target's names of parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What is known of the source while it is translated."""
+
+    manifest: Manifest
+    dialect: Dialect
+    target: Dialect
+    values: Values
+    said: Said
+    has: Contents
+    groups: Mapping[str, Group]
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A parameter of the target that has state: the source's names for it, its method in both dialects, its group."""
+
+    name: str
+    aliases: tuple[str, ...]
+    theirs: Method
+    ours: Method
+    group: Group | None
+    step: int | None
+
+
+def params_of(side: Side, columns: Columns) -> Iterator[Param]:
+    """The parameters of the target that have state."""
+    aliases: defaultdict[str, list[str]] = defaultdict(list)
+    slots: defaultdict[str, set[str]] = defaultdict(set)
+    for slot, tensors in columns.items():
+        for name, tensor in tensors.items():
+            aliases[name] += tensor.aliases
+            slots[name] |= {slot} - {None} if slot is not None else set()
+    for name, known in aliases.items():
+        slots[name].update(slot for alias in known for slot in side.has.counters.get(alias, ()))
+        if slots[name]:
+            yield _param(side, name, tuple(dict.fromkeys(known)), frozenset(slots[name]))
+
+
+def _param(side: Side, name: str, aliases: tuple[str, ...], slots: frozenset[str]) -> Param:
+    group = next((side.groups[alias] for alias in aliases if alias in side.groups), None)
+    option = side.dialect.method_option or ""
+    named = side.values.read(group.items[option]) if group and option in group.items else None
+    theirs = side.dialect.method(slots, named, name)
+    ours = theirs if side.target is side.dialect else side.target.writes(theirs)
+    return Param(name, aliases, theirs, ours, group, _step(side, name, aliases, theirs, group))
+
+
+def _step(side: Side, name: str, aliases: tuple[str, ...], method: Method, group: Group | None) -> int | None:
+    """How many steps the parameter has taken, if the source says so.
+
+    Raises:
+        SourceError: its parts have taken different numbers.
+    """
+    slot, option = method.slots.get("step", ""), method.options.get("step", "")
+    entries: list[Any] = [side.has.counters[a][slot] for a in aliases if slot in side.has.counters.get(a, ())]
+    if not entries and group is not None and option in group.items:
+        entries = [group.items[option]]
+    steps = {int(side.values.read(entry)) for entry in entries}
+    if len(steps) > 1:
+        raise SourceError(f"parameter {name!r} is made of parts that have taken {sorted(steps)} steps")
+    return steps.pop() if steps else side.said.step

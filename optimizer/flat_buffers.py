@@ -1,0 +1,211 @@
+"""A model's parameters and gradients in flat buffers, and what one rank holds of each.  Nothing here communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..box import Box, flat_boxes
+from ..errors import LayoutError
+from ..layouts.balanced import balanced
+from ..layouts.buffers import BufferLayout, rank_of
+from ..layouts.megatron_compact import pingpong_legacy, pingpong_total_order
+from ..layouts.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
+from ..layouts.parameters import Parameter, Ranks
+from ..layouts.slots import Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a layout is made of.
+
+    Args:
+        parameters: in forward order.
+        matrices: names of those whose owner must have all of them.
+        groups: names in each parameter group.
+        bucket_size: elements at which a bucket closes; None: one bucket.
+        previous: owners by name that a balanced layout should keep.
+    """
+
+    parameters: tuple[Parameter, ...]
+    matrices: frozenset[str]
+    ranks: Ranks
+    groups: tuple[tuple[str, ...], ...]
+    bucket_size: int | None
+    previous: Mapping[str, int | None] | None = None
+
+    def whole(self) -> list[Parameter]:
+        return [parameter for parameter in self.parameters if parameter.name in self.matrices]
+
+    def siblings(self) -> tuple[BufferLayout, ...]:
+        """Buffers of everything else, cut into equal shards wherever that falls."""
+        rest = (parameter for parameter in self.parameters if parameter.name not in self.matrices)
+        return distributed_optimizer(rest, self.ranks, self.bucket_size)
+
+
+def _padded(wanted: Wanted) -> tuple[BufferLayout, ...]:
+    return *padded_nscost(wanted.whole(), wanted.ranks, wanted.bucket_size), *wanted.siblings()
+
+
+def _padded_by_numel(wanted: Wanted) -> tuple[BufferLayout, ...]:
+    return *padded_numel(wanted.whole(), wanted.ranks, wanted.bucket_size), *wanted.siblings()
+
+
+def _compact(wanted: Wanted) -> tuple[BufferLayout, ...]:
+    return *pingpong_total_order(wanted.whole(), wanted.ranks, wanted.bucket_size), *wanted.siblings()
+
+
+def _legacy(wanted: Wanted) -> tuple[BufferLayout, ...]:
+    return pingpong_legacy(wanted.parameters, wanted.ranks, wanted.bucket_size, wanted.groups)
+
+
+def _balanced(wanted: Wanted) -> tuple[BufferLayout, ...]:
+    return *balanced(wanted.whole(), wanted.ranks, wanted.bucket_size, wanted.previous), *wanted.siblings()
+
+
+LAYOUTS = {
+    "padded": _padded,
+    "padded-numel": _padded_by_numel,
+    "compact": _compact,
+    "legacy": _legacy,
+    "balanced": _balanced,
+}
+"""Who places parameters.  All but "legacy" cut what is no matrix into equal shards, in buffers of their own."""
+
+
+def laid_out(layout: str | Sequence[BufferLayout], wanted: Wanted) -> tuple[BufferLayout, ...]:
+    """The buffers of a layout: of a key of `LAYOUTS`, or as they were recorded.
+
+    Raises:
+        ValueError: an unknown layout.
+        LayoutError: recorded buffers of other parameters or of other ranks, or that cut a matrix.
+    """
+    if isinstance(layout, str):
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}, or recorded buffers")
+        return LAYOUTS[layout](wanted)
+    recorded = {slot.parameter: buffer for buffer in layout for slot in buffer.slots}
+    if differing := {*recorded} ^ {*wanted.parameters}:
+        names = sorted({parameter.name for parameter in differing})
+        raise LayoutError(f"the recorded buffers do not fit the model: {', '.join(names[:8])}")
+    for parameter, buffer in recorded.items():
+        if buffer.ranks != wanted.ranks.of(parameter):
+            raise LayoutError(f"recorded for {buffer.ranks} ranks, but {parameter.name!r} has {wanted.ranks}")
+        if parameter.name in wanted.matrices and buffer.owners[parameter.name] is None:
+            raise LayoutError(f"matrix {parameter.name!r} has no owner in the recorded buffers")
+    return tuple(layout)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What one rank holds of a parameter once gradients are reduced.
+
+    It is flat; if it is all of the parameter, it has the parameter's shape.
+
+    Attributes:
+        boxes: of the parameter, in the order of memory; none if the rank holds nothing.
+        weight, gradient: views of the buffers.
+        stepped: what an optimizer steps: the weight itself, or for 16 bits its float32 master.
+    """
+
+    boxes: tuple[Box, ...]
+    weight: Tensor
+    gradient: Tensor
+    stepped: Tensor
+
+    @property
+    def mastered(self) -> bool:
+        return self.stepped is not self.weight
+
+    def follow(self) -> None:
+        """Take over what others have written to the weight since it was `publish`ed, such as a loaded model."""
+        if self.mastered:
+            rounded = self.stepped.to(self.weight.dtype)
+            self.stepped.copy_(self.stepped.where(rounded == self.weight, self.weight.to(self.stepped.dtype)))
+
+    def publish(self) -> None:
+        """Round the master to the weight."""
+        if self.mastered:
+            self.weight.copy_(self.stepped)
+
+
+class FlatBuffer:
+    """The memory of one `BufferLayout`, whose parameters become views of it.
+
+    Args:
+        params: by name; all of one dtype and device.
+        rank: in the group of the layout.
+        gradient_dtype: of the gradient buffer; None: the parameters'.
+    """
+
+    def __init__(
+        self, layout: BufferLayout, params: Mapping[str, Tensor], rank: int, gradient_dtype: torch.dtype | None
+    ) -> None:
+        self.layout = layout
+        some = params[layout.slots[0].parameter.name]
+        # Padding stays zero: nobody writes to it, and collectives add up zeros.
+        self.weights = torch.zeros(layout.numel, dtype=some.dtype, device=some.device)
+        self.gradients = torch.zeros(layout.numel, dtype=gradient_dtype or some.dtype, device=some.device)
+        self.gradient_of: dict[str, Tensor] = {}
+        for slot in layout.slots:
+            name, param = slot.parameter.name, params[slot.parameter.name]
+            home = _view(self.weights, slot)
+            home.copy_(param.detach())
+            param.data = home
+            self.gradient_of[name] = _view(self.gradients, slot)
+        self._rank = rank
+
+    def parts(self) -> dict[str, Part]:
+        """What this rank holds of each parameter; masters are made of the weights as they are now."""
+        return {slot.parameter.name: self._part(slot) for slot in self.layout.slots}
+
+    def _part(self, slot: Slot) -> Part:
+        start, stop = slot.start, slot.start
+        for shard in self.layout.holding(slot):
+            if rank_of(shard) == self._rank:
+                if stop > start:
+                    raise LayoutError(f"rank {self._rank} holds several ranges of {slot.parameter.name!r}")
+                start, stop = max(slot.start, shard.start), min(slot.stop, shard.stop)
+        shape = slot.parameter.shape if stop - start == slot.parameter.numel else (stop - start,)
+        weight, gradient = (whole[start:stop].view(shape) for whole in (self.weights, self.gradients))
+        boxes = flat_boxes(slot.parameter.shape, start - slot.start, stop - slot.start) if start < stop else ()
+        return Part(tuple(boxes), weight, gradient, _stepped(weight))
+
+
+class BucketMemory:
+    """The part of a buffer that is moved at once.
+
+    Attributes:
+        gradient_of: views by parameter name.
+        weights, gradients: all of the bucket, padding included.
+        even: every rank holds as much of it, in the order of ranks.
+    """
+
+    def __init__(self, buffer: FlatBuffer, number: int) -> None:
+        layout = buffer.layout
+        start, stop = layout.buckets[number]
+        names = [slot.parameter.name for slot in layout.slots if slot.bucket == number]
+        self.gradient_of = {name: buffer.gradient_of[name] for name in names}
+        self.weights, self.gradients = buffer.weights[start:stop], buffer.gradients[start:stop]
+        self.even = layout.even
+        self._shards = [
+            (rank_of(shard), shard.start - start, shard.stop - start)
+            for shard in layout.shards
+            if start <= shard.start < stop
+        ]
+
+    def held(self, memory: Tensor) -> list[tuple[int, Tensor]]:
+        """Who holds what of ``weights`` or ``gradients``, in order: ranks of the group, and views."""
+        return [(rank, memory[start:stop]) for rank, start, stop in self._shards]
+
+
+def _view(memory: Tensor, slot: Slot) -> Tensor:
+    return memory[slot.start : slot.stop].view(slot.parameter.shape)
+
+
+def _stepped(weight: Tensor) -> Tensor:
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    return weight if exact == weight.dtype else weight.to(exact)

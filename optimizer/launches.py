@@ -1,0 +1,64 @@
+"""What all kernels share: conversions that also hold in Triton's interpreter, and rules for launching.
+
+This file needs Triton.
+"""
+# Triton's language is typed by the compiler, not by Python:
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Whether kernels run on the CPU, statement by statement (``TRITON_INTERPRET=1`` before Triton is imported)."""
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, so it must be the tensor's."""
+    device: AbstractContextManager[object] = torch.cuda.device_of(tensor)
+    return device
+
+
+def settled(missing: str) -> None:
+    """What is made once for a shape cannot be made while a CUDA graph is captured.
+
+    Raises:
+        RuntimeError: a graph is being captured.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{missing}: run one step with these shapes before capturing a CUDA graph")
+
+
+@triton.jit
+def widened(x):
+    """fp32, exactly."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def narrowed(x, dtype: tl.constexpr):
+    """fp32 rounded to ``dtype``, to the nearest, ties to even."""
+    if INTERPRETED and dtype == tl.bfloat16:  # the interpreter cuts the low bits off
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        quiet = (bits >> 16) | 0x40
+        return tl.where(x == x, rounded, quiet).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def fused(x, y, z):
+    """``x·y + z``, rounded once."""
+    if INTERPRETED:  # numpy has no such operation; the product is exact in fp64
+        return (x.to(tl.float64) * y.to(tl.float64) + z.to(tl.float64)).to(tl.float32)
+    else:
+        return tl.fma(x, y, z)

@@ -1,0 +1,299 @@
+"""Layer-wise Muon: whole matrices with owners.  Gradients are reduced to owners bucket by bucket during the backward
+pass, an owner steps what is its own with a `Muon` of its own, and the parameters are gathered again.
+
+Where parameters lie and who owns them is a `BufferLayout`; nothing here asks which algorithm made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..layouts.buffer_record import to_json
+from ..layouts.buffers import BufferLayout
+from .flat_buffers import BucketMemory, FlatBuffer, Part, laid_out
+from .layer_wise_gradients import Gathers, Gradients
+from .layer_wise_model import Group, Members, exact_dtype, groups_with, options_of, ranks_of, size_of
+from .layer_wise_state import restore, state_of
+from .muon import Muon
+
+EPS = 1e-6
+"""Added to the norm that clipping divides by, as `torch.nn.utils.clip_grad_norm_` does."""
+
+BUCKET = 40_000_000
+"""Megatron's smallest bucket, in elements."""
+
+# torch 2.13 has new names for these, and warns of the old ones.
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Bucket(BucketMemory):
+    """What one reduction and one gather move, of one buffer.
+
+    Args:
+        exact: unequal shards are reduced to their owners only, else by one all-reduce.
+    """
+
+    def __init__(self, buffer: FlatBuffer, number: int, group: Group, exact: bool) -> None:
+        super().__init__(buffer, number)
+        self._group, self._exact = group, exact
+
+    def reduce(self) -> list[dist.Work]:
+        """Begin to add up gradients where they are held, in place; elsewhere the memory is undefined then."""
+        memory, group = self.gradients, self._group
+        if group is None:
+            return []
+        if self.even:
+            return [REDUCE_SCATTER(self.held(memory)[dist.get_rank(group)][1], memory, group=group, async_op=True)]
+        if not self._exact:
+            return [dist.all_reduce(memory, group=group, async_op=True)]
+        return [dist.reduce(shard, group=group, group_dst=to, async_op=True) for to, shard in self.held(memory)]
+
+    def gather(self) -> list[dist.Work]:
+        """Begin to bring the weights from where they are held to every rank, in place."""
+        memory, group = self.weights, self._group
+        if group is None:
+            return []
+        if self.even:
+            return [ALL_GATHER(memory, self.held(memory)[dist.get_rank(group)][1], group=group, async_op=True)]
+        return [dist.broadcast(shard, group=group, group_src=of, async_op=True) for of, shard in self.held(memory)]
+
+
+def _filled(
+    layouts: Sequence[BufferLayout], members: Members, gradient_dtype: torch.dtype | None, exact: bool
+) -> tuple[dict[str, Part], list[Bucket]]:
+    """Buffers with the values of rank 0: this rank's parts by name, and buckets as a backward pass fills them."""
+    parts: dict[str, Part] = {}
+    buckets: list[Bucket] = []
+    for layout in layouts:
+        group = members.group_of_buffer(layout)
+        buffer = FlatBuffer(layout, members.named, dist.get_rank(group) if group else 0, gradient_dtype)
+        if group is not None:
+            dist.broadcast(buffer.weights, group=group, group_src=0)
+        parts |= buffer.parts()
+        buckets += [Bucket(buffer, number, group, exact) for number in range(len(layout.buckets))]
+    order = {name: number for number, name in enumerate(members.named)}
+    # A bucket is full when the first of its parameters in the forward pass has its gradient.
+    buckets.sort(key=lambda bucket: min(order[name] for name in bucket.gradient_of), reverse=True)
+    return parts, buckets
+
+
+class LayerWise(Optimizer):
+    """Muon for data parallelism with whole matrices, in flat buffers; AdamW or Lion for the rest, cut anywhere.
+
+    The model's parameters become views of flat buffers, with the values of rank 0 of their group.  Every backward pass
+    reduces gradients; run all but the last one of a step under `no_sync`.  Gradients go into the buffers, so
+    ``param.grad`` is None after a backward pass; clip with `clip_grad_norm_`.  State (momentum, float32 masters of
+    16-bit parameters) is held by owners only.  In a state dict it is DTensors of the parameters' shapes, so it loads
+    into a run on FSDP, and the other way round.  Given the same reduced gradients the update is the one of `Muon` in
+    one process, bit for bit, in every layout.
+
+    A parameter without a gradient on any rank is skipped; where only some ranks have one, the others count as zero.
+
+    Args:
+        model: its parameters are plain tensors; those that take gradients must all be in ``groups``.
+        groups: parameters or parameter groups, as for `Muon`.
+        layout: "padded" (equal shards; Megatron main), "padded-numel" (core 0.18, 0.19), "compact" (no padding,
+            Megatron dev), "legacy" (ping-pong owners of everything), "balanced" (ours); or the buffers that a
+            checkpoint has recorded (`buffer_record.from_json`), whose owners stay as they are.
+        bucket_size: elements at which a bucket closes; None: one bucket for each buffer.
+        group: data-parallel ranks; None: all, or this process alone if there is no process group.
+        experts: parameters that only the ranks of ``expert_group`` share.
+        gradient_dtype: of the gradient buffers; None: the parameters'.
+        average: gradients are divided by the size of ``group`` once they are added up (those of experts too, as their
+            tokens come from all of it).
+        exact: unequal shards are reduced to their owners only; False: by one all-reduce of each bucket.
+        overlap: `step` leaves gathers under way, and each module waits for its own parameters before its next forward.
+            Where a parameter is used elsewhere, call `wait` first.
+        previous: owners by name, which "balanced" keeps where it can (`BufferLayout.owners`).
+        options: of `Muon`, but for those that say how tensors are distributed.
+
+    Raises:
+        ValueError: parameters that are no model's, left out, frozen, FP8, DTensors, or taken by another optimizer
+            instance; and what `Muon` refuses.
+        LayoutError: recorded buffers that do not fit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        *,
+        layout: str | Sequence[BufferLayout] = "padded",
+        bucket_size: int | None = BUCKET,
+        group: Group = None,
+        experts: Iterable[Tensor] = (),
+        expert_group: Group = None,
+        gradient_dtype: torch.dtype | None = None,
+        average: bool = True,
+        exact: bool = True,
+        overlap: bool = False,
+        previous: Mapping[str, int | None] | None = None,
+        **options: Any,
+    ) -> None:
+        if refused := sorted({"replicas", "exchange", "waves"} & options.keys()):
+            raise ValueError(f"{refused}: owners step whole matrices, nothing is exchanged during a step")
+        self._fixed = False
+        super().__init__(groups, {})
+        self._fixed = True
+        group = group or (dist.group.WORLD if dist.is_initialized() else None)
+        self._members = members = Members.of(model, self.param_groups, group, experts, expert_group)
+        self._divisor = size_of(group) if average else 1
+        self._group, self._overlap, self._layout = group, overlap, layout if isinstance(layout, str) else "recorded"
+
+        # On the meta device: what Muon refuses all ranks refuse alike, before anything is touched.
+        wholes = {param: torch.empty_like(param, dtype=exact_dtype(param), device="meta") for param in members.name_of}
+        example = Muon(groups_with(wholes, self.param_groups), lr, **options)
+        self.defaults = dict(example.defaults)
+        for mine, complete in zip(self.param_groups, example.param_groups, strict=True):
+            mine.update(options_of(complete))
+
+        self.buffers = laid_out(layout, members.wanted(self.param_groups, bucket_size, previous))
+        self._parts, buckets = _filled(self.buffers, members, gradient_dtype, exact)
+        stepped = members.stepped(self.param_groups, self._parts)
+        self._inner = Muon(groups_with(stepped, self.param_groups), lr, **options)
+        meshes = {of: members.mesh(of) for of in set(members.group_of.values())}
+        for param, name in members.name_of.items():
+            part, whole, mesh = self._parts[name], wholes[param], meshes[members.group_of[name]]
+            inner = self._inner.state.get(part.stepped, {})
+            self.state[param].update(state_of(whole, example.state[whole], part, inner, mesh))
+        self._gradients = Gradients(members.named, buckets)
+        self._gathers = Gathers([bucket.gather for bucket in buckets])
+        self._active: set[str] | None = None
+        self._handles = self._gathers.awaited_by(model, members.name_of, buckets) if overlap else []
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the buffers are laid out."""
+        if self._fixed:
+            raise ValueError("groups are fixed at construction: buffers cannot take more parameters")
+        super().add_param_group(param_group)
+
+    # Training.
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside only add up their gradients; the first one outside reduces the sum."""
+        return self._gradients.accumulating()
+
+    def finish_gradients(self) -> None:
+        """Wait until this rank has the gradients of what it holds.  Collective; `step` does it if nobody has."""
+        if self._active is not None:
+            return
+        self._gradients.finish()
+        self._active = self._agreed(self._gradients.seen)
+        for part in self._parts.values():
+            part.gradient.div_(self._divisor)
+
+    def _agreed(self, seen: Collection[str]) -> set[str]:
+        """Names of the parameters that have a gradient on any of the ranks that share them."""
+        agreed: set[str] = set()
+        for group in dict.fromkeys(self._members.group_of.values()):
+            names = [name for name, of in self._members.group_of.items() if of is group]
+            device = self._parts[names[0]].gradient.device
+            flags = torch.tensor([name in seen for name in names], dtype=torch.uint8, device=device)
+            if group is not None:
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+            agreed.update(name for name, flag in zip(names, flags.tolist(), strict=True) if flag)
+        return agreed
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.  Collective.
+
+        Returns:
+            The 2-norm before, float32, 0-d, the same on every rank of ``group``.  Squares are added up in float64, so
+            that the rounded norm does not depend on who holds what (but for one rounding in about ten million).
+        """
+        self.finish_gradients()
+        norms = [torch.linalg.vector_norm(part.gradient, dtype=torch.float64) for part in self._parts.values()]
+        total = torch.stack(norms).square().sum()
+        if self._group is not None:
+            dist.all_reduce(total, group=self._group)
+        norm = total.sqrt().float()
+        factor = (max_norm / (norm + EPS)).clamp(max=1.0)
+        for part in self._parts.values():
+            part.gradient.mul_(factor)
+        return norm
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update.  Collective.  Without ``overlap``, the parameters are there when it returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.finish_gradients()
+        self.wait()  # for what no forward pass has waited for
+        assert self._active is not None
+        for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update(options_of(mine))
+        for name, part in self._parts.items():
+            part.follow()
+            part.stepped.grad = part.gradient.to(part.stepped.dtype) if name in self._active else None
+        self._inner.step()
+        self._publish()
+        self.zero_grad()
+        if not self._overlap:
+            self.wait()
+        return loss
+
+    def _publish(self) -> None:
+        """Round masters to weights, and begin to gather those."""
+        for part in self._parts.values():
+            part.stepped.grad = None
+            part.publish()
+        self._gathers.start()
+
+    def wait(self) -> None:
+        """Wait until all parameters are there."""
+        self._gathers.wait()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; no memory is written."""
+        self._gradients.forget()
+        self._active = None
+
+    def close(self) -> None:
+        """Take the hooks off the model, which keeps its parameters; for another optimizer to take over."""
+        self.wait()
+        self._gradients.close()
+        for handle in self._handles:
+            handle.remove()
+
+    # Checkpoints.
+
+    def provenance(self) -> dict[str, Any]:
+        """The layout and its owners, for ``muonckpt.save(..., provenance=...)``."""
+        ranks = [ranks_of(self._members.group_of_buffer(buffer)) for buffer in self.buffers]
+        return {"layer_wise": {"layout": self._layout, "buffers": [*map(to_json, self.buffers)], "ranks": ranks}}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As any torch optimizer's, with live tensors; rates that are tensors are written as numbers."""
+        self.wait()
+        found = super().state_dict()
+        for group in found["param_groups"]:
+            group.update({key: value.item() for key, value in group.items() if isinstance(value, Tensor)})
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy state into this optimizer's, and hyper-parameters as `Muon.load_state_dict` does.  Collective.
+
+        Parameters become what their masters say, where there are masters.
+
+        Raises:
+            ValueError: as `restore`; nothing is changed then.
+        """
+        restore(self, state_dict)
+        self._publish()
+        self.wait()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a LayerWise optimizer is bound to its model and process groups; save its state_dict()")

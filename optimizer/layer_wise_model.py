@@ -1,0 +1,162 @@
+"""What layer-wise training asks of a model: names, who shares a parameter with whom, and what cannot be managed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..layouts.buffers import BufferLayout
+from ..layouts.parameters import Parameter, Ranks
+from .flat_buffers import Part, Wanted
+from .methods import MATRICES
+
+Group = dist.ProcessGroup | None
+"""None: this process alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The parameters of some groups of a model, in its order.
+
+    Attributes:
+        named: parameters by name.
+        name_of: names by parameter.
+        group_of: who shares each, by name.
+        experts: names of those of experts.
+        ranks: sizes of the two process groups.
+    """
+
+    named: Mapping[str, Tensor]
+    name_of: Mapping[Tensor, str]
+    group_of: Mapping[str, Group]
+    experts: frozenset[str]
+    ranks: Ranks
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        groups: Sequence[Mapping[str, Any]],
+        group: Group,
+        experts: Iterable[Tensor],
+        expert_group: Group,
+    ) -> Members:
+        """Raises:
+        ValueError: a parameter that is no member of the model, in no group, or that flat buffers cannot hold.
+        """
+        grouped = {id(param) for each in groups for param in each["params"]}
+        named = {name: param for name, param in model.named_parameters() if id(param) in grouped}
+        if len(named) < len(grouped):
+            raise ValueError(f"{len(grouped) - len(named)} parameters in the groups are not the model's")
+        if left := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in grouped]:
+            raise ValueError(f"parameters in no group, whose gradients nobody would reduce: {', '.join(left[:8])}")
+        for name, param in named.items():
+            _check(name, param)
+        name_of: dict[Tensor, str] = {param: name for name, param in named.items()}
+        experts = list(experts)
+        if strangers := [tuple(param.shape) for param in experts if param not in name_of]:
+            raise ValueError(f"experts that are in no group: of shapes {strangers[:8]}")
+        expert = frozenset(name_of[param] for param in experts)
+        if expert and expert_group is None and dist.is_initialized():
+            raise ValueError("experts need an expert_group: the ranks that hold the same ones")
+        group_of = {name: expert_group if name in expert else group for name in named}
+        return cls(named, name_of, group_of, expert, Ranks(size_of(group), size_of(expert_group)))
+
+    def wanted(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        bucket_size: int | None,
+        previous: Mapping[str, int | None] | None,
+    ) -> Wanted:
+        """What their layout is made of, given complete groups."""
+        own = [tuple(self.name_of[param] for param in group["params"]) for group in groups]
+        matrices = [names for names, group in zip(own, groups, strict=True) if group["algorithm"] in MATRICES]
+        return Wanted(
+            tuple(
+                Parameter(name, tuple(param.shape), _dtype_name(param), expert=name in self.experts)
+                for name, param in self.named.items()
+            ),
+            frozenset(name for names in matrices for name in names),
+            self.ranks,
+            tuple(own),
+            bucket_size,
+            previous,
+        )
+
+    def stepped(self, groups: Sequence[Mapping[str, Any]], parts: Mapping[str, Part]) -> dict[Tensor, Tensor]:
+        """By parameter what a rank steps of it: matrices that it owns, and its part of everything else, if empty.
+
+        Args:
+            parts: what the rank holds, by name.
+        """
+        return {
+            param: parts[self.name_of[param]].stepped
+            for group in groups
+            for param in group["params"]
+            if parts[self.name_of[param]].boxes or group["algorithm"] not in MATRICES
+        }
+
+    def group_of_buffer(self, buffer: BufferLayout) -> Group:
+        """A buffer is shared by those who share any of its parameters."""
+        return self.group_of[buffer.slots[0].parameter.name]
+
+    def mesh(self, group: Group) -> DeviceMesh | None:
+        """The ranks of a group, for DTensors; makes no process group."""
+        if group is None:
+            return None
+        return DeviceMesh.from_group(group, next(iter(self.named.values())).device.type)
+
+
+def groups_with(stepped: Mapping[Tensor, Tensor], groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups with other tensors in place of the parameters, or with nothing."""
+    return [
+        {**options_of(group), "params": [stepped[param] for param in group["params"] if param in stepped]}
+        for group in groups
+    ]
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """All of a parameter group but its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def exact_dtype(param: Tensor) -> torch.dtype:
+    """What a parameter is stepped in."""
+    return torch.promote_types(param.dtype, torch.float32)
+
+
+def size_of(group: Group) -> int:
+    return dist.get_world_size(group) if group is not None else 1
+
+
+def ranks_of(group: Group) -> list[int]:
+    """Global ranks, in the order of the group."""
+    return list(dist.get_process_group_ranks(group)) if group is not None else [0]
+
+
+def _dtype_name(param: Tensor) -> str:
+    return str(param.dtype).removeprefix("torch.")
+
+
+def _check(name: str, param: Tensor) -> None:
+    """Refuse what cannot lie in a flat buffer that this package reduces and gathers."""
+    about = f"parameter {name!r}, {param.dtype} of shape {tuple(param.shape)}"
+    if type(param.data) is not Tensor:
+        raise ValueError(f"{about}: a {type(param.data).__name__}; layer-wise buffers hold plain tensors")
+    if not param.is_floating_point() or param.dtype.itemsize < 2:
+        raise ValueError(f"{about}: FP8 and FP4 parameters cannot be gathered; keep parameters in 16 bits or more")
+    if not param.requires_grad:
+        raise ValueError(f"{about}: frozen; leave it out of the groups")
+    if not param.ndim or not param.numel():
+        raise ValueError(f"{about}: give it a dim and an element, as sharded data parallelism demands as well")
+    if getattr(param, "_post_accumulate_grad_hooks", None):
+        raise ValueError(
+            f"{about}: its gradients go elsewhere already (FSDP, or another LayerWise, which has a close()); several "
+            "optimizer instances for one model are not supported"
+        )

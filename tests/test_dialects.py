@@ -1,0 +1,87 @@
+"""Which program wrote a checkpoint: by its keys, with a reason, or a refusal with the choices."""
+
+from __future__ import annotations
+
+import pytest
+from translated import MEGATRON, W, nested, read, saved
+
+from muonckpt.converters.detection import detect
+from muonckpt.converters.dialects import DIALECTS, Template
+from muonckpt.errors import SourceError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+DETECTED = {"torch_fsdp4/ckpt": "torch", "torch_hsdp2x2/ckpt": "torch", "dion_fsdp4/ckpt": "dion",
+            "xtuner_fsdp4/ckpt": "xtuner", "titan_fsdp4/ckpt": "titan", MEGATRON.format("dp4"): "fsdp_dtensor",
+            MEGATRON.format("dp4tp2ep2"): "fsdp_dtensor",
+            "megatron/layer_wise/ws4_padded/torch_dist": "torch_dist",
+            "megatron/layer_wise/ws4_pingpong/torch_dist": "torch_dist"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DETECTED)
+def test_real_checkpoints_are_recognised_with_a_reason(name):
+    found = detect(read(name)[1])
+    assert found.dialect.name == DETECTED[name]
+    assert found.reasons and all(found.reasons)
+
+
+@pytest.mark.parametrize(
+    "state, name",
+    [
+        (nested({"momentum_buffer": W}, lr=0.1), "dcp"),
+        (nested({"momentum_buffer": W}, lr=0.1, ns_coefficients=[1.0]), "torch"),
+        (nested({"momentum_buffer": W}, lr=0.1, convention="ema"), "muonckpt"),
+        (nested({"momentum_buffer": W, "use_muon": True}, lr=0.1), "moonlight"),
+        ({"optimizer": {"state": {"0": {"momentum_buffer": W}}, "param_groups": [{"params": [0]}]}}, "fully_shard"),
+        ({"model": {"w": W}, "optimizer": {"state.w.momentum_buffer": W}}, "veomni"),
+        ({"w": W, "optimizer": {"state.w.momentum_buffer": W}}, "titan"),
+        ({"model": {"module.w": W}}, "fsdp_dtensor"),
+        ({"model": {"w": W}}, "dcp"),
+        ({"optimizer.state.momentum_buffer.w": W, "w": W}, "torch_dist"),
+        ({"chained_0.chained_1.optimizer.state.momentum_buffer.w": W, "w": W}, "torch_dist"),
+    ],
+)
+def test_keys_that_tell_a_dialect(state, name, tmp_path):
+    assert detect(saved(tmp_path, state)[0]).dialect.name == name
+
+
+@pytest.mark.parametrize(
+    "state, message",
+    [
+        (nested({"momentum": W, "lr_ratio": 1.0}, cautious_wd=False), r"dion \(.*'cautious_wd'\), xtuner \(.*--from"),
+        ({"optimizer": {"state.w.momentum_buffer": W}}, "titan from veomni: name one with --from"),
+        ({"something": {"else": W}}, "no keys of a known dialect"),
+        ({"optimizer.state.layers.w.momentum_buffer": W}, "no keys of a known dialect"),
+    ],
+)
+def test_keys_that_do_not_tell_are_refused_with_the_choices(state, message, tmp_path):
+    with pytest.raises(SourceError, match=message):
+        detect(saved(tmp_path, state)[0])
+
+
+# Templates.
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_what_a_template_writes_it_reads(name):
+    """Names with dots, with digits, and with parts that look like a slot."""
+    dialect = DIALECTS[name]
+    for param in ("7", "31") if dialect.numbered else ("w", "a.b.weight", "layers.0.state.exp_avg", "module.x.step"):
+        path = dialect.state.write(name=param, slot="momentum_buffer")
+        found = dialect.state.read(path)
+        assert found is not None and (found["name"], found["slot"]) == (param, "momentum_buffer")
+        assert dialect.model.read(dialect.model.write(name=param)) == {"name": param}
+
+
+@pytest.mark.parametrize(
+    "parts, fields",
+    [
+        (("optimizer", "state.{name}.{slot}"), {"name": "w", "slot": "a.b"}),
+        (("optimizer", "state", "{number}", "{slot}"), {"name": "w", "slot": "a"}),
+        (("optimizer", "state", "{name}", "{slot}"), {"name": "", "slot": "a"}),
+        (("{weight}",), {"name": "chained_0.optimizer.state.x"}),
+    ],
+)
+def test_what_could_not_be_read_back_is_not_written(parts, fields):
+    with pytest.raises(SourceError, match="cannot say"):
+        Template(parts).write(**fields)
