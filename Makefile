@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test check bench docs clean
+.PHONY: install demo test check bench gpu docs clean
 
 install: $(STAMP)
 
@@ -29,7 +29,12 @@ check: install
 	$(MAKE) docs test
 
 bench: install
-	for name in planner checkpoint step step_plan padding; do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in planner checkpoint reshard step step_plan padding; do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
+
+# Kernels on a GPU: their tests, which run on it where there is one, and the benchmark.
+gpu: install
+	$(BIN)/python -m pytest tests/test_kernels.py tests/test_elementwise.py tests/test_products.py tests/test_orthogonalize_batch.py
+	$(BIN)/python benchmarks/newton_schulz.py --out out/newton_schulz.json
 
 # The examples in README.md and docs/ are run.
 docs: install

@@ -73,7 +73,7 @@ def test_even_rows_are_sent_at_the_bound():
 def wave(*counts: int) -> Wave:
     """Sends and receives of the gather, then of the scatter, in bytes."""
     there, arrived, results, back = counts
-    return Wave(Route({}, {}, (there,), (arrived,)), Route({}, {}, (results,), (back,)), (), ())
+    return Wave(Route({}, {}, {}, (there,), (arrived,)), Route({}, {}, {}, (results,), (back,)), (), ())
 
 
 def test_peak_of_one_wave_is_its_fullest_exchange():
