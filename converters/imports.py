@@ -1,4 +1,4 @@
-"""A translation as something to write: the step between :mod:`.translate` and :mod:`.job`."""
+"""A translation as something to write: the step between :mod:`.translate` and :mod:`.content`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 from ..box import Box
 from ..layout import TensorLayout, dense
 from ..record import Blob, Extent
-from .job import Content, Entry, Wanted
+from .content import Content, Entry, Wanted
 from .translation import Translation
 
 _MADE = "made"

@@ -10,9 +10,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,64 +20,15 @@ from ..box import Box
 from ..errors import DestinationError, SourceError, about
 from ..layout import Buffer, TensorLayout, dense
 from ..plan import Copy, make_plan
-from ..record import Blob, Chunk, Extent, Manifest, StateRecord
-from ..store import directory, torch_zip
+from ..record import Chunk, Extent, Manifest, StateRecord
+from ..store import directory
 from ..store.dtypes import itemsize
 from ..store.formats import format_of
 from ..store.stored_zip import ALIGNMENT
-from .target import Target, TargetError
-
-frame_of = lru_cache(maxsize=1024)(torch_zip.frame)
-"""The frame of an item by dtype and shape, of which a checkpoint has few."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A tensor to write: ``record`` says what it is (its chunks do not count), ``layout`` where its elements lie.
-
-    A buffer of the layout is the payload of a source chunk, or raw bytes in memory (``made``); both dense elements of
-    ``record.dtype``.  Elements are multiplied by ``scale``, or if it is None moved bit for bit.
-    """
-
-    record: StateRecord
-    layout: TensorLayout
-    chunks: Mapping[Buffer, Chunk]
-    made: Mapping[Buffer, bytes] = field(default_factory=dict)
-    scale: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """An item that is no tensor: ``target`` says what it is called and how long it is; its bytes are those of an item
-    of the source, or if that is None ``data``."""
-
-    target: Blob
-    source: Blob | None
-    data: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """Everything that the destination is to hold."""
-
-    tensors: Sequence[Wanted]
-    entries: Sequence[Entry]
-
-
-Translation = Callable[[Manifest], Content]
-"""What is made of a source."""
-
-
-def as_they_are(manifest: Manifest) -> Content:
-    """Every tensor and every item under its own name.
-
-    Raises:
-        LayoutError: a tensor has a hole or an overlap.
-    """
-    return Content(
-        [Wanted(t, t.chunk_layout(), {str(i): c for i, c in enumerate(t.chunks)}) for t in manifest.tensors],
-        [Entry(blob, blob) for blob in manifest.blobs],
-    )
+from ..store.torch_zip import Frame
+from .container import DCP, Container
+from .content import Entry, Translate, Wanted, as_they_are
+from .target import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +40,7 @@ class Item:
 
     wanted: Wanted
     chunk: Chunk
-    frame: torch_zip.Frame
+    frame: Frame
     copies: tuple[Copy, ...]
 
     @property
@@ -120,7 +70,8 @@ class Job:
     Args:
         manifest: of the source, as much of it as is read.
         state: tells whether the source has changed since.
-        select: what the source's tensors and items were chosen by.
+        container: what the files are.
+        select: what the tensors and items were chosen by.
         tensors: to write, without their chunks.
         words: each tensor's layout for the manifest, by key; ``buffers`` the flat buffers that these speak of.
     """
@@ -129,6 +80,7 @@ class Job:
     manifest: Manifest
     state: tuple[object, ...]
     target: Target
+    container: Container
     select: tuple[str, ...]
     tensors: tuple[StateRecord, ...]
     words: Mapping[str, Mapping[str, Any] | None]
@@ -165,26 +117,34 @@ class Job:
     def digest(self) -> str:
         """Equal for two jobs that would write the same files from the same source."""
         whole = hashlib.blake2b(self.manifest.to_json().encode(errors="surrogatepass"), digest_size=16)
-        whole.update(repr((self.state, self.target, self.select)).encode(errors="surrogatepass"))
+        whole.update(repr((self.state, self.target, self.container.name, self.select)).encode(errors="surrogatepass"))
         for file in self.files:
             targets = [(item.tensor.key, item.chunk, item.wanted.made, item.wanted.scale) for item in file.items]
             whole.update(repr((file.name, file.length, file.entries, targets)).encode(errors="surrogatepass"))
         return whole.hexdigest()
 
 
-def make_job(source: Path, target: Target, select: Sequence[str] = (), translate: Translation = as_they_are) -> Job:
+def make_job(
+    source: Path,
+    target: Target,
+    select: Sequence[str] = (),
+    translate: Translate = as_they_are,
+    container: Container = DCP,
+) -> Job:
     """Plan to write a checkpoint's tensors as ``target`` says: one file a rank, items without elements in the first.
 
     Args:
-        select: shell patterns; what has a key that fits none of them is neither read nor written.  Empty: everything.
+        select: shell patterns; what is to be called a key that fits none of them is not written, and nothing that
+            only it needs is read.  Empty: everything.
 
     Raises:
         SourceError: the source cannot be read.
         TargetError: the target does not fit the tensors, or a pattern fits nothing.
         LayoutError: a tensor of the source has a hole or an overlap.
     """
-    manifest = _selected(format_of(source).read(source), select)
-    content = translate(manifest)
+    manifest = format_of(source).read(source)
+    content = translate(manifest).selected(select)
+    manifest = content.used(manifest)
     laid = target.lay_out([each.record for each in content.tensors])
     parts: list[list[Part]] = [[] for _ in range(target.ranks)]
     filled = [0] * target.ranks
@@ -198,12 +158,14 @@ def make_job(source: Path, target: Target, select: Sequence[str] = (), translate
             rank = min((filled[_rank(f.place.buffer)], _rank(f.place.buffer)) for f in replicas)[1]
             filled[rank] += replicas[0].box.numel * size
             parts[rank].append((each, replicas[0].box, mine))
-    files = [_file(f"__{rank}_0.distcp", content.entries if rank == 0 else (), mine) for rank, mine in enumerate(parts)]
+    entries = [content.entries, *[()] * (target.ranks - 1)]
+    files = [_file(container, rank, entries[rank], mine) for rank, mine in enumerate(parts)]
     return Job(
         source,
         manifest,
         state_of(source, manifest),
         target,
+        container,
         tuple(select),
         tuple(each.record for each in content.tensors),
         laid.words,
@@ -239,21 +201,6 @@ def state_of(source: Path, manifest: Manifest) -> tuple[object, ...]:
     return tuple(found)
 
 
-def _selected(manifest: Manifest, select: Sequence[str]) -> Manifest:
-    if not select:
-        return manifest
-    keys = [tensor.key for tensor in manifest.tensors] + [blob.key for blob in manifest.blobs]
-    for glob in select:
-        if not any(fnmatchcase(key, glob) for key in keys):
-            raise TargetError(f"nothing in the checkpoint has a key that fits {glob!r}")
-    kept = {key for key in keys if any(fnmatchcase(key, glob) for glob in select)}
-    return dataclasses.replace(
-        manifest,
-        tensors=tuple(tensor for tensor in manifest.tensors if tensor.key in kept),
-        blobs=tuple(blob for blob in manifest.blobs if blob.key in kept),
-    )
-
-
 @lru_cache(maxsize=65536)
 def _copies(source: TensorLayout, boxes: tuple[Box, ...]) -> tuple[tuple[Copy, ...], ...]:
     """For each box the copies that make it, dense from element 0.  Cached: tensors of one geometry share them."""
@@ -273,8 +220,9 @@ Part = tuple[Wanted, Box, tuple[Copy, ...]]
 """A box of a tensor that some rank has, and the copies that make it."""
 
 
-def _file(name: str, entries: Sequence[Entry], parts: Sequence[Part]) -> TargetFile:
+def _file(container: Container, rank: int, entries: Sequence[Entry], parts: Sequence[Part]) -> TargetFile:
     """Items end to end, each aligned; those that are no tensors first, as DCP does."""
+    name = container.file(rank)
     at = 0
     placed = []
     for entry in entries:
@@ -283,7 +231,7 @@ def _file(name: str, entries: Sequence[Entry], parts: Sequence[Part]) -> TargetF
         at = _aligned(blob.item.end)
     items = []
     for wanted, box, copies in parts:
-        frame = frame_of(wanted.record.dtype, box.shape)
+        frame = container.frame(wanted.record.dtype, box.shape)
         item = Extent(name, at, frame.length)
         payload = Extent(name, at + frame.payload_offset, frame.payload_length)
         items.append(Item(wanted, Chunk(box, item, payload), frame, copies))

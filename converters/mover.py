@@ -26,8 +26,9 @@ from ..store.band import bands, within
 from ..store.dtypes import dtype, itemsize
 from ..store.payload import Payloads, as_words, check_blob, check_chunk, payload_of
 from ..store.sums import Sums, xxh3_128
+from .content import Entry, Wanted
 from .conventions import scaled
-from .job import Entry, Item, TargetFile, Wanted
+from .job import Item, TargetFile
 from .journal import Done, Sum
 
 LARGEST_BAND = 2 << 20

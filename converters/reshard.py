@@ -14,7 +14,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from .. import record
 from ..errors import DestinationError, Interrupted, MuonckptError, SourceError
 from ..fingerprint import as_hex, combine
 from ..record import Chunk, Manifest
@@ -82,9 +81,9 @@ def _publish(job: Job, journal: Journal, destination: Path) -> Manifest:
     if not _is_unchanged(job):
         raise SourceError(f"{job.source} changed while it was read; nothing was published")
     manifest = _describe(job, journal)
-    for leftover in (record.FILE, ".metadata"):  # of a run that was killed between here and the end
+    for leftover in job.container.descriptions:  # of a run that was killed between here and the end
         (journal.staged / leftover).unlink(missing_ok=True)
-    directory.write_manifest(manifest, journal.staged)
+    job.container.describe(manifest, journal.staged)
     directory.publish(journal.staged, destination)
     journal.forget()
     return manifest

@@ -1,0 +1,89 @@
+"""What a destination is to hold: tensors made of the source's chunks, and items that are no tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from ..layout import Buffer, TensorLayout
+from ..record import Blob, Chunk, Manifest, StateRecord
+from .target import TargetError
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tensor to write: ``record`` says what it is (its chunks do not count), ``layout`` where its elements lie.
+
+    A buffer of the layout is the payload of a source chunk, or raw bytes in memory (``made``); both dense elements of
+    ``record.dtype``.  Elements are multiplied by ``scale``, or if it is None moved bit for bit.
+    """
+
+    record: StateRecord
+    layout: TensorLayout
+    chunks: Mapping[Buffer, Chunk]
+    made: Mapping[Buffer, bytes] = field(default_factory=dict)
+    scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An item that is no tensor: ``target`` says what it is called and how long it is; its bytes are those of an item
+    of the source, or if that is None ``data``."""
+
+    target: Blob
+    source: Blob | None
+    data: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Everything that a destination is to hold."""
+
+    tensors: Sequence[Wanted]
+    entries: Sequence[Entry]
+
+    def selected(self, globs: Sequence[str]) -> Content:
+        """What has a key that fits one of these shell patterns; everything if there are none.
+
+        Raises:
+            TargetError: a pattern fits nothing.
+        """
+        if not globs:
+            return self
+        keys = [each.record.key for each in self.tensors] + [each.target.key for each in self.entries]
+        for glob in globs:
+            if not any(fnmatchcase(key, glob) for key in keys):
+                raise TargetError(f"nothing in the checkpoint has a key that fits {glob!r}")
+        kept = {key for key in keys if any(fnmatchcase(key, glob) for glob in globs)}
+        return Content(
+            [each for each in self.tensors if each.record.key in kept],
+            [each for each in self.entries if each.target.key in kept],
+        )
+
+    def used(self, manifest: Manifest) -> Manifest:
+        """As much of the source's manifest as this content is made of."""
+        chunks = {chunk.item for each in self.tensors for chunk in each.chunks.values()}
+        blobs = {each.source for each in self.entries}
+        return dataclasses.replace(
+            manifest,
+            tensors=tuple(t for t in manifest.tensors if any(chunk.item in chunks for chunk in t.chunks)),
+            blobs=tuple(blob for blob in manifest.blobs if blob in blobs),
+        )
+
+
+Translate = Callable[[Manifest], Content]
+"""What is made of a source."""
+
+
+def as_they_are(manifest: Manifest) -> Content:
+    """Every tensor and every item under its own name.
+
+    Raises:
+        LayoutError: a tensor has a hole or an overlap.
+    """
+    return Content(
+        [Wanted(t, t.chunk_layout(), {str(i): c for i, c in enumerate(t.chunks)}) for t in manifest.tensors],
+        [Entry(blob, blob) for blob in manifest.blobs],
+    )
