@@ -217,12 +217,21 @@ def whole(tensors: Mapping[str, DTensor], where: Mapping[str, Sequence[int]]) ->
     Collective over all ranks.
     """
     everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {name: (where[name], local_of(tensor)) for name, tensor in tensors.items()})
+    parts = {name: local_of(tensor).detach() for name, tensor in tensors.items()}
+    flat = torch.cat([part.flatten() for part in parts.values()])  # one tensor to pickle, not dozens
+    dist.all_gather_object(everyone, ({name: (where[name], part.shape) for name, part in parts.items()}, flat))
+    held = [dict(zip(places, _split(places, flat), strict=True)) for places, flat in everyone]
     found = {}
     for name, tensor in tensors.items():
         full = found[name] = torch.full(tuple(tensor.shape), torch.nan, dtype=tensor.dtype)
         for rank in tensor.device_mesh.mesh.flatten().tolist():
-            start, part = everyone[rank][name]
-            full[tuple(slice(at, at + size) for at, size in zip(start, part.shape, strict=True))] = part
+            start, shape = everyone[rank][0][name]
+            full[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))] = held[rank][name]
         assert not full.isnan().any(), f"some element of {name} is on no rank"
     return found
+
+
+def _split(places: Mapping[str, tuple[Sequence[int], torch.Size]], flat: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of these shapes, which lie end to end."""
+    shapes = [shape for _, shape in places.values()]
+    return [part.view(shape) for part, shape in zip(flat.split([s.numel() for s in shapes]), shapes, strict=True)]
