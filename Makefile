@@ -29,12 +29,13 @@ check: install
 	$(MAKE) docs test
 
 bench: install
-	for name in planner checkpoint reshard step step_plan padding; do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in planner checkpoint reshard step step_plan padding layer_wise; do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
 
-# Kernels on a GPU: their tests, which run on it where there is one, and the benchmark.
+# Kernels on a GPU: their tests, which run on it where there is one, and the benchmarks, which end in time.
 gpu: install
-	$(BIN)/python -m pytest tests/test_kernels.py tests/test_elementwise.py tests/test_products.py tests/test_orthogonalize_batch.py
-	$(BIN)/python benchmarks/newton_schulz.py --out out/newton_schulz.json
+	$(BIN)/python -m pytest tests/test_kernels.py tests/test_elementwise.py tests/test_fused.py tests/test_capture.py tests/test_products.py tests/test_orthogonalize_batch.py
+	$(BIN)/python benchmarks/newton_schulz.py --limit 150 --out out/newton_schulz.json
+	$(BIN)/python benchmarks/step_gpu.py --limit 60 --out out/step_gpu.json
 
 # The examples in README.md and docs/ are run.
 docs: install

@@ -1,10 +1,11 @@
 """Newton-Schulz, ours against plain torch and what else is installed: checked first, then timed, run after run in turn.
 
-    python benchmarks/newton_schulz.py [--quick] [--out out/newton_schulz.json]
+    python benchmarks/newton_schulz.py [--quick] [--limit 180] [--out out/newton_schulz.json]
 
 On an NVIDIA GPU: plain torch, torch.compile, ours by torch's products and by our kernels, plain and Gram form, and
 gram-newton-schulz if it is installed.  The floor is the work of the symmetric form at the dense peak of the chip.  On a
-CPU: the function of torch.optim.Muon against ours, at small sizes; a ratio below 1 there is a fault.
+CPU: the function of torch.optim.Muon against ours, at small sizes.  At the end it measures which form is the fastest
+where, and writes the table: `CostTable.from_json` reads it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from muonckpt.optimizer import gram as gram_form
-from muonckpt.optimizer.newton_schulz import orthogonalize
+from muonckpt.optimizer.costs import CostTable, measure
+from muonckpt.optimizer.newton_schulz import orthogonalize_batch
 
 Shape = tuple[int, int, int]
 Method = Callable[[Tensor], Tensor]
@@ -56,6 +58,12 @@ KELLER = (3.4445, -4.7750, 2.0315)
 PEAK = {"NVIDIA H200": 790e12, "NVIDIA H100 80GB HBM3": 790e12}
 """Dense 16-bit FLOP/s that are taken for the chip's peak: an assumption (989 on paper)."""
 
+SAMPLE = 0.01
+"""Seconds that what is timed at once takes, about: small matrices are done many times in a row, as in a step."""
+
+GATES = (256, 512, 1024, 1536, 2048, 4096)
+"""Sides of the squares, and short sides of matrices four times as wide, for which the fastest form is measured."""
+
 FAR = 0.05
 """Relative distance from the same polynomials in float64 that is a fault: bf16 leaves about 0.012."""
 
@@ -67,14 +75,7 @@ def by_torch(stack: Tensor) -> Tensor:
 
 def ours(dtype: torch.dtype, gram: Sequence[int] | None = None) -> Method:
     """What the optimizer runs."""
-    from muonckpt.optimizer import newton_schulz
-
-    batch = getattr(newton_schulz, "orthogonalize_batch", None)
-    if batch is None:
-        return lambda stack: torch.stack(
-            [orthogonalize(m, coefficients="keller", steps=STEPS, dtype=dtype, gram=gram) for m in stack]
-        )
-    return lambda stack: batch(stack, coefficients="keller", steps=STEPS, dtype=dtype, gram=gram)
+    return lambda stack: orthogonalize_batch(stack, coefficients="keller", steps=STEPS, dtype=dtype, gram=gram)
 
 
 def by_kernels(dtype: torch.dtype) -> Method:
@@ -146,18 +147,21 @@ def errors(chosen: Mapping[str, Method], shape: Shape, device: torch.device) -> 
     return found
 
 
-def seconds(method: Method, stack: Tensor) -> float:
-    """Of one run: on a GPU by its own clock, on a CPU of this process, which others on the machine disturb less."""
+def seconds(method: Method, stack: Tensor, times: int) -> float:
+    """Of one of so many runs in a row: on a GPU by its own clock, on a CPU of this process, which others on the machine
+    disturb less."""
     if stack.is_cuda:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        method(stack)
+        for _ in range(times):
+            method(stack)
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        return begin.elapsed_time(end) / 1e3 / times
     start = time.process_time()
-    method(stack)
-    return time.process_time() - start
+    for _ in range(times):
+        method(stack)
+    return (time.process_time() - start) / times
 
 
 def floor(shape: Shape, name: str) -> float | None:
@@ -168,8 +172,8 @@ def floor(shape: Shape, name: str) -> float | None:
     return count * STEPS * (3 * short**2 * long + short**3) / PEAK[name] if name in PEAK else None
 
 
-def row(shape: Shape, device: torch.device, runs: int) -> dict[str, object]:
-    """Check all methods at a shape, and time them in turn."""
+def row(shape: Shape, device: torch.device, runs: int, until: float) -> dict[str, object]:
+    """Check all methods at a shape, and time them in turn, with no new round after ``until``."""
     chosen = methods(device)
     error = errors(chosen, shape, device)
     far = {name: e for name, e in error.items() if isinstance(e, float) and not e <= FAR}
@@ -178,11 +182,15 @@ def row(shape: Shape, device: torch.device, runs: int) -> dict[str, object]:
     running = {name: method for name, method in chosen.items() if isinstance(error[name], float)}
     stack = torch.randn(shape, device=device)
     times: dict[str, list[float]] = {name: [] for name in running}
+    once = max(seconds(by_torch, stack, 1) for _ in range(2))
+    in_a_row = max(1, min(50, int(SAMPLE / once)))
     for count in range(runs + 2):
         for name, method in running.items():
-            took = seconds(method, stack)
+            took = seconds(method, stack, in_a_row)
             if count >= 2:
                 times[name].append(took)
+        if count >= 2 and time.monotonic() > until:
+            break
     plain = times["torch.optim.Muon"]
     return {
         "shape": shape,
@@ -209,9 +217,26 @@ def show(found: Mapping[str, object]) -> None:
         print(f"  {name:20} {median * 1e3:9.4g} ms  {faster:5.2f} x torch{of_floor}  error {error:.4f}")
 
 
+def gates(device: torch.device, sides: Sequence[int]) -> CostTable:
+    """Which form is the fastest where: what `Muon` takes as ``cost`` and ``form``."""
+    shapes = [shape for side in sides for shape in ((side, side), (side, 4 * side))]
+    table = measure(shapes, gram=(2,), device=device, repeats=3)
+    print("\nfastest form by shape:")
+    for (short, long), times in table.nanoseconds.items():
+        best = min(times, key=times.__getitem__)
+        arithmetic, form = "kernels" if best.kernels else "torch", "Gram" if best.gram else "plain"
+        print(
+            f"  {short} x {long}: {arithmetic}, {form} ({', '.join(f'{time / 1e6:.3g}' for time in times.values())} ms)"
+        )
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"only {QUICK} shapes, fewer runs")
+    parser.add_argument(
+        "--limit", type=float, default=180.0, help="seconds of timing, about; later shapes get fewer runs"
+    )
     parser.add_argument("--out", type=Path, help="where to write the figures, JSON")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -219,12 +244,18 @@ def main() -> None:
     print(where)
     shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
     rows = []
-    for shape in shapes[:QUICK] if arguments.quick else shapes:
-        rows.append(row(shape, device, runs=5 if arguments.quick else 15))
+    chosen = shapes[:QUICK] if arguments.quick else shapes
+    begin = time.monotonic()
+    for number, shape in enumerate(chosen, 1):
+        until = begin + arguments.limit * number / len(chosen)
+        rows.append(row(shape, device, 5 if arguments.quick else 15, until))
         show(rows[-1])
+    table = gates(device, GATES if device.type == "cuda" else GATES[:2])
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps({"machine": where, "rows": rows}, indent=1))
+        arguments.out.write_text(
+            json.dumps({"machine": where, "rows": rows, "table": json.loads(table.as_json())}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -1,24 +1,28 @@
-"""Resharding momentum offline, 4 -> 8 uneven row shards and other ways: ours, a plain copy, and what people use today.
+"""Resharding momentum offline: ours, a plain copy, and what people use today.
 
-    reshard.py [--quick]
+    reshard.py [--sizes 0.25,1,2,4,8] [--rounds 5] [--only growth|ways|others]
 
-All ways alternate in one run; every ratio is to the ``cp -r`` and sync of the same round; the table shows medians,
-with the smallest and largest ratio.  Every way ends with its bytes on the disk, and starts as a command of its own,
-imports included.  Reads are warm.
+All ways of a table alternate in one run; every ratio is to the ``cp -r`` and sync of the same round; tables show
+medians, with the smallest and largest ratio.  Every way ends with its bytes on the disk, and starts as a command of its
+own, imports included (from bytecode, as an installed package has it).  Reads are warm, but where it says cold: there
+the pages of the source's files are given back (``posix_fadvise``) before each run, also before ``cp``.  Memory is the
+most anonymous memory that the process was seen with, the interpreter included: mapped pages of files are not its own.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from machine import describe
@@ -29,14 +33,16 @@ from muonckpt.converters.target import Target
 SHAPES = ((4611, 1536), (1538, 1536), (5123, 1536), (5123, 1536), (1538, 5123))
 """A layer's matrices (q, k and v; output; gate; up; down); no row count divides by 4 or 8."""
 
-FULL = (12, 5, 1)
-QUICK = (2, 3, 1)
-"""Layers of 132 MB in float32, rounds, and in how many of these the slow ways take part."""
+EXPERTS = ((16, 1372, 1500),)
+"""Of a layer with experts, as many bytes."""
+
+LAYER = 4 * sum(rows * columns for rows, columns in SHAPES)
+"""Bytes."""
 
 SAVE_ONE = """
 import sys, torch, torch.distributed.checkpoint as dcp
-shapes, layers = eval(sys.argv[2]), int(sys.argv[3])
-state = {f"{layer}.{at}": torch.randn(shape) for layer in range(layers) for at, shape in enumerate(shapes)}
+values = [torch.randn(shape) for shape in eval(sys.argv[2])]
+state = {f"{layer}.{at}": value for layer in range(int(sys.argv[3])) for at, value in enumerate(values)}
 dcp.save({"momentum": state}, checkpoint_id=sys.argv[1], no_dist=True)
 """
 
@@ -65,32 +71,57 @@ if __name__ == "__main__":
     mp.spawn(worker, (sys.argv[1], sys.argv[2], eval(sys.argv[3]), int(sys.argv[4]), sys.argv[2] + ".meeting"), 8)
 """
 
-
-def command(*arguments: object) -> float:
-    """Seconds of processor time of a command and its children."""
-    before = os.times()
-    subprocess.run(list(map(str, arguments)), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
+ROWS_4 = ("--mesh", "dp=4")
+EP_FSDP = ("--mesh", "fsdp={},ep={}", "--shard", "*=ep:0,fsdp:1")
 
 
-def reshard(source: Path, to: Path, *options: str) -> float:
-    start = "from muonckpt.cli.main import main; main()"
-    return command(sys.executable, "-c", start, "reshard", source, to, *options)
+@dataclass(frozen=True)
+class Run:
+    """Of a command: wall and processor seconds (children included), and MiB of anonymous memory (0: not looked at)."""
+
+    wall: float
+    busy: float
+    memory: float = 0.0
 
 
-def copy(source: Path, to: Path) -> float:
-    return command("sh", "-c", f"cp -r {source} {to} && sync {to}/* {to}")
+Way = Callable[[Path], Run]
+"""Makes a directory."""
 
 
-def floor(job: Job, to: Path) -> float:
-    """The bytes of the elements, from where they lie into 8 files, copied inside the kernel by two threads."""
-    before = time.process_time()
+def command(*arguments: object) -> Run:
+    before, begin, most = os.times(), time.perf_counter(), 0
+    process = subprocess.Popen(list(map(str, arguments)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while True:
+        try:
+            code = process.wait(0.02)
+            break
+        except subprocess.TimeoutExpired:
+            found = re.search(r"RssAnon:\s*(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+            most = max(most, int(found[1]) if found else 0)
+    wall, after = time.perf_counter() - begin, os.times()
+    if code:
+        raise SystemExit(f"{' '.join(map(str, arguments))} failed with {code}")
+    busy = after.children_user + after.children_system - before.children_user - before.children_system
+    return Run(wall, busy, most / 1024)
+
+
+def reshard(source: Path, to: Path, *options: str) -> Run:
+    return command(sys.executable, "-c", "from muonckpt.cli.main import main; main()", "reshard", source, to, *options)
+
+
+def copy(source: Path, to: Path) -> Run:
+    found = command("sh", "-c", f"cp -r {source} {to} && sync {to}/* {to}")
+    return Run(found.wall, found.busy)
+
+
+def floor(job: Job, to: Path) -> Run:
+    """The bytes of the elements, from where they lie into files, copied inside the kernel by two threads."""
+    begin, busy = time.perf_counter(), time.process_time()
     to.mkdir()
     with ThreadPoolExecutor(2) as pool:
         for _ in pool.map(lambda file: _copy_ranges(job, file, to), job.files):
             pass
-    return time.process_time() - before
+    return Run(time.perf_counter() - begin, time.process_time() - busy)
 
 
 def _copy_ranges(job, file, to: Path) -> None:
@@ -109,62 +140,152 @@ def _copy_ranges(job, file, to: Path) -> None:
     os.close(handle)
 
 
-def measure(way: Callable[[Path], float], to: Path) -> tuple[float, float]:
-    """Wall and processor seconds; what was written is removed, and the disk idle, before the next."""
+def forget(folder: Path) -> None:
+    """Give the pages of a directory's files back, as far as nobody has them mapped."""
+    for file in folder.iterdir():
+        handle = os.open(file, os.O_RDONLY)
+        os.fsync(handle)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
+def measure(way: Way, to: Path, cold: Path | None = None) -> Run:
+    """What was written is removed, and the disk idle, before the next."""
     os.sync()
-    begin = time.perf_counter()
-    busy = way(to)
-    wall = time.perf_counter() - begin
+    if cold is not None:
+        forget(cold)
+    found = way(to)
     shutil.rmtree(to)
     to.with_name(to.name + ".meeting").unlink(missing_ok=True)
-    return wall, busy
+    return found
+
+
+def save(folder: Path, name: str, gigabytes: float, shapes: Sequence[tuple[int, ...]], *options: str) -> Path:
+    """A checkpoint of stock DCP of about this size, resharded with these options."""
+    layers = max(round(gigabytes * 1e9 / LAYER), 1)
+    command(sys.executable, "-c", SAVE_ONE, folder / "one", shapes, layers)
+    reshard(folder / "one", folder / name, *options)
+    shutil.rmtree(folder / "one")
+    return folder / name
+
+
+def bare(source: Path) -> Path:
+    """Stock DCP: nothing but CRC-32s tells what the bytes should be."""
+    (source / "muonckpt.json").unlink()
+    return source
+
+
+def growth(folder: Path, gigabytes: float, rounds: int) -> None:
+    """Warm and cold, at one size."""
+    source = bare(save(folder, "source", gigabytes, SHAPES, *ROWS_4))
+    ways: dict[str, Way] = {
+        "`cp -r` and sync": lambda to: copy(source, to),
+        "rows 4 -> 8": lambda to: reshard(source, to, "--mesh", "dp=8"),
+    }
+    for cold in (None, source):
+        runs: dict[str, list[Run]] = {name: [] for name in ways}
+        for _ in range(rounds):
+            for name, way in ways.items():
+                runs[name].append(measure(way, folder / "out", cold))
+        rows(runs, f"{_gigabytes(source):.2f} GB {'cold' if cold else 'warm'}: ")
+    shutil.rmtree(source)
+
+
+def ways(folder: Path, gigabytes: float, rounds: int) -> None:
+    """Rank counts and layouts, at one size."""
+    four = bare(save(folder, "four", gigabytes, SHAPES, *ROWS_4))
+    owned = save(folder, "owned", gigabytes, SHAPES, *ROWS_4, "--layout", "owned")
+    padded = save(folder, "padded", gigabytes, SHAPES, *ROWS_4, "--layout", "padded")
+    ep = [each.format(2, 4) for each in EP_FSDP]
+    experts = save(folder, "experts", gigabytes, EXPERTS, *ep)
+    job = make_job(four, Target({"dp": 8}))
+
+    def ours(source: Path, *options: str) -> Way:
+        return lambda to: reshard(source, to, *options)
+
+    table: dict[str, Way] = {
+        "`cp -r` and sync": lambda to: copy(four, to),
+        "floor: `copy_file_range` into 8 files": lambda to: floor(job, to),
+        "rows 4 -> 8": ours(four, "--mesh", "dp=8"),
+        "rows 4 -> 3": ours(four, "--mesh", "dp=3"),
+        "rows 4 -> 64": ours(four, "--mesh", "dp=64"),
+        "rows 4 -> 8, `--jobs 1`": ours(four, "--mesh", "dp=8", "--jobs", "1"),
+        "rows 4 -> 8, `--verify`": ours(four, "--mesh", "dp=8", "--verify"),
+        "rows 4 -> flat 8": ours(four, "--mesh", "dp=8", "--layout", "flat"),
+        "rows 4 -> owners 8": ours(four, "--mesh", "dp=8", "--layout", "owned"),
+        "rows 4 -> columns 8": ours(four, "--mesh", "dp=8", "--shard", "*=dp:1"),
+        "owners 4 -> rows 8": ours(owned, "--mesh", "dp=8"),
+        "padded 4 -> compact 8": ours(padded, "--mesh", "dp=8", "--layout", "compact"),
+        "experts, EP 4 x FSDP 2 -> EP 2 x FSDP 4": ours(experts, *(each.format(4, 2) for each in EP_FSDP)),
+    }
+    runs: dict[str, list[Run]] = {name: [] for name in table}
+    for _ in range(rounds):
+        for name, way in table.items():
+            runs[name].append(measure(way, folder / "out"))
+    rows(runs, f"{_gigabytes(four):.2f} GB: ")
+    for source in (four, owned, padded, experts):
+        shutil.rmtree(source)
+
+
+def others(folder: Path, gigabytes: float) -> None:
+    """What people use today, once: it takes long."""
+    source = bare(save(folder, "source", gigabytes, SHAPES, *ROWS_4))
+    (folder / "eight.py").write_text(EIGHT_RANKS)
+    layers = round(gigabytes * 1e9 / LAYER)
+    table: dict[str, Way] = {
+        "`cp -r` and sync": lambda to: copy(source, to),
+        "rows 4 -> 8": lambda to: reshard(source, to, "--mesh", "dp=8"),
+        "dcp load + save, 1 process, still 1 shard": lambda to: command(
+            sys.executable, "-c", LOAD_AND_SAVE, source, to, SHAPES, layers
+        ),
+        "dcp load + save, 8 gloo processes": lambda to: command(
+            sys.executable, folder / "eight.py", source, to, SHAPES, layers
+        ),
+    }
+    rows({name: [measure(way, folder / "out")] for name, way in table.items()}, f"{_gigabytes(source):.2f} GB: ")
+    shutil.rmtree(source)
+
+
+def _gigabytes(source: Path) -> float:
+    return sum(file.stat().st_size for file in source.iterdir()) / 1e9
+
+
+def rows(runs: dict[str, list[Run]], before: str) -> None:
+    """The first way is what the others are compared with."""
+    plain = next(iter(runs.values()))
+    for way, found in runs.items():
+        ratios = [mine.wall / copied.wall for mine, copied in zip(found, plain, strict=True)]
+        wall, busy = (statistics.median(getattr(run, name) for run in found) for name in ("wall", "busy"))
+        memory = max(run.memory for run in found)
+        print(
+            f"| {before}{way} | {wall:.2f} | {statistics.median(ratios):.2f} | {min(ratios):.2f} - {max(ratios):.2f} | "
+            f"{busy:.2f} | {f'{memory:.0f}' if memory else ''} |",
+            flush=True,
+        )
 
 
 def main() -> None:
-    layers, rounds, slow_rounds = QUICK if "--quick" in sys.argv else FULL
+    asked = argparse.ArgumentParser()
+    asked.add_argument("--sizes", default="0.25,1,2", help="of the growth table, in GB")
+    asked.add_argument("--size", type=float, default=1.6, help="of the other tables, in GB")
+    asked.add_argument("--rounds", type=int, default=5)
+    asked.add_argument("--only", choices=("growth", "ways", "others"))
+    options = asked.parse_args()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with tempfile.TemporaryDirectory(dir=os.environ.get("MUONCKPT_BENCH_DIR")) as name:
         folder = Path(name)
-        (folder / "scripts").mkdir()
-        eight = folder / "scripts" / "eight.py"
-        eight.write_text(EIGHT_RANKS)
-        command(sys.executable, "-c", SAVE_ONE, folder / "one", SHAPES, layers)
-        source, size = folder / "four", (SHAPES, layers)
-        reshard(folder / "one", source, "--mesh", "dp=4")
-        shutil.rmtree(folder / "one")
-        (source / "muonckpt.json").unlink()  # stock DCP: nothing but CRC-32s tells what the bytes should be
-        job = make_job(source, Target({"dp": 8}))
-        fast: dict[str, Callable[[Path], float]] = {
-            "`cp -r` and sync": lambda to: copy(source, to),
-            "floor: `copy_file_range` into 8 files": lambda to: floor(job, to),
-            "rows 4 -> 8": lambda to: reshard(source, to, "--mesh", "dp=8"),
-            "rows 4 -> 8, `--verify`": lambda to: reshard(source, to, "--mesh", "dp=8", "--verify"),
-            "rows 4 -> 8, 1 thread": lambda to: reshard(source, to, "--mesh", "dp=8", "--jobs", "1"),
-            "rows 4 -> columns 8": lambda to: reshard(source, to, "--mesh", "dp=8", "--shard", "*=dp:1"),
-            "rows 4 -> owners 8": lambda to: reshard(source, to, "--mesh", "dp=8", "--layout", "owned"),
-            "rows 4 -> flat 8": lambda to: reshard(source, to, "--mesh", "dp=8", "--layout", "flat"),
-        }
-        slow: dict[str, Callable[[Path], float]] = {
-            "dcp load + save, 1 process, still 1 shard": lambda to: command(
-                sys.executable, "-c", LOAD_AND_SAVE, source, to, *size
-            ),
-            "dcp load + save, 8 gloo processes": lambda to: command(sys.executable, eight, source, to, *size),
-        }
-        print(f"{describe()}; {job.payload_to_write / 1e9:.2f} GB, {rounds} alternating rounds", flush=True)
-        seconds: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-        for number in range(rounds):
-            for way, run in {**fast, **(slow if number < slow_rounds else {})}.items():
-                seconds[way].append(measure(run, folder / "out"))
-    report(seconds)
-
-
-def report(seconds: dict[str, list[tuple[float, float]]]) -> None:
-    first = next(iter(seconds))
-    print("\n| way | wall s (median) | x cp (median) | x cp (min - max) | CPU s (median) |\n|---|---|---|---|---|")
-    for way, found in seconds.items():
-        ratios = [mine[0] / plain[0] for mine, plain in zip(found, seconds[first], strict=False)]
-        wall, busy = (statistics.median(column) for column in zip(*found, strict=True))
-        spread = f"{min(ratios):.2f} - {max(ratios):.2f}"
-        print(f"| {way} | {wall:.2f} | {statistics.median(ratios):.2f} | {spread} | {busy:.2f} |")
+        os.environ["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")
+        print(f"{describe()}; {options.rounds} alternating rounds; load {os.getloadavg()[0]:.1f}\n")
+        print("| way | wall s (median) | x cp (median) | x cp (min - max) | CPU s (median) | memory MiB (most) |")
+        print("|---|---|---|---|---|---|", flush=True)
+        if options.only in (None, "growth"):
+            for size in map(float, options.sizes.split(",")):
+                growth(folder, size, options.rounds)
+        if options.only in (None, "ways"):
+            ways(folder, options.size, options.rounds)
+        if options.only in (None, "others"):
+            others(folder, options.size)
+        print(f"\nload {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":

@@ -54,6 +54,8 @@ SENT: dict[str, Sent] = {
     "allgather": lambda world, rank, outputs, inputs, *_: bytes_of(inputs) * (world - 1),
     "all_gather_single": lambda world, rank, output, given, *_: given.nbytes * (world - 1),
     "all_gather_single_coalesced": lambda world, rank, outputs, inputs, *_: bytes_of(inputs) * (world - 1),
+    "reduce": lambda world, rank, tensors, options: bytes_of(tensors) * (rank != options.rootRank),
+    "broadcast": lambda world, rank, tensors, options: bytes_of(tensors) * ((rank + 1) % world != options.rootRank),
     "reduce_scatter": lambda world, rank, outputs, inputs, *_: bytes_of(outputs) * (world - 1),
     "reduce_scatter_single": lambda world, rank, output, given, *_: output.nbytes * (world - 1),
     "reduce_scatter_single_coalesced": lambda world, rank, outputs, inputs, *_: bytes_of(outputs) * (world - 1),

@@ -5,31 +5,37 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
 
+from ..converters.detection import annotate, detect
+from ..errors import SourceError
 from ..record import Extent, Manifest, StateRecord
 from ..store.dtypes import itemsize
 from ..store.formats import format_of
-from .output import printable, size, table
+from ..store.remote import Location
+from . import buffers
+from .buffers import NO_STATE, Recorded, recorded
+from .output import printable, section, size
 from .parameters import CHECKPOINT
 
 
 @click.command("inspect")
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option("--tensors", is_flag=True, help="One line for every tensor.")
+@click.option("--ranks", is_flag=True, help="Where there are flat buffers: one line for every rank, however many.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: the summary, with --tensors the whole manifest.")
-def command(checkpoint: Path, tensors: bool, as_json: bool) -> None:
+def command(checkpoint: Location, tensors: bool, ranks: bool, as_json: bool) -> None:
     """Say what is in CHECKPOINT and how it is laid out.
 
     Reads metadata only; the checkpoint may be one of ours or any that torch.distributed.checkpoint wrote.
     """
     found = format_of(checkpoint)
-    manifest = found.outline(checkpoint)
-    summary = summarise(checkpoint, found.name, manifest)
+    manifest = annotate(found.outline(checkpoint))
+    records = recorded(manifest.provenance)
+    summary = summarise(checkpoint, found.name, manifest, records)
     if as_json:
         if tensors:
             summary["manifest"] = json.loads(manifest.to_json())
@@ -37,33 +43,48 @@ def command(checkpoint: Path, tensors: bool, as_json: bool) -> None:
         return
     for label, value in lines(summary):
         click.echo(printable(f"{label:<13} {value}"))
-    click.echo()
-    table(("slot", "tensors", "elements", "bytes", "dtypes"), list(map(_slot_row, summary["slots"])))
+    section(("slot", "tensors", "elements", "bytes", "dtypes"), list(map(_slot_row, summary["slots"])))
+    buffers.show(summary["buffers"], ranks)
     if tensors:
-        click.echo()
-        table(("tensor", "shape", "dtype", "convention", "chunks", "fingerprint"), list(map(_row, manifest.tensors)))
+        buffers.show_slots(records)
+        headers = ("tensor", "shape", "dtype", "convention", "chunks", "fingerprint")
+        section(headers, list(map(_row, manifest.tensors)))
 
 
-def summarise(path: Path, kind: str, manifest: Manifest) -> dict[str, Any]:
-    """The summary as JSON data: kind, provenance, counts and sizes, layouts, and a row per slot."""
+def summarise(path: Location, kind: str, manifest: Manifest, records: Sequence[Recorded]) -> dict[str, Any]:
+    """The summary as JSON data: kind, provenance, counts and sizes, layouts, flat buffers, and a row per slot.
+
+    What provenance records of flat buffers is long; of that there is only the summary, under ``buffers``.
+    """
     layouts = Counter(json.dumps(tensor.layout) for tensor in manifest.tensors if tensor.layout)
     chunks = sum(len(tensor.chunks) for tensor in manifest.tensors)
     return {
         "checkpoint": str(path),
         "kind": kind,
-        "provenance": dict(manifest.provenance),
+        "dialect": _dialect(manifest),
+        "provenance": buffers.without(manifest.provenance),
         "tensors": len(manifest.tensors),
         "chunks": chunks,
         "bytes": sum(_bytes(tensor) for tensor in manifest.tensors),
         "other_items": len(manifest.blobs),
         "files": len({item.file for item in _items(manifest)}),
         "layouts": [{**json.loads(layout), "tensors": count} for layout, count in layouts.most_common()],
+        "buffers": buffers.summarise(records),
         "slots": [_slot(name, manifest.tensors) for name in dict.fromkeys(t.slot for t in manifest.tensors)],
     }
 
 
+def _dialect(manifest: Manifest) -> dict[str, Any]:
+    """Whose keys these are, if that can be told, and why or why not."""
+    try:
+        found = detect(manifest)
+    except SourceError as error:
+        return {"name": None, "who": None, "reasons": [str(error)]}
+    return {"name": found.dialect.name, "who": found.dialect.who, "reasons": list(found.reasons)}
+
+
 def lines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The summary as labelled lines, without the table of slots."""
+    """The summary as labelled lines, without the tables."""
     yield "checkpoint", summary["checkpoint"]
     yield "kind", summary["kind"]
     for name, value in summary["provenance"].items():
@@ -71,19 +92,35 @@ def lines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "tensors", f"{summary['tensors']} in {summary['chunks']} chunks, {size(summary['bytes'])}"
     yield "other items", str(summary["other_items"])
     yield "files", str(summary["files"])
+    dialect = summary["dialect"]
+    yield "keys", f"{dialect['name']} ({dialect['who']})" if dialect["name"] else "not told apart"
+    for reason in dialect["reasons"]:
+        yield "", reason
     for layout in summary["layouts"]:
-        match layout:
-            case {"algorithm": "mesh", "mesh": [*sizes], "placements": [*placements]}:
-                how = f"on mesh {' x '.join(map(str, sizes))}: {', '.join(map(str, placements))}"
-            case _:
-                how = json.dumps({name: value for name, value in layout.items() if name != "tensors"})
-        yield "layout", f"{layout['tensors']} tensors {how}"
+        yield "layout", f"{layout['tensors']} tensors {_how(layout)}"
+
+
+def _how(layout: dict[str, Any]) -> str:
+    match layout:
+        case {"algorithm": "mesh", "mesh": [*sizes], "placements": [*placements]}:
+            return f"on mesh {_mesh(sizes, layout)}: {', '.join(map(str, placements))}"
+        case {"algorithm": algorithm, "version": version, "mesh": [*sizes], "cuts": [*cuts]}:
+            cut = "".join(f", {axis} cuts dim {dim}" for axis, dim in cuts)
+            return f"by {algorithm} v{version} on mesh {_mesh(sizes, layout)}{cut}"
+        case _:
+            return json.dumps({name: value for name, value in layout.items() if name != "tensors"})
+
+
+def _mesh(sizes: Sequence[object], layout: dict[str, Any]) -> str:
+    axes = layout.get("axes") or [None] * len(sizes)
+    named = (str(size) if axis is None else f"{axis}={size}" for axis, size in zip(axes, sizes, strict=True))
+    return " x ".join(named)
 
 
 def _slot(name: str | None, tensors: tuple[StateRecord, ...]) -> dict[str, Any]:
     mine = [tensor for tensor in tensors if tensor.slot == name]
     return {
-        "slot": name or "(not optimizer state)",
+        "slot": name or NO_STATE,
         "tensors": len(mine),
         "elements": sum(math.prod(tensor.shape) for tensor in mine),
         "bytes": sum(map(_bytes, mine)),

@@ -25,7 +25,9 @@ COMMANDS = {
     "inspect": "Say what is in a checkpoint and how it is laid out.",
     "verify": "Check that a checkpoint is whole: coverage, bounds, checksums, fingerprints, values.",
     "reshard": "Rewrite a checkpoint for another mesh or layout, without a GPU.",
+    "convert": "Rewrite a checkpoint in another format: the same as reshard, the format in front.",
     "export": "Write the tensors of a checkpoint as safetensors or zarr.",
+    "rules": "Print the ready-made tables of names and structure, or the programs that --from and --to know.",
 }
 """Every command and its one-line help, so that `--help` imports none of them."""
 

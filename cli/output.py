@@ -32,9 +32,26 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
+def section(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table after an empty line; nothing if it has no rows."""
+    if rows:
+        click.echo()
+        table(headers, rows)
+
+
 def printable(text: str) -> str:
     """Text from a file, with what could control a terminal or break a line written as an escape."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def counted(count: int, what: str) -> str:
+    """``1 file``, ``2 files``."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def some_of(names: Sequence[str], most: int = 8) -> str:
+    """The first names of a list, and how many more there are."""
+    return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)
 
 
 def size(count: int) -> str:

@@ -7,7 +7,25 @@ from pathlib import Path
 
 import click
 
-CHECKPOINT = click.Path(path_type=Path)
+from ..converters.names import Rules
+from ..converters.tables import INVERSE, READY
+from ..errors import SourceError
+from ..store.remote import Location, location
+
+
+class Place(click.ParamType):  # type: ignore[type-arg]  # generic in new releases of click only
+    """Where a checkpoint is: a path, or a URL of an object store."""
+
+    name = "path or url"
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> Location:
+        try:
+            return location(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, context)
+
+
+CHECKPOINT = Place()
 
 JOBS = click.IntRange(1, 1024)
 
@@ -61,3 +79,21 @@ class ShardRule(click.ParamType):  # type: ignore[type-arg]
         if not glob or not equals or len(cuts) != len(found):
             self.fail(f"{value!r} is not a rule; write for example '*experts*=ep:0,dp:1'", param, context)
         return glob, cuts
+
+
+class RuleTable(click.ParamType):  # type: ignore[type-arg]
+    """A table of names and structure: a ready-made one by its name, or a TOML file; after ``inverse:`` the way back."""
+
+    name = "table"
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> Rules:
+        if isinstance(value, Rules):
+            return value
+        name = str(value).removeprefix(INVERSE)
+        try:
+            rules = Rules.from_toml(READY[name] if name in READY else Path(name).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            self.fail(f"cannot read {name!r} ({error}), and it is none of {', '.join(READY)}", param, context)
+        except SourceError as error:
+            self.fail(f"{name}: {error}", param, context)
+        return rules.inverse() if str(value).startswith(INVERSE) else rules

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import click
 
 from ..store import audit
 from ..store.formats import format_of
+from ..store.remote import Location
 from .output import printable, progress, size
 from .parameters import CHECKPOINT, JOBS
 
@@ -18,7 +18,7 @@ from .parameters import CHECKPOINT, JOBS
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option("--jobs", type=JOBS, default=2, show_default=True, help="Threads that read and check.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def command(checkpoint: Path, jobs: int, as_json: bool) -> int:
+def command(checkpoint: Location, jobs: int, as_json: bool) -> int:
     """Check that CHECKPOINT is whole; exit 1 if anything is wrong.
 
     Coverage, bounds, digests, CRC-32s, fingerprints, and infinite or NaN values.  A stock

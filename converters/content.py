@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from ..layout import Buffer, TensorLayout
 from ..record import Blob, Chunk, Manifest, StateRecord
+from .detection import annotate
 from .target import TargetError
 
 
@@ -39,10 +40,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Everything that a destination is to hold."""
+    """Everything that a destination is to hold.
+
+    ``left_out`` are the keys of what the source has and this has not; ``notes`` sentences about what was decided.
+    """
 
     tensors: Sequence[Wanted]
     entries: Sequence[Entry]
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def selected(self, globs: Sequence[str]) -> Content:
         """What has a key that fits one of these shell patterns; everything if there are none.
@@ -57,10 +63,16 @@ class Content:
             if not any(fnmatchcase(key, glob) for key in keys):
                 raise TargetError(f"nothing in the checkpoint has a key that fits {glob!r}")
         kept = {key for key in keys if any(fnmatchcase(key, glob) for glob in globs)}
-        return Content(
-            [each for each in self.tensors if each.record.key in kept],
-            [each for each in self.entries if each.target.key in kept],
+        return dataclasses.replace(
+            self,
+            tensors=[each for each in self.tensors if each.record.key in kept],
+            entries=[each for each in self.entries if each.target.key in kept],
         )
+
+    def tensors_only(self) -> Content:
+        """Without what is no tensor."""
+        left = (*self.left_out, *(each.target.key for each in self.entries))
+        return dataclasses.replace(self, entries=(), left_out=left)
 
     def used(self, manifest: Manifest) -> Manifest:
         """As much of the source's manifest as this content is made of."""
@@ -78,12 +90,20 @@ Translate = Callable[[Manifest], Content]
 
 
 def as_they_are(manifest: Manifest) -> Content:
-    """Every tensor and every item under its own name.
+    """Every tensor and every item under its own name; slots, by which layouts sort tensors, are those of the keys
+    where nothing is recorded.
 
     Raises:
         LayoutError: a tensor has a hole or an overlap.
     """
+    recorded = any(tensor.slot is not None for tensor in manifest.tensors)
+    tensors = (manifest if recorded else annotate(manifest)).tensors
     return Content(
-        [Wanted(t, t.chunk_layout(), {str(i): c for i, c in enumerate(t.chunks)}) for t in manifest.tensors],
+        [Wanted(t, t.chunk_layout(), {str(i): c for i, c in enumerate(t.chunks)}) for t in tensors],
         [Entry(blob, blob) for blob in manifest.blobs],
     )
+
+
+def tensors_only(translate: Translate) -> Translate:
+    """The same, leaving out what is no tensor."""
+    return lambda manifest: translate(manifest).tensors_only()

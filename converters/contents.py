@@ -20,6 +20,7 @@ class Contents:
         others, items: tensors and items to be carried: neither state nor options of groups, or derived state.
         positions: of all tensors in the manifest, by key.
         left: keys of the slots that are to be left behind.
+        chains: which of several optimizers, as keys say it, the state of each parameter is of.
     """
 
     tensors: Mapping[tuple[str | None, str], int]
@@ -28,6 +29,7 @@ class Contents:
     items: tuple[Blob, ...]
     positions: Mapping[str, int]
     left: tuple[str, ...]
+    chains: Mapping[str, Collection[str]]
 
 
 def contents(manifest: Manifest, dialect: Dialect, leave: Collection[str]) -> Contents:
@@ -37,6 +39,7 @@ def contents(manifest: Manifest, dialect: Dialect, leave: Collection[str]) -> Co
     others: list[int] = []
     items: list[Blob] = []
     left: list[str] = []
+    chains: defaultdict[str, set[str]] = defaultdict(set)
     positions = {tensor.key: at for at, tensor in enumerate(manifest.tensors)}
     entries: tuple[StateRecord | Blob, ...] = (*manifest.tensors, *manifest.blobs)
     for entry in entries:
@@ -44,6 +47,8 @@ def contents(manifest: Manifest, dialect: Dialect, leave: Collection[str]) -> Co
         shape = None if at is None else manifest.tensors[at].shape
         state = dialect.state.read(entry.path)
         weight = dialect.model.read(entry.path) if at is not None else None
+        if state:
+            chains[state["name"]].add(state.get("chain", ""))
         if state and state["slot"] in leave:
             left.append(entry.key)
         elif state and isinstance(entry, Blob) and state["slot"] in dialect.derived:
@@ -61,4 +66,4 @@ def contents(manifest: Manifest, dialect: Dialect, leave: Collection[str]) -> Co
         else:
             assert isinstance(entry, Blob), "tensors have positions"
             items.append(entry)
-    return Contents(tensors, counters, tuple(others), tuple(items), positions, tuple(left))
+    return Contents(tensors, counters, tuple(others), tuple(items), positions, tuple(left), chains)

@@ -6,12 +6,13 @@ keys are told apart by a slot or an option that only one of them writes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from ..errors import SourceError
-from ..record import Manifest
+from ..record import Manifest, StateRecord
 from .dialects import DIALECTS, Dialect, KeyPath
 
 _MARKS: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
@@ -45,7 +46,7 @@ def detect(manifest: Manifest) -> Detected:
     """
     entries = [*((t.key, t.path) for t in manifest.tensors), *((b.key, b.path) for b in manifest.blobs)]
     shapes = {name: _first(dialect, entries) for name, dialect in DIALECTS.items()}
-    for name in ("fsdp_dtensor", "torch_dist", "fully_shard"):
+    for name in ("layer_wise", "fsdp_dtensor", "torch_dist", "fully_shard"):
         if shapes[name]:
             return Detected(DIALECTS[name], (f"its state is under keys such as {shapes[name]!r}",))
     if shapes["titan"]:
@@ -57,6 +58,23 @@ def detect(manifest: Manifest) -> Detected:
     if models:
         return Detected(DIALECTS[models[0]], (f"weights only, under {DIALECTS[models[0]].model}",))
     raise SourceError(f"no keys of a known dialect ({', '.join(DIALECTS)}); name one with --from")
+
+
+def annotate(manifest: Manifest) -> Manifest:
+    """The same, with the parameter and the slot that keys of its dialect speak of, where nothing else says them.
+
+    Unchanged if the dialect cannot be told.
+    """
+    try:
+        template = detect(manifest).dialect.state
+    except SourceError:
+        return manifest
+
+    def known(tensor: StateRecord) -> StateRecord:
+        found = template.read(tensor.path) if tensor.slot is None else None
+        return dataclasses.replace(tensor, name=found["name"], slot=found["slot"]) if found else tensor
+
+    return dataclasses.replace(manifest, tensors=tuple(map(known, manifest.tensors)))
 
 
 def _first(dialect: Dialect, entries: list[tuple[str, KeyPath]]) -> str | None:

@@ -10,13 +10,15 @@ Sources: ``docs/formats/dcp.md`` and ``docs/formats/fsdp_dtensor.md`` list, for 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
 
 from ..errors import SourceError
 from ..record import Convention
+from ..store.dcp import COMMON_FILE
+from ..store.torch_dist import COMMON_STATE, item_key
 
 KeyPath = tuple[str | int, ...]
 
@@ -58,9 +60,9 @@ class Template:
         Raises:
             SourceError: reading it back would give other fields.
         """
-        values = {field: "" if field == "chain" else fields.get(called, "") for field, (called, _) in _FIELDS.items()}
+        values = {field: fields.get(called, "") for field, (called, _) in _FIELDS.items()}
         path = tuple(int(values["group"]) if part == "{group}" else part.format(**values) for part in self.parts)
-        if self.read(path) not in (fields, {**fields, "chain": ""}):
+        if self.read(path) not in (fields, {"chain": "", **fields}):
             raise SourceError(f"{self} cannot say {fields}")
         return path
 
@@ -89,6 +91,10 @@ class Method:
     options: Mapping[str, str] = field(default_factory=dict)
     fresh: Mapping[str, object] = field(default_factory=dict)
 
+    def speaks_like(self, other: Method) -> bool:
+        """Whether the options of a group mean the same in both: they are those of one program, under other keys."""
+        return self.options is other.options and self.fresh is other.fresh
+
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
@@ -105,6 +111,9 @@ class Dialect:
         scales: our words for the scale of a matrix's lr (``original``: sqrt(max(1, m/n)), ``spectral``: sqrt(m/n),
             ``rms``: 0.2 sqrt(max(m, n)), ``none``) to the values of the option that mean it, the first to be written.
         writable: whether checkpoints of it are made here.
+        common: the item that holds all groups, with everything else that is no tensor; None where there is none.
+        chains: what the state of each method's parameters is put behind, where the source does not say it.
+        item: what an item of another program, which it knows nothing of, is called here.
     """
 
     name: str
@@ -118,11 +127,23 @@ class Dialect:
     method_option: str | None = None
     scales: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     writable: bool = True
+    common: KeyPath | None = None
+    chains: Mapping[str, str] = field(default_factory=dict)
+    item: Callable[[str], str] = str
 
     @property
     def numbered(self) -> bool:
         """Whether parameters are called by their number in the optimizer."""
         return "{number}" in self.state.parts
+
+    def holds_groups(self, path: KeyPath) -> bool:
+        """Whether this is the item that holds all groups, be it one of the checkpoint or a file beside."""
+        return self.common is not None and path in (self.common, (COMMON_FILE,))
+
+    @property
+    def chained(self) -> bool:
+        """Whether keys of state say which of several optimizers it belongs to."""
+        return "{chain}" in self.state.parts[0]
 
     def writes(self, method: Method) -> Method:
         """How this dialect stores what another stores as ``method``.
@@ -200,8 +221,34 @@ _OUR_FRESH: Mapping[str, object] = {"cautious": False, "nesterov": True, "ns": "
                                     "ns_dtype": "bfloat16", "gram": None, "eps": 1e-7, "pieces": None, "columns": None,
                                     "interleaved": 1, "blocks": 1, "convention": "ema"}  # fmt: skip
 
-_MEGATRON_MUON = {**_COMMON, "momentum": "momentum"}
-_MEGATRON_ADAM = {**_COMMON, "betas": "betas", "eps": "eps", "step": "step"}
+# Megatron: groups are told apart by these (`param_group_identifier_keys` of core 0.19.2), and by the schedule's bounds.
+_MEGATRON: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
+    "muon": ({"momentum": "momentum_buffer"}, {**_COMMON, "momentum": "momentum"}),
+    "adamw": (
+        {"first": "exp_avg", "second": "exp_avg_sq"},
+        {**_COMMON, "betas": "betas", "eps": "eps", "step": "step"},
+    ),
+}
+_MEGATRON_FRESH: Mapping[str, object] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False,
+                                         "is_decoupled_lr": False}  # fmt: skip
+_MASTER, _STEP = {"master": "fp32_param"}, {"step": "step"}
+
+
+def _megatron(*more: Mapping[str, str]) -> tuple[Method, ...]:
+    """Megatron's methods, with each of these sets of slots besides their own."""
+    return tuple(
+        Method(name, {**slots, **extra}, options, _MEGATRON_FRESH)
+        for extra in more
+        for name, (slots, options) in _MEGATRON.items()
+    )
+
+
+def _torch_dist(name: str, who: str, chains: Mapping[str, str]) -> Dialect:
+    return Dialect(
+        name, who, _path("{weight}"), _path("{chain}optimizer.state.{slot}.{name}"), None, None, _megatron(_MASTER, {}),
+        common=(COMMON_STATE,), chains=chains, item=item_key,
+    )  # fmt: skip
+
 
 DIALECTS: Mapping[str, Dialect] = MappingProxyType(
     {
@@ -266,11 +313,7 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
                 _path("optimizer", "state", "module.module.module.{name}", "{slot}"),
                 _path("optimizer", "param_to_group_meta", "module.module.module.{name}", "{option}"),
                 None,
-                (
-                    Method("muon", {"momentum": "momentum_buffer"}, _MEGATRON_MUON),
-                    Method("adamw", {"first": "exp_avg", "second": "exp_avg_sq"}, _MEGATRON_ADAM),
-                    Method("adamw", {"first": "exp_avg", "second": "exp_avg_sq", "step": "step"}, _MEGATRON_ADAM),
-                ),
+                _megatron({}, _STEP),
             ),
             Dialect(
                 "fully_shard", "fsdp_dtensor, dialect B: megatron_fsdp.fully_shard, state by number", _MODEL,
@@ -281,15 +324,14 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
                 "dcp", "torch's nested state dicts, program unknown; also fsdp_dtensor, dialect C", _MODEL, _NESTED,
                 _LIST, None, (_TORCH_MUON, _TORCH_ADAMW), scales=_TORCH_SCALES,
             ),
+            _torch_dist("torch_dist", "Megatron torch_dist with layer-wise Muon", {}),
+            _torch_dist("torch_dist_chained", "the same of more than one optimizer: Muon's state first, then AdamW's",
+                        {"muon": "chained_0.", "adamw": "chained_1."}),
             Dialect(
-                "torch_dist", "Megatron torch_dist with layer-wise Muon", _path("{weight}"),
-                _path("{chain}optimizer.state.{slot}.{name}"), None, None,
-                (
-                    Method("muon", {"momentum": "momentum_buffer", "master": "fp32_param"}),
-                    Method("muon", {"momentum": "momentum_buffer"}),
-                    Method("adamw", {"first": "exp_avg", "second": "exp_avg_sq", "master": "fp32_param"}),
-                    Method("adamw", {"first": "exp_avg", "second": "exp_avg_sq"}),
-                ),
+                "layer_wise", "Megatron's layer_wise_optimizer_{rank}.pt, under names", _MODEL,
+                _path("layer_wise", "state", "{name}", "{slot}"),
+                _path("layer_wise", "param_groups", "{group}", "{option}"), None,
+                _megatron(_MASTER, {}, {**_MASTER, **_STEP}, _STEP), writable=False,
             ),
         )
     }

@@ -7,7 +7,7 @@ its parameters, or one parameter by its name.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..errors import SourceError
@@ -20,6 +20,8 @@ PARAMS = "params"
 
 
 Item = Blob | StateRecord
+
+_SCALAR = bool | int | float | str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ def read_groups(manifest: Manifest, dialect: Dialect, values: Values) -> tuple[G
         SourceError: a group does not list its parameters.
     """
     if dialect.option is None:
-        return ()
+        return tuple(_in_common(manifest, dialect, values))
     listed: defaultdict[int, dict[str, Item]] = defaultdict(dict)
     named: defaultdict[str, dict[str, Item]] = defaultdict(dict)
     entries: tuple[Item, ...] = (*manifest.blobs, *manifest.tensors)
@@ -63,6 +65,43 @@ def read_groups(manifest: Manifest, dialect: Dialect, values: Values) -> tuple[G
                 named[name][option] = entry
     groups = (Group(number, _params(number, items, values), items) for number, items in sorted(listed.items()))
     return (*groups, *(Group(None, (name,), items) for name, items in named.items()))
+
+
+def _in_common(manifest: Manifest, dialect: Dialect, values: Values) -> Iterator[Group]:
+    """Groups in Megatron's common state, but for those that share an optimizer: it does not say what is in which."""
+    names: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    for tensor in manifest.tensors:
+        found = dialect.state.read(tensor.path)
+        if found:
+            names[found["chain"]][found["name"]] = None
+    for blob in manifest.blobs:
+        if dialect.holds_groups(blob.path):
+            whole = values.parts(blob)
+            optimizers = _optimizers("", whole[0] if isinstance(whole, list) and whole else whole)
+            for number, (chain, groups) in enumerate(optimizers):
+                if len(groups) == 1 and chain in names:
+                    plain = {option: value for option, value in groups[0].items() if _is_plain(value)}
+                    items = {option: values.part(blob, f"{chain}{option}", value) for option, value in plain.items()}
+                    yield Group(number, tuple(names[chain]), items)
+
+
+def _optimizers(chain: str, node: object) -> Iterator[tuple[str, list[dict[str, object]]]]:
+    """The groups of each optimizer, and the prefix of the keys of its state, as `.regroup` nests them."""
+    match node:
+        case {"param_groups": [*groups]} if all(isinstance(group, dict) for group in groups):
+            yield chain, groups
+        case {"optimizer": inner}:
+            yield from _optimizers(chain, inner)
+        case dict():
+            for number, child in node.items():
+                if isinstance(number, int):
+                    yield from _optimizers(f"{chain}chained_{number}.", child)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(isinstance(each, _SCALAR) for each in value)
+    return isinstance(value, _SCALAR)
 
 
 def _params(number: int, items: Mapping[str, Item], values: Values) -> tuple[str, ...]:

@@ -3,15 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..box import Box
 from ..layout import TensorLayout, dense
-from ..record import Blob, Extent
-from .content import Content, Entry, Wanted
-from .translation import Translation
+from ..record import Blob, Extent, Manifest
+from ..store.remote import Location
+from ..store.values import Values
+from .content import Content, Entry, Translate, Wanted, as_they_are
+from .conventions import Said
+from .dialects import Dialect
+from .names import Rules
+
+if TYPE_CHECKING:
+    from .translation import Translation
 
 _MADE = "made"
 _SCALAR = TensorLayout((), (dense(Box((), ()), _MADE),))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a user asks of names, structure and conventions: the arguments of :func:`.translate.translate`."""
+
+    source: Dialect | None = None
+    target: Dialect | None = None
+    rules: Rules = field(default_factory=Rules)
+    said: Said = field(default_factory=Said)
+    drop: frozenset[str] = frozenset()
+
+    def of(self, path: Location) -> Translate:
+        """What is made of the checkpoint at ``path``.  Nothing is translated where nothing is asked for."""
+
+        def translated(manifest: Manifest) -> Content:
+            from .translate import translate  # most commands start without it
+
+            values = Values(path)
+            found = translate(
+                manifest, values, self.target, source=self.source, rules=self.rules, said=self.said, drop=self.drop
+            )
+            return content(found)
+
+        return as_they_are if self == Request() else translated
 
 
 def content(translation: Translation) -> Content:
@@ -26,4 +60,4 @@ def content(translation: Translation) -> Content:
         Entry(Blob(item.key, item.path, Extent(_MADE, 0, len(item.data))), None, item.data)
         for item in translation.items
     )
-    return Content([*moved, *made], [*carried, *items])
+    return Content([*moved, *made], [*carried, *items], translation.left, tuple(translation.lines()))

@@ -7,60 +7,27 @@ tensor says which bytes go where.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from ..box import Box
-from ..errors import DestinationError, SourceError, about
+from ..errors import DestinationError, about
 from ..layout import Buffer, TensorLayout, dense
 from ..plan import Copy, make_plan
-from ..record import Chunk, Extent, Manifest, StateRecord
+from ..record import Manifest, StateRecord
 from ..store import directory
 from ..store.dtypes import itemsize
 from ..store.formats import format_of
-from ..store.stored_zip import ALIGNMENT
-from ..store.torch_zip import Frame
+from ..store.regular import at_each, open_regular
+from ..store.remote import Location
 from .container import DCP, Container
-from .content import Entry, Translate, Wanted, as_they_are
+from .content import Translate, as_they_are
+from .files import Part, TargetFile
 from .target import Target
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One tensor item to write: where it goes (``chunk``), its frame, and the copies that fill it.
-
-    The places of the copies: the source's in a buffer of ``wanted``, the target's in the payload of this item.
-    """
-
-    wanted: Wanted
-    chunk: Chunk
-    frame: Frame
-    copies: tuple[Copy, ...]
-
-    @property
-    def tensor(self) -> StateRecord:
-        return self.wanted.record
-
-
-@dataclass(frozen=True, slots=True)
-class TargetFile:
-    """One file to write.  ``length`` in bytes."""
-
-    name: str
-    entries: tuple[Entry, ...]
-    items: tuple[Item, ...]
-    length: int
-
-    @property
-    def payload(self) -> int:
-        """Bytes of elements in it."""
-        return sum(item.frame.payload_length for item in self.items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +41,10 @@ class Job:
         select: what the tensors and items were chosen by.
         tensors: to write, without their chunks.
         words: each tensor's layout for the manifest, by key; ``buffers`` the flat buffers that these speak of.
+        left_out, notes: as `Content` has them.
     """
 
-    source: Path
+    source: Location
     manifest: Manifest
     state: tuple[object, ...]
     target: Target
@@ -86,6 +54,8 @@ class Job:
     words: Mapping[str, Mapping[str, Any] | None]
     buffers: tuple[Mapping[str, Any], ...]
     files: tuple[TargetFile, ...]
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def bytes_to_check(self) -> int:
@@ -118,14 +88,17 @@ class Job:
         """Equal for two jobs that would write the same files from the same source."""
         whole = hashlib.blake2b(self.manifest.to_json().encode(errors="surrogatepass"), digest_size=16)
         whole.update(repr((self.state, self.target, self.container.name, self.select)).encode(errors="surrogatepass"))
+        for each in {id(item.wanted): item.wanted for file in self.files for item in file.items}.values():
+            places = (each.layout.fragments, [(buffer, chunk.item) for buffer, chunk in each.chunks.items()])
+            whole.update(repr((each.record.key, places, each.made, each.scale)).encode(errors="surrogatepass"))
         for file in self.files:
-            targets = [(item.tensor.key, item.chunk, item.wanted.made, item.wanted.scale) for item in file.items]
+            targets = [(item.tensor.key, item.chunk) for item in file.items]
             whole.update(repr((file.name, file.length, file.entries, targets)).encode(errors="surrogatepass"))
         return whole.hexdigest()
 
 
 def make_job(
-    source: Path,
+    source: Location,
     target: Target,
     select: Sequence[str] = (),
     translate: Translate = as_they_are,
@@ -145,9 +118,9 @@ def make_job(
     manifest = format_of(source).read(source)
     content = translate(manifest).selected(select)
     manifest = content.used(manifest)
-    laid = target.lay_out([each.record for each in content.tensors])
+    laid = target.lay_out([each.record for each in content.tensors], manifest.provenance)
     parts: list[list[Part]] = [[] for _ in range(target.ranks)]
-    filled = [0] * target.ranks
+    written = [0] * target.ranks
     for each in content.tensors:
         key, size = each.record.key, itemsize(each.record.dtype)
         holders = laid.layouts[key].holders
@@ -155,11 +128,10 @@ def make_job(
             copies = _copies(each.layout, tuple(replicas[0].box for replicas in holders))
         for replicas, mine in zip(holders, copies, strict=True):
             # Of replicas, that of the rank that has the least to write so far.
-            rank = min((filled[_rank(f.place.buffer)], _rank(f.place.buffer)) for f in replicas)[1]
-            filled[rank] += replicas[0].box.numel * size
+            rank = min((written[_rank(f.place.buffer)], _rank(f.place.buffer)) for f in replicas)[1]
+            written[rank] += replicas[0].box.numel * size
             parts[rank].append((each, replicas[0].box, mine))
-    entries = [content.entries, *[()] * (target.ranks - 1)]
-    files = [_file(container, rank, entries[rank], mine) for rank, mine in enumerate(parts)]
+    filled = container.fill(laid.buffers, content.entries, parts)
     return Job(
         source,
         manifest,
@@ -169,12 +141,14 @@ def make_job(
         tuple(select),
         tuple(each.record for each in content.tensors),
         laid.words,
-        laid.buffers,
-        tuple(file for file in files if file.length),
+        filled.buffers,
+        filled.files,
+        content.left_out,
+        content.notes,
     )
 
 
-def check_destination(source: Path, destination: Path) -> None:
+def check_destination(source: Location, destination: Location) -> None:
     """Raises:
     DestinationError: something is there already, or it lies inside the source.
     """
@@ -183,7 +157,7 @@ def check_destination(source: Path, destination: Path) -> None:
         raise DestinationError(f"{destination} lies inside the source {source}; choose a place outside of it")
 
 
-def state_of(source: Path, manifest: Manifest) -> tuple[object, ...]:
+def state_of(source: Location, manifest: Manifest) -> tuple[object, ...]:
     """Which files the source has, how long they are and when they were changed.
 
     Raises:
@@ -191,14 +165,12 @@ def state_of(source: Path, manifest: Manifest) -> tuple[object, ...]:
     """
     names = {c.item.file for t in manifest.tensors for c in t.chunks} | {b.item.file for b in manifest.blobs}
     folder = source if source.is_dir() else source.parent  # a single file is its own checkpoint
-    found = []
-    for name in sorted(names):
-        try:
-            state = (folder / name).lstat()
-        except OSError as error:
-            raise SourceError(f"cannot read {folder / name}: {error.strerror}") from error
-        found.append((name, state.st_ino, state.st_size, state.st_mtime_ns))
-    return tuple(found)
+
+    def state(name: str) -> tuple[object, ...]:
+        with open_regular(folder / name) as file:
+            return name, *file.state
+
+    return tuple(at_each(folder, state, sorted(names)))
 
 
 @lru_cache(maxsize=65536)
@@ -214,30 +186,3 @@ def _copies(source: TensorLayout, boxes: tuple[Box, ...]) -> tuple[tuple[Copy, .
 def _rank(buffer: Buffer) -> int:
     assert isinstance(buffer, int), "the buffers of a target are ranks"
     return buffer
-
-
-Part = tuple[Wanted, Box, tuple[Copy, ...]]
-"""A box of a tensor that some rank has, and the copies that make it."""
-
-
-def _file(container: Container, rank: int, entries: Sequence[Entry], parts: Sequence[Part]) -> TargetFile:
-    """Items end to end, each aligned; those that are no tensors first, as DCP does."""
-    name = container.file(rank)
-    at = 0
-    placed = []
-    for entry in entries:
-        blob = dataclasses.replace(entry.target, item=Extent(name, at, entry.target.item.length))
-        placed.append(dataclasses.replace(entry, target=blob))
-        at = _aligned(blob.item.end)
-    items = []
-    for wanted, box, copies in parts:
-        frame = container.frame(wanted.record.dtype, box.shape)
-        item = Extent(name, at, frame.length)
-        payload = Extent(name, at + frame.payload_offset, frame.payload_length)
-        items.append(Item(wanted, Chunk(box, item, payload), frame, copies))
-        at = _aligned(item.end)
-    return TargetFile(name, tuple(placed), tuple(items), at)
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT

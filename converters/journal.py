@@ -1,18 +1,23 @@
-"""The journal of long offline work: what is finished, so that a run that was stopped can go on."""
+"""The journals of long offline work: what each worker has finished, so that a run that was stopped can go on.
+
+A worker has one journal, a :mod:`.log` that nobody else writes.  The first line says whose it is; one line follows for
+each finished file and for each step.  All journals of one destination lie in a folder, named by the number of the run
+and the worker's rank.  How others read them: :mod:`.peer`.
+"""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import shutil
+import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from enum import Enum
+from functools import cache
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO
 
-from ..errors import DestinationError
+from ..store.remote import Location
+from .log import create, remove
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,128 +37,89 @@ class Done:
     items: tuple[Sum, ...]
 
 
-class Journal:
-    """The claim on a destination while a job writes beside it, and what the job has finished.
+class Step(Enum):
+    """What a worker says of itself."""
 
-    Two names beside the destination: ``staged``, the directory that will be renamed to it, and an append-only file
-    with one synced line per finished file, which is locked as long as the job runs.  Its first line names the job; a
-    journal of another job is refused.  What it claims must still be checked.
+    BEGUN = "begun"
+    """All is prepared, others may join (the leader's word)."""
+    FINISHED = "finished"
+    """Its part is done."""
+    ENDED = "ended"
+    """It leaves; its last word, with an error if it could not do its part."""
 
-    Args:
-        destination: where the finished directory will appear.
-        job: digest of the job.
-        resume: go on with what is there, if anything is.
 
-    Raises:
-        DestinationError: unfinished work is there and ``resume`` is not set, or it is of another job; another process
-            is at it; or it cannot be written.
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Whose journal it is: the digest of the job, how many workers share it, and the machine.
+
+    ``locked``: the log is under a lock that ends with its process; not every file system has them, and no store.
     """
 
-    def __init__(self, destination: Path, job: str, resume: bool) -> None:
-        self.staged = destination.parent / f".{destination.name}.reshard.tmp"
-        self.done: dict[str, Done] = {}
-        self._path = destination.parent / f".{destination.name}.reshard.journal"
-        self._job = job
-        self._resume = resume
-        self._stream: BinaryIO
+    job: str
+    world: int
+    host: str
+    locked: bool
 
-    def __enter__(self) -> Journal:
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._stream = self._path.open("a+b")
-        except OSError as error:
-            raise DestinationError(f"cannot write {self._path}: {error.strerror}") from error
-        try:
-            self._take()
-        except BaseException as error:
-            self._stream.close()
-            if isinstance(error, OSError):
-                raise DestinationError(f"cannot write {self.staged}: {error.strerror}") from error
-            raise
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stream.close()
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """The journals of all runs for one destination."""
+
+    place: Location
+
+    def journal(self, run: int, rank: int) -> Location:
+        return self.place / f"{run}.{rank}"
+
+    def found(self) -> dict[tuple[int, int], Location]:
+        """Those that are there, by run and rank, in this order."""
+        try:
+            names = [(re.fullmatch(r"(\d+)\.(\d+)", place.name), place) for place in self.place.iterdir()]
+        except FileNotFoundError:
+            return {}
+        return dict(sorted(((int(name[1]), int(name[2])), place) for name, place in names if name))
+
+    def clear(self, last: int) -> None:
+        """Remove those of the runs up to this one, and what became none.  If that fails it does no harm."""
+        with suppress(OSError):
+            later = {place for (run, _), place in self.found().items() if run > last}
+            every: set[Location] = set(self.place.iterdir())
+            for place in every - later:
+                remove(place)
+            if isinstance(self.place, Path):
+                self.place.rmdir()
+
+
+class Journal:
+    """The journal of this worker.
+
+    Raises:
+        FileExistsError: another process has it.
+    """
+
+    def __init__(self, place: Location, job: str, world: int) -> None:
+        self.place = place
+        self._log = create(place, lambda locked: _line(asdict(Header(job, world, this_host(), locked))))
+        self.beat, self.close = self._log.beat, self._log.close
 
     def add(self, file: str, done: Done) -> None:
         """Note a finished (and synced) file."""
         items = [[item.digest, item.crc32, item.share] for item in done.items]
-        self._append({"file": file, "blobs": list(done.blobs), "items": items})
-        self.done[file] = done
+        self._log.add(_line({"file": file, "blobs": list(done.blobs), "items": items}))
 
-    def discard(self) -> None:
-        """Give up the place, with all that was written."""
-        shutil.rmtree(self.staged, ignore_errors=True)
-        self.forget()
-
-    def forget(self) -> None:
-        """There is nothing to go on with: the work has been published or given up."""
-        with suppress(OSError):  # without ``staged`` it does no harm
-            self._path.unlink()
-
-    def _take(self) -> None:
-        try:
-            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # One that has just finished may have removed the file between our opening and our locking it.
-            ours = os.path.samestat(os.fstat(self._stream.fileno()), self._path.stat())
-        except (BlockingIOError, FileNotFoundError):
-            ours = False
-        if not ours:
-            raise DestinationError(f"another process is writing into {self.staged}")
-        if not self.staged.exists():
-            self._begin()
-        elif not self._resume:
-            raise DestinationError(
-                f"unfinished work lies in {self.staged}; go on with --resume, or remove it to start again"
-            )
-        else:
-            self._read()
-
-    def _begin(self) -> None:
-        try:
-            self._stream.truncate(0)
-            self._append({"job": self._job})
-            self.staged.mkdir()
-        except OSError:
-            self.forget()
-            raise
-
-    def _append(self, entry: dict[str, object]) -> None:
-        self._stream.write(_line(entry))
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-
-    def _read(self) -> None:
-        """Take up what is finished.  A crash may have spoilt the end: the first bad line and what follows is void."""
-        self._stream.seek(0)
-        header = self._stream.readline()
-        if not header.endswith(b"\n"):
-            shutil.rmtree(self.staged)
-            self._begin()
-            return
-        if header != _line({"job": self._job}):
-            raise DestinationError(
-                f"{self.staged} holds unfinished work of another job (other source, mesh or version); remove it first"
-            )
-        good = len(header)
-        for line in self._stream:
-            try:
-                file, done = _parsed(line)
-            except (ValueError, KeyError, TypeError):
-                break
-            self.done[file] = done
-            good += len(line)
-        self._stream.truncate(good)
+    def say(self, step: Step, error: tuple[str, str] | None = None) -> None:
+        """Note a step; at the end perhaps with the family and the text of an error."""
+        self._log.add(_line({"step": step.value, "error": error}))
 
 
 def _line(entry: dict[str, object]) -> bytes:
     return json.dumps(entry).encode() + b"\n"
 
 
-def _parsed(line: bytes) -> tuple[str, Done]:
-    entry = json.loads(line)
-    if not line.endswith(b"\n"):
-        raise ValueError("the line was cut")
-    return str(entry["file"]), Done(tuple(entry["blobs"]), tuple(Sum(*item) for item in entry["items"]))
+@cache
+def this_host() -> str:
+    """Two processes with the same answer run under one kernel, so that a lock of one is seen by the other.
+
+    Machines that were copied while they ran may share the kernel's number, but not the name; containers on one machine
+    that differ in name are taken for two, which is only slower.
+    """
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.uname().nodename}"

@@ -35,7 +35,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter of the target that has state: the source's names for it, its method in both dialects, its group."""
+    """A parameter of the target that has state: the source's names for it, its method in both dialects, its group.
+
+    ``chain`` is a field of the target's keys of state, where they have it: which of several optimizers it belongs to.
+    """
 
     name: str
     aliases: tuple[str, ...]
@@ -43,6 +46,7 @@ class Param:
     ours: Method
     group: Group | None
     step: int | None
+    chain: Mapping[str, str]
 
 
 def params_of(side: Side, columns: Columns) -> Iterator[Param]:
@@ -65,7 +69,22 @@ def _param(side: Side, name: str, aliases: tuple[str, ...], slots: frozenset[str
     named = side.values.read(group.items[option]) if group and option in group.items else None
     theirs = side.dialect.method(slots, named, name)
     ours = theirs if side.target is side.dialect else side.target.writes(theirs)
-    return Param(name, aliases, theirs, ours, group, _step(side, name, aliases, theirs, group))
+    step, chain = _step(side, name, aliases, theirs, group), _chain(side, name, aliases, ours)
+    return Param(name, aliases, theirs, ours, group, step, chain)
+
+
+def _chain(side: Side, name: str, aliases: tuple[str, ...], method: Method) -> Mapping[str, str]:
+    """What the target puts in front of the state: what it always does, or else what the source had there.
+
+    Raises:
+        SourceError: parts of the parameter belong to different optimizers.
+    """
+    if not side.target.chained:
+        return {}
+    chains: set[str] = set().union(*(side.has.chains[alias] for alias in aliases if alias in side.has.chains))
+    if len(chains) > 1:
+        raise SourceError(f"parameter {name!r} is made of state of more than one optimizer: {sorted(chains)}")
+    return {"chain": side.target.chains.get(method.name, next(iter(chains), ""))}
 
 
 def _step(side: Side, name: str, aliases: tuple[str, ...], method: Method, group: Group | None) -> int | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import SourceError
 from ..record import StateRecord
-from ..store.values import plain_item
+from ..store.plain_item import plain_item
 from .dialects import Dialect, KeyPath
 from .groups import PARAMS, Group, Written, merged, say, understand
 from .parameters import Columns, Param, Side
@@ -33,8 +35,13 @@ def regroup(
     Raises:
         SourceError: parts of one parameter are in groups with different options.
     """
-    if not groups or side.target.option is None:
-        notes.add(f"the {'source' if not groups else 'target'} has no parameter groups in its items: none are written")
+    if any(side.target.holds_groups(item.path) for item in side.has.items):
+        if side.target.chains:
+            raise SourceError(f"the groups in {side.target.common} cannot be rewritten for {side.target.name}")
+        notes.add("the common state is carried as it is, with its groups")
+        return Regrouped()
+    if not groups:
+        notes.add("the source does not say which parameters are in which group: none are written")
         return Regrouped()
     names = _names(side, groups, columns)
     if side.target is side.dialect:
@@ -43,8 +50,10 @@ def regroup(
         tensor.group: params[name] for tensors in columns.values() for name, tensor in tensors.items() if name in params
     }
     pairs = zip(groups, names, strict=True)
-    written = (group for old, mine in pairs for group in _written(side, old, mine, by_group, notes))
-    return Regrouped(made=tuple(_items(side.target, merged(written))))
+    written = merged(group for old, mine in pairs for group in _written(side, old, mine, by_group, notes))
+    if side.target.common is not None:
+        return Regrouped(made=(_item(side.target.common, [_common(written, by_group)]),))
+    return Regrouped(made=tuple(_items(side.target, written)))
 
 
 def _names(side: Side, groups: tuple[Group, ...], columns: Columns) -> list[tuple[str, ...]]:
@@ -93,7 +102,7 @@ def _written(
 
 def _said(side: Side, group: Group, param: Param, step: int | None, notes: set[str]) -> dict[str, object]:
     """The options of a group in the target's words."""
-    if param.theirs is param.ours:  # the same optimizer under other keys: every option is as it was
+    if param.theirs.speaks_like(param.ours):  # the same optimizer under other keys: every option is as it was
         return {option: side.values.read(item) for option, item in group.items.items() if option != PARAMS}
     words = understand(group, side.dialect, param.theirs, side.values)
     known = words.known if step is None else {**words.known, "step": step}
@@ -110,6 +119,31 @@ def _items(target: Dialect, groups: list[Written]) -> Iterator[MadeItem]:
             fields = {"group": str(number)} if listed else {"name": name}
             for option, value in options.items():
                 yield _item(target.option.write(**fields, option=option), value)
+
+
+def _common(groups: list[Written], by_group: Mapping[str, Param]) -> dict[str, object]:
+    """Megatron's common state, as far as it is of optimizers: their groups, without parameters, and AdamW's step.
+
+    The optimizer of each chain prefix is in dicts by its numbers: ``chained_0.`` is ``{0: …}``.
+
+    Raises:
+        SourceError: parameters of one optimizer have taken different numbers of steps.
+    """
+    optimizers: defaultdict[tuple[int, ...], dict[str, Any]] = defaultdict(dict)
+    for group in groups:
+        params = [by_group[name] for name in group.params]
+        mine = optimizers[tuple(map(int, re.findall("[0-9]+", params[0].chain["chain"])))]
+        mine.setdefault("param_groups", []).append(dict(group.options))
+        for step in {param.step for param in params if param.step is not None and "first" in param.theirs.slots}:
+            if mine.setdefault("state", {"common_step": step}) != {"common_step": step}:
+                raise SourceError(f"Megatron keeps one step for an optimizer, found {mine['state']} and {step}")
+    whole: dict[Any, Any] = {}
+    for chain, mine in optimizers.items():
+        place = whole.setdefault("optimizer", {})
+        for number in chain:
+            place = place.setdefault(number, {})
+        place["optimizer"] = mine
+    return whole
 
 
 def _listing(target: Dialect, names: tuple[str, ...]) -> list[str] | list[int]:

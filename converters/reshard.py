@@ -2,117 +2,217 @@
 
 `make_job` decides everything that does not need the data (:mod:`.job`).  `run` checks the source, fills the files
 front to back in bands of bounded size, fingerprints the bytes as they pass, compares with the source's fingerprints,
-and publishes.  No tensor is ever deserialised.
+and publishes.  No tensor is ever deserialised.  Several processes may share a job (:mod:`.crew`); one alone is a crew
+of one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
-from ..errors import DestinationError, Interrupted, MuonckptError, SourceError
+from ..errors import DestinationError, Interrupted, SourceError
 from ..fingerprint import as_hex, combine
-from ..record import Chunk, Manifest
+from ..record import Chunk, Extent, Manifest, StateRecord
 from ..store import directory
 from ..store.formats import format_of
+from ..store.regular import open_regular
+from ..store.remote import Location, check_memory
+from .crew import PATIENCE, Crew
+from .files import TargetFile
 from .job import Job, check_destination, make_job, state_of
-from .journal import Journal
+from .journal import Done
 from .mover import Mover, Progress
 from .target import Target
+from .workers import Worker
+
+_SLICE = 0.2
+"""Seconds of waiting in a row: a signal that comes just before a wait begins is noticed only when it ends."""
 
 
-def plan_job(source: Path, ranks: int) -> Job:
+def plan_job(source: Location, ranks: int) -> Job:
     """The plainest target: every tensor cut by rows over ``ranks`` ranks.  For others see `make_job`."""
     return make_job(source, Target({"dp": ranks}))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """What one worker does of a job: the chunks of the source that it checks, the files that it sees to."""
+
+    chunks: tuple[tuple[StateRecord, Chunk], ...]
+    files: tuple[TargetFile, ...]
+
+
+def part_of(job: Job, worker: Worker, finished: Collection[str] = ()) -> Part:
+    """A worker's part: an equal share, by bytes, of the finished files, to look through, and of those to be written.
+
+    Each chunk is checked by every worker that copies from it; what nobody copies from, by the leader.
+    """
+    mine: set[str] = set()
+    for is_finished in (True, False):
+        files = [file for file in job.files if (file.name in finished) is is_finished]
+        mine.update(file.name for file in files[worker.part([file.length for file in files])])
+    checked = _sources(file for file in job.files if file.name in mine)
+    if worker.leads:
+        others = _sources(file for file in job.files if file.name not in mine)
+        checked |= {chunk.item for tensor in job.manifest.tensors for chunk in tensor.chunks} - others
+    chunks = ((tensor, chunk) for tensor in job.manifest.tensors for chunk in tensor.chunks if chunk.box.numel)
+    return Part(
+        tuple(found for found in chunks if found[1].item in checked),
+        tuple(file for file in job.files if file.name in mine),
+    )
+
+
+def _sources(files: Iterable[TargetFile]) -> set[Extent]:
+    """The items of the source that these files are copied from."""
+    return {
+        item.wanted.chunks[copy.source.buffer].item
+        for file in files
+        for item in file.items
+        for copy in item.copies
+        if copy.source.buffer in item.wanted.chunks
+    }
+
+
 def run(
     job: Job,
-    destination: Path,
+    destination: Location,
     *,
     memory: int = 256 << 20,
     threads: int = 2,
     resume: bool = False,
     verify: bool = False,
     progress: Progress = lambda count: None,
-) -> Manifest:
-    """Do a job: the destination appears whole, or not at all.
+    worker: Worker | None = None,
+    patience: float = PATIENCE,
+) -> Manifest | None:
+    """Do a job, or a worker's part of it: the destination appears whole, or not at all.
 
     Args:
         memory: bytes of buffers, all threads together.
-        resume: go on where an interrupted run of the same job stopped.
+        resume: go on where an interrupted run of the same job stopped, with however many workers.
         verify: read every file back before anything is published.
+        worker: which one this is of several processes that do the same job; all must see its source and destination.
+            None: there is only this one.
+        patience: seconds without a sign of life after which another worker counts as lost.
+
+    Returns:
+        The manifest of what was published, or None if this worker does not lead: its leader has then published.
 
     Raises:
         DestinationError: the destination exists, is inside the source, or cannot be written.
         SourceError: the source is damaged, or changed meanwhile.
-        Interrupted: Ctrl-C; finished files are kept beside the destination for ``resume``.
+        Interrupted: Ctrl-C, or a worker was lost; finished files are kept beside the destination for ``resume``.
+        MuonckptError: another worker failed; the kind of error that it met.
     """
     check_destination(job.source, destination)
-    journal = Journal(destination, job.digest(), resume)
-    stop = threading.Event()
+    worker, stop = worker or Worker(), threading.Event()
+    check_memory(job.source, destination, max((file.length for file in job.files), default=0), threads, memory)
+    crew = Crew(destination, job.digest(), worker, resume, patience, stop)
     try:
-        with journal, format_of(job.source).payloads(job.source) as payloads:
-            try:
-                mover = Mover(payloads, journal.staged, max(memory // (2 * threads), 1 << 16), stop, progress)
-                _in_threads(mover, job, journal, threads, stop)
-                if verify:
-                    _read_back(mover, job, journal, threads, stop)
-                return _publish(job, journal, destination)
-            except OSError as error:
-                journal.discard()
-                raise DestinationError(f"cannot write {destination}: {error}") from error
-            except MuonckptError:
-                journal.discard()
-                raise
+        with crew, _writing(destination), format_of(job.source).payloads(job.source) as payloads:
+            mover = Mover(payloads, crew.staged, max(memory // (2 * threads), 1 << 16), stop, progress)
+            _work(mover, part_of(job, worker, crew.history), crew, threads, verify, stop)
+            crew.finish()
+            return _publish(job, crew, destination) if worker.leads else None
     except KeyboardInterrupt:
-        raise Interrupted(
-            f"stopped with {len(journal.done)} of {len(job.files)} files written; run the same command with "
-            f"--resume to go on, or remove {journal.staged}"
-        ) from None
+        raise Interrupted(f"stopped with {crew.known} of {len(job.files)} files written; {crew.way_out}") from None
 
 
-def _publish(job: Job, journal: Journal, destination: Path) -> Manifest:
+@contextmanager
+def _writing(destination: Location) -> Iterator[None]:
+    """Errors of the file system are those of the destination."""
+    try:
+        yield
+    except OSError as error:
+        raise DestinationError(f"cannot write {destination}: {error}") from error
+
+
+def _work(mover: Mover, part: Part, crew: Crew, threads: int, verify: bool, stop: threading.Event) -> None:
+    """Write every file that is not finished, each after the chunks that it is made of have been checked."""
+    unchecked = {found[1].item: found for found in part.chunks}
+
+    def check(item: Extent) -> None:
+        found = unchecked.pop(item, None)  # not yet taken by another thread
+        if found is not None:
+            mover.check(*found)
+
+    def write(file: TargetFile) -> Done:
+        """Not all checks first: the disk would have nothing to do, and the source would be read from it twice."""
+        for item in sorted(_sources([file]), key=lambda item: (item.file, item.offset)):
+            check(item)
+        return mover.write(file)
+
+    def is_finished(file: TargetFile) -> bool:
+        return mover.is_finished(file, crew.history.get(file.name))
+
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            kept = {file.name for file, whole in _each(pool, is_finished, part.files) if whole}
+            for name in kept:
+                crew.add(name, crew.history[name])
+            for file, done in _each(pool, write, [file for file in part.files if file.name not in kept]):
+                crew.add(file.name, done)
+            for _ in _each(pool, check, list(unchecked)):  # of the files that were kept
+                pass
+            if verify:
+                written = crew.gathered()
+                for _ in _each(pool, lambda file: mover.verify(file, written[file.name]), part.files):
+                    pass
+        except BaseException:
+            stop.set()
+            raise
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def _each(pool: ThreadPoolExecutor, function: Callable[[T], R], things: Iterable[T]) -> Iterator[tuple[T, R]]:
+    """Things and what a function makes of them, as they are finished."""
+    finished: SimpleQueue[Future[R]] = SimpleQueue()
+    futures = {pool.submit(function, thing): thing for thing in things}
+    for future in futures:
+        future.add_done_callback(finished.put)
+    for _ in range(len(futures)):
+        future = _next(finished)
+        yield futures[future], future.result()
+
+
+def _next(queue: SimpleQueue[T]) -> T:
+    while True:
+        with suppress(Empty):
+            return queue.get(timeout=_SLICE)
+
+
+def _publish(job: Job, crew: Crew, destination: Location) -> Manifest:
     """Describe the finished files and give them their name."""
     if not _is_unchanged(job):
         raise SourceError(f"{job.source} changed while it was read; nothing was published")
-    manifest = _describe(job, journal)
+    done = crew.gathered()
+    for file in job.files:
+        if file.name not in done or _length(crew.staged / file.name) != file.length:
+            raise DestinationError(f"{crew.staged / file.name} is not what its worker wrote; nothing was published")
+    manifest = _describe(job, done)
     for leftover in job.container.descriptions:  # of a run that was killed between here and the end
-        (journal.staged / leftover).unlink(missing_ok=True)
-    job.container.describe(manifest, journal.staged)
-    directory.publish(journal.staged, destination)
-    journal.forget()
+        (crew.staged / leftover).unlink(missing_ok=True)
+    job.container.describe(manifest, crew.staged)
+    directory.publish(crew.staged, destination)
     return manifest
 
 
-def _in_threads(mover: Mover, job: Job, journal: Journal, threads: int, stop: threading.Event) -> None:
-    """Check every source chunk, then write every file that is not finished."""
-    chunks = [(tensor, chunk) for tensor in job.manifest.tensors for chunk in tensor.chunks if chunk.box.numel]
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            for _ in pool.map(lambda found: mover.check(*found), chunks):
-                pass
-            finished = pool.map(lambda file: mover.is_finished(file, journal.done.get(file.name)), job.files)
-            todo = [file for file, is_finished in zip(job.files, finished, strict=True) if not is_finished]
-            for file, written in zip(todo, pool.map(mover.write, todo), strict=True):
-                journal.add(file.name, written)
-        except BaseException:
-            stop.set()
-            raise
-
-
-def _read_back(mover: Mover, job: Job, journal: Journal, threads: int, stop: threading.Event) -> None:
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            for _ in pool.map(lambda file: mover.verify(file, journal.done[file.name]), job.files):
-                pass
-        except BaseException:
-            stop.set()
-            raise
+def _length(file: Location) -> int | None:
+    try:
+        with open_regular(file) as written:
+            return written.size
+    except SourceError:
+        return None
 
 
 def _is_unchanged(job: Job) -> bool:
@@ -122,7 +222,7 @@ def _is_unchanged(job: Job) -> bool:
         return False
 
 
-def _describe(job: Job, journal: Journal) -> Manifest:
+def _describe(job: Job, done_files: Mapping[str, Done]) -> Manifest:
     """The manifest of what was written, after comparing the fingerprints of both sides.
 
     Raises:
@@ -132,7 +232,7 @@ def _describe(job: Job, journal: Journal) -> Manifest:
     shares = dict.fromkeys(chunks, 0)
     blobs = []
     for file in job.files:
-        done = journal.done[file.name]
+        done = done_files[file.name]
         blobs += [dataclasses.replace(e.target, digest=d) for e, d in zip(file.entries, done.blobs, strict=True)]
         for item, passed in zip(file.items, done.items, strict=True):
             key = item.tensor.key
@@ -160,6 +260,8 @@ def _provenance(job: Job) -> dict[str, Any]:
         "layout": job.target.layout,
         "shard": list(map(str, job.target.rules)),
         "select": list(job.select),
+        **({"notes": list(job.notes)} if job.notes else {}),
+        **({"left_out": list(job.left_out)} if job.left_out else {}),
     }
     found = {**job.manifest.provenance, "resharded": [*job.manifest.provenance.get("resharded", []), step]}
     found.pop("buffers", None)

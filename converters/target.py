@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
@@ -19,15 +19,16 @@ from ..box import Box, Index, row_major
 from ..errors import LayoutError
 from ..layout import Fragment, TensorLayout
 from ..layouts.balanced import balanced
-from ..layouts.buffer_record import to_json
 from ..layouts.buffers import BufferLayout
-from ..layouts.megatron_compact import pingpong_legacy
-from ..layouts.megatron_padded import padded_nscost
+from ..layouts.group_buffer import GroupBuffer
+from ..layouts.megatron_compact import pingpong_legacy, pingpong_total_order
+from ..layouts.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
 from ..layouts.mesh import Mesh, Placement, Replicate, Shard, mesh_layout
 from ..layouts.owned import owned_layout
 from ..layouts.parameters import Parameter, Ranks, split
 from ..layouts.slots import divided, end_to_end
 from ..record import StateRecord
+from .recorded import recorded
 
 Cut = tuple[str, int]
 """An axis of the mesh and the dim of a tensor that it cuts."""
@@ -103,16 +104,22 @@ class Target:
         places = product(*(range(0, self.mesh[axis] * steps[axis], steps[axis]) for axis in axes))
         return Mesh(tuple(self.mesh[axis] for axis in axes), tuple(map(sum, places))), tuple(axes)
 
-    def lay_out(self, tensors: Sequence[StateRecord]) -> Laid:
+    def lay_out(self, tensors: Sequence[StateRecord], provenance: Mapping[str, Any] = MappingProxyType({})) -> Laid:
         """Where each of these tensors goes.
+
+        Args:
+            provenance: of their source.  Where it records buffers (`recorded`) in which the same ranks share the same
+                tensors, placed by the algorithm that is asked for, these are kept as they are, whatever the version
+                of its rules: owners are never computed again.
 
         Raises:
             TargetError: a rule does not fit a tensor that it matches, or matches none.
+            SourceError: the provenance is damaged.
         """
         for rule in self.rules:
             if not any(fnmatchcase(tensor.key, rule.glob) for tensor in tensors):
                 raise TargetError(f"rule {rule} fits none of {len(tensors)} tensors")
-        return LAYOUTS[self.layout](self, tensors)
+        return LAYOUTS[self.layout](self, tensors, provenance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +128,14 @@ class Laid:
 
     layouts: Mapping[str, TensorLayout]
     words: Mapping[str, Mapping[str, Any] | None]
-    buffers: tuple[Mapping[str, Any], ...] = ()
+    buffers: tuple[GroupBuffer, ...] = ()
 
 
-def _rows(target: Target, tensors: Sequence[StateRecord]) -> Laid:
+LayOut = Callable[[Target, Sequence[StateRecord], Mapping[str, Any]], Laid]
+"""Lays out tensors; the last argument is their source's provenance."""
+
+
+def _rows(target: Target, tensors: Sequence[StateRecord], provenance: Mapping[str, Any]) -> Laid:
     layouts: dict[str, TensorLayout] = {}
     words: dict[str, Mapping[str, Any] | None] = {}
     every = tuple((axis, 0) for axis in target.mesh)
@@ -162,18 +173,28 @@ def _flat(parameters: Sequence[Parameter], ranks: Ranks) -> tuple[BufferLayout, 
     return tuple(buffers)
 
 
-def _in_buffers(place: Place) -> Callable[[Target, Sequence[StateRecord]], Laid]:
-    """Buffers of their own for each slot of state, and for each part that the cut axes leave."""
+ELEMENTWISE = frozenset({"exp_avg", "exp_avg_sq"})
+"""The slots of AdamW and Lion: their tensors are never orthogonalised, so nobody needs all of one."""
 
-    def lay_out(target: Target, tensors: Sequence[StateRecord]) -> Laid:
+
+def _in_buffers(whole: Place, elementwise: Place) -> LayOut:
+    """Buffers of their own for each slot of state, and for each part that the cut axes leave.
+
+    Args:
+        whole: places the tensors of all slots but those of `ELEMENTWISE`, which ``elementwise`` does.
+    """
+
+    def lay_out(target: Target, tensors: Sequence[StateRecord], provenance: Mapping[str, Any]) -> Laid:
         groups: defaultdict[tuple[str | None, tuple[str, ...]], list[StateRecord]] = defaultdict(list)
         cuts = {tensor.key: target.cuts(tensor, ()) for tensor in tensors}
         for tensor in tensors:
             groups[tensor.slot, tuple(axis for axis, _ in cuts[tensor.key])].append(tensor)
+        known = _by_group(recorded(provenance, tensors))
         fragments: dict[str, list[Fragment]] = {tensor.key: [] for tensor in tensors}
         words: dict[str, Mapping[str, Any] | None] = dict.fromkeys(fragments)
-        described: list[Mapping[str, Any]] = []
+        buffers: list[GroupBuffer] = []
         for (slot, axes), members in groups.items():
+            place = elementwise if slot in ELEMENTWISE else whole
             mesh, _ = target.grid([(axis, 0) for axis in axes])
             parts = math.prod(mesh.shape[: len(axes)])
             share = len(mesh.ranks) // parts
@@ -182,16 +203,37 @@ def _in_buffers(place: Place) -> Callable[[Target, Sequence[StateRecord]], Laid]
                 ranks = mesh.ranks[part * share : (part + 1) * share]
                 here = {key: box[part] for key, box in boxes.items() if part in box}
                 parameters = [Parameter(t.key, here[t.key].shape, t.dtype) for t in members if t.key in here]
-                for buffer in place(parameters, Ranks(share)):
-                    described.append({"slot": slot, "part": part, "group": list(ranks), **to_json(buffer)})
-                    for key, layout in buffer.held_layouts(ranks).items():
-                        lo = here[key].lo
-                        fragments[key] += [Fragment(f.box.shift(lo), f.place) for f in layout.fragments]
-                        words[key] = _words(target, buffer, cuts[key])
+                for layout in _kept(place(parameters, Ranks(share)), known[slot, ranks]):
+                    names = [each.parameter.name for each in layout.slots]
+                    buffers.append(GroupBuffer(slot, part, ranks, tuple(here[name].lo for name in names), layout))
+                    words |= {name: _words(target, layout, cuts[name]) for name in names}
+        for buffer in buffers:
+            for key, fragment in buffer.fragments():
+                fragments[key].append(fragment)
         layouts = {tensor.key: TensorLayout(tensor.shape, tuple(fragments[tensor.key])) for tensor in tensors}
-        return Laid(layouts, words, tuple(described))
+        return Laid(layouts, words, tuple(buffers))
 
     return lay_out
+
+
+Group = tuple[str | None, tuple[int, ...]]
+"""A slot of state, and the global ranks that share its buffers."""
+
+
+def _by_group(buffers: Iterable[GroupBuffer]) -> defaultdict[Group, list[BufferLayout]]:
+    found: defaultdict[Group, list[BufferLayout]] = defaultdict(list)
+    for each in buffers:
+        found[each.slot, each.group].append(each.layout)
+    return found
+
+
+def _kept(fresh: tuple[BufferLayout, ...], known: Sequence[BufferLayout]) -> tuple[BufferLayout, ...]:
+    """The known buffers of the same algorithm, if they hold exactly what the fresh ones do; else those."""
+    algorithms = {layout.algorithm for layout in fresh}
+    wanted = {slot.parameter for layout in fresh for slot in layout.slots}
+    same = [layout for layout in known if layout.algorithm in algorithms]
+    mine = tuple(layout for layout in same if wanted.issuperset(slot.parameter for slot in layout.slots))
+    return mine if wanted == {slot.parameter for layout in mine for slot in layout.slots} else fresh
 
 
 def _parts(shape: Index, sizes: Index, cuts: Sequence[Cut]) -> dict[int, Box]:
@@ -210,14 +252,17 @@ def _words(target: Target, buffer: BufferLayout, cuts: Sequence[Cut]) -> Mapping
     }
 
 
-LAYOUTS: Mapping[str, Callable[[Target, Sequence[StateRecord]], Laid]] = MappingProxyType(
+LAYOUTS: Mapping[str, LayOut] = MappingProxyType(
     {
         "rows": _rows,
-        "flat": _in_buffers(_flat),
-        "owned": _in_buffers(balanced),
-        "padded": _in_buffers(padded_nscost),
-        "compact": _in_buffers(pingpong_legacy),
+        "flat": _in_buffers(_flat, _flat),
+        "owned": _in_buffers(balanced, balanced),
+        "padded": _in_buffers(padded_nscost, distributed_optimizer),
+        "padded-numel": _in_buffers(padded_numel, distributed_optimizer),
+        "compact": _in_buffers(pingpong_total_order, distributed_optimizer),
+        "legacy": _in_buffers(pingpong_legacy, pingpong_legacy),
     }
 )
 """By name: cut by rows (or as the rules say); flat buffers cut evenly; whole tensors with balanced owners, ours; in
-Megatron's padded buffers (`padded_nscost`); in its compact ones with the owners of `pingpong_legacy`."""
+Megatron's padded buffers, by the rules of its main branch or by those of core 0.18 and 0.19; in its compact ones; in
+those of its legacy mode, which owns element-wise state whole too, where the three before cut that evenly."""

@@ -10,7 +10,7 @@ from collections import defaultdict
 
 from ..errors import SourceError
 from ..layout import Fragment, TensorLayout
-from ..record import Convention, Manifest, StateRecord
+from ..record import Blob, Convention, Manifest, StateRecord
 from ..store.values import Values, scalar_bytes
 from .contents import contents
 from .conventions import Said, agreed, factor
@@ -21,13 +21,14 @@ from .names import Rules
 from .parameters import Columns, Param, Side, params_of
 from .regroup import regroup
 from .structure import Tensor, apply
+from .target import TargetError
 from .translation import CarriedItem, MadeTensor, Moved, Translation
 
 
 def translate(
     manifest: Manifest,
     values: Values,
-    target: Dialect,
+    target: Dialect | None = None,
     *,
     source: Dialect | None = None,
     rules: Rules | None = None,
@@ -39,6 +40,7 @@ def translate(
     Args:
         manifest: with payloads, as ``directory.read(path, payloads=True)`` gives it.
         values: of the same checkpoint.
+        target: the dialect to write; the source's own if None.
         source: the dialect it is in; found from its keys if None.
         rules: names and structure; applied to parameters and to their state.
         said: what the user says of the momentum where the checkpoint does not.
@@ -46,18 +48,21 @@ def translate(
 
     Raises:
         SourceError: the dialect or a convention is not known, or the target has no place for something.
+        TargetError: there is no slot of a name in ``drop``, or nothing that a rule fits.
         LayoutError: rules do not fit the tensors, or a tensor has a hole or an overlap.
     """
-    if not target.writable:
-        raise SourceError(f"checkpoints of {target.name} are read, not written")
     detected = detect(manifest) if source is None else Detected(source, ("named by the user",))
-    dialect, rules = detected.dialect, rules or Rules()
+    dialect, target, rules = detected.dialect, target or detected.dialect, rules or Rules()
+    if not target.writable:
+        raise SourceError(f"checkpoints of {target.name} are read, not written; say with --to what to write")
+    _refuse_unknown(manifest, dialect, drop)
     leave = drop if dialect is target and not rules.rules else drop | dialect.derived
     has = contents(manifest, dialect, leave)
     groups = read_groups(manifest, dialect, values)
     group_of = {name: group for group in groups for name in group.params}
     side = Side(manifest, dialect, target, values, said or Said(), has, group_of)
     columns = _columns(side, rules)
+    _refuse_unfit(rules, columns)
     params = {param.name: param for param in params_of(side, columns)}
     notes: set[str] = set()
     others = [manifest.tensors[at] for at in has.others]
@@ -82,7 +87,7 @@ def translate(
         (*moved, *(counter for counter in counters if isinstance(counter, Moved))),
         tuple(counter for counter in counters if isinstance(counter, MadeTensor)),
         (
-            *(CarriedItem(blob, blob.key, blob.path) for blob in has.items),
+            *(CarriedItem(blob, *_called(side, blob)) for blob in has.items),
             *(counter for counter in counters if isinstance(counter, CarriedItem)),
             *grouped.carried,
         ),
@@ -90,6 +95,27 @@ def translate(
         has.left,
         tuple(sorted(notes)),
     )
+
+
+def _refuse_unknown(manifest: Manifest, dialect: Dialect, drop: frozenset[str]) -> None:
+    paths = (entry.path for entries in (manifest.tensors, manifest.blobs) for entry in entries)
+    there = {found["slot"] for path in paths if (found := dialect.state.read(path))}
+    if missing := sorted(drop - there):
+        raise TargetError(f"no slot {missing[0]!r} to drop; of {dialect.name} there are {', '.join(sorted(there))}")
+
+
+def _refuse_unfit(rules: Rules, columns: Columns) -> None:
+    tensors = [(name, tensor) for named in columns.values() for name, tensor in named.items()]
+    fits = any(tensor.restructured or tensor.aliases != (name,) for name, tensor in tensors)
+    if rules.rules and not fits:
+        examples = ", ".join(sorted({name for name, _ in tensors})[:3])
+        raise TargetError(f"no rule fits any parameter; there are {examples} … and the first rule is {rules.rules[0]}")
+
+
+def _called(side: Side, item: Blob) -> tuple[str, KeyPath]:
+    """The key and the path of an item that is neither state nor an option."""
+    key = item.key if side.target is side.dialect else side.target.item(item.key)
+    return key, item.path if key == item.key else (key,)
 
 
 # Tensors.
@@ -128,7 +154,7 @@ def _weight(side: Side, name: str, tensor: Tensor) -> Moved:
 
 def _state(side: Side, slot: str, tensor: Tensor, param: Param) -> Moved:
     word = next(word for word, own in param.theirs.slots.items() if own == slot)
-    path = side.target.state.write(name=param.name, slot=param.ours.slots[word])
+    path = side.target.state.write(name=param.name, slot=param.ours.slots[word], **param.chain)
     record = _made(side, slot, tensor, path)
     record = dataclasses.replace(record, name=param.name, slot=param.ours.slots[word])
     if word != "momentum":
@@ -165,7 +191,7 @@ def _mu(side: Side, param: Param) -> float | None:
 def _counter(side: Side, param: Param) -> Moved | MadeTensor | CarriedItem:
     """The step of a parameter: moved if it is a tensor in the source, else made one where the dialect is another."""
     slot = param.ours.slots["step"]
-    path = side.target.state.write(name=param.name, slot=slot)
+    path = side.target.state.write(name=param.name, slot=slot, **param.chain)
     key = ".".join(map(str, path))
     own = side.has.counters.get(param.aliases[0], {}).get(param.theirs.slots.get("step", ""))
     if isinstance(own, StateRecord):

@@ -91,10 +91,9 @@ class Translation:
         scales = Counter(moved.scale for moved in self.moved if moved.scale is not None)
         yield f"{len(self.moved)} tensors, {len(self.moved) - scales.total()} of them bit for bit"
         for scale, count in scales.items():
-            yield f"{count} momenta are multiplied by {scale!r}, each element rounded once"
+            what = "momentum is" if count == 1 else "momenta are"
+            yield f"{count} {what} multiplied by {scale!r}, each element rounded once"
         if self.made:
             yield f"{len(self.made)} counters are written anew, such as {self.made[0].record.key}"
         yield f"{len(self.carried)} other items are copied as they are, {len(self.items)} options are written anew"
-        if self.left:
-            yield f"left behind: {', '.join(self.left[:8])}{f' and {len(self.left) - 8} more' * (len(self.left) > 8)}"
         yield from (f"note: {note}" for note in self.notes)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from .errors import DestinationError, MuonckptError, SourceError
 from .store.dcp_reader import CheckingReader, StrictLoadPlanner
@@ -74,7 +75,8 @@ def load(
     """Load a checkpoint, in place, into the tensors of ``state_dict``, on whatever mesh they are.  Collective.
 
     Everything that is checked without reading data (keys, coverage, shapes, dtypes, momentum convention) is checked
-    on all ranks before any tensor is touched; digests are checked chunk by chunk while reading.
+    on all ranks before any tensor is touched; digests are checked chunk by chunk while reading.  Of a chunk of which a
+    rank needs one run of elements, as of rows, it reads only that, and all ranks check the chunk together at the end.
 
     Args:
         state_dict: the template, nested as it was saved; other objects with ``load_state_dict`` are called.
@@ -90,6 +92,8 @@ def load(
     planner = StrictLoadPlanner(reader, allow_extra)
     with _own_errors(SourceError):
         dcp_load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
+        ranks = _DistWrapper(process_group, dist.is_initialized(), 0)
+        ranks.all_reduce("check", lambda: reader.runs, reader.judge)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,10 +90,12 @@ def _split(shape: Index) -> int:
 
 def _outer(first_dim: int, shape: Index, origin: Index) -> U64:
     """Products of the weights of the dims from ``first_dim`` on, flattened; one 1 where there is none."""
-    product = np.ones(1, np.uint64)
-    for dim in range(first_dim, len(shape)):
-        product = np.multiply.outer(product, _weights(dim, origin[dim], origin[dim] + shape[dim])).reshape(-1)
-    return product
+    factors = [_weights(dim, origin[dim], origin[dim] + shape[dim]) for dim in range(first_dim, len(shape))]
+    return reduce(_flat_products, factors) if factors else np.ones(1, np.uint64)
+
+
+def _flat_products(left: U64, right: U64) -> U64:
+    return np.multiply.outer(left, right).reshape(-1)
 
 
 @lru_cache(maxsize=16)

@@ -1,17 +1,19 @@
-"""What orthogonalising a matrix costs, for sharing out the work: FLOPs, or measured times."""
+"""What orthogonalising a matrix costs, for sharing out the work and for choosing how: FLOPs, or measured times."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter_ns
 
 import torch
 
 from . import gram as gram_form
-from .newton_schulz import orthogonalize
+from .forms import Form, has_kernels
+from .newton_schulz import orthogonalize_batch
 
 Cost = Callable[[int, int, int, Sequence[int] | None, int], int]
 """Cost of an ``m x n`` matrix on each of ``parts`` ranks that share it: ``(m, n, steps, gram, parts)``, in any unit."""
@@ -27,38 +29,81 @@ def flops(rows: int, columns: int, steps: int, gram: Sequence[int] | None = None
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Measured times by shape class, a `Cost`.
+    """Measured times by shape and form.  ``table`` is a `Cost`, and ``table.form`` a `forms.Choice`.
 
-    A shape that was not measured costs what the nearest measured one does for a FLOP; nearest in the logarithms of
-    both sides.  Ranks must use one table, as owners follow from it: measure on one, and give it to all.
+    A shape that was not measured is as the nearest measured one; nearest in the logarithms of both sides.  It costs as
+    much for a FLOP, in the fastest form, and takes that form.  Ranks must use one table, as owners and last bits follow
+    from it: measure on one, store it (:meth:`as_json`), and give it to all.
 
     Attributes:
-        nanoseconds: of one orthogonalisation of ``steps`` steps, by short and long side.
+        nanoseconds: of orthogonalising one of a stack of matrices in ``steps`` steps: by short and long side, and form.
         steps, gram: what was measured.
+        dtype: that it was computed in.
 
     Raises:
-        ValueError: an empty table, or a time that is not positive.
+        ValueError: an empty table, a time that is not positive, or the Gram form without restarts.
     """
 
-    nanoseconds: Mapping[tuple[int, int], int]
+    nanoseconds: Mapping[tuple[int, int], Mapping[Form, int]]
     steps: int
     gram: tuple[int, ...] | None = None
-    _rates: Mapping[tuple[int, int], float] = field(init=False, repr=False, compare=False)
+    dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        if not self.nanoseconds or min(self.nanoseconds.values()) <= 0:
+        if not self.nanoseconds or not all(times and min(times.values()) > 0 for times in self.nanoseconds.values()):
             raise ValueError("a cost table needs at least one shape, and positive times")
-        rates = {shape: time / flops(*shape, self.steps, self.gram) for shape, time in self.nanoseconds.items()}
-        object.__setattr__(self, "_rates", rates)
+        if self.gram is None and any(form.gram for times in self.nanoseconds.values() for form in times):
+            raise ValueError("a cost table has times of the Gram form, and does not say after which steps it restarts")
 
     def __call__(self, rows: int, columns: int, steps: int, gram: Sequence[int] | None, parts: int) -> int:
+        shape = self._nearest(rows, columns)
+        times = {form: time for form, time in self.nanoseconds[shape].items() if gram is not None or not form.gram}
+        form, time = min((times or self.nanoseconds[shape]).items(), key=lambda item: item[1])
+        rate = time / flops(*shape, self.steps, self.gram if form.gram else None)
+        return max(1, round(rate * flops(rows, columns, steps, gram if form.gram else None, parts)))
+
+    def form(self, device: torch.device, dtype: torch.dtype, rows: int, columns: int, copies: int) -> Form:
+        """The fastest that was measured, however many copies there are.
+
+        Raises:
+            ValueError: another dtype was measured.
+        """
+        if dtype != self.dtype:
+            raise ValueError(f"this cost table was measured in {self.dtype}, not in {dtype}: measure that, too")
+        times = self.nanoseconds[self._nearest(rows, columns)]
+        return min(times, key=times.__getitem__)
+
+    def as_json(self) -> str:
+        """For :meth:`from_json`; sides in elements, times in nanoseconds."""
+        rows = [
+            [*shape, form.kernels, form.gram, time]
+            for shape, times in self.nanoseconds.items()
+            for form, time in times.items()
+        ]
+        name = str(self.dtype).removeprefix("torch.")
+        return json.dumps({"dtype": name, "steps": self.steps, "gram": self.gram, "times": rows})
+
+    @classmethod
+    def from_json(cls, text: str) -> CostTable:
+        """A table that :meth:`as_json` wrote.
+
+        Raises:
+            ValueError: as the class does.
+        """
+        found = json.loads(text)
+        times: dict[tuple[int, int], dict[Form, int]] = {}
+        for short, long, kernels, gram, time in found["times"]:
+            times.setdefault((short, long), {})[Form(kernels, gram)] = time
+        restarts = None if found["gram"] is None else tuple(found["gram"])
+        return cls(times, found["steps"], restarts, getattr(torch, found["dtype"]))
+
+    def _nearest(self, rows: int, columns: int) -> tuple[int, int]:
         side = sorted((rows, columns))
 
         def apart(measured: tuple[int, int]) -> tuple[float, tuple[int, int]]:
             return math.hypot(*(math.log(a / b) for a, b in zip(measured, side, strict=True))), measured
 
-        nearest = min(self._rates, key=apart)
-        return max(1, round(self._rates[nearest] * flops(rows, columns, steps, gram, parts)))
+        return min(self.nanoseconds, key=apart)
 
 
 def measure(
@@ -68,23 +113,35 @@ def measure(
     dtype: torch.dtype = torch.bfloat16,
     gram: tuple[int, ...] | None = None,
     device: torch.device | str = "cpu",
+    copies: int = 1,
     repeats: int = 5,
 ) -> CostTable:
-    """Time this machine: medians of ``repeats`` runs for each shape, after one that is not counted."""
-    times = {}
+    """Time this machine, in every form that it has: medians of ``repeats`` runs, after one that is not counted.
+
+    Args:
+        shapes: at least one, ``(m, n)``.
+        gram: restarts of the Gram form; None: it is not measured.
+        copies: how many matrices are done at a time.  Small ones gain most: measure as many as a rank will own.
+    """
+    device = torch.device(device)
+    by = (False, True) if has_kernels(device, dtype) else (False,)
+    forms = [Form(kernels, on_gram) for kernels in by for on_gram in ((False,) if gram is None else (False, True))]
+    times: dict[tuple[int, int], dict[Form, int]] = {}
     for shape in shapes:
-        matrix = torch.randn(shape, device=device)
-        found = [_timed(matrix, steps, dtype, gram) for _ in range(repeats + 1)][1:]
+        stack = torch.randn((copies, *shape), device=device)
         short, long = sorted(shape)
-        times[short, long] = max(1, int(median(found)))
-    return CostTable(times, steps, gram)
+        times[short, long] = {}
+        for form in forms:
+            _, *found = (_timed(stack, steps, dtype, gram, form) for _ in range(repeats + 1))
+            times[short, long][form] = max(1, int(median(found)) // copies)
+    return CostTable(times, steps, gram, dtype)
 
 
-def _timed(matrix: torch.Tensor, steps: int, dtype: torch.dtype, gram: tuple[int, ...] | None) -> int:
-    if matrix.is_cuda:
-        torch.cuda.synchronize(matrix.device)
+def _timed(stack: torch.Tensor, steps: int, dtype: torch.dtype, gram: tuple[int, ...] | None, form: Form) -> int:
+    if stack.is_cuda:
+        torch.cuda.synchronize(stack.device)
     begin = perf_counter_ns()
-    orthogonalize(matrix, steps=steps, dtype=dtype, gram=gram)
-    if matrix.is_cuda:
-        torch.cuda.synchronize(matrix.device)
+    orthogonalize_batch(stack, steps=steps, dtype=dtype, gram=gram, form=form)
+    if stack.is_cuda:
+        torch.cuda.synchronize(stack.device)
     return perf_counter_ns() - begin

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .capture import uploaded
 from .newton_schulz import tree_sum
 from .ranks import Ranks, new_group
 from .route import NOTE, Key, Own, Route, Strip
@@ -110,11 +111,16 @@ class Wire:
 
     def __init__(self, route: Route, link: Link, device: torch.device, intent: bytes) -> None:
         self._route, self._link = route, link
-        self._note = torch.frombuffer(
-            bytearray(hashlib.blake2b(intent, digest_size=NOTE).digest()), dtype=torch.uint8
-        ).to(device)
+        # One rank has nobody to tell.
+        self._note = uploaded(tuple(_digest(intent)), torch.uint8, device) if len(route.send_counts) > 1 else None
         self._buffer: Tensor | None = torch.empty(sum(route.send_counts), dtype=torch.uint8, device=device)
         self._arrive: Callable[[], Tensor] | None = None
+
+    @property
+    def memory(self) -> Tensor:
+        """Bytes: what is sent, and after :meth:`arrive` what was received."""
+        assert self._buffer is not None, "under way"
+        return self._buffer
 
     def sending(self, key: Key) -> Iterable[tuple[Strip, Callable[[Tensor], None]]]:
         """The strips of a tensor that leave (or stay), each with what writes its values to the wire."""
@@ -126,8 +132,9 @@ class Wire:
     def start(self) -> None:
         """Begin the exchange.  What was sent may not be touched until it has arrived."""
         assert self._buffer is not None, "started already"
-        for start in _starts(self._route.send_counts):
-            self._buffer.narrow(0, start, NOTE).copy_(self._note)
+        if self._note is not None:
+            for start in _starts(self._route.send_counts):
+                self._buffer.narrow(0, start, NOTE).copy_(self._note)
         self._arrive = self._link.start(self._buffer)
 
     def arrive(self) -> None:
@@ -137,12 +144,14 @@ class Wire:
         self._arrive = None
 
     def check(self) -> None:
-        """Compare what the ranks are about to do.
+        """Compare what the ranks are about to do; waits for the device.
 
         Raises:
             RuntimeError: on every rank, if any two ranks intend different things.
         """
         assert self._buffer is not None, "not started"
+        if self._note is None:
+            return
         notes = torch.stack([self._buffer.narrow(0, at, NOTE) for at in _starts(self._route.receive_counts)])
         disagree = (notes != self._note).any(dim=1).nonzero().flatten().tolist()
         if disagree:
@@ -218,6 +227,10 @@ def agree(digest: bytes, group: dist.ProcessGroup | None, device: torch.device) 
             f"ranks {differ} of the group planned another exchange than this one: every rank must build the optimizer "
             "from the same parameters, in the same groups and order"
         )
+
+
+def _digest(intent: bytes) -> bytes:
+    return hashlib.blake2b(intent, digest_size=NOTE).digest()
 
 
 def _starts(counts: Sequence[int]) -> list[int]:

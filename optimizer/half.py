@@ -1,4 +1,4 @@
-"""Sixteen bits: how values are rounded to them inside a product, and how fp16 travels.
+"""How fp16 travels.
 
 bf16 has the range of fp32 and travels as it is.  fp16 has not, so each strip (a box of a matrix on its way to the
 owner) is scaled by its own power of two, whose exponent travels with it.  A sender knows only its strips, and strips
@@ -29,16 +29,6 @@ _DEPTH = 27
 
 _SMALLEST = -99
 """The least exponent: with it, ``2^(e - 27)`` and ``2^(14 - e)`` are normal fp32 numbers."""
-
-
-def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor`` rounded to ``dtype``; on a CPU 16-bit values stay in fp32.
-
-    The product of two 16-bit values is exact in fp32, so an fp32 matrix product of rounded operands, rounded
-    once, is what a 16-bit matrix unit computes.  A CPU without one does it 10 to 100 times faster this way.
-    """
-    result = tensor.to(dtype)
-    return result.float() if tensor.is_cpu and dtype.itemsize == 2 else result
 
 
 def pack_half(strip: Tensor) -> tuple[Tensor, Tensor]:

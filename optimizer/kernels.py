@@ -71,8 +71,9 @@ class Kernels:
         Returns:
             ``[B, s, l]``, contiguous, of ``dtype``.
         """
-        # A fresh copy: the order of a sum within a program follows the alignment and the strides of its operand.
-        exact = torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+        # The order of a sum within a program follows the strides of its operand, and whether it is aligned.
+        dense = x.is_contiguous() and x.data_ptr() % 16 == 0
+        exact = x if dense else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
         result = torch.empty(x.shape, dtype=self.dtype, device=x.device)
         if exact.numel() == 0:
             return result

@@ -1,4 +1,4 @@
-"""What all kernels share: conversions that also hold in Triton's interpreter, and rules for launching.
+"""What all kernels share: conversions that also hold in Triton's interpreter, and where they run.
 
 This file needs Triton.
 """
@@ -22,16 +22,6 @@ def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, so it must be the tensor's."""
     device: AbstractContextManager[object] = torch.cuda.device_of(tensor)
     return device
-
-
-def settled(missing: str) -> None:
-    """What is made once for a shape cannot be made while a CUDA graph is captured.
-
-    Raises:
-        RuntimeError: a graph is being captured.
-    """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"{missing}: run one step with these shapes before capturing a CUDA graph")
 
 
 @triton.jit

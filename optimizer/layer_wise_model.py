@@ -148,7 +148,10 @@ def _check(name: str, param: Tensor) -> None:
     """Refuse what cannot lie in a flat buffer that this package reduces and gathers."""
     about = f"parameter {name!r}, {param.dtype} of shape {tuple(param.shape)}"
     if type(param.data) is not Tensor:
-        raise ValueError(f"{about}: a {type(param.data).__name__}; layer-wise buffers hold plain tensors")
+        raise ValueError(
+            f"{about}: a {type(param.data).__name__}; layer-wise buffers hold plain tensors, of data parallelism "
+            "only. Muon steps DTensors"
+        )
     if not param.is_floating_point() or param.dtype.itemsize < 2:
         raise ValueError(f"{about}: FP8 and FP4 parameters cannot be gathered; keep parameters in 16 bits or more")
     if not param.requires_grad:

@@ -19,10 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -32,6 +29,7 @@ from ..layout import TensorLayout
 from ..layouts.mesh import Mesh
 from ..layouts.tensors import local_of
 from ..layouts.uneven import Cuts, uneven_layout
+from .held_boxes import say_boxes
 from .methods import MATRICES
 from .muon import Muon
 
@@ -157,28 +155,12 @@ def attach(optimizer: Muon, model: Model) -> Attached:
 
 
 def _describe(value: DTensor, layout: TensorLayout) -> None:
-    """Put DCP's hooks on the local tensor: its box, or nothing if it is empty."""
+    """Say which box the local tensor is, or that it is empty."""
     rank = value.device_mesh.get_rank()
     boxes = [fragment.box for fragment in layout.fragments if fragment.place.buffer == rank]
     if len(boxes) > 1:
         raise LayoutError(f"rank {rank} holds {len(boxes)} boxes of a tensor of shape {layout.shape}, DCP takes one")
-    chunks = [ChunkStorageMetadata(torch.Size(box.lo), torch.Size(box.shape)) for box in boxes]
-
-    def write_items(name: str, tensor: DTensor) -> list[WriteItem]:
-        local = local_of(tensor)
-        properties = TensorProperties.create_from_tensor(local)
-        return [
-            WriteItem(
-                MetadataIndex(name, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, tensor.shape),
-            )
-            for chunk in chunks
-        ]
-
-    local: Any = value._local_tensor
-    local.__create_chunk_list__ = lambda: chunks
-    local.__create_write_items__ = write_items
+    say_boxes(value, boxes)
 
 
 def _layout(param: Any, group: Any, index: Any) -> TensorLayout:

@@ -23,6 +23,7 @@ from .coding import Plain
 from .coefficients import COEFFICIENTS
 from .costs import Cost, flops
 from .exchange import LINKS
+from .forms import Choice, by_shape
 from .gram import spans
 from .methods import MATRICES
 from .pipeline import Pipeline
@@ -30,7 +31,7 @@ from .precision import PRECISIONS
 from .ranks import Ranks, group_of, ranks_of
 from .scalar import SCALARS, refuse_foreign
 from .schedule import make_schedule
-from .state import check_gradient, fault, fresh_state, fused_of, merged
+from .state import check_gradient, fault, fitting, fresh_state, fused_of
 from .units import Slot, Spec
 
 Scale = Callable[[int, int], float]
@@ -81,6 +82,8 @@ class Muon(Optimizer):
             rank's share of the work.  It changes the last bits, but not with the number of ranks.
         cost: of a matrix, for sharing out the work: a function of rows, columns, steps, gram and the number of ranks
             that share it; a `costs.CostTable` of measured times, or FLOPs.  The same on every rank.
+        form: how a matrix is orthogonalised: by kernels or by torch, and where ``gram`` is given, in the Gram form or
+            not.  By estimates, or the ``form`` of a `costs.CostTable`.  The same on every rank, or the plans differ.
         replicas: process group over which *plain* tensors are replicated (DDP); their matrices are shared out over it.
             None: this process orthogonalises its plain tensors itself.
         exchange: "all_to_all", or "all_gather" for networks that do not stand it at scale, at more bytes.
@@ -113,6 +116,7 @@ class Muon(Optimizer):
         interleaved: int = 1,
         blocks: int = 1,
         cost: Cost = flops,
+        form: Choice = by_shape,
         replicas: dist.ProcessGroup | None = None,
         exchange: str = "all_to_all",
         waves: int = 4,
@@ -122,7 +126,8 @@ class Muon(Optimizer):
             raise ValueError(f"exchange={exchange!r}: expected one of {sorted(LINKS)}")
         if waves < 1:
             raise ValueError(f"waves={waves!r}: expected at least one")
-        self._replicas, self._exchange, self._waves, self._layout, self._cost = replicas, exchange, waves, layout, cost
+        self._replicas, self._exchange, self._waves, self._layout = replicas, exchange, waves, layout
+        self._cost, self._form = cost, form
         self._process_groups: dict[Ranks, dist.ProcessGroup | None] = {}
         self._scales: dict[str, Scale] = {}
         self._made: list[Pipeline] | None = None
@@ -169,7 +174,7 @@ class Muon(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: pipelines refer to the original's parameters, so a copy makes its own."""
-        kept = ("_matrices", "_replicas", "_exchange", "_waves", "_layout", "_cost", "_scales")
+        kept = ("_matrices", "_replicas", "_exchange", "_waves", "_layout", "_cost", "_form", "_scales")
         return {
             **super().__getstate__(),
             **{name: getattr(self, name) for name in kept},
@@ -202,22 +207,22 @@ class Muon(Optimizer):
             ValueError: names every parameter whose state is incomplete or laid out otherwise than the parameter, or a
                 group of another algorithm, or the momentum convention if it is not "ema".
         """
-        fitting: list[dict[str, Any]] = []
+        fits: list[dict[str, Any]] = []
 
         def check(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            fitting.append(self._fitting(given))
-            return fitting[0]
+            fits.append(fitting(self, given, fault))
+            return fits[0]
 
         dtypes = {param: {slot: mine.dtype for slot, mine in slots.items()} for param, slots in self.state.items()}
 
         def restore_dtypes(_: Optimizer) -> None:
             """torch casts state to the parameter's dtype."""
-            keys = [key for group in fitting[0]["param_groups"] for key in group["params"]]
+            keys = [key for group in fits[0]["param_groups"] for key in group["params"]]
             params = [param for group in self.param_groups for param in group["params"]]
             for param, key in zip(params, keys, strict=True):
                 for slot, dtype in dtypes[param].items():
                     if self.state[param][slot].dtype != dtype:
-                        given = fitting[0]["state"][key][slot]
+                        given = fits[0]["state"][key][slot]
                         self.state[param][slot] = given.to(param.device, dtype, copy=True)
 
         # After the hooks of users, which may mend a state, and before those that look at what was loaded.
@@ -231,26 +236,6 @@ class Muon(Optimizer):
             for hook in hooks:
                 hook.remove()
         self._made = None
-
-    def _fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A state dict as it is loaded: checked, and with the groups as they will be."""
-        state, groups = state_dict["state"], state_dict["param_groups"]
-        sizes = [[len(group["params"]) for group in side] for side in (self.param_groups, groups)]
-        if sizes[0] != sizes[1]:
-            raise ValueError(f"the state has groups of {sizes[1]} parameters, this optimizer of {sizes[0]}")
-        hyper, wanted, problems = [], dict(state), []
-        for number, (mine, saved) in enumerate(zip(self.param_groups, groups, strict=True)):
-            hyper.append(merged(number, mine, saved))
-            for index, (param, key) in enumerate(zip(mine["params"], saved["params"], strict=True)):
-                if key not in state and not param.requires_grad:
-                    wanted[key] = self.state[param]
-                found = wanted.get(key, {})
-                why = fault(self.state[param], found)
-                if why:
-                    problems.append(f"group {number} parameter {index} {tuple(param.shape)}: {why}")
-        if problems:
-            raise ValueError("the state does not fit, training would go on wrongly: " + "; ".join(problems))
-        return {"state": wanted, "param_groups": hyper}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -308,7 +293,12 @@ class Muon(Optimizer):
             for name in MATRICES[group["algorithm"]].slots
         ]
         steps, gram = group["ns_steps"], group["gram"]
-        return Spec((update, *extras), lambda m, n, parts: self._cost(m, n, steps, gram, parts), group["blocks"])
+        return Spec(
+            (update, *extras),
+            lambda m, n, parts: self._cost(m, n, steps, gram, parts),
+            group["blocks"],
+            lambda m, n, copies: self._form(param.device, precision.compute, m, n, copies),
+        )
 
     def _resting(self, param: Tensor, ranks: Ranks) -> TensorLayout:
         return self._layout(param) if self._layout is not None else layout_of(param, replicas=ranks)

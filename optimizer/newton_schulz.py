@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .coefficients import COEFFICIENTS, CoefficientSet, Triple, coefficient_set
-from .gram import compound, pays, spans
-from .half import rounded
-from .products import TorchProducts, bounded_norm, copied, held, products, squares
+from .forms import Form, arithmetic, by_shape
+from .gram import compound, spans
+from .products import bounded_norm, by_torch, squares, widened
 
 __all__ = ["COEFFICIENTS", "orthogonalize", "orthogonalize_batch", "orthogonalize_parts", "tree_sum"]
 
@@ -31,7 +31,7 @@ Elements of a normalised ``m x n`` have an rms of ``1 / √(mn)``: 2^-13 at 4096
 where fp16 at this size is still normal; absolute rounding errors below it, 2^-27 each, are no more than bf16 makes of
 singular values of 1e-3, and no set lifts smaller ones in five steps.  No larger power of two is safe: products hold
 ``HOLD⁴ σ⁴``, sets overshoot to ``σ = 2``, and a GPU may keep partial sums of fp16 products in fp16, which ends at 2^16.
-Powers of two are exact, so bf16 and fp32 give the bits that they would give without."""
+Powers of two are exact, so bf16 and fp32 give the bits that they would give without.  The last step takes it back."""
 
 
 @torch.no_grad()
@@ -43,7 +43,7 @@ def orthogonalize(
     dtype: torch.dtype = torch.bfloat16,
     eps: float = 1e-7,
     gram: Sequence[int] | None = None,
-    copies: int = 1,
+    form: Form | None = None,
 ) -> Tensor:
     """The approximate polar factor ``U Vᵀ`` of ``matrix = U S Vᵀ``; ``matrix`` itself is left alone.
 
@@ -56,25 +56,25 @@ def orthogonalize(
         coefficients: a name in :data:`COEFFICIENTS`, or a set of one's own.
         steps: how many, at least 1; see :meth:`CoefficientSet.schedule` for more steps than the set has.
         dtype: bf16, fp16, fp32 or fp64: every operand of a product is rounded to it, and so is the result.
-            16-bit products are summed in fp32; fp32 ones on CUDA follow torch's TF32 setting.  On
-            ill-conditioned matrices more than six steps in bf16 add more rounding than they remove error.
+            16-bit products are summed in fp32; fp32 ones on CUDA follow torch's TF32 setting.  Small matrices on a
+            CPU are computed in fp32 throughout (:func:`.products.by_torch`).  On ill-conditioned matrices more than
+            six steps in bf16 add more rounding than they remove error.
         eps: a lower bound on the Frobenius norm, in the units of ``matrix``.  A bound, as in
             ``torch.optim.Muon``, and not a summand: above it the result does not depend on the scale of
             ``matrix`` (to the bit for powers of two), so a momentum kept as a sum and one kept as a mean are
             orthogonalised alike.
         gram: None for the plain form; else the steps after which the Gram form (:mod:`.gram`) rebuilds its Gram
-            matrix, e.g. ``(2,)``, or ``()`` for never.  It is used where it saves work, by shape alone
-            (:func:`.gram.pays`); other matrices take the plain form.  With bf16 its operands are rounded to fp16,
-            an eighth of the error at the same cost, and the result to bf16.
-        copies: how many matrices of this shape the model has, for the choice of kernels on a GPU (:mod:`.products`).
+            matrix, e.g. ``(2,)``, or ``()`` for never.  It is used where ``form`` says so.  With bf16 its operands
+            are rounded to fp16, an eighth of the error at the same cost, and the result to bf16.
+        form: how; None: by shape alone (:func:`.forms.by_shape`).
 
     Returns:
         ``[m, n]``, contiguous, of ``dtype``.  Zeros for zeros.  All NaN if an element is not finite or the
         norm overflows (elements beyond 1e19 in fp32): a diverged momentum is not hidden.
 
     Raises:
-        ValueError: not a matrix of floats, an unknown name, no step, another dtype, or restarts that are out of order
-            or too few (:func:`.gram.spans`).
+        ValueError: not a matrix of floats, an unknown name, no step, another dtype, restarts that are out of order or
+            too few (:func:`.gram.spans`), or a form that this device does not have.
     """
     if matrix.ndim != 2:
         raise ValueError(f"expected a matrix of floats, got shape {tuple(matrix.shape)} of {matrix.dtype}")
@@ -85,7 +85,7 @@ def orthogonalize(
         dtype=dtype,
         eps=eps,
         gram=gram,
-        copies=copies,
+        form=form,
     )[0]
 
 
@@ -98,28 +98,29 @@ def orthogonalize_batch(
     dtype: torch.dtype = torch.bfloat16,
     eps: float = 1e-7,
     gram: Sequence[int] | None = None,
-    copies: int | None = None,
+    form: Form | None = None,
 ) -> Tensor:
     """:func:`orthogonalize` for matrices of one shape: ``[B, m, n]`` in and out.
 
     With kernels of ours, all are done by as many launches as one.  Each matrix gets the bits that it has alone, if
-    ``copies`` is the same.
+    ``form`` is the same.
 
     Args:
-        copies: None for ``B``.
+        form: None: by shape and ``B`` (:func:`.forms.by_shape`).
     """
     if stack.ndim != 3:
         raise ValueError(f"expected a stack of matrices of one shape, got shape {tuple(stack.shape)}")
     count, rows, columns = stack.shape
-    chosen, triples = _checked(list(stack) or [stack.new_empty(rows, columns)], coefficients, steps, dtype)
+    _check(stack, dtype)
+    triples, scale = _held(coefficients, steps)
     runs = spans(gram, steps, dtype) if gram is not None else ()
-    tall = rows > columns
-    compounded = bool(runs) and pays(rows, columns)
+    form = form or by_shape(stack.device, dtype, rows, columns, count)
+    compounded = form.gram and bool(runs)
     inner = torch.float16 if compounded and dtype.itemsize == 2 else dtype
-    kind = products(stack.device, inner, rows, columns, count if copies is None else copies)
+    kind = arithmetic(form, stack.device, inner, rows, columns)
 
     def work(x: Tensor) -> Tensor:
-        x = kind.normal(x, eps, chosen.norm_scale / HOLD)
+        x = kind.normal(x, eps, scale)
         if compounded:
             for start, stop in runs:
                 x = kind.added(x, 0.0, compound(kind.gram(x), triples[start:stop], kind))
@@ -128,8 +129,9 @@ def orthogonalize_batch(
                 x = kind.added(x, a, kind.square(kind.gram(x), b, c))
         return x
 
+    tall = rows > columns
     done = kind.over(stack.mT if tall else stack, work)
-    return _released(done.mT if tall else done, dtype)
+    return (done.mT if tall else done).to(dtype).contiguous()
 
 
 @torch.no_grad()
@@ -165,16 +167,20 @@ def orthogonalize_parts(
         ValueError: no part, parts that are no matrices of floats or differ in rows; an unknown name, no step, another
             dtype.
     """
-    chosen, triples = _checked(parts, coefficients, steps, dtype)
-    exact = [copied(part, dtype) for part in parts]
-    norm = bounded_norm(total(squares(x) for x in exact), eps, chosen.norm_scale / HOLD)
-    xs = [rounded(x.div_(norm), dtype) for x in exact]
-    kind = TorchProducts(dtype, held(parts[0].device, dtype))
+    for part in parts:
+        _check(part, dtype)
+    if len({part.shape[0] for part in parts}) != 1 or parts[0].ndim != 2:
+        raise ValueError(f"expected parts of one number of rows, got {[tuple(part.shape) for part in parts]}")
+    triples, scale = _held(coefficients, steps)
+    kind = by_torch(parts[0].device, dtype, 0)
+    exact = [widened(part, dtype) for part in parts]
+    norm = bounded_norm(total(squares(x) for x in exact), eps, scale)
+    xs = [(x / norm).to(kind.dtype) for x in exact]
     for a, b, c in triples:
-        gram = rounded(total(_unrounded_gram(x) for x in xs), dtype)
+        gram = total(_unrounded_gram(x) for x in xs).to(kind.dtype)
         p = kind.square(gram, b, c)
         xs = [kind.added(x, a, p) for x in xs]
-    return [_released(x, dtype) for x in xs]
+    return [x.to(dtype) for x in xs]
 
 
 def tree_sum(partials: Iterable[Tensor]) -> Tensor:
@@ -197,28 +203,22 @@ def tree_sum(partials: Iterable[Tensor]) -> Tensor:
     return reduce(lambda right, left: left + right, [each for _, each in reversed(sums)])
 
 
-def _checked(
-    parts: Sequence[Tensor], coefficients: str | CoefficientSet, steps: int, dtype: torch.dtype
-) -> tuple[CoefficientSet, tuple[Triple, ...]]:
-    """The set, and its polynomials for a matrix held at ``HOLD`` times its size."""
-    for part in parts:
-        if part.ndim != 2 or not part.is_floating_point():
-            raise ValueError(f"expected a matrix of floats, got shape {tuple(part.shape)} of {part.dtype}")
-    if len({part.shape[0] for part in parts}) != 1:
-        raise ValueError(f"expected parts of one number of rows, got {[tuple(part.shape) for part in parts]}")
+def _check(matrix: Tensor, dtype: torch.dtype) -> None:
+    if matrix.ndim < 2 or not matrix.is_floating_point():
+        raise ValueError(f"expected a matrix of floats, got shape {tuple(matrix.shape)} of {matrix.dtype}")
     if dtype not in _DTYPES:
         raise ValueError(f"Newton-Schulz runs in {', '.join(map(str, _DTYPES))}, got {dtype}")
+
+
+def _held(coefficients: str | CoefficientSet, steps: int) -> tuple[tuple[Triple, ...], float]:
+    """The polynomials for a matrix held at ``HOLD`` times its size, and what its norm is multiplied by for that."""
     chosen = coefficient_set(coefficients)
-    return chosen, tuple((a, b / HOLD**2, c / HOLD**4) for a, b, c in chosen.schedule(steps))
+    triples = tuple((a, b / HOLD**2, c / HOLD**4) for a, b, c in chosen.schedule(steps))
+    a, b, c = triples[-1]
+    return (*triples[:-1], (a / HOLD, b / HOLD, c / HOLD)), chosen.norm_scale / HOLD
 
 
 def _unrounded_gram(x: Tensor) -> Tensor:
     """``xxᵀ`` as it is summed up, in fp32 at least."""
-    # Only an accelerator holds 16 bits here (`rounded`), and only there `mm` has an `out_dtype`.
+    # Only an accelerator holds 16 bits here, and only there `mm` has an `out_dtype`.
     return torch.mm(x, x.mT, out_dtype=torch.float32) if x.dtype.itemsize == 2 else x @ x.mT
-
-
-def _released(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` at its own size, contiguous, of ``dtype``."""
-    result = torch.empty(x.shape, dtype=dtype, device=x.device)
-    return torch.mul(x, 1 / HOLD, out=result)

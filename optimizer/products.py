@@ -1,8 +1,7 @@
-"""The arithmetic of Newton-Schulz: by torch anywhere, or by kernels of ours on NVIDIA GPUs."""
+"""The arithmetic of Newton-Schulz, and torch's products as one (`kernels` has another; `forms` chooses)."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -52,57 +51,92 @@ class TorchProducts:
 
     Args:
         dtype: that operands and results are rounded to.
-        held: the dtype of the tensors, ``dtype`` or wider (`held`).
+        held: the dtype of the tensors, ``dtype`` or wider (`by_torch`).
     """
 
     dtype: torch.dtype
     held: torch.dtype
 
     def over(self, stack: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
+        if len(stack) == 1:
+            return work(stack[0]).unsqueeze(0)
         return torch.stack([work(matrix) for matrix in stack]) if len(stack) else torch.empty_like(stack)
 
     def normal(self, x: Tensor, eps: float, scale: float) -> Tensor:
-        exact = copied(x, self.dtype)
-        return self._rounded(exact.div_(bounded_norm(squares(exact), eps, scale)))
+        exact = widened(x, self.dtype)
+        return self._rounded(exact / bounded_norm(squares(exact), eps, scale))
 
     def gram(self, x: Tensor) -> Tensor:
-        return self._rounded(x @ x.mT)
+        return self._by_strips(x, x.mT) if _large(x) else self._rounded(x @ x.mT)
 
     def square(self, r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
-        result = self._rounded(r * b if c == 0 else torch.addmm(r, r, r, beta=b, alpha=c))
+        if c and _large(r):
+            result = self._by_strips(r, r, r, b, c)
+        else:
+            result = self._rounded(torch.addmm(r, r, r, beta=b, alpha=c) if c else r * b)
         if a:
             result.diagonal().add_(a)
             result = self._rounded(result)
         return result
 
     def commuting(self, z: Tensor, q: Tensor) -> Tensor:
-        return self._rounded(z @ q)
+        return self._by_strips(z, q) if _large(z) else self._rounded(z @ q)
 
     def added(self, x: Tensor, a: float, p: Tensor) -> Tensor:
         return self._rounded(torch.addmm(x, p, x, beta=a) if a else p @ x)
+
+    def _by_strips(
+        self, left: Tensor, right: Tensor, addend: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
+    ) -> Tensor:
+        """``alpha·left·right + beta·addend``, known to be symmetric: strips of rows up to the diagonal, mirrored."""
+        side = left.shape[0]
+        result = left.new_empty(side, side)
+        high = max(LEAST, -(-side // STRIPS))
+        for top in range(0, side, high):
+            end = min(top + high, side)
+            rows, a, b = result[top:end, :end], left[top:end], right[:, :end]
+            found = a @ b if addend is None else torch.addmm(addend[top:end, :end], a, b, beta=beta, alpha=alpha)
+            rows.copy_(self._rounded(found))
+            result[:top, top:end] = rows[:, :top].mT
+        return result
 
     def _rounded(self, x: Tensor) -> Tensor:
         # Tests cost less than conversions to what a tensor is already.
         return x if x.dtype == self.dtype == self.held else x.to(self.dtype).to(self.held)
 
 
+def _large(left: Tensor) -> bool:
+    """Whether a symmetric product ``left·right`` is done by strips."""
+    side, depth = left.shape
+    return side * side * depth >= LARGE and left.is_cpu
+
+
+STRIPS, LEAST, LARGE = 4, 128, 1 << 27
+"""Into how many strips a large symmetric product is cut on a CPU, the fewest rows of one, and the multiply-adds from
+which it is large.  Four strips are five eighths of the work.  Measured on an AMD EPYC, one thread, all of
+Newton-Schulz: 1.07 times as fast at 512 x 512, 1.11 at 512 x 2048, 1.18 at 1024 x 1024; 0.94 at 256 x 768."""
+
 UNITS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 """What a CPU must have one of, to multiply 16 bits faster than fp32."""
 
 WORTH = 1 << 21
-"""Multiply-adds of a product from which they are used.  Measured on an AMD EPYC with avx512_bf16, one thread: a Gram
-matrix of 64 x 64 takes 23 us in bf16 and 15 in rounded fp32, of 128 x 128 38 and 55, of 512 x 512 1400 and 3090."""
+"""Multiply-adds of a product from which they are used, and from which fp32 is rounded where there are none.  Measured
+on an AMD EPYC with avx512_bf16, one thread, all of Newton-Schulz: 64 x 64 takes 410 us in bf16, 430 in rounded fp32 and
+220 in fp32 as it is; 64 x 256 takes 510, 670 and 420; 128 x 128 takes 710, 930 and 890."""
 
 
-def held(device: torch.device, dtype: torch.dtype, multiply_adds: int = 0) -> torch.dtype:
-    """In what torch's products hold values of ``dtype`` best.
+def by_torch(device: torch.device, dtype: torch.dtype, multiply_adds: int) -> TorchProducts:
+    """In what torch's products of so many multiply-adds compute ``dtype`` best.
 
     The product of two 16-bit values is exact in fp32, so an fp32 product of rounded operands, rounded once, is what a
-    16-bit matrix unit computes; a CPU without one does it 10 to 100 times faster this way.
+    16-bit matrix unit computes; a CPU without one does it 10 to 100 times faster this way.  Where even that rounding
+    costs more than the product, nothing but the result is rounded: that is closer to exact than what was asked for.
     """
     if device.type != "cpu" or dtype.itemsize > 2:
-        return dtype
-    return dtype if multiply_adds >= WORTH and _has_units(dtype) else torch.float32
+        return TorchProducts(dtype, dtype)
+    if multiply_adds < WORTH:
+        return TorchProducts(torch.float32, torch.float32)
+    return TorchProducts(dtype, dtype if _has_units(dtype) else torch.float32)
 
 
 @lru_cache(maxsize=2)
@@ -111,10 +145,9 @@ def _has_units(dtype: torch.dtype) -> bool:
     return any(has.get(unit, False) for unit in UNITS[dtype])
 
 
-def copied(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """A fresh contiguous copy, in fp32 at least."""
-    exact = torch.promote_types(torch.float32, dtype)
-    return torch.empty(matrix.shape, dtype=exact, device=matrix.device).copy_(matrix)
+def widened(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """``matrix`` in fp32 at least, contiguous; itself if it is."""
+    return matrix.to(torch.promote_types(torch.float32, dtype)).contiguous()
 
 
 def squares(x: Tensor) -> Tensor:
@@ -126,55 +159,6 @@ def squares(x: Tensor) -> Tensor:
 
 def bounded_norm(squares: Tensor, eps: float, scale: float) -> Tensor:
     """``max(norm, eps) · scale`` from a sum of squares; NaN if the norm is not finite."""
-    norm = squares.sqrt()
     # An infinite norm would divide finite elements to zero.
-    return norm.where(norm.isfinite(), torch.nan).clamp_(min=eps).mul_(scale)
-
-
-WAVE = 64
-"""Tiles of 128 x 128 that keep a large GPU busy (an H200 has 132 multiprocessors; half of them is enough, as tiles can
-be smaller).  Half of the work is of no use where it is not the work that takes the time: on an H800 flash-muon's
-symmetric kernel loses at 1024², with 36 tiles (0.0124 ms to 0.0112), and wins at 4096², with 528 (0.1838 to 0.2955).
-Not measured by us: `benchmarks/newton_schulz.py` prints where ours begins to win."""
-
-
-def fills(rows: int, columns: int, copies: int = 1) -> bool:
-    """Whether the triangle of a Gram matrix, for so many matrices of a shape, has a `WAVE` of tiles: from 1281² on."""
-    side = -(-min(rows, columns) // 128)
-    return copies * side * (side + 1) // 2 >= WAVE
-
-
-def products(device: torch.device, dtype: torch.dtype, rows: int, columns: int, copies: int = 1) -> Products:
-    """What to orthogonalise ``rows x columns`` with on this device.
-
-    Kernels are for 16 bits on NVIDIA GPUs from compute capability 8.0 on, for shapes that `fills` says they are
-    faster at.  The choice changes the last bits.  So it follows from facts that are the same on all ranks and under any
-    sharding, never from how many matrices happen to be together:
-
-    Args:
-        copies: how many matrices of this shape the model has, if they are orthogonalised in stacks.
-
-    Warns:
-        RuntimeWarning: once, if there should be kernels and Triton is missing: torch does the work, up to twice slower.
-    """
-    suitable = device.type == "cuda" and torch.version.cuda is not None and dtype.itemsize == 2
-    if suitable and fills(rows, columns, copies) and torch.cuda.get_device_capability(device) >= (8, 0):
-        return _kernels(dtype)
-    return TorchProducts(dtype, held(device, dtype, min(rows, columns) * rows * columns))
-
-
-@lru_cache(maxsize=2)
-def _kernels(dtype: torch.dtype) -> Products:
-    try:
-        from .kernels import Kernels
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != "triton":
-            raise
-        warnings.warn(
-            "Triton is not installed: Newton-Schulz runs on torch's matrix products, up to twice slower, and its last "
-            "bits are not those of ranks that have it. Install triton, in the version that torch names",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-        return TorchProducts(dtype, dtype)
-    return Kernels(dtype)
+    norm = torch.nan_to_num(squares.sqrt(), nan=torch.nan, posinf=torch.nan)
+    return norm.clamp_(min=eps).mul_(scale)

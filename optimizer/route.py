@@ -44,13 +44,17 @@ class Strip:
     at: int
     coding: Coding
 
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
     def of(self, memory: Tensor) -> Tensor:
         """This box as a view of a contiguous tensor."""
         return memory.as_strided(self.sizes, self.strides, memory.storage_offset() + self.offset)
 
     def on(self, wire: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the wire: this box's values, and the bytes after them."""
-        count = math.prod(self.sizes) * self.coding.dtype.itemsize
+        count = self.numel * self.coding.dtype.itemsize
         values = wire.narrow(0, self.at, count).view(self.coding.dtype).view(self.sizes)
         return values, wire.narrow(0, self.at + count, self.coding.tail)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from ..layouts.tensors import local_of
+from .capture import refuse_counted
 
 Group = Mapping[str, Any]
 
@@ -54,10 +55,15 @@ class Scalar:
             raise ValueError(f"eps={group['eps']!r}: expected a number >= 0")
 
     def step(self, group: Group, state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-        """Step those parameters of ``group`` that have a gradient, in place, with their state."""
+        """Step those parameters of ``group`` that have a gradient, in place, with their state.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured.
+        """
         active = [param for param in group["params"] if param.grad is not None]
         if not active:
             return
+        refuse_counted(group["algorithm"])
         params = [local_of(param) for param in active]
         # A gradient may have a dtype of its own (`Tensor.grad_dtype`).
         gradients = [local_of(param.grad).to(param.dtype) for param in active]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +17,7 @@ import numpy as np
 
 from ..layout import TensorLayout
 from ..plan import Copy, Share, make_share
+from .forms import Form
 from .matrices import rows_columns
 from .owners import Work, assign, in_waves
 from .route import Item, Route, route
@@ -72,8 +74,8 @@ def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, waves: int = 4
     owners = assign(work, ranks)
     turns = in_waves([each.cost for each in work], owners, len(ranks), waves)
     units = tuple(
-        Unit(*place, each.shape, tuple(ranks[at] for at in sharers), specs[place[0]].blocks, wave, each.cost)
-        for place, each, sharers, wave in zip(where, work, owners, turns, strict=True)
+        Unit(*place, each.shape, tuple(ranks[at] for at in sharers), specs[place[0]].blocks, wave, each.cost, form)
+        for place, each, sharers, wave, form in zip(where, work, owners, turns, _forms(specs), strict=True)
     )
     here = [
         frozenset[int]().union(*(resident(slot.layout, slot.fused, ranks, rank) for slot in spec.slots))
@@ -89,6 +91,17 @@ def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, waves: int = 4
         ),
         _digest(specs, ranks, units),
     )
+
+
+def _forms(specs: Sequence[Spec]) -> list[Form]:
+    """Of all matrices.  What decides is how many of a shape a *parameter* has: that is the same under any sharding, and
+    on ranks that do not hold the same parameters."""
+    found = []
+    for spec in specs:
+        shapes = [rows_columns(shape) for shape in spec.slots[0].shapes]
+        form = {shape: spec.form(*shape, copies) for shape, copies in Counter(shapes).items()}
+        found += [form[shape] for shape in shapes]
+    return found
 
 
 def _work(specs: Sequence[Spec], ranks: Ranks) -> list[Work]:
@@ -146,7 +159,9 @@ def _digest(specs: Sequence[Spec], ranks: Ranks, units: Sequence[Unit]) -> bytes
         for slot in spec.slots:
             whole.update(_layout_digest(slot.layout))
             whole.update(repr((slot.name, slot.fused, slot.there, slot.back)).encode())
-    plan = [(unit.param, unit.index, unit.owners[0], len(unit.owners), unit.blocks, unit.wave) for unit in units]
+    plan = [
+        (u.param, u.index, u.owners[0], len(u.owners), u.blocks, u.wave, u.form.kernels, u.form.gram) for u in units
+    ]
     whole.update(np.array(plan, np.int64).tobytes())
     return whole.digest()
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from ..layout import TensorLayout
 from .matrices import Fused, matrices_of
@@ -56,6 +57,36 @@ def merged(number: int, mine: dict[str, Any], saved: dict[str, Any]) -> dict[str
         warnings.warn(f"group {number} keeps the code's {shown}", stacklevel=4)
     brought = {key: _like(mine.get(key), saved[key]) for key in RESTORED if key in saved}
     return {**mine, **brought, "params": saved["params"]}
+
+
+def fitting(
+    optimizer: Optimizer, state_dict: Mapping[str, Any], why: Callable[[Mapping[str, Tensor], Any], str | None]
+) -> dict[str, Any]:
+    """A state dict as it is loaded: checked, and with the groups as they will be.
+
+    A frozen parameter may be missing, as stock DCP leaves it out when it sets a state dict; it keeps what it has.
+
+    Args:
+        why: the reason, if a parameter's state (the second) cannot take the place of what it has (the first).
+
+    Raises:
+        ValueError: names every parameter whose state does not fit, or the group of another algorithm or convention.
+    """
+    state, groups = state_dict["state"], state_dict["param_groups"]
+    sizes = [[len(group["params"]) for group in side] for side in (optimizer.param_groups, groups)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"the state has groups of {sizes[1]} parameters, this optimizer of {sizes[0]}")
+    hyper, wanted, problems = [], dict(state), []
+    for number, (mine, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        hyper.append(merged(number, mine, saved))
+        for index, (param, key) in enumerate(zip(mine["params"], saved["params"], strict=True)):
+            if key not in state and not param.requires_grad:
+                wanted[key] = optimizer.state[param]
+            if reason := why(optimizer.state[param], wanted.get(key, {})):
+                problems.append(f"group {number} parameter {index} {tuple(param.shape)}: {reason}")
+    if problems:
+        raise ValueError("the state does not fit, training would go on wrongly: " + "; ".join(problems))
+    return {"state": wanted, "param_groups": hyper}
 
 
 def _like(mine: Any, saved: Any) -> Any:

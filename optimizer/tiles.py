@@ -15,7 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
-from .launches import INTERPRETED, settled
+from .capture import settled
+from .launches import INTERPRETED
 
 DEPTH = 16 if INTERPRETED else 64
 """Elements of the inner dim that are loaded at a time: the same for all tiles, so that all have one order of sums."""

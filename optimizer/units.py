@@ -15,6 +15,8 @@ from ..layouts.owned import blocks_layout, blocks_of
 from ..overlap import overlaps
 from ..plan import Copy
 from .coding import Coding
+from .forms import Form
+from .gram import pays
 from .matrices import Fused, matrices_of, rows_columns, shapes_of
 from .owners import Int
 
@@ -48,11 +50,13 @@ class Spec:
         cost: of orthogonalising an ``m x n`` matrix on one of ``parts`` ranks that share it, in any unit.
         blocks: into how many blocks its matrices are cut along their long side, so that as many ranks can share one;
             a power of two.  1: they are not cut.
+        form: how an ``m x n`` matrix is orthogonalised, of which it has so many.
     """
 
     slots: tuple[Slot, ...]
     cost: Callable[[int, int, int], int]
     blocks: int = 1
+    form: Callable[[int, int, int], Form] = lambda m, n, copies: Form(kernels=False, gram=pays(m, n))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,7 @@ class Unit:
         blocks: into how many it is cut (`Spec.blocks`).
         wave: when.
         cost: of orthogonalising it.
+        form: how.
     """
 
     param: int
@@ -76,6 +81,7 @@ class Unit:
     blocks: int
     wave: int
     cost: int
+    form: Form
 
     @property
     def rows_columns(self) -> tuple[int, int]:

@@ -1,11 +1,15 @@
-"""The command line as a process, for tests of it."""
+"""The command line, as a process or in this one, for tests of it."""
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+
+from muonckpt.cli.main import run
 
 COMMAND = [sys.executable, "-c", "from muonckpt.cli.main import main; main()"]
 COMMANDS = ("inspect", "verify", "reshard")
@@ -14,6 +18,13 @@ COMMANDS = ("inspect", "verify", "reshard")
 def cli(*arguments: object, **how) -> subprocess.CompletedProcess[str]:
     how = {"capture_output": True, "text": True, "timeout": 60} | how
     return subprocess.run([*COMMAND, *map(str, arguments)], **how)
+
+
+def called(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The same in this process: without what starting one, signals and terminals add."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        code = run(list(map(str, arguments)))
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def arguments_of(command: str, source: Path, tmp_path: Path) -> list[object]:

@@ -51,6 +51,7 @@ def main(how: str, source: str, folder: Path) -> None:
         return run(["reshard", source, str(to), "--mesh", "dp=3", "--jobs", "1", *more])
 
     steps = Steps(how)
+    os.link, os.rmdir = steps._counted(os.link), steps._counted(os.rmdir)
     assert reshard(folder / "whole") == 0
     whole, seen, out, staged = contents(folder / "whole"), [], folder / "out", folder / ".out.reshard.tmp"
     for stop_at in range(1, steps.done + 1):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from commands import COMMAND, COMMANDS, arguments_of, cli, is_one_paragraph
+from commands import COMMAND, COMMANDS, arguments_of, called, cli, is_one_paragraph
 from golden import golden
 from sharded import edit, manifest_edited, no_checksums
 
@@ -34,7 +34,7 @@ def checkpoint(tiny_checkpoint, tmp_path) -> Path:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_0_is_fine_and_standard_error_is_empty(command, tiny_checkpoint, tmp_path):
-    done = cli(*arguments_of(command, tiny_checkpoint, tmp_path))
+    done = called(*arguments_of(command, tiny_checkpoint, tmp_path))
     assert (done.returncode, done.stderr) == (0, "") and done.stdout
 
 
@@ -51,10 +51,10 @@ def flip(path: Path) -> Path:
 def test_1_is_a_finding(stock, checkpoint):
     if stock:
         (checkpoint / "muonckpt.json").unlink()
-    done = cli("verify", flip(checkpoint))
+    done = called("verify", flip(checkpoint))
     assert (done.returncode, done.stderr) == (1, "")
     assert KEY in done.stdout and "expected" in done.stdout
-    done = cli("verify", checkpoint, "--json")
+    done = called("verify", checkpoint, "--json")
     assert done.returncode == 1 and {finding["key"] for finding in json.loads(done.stdout)["findings"]} == {KEY}
 
 
@@ -63,7 +63,7 @@ USAGE = ["", "transmogrify a b", "inspect a --colour", "verify", "verify a --job
 
 @pytest.mark.parametrize("line", USAGE)
 def test_2_is_a_mistake_in_the_command_line(line):
-    done = cli(*line.split())
+    done = called(*line.split())
     assert (done.returncode, done.stdout) == (2, "")
     assert "Usage:" in done.stderr and "Traceback" not in done.stderr
 
@@ -109,7 +109,7 @@ SOURCES = {
 @pytest.mark.parametrize(("case", "command"), [(case, c) for case, (_, all_of, _) in SOURCES.items() for c in all_of])
 def test_3_is_a_source_that_cannot_be_read(case, command, checkpoint, tmp_path):
     make, _, message = SOURCES[case]
-    done = cli(*arguments_of(command, make(checkpoint), tmp_path))
+    done = called(*arguments_of(command, make(checkpoint), tmp_path))
     assert (done.returncode, done.stdout) == (3, "")
     assert message in done.stderr and is_one_paragraph(done.stderr)
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
@@ -118,7 +118,7 @@ def test_3_is_a_source_that_cannot_be_read(case, command, checkpoint, tmp_path):
 def test_4_is_a_destination_that_cannot_be_written(tiny_checkpoint, tmp_path):
     (tmp_path / "out").mkdir()
     for more in ((), ("--dry-run",), ("--resume",)):
-        done = cli(*arguments_of("reshard", tiny_checkpoint, tmp_path), *more)
+        done = called(*arguments_of("reshard", tiny_checkpoint, tmp_path), *more)
         assert (done.returncode, done.stdout) == (4, "")
         assert "exists already" in done.stderr and is_one_paragraph(done.stderr)
 
@@ -172,7 +172,7 @@ def test_code_in_a_checkpoint_is_never_run(command, where, tmp_path):
     ran.unlink(missing_ok=True)
     if where == ".metadata":
         (source / ".metadata").write_bytes(pickle.dumps(Bomb(ran)))
-    done = cli(*arguments_of(command, source, tmp_path))
+    done = called(*arguments_of(command, source, tmp_path))
     assert done.returncode == (3 if where == ".metadata" else 0)
     assert not ran.exists()
     if where == ".metadata":
@@ -185,17 +185,19 @@ def test_code_in_a_checkpoint_is_never_run(command, where, tmp_path):
 @pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)], ids=str)
 @pytest.mark.parametrize("option", ["--help", "-h"])
 def test_every_command_explains_itself(arguments, option):
-    done = cli(*arguments, option)
+    done = called(*arguments, option)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(" ".join(["Usage: muonckpt", *arguments]))
     assert all(len(line) <= 100 for line in done.stdout.splitlines())
     if not arguments:
         assert all(command in done.stdout for command in COMMANDS) and "Exit codes: 0" in done.stdout
-        assert cli("--version").stdout == f"muonckpt, version {version('muonckpt')}\n"
+        assert called("--version").stdout == f"muonckpt, version {version('muonckpt')}\n"
 
 
-SUMMARY = ["checkpoint", "kind", "provenance", "tensors", "chunks", "bytes", "other_items", "files", "layouts", "slots"]
-PLAN = ["source", "ranks", "mesh", "layout", "checked", "read", "avoided", "written", "unchecked", "files"]
+SUMMARY = ["checkpoint", "kind", "dialect", "provenance", "tensors", "chunks", "bytes", "other_items", "files"]
+SUMMARY += ["layouts", "buffers", "slots"]
+PLAN = ["source", "format", "ranks", "mesh", "layout", "buffers", "checked", "read", "avoided", "written", "unchecked"]
+PLAN += ["left_out", "notes", "files"]
 REPORT = ["tensors", "chunks", "blobs", "payload_bytes", "unchecked", "fingerprints", "findings", "notes"]
 JSON = {
     "inspect": ([], SUMMARY),
@@ -212,7 +214,7 @@ def test_json_is_one_document_with_stable_keys_and_plain_numbers(case, stock, ch
     if stock:
         (checkpoint / "muonckpt.json").unlink()
     more, keys = JSON[case]
-    done = cli(*arguments_of(case.split()[0], checkpoint, tmp_path), "--json", *more)
+    done = called(*arguments_of(case.split()[0], checkpoint, tmp_path), "--json", *more)
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
     assert list(found) == keys
@@ -227,7 +229,7 @@ def test_json_is_one_document_with_stable_keys_and_plain_numbers(case, stock, ch
 
 
 def test_inspect_says_what_is_there(tiny_checkpoint):
-    done = cli("inspect", tiny_checkpoint, "--tensors")
+    done = called("inspect", tiny_checkpoint, "--tensors")
     lines = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line}
     assert lines["kind"][1:] == ["muonckpt"]
     assert lines["momentum_buffer"][1:] == ["2", str(16 * 40 + 40 * 13), "4.53", "KiB", "float32"]
@@ -238,15 +240,15 @@ def test_inspect_says_what_is_there(tiny_checkpoint):
 def test_a_source_without_checksums_is_said_to_be_one(tmp_path):
     with no_checksums():
         dcp.save({"w": torch.ones(4, 3)}, checkpoint_id=tmp_path / "source", no_dist=True)
-    assert "1 source chunks carry no checksum" in cli(*arguments_of("reshard", tmp_path / "source", tmp_path)).stderr
-    done = cli("verify", tmp_path / "source")
+    assert "1 source chunks carry no checksum" in called(*arguments_of("reshard", tmp_path / "source", tmp_path)).stderr
+    done = called("verify", tmp_path / "source")
     assert done.returncode == 0 and "1 chunks carry neither" in done.stdout
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("name", ["torch_fsdp4/ckpt", "megatron/fsdp_dtensor/dp4tp2ep2/iter_0000010"])
 def test_checkpoints_of_other_programs_are_taken(command, name, tmp_path):
-    done = cli(*arguments_of(command, golden(name), tmp_path))
+    done = called(*arguments_of(command, golden(name), tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -331,5 +333,5 @@ def test_a_reader_that_has_seen_enough_is_no_error(stream, tiny_checkpoint, tmp_
 def test_a_layout_of_an_algorithm_that_inspect_does_not_know_is_shown(checkpoint):
     layout = {"algorithm": "layer-wise", "version": 3, "owners": [0, 1]}
     manifest_edited(checkpoint, lambda entries: entries[KEY].update(layout=layout))
-    done = cli("inspect", checkpoint)
+    done = called("inspect", checkpoint)
     assert done.returncode == 0 and "layer-wise" in done.stdout

@@ -8,12 +8,12 @@ import subprocess
 import sys
 
 import pytest
-from commands import arguments_of, cli, is_one_paragraph
+from commands import arguments_of, called, cli, is_one_paragraph
 from sharded import elements_of
 
 from muonckpt.store import directory
 
-LAYOUTS = ("rows", "flat", "owned", "padded", "compact")
+LAYOUTS = ("rows", "flat", "owned", "padded", "compact", "legacy")
 HUGE = "9" * 5000
 USAGE = [
     "",
@@ -27,7 +27,7 @@ USAGE = [
 
 @pytest.mark.parametrize("line", USAGE)
 def test_2_is_a_mistake_in_the_command_line(line):
-    done = cli("reshard", "a", "b", *line.replace("HUGE", HUGE).split())
+    done = called("reshard", "a", "b", *line.replace("HUGE", HUGE).split())
     assert (done.returncode, done.stdout) == (2, "")
     assert "Usage:" in done.stderr and "Traceback" not in done.stderr
 
@@ -43,7 +43,7 @@ def test_2_is_a_mistake_in_the_command_line(line):
     ],
 )
 def test_2_is_also_a_target_that_does_not_fit_the_checkpoint(more, message, tiny_checkpoint, tmp_path):
-    done = cli(*arguments_of("reshard", tiny_checkpoint, tmp_path), *more)
+    done = called(*arguments_of("reshard", tiny_checkpoint, tmp_path), *more)
     assert (done.returncode, done.stdout) == (2, "") and message in done.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -51,7 +51,7 @@ def test_2_is_also_a_target_that_does_not_fit_the_checkpoint(more, message, tiny
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_mesh_rules_layout_selection_and_verify_in_one_pass(layout, tiny_checkpoint, tmp_path):
     more = ["--shard", "*.weight*=tp:1", "--layout", layout, "--select", "optimizer.*", "--verify", "--json"]
-    done = cli("reshard", tiny_checkpoint, tmp_path / "out", "--mesh", "dp=2,tp=2", *more)
+    done = called("reshard", tiny_checkpoint, tmp_path / "out", "--mesh", "dp=2,tp=2", *more)
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
     whole = {key: raw for key, raw in elements_of(tiny_checkpoint).items() if key.startswith("optimizer.")}
@@ -66,7 +66,7 @@ def test_mesh_rules_layout_selection_and_verify_in_one_pass(layout, tiny_checkpo
 
 @pytest.mark.parametrize("memory", ["0", "64kb", "1 GiB", "2gib", "300MB"])
 def test_memory_may_be_written_in_the_usual_ways(memory, tiny_checkpoint, tmp_path):
-    assert cli(*arguments_of("reshard", tiny_checkpoint, tmp_path), "--memory", memory).returncode == 0
+    assert called(*arguments_of("reshard", tiny_checkpoint, tmp_path), "--memory", memory).returncode == 0
 
 
 def test_4_is_a_file_system_that_is_full(tiny_checkpoint, tmp_path):
@@ -111,10 +111,10 @@ def test_5_is_interrupted_and_resume_goes_on(number, tiny_checkpoint, tmp_path):
 
 def test_a_dry_run_says_what_would_be_written_and_a_run_writes_that(tiny_checkpoint, tmp_path):
     arguments = arguments_of("reshard", tiny_checkpoint, tmp_path)
-    dry = cli(*arguments, "--dry-run")
+    dry = called(*arguments, "--dry-run")
     assert dry.returncode == 0 and "would check" in dry.stdout and list(tmp_path.iterdir()) == []
-    plan = json.loads(cli(*arguments, "--dry-run", "--json").stdout)
-    assert cli(*arguments).returncode == 0
+    plan = json.loads(called(*arguments, "--dry-run", "--json").stdout)
+    assert called(*arguments).returncode == 0
     sizes = {file.name: file.stat().st_size for file in (tmp_path / "out").glob("*.distcp")}
     assert sizes == {file["file"]: file["bytes"] for file in plan["files"]}
     assert plan["written"] == sum(sizes.values())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from translated import MEGATRON, W, nested, read, saved
+from translated import MEGATRON, W, nested, read, saved, truth_of
 
-from muonckpt.converters.detection import detect
+from muonckpt.converters.detection import annotate, detect
 from muonckpt.converters.dialects import DIALECTS, Template
 from muonckpt.errors import SourceError
 
@@ -25,6 +25,26 @@ def test_real_checkpoints_are_recognised_with_a_reason(name):
     assert found.reasons and all(found.reasons)
 
 
+@pytest.mark.parametrize("name", DETECTED)
+def test_the_keys_of_real_checkpoints_say_parameter_and_slot(name):
+    """Those of every tensor of state that its run had, and of nothing else."""
+    folder, had = name.rpartition("/")[0], set()
+    for key in truth_of(folder.removesuffix("/iter_0000010")):
+        if key.startswith("state/"):
+            had.add(tuple(key.split("/")[1:]))
+        elif key.startswith("optimizer.state.module.module.module."):
+            had.add(tuple(key.removeprefix("optimizer.state.module.module.module.").rsplit(".", 1)))
+        elif key.startswith("optimizer.state."):
+            had.add(tuple(key.removeprefix("optimizer.state.").split(".")[::-1]))
+    known = {(tensor.name, tensor.slot) for tensor in annotate(read(name)[1]).tensors if tensor.slot}
+    assert known == had
+
+
+def test_keys_that_tell_no_dialect_are_left_alone(tmp_path):
+    manifest = saved(tmp_path, {"something": {"else": W}})[0]
+    assert annotate(manifest) == manifest
+
+
 @pytest.mark.parametrize(
     "state, name",
     [
@@ -39,6 +59,7 @@ def test_real_checkpoints_are_recognised_with_a_reason(name):
         ({"model": {"w": W}}, "dcp"),
         ({"optimizer.state.momentum_buffer.w": W, "w": W}, "torch_dist"),
         ({"chained_0.chained_1.optimizer.state.momentum_buffer.w": W, "w": W}, "torch_dist"),
+        ({"layer_wise": {"state": {"w": {"momentum_buffer": W}}}, "model": {"w": W}}, "layer_wise"),
     ],
 )
 def test_keys_that_tell_a_dialect(state, name, tmp_path):

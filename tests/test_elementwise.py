@@ -1,4 +1,4 @@
-"""The element-wise kernels have the bits of the torch form in `pipeline`, for strips of any shape, in one launch."""
+"""The element-wise kernels have the bits of the torch form in `round`, for strips of any shape, in one launch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from muonckpt.optimizer.coding import Plain, ScaledHalf
 from muonckpt.optimizer.route import Strip
 from muonckpt.optimizer.scalar import decay
 
-e = kernels("elementwise")
+e, cuts = kernels("elementwise"), kernels("segments")
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # Local tensors, and boxes that cut them: (sizes, strides, offset).  The last is not covered as a whole.
@@ -36,6 +36,19 @@ def strips(dtype: torch.dtype) -> tuple[list[tuple[int, Strip]], int]:
             found.append((number, Strip(sizes, strides, offset, at, Plain(dtype))))
             at += math.prod(sizes) * dtype.itemsize + 8
     return found, at
+
+
+def on_wire(cut: Sequence[tuple[int, Strip]], dtype: torch.dtype, count: int = len(CUTS)) -> Any:
+    return cuts.Segments.of([cuts.Move.to_wire(number, strip) for number, strip in cut], count, dtype, DEVICE)
+
+
+def listed(some: Sequence[Tensor | None]) -> Any:
+    return cuts.Tensors.of(some, DEVICE)
+
+
+def rates(lr: float, scales: Sequence[float], weight_decay: float, cautious: bool) -> Any:
+    exact = torch.tensor([(lr, scale, weight_decay) for scale in scales], dtype=torch.float64, device=DEVICE)
+    return e.rates(*exact.unbind(1), torch.full((len(scales),), cautious, device=DEVICE))
 
 
 def tensors(dtype: torch.dtype) -> list[Tensor]:
@@ -69,8 +82,8 @@ def test_send_is_lerp_lerp_and_copy(
                 part.lerp_(fresh, 1 - beta)
             strip.on(want)[0].copy_(torch.lerp(fresh, part, beta) if nesterov[number] else part)
     weights = table([(1 - b, b if n else 1) for b, n in zip(betas, nesterov, strict=True)])
-    segments = e.Segments.of(cut, len(CUTS), DEVICE)
-    e.send(segments, momenta, gradients, weights, found, sent, accumulate=accumulate)
+    segments = on_wire(cut, sent)
+    e.send(segments, listed(momenta), listed(gradients), weights, found, sent, accumulate=accumulate)
     assert torch.equal(found, want)
     assert all(torch.equal(m, w) for m, w in zip(momenta, want_momenta, strict=True))
 
@@ -91,8 +104,8 @@ def test_apply_is_decay_and_add(kind: torch.dtype, sent: torch.dtype, cautious: 
             exact = part.float()
             decay([exact], [change], 0.02 * 0.1, cautious)
             part.copy_(exact.add_(change, alpha=-0.02 * scales[number]))
-    segments = e.Segments.of(cut, len(CUTS), DEVICE)
-    e.apply(segments, params, table([e.rates(0.02, s, 0.1, cautious) for s in scales]), arrived, sent)
+    segments = on_wire(cut, sent)
+    e.apply(segments, listed(params), rates(0.02, scales, 0.1, cautious), arrived, sent)
     for p, w in zip(params, want, strict=True):
         assert p is w is None or torch.equal(p, w)
 
@@ -102,9 +115,9 @@ def test_long_rows_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     momenta, whole, pieces = tensors(FP32), wire(size), wire(size)
     weights = table([(0.0, 1.0)] * len(CUTS))
     for found, longest in ((whole, 1 << 30), (pieces, 9)):
-        monkeypatch.setattr(e, "LONGEST", longest)
-        segments = e.Segments.of(cut, len(CUTS), DEVICE)
-        e.send(segments, momenta, momenta, weights, found, FP32, accumulate=False)
+        monkeypatch.setattr(cuts, "LONGEST", longest)
+        segments = on_wire(cut, FP32)
+        e.send(segments, listed(momenta), listed(momenta), weights, found, FP32, accumulate=False)
     assert torch.equal(whole, pieces)
     for number, strip in cut:
         assert torch.equal(strip.on(whole)[0], strip.of(momenta[number]))
@@ -127,30 +140,48 @@ def test_launches_do_not_grow_with_the_number_of_tensors(monkeypatch: pytest.Mon
         launched.clear()
         some = [torch.ones(3, 4, device=DEVICE) for _ in range(count)]
         cut = [(n, Strip((3, 4), (4, 1), 0, 48 * n, Plain(FP32))) for n in range(count)]
-        segments, on_wire = e.Segments.of(cut, count, DEVICE), wire(48 * count)
-        e.send(segments, some, some, table([(0.1, 0.9)] * count), on_wire, FP32, accumulate=True)
-        e.apply(segments, some, table([e.rates(0.5, 1.0, 0.0, False)] * count), on_wire, FP32)
+        segments, buffer, where = on_wire(cut, FP32, count), wire(48 * count), listed(some)
+        e.send(segments, where, where, table([(0.1, 0.9)] * count), buffer, FP32, accumulate=True)
+        e.apply(segments, where, rates(0.5, [1.0] * count, 0.0, False), buffer, FP32)
         assert len(launched) == 2
         assert all((tensor == 0.5).all() for tensor in some)
 
 
+def test_carry_puts_strips_into_memories_and_takes_them_back() -> None:
+    """What a rank has for itself: from where it rests to another order in a memory that begins anywhere, bit by bit."""
+    sources = [torch.randn(6, 10, device=DEVICE).to(BF16), torch.full((4,), torch.nan, device=DEVICE, dtype=BF16)]
+    near, far = Strip((5, 2), (10, 1), 13, 0, Plain(BF16)), Strip((5, 2), (1, 7), 3, 0, Plain(BF16))
+    whole = Strip((4,), (1,), 0, 0, Plain(BF16))
+    moves = [cuts.Move.to_memory(0, near, far, 8), cuts.Move.to_memory(1, whole, whole, 0)]
+    segments = cuts.Segments.of(moves, 2, BF16, DEVICE)
+    buffer = wire(8 + 2 * 20)
+    e.carry(segments, listed(sources), buffer, back=False)
+    assert torch.equal(far.of(buffer[8:].view(BF16)), near.of(sources[0]))
+    assert torch.equal(buffer[:8].view(torch.int16), sources[1].view(torch.int16))
+    emptied = [torch.zeros_like(source) for source in sources]
+    e.carry(segments, listed(emptied), buffer, back=True)
+    assert torch.equal(near.of(emptied[0]), near.of(sources[0]))
+    assert emptied[0].count_nonzero() == 10 and emptied[1].isnan().all()
+
+
 def test_nothing_is_launched_for_nothing() -> None:
-    segments = e.Segments.of([], 1, DEVICE)
-    e.send(segments, [torch.ones(2, device=DEVICE)], [None], table([(0.1, 1.0)]), wire(0), FP32, accumulate=True)
-    e.apply(segments, [None], table([(0.0, 1.0, 0.0)]), wire(0), FP32)
+    segments, none = on_wire([], FP32, 1), listed([None])
+    e.send(segments, listed([torch.ones(2, device=DEVICE)]), none, table([(0.1, 1.0)]), wire(0), FP32, accumulate=True)
+    e.apply(segments, none, table([(0.0, 1.0, 0.0)]), wire(0), FP32)
+    e.carry(segments, none, wire(0), back=True)
 
 
 def test_refusals() -> None:
     strip = Strip((3,), (1,), 0, 0, Plain(FP32))
     with pytest.raises(ValueError, match="not written in one pass"):
-        e.Segments.of([(0, Strip((3,), (1,), 0, 0, ScaledHalf()))], 1, DEVICE)
+        cuts.Move.to_wire(0, Strip((3,), (1,), 0, 0, ScaledHalf()))
     with pytest.raises(ValueError, match="tensor 1, of 1"):
-        e.Segments.of([(1, strip)], 1, DEVICE)
-    segments = e.Segments.of([(0, strip), (1, strip)], 2, DEVICE)
+        on_wire([(1, strip)], FP32, 1)
+    segments = on_wire([(0, strip), (1, strip)], FP32, 2)
     ones = [torch.ones(3, device=DEVICE), torch.ones(3, dtype=BF16, device=DEVICE)]
     with pytest.raises(ValueError, match="one dtype"):
-        e.apply(segments, ones, table([(0.0, 1.0, 0.0)] * 2), wire(12), FP32)
+        listed(ones)
     with pytest.raises(ValueError, match="tables of"):
-        e.apply(segments, ones[:1], table([(0.0, 1.0, 0.0)] * 2), wire(12), FP32)
+        e.apply(segments, listed(ones[:1]), table([(0.0, 1.0, 0.0)] * 2), wire(12), FP32)
     with pytest.raises(ValueError, match="contiguous"):
-        e.apply(segments, [torch.ones(6, device=DEVICE)[::2], None], table([(0.0, 1.0, 0.0)] * 2), wire(12), FP32)
+        listed([torch.ones(6, device=DEVICE)[::2], None])

@@ -23,6 +23,7 @@ from sharded import bits, edit
 
 import muonckpt
 from muonckpt.cli.export import command
+from muonckpt.converters.content import as_they_are, tensors_only
 from muonckpt.converters.export import TARGETS, plan_export, run
 from muonckpt.converters.reshard import plan_job
 from muonckpt.converters.reshard import run as run_reshard
@@ -43,7 +44,8 @@ KINDS = {
 
 def export(source: Path, destination: Path, kind: str, **how) -> Manifest:
     target, shard_bytes = KINDS[kind]
-    return run(plan_export(source, target, tensors_only=True, shard_bytes=shard_bytes), destination, **how)
+    job = plan_export(source, target, translate=tensors_only(as_they_are), shard_bytes=shard_bytes)
+    return run(job, destination, **how)
 
 
 def stock_read(path: Path) -> dict[str, bytes]:
@@ -187,7 +189,7 @@ def test_what_is_no_tensor_is_listed_and_refused_or_left_out(tmp_path):
     for target in TARGETS:
         with pytest.raises(SourceError, match=rf"2 items .* {target} cannot hold: '(lr|betas)'.*--tensors-only"):
             plan_export(tmp_path / "a", target)
-        manifest = run(plan_export(tmp_path / "a", target, tensors_only=True), tmp_path / target)
+        manifest = run(plan_export(tmp_path / "a", target, translate=tensors_only(as_they_are)), tmp_path / target)
         assert sorted(manifest.provenance["exported"]["left_out"]) == ["betas", "lr"]
 
 
@@ -309,7 +311,7 @@ def test_stopped_at_any_step_nothing_half_done_is_seen(how, kind, tmp_path):
 def test_the_command_says_what_it_did(own, tmp_path):
     done = CliRunner().invoke(command, [str(own), str(tmp_path / "a"), "--format", "zarr"])
     assert done.exit_code == 0, done.output
-    assert re.search(r"17 tensors, .*; 17 fingerprints compared with the source's, all equal", done.output)
+    assert re.search(r"17 tensors whole in 15 files, .*; 17 fingerprints compared with .*, all equal", done.output)
     muonckpt.save({"w": torch.ones(3), "lr": 0.5}, tmp_path / "b")
     more = ["--format", "safetensors", "--tensors-only", "--shard-size", "1MB", "--memory", "1MiB"]
     done = CliRunner().invoke(command, [str(tmp_path / "b"), str(tmp_path / "c"), *more])
@@ -317,7 +319,7 @@ def test_the_command_says_what_it_did(own, tmp_path):
     done = CliRunner().invoke(command, [str(tmp_path / "c"), str(tmp_path / "d"), *more[:2], "--json"])
     result = json.loads(done.stdout)
     assert result["fingerprints"] == {t.key: t.fingerprint for t in directory.read(tmp_path / "b").tensors}
-    assert (result["bytes"], result["left_out"], result["format"]) == (12, [], "safetensors")
+    assert (result["read"], result["left_out"], result["format"]) == (12, [], "safetensors")
 
 
 LOADED = """
@@ -335,11 +337,14 @@ def test_neither_torch_nor_the_formats_own_libraries_are_needed(target, own, tmp
     assert out.splitlines()[-1] == "[]"
 
 
-def test_bytes_told_are_three_times_those_of_the_elements(own, tmp_path):
+def test_the_plan_is_what_is_written_and_the_bytes_told_are_those_checked_written_and_read_back(own, tmp_path):
     for kind in KINDS:
         told: list[int] = []
         job = plan_export(own, KINDS[kind][0], shard_bytes=KINDS[kind][1])
         run(job, tmp_path / kind, progress=told.append)
-        assert sum(told) == 3 * job.bytes_to_write
-        sizes = (math.prod(t.shape) * getattr(torch, t.dtype).itemsize for t in job.manifest.tensors)
-        assert job.bytes_to_write == sum(sizes)
+        assert sum(told) == job.bytes_to_check + 2 * job.payload_to_write
+        sizes = sum(math.prod(t.shape) * getattr(torch, t.dtype).itemsize for t in job.manifest.tensors)
+        assert job.bytes_to_check == job.payload_to_write == sizes
+        described = ("zarr.json", "index.json")
+        written = {name: len(data) for name, data in tree(tmp_path / kind).items() if not name.endswith(described)}
+        assert written == {file.name or ".": file.length for file in job.files}

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from muonckpt.optimizer.half import pack_half, rounded, unpack_half
+from muonckpt.optimizer.half import pack_half, unpack_half
 
 FP32 = torch.float32
 ELEMENT = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.builds(
@@ -94,10 +94,3 @@ def test_strided_strips_and_shapes() -> None:
     assert torch.equal(unpack_half(values, exponent, exponent), travelled([matrix[::2, 1::3].contiguous()]))
     with pytest.raises(RuntimeError):
         pack_half(torch.empty(0))
-
-
-def test_rounded_on_a_cpu_is_held_in_fp32() -> None:
-    x = torch.randn(9, generator=torch.Generator().manual_seed(3))
-    for dtype in (torch.bfloat16, torch.float16):
-        assert rounded(x, dtype).dtype == FP32 and torch.equal(rounded(x, dtype), x.to(dtype).float())
-    assert rounded(x, FP32) is x

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +60,7 @@ def gradients(net: Net, seed: int, rank: int) -> dict[str, torch.Tensor]:
     return made
 
 
+@cache
 def alone(
     world: int,
     steps: int,
@@ -97,21 +100,31 @@ def pieces(net: Net, opt: LayerWise) -> dict[str, list]:
     return found
 
 
-def check(found: list[dict], expected: dict[str, torch.Tensor]) -> None:
+def check(found: list[dict], expected: dict[str, torch.Tensor], layout: str = "") -> None:
     """Parameters on every rank; of state each element with exactly one, but for counters, which all have."""
     for key, wanted in expected.items():
         if "." not in key:
-            assert all(torch.equal(of_rank[key], wanted) for of_rank in found), key
+            assert all(torch.equal(of_rank[key], wanted) for of_rank in found), (layout, key)
         elif wanted.ndim == 0:
-            assert all(torch.equal(of_rank[key][0][1], wanted) for of_rank in found), key
+            assert all(torch.equal(of_rank[key][0][1], wanted) for of_rank in found), (layout, key)
         else:
             times = torch.zeros(wanted.shape, dtype=torch.int)
             for of_rank in found:
                 for lo, value in of_rank[key]:
                     box = tuple(slice(a, a + n) for a, n in zip(lo, value.shape, strict=True))
-                    assert torch.equal(wanted[box], value), key
+                    assert torch.equal(wanted[box], value), (layout, key)
                     times[box] += 1
-            assert (times == 1).all(), key
+            assert (times == 1).all(), (layout, key)
+
+
+def each(rank: int, world: int, function: Callable[..., Any], layouts: Sequence[str], args: tuple) -> dict[str, Any]:
+    return {layout: function(rank, world, layout, *args) for layout in layouts}
+
+
+def run_each(world: int, function: Callable[..., Any], *args: Any, layouts: Sequence[str] = LAYOUTS):
+    """(layout, results by rank) of ``function(rank, world, layout, *args)``, all layouts in one job."""
+    found = run(world, each, function, layouts, args)
+    return [(layout, [of_rank[layout] for of_rank in found]) for layout in layouts]
 
 
 def trained(rank, world, layout, dtype, steps, options, names=tuple(PARAMETERS)) -> dict:
@@ -125,23 +138,23 @@ def trained(rank, world, layout, dtype, steps, options, names=tuple(PARAMETERS))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_every_layout_steps_as_one_process_does(world, layout, dtype):
+def test_every_layout_steps_as_one_process_does(world, dtype):
     """With 4 ranks some of them own no matrix, and most have no part of a vector."""
-    check(run(world, trained, layout, dtype, 3, {}), alone(world, 3, dtype))
+    for layout, found in run_each(world, trained, dtype, 3, {}):
+        check(found, alone(world, 3, dtype), layout)
 
 
 @pytest.mark.parametrize("options", [{"exact": False}, {"overlap": True}, {"gradient_dtype": torch.float32}], ids=str)
-@pytest.mark.parametrize("layout", ["padded", "compact"])
-def test_options_of_transport_change_no_bits(layout, options):
-    check(run(3, trained, layout, torch.bfloat16, 3, options), alone(3, 3, torch.bfloat16))
+def test_options_of_transport_change_no_bits(options):
+    for layout, found in run_each(3, trained, torch.bfloat16, 3, options, layouts=("padded", "compact")):
+        check(found, alone(3, 3, torch.bfloat16), layout)
 
 
 @pytest.mark.parametrize("names", [("qkv",), ("norm", "up"), ("bias",)], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_fewer_parameters_than_ranks(layout, names):
-    check(run(4, trained, layout, torch.bfloat16, 2, {}, names), alone(4, 2, torch.bfloat16, names))
+def test_fewer_parameters_than_ranks(names):
+    for layout, found in run_each(4, trained, torch.bfloat16, 2, {}, names):
+        check(found, alone(4, 2, torch.bfloat16, names), layout)
 
 
 # --- layouts and refusals ------------------------------------------------------------------------------------------

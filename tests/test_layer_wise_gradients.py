@@ -1,16 +1,14 @@
-"""Gradients of layer-wise training: when they are reduced, what is missing, clipped or accumulated; and its memory."""
+"""Gradients of layer-wise training: when they are reduced, what is missing, clipped or accumulated."""
 
 from __future__ import annotations
 
-import gc
 import math
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_layer_wise import LAYOUTS, Net, alone, check, gradients, groups, pieces
+from test_layer_wise import LAYOUTS, Net, alone, check, gradients, groups, pieces, run_each
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from workers import run
 
 from muonckpt.optimizer import Muon, layer_wise
@@ -41,9 +39,9 @@ def with_zeros(net: Net, step: int, rank: int) -> dict[str, torch.Tensor]:
     return made
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_gradient_that_no_rank_has_is_skipped_and_one_that_some_lack_counts_as_zero(layout):
-    check(run(3, with_gaps, layout), alone(3, 3, given=present, of=with_zeros))
+def test_a_gradient_that_no_rank_has_is_skipped_and_one_that_some_lack_counts_as_zero():
+    for layout, found in run_each(3, with_gaps):
+        check(found, alone(3, 3, given=present, of=with_zeros), layout)
 
 
 def counted(rank: int, world: int, layout: str) -> list[list[str]]:
@@ -109,8 +107,8 @@ def accumulated(rank: int, world: int, layout: str, average: bool) -> dict:
 @pytest.mark.parametrize("average", [False, True])
 def test_accumulated_gradients_are_those_of_more_ranks(average):
     """Half of a small whole number is exact, so averaging can be undone here."""
-    for layout in ("padded", "compact"):
-        check(run(2, accumulated, layout, average), alone(4, 1, torch.bfloat16))
+    for layout, found in run_each(2, accumulated, average, layouts=("padded", "compact")):
+        check(found, alone(4, 1, torch.bfloat16), layout)
 
 
 def clipped(rank: int, world: int, layout: str) -> tuple[float, list[float], dict]:
@@ -124,9 +122,8 @@ def clipped(rank: int, world: int, layout: str) -> tuple[float, list[float], dic
     return norms, pieces(net, opt)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world", [1, 3])
-def test_clipping_is_by_the_norm_of_the_whole_model(world, layout):
+def test_clipping_is_by_the_norm_of_the_whole_model(world):
     net = Net()
     totals = {name: sum(gradients(net, 0, rank)[name] for rank in range(world)) for name, _ in net.named_parameters()}
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in totals.values()))
@@ -136,42 +133,57 @@ def test_clipping_is_by_the_norm_of_the_whole_model(world, layout):
             p.grad = totals[name] * factor
         opt.step()
     expected = {name: p.detach() for name, p in net.named_parameters()}
-    found = run(world, clipped, layout)
-    for norms, _ in found:
-        assert norms == [torch.tensor(norm).float().item()] * 2
-    check([state for _, state in found], expected)
+    for layout, found in run_each(world, clipped):
+        for norms, _ in found:
+            assert norms == [torch.tensor(norm).float().item()] * 2, layout
+        check([state for _, state in found], expected, layout)
 
 
-def mixed(rank: int, world: int, layout: str) -> tuple[dict, float]:
+def mixed(rank: int, world: int) -> dict[str, tuple[dict, float]]:
     """Four ranks, expert parallelism 2: ranks 0 and 2 share some experts, 1 and 3 others."""
     shared = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    net = Net()
-    experts = [net.up, net.down]
-    opt = LayerWise(
-        net, groups(net), layout=layout, average=False, bucket_size=700, experts=experts, expert_group=shared
-    )
-    for step in range(2):
-        net(gradients(net, step, rank)).backward()
-        norm = float(opt.clip_grad_norm_(1e9))
-        opt.step()
-    return pieces(net, opt), norm
+    found = {}
+    for layout in LAYOUTS:
+        net = Net()
+        experts = [net.up, net.down]
+        opt = LayerWise(
+            net, groups(net), layout=layout, average=False, bucket_size=700, experts=experts, expert_group=shared
+        )
+        for step in range(2):
+            net(gradients(net, step, rank)).backward()
+            norm = float(opt.clip_grad_norm_(1e9))
+            opt.step()
+        found[layout] = pieces(net, opt), norm
+    return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_experts_are_reduced_and_owned_in_their_own_group(layout):
-    found = run(4, mixed, layout)
-    experts = ("up", "down")
+def of_pair(which: int) -> dict[str, torch.Tensor]:
+    """What the experts come to that ranks ``which`` and ``which + 2`` share."""
+    shared = alone(2, 2, of=lambda net, step, rank: gradients(net, step, which + 2 * rank))
+    return {key: value for key, value in shared.items() if key.split(".")[0] in ("up", "down")}
+
+
+def of_dense(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What belongs to no expert."""
+    return {key: value for key, value in state.items() if key.split(".")[0] not in ("up", "down")}
+
+
+def test_experts_are_reduced_and_owned_in_their_own_group():
     net = Net()
-    dense = {key: value for key, value in alone(4, 2).items() if key.split(".")[0] not in experts}
-    check([state for state, _ in found], dense)
-    names = [name for name, _ in net.named_parameters() if name not in experts]
-    squares = sum(float(sum(gradients(net, 1, r)[name] for r in range(4)).square().sum()) for name in names)
-    for ranks in ([0, 2], [1, 3]):
-        shared = alone(2, 2, of=lambda net, step, rank, ranks=ranks: gradients(net, step, ranks[rank]))
-        own = {key: value for key, value in shared.items() if key.split(".")[0] in experts}
-        check([found[rank][0] for rank in ranks], own)
-        squares += sum(float(sum(gradients(net, 1, r)[name] for r in ranks).square().sum()) for name in experts)
-    assert all(norm == pytest.approx(math.sqrt(squares), rel=1e-6) for _, norm in found)
+    dense = of_dense(alone(4, 2))
+    experts = [of_pair(0), of_pair(1)]
+    sharing = {
+        name: [[0, 2], [1, 3]] if name in ("up", "down") else [[0, 1, 2, 3]] for name, _ in net.named_parameters()
+    }
+    sums = [sum(gradients(net, 1, rank)[name] for rank in ranks) for name in sharing for ranks in sharing[name]]
+    norm = math.sqrt(sum(float(total.square().sum()) for total in sums))
+    found = run(4, mixed)
+    for layout in LAYOUTS:
+        states = [of_rank[layout][0] for of_rank in found]
+        check(states, dense, layout)
+        for which in (0, 1):
+            check(states[which::2], experts[which], layout)
+        assert all(of_rank[layout][1] == pytest.approx(norm, rel=1e-6) for of_rank in found), layout
 
 
 def twice(rank: int, world: int) -> str:
@@ -269,32 +281,3 @@ def test_modules_wait_for_their_own_parameters_only():
         opt.step()
         after()
         assert sorted(log) == everything
-
-
-# --- memory -------------------------------------------------------------------------------------------------------
-
-
-def allocated(rank: int, world: int, layout: str, width: int) -> tuple[int, int, int]:
-    """(bytes at rest after a step, besides state; those of parameters and gradients; elements of padding)."""
-    gc.collect()  # what other tests have left would be freed during this one
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
-        net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6)))
-        opt = LayerWise(net, net.parameters(), layout=layout, bucket_size=2 * width * width)
-        net(torch.ones(1, width)).sum().backward()
-        opt.step()
-    changes = [(e.start_ns(), e.nbytes()) for e in events.profiler.kineto_results.events() if e.name() == "[memory]"]
-    rest = sum(change for _, change in changes)
-    state = sum(part.stepped.nbytes for part in opt._parts.values())  # as much momentum as weights of its own
-    return rest - state, sum(2 * p.nbytes for p in net.parameters()), sum(buffer.padding for buffer in opt.buffers)
-
-
-@pytest.mark.parametrize("layout", ["compact", "legacy", "balanced"])
-def test_compact_buffers_take_no_more_than_parameters_and_gradients(layout):
-    for rest, logical, padding in run(4, allocated, layout, 128):
-        assert padding == 0 and logical <= rest <= 1.01 * logical
-
-
-def test_padded_buffers_take_their_padding():
-    """No upper bound: gloo gives the scratch memory of a reduce-scatter back on a thread that is not measured."""
-    for rest, logical, padding in run(4, allocated, "padded", 128):
-        assert padding > 0 and rest >= logical + 8 * padding

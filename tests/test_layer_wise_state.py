@@ -4,26 +4,44 @@ from __future__ import annotations
 
 import json
 import pickle
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from test_layer_wise import PARAMETERS, Net, alone, gradients, groups
+from test_layer_wise_gradients import of_dense, of_pair
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from workers import run
 
 import muonckpt
+from muonckpt.errors import LayoutError
 from muonckpt.layouts.buffer_record import from_json
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.layer_wise import LayerWise
 
-OWNERS = [(layout, world) for layout in ("padded", "compact", "legacy", "balanced") for world in (1, 2, 3, 4)]
+OWNERS = [*product(("padded", "compact", "legacy"), (1, 2, 3, 4)), ("balanced", 3)]
 RUNS = [*OWNERS, ("rows", 2), ("rows", 3), ("rows", 4), ("hsdp", 4), ("process", 1)]
+
+
+def few_groups(net: Net) -> list[dict]:
+    """As few as there are algorithms and fusings: a checkpoint has an item for each option of each group."""
+    found: dict[tuple, dict] = {}
+    for name, p in net.named_parameters():
+        options = {key: value for key, value in PARAMETERS[name][1].items() if key in ("algorithm", "pieces")}
+        found.setdefault(tuple(options.items()), {"params": [], "lr": 0.02, **options})["params"].append(p)
+    return list(found.values())
 
 
 def built(kind: str, world: int, dtype: torch.dtype = torch.float32) -> tuple[Net, Muon | LayerWise]:
@@ -35,8 +53,8 @@ def built(kind: str, world: int, dtype: torch.dtype = torch.float32) -> tuple[Ne
             placed = distribute_tensor(net.get_parameter(name).detach(), mesh, placements, src_data_rank=None)
             net.register_parameter(name, nn.Parameter(placed))
     if kind in ("rows", "hsdp", "process"):
-        return net, Muon(groups(net))
-    return net, LayerWise(net, groups(net), layout=kind, bucket_size=700)
+        return net, Muon(few_groups(net))
+    return net, LayerWise(net, few_groups(net), layout=kind, bucket_size=700)
 
 
 def held(tensor: torch.Tensor) -> list[tuple[tuple[slice, ...], torch.Tensor]]:
@@ -98,19 +116,19 @@ def fingerprints(path: Path) -> dict[str, str]:
 def loaded(rank: int, world: int, kind: str, paths: list[str], again: str) -> list[list[str]]:
     """Keys that differ after each load; and one more checkpoint of what is there in the end."""
     net, opt = built(kind, world)
+    model, optimizer = get_state_dict(net, opt)
+    state = {"model": model, "optimizer": optimizer}
     found = []
     for path in paths:
         with torch.no_grad():
             for tensor in tensors(net, opt).values():
                 for _, part in held(tensor):
                     part.fill_(torch.nan)
-        model, optimizer = get_state_dict(net, opt)
-        state = {"model": model, "optimizer": optimizer}
-        muonckpt.load(state, path)
-        set_state_dict(net, opt, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        muonckpt.load(state, path)  # into the live tensors
         found.append(wrong(net, opt))
-    model, optimizer = get_state_dict(net, opt)
-    muonckpt.save({"model": model, "optimizer": optimizer}, again)
+    set_state_dict(net, opt, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    found.append(wrong(net, opt))
+    muonckpt.save(state, again)
     return found
 
 
@@ -127,7 +145,7 @@ def checkpoints(tmp_path_factory) -> dict[tuple[str, int], Path]:
 def test_every_run_loads_the_checkpoints_of_all(kind, world, checkpoints, tmp_path):
     """The table of pairs: each of its rows is a test."""
     found = run(world, loaded, kind, list(map(str, checkpoints.values())), str(tmp_path / "again"))
-    assert found == [[[]] * len(checkpoints)] * world
+    assert found == [[[]] * (len(checkpoints) + 1)] * world
     assert fingerprints(tmp_path / "again") == fingerprints(checkpoints["process", 1])
 
 
@@ -246,12 +264,14 @@ def test_stock_dcp_saves_and_loads_it_too(tmp_path):
 
 
 def refused(rank: int, world: int) -> tuple[list[str], list[str]]:
-    """State of another layout is not taken for one's own, though mesh and placements are the same."""
+    """State of another layout is not taken for one's own, though mesh and placements are the same; nor are DTensors for
+    plain parameters."""
     net, opt = built("padded", world)
     fill(net, opt)
     other = built("legacy", world)[1].state_dict()
     given = opt.state_dict()
-    without = {**given, "state": {**given["state"], 2: {}}}
+    qkv = given["param_groups"][1]["params"][0]
+    without = {**given, "state": {**given["state"], qkv: {}}}
     inert = {**given, "param_groups": [{**group, "convention": "sum"} for group in given["param_groups"]]}
     messages = []
     for state in (other, without, inert):
@@ -259,18 +279,61 @@ def refused(rank: int, world: int) -> tuple[list[str], list[str]]:
             opt.load_state_dict(state)
         except ValueError as error:
             messages.append(str(error))
-    try:
-        pickle.dumps(opt)
-    except TypeError as error:
-        messages.append(str(error))
+    rows = built("rows", world)[0]
+    for action in (lambda: pickle.dumps(opt), lambda: LayerWise(rows, few_groups(rows))):
+        try:
+            action()
+        except (TypeError, ValueError) as error:
+            messages.append(str(error))
     return messages, wrong(net, opt)
 
 
 def test_state_that_does_not_fit_is_refused_and_changes_nothing():
-    for (elsewhere, without, convention, pickled), changed in run(2, refused):
+    for (elsewhere, without, convention, pickled, sharded), changed in run(2, refused):
         assert "cut otherwise; load it through a checkpoint" in elsewhere and "momentum_buffer" in elsewhere
         assert "lacks ['momentum_buffer']" in without and "keeps 'ema'" in convention
         assert "bound to its model" in pickled and not changed
+        assert "'embedding'" in sharded and "a DTensor; layer-wise buffers hold plain tensors" in sharded
+
+
+# --- experts that ranks call by one name ---------------------------------------------------------------------------
+
+
+def experts(rank: int, world: int, path: str, renamed: bool) -> str:
+    """Ranks 0 and 2 share experts, 1 and 3 others; with names of their own in the state dict, or with equal ones."""
+    shared = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    net = Net()
+    mine = {"experts": [net.up, net.down], "expert_group": shared}
+    opt = LayerWise(net, groups(net), layout="compact", average=False, bucket_size=700, **mine)
+    for step in range(2):
+        net(gradients(net, step, rank)).backward()
+        opt.step()
+    model, optimizer = get_state_dict(net, opt, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    if renamed:
+        model, optimizer = ({_own(key, rank % 2): value for key, value in each.items()} for each in (model, optimizer))
+    try:
+        muonckpt.save({"model": model, "optimizer": optimizer}, path, provenance=opt.provenance())
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+def _own(key: str, pair: int) -> str:
+    """A key of a state dict with the expert's name made one of the ranks that share it: ``state.up.step``."""
+    return ".".join(f"{pair}-{part}" if part in ("up", "down") else part for part in key.split("."))
+
+
+def test_different_experts_of_one_name_are_refused_and_with_names_of_their_own_saved(tmp_path):
+    for message in run(4, experts, str(tmp_path / "one"), False):
+        assert "hold different data under one key" in message and "needs a key of its own" in message
+    assert not (tmp_path / "one").exists()
+    assert run(4, experts, str(tmp_path / "own"), True) == [""] * 4
+    expected = {f"optimizer.state.{key}": value for key, value in of_dense(alone(4, 2)).items() if "." in key}
+    for pair in (0, 1):
+        expected |= {_own(f"optimizer.state.{key}", pair): value for key, value in of_pair(pair).items() if "." in key}
+    muonckpt.save(expected, tmp_path / "alone")
+    found = fingerprints(tmp_path / "own")
+    assert fingerprints(tmp_path / "alone").items() <= found.items() and len(found) == len(expected) + 9 + 2
 
 
 def test_hooks_of_users_see_what_is_loaded():

@@ -217,7 +217,7 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "deep tuple": (lambda: b"\x80\4)" + b"\x85" * DEEP + b".", "expected Record, found tuple"),
     "deep list": (lambda: b"\x80\2" + b"]" * DEEP + b"a" * (DEEP - 1) + b".", "expected Record, found list"),
     "deep name": (lambda: b"\x80\4)" + b"\x85" * DEEP + b"N\x93.", "expected str"),
-    "int key": (lambda: b"\x80\4}K\1Ns.", "as a dict key, found int"),
+    "no key": (lambda: b"\x80\4}NNs.", "as a dict key, found NoneType"),
     "empty": (lambda: b"", "cut or damaged"),
     "no pickle": (lambda: b"{}", "expected only opcodes"),
     "underflow": (lambda: b"\x80\4\x85.", "cut or damaged"),

@@ -9,6 +9,7 @@ from interpreted import DEVICE, kernels
 from torch import Tensor
 
 from muonckpt.optimizer import newton_schulz
+from muonckpt.optimizer.forms import Form
 from muonckpt.optimizer.newton_schulz import orthogonalize, orthogonalize_batch
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -17,11 +18,9 @@ SHAPES = [(24, 40), (40, 24), (31, 31), (17, 70), (1, 5)]
 
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels for all 16-bit work, whatever the device and the size."""
+    """Kernels, whatever the device and the size."""
     kernels("kernels")
-    from muonckpt.optimizer.kernels import Kernels
-
-    monkeypatch.setattr(newton_schulz, "products", lambda device, dtype, rows, columns, copies: Kernels(dtype))
+    monkeypatch.setattr(newton_schulz, "by_shape", lambda device, dtype, m, n, copies: Form(kernels=True, gram=True))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])

@@ -14,6 +14,7 @@ from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, mesh_lay
 from muonckpt.layouts.owned import owned_layout
 from muonckpt.optimizer.coding import Plain
 from muonckpt.optimizer.costs import CostTable, flops, measure
+from muonckpt.optimizer.forms import Form
 from muonckpt.optimizer.matrices import Fused, matrices_of, reduced_shape, shapes_of
 from muonckpt.optimizer.owners import Work, assign, in_waves
 from muonckpt.optimizer.schedule import Schedule, make_schedule
@@ -68,15 +69,32 @@ def test_flops_count_the_products_of_the_short_side():
     assert flops(4, 16, 5) == flops(16, 4, 5) == 5 * (4 * 16 * 16 + 2 * 64)
 
 
+PLAIN, ON_GRAM = Form(kernels=False, gram=False), Form(kernels=False, gram=True)
+
+
 def test_a_cost_table_scales_the_nearest_measured_shape_by_flops():
-    table = CostTable({(64, 64): 1000, (64, 1024): 64000}, steps=5)
+    table = CostTable({(64, 64): {PLAIN: 1000}, (64, 1024): {PLAIN: 64000}}, steps=5)
     assert table(64, 64, 5, None, 1) == table(64, 64, 10, None, 1) // 2 == 1000
     assert table(1024, 64, 5, None, 1) == 64000
     assert table(128, 2048, 5, None, 1) == round(64000 * flops(128, 2048, 5) / flops(64, 1024, 5))
     assert table(64, 1024, 5, None, 4) < table(64, 1024, 5, None, 1)
-    assert all(time > 0 for time in measure([(8, 16), (16, 8), (8, 8)], repeats=1).nanoseconds.values())
     with pytest.raises(ValueError, match="at least one shape"):
         CostTable({}, steps=5)
+
+
+def test_a_cost_table_is_measured_stored_and_chooses_the_fastest_form():
+    measured = measure([(8, 16), (16, 8), (8, 8)], gram=(2,), repeats=1)
+    assert list(measured.nanoseconds) == [(8, 16), (8, 8)]
+    assert all(times.keys() == {PLAIN, ON_GRAM} for times in measured.nanoseconds.values())
+    assert CostTable.from_json(measured.as_json()) == measured
+    table = CostTable({(64, 64): {PLAIN: 10, ON_GRAM: 20}, (64, 256): {PLAIN: 50, ON_GRAM: 30}}, 5, (2,))
+    forms = [table.form(torch.device("cpu"), torch.bfloat16, *shape, 1) for shape in [(70, 60), (512, 128)]]
+    assert forms == [PLAIN, ON_GRAM]
+    assert table(256, 64, 5, (2,), 1) == 30 and table(256, 64, 5, None, 1) == 50
+    with pytest.raises(ValueError, match="bfloat16, not in torch"):
+        table.form(torch.device("cpu"), torch.float32, 8, 8, 1)
+    with pytest.raises(ValueError, match="after which steps"):
+        CostTable({(8, 16): {ON_GRAM: 1}}, steps=5)
 
 
 def test_a_matrix_much_larger_than_a_share_is_shared_and_nothing_else():

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
-import warnings
 
 import pytest
 import torch
 
-from muonckpt.optimizer import products as module
-from muonckpt.optimizer.products import TorchProducts, fills, held, products
+from muonckpt.optimizer import forms, products
+from muonckpt.optimizer.forms import Form, arithmetic, by_shape, fills
+from muonckpt.optimizer.products import LARGE, WORTH, TorchProducts, by_torch
 
-CUDA = torch.device("cuda")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+PLAIN, KERNELS = Form(kernels=False, gram=False), Form(kernels=True, gram=False)
 
 
 @pytest.fixture
@@ -19,7 +21,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were a GPU of compute capability 9.0."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    module._kernels.cache_clear()
+    forms._kernels.cache_clear()
 
 
 FILLED = [(1281, 1281, 1), (8192, 2048, 1), (768, 2048, 128), (128, 4096, 64)]
@@ -34,24 +36,27 @@ def test_a_wave_of_tiles(rows: int, columns: int, copies: int, filled: bool) -> 
     assert fills(rows, columns, copies) == fills(columns, rows, copies) == filled
 
 
-def test_torch_where_there_is_no_kernel(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert isinstance(products(torch.device("cpu"), torch.bfloat16, 4096, 4096), TorchProducts)
-        assert products(CUDA, torch.float32, 4096, 4096) == TorchProducts(torch.float32, torch.float32)
-        assert products(CUDA, torch.bfloat16, 64, 4096) == TorchProducts(torch.bfloat16, torch.bfloat16)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-        assert products(CUDA, torch.float16, 4096, 4096) == TorchProducts(torch.float16, torch.float16)
-        monkeypatch.setattr(torch.version, "cuda", None)
-        assert products(CUDA, torch.float16, 4096, 4096) == TorchProducts(torch.float16, torch.float16)
+def test_forms_by_shape(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert by_shape(CUDA, BF16, 4096, 2048, 1) == Form(kernels=True, gram=True)
+    assert by_shape(CUDA, FP16, 100, 400, 200) == Form(kernels=True, gram=True)
+    assert by_shape(CUDA, FP16, 4096, 4096, 1) == KERNELS
+    assert by_shape(CUDA, BF16, 64, 4096, 1) == Form(kernels=False, gram=True)
+    for device, dtype in ((CPU, BF16), (CUDA, FP32)):
+        assert by_shape(device, dtype, 4096, 4096, 1) == PLAIN
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert by_shape(CUDA, FP16, 4096, 4096, 1) == PLAIN
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert by_shape(CUDA, FP16, 4096, 4096, 1) == PLAIN
 
 
-def test_kernels_on_a_gpu(hopper: None) -> None:
+def test_kernels_where_they_run_and_nowhere_else(hopper: None) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     from muonckpt.optimizer.kernels import Kernels
 
-    assert products(CUDA, torch.bfloat16, 4096, 2048) == Kernels(torch.bfloat16)
-    assert products(CUDA, torch.float16, 100, 400, copies=200) == Kernels(torch.float16)
+    assert arithmetic(KERNELS, CUDA, BF16, 8, 8) == Kernels(BF16)
+    assert arithmetic(PLAIN, CUDA, BF16, 4096, 4096) == TorchProducts(BF16, BF16)
+    with pytest.raises(ValueError, match="no kernels for"):
+        arithmetic(KERNELS, CUDA, FP32, 4096, 4096)
 
 
 def test_missing_triton_is_said_once(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,9 +67,9 @@ def test_missing_triton_is_said_once(hopper: None, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
     with pytest.warns(RuntimeWarning, match="Triton is not installed") as said:
         for _ in range(3):
-            assert products(CUDA, torch.bfloat16, 4096, 4096) == TorchProducts(torch.bfloat16, torch.bfloat16)
+            assert arithmetic(KERNELS, CUDA, BF16, 4096, 4096) == TorchProducts(BF16, BF16)
     assert len(said) == 1
-    module._kernels.cache_clear()
+    forms._kernels.cache_clear()
 
 
 def test_torch_products_do_one_matrix_after_the_other() -> None:
@@ -81,16 +86,27 @@ def test_torch_products_do_one_matrix_after_the_other() -> None:
 
 
 def test_a_cpu_multiplies_16_bits_where_it_has_units_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
-    for units, found in (({"amx_bf16": True}, torch.bfloat16), ({"avx512_bf16": False}, torch.float32)):
-        module._has_units.cache_clear()
+    for units, found in (({"amx_bf16": True}, BF16), ({"avx512_bf16": False}, FP32)):
+        products._has_units.cache_clear()
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda units=units: units)
-        assert held(cpu, torch.bfloat16, module.WORTH) == found
-        assert held(cpu, torch.float16, module.WORTH) == torch.float32
-        assert held(cpu, torch.bfloat16, module.WORTH - 1) == torch.float32
-        assert held(cpu, torch.float32, module.WORTH) == torch.float32
-    module._has_units.cache_clear()
-    assert held(CUDA, torch.bfloat16) == torch.bfloat16
+        assert by_torch(CPU, BF16, WORTH) == TorchProducts(BF16, found)
+        assert by_torch(CPU, FP16, WORTH) == TorchProducts(FP16, FP32)
+        assert by_torch(CPU, BF16, WORTH - 1) == by_torch(CPU, FP32, WORTH) == TorchProducts(FP32, FP32)
+    products._has_units.cache_clear()
+    assert by_torch(CUDA, BF16, 0) == TorchProducts(BF16, BF16)
+
+
+@pytest.mark.parametrize("side", [512, 601])
+def test_a_large_symmetric_product_by_strips_is_the_whole_one(side: int) -> None:
+    """Small integers: sums are exact in any order."""
+    kind, depth = TorchProducts(FP32, FP32), LARGE // side**2 + 1
+    x = torch.randint(-1, 2, (side, depth)).float()
+    r = kind.gram(x)
+    assert torch.equal(r, x @ x.mT)
+    r = r.clamp(-9, 9)
+    assert torch.equal(kind.square(r, 2.0, 0.5, 1.0), torch.eye(side) + 2 * r + 0.5 * (r @ r))
+    assert torch.equal(kind.commuting(r, r), r @ r)
+    assert LARGE == 512**3  # so all three were by strips
 
 
 def test_held_wider_or_not_the_results_are_alike() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,10 @@ from resharded import contents, nothing_but, once, reshard, saved
 from sharded import edit, elements_of
 
 import muonckpt
+from muonckpt.converters.content import as_they_are
+from muonckpt.converters.job import make_job
 from muonckpt.converters.reshard import plan_job, run
+from muonckpt.converters.target import Target
 from muonckpt.errors import DestinationError, Interrupted
 from muonckpt.store import directory
 
@@ -72,7 +76,7 @@ def rewrite(file: Path, change) -> None:
         file.write_bytes(data)
 
 
-JOURNAL = "../.out.reshard.journal"
+JOURNAL = "../.out.reshard.journal/1.0"
 LEFT_BEHIND = {
     "nothing": (JOURNAL, lambda data: data),
     "payload": ("__0_0.distcp", lambda data: data[:-3000] + b"?" + data[-2999:]),
@@ -148,6 +152,18 @@ def test_a_source_without_checksums_that_changed_in_between_is_another_job(tmp_p
     edit(tmp_path / "source" / payload.file, payload.offset)
     with pytest.raises(DestinationError, match="another job"):
         reshard(tmp_path / "source", tmp_path / "out", 2, resume=True)
+
+
+def test_the_same_names_made_of_other_elements_are_another_job(tmp_path):
+    def swapped(manifest):
+        content = as_they_are(manifest)
+        one, other = content.tensors
+        tensors = [replace(a, layout=b.layout, chunks=b.chunks) for a, b in ((one, other), (other, one))]
+        return replace(content, tensors=tensors)
+
+    muonckpt.save({"q": torch.zeros(4, 3), "k": torch.ones(4, 3)}, tmp_path / "source")
+    jobs = [make_job(tmp_path / "source", Target({"dp": 2}), translate=how) for how in (as_they_are, swapped)]
+    assert jobs[0].digest() != jobs[1].digest() == make_job(jobs[1].source, jobs[1].target, translate=swapped).digest()
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -32,6 +32,10 @@ SENT_ON_3_RANKS = {
     "equal all_to_all_single": (Counter(all_to_all_single=1), 8 * 2),
     "uneven all_to_all_single": (Counter(all_to_all_single=1), 4 * (0 + 2)),
     "nothing to send": (Counter(all_to_all_single=1), 0),
+    "reduce to another": (Counter(reduce=1), 24),
+    "reduce to me": (Counter(reduce=1), 0),
+    "broadcast from me": (Counter(broadcast=1), 24),
+    "broadcast from the next": (Counter(broadcast=1), 0),  # rank 0 is the last of the ring
     "barrier": (Counter(barrier=1), 0),
     # DTensors of 12 x 8 float32 by rows: a rank has 4 x 8
     "product of DTensors": (Counter(all_gather_single_coalesced=1), 4 * 8 * 4 * 2),
@@ -55,6 +59,10 @@ def every_collective(rank: int, world: int) -> dict[str, tuple[Counter[str], flo
         "equal all_to_all_single": lambda: dist.all_to_all_single(torch.empty(6), six, group=group),
         "uneven all_to_all_single": lambda: dist.all_to_all_single(received, six, receives, sends, group),
         "nothing to send": lambda: dist.all_to_all_single(two[:0], six[:0], [0] * 3, [0] * 3, group),
+        "reduce to another": lambda: dist.reduce(six.clone(), 1, group=group),
+        "reduce to me": lambda: dist.reduce(six.clone(), 0, group=group),
+        "broadcast from me": lambda: dist.broadcast(six.clone(), 0, group=group),
+        "broadcast from the next": lambda: dist.broadcast(six.clone(), 1, group=group),
         "barrier": lambda: dist.barrier(group),
         "product of DTensors": lambda: rows @ rows.mT,
         "norm of a DTensor": lambda: rows.norm().full_tensor(),
@@ -65,7 +73,7 @@ def every_collective(rank: int, world: int) -> dict[str, tuple[Counter[str], flo
     assert received.tolist() == [0.0] * receives[0] + [1.0] * receives[1] + [2.0] * receives[2]
     assert two.tolist() == [3.0, 3.0]
     with pytest.raises(RuntimeError, match="No backend"):
-        dist.broadcast(six, 0, group=group)
+        dist.scatter(two, [two] * world if rank == 0 else None, 0, group=group)
     return found
 
 

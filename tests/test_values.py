@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from muonckpt.errors import SourceError
-from muonckpt.store.values import plain_item, plain_value
+from muonckpt.store.plain_item import plain_item, plain_value
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from muonckpt.converters.translate import translate
 from muonckpt.converters.translation import Translation
 from muonckpt.store import directory
 from muonckpt.store.payload import Payloads, elements
-from muonckpt.store.values import Values, plain_value
+from muonckpt.store.plain_item import plain_value
+from muonckpt.store.values import Values
 
 PEERS = {"torch": "torch_fsdp4", "dion": "dion_fsdp4", "xtuner": "xtuner_fsdp4", "titan": "titan_fsdp4",
          "torch on hsdp": "torch_hsdp2x2"}  # fmt: skip

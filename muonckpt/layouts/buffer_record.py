@@ -81,12 +81,12 @@ def from_json(data: Mapping[str, Any]) -> BufferLayout:
         SourceError: a field is missing, unknown, of another type, or not what the others say.
     """
     try:
-        _check(data, BUFFER)
+        check_fields(data, BUFFER)
         layout = BufferLayout(
             **{key: data[key] for key in ("algorithm", "version", "options", "ranks", "alignment", "whole")},
             slots=tuple(map(_slot, data["parameters"])),
-            buckets=tuple((start, stop) for start, stop in map(_ints, data["buckets"])),
-            shards=stacked((start, stop, rank) for start, stop, rank in map(_ints, data["shards"])),
+            buckets=tuple((start, stop) for start, stop in map(ints, data["buckets"])),
+            shards=stacked((start, stop, rank) for start, stop, rank in map(ints, data["shards"])),
         )
     except (TypeError, ValueError) as error:
         raise SourceError(f"damaged buffer layout: {error}") from error
@@ -97,12 +97,15 @@ def from_json(data: Mapping[str, Any]) -> BufferLayout:
 
 
 def _slot(data: Any) -> Slot:
-    _check(data, PARAMETER)
+    check_fields(data, PARAMETER)
     seen = {each.name: data[each.name] for each in fields(Parameter)}
-    return Slot(Parameter(**{**seen, "shape": _ints(data["shape"])}), data["start"], data["bucket"])
+    return Slot(Parameter(**{**seen, "shape": ints(data["shape"])}), data["start"], data["bucket"])
 
 
-def _check(data: Any, kinds: Kinds) -> None:
+def check_fields(data: Any, kinds: Kinds) -> None:
+    """Raises:
+    TypeError: not an object of exactly these fields, or one is of another type.
+    """
     if not isinstance(data, Mapping) or data.keys() != kinds.keys():
         raise TypeError(f"expected an object with {sorted(kinds)}, got {data!r:.200}")
     for key, value in data.items():
@@ -110,7 +113,10 @@ def _check(data: Any, kinds: Kinds) -> None:
             raise TypeError(f"{key!r} cannot be {value!r:.200}")
 
 
-def _ints(values: Any) -> tuple[int, ...]:
+def ints(values: Any) -> tuple[int, ...]:
+    """Raises:
+    TypeError: not a list of integers.
+    """
     if type(values) is not list or any(type(value) is not int for value in values):
         raise TypeError(f"expected a list of integers, got {values!r:.200}")
     return tuple(values)

@@ -6,21 +6,22 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import record
-from ..errors import LayoutError, MuonckptError
+from ..errors import LayoutError, MuonckptError, SourceError
 from ..fingerprint import as_hex, combine
 from ..record import Blob, Chunk, Extent, Manifest, StateRecord
-from . import dcp
+from . import dcp, torch_dist
 from .band import bands
 from .dtypes import dtype, itemsize
 from .formats import DCP, OWN, format_of
 from .payload import BAND, Payloads, as_words, check_blob, payload_of
+from .regular import open_regular
+from .remote import Location
 from .sums import Sums
 
 Progress = Callable[[int], None]
@@ -75,7 +76,7 @@ def payload_bytes(manifest: Manifest) -> int:
     return sum(chunk.box.numel * itemsize(t.dtype) for t in manifest.tensors for chunk in t.chunks)
 
 
-def audit(path: Path, progress: Progress = lambda count: None, threads: int = 2) -> Report:
+def audit(path: Location, progress: Progress = lambda count: None, threads: int = 2) -> Report:
     """Check coverage, bounds, digests, checksums, fingerprints and values of a checkpoint with or without a manifest.
 
     Findings are collected, not raised.
@@ -175,7 +176,7 @@ def _audit_blob(payloads: Payloads, blob: Blob) -> Iterator[Finding]:
         yield Finding("blob", blob.key, str(error))
 
 
-def _against_metadata(path: Path, manifest: Manifest) -> Iterator[Finding]:
+def _against_metadata(path: Location, manifest: Manifest) -> Iterator[Finding]:
     """What stock programs would read must be what the manifest describes."""
     if not (path / record.FILE).exists():
         return
@@ -207,7 +208,15 @@ def _facts(manifest: Manifest) -> dict[str, dict[str, object]]:
     return facts
 
 
-def _orphans(path: Path, manifest: Manifest) -> list[str]:
+def _orphans(path: Location, manifest: Manifest) -> list[str]:
     used = {chunk.item.file for tensor in manifest.tensors for chunk in tensor.chunks}
-    used |= {blob.item.file for blob in manifest.blobs} | {record.FILE, dcp.FILE}
-    return sorted(file.name for file in path.iterdir() if file.name not in used and file.lstat().st_size)
+    used |= {blob.item.file for blob in manifest.blobs} | {record.FILE, dcp.FILE, torch_dist.CONFIG}
+    return sorted(file.name for file in path.iterdir() if file.name not in used and not _is_empty(file))
+
+
+def _is_empty(file: Location) -> bool:
+    try:
+        with open_regular(file) as opened:
+            return opened.size == 0
+    except SourceError:  # no regular file, but something
+        return False

@@ -8,29 +8,32 @@ read without torch and without running anything that is in them.
 from __future__ import annotations
 
 import fnmatch
-import os
-import stat
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import groupby, pairwise
-from pathlib import Path
+from itertools import groupby
 
 from ..box import Box
 from ..errors import DestinationError, LayoutError, SourceError
 from ..record import Blob, Chunk, Extent, Manifest, StateRecord
 from . import torch_zip
+from .extents import check_extents
 from .metadata_pickle import MAX_BYTES, Metadata, StoredItem, TensorMeta, dump, parse
-from .regular import open_regular
+from .output import write_synced
+from .regular import File, at_each, open_regular
+from .remote import Location
 
 FILE = ".metadata"
 """Name of DCP's description of a checkpoint."""
 
+COMMON_FILE = "common.pt"
+"""Where Megatron's ``torch_dist`` before core 0.19 keeps all that is no tensor: a file beside, one item."""
+
 KeyPath = tuple[str | int, ...]
 
 
-def read(path: Path, *, payloads: bool = False) -> Manifest:
+def read(path: Location, *, payloads: bool = False) -> Manifest:
     """What a DCP checkpoint holds.
 
     Args:
@@ -47,13 +50,14 @@ def read(path: Path, *, payloads: bool = False) -> Manifest:
         data = _read_metadata(path)
         with _at(path / FILE):
             manifest = _manifest(parse(data))
-        _check_files(path, manifest)
+        manifest = replace(manifest, blobs=(*manifest.blobs, *common_file(path)))
+        check_extents(path, _named(manifest))
         return _with_payloads(path, manifest) if payloads else manifest
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error}") from error
 
 
-def write_metadata(manifest: Manifest, directory: Path) -> None:
+def write_metadata(manifest: Manifest, directory: Location) -> None:
     """Write the ``.metadata`` with which stock DCP reads the items of this manifest, and wait until it is on disk.
 
     Raises:
@@ -62,12 +66,17 @@ def write_metadata(manifest: Manifest, directory: Path) -> None:
     """
     data = dump(_metadata(manifest))
     try:
-        with (directory / FILE).open("xb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
+        write_synced(directory / FILE, data)
     except OSError as error:
-        raise DestinationError(f"cannot write {directory / FILE}: {error.strerror}") from error
+        raise DestinationError(f"cannot write {directory / FILE}: {error.strerror or error}") from error
+
+
+def common_file(path: Location) -> tuple[Blob, ...]:
+    """The item that Megatron keeps beside the checkpoint, if it does."""
+    if not (path / COMMON_FILE).exists():
+        return ()
+    with open_regular(path / COMMON_FILE) as file:
+        return (Blob(COMMON_FILE, (COMMON_FILE,), Extent(COMMON_FILE, 0, file.size)),)
 
 
 # From metadata to manifest.
@@ -156,7 +165,7 @@ def _tensor_meta(tensor: StateRecord) -> TensorMeta:
 # Files.
 
 
-def _read_metadata(path: Path) -> bytes:
+def _read_metadata(path: Location) -> bytes:
     if not path.is_dir():
         raise SourceError(f"expected a checkpoint directory, found no directory {path}")
     names = {entry.name for entry in path.iterdir()}
@@ -168,55 +177,42 @@ def _read_metadata(path: Path) -> bytes:
             )
         unfinished = f": a save into {path} did not finish" if f"{FILE}.tmp" in names else ""
         raise SourceError(f"expected {FILE} in {path}, found none{unfinished}")
-    with open_regular(path / FILE) as handle:
-        size = os.fstat(handle).st_size
-        if size > MAX_BYTES:
-            raise SourceError(f"{path / FILE}: expected at most {MAX_BYTES} bytes, found {size}")
-        with os.fdopen(handle, "rb", closefd=False) as stream:
-            return stream.read(size)
+    with open_regular(path / FILE) as file:
+        if file.size > MAX_BYTES:
+            raise SourceError(f"{path / FILE}: expected at most {MAX_BYTES} bytes, found {file.size}")
+        return file.read(0, file.size)
 
 
-def _check_files(path: Path, manifest: Manifest) -> None:
-    """Every file is there and regular, and the items lie in it without overlap."""
-    items: defaultdict[str, list[tuple[Extent, str]]] = defaultdict(list)
+def _named(manifest: Manifest) -> Iterator[tuple[Extent, str]]:
+    """Every item, and what to call it."""
     for tensor in manifest.tensors:
-        for chunk in tensor.chunks:
-            items[chunk.item.file].append((chunk.item, f"{tensor.key!r} box {chunk.box}"))
-    for blob in manifest.blobs:
-        items[blob.item.file].append((blob.item, repr(blob.key)))
-    missing = sorted(name for name in items if not os.path.lexists(path / name))
-    if missing:
-        raise SourceError(f"expected {len(items)} files in {path}, found {len(missing)} missing: {', '.join(missing)}")
-    for name, found in sorted(items.items()):
-        state = (path / name).lstat()
-        if not stat.S_ISREG(state.st_mode):
-            raise SourceError(f"{path / name}: expected a regular file, found another kind (a link, pipe or device)")
-        found.sort(key=lambda item: item[0].offset)
-        for (extent, what), (following, other) in pairwise([*found, (Extent(name, state.st_size, 0), "")]):
-            if extent.end > following.offset:
-                instead = f"{other} begins there already" if other else f"the file has {state.st_size}: it was cut"
-                raise SourceError(f"{path / name}: expected {what} up to byte {extent.end}, but {instead}")
+        yield from ((chunk.item, f"{tensor.key!r} box {chunk.box}") for chunk in tensor.chunks)
+    yield from ((blob.item, repr(blob.key)) for blob in manifest.blobs)
 
 
-def _with_payloads(path: Path, manifest: Manifest) -> Manifest:
+def _with_payloads(path: Location, manifest: Manifest) -> Manifest:
     jobs = [
         (chunk.item, at, part) for at, tensor in enumerate(manifest.tensors) for part, chunk in enumerate(tensor.chunks)
     ]
     jobs.sort(key=lambda job: (job[0].file, job[0].offset))
     chunks = [list(tensor.chunks) for tensor in manifest.tensors]
-    for name, mine in groupby(jobs, key=lambda job: job[0].file):
-        with open_regular(path / name) as handle:
-            for item, at, part in mine:
+
+    def read_items(of_one_file: list[tuple[Extent, int, int]]) -> None:
+        name = of_one_file[0][0].file
+        with open_regular(path / name) as file:
+            for item, at, part in of_one_file:
                 tensor, chunk = manifest.tensors[at], chunks[at][part]
                 with _at(f"{path / name} at byte {item.offset}: tensor {tensor.key!r} box {chunk.box}"):
-                    chunks[at][part] = _opened(handle, tensor, chunk)
+                    chunks[at][part] = _opened(file, tensor, chunk)
+
+    at_each(path, read_items, [list(mine) for _, mine in groupby(jobs, key=lambda job: job[0].file)])
     tensors = (replace(t, chunks=tuple(opened)) for t, opened in zip(manifest.tensors, chunks, strict=True))
     return replace(manifest, tensors=tuple(tensors))
 
 
-def _opened(handle: int, tensor: StateRecord, chunk: Chunk) -> Chunk:
+def _opened(file: File, tensor: StateRecord, chunk: Chunk) -> Chunk:
     """The chunk with the place and checksum of its payload, as the item itself says."""
-    found = torch_zip.read_tensor(lambda at, count: os.pread(handle, count, at), chunk.item.offset, chunk.item.length)
+    found = torch_zip.read_tensor(file.read, chunk.item.offset, chunk.item.length)
     if (found.dtype, found.shape) != (tensor.dtype, chunk.box.shape):
         raise SourceError(
             f"expected {tensor.dtype} of shape {chunk.box.shape}, as {FILE} says; "
@@ -231,7 +227,7 @@ def _opened(handle: int, tensor: StateRecord, chunk: Chunk) -> Chunk:
 
 
 @contextmanager
-def _at(place: Path | str) -> Iterator[None]:
+def _at(place: Location | str) -> Iterator[None]:
     """Put the place in front of any source error raised inside."""
     try:
         yield

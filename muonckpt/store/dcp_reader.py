@@ -1,8 +1,9 @@
 """Loading through torch.distributed.checkpoint: its templates and in-place writes, our checks before and during.
 
 Before any tensor is touched: the same keys on both sides, every element present, equal shapes, dtypes and momentum
-conventions.  While reading: every chunk that is touched is checked whole, against the manifest's digest or the CRC-32
-that a stock item carries.  Nothing is unpickled but plain data.
+conventions.  While reading: every chunk that is touched is checked whole.  A rank that needs a run of it reads no more
+than that, and all ranks together compare with the chunk's CRC-32 (:mod:`.shared_check`); what is no run, or has no
+CRC-32, is read whole and compared with its digest.  Nothing is unpickled but plain data.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dataclasses
 import io
 import os
 import pickle
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,21 +32,27 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from ..box import Index
 from ..errors import SourceError
-from ..record import Blob, Chunk, Manifest, StateRecord
+from ..record import Blob, Chunk, Extent, Manifest, StateRecord
 from . import directory
 from .annotation import Annotation, KeyPath, annotate
 from .bits import bits_of, dtype_of, name_of
-from .payload import Payloads, check_blob, check_chunk, elements
+from .dtypes import itemsize
+from .payload import Payloads, as_words, check_blob, check_chunk, elements, payload_of
+from .shared_check import Run, holds, run_of
+from .sums import crc32
 
 
 class CheckingReader(StorageReader):
-    """Reads the payloads of a checkpoint, each checked in full before any of it is used."""
+    """Reads the payloads of a checkpoint.  Those that it read a run of are checked at the end, by `judge`."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-        self._chunks: dict[tuple[str, tuple[int, ...]], tuple[StateRecord, Chunk]] = {}
+        self.runs: defaultdict[tuple[str, Index], list[Run]] = defaultdict(list)
+        """By tensor and first index of the chunk: what this rank has read of it."""
+        self._chunks: dict[tuple[str, Index], tuple[StateRecord, Chunk]] = {}
         self._blobs: dict[str, Blob] = {}
 
     @property
@@ -105,13 +113,51 @@ class CheckingReader(StorageReader):
             tensors = [(*self._stored(item.storage_index), item) for item in plan.items if _is_tensor(item)]
             checked: set[Chunk] = set()
             for tensor, chunk, item in sorted(tensors, key=lambda found: (found[1].item.file, found[1].item.offset)):
-                if chunk not in checked:
-                    check_chunk(payloads, tensor, chunk)
-                    checked.add(chunk)
-                _copy(elements(payloads, tensor, chunk), item, planner)
+                _copy(self._elements(payloads, tensor, chunk, item, checked), item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _elements(
+        self, payloads: Payloads, tensor: StateRecord, chunk: Chunk, item: ReadItem, checked: set[Chunk]
+    ) -> np.ndarray[Any, Any]:
+        """What is wanted of a chunk: a run of it, noted for `judge`, or a window of what has been checked whole."""
+        run = run_of(tuple(item.storage_offsets), tuple(item.lengths), chunk.box.shape)
+        if run is not None and run != (0, chunk.box.numel) and chunk.crc32 is not None:
+            payload, size = payload_of(tensor, chunk), itemsize(tensor.dtype)
+            start, stop = (place * size for place in run)
+            extent = Extent(payload.file, payload.offset + start, stop - start)
+            self.runs[tensor.key, chunk.box.lo].append(Run(start, stop, crc32(payloads.bands(extent))))
+            return as_words(payloads.view(extent), tensor.dtype, tuple(item.lengths))
+        if chunk not in checked:
+            check_chunk(payloads, tensor, chunk)
+            checked.add(chunk)
+        box = (slice(lo, lo + n) for lo, n in zip(item.storage_offsets, item.lengths, strict=True))
+        window: tuple[Any, ...] = (*box, ...)
+        part: np.ndarray[Any, Any] = elements(payloads, tensor, chunk)[window]
+        return part
+
+    def judge(self, runs_of_ranks: list[Mapping[tuple[str, Index], list[Run]]]) -> None:
+        """Compare the chunks that ranks have read in runs with what is recorded of them.
+
+        Raises:
+            SourceError: one is damaged, or was not read as it is.
+        """
+        runs: defaultdict[tuple[str, Index], list[Run]] = defaultdict(list)
+        for of_rank in runs_of_ranks:
+            for where, found in of_rank.items():
+                runs[where] += found
+        with Payloads(self.path) as payloads:
+            for where, found in runs.items():
+                tensor, chunk = self._chunks[where]
+                assert chunk.crc32 is not None, "others are read whole"
+                verdict = holds(found, payload_of(tensor, chunk).length, chunk.crc32)
+                if not verdict:  # look at it whole, also to say what is wrong
+                    check_chunk(payloads, tensor, chunk)
+                if verdict is False:
+                    raise SourceError(
+                        f"tensor {tensor.key!r} box {chunk.box}: a rank read other bytes than {chunk.item.file} has"
+                    )
 
     def _stored(self, index: MetadataIndex) -> tuple[StateRecord, Chunk]:
         return self._chunks[index.fqn, tuple(index.offset or ())]
@@ -196,11 +242,9 @@ def _is_tensor(item: ReadItem) -> bool:
 
 
 def _copy(source: np.ndarray[Any, Any], item: ReadItem, planner: LoadPlanner) -> None:
-    box = (slice(lo, lo + n) for lo, n in zip(item.storage_offsets, item.lengths, strict=True))
-    window: tuple[Any, ...] = (*box, ...)
     target = planner.resolve_tensor(item).detach()
     staged = target if target.is_cpu else torch.empty(target.shape, dtype=target.dtype)
-    np.copyto(bits_of(staged), source[window])
+    np.copyto(bits_of(staged), source)
     if staged is not target:
         target.copy_(staged)
     planner.commit_tensor(item, target)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
+from contextlib import suppress
 from pathlib import Path
+from typing import overload
 
 from .. import record
 from ..errors import DestinationError, SourceError
 from ..record import Manifest
 from . import dcp
+from .output import write_synced
+from .regular import open_regular
+from .remote import Location, Remote
 
 
-def read(path: Path, *, payloads: bool = False) -> Manifest:
+def read(path: Location, *, payloads: bool = False) -> Manifest:
     """The manifest of a checkpoint: its own, or one made from a stock DCP ``.metadata``.
 
     Args:
@@ -25,51 +31,86 @@ def read(path: Path, *, payloads: bool = False) -> Manifest:
     try:
         if not file.exists():
             return dcp.read(path, payloads=payloads)
-        return Manifest.from_json(file.read_text(encoding="utf-8"))
+        with open_regular(file) as opened:
+            return Manifest.from_json(opened.read(0, opened.size).decode())
     except (OSError, UnicodeDecodeError) as error:
         raise SourceError(f"cannot read {file}: {error}") from error
 
 
-def write_manifest(manifest: Manifest, directory: Path) -> None:
+def write_manifest(manifest: Manifest, directory: Location) -> None:
     """Write both descriptions of a checkpoint, ours and DCP's, and sync them."""
     write_synced(directory / record.FILE, manifest.to_json().encode())
     dcp.write_metadata(manifest, directory)
 
 
-def write_synced(file: Path, data: bytes) -> None:
-    """Write a new file and wait until it is on disk."""
-    with file.open("xb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def staging(destination: Path) -> Path:
+@overload
+def staging(destination: Path) -> Path: ...
+@overload
+def staging(destination: Location) -> Location: ...
+def staging(destination: Location) -> Location:
     """A name beside ``destination``, on the same file system, that no reader takes for a checkpoint."""
     return destination.parent / f".{destination.name}.{uuid.uuid4().hex[:12]}.tmp"
 
 
-def refuse_existing(destination: Path) -> None:
+def journals(destination: Location) -> Location:
+    """Where those who write it leave word of what is finished; there is nothing once it is published, or given up."""
+    return destination.parent / f".{destination.name}.reshard.journal"
+
+
+def discard(staged: Location) -> None:
+    """Remove what was written, as far as that can be done."""
+    if isinstance(staged, Remote):
+        with suppress(OSError):  # the error that led here is the one to be told
+            staged.remove()
+    else:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def refuse_existing(destination: Location) -> None:
     """Raises:
-    DestinationError: something is there already; nothing is ever overwritten in place.
+    DestinationError: something is there already; nothing is ever overwritten in place, but in an object store work
+        may be unfinished there.
     """
-    if destination.exists() or destination.is_symlink():
+    unfinished = isinstance(destination, Remote) and journals(destination).exists()
+    if (destination.exists() or destination.is_symlink()) and not unfinished:
         raise DestinationError(f"{destination} exists already; choose another destination or remove it first")
 
 
-def publish(staged: Path, destination: Path) -> None:
-    """Make a finished directory appear under its name: sync it, rename it, sync its parent.
+def publish(staged: Location, destination: Location) -> None:
+    """Make a finished directory or file appear under its name: sync it, rename it, sync its parent.
+
+    An object store cannot rename.  There the store copies object by object, what describes the others last; or they
+    have been written in this order where they belong, and this does nothing.
 
     Raises:
-        DestinationError: the destination has appeared in the meantime, or the rename failed.
+        DestinationError: the destination has appeared in the meantime, or it cannot be written.
     """
-    sync_directory(staged)
+    if staged == destination:
+        return
     refuse_existing(destination)
     try:
-        staged.rename(destination)
+        if isinstance(staged, Remote) and isinstance(destination, Remote):
+            staged.copy_to(destination)
+        elif isinstance(staged, Path) and isinstance(destination, Path):
+            _rename(staged, destination)
     except OSError as error:
         raise DestinationError(f"cannot publish {destination}: {error}") from error
+
+
+def _rename(staged: Path, destination: Path) -> None:
+    if staged.is_dir():
+        sync_directory(staged)
+        staged.rename(destination)
+    else:
+        os.link(staged, destination)  # a rename would replace what may have appeared there meanwhile
     sync_directory(destination.parent)
+
+
+def sync_tree(path: Location) -> None:
+    """Wait until the entries of a directory and of all below it are on disk; a store has none."""
+    if isinstance(path, Path):
+        for folder in [*(each for each in path.rglob("*") if each.is_dir()), path]:
+            sync_directory(folder)
 
 
 def sync_directory(path: Path) -> None:

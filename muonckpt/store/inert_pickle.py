@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar, cast
@@ -35,12 +35,19 @@ class Global(str):
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """What a pickle would have made by calling ``kind(*args)`` and handing it ``state``."""
+    """What a pickle would have made by calling ``kind(*args)``; it is handed ``state`` and, if a mapping, ``items``."""
 
     # Not frozen: BUILD brings the state later.  Compared by identity, so it is harmless as a dict key.
     kind: Global
     args: object
     state: object = None
+    items: dict[object, object] | None = None
+
+    def own_items(self) -> dict[object, object]:
+        """The items, to fill.  Few records have any, and a large file has millions of records."""
+        if self.items is None:
+            self.items = {}
+        return self.items
 
 
 PERSISTENT = "persistent id"
@@ -56,9 +63,17 @@ _CONSTANTS = {pickle.NONE: None, pickle.NEWTRUE: True, pickle.NEWFALSE: False, p
 _TEXT_LENGTHS = {pickle.SHORT_BINUNICODE: 1, pickle.BINUNICODE: 4}
 _PUTS = {pickle.BINPUT: 1, pickle.LONG_BINPUT: 4}
 _SKIPS = {pickle.PROTO: 1, pickle.FRAME: 8}
+_KEYS = (str, int, Record)
 
 
-def unpickle(data: bytes, allowed: Collection[str]) -> object:
+class Anything:
+    """The container of all names: for files whose other content does not matter, as nothing is looked up or run."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def unpickle(data: bytes, allowed: Container[str]) -> object:
     """What a pickle describes, as tuples, lists, dicts, scalars and :class:`Record`; nothing in it is run.
 
     ``allowed`` holds the names (``"module name"``) that may occur.
@@ -72,7 +87,7 @@ def unpickle(data: bytes, allowed: Collection[str]) -> object:
         raise SourceError(f"expected a pickle of plain data, found it cut or damaged ({error})") from None
 
 
-def _run(data: bytes, allowed: Collection[str]) -> object:
+def _run(data: bytes, allowed: Container[str]) -> object:
     # The opcodes are ordered by how often a large file has them, and the rare ones are in _run_one.
     stack: list[object] = []
     marks: list[list[object]] = []
@@ -128,7 +143,7 @@ def _run(data: bytes, allowed: Collection[str]) -> object:
 
 
 def _run_one(
-    opcode: bytes, data: bytes, at: int, stack: list[object], memo: list[object], allowed: Collection[str]
+    opcode: bytes, data: bytes, at: int, stack: list[object], memo: list[object], allowed: Container[str]
 ) -> int:
     """Run one of the rarer opcodes, whose argument starts at byte ``at``; the position behind it."""
     if opcode in _CONSTANTS:
@@ -176,7 +191,7 @@ def _run_one(
     return at
 
 
-def _global(name: str, allowed: Collection[str]) -> Global:
+def _global(name: str, allowed: Container[str]) -> Global:
     if name not in allowed:
         raise SourceError(f"expected only the names that a stock file has, found {name!r}; nothing was run")
     return Global(name)
@@ -185,8 +200,10 @@ def _global(name: str, allowed: Collection[str]) -> Global:
 def _update(target: object, items: list[object]) -> None:
     keys = items[::2]
     for key in keys:
-        if type(key) is not str and type(key) is not Record:
-            raise SourceError(f"expected a string or an object as a dict key, found {type(key).__name__}")
+        if type(key) not in _KEYS:
+            raise SourceError(f"expected a string, an integer or an object as a dict key, found {type(key).__name__}")
+    if type(target) is Record:
+        target = target.own_items()
     expect(dict, target).update(zip(keys, items[1::2], strict=True))
 
 

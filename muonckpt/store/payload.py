@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,10 +12,13 @@ from numpy.typing import NDArray
 
 from ..box import Index
 from ..errors import SourceError
+from ..layout import Place
 from ..record import Blob, Chunk, Extent, StateRecord
 from . import stored_zip
-from .dtypes import dtype
-from .regular import open_regular
+from .blocks import batches, blocks, span, strided
+from .dtypes import dtype, itemsize
+from .regular import Bytes, open_regular
+from .remote import Location
 from .sums import crc32, xxh3_128
 
 BAND = 4 << 20
@@ -26,11 +26,11 @@ BAND = 4 << 20
 
 
 class Payloads:
-    """Read-only memory maps of the files of one checkpoint directory, opened when first used."""
+    """The bytes of the files of one checkpoint directory, opened when first used: mapped, or read by ranges."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Location) -> None:
         self.directory = directory
-        self._maps: dict[str, mmap.mmap | bytes] = {}
+        self._files: dict[str, Bytes] = {}
 
     def __enter__(self) -> Payloads:
         return self
@@ -39,24 +39,38 @@ class Payloads:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # Arrays handed out may still refer to the maps, so they are left to the garbage collector.
-        self._maps.clear()
+        self._files.clear()
 
     def view(self, extent: Extent) -> memoryview:
-        """The bytes of an extent, not copied.
+        """The bytes of an extent; of a local file not copied, of an object all of them read.
 
         Raises:
             SourceError: no such regular file in the directory, or it is too short.
         """
-        if extent.file not in self._maps:
-            self._maps[extent.file] = _map(self.directory, extent.file)
-        mapped = self._maps[extent.file]
-        # The size that it has now: to touch a page of a map whose file has been cut meanwhile ends the process.
-        size = mapped.size() if isinstance(mapped, mmap.mmap) else 0
-        if extent.end > min(size, len(mapped)):
-            raise SourceError(
-                f"{self.directory / extent.file} has {size} bytes, expected at least {extent.end}: it was cut"
-            )
-        return memoryview(mapped)[extent.offset : extent.end]
+        return self._reaching(extent.file, extent.end).view(extent.offset, extent.length)
+
+    def gather(self, payload: Extent, name: str, place: Place, shape: Index) -> NDArray[Any]:
+        """The elements of a box of this shape at a place in a payload, read-only, as `as_words` gives them.
+
+        Of a local file nothing is copied; of an object only what the box needs is read (and gaps that are too small
+        to be left out), a few blocks at a time.
+        """
+        size = itemsize(name)
+        at, reach = payload.offset + place.offset * size, size * span(shape, place.strides)
+        file = self._reaching(payload.file, at + reach)
+
+        def words(raw: memoryview, part: Index) -> NDArray[Any]:
+            return strided(as_words(raw, name, (len(raw) // size,)), place.strides, part)
+
+        parts = list(blocks(shape, place.strides, file.gap // size, file.most // size))
+        if len(parts) <= 1:
+            return words(file.view(at, reach), shape)
+        gathered = np.empty((*shape, *(2,) * (size > 8)), dtype(name).bits)
+        for batch in batches(parts, place.strides, file.most // size):
+            ranges = [(at + block.start(place.strides) * size, block.span(place.strides) * size) for block in batch]
+            for block, raw in zip(batch, file.views(ranges), strict=True):
+                gathered[block.slices] = words(raw, block.shape)
+        return gathered
 
     def bands(self, extent: Extent) -> Iterator[memoryview]:
         """The bytes of an extent in order, `BAND` at a time; what has been consumed is given back to the system."""
@@ -65,12 +79,32 @@ class Payloads:
             yield self.view(band)
             self.release(band)
 
+    def is_checked(self, chunk: Chunk) -> bool:
+        """Whether `check_chunk` has anything to compare a chunk's bytes with."""
+        return chunk.digest is not None or chunk.crc32 is not None
+
+    def check_inside(self, item: Extent) -> None:
+        """Compare an item with a checksum that its format keeps inside, if there is one.
+
+        Raises:
+            SourceError: they differ.
+        """
+
     def release(self, extent: Extent) -> None:
-        """Forget the pages of an extent: they stay in the page cache, but no longer count as memory of this process."""
-        mapped = self._maps.get(extent.file)
-        if isinstance(mapped, mmap.mmap):
-            first = extent.offset // mmap.PAGESIZE * mmap.PAGESIZE
-            mapped.madvise(mmap.MADV_DONTNEED, first, extent.end - first)
+        """An extent is not needed for now: what of it is in the memory of this process is given back."""
+        if extent.file in self._files:
+            self._files[extent.file].release(extent.offset, extent.length)
+
+    def _reaching(self, name: str, end: int) -> Bytes:
+        file = self._bytes(name)
+        if end > file.size:
+            raise SourceError(f"{self.directory / name} has {file.size} bytes, expected at least {end}: it was cut")
+        return file
+
+    def _bytes(self, name: str) -> Bytes:
+        if name not in self._files:
+            self._files[name] = _opened(self.directory, name)
+        return self._files[name]
 
 
 def elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:
@@ -85,7 +119,7 @@ def as_words(raw: memoryview, name: str, shape: Index) -> NDArray[Any]:
 
 
 def check_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> None:
-    """Compare a chunk's bytes with its digest, or where none is recorded with its CRC-32.
+    """Compare a chunk's bytes with its digest, or where none is recorded with its CRC-32, or what its format keeps.
 
     Raises:
         SourceError: they differ, or cannot be read; names the tensor, the box and the file.
@@ -96,6 +130,8 @@ def check_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> None:
             _compare("digest", xxh3_128(payloads.bands(extent)), chunk.digest)
         elif chunk.crc32 is not None:
             _compare("CRC-32", f"{crc32(payloads.bands(extent)):08x}", f"{chunk.crc32:08x}")
+        else:
+            payloads.check_inside(chunk.item)
 
 
 def check_blob(payloads: Payloads, blob: Blob) -> bytes:
@@ -143,9 +179,9 @@ def payload_of(tensor: StateRecord, chunk: Chunk) -> Extent:
     return chunk.payload
 
 
-def _map(directory: Path, name: str) -> mmap.mmap | bytes:
+def _opened(directory: Location, name: str) -> Bytes:
     file = directory / name
-    if file.parent.resolve() != directory.resolve() / Path(name).parent:
+    if file.parent.resolve() != (directory.resolve() / name).parent:
         raise SourceError(f"cannot open {file}: there is a symbolic link on the way")
-    with open_regular(file) as handle:
-        return mmap.mmap(handle, 0, access=mmap.ACCESS_READ) if os.fstat(handle).st_size else b""
+    with open_regular(file) as opened:
+        return opened.mapped()

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from ..box import Box
@@ -19,11 +18,12 @@ from ..errors import DestinationError, SourceError
 from ..fingerprint import as_hex
 from ..record import Chunk, Extent, Manifest, StateRecord
 from . import safetensors_header as header
-from .directory import write_synced
 from .dtypes import itemsize
+from .output import created, write_synced
 from .regular import open_regular
+from .remote import Location
 from .safetensors_header import CODES, METADATA, Entry, Header
-from .stream import Fetch, create, passing, write_at
+from .stream import Fetch, FilePlan, passing
 from .sums import Sums
 
 INDEX = "model.safetensors.index.json"
@@ -38,7 +38,7 @@ _DATA = "data"
 _MAX_INDEX = 1 << 30
 
 
-def read(path: Path) -> Manifest:
+def read(path: Location) -> Manifest:
     """What a file, or a folder with an index or a single file, holds.  Reads headers only.
 
     Extents name files in ``folder(path)``.  Tensors that we did not write have their name as key, and nothing else.
@@ -66,12 +66,12 @@ def read(path: Path) -> Manifest:
     return Manifest(tuple(tensors.values()), (), provenance or {"format": "safetensors"})
 
 
-def folder(path: Path) -> Path:
+def folder(path: Location) -> Location:
     """The directory in which the extents of `read` name files."""
     return path if path.is_dir() else path.parent
 
 
-def is_sharded(path: Path) -> bool:
+def is_sharded(path: Location) -> bool:
     """Whether a directory holds safetensors files."""
     return any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json"))
 
@@ -93,8 +93,35 @@ def refuse(tensors: Sequence[StateRecord]) -> None:
             raise SourceError(f"tensor {tensor.key!r}: the format demands names of valid Unicode") from None
 
 
+def files(
+    tensors: Sequence[StateRecord], provenance: Mapping[str, Any], shard_bytes: int | None
+) -> tuple[FilePlan, ...]:
+    """What `write` would write, but for the index; the file of one that is no folder is called ``""``."""
+    shards = [("", list(tensors))] if shard_bytes is None else _shards(tensors, shard_bytes)
+    found = []
+    for name, shard in shards:
+        head = _header(shard, {}, provenance)
+        found.append(FilePlan(name, len(shard), head.data_length, len(head.encode()) + head.data_length))
+    return tuple(found)
+
+
+def write(
+    path: Location,
+    tensors: Sequence[StateRecord],
+    fetch: Fetch,
+    provenance: Mapping[str, Any],
+    shard_bytes: int | None,
+    band_bytes: int,
+) -> None:
+    """Write one file, or if ``shard_bytes`` is given a folder."""
+    if shard_bytes is None:
+        write_file(path, tensors, fetch, provenance, band_bytes)
+    else:
+        write_sharded(path, tensors, fetch, provenance, shard_bytes, band_bytes)
+
+
 def write_sharded(
-    directory: Path,
+    directory: Location,
     tensors: Sequence[StateRecord],
     fetch: Fetch,
     provenance: Mapping[str, Any],
@@ -103,10 +130,8 @@ def write_sharded(
 ) -> None:
     """Write files of at most ``shard_bytes`` of elements (a larger tensor has one of its own), and their index."""
     directory.mkdir()
-    shards = _shards(tensors, shard_bytes)
     weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    for name, shard in _shards(tensors, shard_bytes):
         write_file(directory / name, shard, fetch, provenance, band_bytes)
         weight_map |= {tensor.key: name for tensor in shard}
     index = {"metadata": {"total_size": sum(map(_length, tensors))}, "weight_map": weight_map}
@@ -114,38 +139,46 @@ def write_sharded(
 
 
 def write_file(
-    file: Path, tensors: Sequence[StateRecord], fetch: Fetch, provenance: Mapping[str, Any], band_bytes: int = 1 << 20
+    file: Location,
+    tensors: Sequence[StateRecord],
+    fetch: Fetch,
+    provenance: Mapping[str, Any],
+    band_bytes: int = 1 << 20,
 ) -> None:
     """Write one file, synced, front to back in bands of at most ``band_bytes``.
 
     Raises:
         DestinationError: the header would be longer than readers accept.
     """
-    # Large elements first, as the stock writer does: each is then aligned to its own size.
-    tensors = sorted(tensors, key=lambda tensor: -itemsize(tensor.dtype))
     head = _header(tensors, {}, provenance)
     front = head.encode()
     if len(front) - 8 > header.MAX_BYTES:
         raise DestinationError(f"{file}: a header of {len(front)} bytes, of at most {header.MAX_BYTES}; use shards")
-    handle = create(file, len(front) + head.data_length)
-    try:
-        at, passed = len(front), {}
-        for tensor in tensors:
-            sums = passed[tensor.key] = Sums()
-            for raw in passing(fetch, tensor, Box.of(tensor.shape), band_bytes, sums):
-                at = write_at(handle, raw, at)
-        final = _header(tensors, passed, provenance).encode()
-        assert len(final) == len(front), "sums have as many digits as what stood in for them"
-        write_at(handle, final, 0)
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    passed: dict[str, Sums] = {}
+    with created(file, len(front) + head.data_length) as output:
+        if not output.rewinds:  # the header tells the sums: they are computed in a pass of their own
+            deque(_elements(tensors, fetch, band_bytes, passed), maxlen=0)
+            output.write(_header(tensors, passed, provenance).encode(), 0)
+        at = len(front)
+        for raw in _elements(tensors, fetch, band_bytes, passed):
+            at = output.write(raw, at)
+        if output.rewinds:
+            output.write(_header(tensors, passed, provenance).encode(), 0)
+
+
+def _elements(
+    tensors: Sequence[StateRecord], fetch: Fetch, band_bytes: int, passed: dict[str, Sums]
+) -> Iterator[memoryview]:
+    """The bytes of all tensors in the order of the file; what passes is summed, tensor by tensor."""
+    for tensor in _in_order(tensors):
+        passed[tensor.key] = Sums()
+        yield from passing(fetch, tensor, Box.of(tensor.shape), band_bytes, passed[tensor.key])
 
 
 def _header(tensors: Sequence[StateRecord], passed: Mapping[str, Sums], provenance: Mapping[str, Any]) -> Header:
     """The header, with sums of nothing for the tensors that have not passed yet."""
     entries, described, at, none = {}, [], 0, Sums()
-    for tensor in tensors:
+    for tensor in _in_order(tensors):
         entry = entries[tensor.key] = Entry(tensor.dtype, tensor.shape, at, at + _length(tensor))
         sums = passed.get(tensor.key, none)
         place = Extent(_DATA, at, _length(tensor))
@@ -156,12 +189,17 @@ def _header(tensors: Sequence[StateRecord], passed: Mapping[str, Sums], provenan
     return Header(entries, {"format": "pt", OURS: Manifest(tuple(described), (), provenance).to_json()})
 
 
+def _in_order(tensors: Sequence[StateRecord]) -> list[StateRecord]:
+    """Large elements first, as the stock writer does: each is then aligned to its own size."""
+    return sorted(tensors, key=lambda tensor: -itemsize(tensor.dtype))
+
+
 def _length(tensor: StateRecord) -> int:
     return Box.of(tensor.shape).numel * itemsize(tensor.dtype)
 
 
-def _shards(tensors: Sequence[StateRecord], most: int) -> list[list[StateRecord]]:
-    """The tensors in order, a new shard where the last one is full; one shard even if there is nothing."""
+def _shards(tensors: Sequence[StateRecord], most: int) -> list[tuple[str, list[StateRecord]]]:
+    """The tensors in order by files, a new one where the last one is full; one file even if there is nothing."""
     shards: list[list[StateRecord]] = [[]]
     used = 0
     for tensor in tensors:
@@ -170,20 +208,20 @@ def _shards(tensors: Sequence[StateRecord], most: int) -> list[list[StateRecord]
             used = 0
         shards[-1].append(tensor)
         used += _length(tensor)
-    return shards
+    return [(f"model-{number:05d}-of-{len(shards):05d}.safetensors", own) for number, own in enumerate(shards, 1)]
 
 
-def _files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
+def _files(path: Location) -> tuple[list[Location], dict[str, str] | None]:
     """The files of a folder, and the file of each tensor if an index says it."""
-    indices = sorted(path.glob("*.safetensors.index.json"))
-    singles = sorted(path.glob("*.safetensors"))
+    indices: list[Location] = sorted(path.glob("*.safetensors.index.json"), key=str)
+    singles: list[Location] = sorted(path.glob("*.safetensors"), key=str)
     if not indices and len(singles) == 1:
         return singles, None
     if len(indices) != 1:
         raise SourceError(f"{path}: expected one index (*.safetensors.index.json), found {len(indices)}")
-    with _at(indices[0]), open_regular(indices[0]) as handle, os.fdopen(handle, "rb", closefd=False) as stream:
+    with _at(indices[0]), open_regular(indices[0]) as opened:
         try:
-            match json.loads(stream.read(_MAX_INDEX)):
+            match json.loads(opened.read(0, min(opened.size, _MAX_INDEX))):
                 case {"weight_map": dict(named)} if all(isinstance(name, str) for name in named.values()):
                     names = sorted({Extent(name, 0, 0).file for name in named.values()})
                     return [path / name for name in names], named
@@ -192,10 +230,10 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
         raise SourceError("damaged index: expected a weight_map of file names")
 
 
-def _read_file(file: Path) -> tuple[Mapping[str, Any], list[StateRecord]]:
+def _read_file(file: Location) -> tuple[Mapping[str, Any], list[StateRecord]]:
     """Provenance and tensors of one file."""
-    with open_regular(file) as handle:
-        found, start = header.read(handle)
+    with open_regular(file) as opened:
+        found, start = header.read(opened)
     recorded = Manifest.from_json(found.metadata[OURS]) if OURS in found.metadata else Manifest(())
     known = {tensor.key: tensor for tensor in recorded.tensors}
     lost = sorted(known.keys() - found.entries.keys())
@@ -217,7 +255,7 @@ def _read_file(file: Path) -> tuple[Mapping[str, Any], list[StateRecord]]:
 
 
 @contextmanager
-def _at(place: Path) -> Iterator[None]:
+def _at(place: Location) -> Iterator[None]:
     """Put the place in front of any source error raised inside."""
     try:
         yield

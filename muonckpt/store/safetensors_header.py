@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -20,6 +19,7 @@ from typing import Any
 from ..box import Index
 from ..errors import SourceError
 from .dtypes import itemsize
+from .regular import File
 
 MAX_BYTES = 100_000_000
 """Longest header that stock readers accept."""
@@ -114,21 +114,21 @@ class Header:
         return len(text).to_bytes(8, "little") + text
 
 
-def read(handle: int) -> tuple[Header, int]:
+def read(file: File) -> tuple[Header, int]:
     """The header of an open file, and the byte at which its data begins.
 
     Raises:
         SourceError: it is no safetensors file, or one that contradicts itself or its length.
     """
-    size = os.fstat(handle).st_size
-    length = int.from_bytes(os.pread(handle, 8, 0), "little")
+    size = file.size
+    length = int.from_bytes(file.read(0, 8), "little")
     most = min(max(size - 8, 0), MAX_BYTES)
     if size < 8 or length > most:
         raise SourceError(
             f"expected a safetensors file (checkpoints of other formats are directories): a header of at most {most} "
             f"bytes in {size}, found one of {length}"
         )
-    header = parse(os.pread(handle, length, 8))
+    header = parse(file.read(8, length))
     if 8 + length + header.data_length != size:
         raise SourceError(f"expected {8 + length + header.data_length} bytes, found {size}: it was cut or grew")
     return header, 8 + length

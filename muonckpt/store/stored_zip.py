@@ -127,6 +127,20 @@ def read_members(read: Read, offset: int, length: int) -> tuple[Member, ...]:
     return members_in(window(read, offset, length), offset, length)
 
 
+def member_data(read: Read, member: Member, most: int) -> bytes:
+    """The data of a small member, compared with its checksum.  ``read`` takes offsets in the file.
+
+    Raises:
+        SourceError: it has more than ``most`` bytes, or another checksum.
+    """
+    if member.length > most:
+        raise SourceError(f"expected at most {most} bytes in {member.name}, found {member.length}")
+    data = _exactly(read, member.offset, member.length)
+    if member.crc32 is not None and zlib.crc32(data) != member.crc32:
+        raise SourceError(f"expected checksum {member.crc32:#010x} for {member.name}, found {zlib.crc32(data):#010x}")
+    return data
+
+
 def window(read: Read, offset: int, length: int) -> Read:
     """Read parts of an item by offsets in it.  Its ends, which hold everything but the payload, are read once."""
     head = _exactly(read, offset, min(length, _HEAD))

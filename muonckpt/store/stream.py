@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..box import Box
+from ..layout import dense
 from ..record import StateRecord
 from .band import bands, within
 from .dtypes import dtype
-from .payload import Payloads, elements
+from .payload import Payloads, payload_of
 from .sums import Sums
 
 Fetch = Callable[[StateRecord, Box], NDArray[Any]]
 """Gives the elements of a box of a tensor: dense unsigned words in the box's shape, 16-byte elements as two."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """A file to write: the number of tensors of which it has elements, their bytes, and its length in bytes."""
+
+    name: str
+    count: int
+    payload: int
+    length: int
 
 
 def assemble(payloads: Payloads, tensor: StateRecord, box: Box) -> NDArray[Any]:
@@ -29,7 +39,9 @@ def assemble(payloads: Payloads, tensor: StateRecord, box: Box) -> NDArray[Any]:
     for chunk in tensor.chunks:
         common = chunk.box & box
         if common is not None:
-            words[within(common, box.lo)] = elements(payloads, tensor, chunk)[within(common, chunk.box.lo)]
+            place = dense(chunk.box, chunk.item.file).at(common.lo)
+            found = payloads.gather(payload_of(tensor, chunk), tensor.dtype, place, common.shape)
+            words[within(common, box.lo)] = found
     return words
 
 
@@ -38,23 +50,3 @@ def passing(fetch: Fetch, tensor: StateRecord, box: Box, most: int, sums: Sums) 
     for band in bands(box, max(most // dtype(tensor.dtype).itemsize, 1)):
         for part in band.boxes:
             yield sums.add(fetch(tensor, part), part.lo)
-
-
-def create(file: Path, length: int) -> int:
-    """A descriptor of a new file of ``length`` bytes.  The space is taken first, so that a full disk is met early."""
-    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        os.posix_fallocate(handle, 0, length)
-    except BaseException:
-        os.close(handle)
-        raise
-    return handle
-
-
-def write_at(handle: int, data: bytes | memoryview, at: int) -> int:
-    """Write all of ``data`` at byte ``at``; returns the byte behind it."""
-    left = memoryview(data)
-    while left:
-        written = os.pwrite(handle, left, at)
-        left, at = left[written:], at + written
-    return at

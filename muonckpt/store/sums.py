@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,11 @@ BAND = 1 << 20
 """Bytes summed at a time: few enough that they stay in cache from one sum to the next, and to the write."""
 
 Bytes = bytes | memoryview
+
+_POLYNOMIAL = 0xEDB88320
+"""Of CRC-32 (IEEE 802.3), its highest bit the coefficient of x**0; that of x**32 is not written."""
+
+_X0 = 1 << 31
 
 
 class Sums:
@@ -67,3 +73,32 @@ def crc32(parts: Iterable[Bytes]) -> int:
     for part in parts:
         total = isal_zlib.crc32(part, total)
     return total
+
+
+def crc32_joined(first: int, second: int, length: int) -> int:
+    """CRC-32 of two runs of bytes end to end, from that of each; ``length`` is that of the second, in bytes.
+
+    A CRC is a polynomial over GF(2) modulo a fixed one, and to append bytes multiplies what came before by a power of
+    x (Mark Adler, ``crc32_combine`` of zlib).
+    """
+    return _product(first, _x_to(8 * length)) ^ second
+
+
+@lru_cache(maxsize=1024)
+def _x_to(power: int) -> int:
+    """x**power, by squaring."""
+    result, square = _X0, _X0 >> 1
+    while power:
+        result = _product(result, square) if power & 1 else result
+        square = _product(square, square)
+        power >>= 1
+    return result
+
+
+def _product(left: int, right: int) -> int:
+    """Of two polynomials modulo that of CRC-32; their highest bit is the coefficient of x**0."""
+    product = 0
+    for bit in range(31, -1, -1):
+        product ^= right if left >> bit & 1 else 0
+        right = right >> 1 ^ (_POLYNOMIAL if right & 1 else 0)
+    return product

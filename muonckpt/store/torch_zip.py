@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -32,7 +31,18 @@ from ..box import Index, row_major
 from ..errors import SourceError
 from .dtypes import DTYPES, itemsize
 from .inert_pickle import PERSISTENT, Global, Record, expect, integer, ints, unpickle
-from .stored_zip import ALIGNMENT, Entry, Read, descriptor, directory, local_header, members_in, store, window
+from .stored_zip import (
+    ALIGNMENT,
+    Entry,
+    Read,
+    descriptor,
+    directory,
+    local_header,
+    member_data,
+    members_in,
+    store,
+    window,
+)
 
 SERIALIZATION_ID = b"0" * 40
 """What we write where torch writes a hash of the item's names and checksums."""
@@ -44,9 +54,10 @@ _LARGEST_PICKLE = 1 << 12
 _REBUILD = {"torch._utils _rebuild_tensor_v2": 6, "torch._utils _rebuild_tensor_v3": 7}
 _UNTYPED = "torch.storage UntypedStorage"
 _TYPED = {f"torch {dtype.storage}": name for name, dtype in DTYPES.items() if dtype.storage}
-_NAMES = frozenset(
+TENSOR_NAMES = frozenset(
     {PERSISTENT, _UNTYPED, "collections OrderedDict", *_REBUILD, *_TYPED, *(f"torch {name}" for name in DTYPES)}
 )
+"""What the pickle of a plain tensor names."""
 
 
 # Writing.
@@ -148,8 +159,13 @@ class TensorItem:
 
     @property
     def row_major(self) -> bool:
-        """Whether the elements lie in row-major order; the strides of dims of size 1 do not matter."""
-        return 0 in self.shape or _steps(self.shape, self.strides) == _steps(self.shape, row_major(self.shape))
+        """Whether the elements lie in row-major order."""
+        return is_row_major(self.shape, self.strides)
+
+
+def is_row_major(shape: Index, strides: Index) -> bool:
+    """Whether these strides are those of row-major order; those of dims of size 1 do not matter."""
+    return 0 in shape or _steps(shape, strides) == _steps(shape, row_major(shape))
 
 
 def _steps(shape: Index, strides: Index) -> list[tuple[int, int]]:
@@ -170,13 +186,7 @@ def read_tensor(read: Read, offset: int, length: int) -> TensorItem:
         raise SourceError(f"expected the item of one tensor, found a zip archive of {', '.join(members)}")
 
     def content(name: str) -> bytes:
-        member = members[name]
-        if member.length > _LARGEST_PICKLE:
-            raise SourceError(f"expected at most {_LARGEST_PICKLE} bytes in {name}, found {member.length}")
-        data = part(member.offset - offset, member.length)
-        if member.crc32 is not None and zlib.crc32(data) != member.crc32:
-            raise SourceError(f"expected checksum {member.crc32:#010x} for {name}, found {zlib.crc32(data):#010x}")
-        return data
+        return member_data(lambda at, count: part(at - offset, count), members[name], _LARGEST_PICKLE)
 
     if "byteorder" in members and content("byteorder") != b"little":
         raise SourceError(f"expected little-endian elements, found {content('byteorder')!r}")
@@ -191,7 +201,29 @@ def read_tensor(read: Read, offset: int, length: int) -> TensorItem:
 @lru_cache(maxsize=1024)
 def _tensor(data: bytes) -> tuple[str, Index, Index]:
     """Dtype, shape and strides in the pickle of a tensor, whose storage must hold each of its elements once."""
-    call = expect(Record, unpickle(data, _NAMES))
+    found = described(unpickle(data, TENSOR_NAMES))
+    if found.storage != "0":
+        raise SourceError(f"expected a tensor of storage '0', found storage {found.storage!r}")
+    return found.dtype, found.shape, found.strides
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A tensor as a pickle speaks of it: its elements are the member ``data/{storage}``, each there once."""
+
+    storage: str
+    dtype: str
+    shape: Index
+    strides: Index
+
+
+def described(value: object) -> Described:
+    """The tensor that part of a pickle stands for.
+
+    Raises:
+        SourceError: it is something else, a view of a part of its storage, or more than a plain tensor.
+    """
+    call = expect(Record, value)
     args, arity = expect(tuple, call.args), _REBUILD.get(call.kind)
     if arity is None or len(args) < arity:
         raise SourceError(f"expected the pickle of a tensor, found {call.kind} of {len(args)} arguments")
@@ -200,12 +232,12 @@ def _tensor(data: bytes) -> tuple[str, Index, Index]:
         raise SourceError(f"expected a plain tensor, found one with the flags {flags}: resolve them before saving")
     storage, start, size, stride, _, hooks, *element = args
     match storage:
-        case Record(kind=reference, args=("storage", Global() as kind, "0", str(), int() as count)):
-            known = reference == PERSISTENT and expect(Record, hooks).args == ()
+        case Record(kind=reference, args=("storage", Global() as kind, str() as key, str(), int() as count)):
+            known = reference == PERSISTENT and _is_empty(hooks)
         case _:
             known = False
     if not known:
-        raise SourceError("expected a tensor of storage '0' without hooks, found something else")
+        raise SourceError("expected a tensor with a storage and without hooks, found something else")
     dtype = expect(Global, element[0]).removeprefix("torch ") if element else _TYPED.get(kind, kind)
     if bool(element) != (kind == _UNTYPED) or dtype not in DTYPES:
         raise SourceError(f"expected the storage and the dtype to agree, found {kind} and {dtype}")
@@ -214,7 +246,11 @@ def _tensor(data: bytes) -> tuple[str, Index, Index]:
         raise SourceError(f"expected a storage of just the elements of shape {shape}, found a view of {count}")
     if not _is_dense(shape, strides):
         raise SourceError(f"expected each element once, found strides {strides} for shape {shape}")
-    return dtype, shape, strides
+    return Described(key, dtype, shape, strides)
+
+
+def _is_empty(hooks: object) -> bool:
+    return expect(Record, hooks).args == () and not expect(Record, hooks).items
 
 
 def _is_dense(shape: Index, strides: Index) -> bool:

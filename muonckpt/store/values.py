@@ -1,31 +1,20 @@
-"""Small values of a checkpoint: hyper-parameters and counters, as plain data.
-
-An item that is not a tensor is what ``torch.save`` makes of one Python object: a pickle in a small zip archive
-(:mod:`.stored_zip`).  Here it is read as plain data, or refused; nothing in it is run (:mod:`.inert_pickle`).  And it
-is written, byte for byte as ``torch.save`` writes it, for plain data.
-
-Source: ``torch/serialization.py`` (``_save``) for the members and the pickle protocol.
-"""
+"""Small values of a checkpoint: hyper-parameters and counters, as plain data; nothing in an item is ever run."""
 
 from __future__ import annotations
 
-import pickle
+import dataclasses
 import struct
-import zlib
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from ..errors import SourceError
 from ..record import Blob, StateRecord
-from .inert_pickle import unpickle
-from .payload import Payloads, check_blob, check_chunk, payload_of
-from .stored_zip import ALIGNMENT, directory, read_members, store
-from .torch_zip import SERIALIZATION_ID
-
-LARGEST = 16 << 20
-"""Bytes of the largest pickle that is read: the names of all parameters of a group are one."""
+from .formats import format_of
+from .inert_pickle import Anything
+from .payload import check_blob, check_chunk, payload_of
+from .plain_item import plain_value
+from .remote import Location
 
 _SCALARS: Mapping[str, str] = MappingProxyType({"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"})
 
@@ -33,8 +22,8 @@ _SCALARS: Mapping[str, str] = MappingProxyType({"float32": "<f", "float64": "<d"
 class Values:
     """Reads small items of one checkpoint, each checked before it is used."""
 
-    def __init__(self, path: Path) -> None:
-        self._payloads = Payloads(path)
+    def __init__(self, path: Location) -> None:
+        self._payloads = format_of(path).payloads(path)
         self._known: dict[Blob, Any] = {}
 
     def read(self, entry: Blob | StateRecord) -> Any:
@@ -54,6 +43,16 @@ class Values:
             except SourceError as error:
                 raise SourceError(f"item {blob.key!r}: {error}") from error
         return self._known[blob]
+
+    def parts(self, blob: Blob) -> Any:
+        """The object in an item that may hold anything, of which parts are plain; the rest are inert `Record`s."""
+        return plain_value(check_blob(self._payloads, blob), Anything())
+
+    def part(self, blob: Blob, key: str, value: object) -> Blob:
+        """A part of an item as an item of its own, for `item` to read."""
+        mine = dataclasses.replace(blob, key=f"{blob.key}#{key}")
+        self._known[mine] = value
+        return mine
 
     def scalar(self, tensor: StateRecord) -> float | int:
         """The one element of a tensor, whose chunks must know their payloads.
@@ -76,54 +75,3 @@ class Values:
 def scalar_bytes(dtype: str, value: float) -> bytes:
     """The payload of a 0-d tensor of this dtype."""
     return struct.pack(_SCALARS[dtype], value)
-
-
-def plain_value(raw: bytes) -> Any:
-    """The object in the bytes of an item.
-
-    Raises:
-        SourceError: it is not plain data, or no item at all.
-    """
-    members = {member.name: member for member in read_members(lambda at, count: raw[at : at + count], 0, len(raw))}
-    found = members.get("data.pkl")
-    if found is None or found.length > LARGEST:
-        raise SourceError(f"expected a data.pkl of at most {LARGEST} bytes, found {found}")
-    data = raw[found.offset : found.offset + found.length]
-    if found.crc32 is not None and zlib.crc32(data) != found.crc32:
-        raise SourceError(f"expected checksum {found.crc32:#010x} for data.pkl, found {zlib.crc32(data):#010x}")
-    return unpickle(data, ())
-
-
-def plain_item(value: object) -> bytes:
-    """The item that ``torch.save(value)`` makes of plain data.
-
-    Raises:
-        TypeError: the value is not plain data.
-    """
-    _check_plain(value)
-    contents = (
-        ("data.pkl", pickle.dumps(value, protocol=2)),
-        (".format_version", b"1"),
-        (".storage_alignment", str(ALIGNMENT).encode()),
-        ("byteorder", b"little"),
-        ("version", b"3\n"),
-        (".data/serialization_id", SERIALIZATION_ID),
-    )
-    out, entries = store(contents, 0)
-    return out + directory(entries, len(out))
-
-
-def _check_plain(value: object) -> None:
-    match value:
-        case None | bool() | int() | float() | str():
-            pass
-        case list() | tuple():
-            for part in value:
-                _check_plain(part)
-        case dict():
-            for key, part in value.items():
-                if type(key) is not str:
-                    raise TypeError(f"expected string keys, found {key!r}")
-                _check_plain(part)
-        case _:
-            raise TypeError(f"expected plain data, found {type(value).__name__}")

@@ -7,11 +7,9 @@ other codec, whole files are decoded by the zarr library, which is imported then
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,8 @@ from ..record import Chunk, Extent, Manifest, StateRecord
 from .dtypes import itemsize
 from .facts import tensor_of
 from .payload import Payloads
-from .regular import open_regular
+from .regular import Bytes, Held, open_regular
+from .remote import Location
 from .zarr_array import INDEX_CHECKSUM, METADATA, OURS, ZarrArray, parse_array, parse_node, stored_as
 
 _MISSING = 2**64 - 1
@@ -35,24 +34,37 @@ _DECODED_FILES = 4
 class ZarrPayloads(Payloads):
     """The bytes of the elements: those of the files, or where they are encoded what is decoded of a whole file."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Location) -> None:
         super().__init__(directory)
+        arrays = list(_arrays(directory))
         self._encoded = {
-            file: (array, box) for array in _arrays(directory) if not _is_read_raw(array) for file, box in array.files()
+            file: (array, box) for array in arrays if not _is_read_raw(array) for file, box in array.files()
         }
+        self._checked = {file for array in arrays if array.trailer for file, _ in array.files()}
         self._decode = lru_cache(_DECODED_FILES)(self._decoded)
 
-    def view(self, extent: Extent) -> memoryview:
-        if extent.file not in self._encoded:
-            return super().view(extent)
-        return self._decode(extent.file)[extent.offset : extent.end]
+    def _bytes(self, name: str) -> Bytes:
+        return Held(self._decode(name)) if name in self._encoded else super()._bytes(name)
+
+    def is_checked(self, chunk: Chunk) -> bool:
+        return chunk.item.file in self._checked
+
+    def check_inside(self, item: Extent) -> None:
+        """The CRC-32C behind a chunk that is stored as it is; that of another is checked when it is decoded."""
+        from google_crc32c import value as crc32c
+
+        if item.file in self._checked and item.file not in self._encoded:
+            raw = bytes(self.view(item))
+            found, expected = crc32c(raw[:-INDEX_CHECKSUM]), int.from_bytes(raw[-INDEX_CHECKSUM:], "little")
+            if found != expected:
+                raise SourceError(f"CRC-32C {found:08x}, expected {expected:08x}")
 
     def _decoded(self, file: str) -> memoryview:
         array, box = self._encoded[file]
         try:
             import zarr
 
-            opened = zarr.open_array(self.directory / array.node, mode="r")
+            opened = zarr.open_array(str(self.directory / array.node), mode="r")
             block = np.asarray(opened[tuple(map(slice, box.lo, box.hi))])
         except Exception as error:  # whatever a codec says of data that it cannot decode
             raise SourceError(f"cannot decode {self.directory / file}: {type(error).__name__}: {error}") from error
@@ -60,7 +72,7 @@ class ZarrPayloads(Payloads):
         return np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
 
 
-def read(path: Path) -> Manifest:
+def read(path: Location) -> Manifest:
     """What a hierarchy holds.  Reads metadata and the indices of shards.
 
     ``item`` of a chunk is what is stored, ``payload`` its elements; of encoded arrays the payload counts in the
@@ -84,12 +96,12 @@ def read(path: Path) -> Manifest:
     raise SourceError(f"{path / METADATA}: damaged attribute {OURS!r}")
 
 
-def is_hierarchy(path: Path) -> bool:
+def is_hierarchy(path: Location) -> bool:
     """Whether a directory is a zarr group or array of version 3."""
     return (path / METADATA).exists()
 
 
-def _arrays(path: Path) -> Iterator[ZarrArray]:
+def _arrays(path: Location) -> Iterator[ZarrArray]:
     """All arrays below a group, or the one that it is, sorted by name.  Links are not followed."""
     pending = [""]
     while pending:
@@ -100,13 +112,12 @@ def _arrays(path: Path) -> Iterator[ZarrArray]:
             if fields["node_type"] == "array":
                 yield parse_array(node, fields)
                 continue
-        with os.scandir(place) as entries:
-            inside = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        inside = [entry.name for entry in place.iterdir() if entry.is_dir() and not entry.is_symlink()]
         members = [f"{node}/{name}" if node else name for name in sorted(inside, reverse=True)]
         pending += [member for member in members if (path / member / METADATA).exists()]
 
 
-def _record(path: Path, array: ZarrArray) -> StateRecord:
+def _record(path: Location, array: ZarrArray) -> StateRecord:
     with _at(path / array.node):
         chunks = tuple(_chunks(path, array)) if 0 not in array.shape else ()
         if OURS not in array.attributes:
@@ -127,7 +138,7 @@ def _is_read_raw(array: ZarrArray) -> bool:
     return array.is_plain and checked
 
 
-def _chunks(path: Path, array: ZarrArray) -> Iterator[Chunk]:
+def _chunks(path: Location, array: ZarrArray) -> Iterator[Chunk]:
     raw = _is_read_raw(array)
     for file, box in array.files():
         size = _size(path, file)
@@ -146,7 +157,7 @@ def _chunks(path: Path, array: ZarrArray) -> Iterator[Chunk]:
                 yield Chunk(part, Extent(file, offset, length), payload)
 
 
-def _stored(path: Path, array: ZarrArray, file: str, size: int, box: Box) -> Iterator[tuple[Box, int, int]]:
+def _stored(path: Location, array: ZarrArray, file: str, size: int, box: Box) -> Iterator[tuple[Box, int, int]]:
     """Box, offset and length of each chunk of a file."""
     if not array.sharded:
         yield box, 0, size
@@ -162,39 +173,39 @@ def _stored(path: Path, array: ZarrArray, file: str, size: int, box: Box) -> Ite
         yield part, offset, length
 
 
-def _index(path: Path, array: ZarrArray, file: str, size: int) -> Any:
+def _index(path: Location, array: ZarrArray, file: str, size: int) -> Any:
     """The index of a shard: an offset and a length for each chunk, in row-major order."""
     from google_crc32c import value as crc32c
 
     if size < array.index_bytes:
         raise SourceError(f"expected a shard index of {array.index_bytes} bytes in a file of {size}: it was cut")
-    with open_regular(path / file) as handle:
-        raw = os.pread(handle, array.index_bytes, 0 if array.index_first else size - array.index_bytes)
+    with open_regular(path / file) as opened:
+        raw = opened.read(0 if array.index_first else size - array.index_bytes, array.index_bytes)
     index, checksum = raw[:-INDEX_CHECKSUM], int.from_bytes(raw[-INDEX_CHECKSUM:], "little")
     if crc32c(index) != checksum:
         raise SourceError(f"shard index with CRC-32C {crc32c(index):08x}, expected {checksum:08x}")
     return np.frombuffer(index, "<u8").reshape(-1, 2)
 
 
-def _size(path: Path, file: str) -> int:
+def _size(path: Location, file: str) -> int:
     """Bytes of the file of a chunk; a link anywhere on the way is refused."""
     place = path / file
-    if not os.path.lexists(place):
+    if not (place.exists() or place.is_symlink()):
         raise SourceError(f"{place} is not stored: zarr reads its box as the fill value, but it may have been lost; "
                           "write it with write_empty_chunks")  # fmt: skip
     if place.resolve() != path.resolve() / file:
         raise SourceError(f"cannot open {place}: there is a symbolic link on the way")
-    with open_regular(place) as handle:
-        return os.fstat(handle).st_size
+    with open_regular(place) as opened:
+        return opened.size
 
 
-def _read_file(path: Path, name: str) -> bytes:
-    with open_regular(path / name) as handle, os.fdopen(handle, "rb", closefd=False) as stream:
-        return stream.read()
+def _read_file(path: Location, name: str) -> bytes:
+    with open_regular(path / name) as opened:
+        return opened.read(0, opened.size)
 
 
 @contextmanager
-def _at(place: Path) -> Iterator[None]:
+def _at(place: Location) -> Iterator[None]:
     """Put the place in front of any source error raised inside."""
     try:
         yield

@@ -9,11 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,10 +21,12 @@ from ..box import Box, Index
 from ..errors import SourceError
 from ..fingerprint import as_hex, combine
 from ..record import StateRecord
-from .directory import sync_directory, write_synced
+from .directory import sync_tree
 from .dtypes import itemsize
 from .facts import facts_of
-from .stream import Fetch, create, passing, write_at
+from .output import created, write_synced
+from .remote import Location
+from .stream import Fetch, FilePlan, passing
 from .sums import Sums
 from .zarr_array import INDEX_CHECKSUM, METADATA, OURS, ZarrArray, stored_as
 
@@ -61,21 +61,32 @@ def nodes(tensors: Sequence[StateRecord]) -> list[str]:
     return made
 
 
+def files(
+    tensors: Sequence[StateRecord], provenance: Mapping[str, Any], shard_bytes: int | None = None
+) -> tuple[FilePlan, ...]:
+    """The files of elements that `write` would write; their lengths do not depend on the provenance."""
+    arrays = (_array(tensor, node, shard_bytes) for tensor, node in zip(tensors, nodes(tensors), strict=True))
+    return tuple(
+        FilePlan(file, 1, box.numel * itemsize(array.dtype), _length(array, sum(1 for _ in array.chunks(box))))
+        for array in arrays
+        for file, box in array.files()
+    )
+
+
 def write(
-    directory: Path,
+    directory: Location,
     tensors: Sequence[StateRecord],
     fetch: Fetch,
     provenance: Mapping[str, Any],
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int | None = None,
     band_bytes: int = 1 << 20,
 ) -> None:
-    """Write a hierarchy, synced, in bands of at most ``band_bytes``; ``shard_bytes`` of chunks go into a file."""
+    """Write a hierarchy, synced, in bands of at most ``band_bytes``; ``shard_bytes`` of chunks go into a file (None:
+    `SHARD_BYTES`)."""
     places = nodes(tensors)
     groups = sorted({parent for node in places for parent in _parents(node)} | {""})
     for group in groups:
         (directory / group).mkdir(exist_ok=True)
-        ours = {OURS: {"version": 1, "tensors": len(tensors), "provenance": dict(provenance)}}
-        _write_json(directory / group, {"zarr_format": 3, "node_type": "group", "attributes": {} if group else ours})
     for tensor, node in zip(tensors, places, strict=True):
         (directory / node).mkdir()
         array = _array(tensor, node, shard_bytes)
@@ -86,14 +97,16 @@ def write(
         final = dataclasses.replace(tensor, fingerprint=as_hex(combine(*shares)))
         array = dataclasses.replace(array, attributes={OURS: facts_of(final)})
         write_synced(directory / node / METADATA, array.to_json().encode())
-    for folder in [*(path for path in directory.rglob("*") if path.is_dir()), directory]:
-        sync_directory(folder)
+    ours = {OURS: {"version": 1, "tensors": len(tensors), "provenance": dict(provenance)}}
+    for group in reversed(groups):  # the root last: it is what tells that there is a hierarchy
+        _write_json(directory / group, {"zarr_format": 3, "node_type": "group", "attributes": {} if group else ours})
+    sync_tree(directory)
 
 
-def _array(tensor: StateRecord, node: str, shard_bytes: int) -> ZarrArray:
+def _array(tensor: StateRecord, node: str, shard_bytes: int | None) -> ZarrArray:
     size = itemsize(tensor.dtype)
     chunk = _block(tensor.shape, CHUNK_BYTES // size)
-    shard = _block(tensor.shape, max(shard_bytes // size, math.prod(chunk)))
+    shard = _block(tensor.shape, max((shard_bytes or SHARD_BYTES) // size, math.prod(chunk)))
     whole = tuple(-(-length // part) * part for length, part in zip(shard, chunk, strict=True))
     # Stock zarr 3.1 cannot read a shard without dims.
     return ZarrArray(node, tensor.shape, stored_as(tensor.dtype), whole, chunk, INDEX_CHECKSUM, bool(tensor.shape))
@@ -112,35 +125,36 @@ def _block(shape: Index, most: int) -> Index:
     return tuple(max(length, 1) for length in block)
 
 
-def _write_file(file: Path, array: ZarrArray, tensor: StateRecord, box: Box, fetch: Fetch, band_bytes: int) -> int:
+def _write_file(file: Location, array: ZarrArray, tensor: StateRecord, box: Box, fetch: Fetch, band_bytes: int) -> int:
     """One file, synced; returns the share of its elements in the fingerprint."""
     from google_crc32c import extend
 
     file.parent.mkdir(parents=True, exist_ok=True)
     chunks = list(array.chunks(box))
     stored = array.chunk_bytes + INDEX_CHECKSUM
-    handle = create(file, len(chunks) * stored + array.index_bytes)
-    try:
-        index = np.full((array.chunks_per_file, 2), _MISSING, "<u8")
-        share = at = 0
+    index = np.full((array.chunks_per_file, 2), _MISSING, "<u8")
+    share = at = 0
+    with created(file, _length(array, len(chunks))) as output:
         for number, part in chunks:
             index[number] = at, stored
             sums, checksum, end = Sums(), 0, at
             for raw in passing(fetch, tensor, part, band_bytes, sums):
                 checksum = extend(checksum, bytes(raw))
-                end = write_at(handle, raw, end)
+                end = output.write(raw, end)
             for padding in _zeros(at + array.chunk_bytes - end, band_bytes):
                 checksum = extend(checksum, padding)
-                end = write_at(handle, padding, end)
-            at = write_at(handle, checksum.to_bytes(INDEX_CHECKSUM, "little"), end)
+                end = output.write(padding, end)
+            at = output.write(checksum.to_bytes(INDEX_CHECKSUM, "little"), end)
             share = combine(share, sums.share)
         if array.sharded:
             raw_index = index.tobytes()
-            write_at(handle, raw_index + extend(0, raw_index).to_bytes(INDEX_CHECKSUM, "little"), at)
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+            output.write(raw_index + extend(0, raw_index).to_bytes(INDEX_CHECKSUM, "little"), at)
     return share
+
+
+def _length(array: ZarrArray, chunks: int) -> int:
+    """Bytes of a file of so many chunks."""
+    return chunks * (array.chunk_bytes + INDEX_CHECKSUM) + array.index_bytes
 
 
 def _zeros(count: int, most: int) -> Iterator[bytes]:
@@ -168,5 +182,5 @@ def _parents(node: str) -> Iterator[str]:
         yield "/".join(parts[:depth])
 
 
-def _write_json(folder: Path, fields: Mapping[str, Any]) -> None:
+def _write_json(folder: Location, fields: Mapping[str, Any]) -> None:
     write_synced(folder / METADATA, json.dumps(fields, indent=1).encode())

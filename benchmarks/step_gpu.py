@@ -1,0 +1,191 @@
+"""A whole optimizer step on one GPU: what it takes, what of it is not Newton-Schulz, and how far that is from memory.
+
+    python benchmarks/step_gpu.py [--limit 120] [--out out/step_gpu.json]
+
+A model of 1.5 billion parameters on an NVIDIA GPU; without one, a small model on the CPU, whose figures only show that
+this runs.  What is not Newton-Schulz, the rest, is the step less the same batches orthogonalised alone.  Its floor is
+the least that memory must move, at the bandwidth that a copy reaches here: fp32 momentum read and written, fp32
+gradient read, 16 bits written for Newton-Schulz; 16 bits read, fp32 parameter read and written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from machine import describe
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from muonckpt.optimizer import Muon
+from muonckpt.optimizer.batches import Batch, in_batches
+
+AIM = 1.3
+BYTES = 4 + 4 + 4 + 2 + 2 + 4 + 4
+"""Moved for an element, at least."""
+
+ROUNDS = 9
+
+GRAPH, GRAPH_ALONE = "step, CUDA graph", "Newton-Schulz alone, CUDA graph"
+ON_GPU = (GRAPH, GRAPH_ALONE, "rest", "floor", "rest / floor", "launches")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A decoder's matrices: query, key, value, output; gate, up, down, in every layer."""
+
+    name: str
+    layers: int
+    width: int
+    keys: int
+    inner: int
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        d, k, f = self.width, self.keys, self.inner
+        return [(d, d), (k, d), (k, d), (d, d), (f, d), (f, d), (d, f)] * self.layers
+
+    @property
+    def numel(self) -> int:
+        return sum(map(math.prod, self.shapes))
+
+
+LARGE = Model("1.5B (28 layers, 1536, 256 keys, 8960)", 28, 1536, 256, 8960)
+SMALL = Model("tiny (2 layers, 32, 16 keys, 80)", 2, 32, 16, 80)
+
+
+def made(model: Model, device: torch.device) -> list[nn.Parameter]:
+    """Its matrices, with gradients."""
+    params = [nn.Parameter(torch.randn(shape, device=device) / 50) for shape in model.shapes]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    return params
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Of one run: on a GPU from its first launch to its last, on a CPU of this process."""
+    if device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def medians(works: dict[str, Callable[[], object]], device: torch.device, until: float) -> dict[str, float]:
+    """Of runs in turn, after two that are not counted; fewer rounds than `ROUNDS` if time is up before."""
+    found: dict[str, list[float]] = {name: [] for name in works}
+    for number in range(ROUNDS + 2):
+        for name, work in works.items():
+            found[name].append(seconds(work, device))
+        if number >= 2 and time.monotonic() > until:
+            break
+    return {name: statistics.median(all_[2:]) for name, all_ in found.items()}
+
+
+def newton_schulz(opt: Muon, device: torch.device) -> Callable[[], object]:
+    """All that the step orthogonalises, in its batches, and nothing else."""
+    [pipeline] = opt._pipelines()
+    group = opt.param_groups[0]
+    batches = [
+        batch
+        for wave in pipeline.schedule.waves
+        for batch in in_batches(pipeline.schedule.units, wave.owned, lambda param: group)
+    ]
+    stacks: dict[tuple[int, int, int], Tensor] = {}
+    for batch in batches:
+        shape = (len(batch.numbers), *batch.shape)
+        stacks.setdefault(shape, torch.randn(shape, device=device).bfloat16())
+
+    def run(batches: Sequence[Batch] = batches) -> None:
+        for batch in batches:
+            batch.orthogonalized(stacks[len(batch.numbers), *batch.shape])
+
+    return run
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes a second, read and written, of a large copy."""
+    source = torch.empty(1 << 28, device=device)
+    target = torch.empty_like(source)
+    times = [seconds(lambda: target.copy_(source), device) for _ in range(7)][2:]
+    return 2 * source.nbytes / statistics.median(times)
+
+
+def launches(work: Callable[[], object]) -> int:
+    """Kernels of a run on the GPU."""
+    with profile(activities=[ProfilerActivity.CUDA]) as events:
+        work()
+        torch.cuda.synchronize()
+    return sum(event.count for event in events.key_averages() if not event.key.startswith(("Memcpy", "Memset")))
+
+
+def captured(work: Callable[[], object]) -> Callable[[], object]:
+    """The same as a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def measure(model: Model, device: torch.device, limit: float) -> dict[str, float | None]:
+    """Figures by name; None for what needs a GPU and has none.
+
+    Args:
+        limit: seconds after which no new round of timing begins.
+    """
+    until = time.monotonic() + limit
+    params = made(model, device)
+    rate = torch.tensor(1e-3, device=device) if device.type == "cuda" else 1e-3
+    opt, theirs = Muon(params, lr=rate), torch.optim.Muon(params)
+    opt.step()
+    alone = newton_schulz(opt, device)
+    alone()
+    works: dict[str, Callable[[], object]] = {
+        "step": opt.step, "Newton-Schulz alone": alone, "torch.optim.Muon": theirs.step,
+    }  # fmt: skip
+    if device.type != "cuda":
+        return {**medians(works, device, until), **dict.fromkeys(ON_GPU)}
+    works |= {GRAPH: captured(opt.step), GRAPH_ALONE: captured(alone)}
+    found = medians(works, device, until)
+    floor, rest = BYTES * model.numel / bandwidth(device), found[GRAPH] - found[GRAPH_ALONE]
+    return {**found, "rest": rest, "floor": floor, "rest / floor": rest / floor, "launches": launches(opt.step)}
+
+
+def show(model: Model, found: dict[str, float | None]) -> None:
+    print(f"{model.name}, {model.numel / 1e6:.4g} million elements in {len(model.shapes)} matrices\n")
+    units = {"rest / floor": f"times (aim {AIM})", "launches": "kernels"}
+    for name, value in found.items():
+        shown = "not measured" if value is None else f"{value:.4g}" if name in units else f"{1e3 * value:.4g}"
+        print(f"| {name} | {shown} | {units.get(name, 'ms')} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds of timing, about")
+    parser.add_argument("--out", type=Path, help="where to write the figures, JSON")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    where = describe() + (f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ", no GPU")
+    print(where)
+    model = LARGE if device.type == "cuda" else SMALL
+    found = measure(model, device, arguments.limit)
+    show(model, found)
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps({"machine": where, "model": model.name, "seconds": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""What can be asked of `reshard`, `convert` and `export`: the options that they share, and the values as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+
+from ..converters.container import CONTAINERS
+from ..converters.content import Translate, tensors_only
+from ..converters.conventions import Said
+from ..converters.crew import PATIENCE
+from ..converters.dialects import DIALECTS
+from ..converters.export import TARGETS
+from ..converters.imports import Request
+from ..converters.names import Rules
+from ..converters.target import LAYOUTS, Cut
+from ..record import Convention
+from ..store.remote import Location
+from .parameters import CHECKPOINT, JOBS, Bytes, RuleTable, ShardRule
+
+FORMATS = (*CONTAINERS, *TARGETS)
+"""Names of the formats that can be written: those whose files are of ranks, and those of whole tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One command line.  What a command has no option for has the default here."""
+
+    source: Location
+    destination: Location
+    format: str
+    mesh: Mapping[str, int] | None = None
+    shard: tuple[tuple[str, tuple[Cut, ...]], ...] = ()
+    layout: str = "rows"
+    shard_size: int | None = None
+    tensors_only: bool = False
+    select: tuple[str, ...] = ()
+    dialect: str | None = None
+    target_dialect: str | None = None
+    rules: tuple[Rules, ...] = ()
+    convention: str | None = None
+    target_convention: str | None = None
+    mu: float | None = None
+    step: int | None = None
+    drop: tuple[str, ...] = ()
+    dry_run: bool = False
+    memory: int = 256 << 20
+    jobs: int = 2
+    resume: bool = False
+    verify: bool = False
+    patience: float = PATIENCE
+    as_json: bool = False
+
+    def translate(self) -> Translate:
+        """What is to be made of the source."""
+        said = Said(_convention(self.convention), _convention(self.target_convention), self.mu, self.step)
+        source, target = DIALECTS.get(self.dialect or ""), DIALECTS.get(self.target_dialect or "")
+        made = Request(source, target, sum(self.rules, Rules()), said, frozenset(self.drop)).of(self.source)
+        return tensors_only(made) if self.tensors_only else made
+
+
+def _convention(name: str | None) -> Convention | None:
+    return None if name is None else Convention(name)
+
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def taking(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """All of these decorators, the first the outermost: help lists options in this order."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+PLACES = taking(click.argument("source", type=CHECKPOINT), click.argument("destination", type=CHECKPOINT))
+
+RANKS = taking(
+    click.option(
+        "--shard",
+        type=ShardRule(),
+        multiple=True,
+        help="Which axes cut which dims of the tensors whose key fits; the first rule that fits wins. Without: all "
+        "axes cut the rows (dim 0), or in the other layouts share the buffer.",
+    ),
+    click.option(
+        "--layout", type=click.Choice(list(LAYOUTS)), default="rows", show_default=True, help="What ranks hold."
+    ),
+)
+
+WHOLE = taking(
+    click.option(
+        "--shard-size",
+        type=Bytes(),
+        help="safetensors, zarr: most bytes of tensors in a file. safetensors: write a folder of such files with an "
+        "index, instead of one file. zarr: 1GiB unless given.",
+    ),
+    click.option("--tensors-only", is_flag=True, help="Leave out what is no tensor, which some formats cannot hold."),
+)
+
+CONTENT = taking(
+    click.option("--select", multiple=True, metavar="GLOB", help="Take only what has a key that fits; repeatable."),
+    click.option(
+        "--from",
+        "dialect",
+        type=click.Choice(list(DIALECTS)),
+        metavar="DIALECT",
+        help="The program whose keys SOURCE has (`muonckpt rules --dialects`); without it found from them.",
+    ),
+    click.option(
+        "--to",
+        "target_dialect",
+        type=click.Choice([dialect.name for dialect in DIALECTS.values() if dialect.writable]),
+        metavar="DIALECT",
+        help="The program to write for: its keys, slots, groups and momentum convention.",
+    ),
+    click.option(
+        "--rules",
+        type=RuleTable(),
+        multiple=True,
+        help="A table of names and structure: a TOML file, or one of `muonckpt rules`; inverse:TABLE is the way back. "
+        "Applied in the order given.",
+    ),
+    click.option(
+        "--convention",
+        type=click.Choice([each.value for each in Convention]),
+        help="Of SOURCE's momentum, if nothing says it.",
+    ),
+    click.option(
+        "--target-convention",
+        type=click.Choice([each.value for each in Convention]),
+        help="To write, where the target has none of its own.",
+    ),
+    click.option(
+        "--mu",
+        type=click.FloatRange(0, 1, max_open=True),
+        help="The momentum coefficient, where SOURCE's groups have none.",
+    ),
+    click.option(
+        "--step", type=click.IntRange(0), help="Steps taken, where the target stores them and SOURCE does not."
+    ),
+    click.option("--drop", multiple=True, metavar="SLOT", help="A slot of state to leave behind; repeatable."),
+)
+
+WORK = taking(
+    click.option("--dry-run", is_flag=True, help="Print the plan; read metadata only and write nothing."),
+    click.option("--memory", type=Bytes(), default="256MiB", show_default=True, help="Most bytes of buffers."),
+    click.option("--verify", is_flag=True, help="Read everything back and compare before it is published."),
+    click.option("--json", "as_json", is_flag=True, help="Print the result, or the plan, as JSON."),
+)
+
+CREW = taking(
+    click.option("--jobs", type=JOBS, default=2, show_default=True, help="Threads that check and write ranks' files."),
+    click.option("--resume", is_flag=True, help="Go on with an interrupted run of the same command (ranks' files)."),
+    click.option(
+        "--patience",
+        type=click.FloatRange(0, min_open=True),
+        default=PATIENCE,
+        show_default=True,
+        metavar="SECONDS",
+        help="How long another worker may give no sign of life (ranks' files, several processes).",
+    ),
+)

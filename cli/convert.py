@@ -1,0 +1,33 @@
+"""`muonckpt convert`: rewrite a checkpoint in another format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from .asked import CONTENT, CREW, FORMATS, PLACES, RANKS, WHOLE, WORK, Asked, taking
+from .conversion import carry_out
+from .parameters import MeshSizes
+
+
+@click.command("convert")
+@PLACES
+@taking(
+    click.option("--format", type=click.Choice(FORMATS), required=True, help="What to write."),
+    click.option(
+        "--mesh", type=MeshSizes(), help="Axes and sizes, the outermost first: dp=8,tp=2; one rank if not given."
+    ),
+    RANKS,
+    WHOLE,
+    CONTENT,
+    CREW,
+    WORK,
+)
+def command(**options: Any) -> None:
+    """Rewrite the checkpoint SOURCE as DESTINATION in another format.
+
+    The same as reshard, with the format in front.  safetensors and zarr hold whole tensors; the files of the other
+    formats are those of ranks, and all that reshard says of mesh and layout applies.
+    """
+    carry_out(Asked(**options), "convert")

@@ -1,0 +1,33 @@
+"""`muonckpt rules`: the ready-made tables of names and structure, to look at, or to edit and pass to `--rules`."""
+
+from __future__ import annotations
+
+import click
+
+from ..converters.dialects import DIALECTS
+from ..converters.tables import READY, ready
+from ..errors import SourceError
+from .output import table
+
+
+@click.command("rules")
+@click.argument("name", required=False)
+@click.option("--dialects", is_flag=True, help="List the programs that --from and --to know.")
+def command(name: str | None, dialects: bool) -> None:
+    """Print the table NAME (inverse:NAME for the way back) as the TOML that --rules takes; without NAME list them.
+
+    \b
+    muonckpt rules megatron-swiglu > rules.toml
+    muonckpt reshard SRC DST --mesh dp=8 --rules rules.toml
+    """
+    if dialects:
+        known = [(d.name, d.convention or "-", "" if d.writable else "read only", d.who) for d in DIALECTS.values()]
+        table(("dialect", "momentum", "", "program"), known)
+    elif name is None:
+        tables = [(name, len(ready(name).rules), str(ready(name).rules[0])) for name in READY]
+        table(("table", "rules", "the first"), tables)
+    else:
+        try:
+            click.echo(ready(name).to_toml(), nl=False)
+        except SourceError as error:
+            raise click.UsageError(str(error)) from error

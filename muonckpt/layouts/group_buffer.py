@@ -1,0 +1,80 @@
+"""A flat buffer in a checkpoint: what it is of, and which ranks of the whole run share it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any
+
+from ..box import Index
+from ..errors import LayoutError, SourceError
+from ..layout import Fragment
+from . import buffer_record
+from .buffer_record import BUFFER, Kinds, check_fields, ints
+from .buffers import BufferLayout
+
+GROUP: Kinds = {"slot": (str, NoneType), "part": (int,), "group": (list,), "origins": (list,)}
+"""The fields that a checkpoint records of a buffer besides those of its layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBuffer:
+    """A buffer of one slot of state, shared by a group of ranks.
+
+    Args:
+        slot: of the optimizer's state; None: weights, and what is in no slot.
+        part: number of the group among those that cut the same tensors.
+        group: the global rank of each rank of the layout.
+        origins: for each slot of the layout the global index of its first element: the buffer may hold a box of a
+            tensor only, where other axes of the mesh cut it as well.
+        layout: its parameters are named by the keys of the tensors, and of their dtype.
+
+    Raises:
+        LayoutError: the group is not of as many distinct ranks, or the origins are not those of the parameters.
+    """
+
+    slot: str | None
+    part: int
+    group: tuple[int, ...]
+    origins: tuple[Index, ...]
+    layout: BufferLayout
+
+    def __post_init__(self) -> None:
+        if len(self.group) != self.layout.ranks or len(set(self.group)) != len(self.group) or min(self.group) < 0:
+            raise LayoutError(f"expected {self.layout.ranks} ranks that share a buffer, got {self.group}")
+        dims = [len(origin) for origin in self.origins]
+        if dims != [len(slot.parameter.shape) for slot in self.layout.slots]:
+            raise LayoutError(f"the origins {self.origins} are not those of the buffer's parameters")
+
+    def fragments(self) -> Iterator[tuple[str, Fragment]]:
+        """By key, where each box of a tensor lies in what a global rank holds of this buffer, in elements."""
+        held = self.layout.held_layouts(self.group)
+        for slot, origin in zip(self.layout.slots, self.origins, strict=True):
+            for fragment in held[slot.parameter.name].fragments:
+                yield slot.parameter.name, Fragment(fragment.box.shift(origin), fragment.place)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields of `GROUP`, then those of the layout (`buffer_record`)."""
+        return {
+            "slot": self.slot,
+            "part": self.part,
+            "group": list(self.group),
+            "origins": list(map(list, self.origins)),
+            **buffer_record.to_json(self.layout),
+        }
+
+
+def from_json(data: Mapping[str, Any]) -> GroupBuffer:
+    """Read what `GroupBuffer.to_json` wrote; other fields are somebody else's.
+
+    Raises:
+        SourceError: a field is missing, of another type, or not what the others say.
+    """
+    try:
+        own = {key: data[key] for key in GROUP}
+        check_fields(own, GROUP)
+        layout = buffer_record.from_json({key: data[key] for key in BUFFER})
+        return GroupBuffer(own["slot"], own["part"], ints(own["group"]), tuple(map(ints, own["origins"])), layout)
+    except (KeyError, TypeError, ValueError) as error:
+        raise SourceError(f"damaged record of a flat buffer: {type(error).__name__}: {error}") from error

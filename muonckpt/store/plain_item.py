@@ -1,0 +1,72 @@
+"""One Python object as ``torch.save`` stores it, where it is plain data: written byte for byte, read without running.
+
+It is a pickle in a small zip archive (:mod:`.stored_zip`).
+
+Source: ``torch/serialization.py`` (``_save``) for the members and the pickle protocol.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Container
+from typing import Any
+
+from ..errors import SourceError
+from .inert_pickle import unpickle
+from .stored_zip import ALIGNMENT, directory, read_members, store
+from .torch_zip import SERIALIZATION_ID
+
+LARGEST = 16 << 20
+"""Bytes of the largest pickle that is read: the names of all parameters of a group are one."""
+
+
+def plain_value(raw: bytes, allowed: Container[str] = ()) -> Any:
+    """The object in the bytes of an item; of what is no plain data only `Record`s of these names.
+
+    Raises:
+        SourceError: it is not plain data, or no item at all.
+    """
+    members = {member.name: member for member in read_members(lambda at, count: raw[at : at + count], 0, len(raw))}
+    found = members.get("data.pkl")
+    if found is None or found.length > LARGEST:
+        raise SourceError(f"expected a data.pkl of at most {LARGEST} bytes, found {found}")
+    data = raw[found.offset : found.offset + found.length]
+    if found.crc32 is not None and zlib.crc32(data) != found.crc32:
+        raise SourceError(f"expected checksum {found.crc32:#010x} for data.pkl, found {zlib.crc32(data):#010x}")
+    return unpickle(data, allowed)
+
+
+def plain_item(value: object) -> bytes:
+    """The item that ``torch.save(value)`` makes of plain data.
+
+    Raises:
+        TypeError: the value is not plain data.
+    """
+    _check_plain(value)
+    contents = (
+        ("data.pkl", pickle.dumps(value, protocol=2)),
+        (".format_version", b"1"),
+        (".storage_alignment", str(ALIGNMENT).encode()),
+        ("byteorder", b"little"),
+        ("version", b"3\n"),
+        (".data/serialization_id", SERIALIZATION_ID),
+    )
+    out, entries = store(contents, 0)
+    return out + directory(entries, len(out))
+
+
+def _check_plain(value: object) -> None:
+    match value:
+        case None | bool() | int() | float() | str():
+            pass
+        case list() | tuple():
+            for part in value:
+                _check_plain(part)
+        case dict():
+            for key, part in value.items():
+                if type(key) not in (str, int):
+                    raise TypeError(f"expected strings or integers as keys, found {key!r}")
+                _check_plain(part)
+        case _:
+            raise TypeError(f"expected plain data, found {type(value).__name__}")

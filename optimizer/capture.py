@@ -1,0 +1,67 @@
+"""CUDA graphs: what the host may do while one is captured, and what must be there before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured: what is launched now runs at every replay, and the host cannot wait."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def uploaded(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on a device, without waiting for it."""
+    if capturing():  # nothing may be copied from the host, but a launch holds its numbers
+        found = torch.empty(len(values), dtype=dtype, device=device)
+        for place, value in zip(found, values, strict=True):
+            place.fill_(value)
+        return found
+    found = torch.tensor(values, dtype=dtype)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+
+
+def settled(missing: str) -> None:
+    """What is made once for a shape cannot be made while a CUDA graph is captured.
+
+    Raises:
+        RuntimeError: a graph is being captured.
+    """
+    if capturing():
+        raise RuntimeError(f"{missing}: run one step with these shapes before capturing a CUDA graph")
+
+
+def refuse_absent(shapes: Sequence[tuple[int, ...]], active: Sequence[bool]) -> None:
+    """A graph does at every replay what was done when it was captured, so no parameter may sit out then.
+
+    Args:
+        shapes: of the parameters.
+        active: whether each has a gradient.
+
+    Raises:
+        RuntimeError: names how many have none, and the first.
+    """
+    absent = [shape for shape, taking_part in zip(shapes, active, strict=True) if not taking_part]
+    if absent:
+        raise RuntimeError(
+            f"{len(absent)} of {len(shapes)} parameters have no gradient while a CUDA graph is being captured (the "
+            f"first is of shape {absent[0]}): the graph would leave them out for ever. Give them gradients, of zeros "
+            "if need be, or take them out of the optimizer"
+        )
+
+
+def refuse_counted(algorithm: str) -> None:
+    """Groups that are stepped by torch's kernels have numbers on the host: AdamW's count of steps, and rates.
+
+    Raises:
+        RuntimeError: a graph is being captured, which would use today's at every replay.
+    """
+    if capturing():
+        raise RuntimeError(
+            f"a CUDA graph is being captured, and {algorithm!r} keeps its rates and its count of steps on the host: "
+            "the graph would repeat today's. Give these parameters an optimizer of their own, and step it outside of "
+            "the graph"
+        )

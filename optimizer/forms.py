@@ -1,0 +1,96 @@
+"""How a matrix is orthogonalised: by which arithmetic, and whether on its Gram matrix; by shape, or as measured."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from .gram import pays
+from .products import Products, by_torch
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way to do it.  Another form gives other last bits, so all ranks must use the same one for a matrix.
+
+    Attributes:
+        kernels: by kernels of ours (`kernels`), else by torch's products.
+        gram: several steps on one Gram matrix, where restarts are given (`gram`); else the plain form.
+    """
+
+    kernels: bool
+    gram: bool
+
+
+Choice = Callable[[torch.device, torch.dtype, int, int, int], Form]
+"""The form for ``copies`` matrices of ``m x n`` on a device, computed in a dtype: ``(device, dtype, m, n, copies)``.
+It must be the same on all ranks, so it follows from these facts alone; `costs.CostTable.form` is a measured one."""
+
+WAVE = 64
+"""Tiles of 128 x 128 that keep a large GPU busy (an H200 has 132 multiprocessors; half of them is enough, as tiles can
+be smaller).  Half of the work is of no use where it is not the work that takes the time: on an H800 flash-muon's
+symmetric kernel loses at 1024², with 36 tiles (0.0124 ms to 0.0112), and wins at 4096², with 528 (0.1838 to 0.2955).
+Not measured by us: `costs.measure` does on the GPU that is there."""
+
+
+def fills(rows: int, columns: int, copies: int = 1) -> bool:
+    """Whether the triangle of a Gram matrix, for so many matrices of a shape, has a `WAVE` of tiles: from 1281² on."""
+    side = -(-min(rows, columns) // 128)
+    return copies * side * (side + 1) // 2 >= WAVE
+
+
+def by_shape(device: torch.device, dtype: torch.dtype, rows: int, columns: int, copies: int) -> Form:
+    """The `Choice` where nothing has been measured: by estimates (`fills`, `gram.pays`)."""
+    return Form(has_kernels(device, dtype) and fills(rows, columns, copies), pays(rows, columns))
+
+
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels run there: 16 bits, on NVIDIA GPUs from compute capability 8.0 on."""
+    suitable = device.type == "cuda" and torch.version.cuda is not None and dtype.itemsize == 2
+    return suitable and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def arithmetic(form: Form, device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> Products:
+    """What to orthogonalise ``rows x columns`` with.
+
+    Warns:
+        RuntimeWarning: once, if there should be kernels and Triton is missing: torch does the work, up to twice slower.
+
+    Raises:
+        ValueError: kernels, where they do not run.
+    """
+    if form.kernels:
+        return _kernels(device, dtype)
+    return by_torch(device, dtype, min(rows, columns) * rows * columns)
+
+
+@lru_cache(maxsize=16)
+def _kernels(device: torch.device, dtype: torch.dtype) -> Products:
+    try:
+        from .kernels import Kernels
+        from .launches import INTERPRETED
+    except ModuleNotFoundError as error:
+        missing_triton(
+            error,
+            "Newton-Schulz runs on torch's matrix products, up to twice slower, and its last bits are not those of "
+            "ranks that have it",
+        )
+        return by_torch(device, dtype, 0)
+    if not (INTERPRETED and device.type == "cpu") and not has_kernels(device, dtype):
+        raise ValueError(f"there are no kernels for {dtype} on {device}: choose forms that were measured there")
+    return Kernels(dtype)
+
+
+def missing_triton(error: ModuleNotFoundError, consequence: str) -> None:
+    """Say what follows, if it is Triton that could not be imported; raise the error again if it is not."""
+    if error.name is None or error.name.split(".")[0] != "triton":
+        raise error
+    warnings.warn(
+        f"Triton is not installed: {consequence}. Install triton, in the version that torch names",
+        RuntimeWarning,
+        stacklevel=4,
+    )

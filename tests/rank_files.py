@@ -1,0 +1,83 @@
+"""Megatron's per-rank optimizer files, made with everything in them that those of real runs have."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from muonckpt.layouts.parameters import Parameter
+from muonckpt.store.layer_wise_names import Description, Member, deal
+
+
+def described(folder, **description):
+    (folder / "layer_wise.json").write_text(json.dumps(description))
+    return folder
+
+
+def dressed(tensor: torch.Tensor, as_parameter: bool) -> torch.Tensor:
+    """With attributes, as Megatron sets them on its masters; torch pickles such a tensor in another way."""
+    out = torch.nn.Parameter(tensor) if as_parameter else tensor
+    out.partition_dim, out.tensor_model_parallel = -1, False
+    return out
+
+
+def value_of(name: str, slot: str, shape) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(map(ord, name + slot))))
+
+
+MODEL = [
+    *(
+        (f"layers.{n}.{part}", shape)
+        for n in range(3)
+        for part, shape in (("qkv", (6, 4)), ("fc", (8, 3)), ("o", (4, 4)))
+    ),
+    ("norm", (4,)),
+]
+
+
+WORDS = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "max_lr": 0.1,
+         "min_lr": 0.0}  # fmt: skip
+"""What Megatron tells groups by."""
+
+
+def written(tmp_path: Path, algorithm: str, ranks: int) -> Path:
+    """The files of Muon, with ``legacy-pingpong`` of AdamW too; the model's file; and a description that reads that."""
+    adam = algorithm == "legacy-pingpong"
+    managed = [(name, shape) for name, shape in MODEL if adam or len(shape) == 2]
+    members = [Member(Parameter(name, shape), int(len(shape) != 2)) for name, shape in managed]
+    told = Description(algorithm, tuple(members), bucket_size=40)
+    shares = deal(told, told.members, ranks).shares
+    folder = tmp_path / algorithm
+    folder.mkdir()
+    for rank in range(ranks):
+        children = [child(shares.get((rank, 0), ()), {"momentum_buffer"}, None, {"lr": 0.1, "momentum": 0.9})]
+        if adam:
+            slots, options = {"exp_avg", "exp_avg_sq"}, {"lr": 0.5, "betas": (0.9, 0.95)}
+            children.append(child(shares.get((rank, 1), ()), slots, 3, options))
+        torch.save(children if adam else children[0], folder / f"layer_wise_optimizer_{rank}.pt")
+    weights = collections.OrderedDict()
+    for name, shape in MODEL:
+        weights[name] = value_of(name, "fp32_param", shape).bfloat16()
+        weights[f"{name}._extra_state"] = None
+    rest = {"args": argparse.Namespace(dtype=torch.bfloat16), "rng": [random.getstate(), np.random.get_state()]}
+    torch.save({"model": weights, **rest}, folder / "model_optim_rng.pt")
+    groups = [{"names": ["layers.*"], "dims": 2}, *([{"names": ["norm"]}] if adam else [])]
+    return described(folder, algorithm=algorithm, bucket_size=40, model="model_optim_rng.pt", group=groups)
+
+
+def child(names: Sequence[str], slots: set[str], step: int | None, options: dict) -> dict:
+    """The state dict of one optimizer that owns these parameters."""
+    shapes = dict(MODEL)
+    state = {n: {slot: value_of(name, slot, shapes[name]) for slot in slots} for n, name in enumerate(names)}
+    for each in state.values() if step is not None else ():
+        each["step"] = torch.tensor(float(step))
+    group = {**options, **WORDS, "params": list(range(len(names)))}
+    masters = [dressed(value_of(name, "fp32_param", shapes[name]), n % 2 > 0) for n, name in enumerate(names)]
+    return {"optimizer": {"state": state, "param_groups": [group]}, "fp32_from_fp16_params": [masters]}

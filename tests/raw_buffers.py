@@ -1,0 +1,92 @@
+"""Raw flat buffers for tests: written by us, and as somebody else would leave them, filled by an oracle."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from muonckpt.converters.container import CONTAINERS
+from muonckpt.converters.reshard import make_job, run
+from muonckpt.converters.target import Rule, Target
+from muonckpt.layouts.group_buffer import GroupBuffer
+from muonckpt.layouts.parameters import Parameter
+from muonckpt.record import Manifest, StateRecord
+from muonckpt.store import flat_buffers
+from muonckpt.store.dtypes import itemsize
+
+INDEX = "flat_buffers.json"
+EXPERTS = Rule("*experts*", (("ep", 0),))
+MESHES = {1: ({"dp": 1}, ()), 3: ({"dp": 3}, ()), 4: ({"dp": 2, "ep": 2}, (EXPERTS,))}
+
+
+def written(source: Path, path: Path, layout: str, dp: int, **how: Any) -> Manifest:
+    mesh, rules = MESHES[dp]
+    done = run(make_job(source, Target(mesh, rules, layout), container=CONTAINERS["buffers"]), path, **how)
+    assert done is not None
+    return done
+
+
+def filled(index: dict[str, Any], values: dict[str, np.ndarray], padding: bytes = b"\0") -> dict[str, bytes]:
+    """The files of ranks, from the JSON alone: buffers filled parameter by parameter, cut at the shards' ends."""
+    files: dict[str, bytearray] = {}
+    for entry in index["provenance"]["buffers"]:
+        size = itemsize(entry["parameters"][0]["dtype"])
+        buffer = bytearray(padding * (entry["numel"] * size))
+        for parameter, origin in zip(entry["parameters"], entry["origins"], strict=True):
+            box = tuple(slice(lo, lo + n) for lo, n in zip(origin, parameter["shape"], strict=True))
+            buffer[parameter["start"] * size : parameter["stop"] * size] = values[parameter["name"]][box].tobytes()
+        for rank, (file, offset, length) in enumerate(entry["files"]):
+            held = b"".join(buffer[start * size : stop * size] for start, stop, of in entry["shards"] if of == rank)
+            assert len(held) == length and offset % 4096 == 0
+            if held:
+                whole = files.setdefault(file, bytearray())
+                assert not any(whole[offset:])
+                whole.extend(bytes(max(offset + length - len(whole), 0)))
+                whole[offset : offset + length] = held
+    return {name: bytes(content) for name, content in files.items()}
+
+
+def index_of(path: Path) -> dict[str, Any]:
+    return json.loads((path / INDEX).read_text())
+
+
+def binaries(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir() if file.name.startswith("rank_")}
+
+
+def with_version(path: Path, version: int) -> None:
+    index = index_of(path)
+    for entry in index["provenance"]["buffers"]:
+        entry["version"] = version
+    (path / INDEX).write_text(json.dumps(index))
+
+
+def dumped(path: Path, buffers: list[GroupBuffer], values: dict[str, np.ndarray]) -> Path:
+    """What somebody else would write who has these buffers in memory: no chunks, no sums."""
+    held = [each.parameter for buffer in buffers for each in buffer.layout.slots]
+    tensors = [StateRecord(p.name, (p.name,), values[p.name].shape, p.dtype, (), slot="momentum_buffer") for p in held]
+    records = [each.to_json() for each in flat_buffers.place(buffers)]
+    index = json.loads(Manifest(tuple(tensors), (), {"program": "another", "buffers": records}).to_json())
+    path.mkdir()
+    (path / INDEX).write_text(json.dumps(index))
+    for name, content in filled(index, values, padding=b"\xff").items():
+        (path / name).write_bytes(content)
+    return path
+
+
+PARAMETERS = [Parameter(f"layers.{n}.w", (6 + n % 2, 5), "float32") for n in range(7)]
+NUMBERS = {
+    p.name: np.arange(n * 100, n * 100 + p.numel, dtype="<f4").reshape(p.shape) for n, p in enumerate(PARAMETERS)
+}
+
+
+def grouped(layouts, group=(0, 1, 2)) -> list[GroupBuffer]:
+    return [
+        GroupBuffer(
+            "momentum_buffer", 0, group, tuple((0,) * len(each.parameter.shape) for each in layout.slots), layout
+        )
+        for layout in layouts
+    ]

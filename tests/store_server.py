@@ -1,0 +1,67 @@
+"""An S3 server on loopback, in this process: moto's, with a record of what it is asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from urllib.parse import parse_qs
+
+BUCKET = "bucket"
+
+
+@dataclass(frozen=True)
+class Request:
+    """``sent`` and ``answered`` in bytes of the bodies."""
+
+    method: str
+    key: str
+    query: dict[str, list[str]]
+    sent: int
+    answered: int
+
+
+@dataclass
+class Server:
+    """A WSGI application around moto's."""
+
+    app: object
+    requests: list[Request] = field(default_factory=list)
+
+    def __call__(self, environ, start_response):
+        body = b"".join(self.app(environ, start_response))
+        query = parse_qs(environ["QUERY_STRING"], keep_blank_values=True)
+        sent, key = int(environ.get("CONTENT_LENGTH") or 0), environ["PATH_INFO"].removeprefix(f"/{BUCKET}/")
+        self.requests.append(Request(environ["REQUEST_METHOD"], key, query, sent, len(body)))
+        return [body]
+
+    def read(self, suffix: str = "") -> int:
+        """Bytes of objects that were fetched whose keys end so."""
+        return sum(r.answered for r in self.requests if r.method == "GET" and not r.query and r.key.endswith(suffix))
+
+    def parts(self, suffix: str) -> list[int]:
+        """Bytes of the parts of multipart uploads."""
+        return [r.sent for r in self.requests if "partNumber" in r.query and r.key.endswith(suffix)]
+
+
+@contextmanager
+def running() -> Iterator[tuple[Server, str]]:
+    """The server and its address; it ends with the block."""
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import WSGIRequestHandler, make_server
+
+    class Quiet(WSGIRequestHandler):
+        def log(self, kind, message, *arguments):
+            """The record says it."""
+
+    server = Server(DomainDispatcherApplication(create_backend_app))
+    serving = make_server("127.0.0.1", 0, server, threaded=True, request_handler=Quiet)
+    thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield server, f"http://127.0.0.1:{serving.port}"
+    finally:
+        serving.shutdown()
+        thread.join()
+        serving.server_close()
