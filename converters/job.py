@@ -22,8 +22,8 @@ from ..record import Manifest, StateRecord
 from ..store import directory
 from ..store.dtypes import itemsize
 from ..store.formats import format_of
-from ..store.regular import at_each, open_regular
-from ..store.remote import Location
+from ..store.regular import open_regular
+from ..store.remote import Location, at_each
 from .container import DCP, Container
 from .content import Translate, as_they_are
 from .files import Part, TargetFile

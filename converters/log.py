@@ -129,7 +129,7 @@ class ObjectLog:
     def __init__(self, place: Remote, first: First) -> None:
         self._place = place
         self._count = 1
-        place.fs.pipe_file(_line(place, 0).path, first(False), mode="create")
+        _line(place, 0).create(first(False))
 
     def add(self, line: bytes) -> None:
         _line(self._place, self._count).write(line)

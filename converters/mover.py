@@ -29,8 +29,7 @@ from .files import Item, TargetFile
 from .journal import Done, Sum
 
 LARGEST_BAND = 2 << 20
-"""Bytes moved at a time, at most: few enough to stay in cache from the copy to the checksums to the write.  (Larger
-writes also make ext4 take pages of 2 MiB, which was measured to cost the system three times the time.)"""
+"""Bytes moved at a time, at most: few enough to stay in cache from the copy to the checksums to the write."""
 
 _MOST_ROWS = 1 << 16
 """Of a band: the fingerprint has a weight of 8 bytes for each, and remembers those of the last 16 bands."""

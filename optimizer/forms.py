@@ -63,13 +63,13 @@ def arithmetic(form: Form, device: torch.device, dtype: torch.dtype, rows: int, 
     Raises:
         ValueError: kernels, where they do not run.
     """
-    if form.kernels:
-        return _kernels(device, dtype)
-    return by_torch(device, dtype, min(rows, columns) * rows * columns)
+    kernels = _kernels(device, dtype) if form.kernels else None
+    return kernels or by_torch(device, dtype, *sorted((rows, columns)))
 
 
 @lru_cache(maxsize=16)
-def _kernels(device: torch.device, dtype: torch.dtype) -> Products:
+def _kernels(device: torch.device, dtype: torch.dtype) -> Products | None:
+    """None if Triton is missing."""
     try:
         from .kernels import Kernels
         from .launches import INTERPRETED
@@ -79,7 +79,7 @@ def _kernels(device: torch.device, dtype: torch.dtype) -> Products:
             "Newton-Schulz runs on torch's matrix products, up to twice slower, and its last bits are not those of "
             "ranks that have it",
         )
-        return by_torch(device, dtype, 0)
+        return None
     if not (INTERPRETED and device.type == "cpu") and not has_kernels(device, dtype):
         raise ValueError(f"there are no kernels for {dtype} on {device}: choose forms that were measured there")
     return Kernels(dtype)

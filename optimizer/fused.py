@@ -90,6 +90,8 @@ class Fused:
         self._momenta = {kind: self._tensors("momenta", kind, kind.momentum, momenta) for kind in set(kinds)}
         self._gradients = {kind: self._tensors("gradients", kind, kind.gradient, gradients) for kind in set(kinds)}
         self._weights = {kind: self._tensors("weights", kind, kind.weight, weights) for kind in set(kinds)}
+        # Kernels write behind torch's back: autograd must know that what it saved is no longer there.
+        torch.autograd.graph.increment_version([t for t in (*momenta, *weights) if t is not None])
         groups = [round_.groups[param] for param in self._params]
         momentum = self._numbers("momentum", [group["momentum"] for group in groups])
         ahead = torch.where(self._numbers("nesterov", [bool(group["nesterov"]) for group in groups]) > 0, momentum, 1.0)

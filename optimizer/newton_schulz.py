@@ -8,7 +8,8 @@ The polar factor ``U Vᵀ`` of ``M = U S Vᵀ`` is reached by odd polynomials of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import reduce
+from dataclasses import dataclass
+from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from .coefficients import COEFFICIENTS, CoefficientSet, Triple, coefficient_set
 from .forms import Form, arithmetic, by_shape
 from .gram import compound, spans
-from .products import bounded_norm, by_torch, squares, widened
+from .products import Products, bounded, by_torch, frobenius, widened
 
 __all__ = ["COEFFICIENTS", "orthogonalize", "orthogonalize_batch", "orthogonalize_parts", "tree_sum"]
 
@@ -34,7 +35,6 @@ singular values of 1e-3, and no set lifts smaller ones in five steps.  No larger
 Powers of two are exact, so bf16 and fp32 give the bits that they would give without.  The last step takes it back."""
 
 
-@torch.no_grad()
 def orthogonalize(
     matrix: Tensor,
     *,
@@ -110,28 +110,65 @@ def orthogonalize_batch(
     """
     if stack.ndim != 3:
         raise ValueError(f"expected a stack of matrices of one shape, got shape {tuple(stack.shape)}")
-    count, rows, columns = stack.shape
     _check(stack, dtype)
-    triples, scale = _held(coefficients, steps)
-    runs = spans(gram, steps, dtype) if gram is not None else ()
-    form = form or by_shape(stack.device, dtype, rows, columns, count)
-    compounded = form.gram and bool(runs)
-    inner = torch.float16 if compounded and dtype.itemsize == 2 else dtype
-    kind = arithmetic(form, stack.device, inner, rows, columns)
+    made = _Iteration.of if torch.compiler.is_compiling() else _iteration
+    restarts = None if gram is None else tuple(gram)
+    iteration = made(coefficients, steps, dtype, eps, restarts, form, stack.device, *stack.shape)
+    tall = stack.shape[1] > stack.shape[2]
+    done = iteration.kind.over(stack.mT if tall else stack, iteration)
+    return (done.mT if tall else done).to(dtype).contiguous()
 
-    def work(x: Tensor) -> Tensor:
-        x = kind.normal(x, eps, scale)
-        if compounded:
-            for start, stop in runs:
-                x = kind.added(x, 0.0, compound(kind.gram(x), triples[start:stop], kind))
+
+@dataclass(frozen=True, slots=True)
+class _Iteration:
+    """All that is done to a wide matrix, or to a stack of them: `triples` applied to it over its norm times ``scale``.
+
+    Attributes:
+        runs: of steps that share a Gram matrix; none for the plain form.
+    """
+
+    kind: Products
+    triples: tuple[Triple, ...]
+    runs: tuple[tuple[int, int], ...]
+    eps: float
+    scale: float
+
+    @classmethod
+    def of(
+        cls,
+        coefficients: str | CoefficientSet,
+        steps: int,
+        dtype: torch.dtype,
+        eps: float,
+        gram: tuple[int, ...] | None,
+        form: Form | None,
+        device: torch.device,
+        count: int,
+        rows: int,
+        columns: int,
+    ) -> _Iteration:
+        """For arguments of :func:`orthogonalize_batch`; the same exceptions."""
+        triples, scale = _held(coefficients, steps)
+        runs = spans(gram, steps, dtype) if gram is not None else ()
+        form = form or by_shape(device, dtype, rows, columns, count)
+        runs = runs if form.gram else ()
+        inner = torch.float16 if runs and dtype.itemsize == 2 else dtype
+        return cls(arithmetic(form, device, inner, rows, columns), triples, runs, eps, scale)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        kind = self.kind
+        x = kind.normal(x, self.eps, self.scale)
+        if self.runs:
+            for start, stop in self.runs:
+                x = kind.added(x, 0.0, compound(kind.gram(x), self.triples[start:stop], kind))
         else:
-            for a, b, c in triples:
+            for a, b, c in self.triples:
                 x = kind.added(x, a, kind.square(kind.gram(x), b, c))
         return x
 
-    tall = rows > columns
-    done = kind.over(stack.mT if tall else stack, work)
-    return (done.mT if tall else done).to(dtype).contiguous()
+
+# Made anew, it would take a tenth of the time of a small matrix.
+_iteration = lru_cache(maxsize=1024)(_Iteration.of)
 
 
 @torch.no_grad()
@@ -172,9 +209,10 @@ def orthogonalize_parts(
     if len({part.shape[0] for part in parts}) != 1 or parts[0].ndim != 2:
         raise ValueError(f"expected parts of one number of rows, got {[tuple(part.shape) for part in parts]}")
     triples, scale = _held(coefficients, steps)
-    kind = by_torch(parts[0].device, dtype, 0)
+    kind = by_torch(parts[0].device, dtype, 0, 0)
     exact = [widened(part, dtype) for part in parts]
-    norm = bounded_norm(total(squares(x) for x in exact), eps, scale)
+    # The root of a rounded square is what was squared (radix 2): one block has the norm that it has alone.
+    norm = bounded(total(frobenius(x).square().view(1, 1) for x in exact).sqrt(), eps, scale)
     xs = [(x / norm).to(kind.dtype) for x in exact]
     for a, b, c in triples:
         gram = total(_unrounded_gram(x) for x in xs).to(kind.dtype)

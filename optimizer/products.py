@@ -64,34 +64,50 @@ class TorchProducts:
 
     def normal(self, x: Tensor, eps: float, scale: float) -> Tensor:
         exact = widened(x, self.dtype)
-        return self._rounded(exact / bounded_norm(squares(exact), eps, scale))
+        return (exact / bounded(frobenius(exact), eps, scale)).to(self.dtype).to(self.held)
 
     def gram(self, x: Tensor) -> Tensor:
-        return self._by_strips(x, x.mT) if _large(x) else self._rounded(x @ x.mT)
+        return self._rounded(x @ x.mT)
 
     def square(self, r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
-        if c and _large(r):
-            result = self._by_strips(r, r, r, b, c)
-        else:
-            result = self._rounded(torch.addmm(r, r, r, beta=b, alpha=c) if c else r * b)
-        if a:
-            result.diagonal().add_(a)
-            result = self._rounded(result)
-        return result
+        result = self._rounded(torch.addmm(r, r, r, beta=b, alpha=c) if c else r * b)
+        return self._shifted(result, a) if a else result
 
     def commuting(self, z: Tensor, q: Tensor) -> Tensor:
-        return self._by_strips(z, q) if _large(z) else self._rounded(z @ q)
+        return self._rounded(z @ q)
 
     def added(self, x: Tensor, a: float, p: Tensor) -> Tensor:
         return self._rounded(torch.addmm(x, p, x, beta=a) if a else p @ x)
 
+    def _shifted(self, x: Tensor, a: float) -> Tensor:
+        x.diagonal().add_(a)
+        return self._rounded(x)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        return x if self.dtype is self.held else x.to(self.dtype).to(self.held)
+
+
+@dataclass(frozen=True, slots=True)
+class StripProducts(TorchProducts):
+    """`TorchProducts` that compute large symmetric products by strips of rows up to the diagonal, and mirror them."""
+
+    def gram(self, x: Tensor) -> Tensor:
+        return self._by_strips(x, x.mT)
+
+    def square(self, r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
+        result = self._by_strips(r, r, r, b, c) if c else self._rounded(r * b)
+        return self._shifted(result, a) if a else result
+
+    def commuting(self, z: Tensor, q: Tensor) -> Tensor:
+        return self._by_strips(z, q)
+
     def _by_strips(
         self, left: Tensor, right: Tensor, addend: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
     ) -> Tensor:
-        """``alpha·left·right + beta·addend``, known to be symmetric: strips of rows up to the diagonal, mirrored."""
-        side = left.shape[0]
+        """``alpha·left·right + beta·addend``."""
+        side, depth = left.shape
+        high = max(LEAST, -(-side // STRIPS)) if side * side * depth >= LARGE else side
         result = left.new_empty(side, side)
-        high = max(LEAST, -(-side // STRIPS))
         for top in range(0, side, high):
             end = min(top + high, side)
             rows, a, b = result[top:end, :end], left[top:end], right[:, :end]
@@ -99,16 +115,6 @@ class TorchProducts:
             rows.copy_(self._rounded(found))
             result[:top, top:end] = rows[:, :top].mT
         return result
-
-    def _rounded(self, x: Tensor) -> Tensor:
-        # Tests cost less than conversions to what a tensor is already.
-        return x if x.dtype == self.dtype == self.held else x.to(self.dtype).to(self.held)
-
-
-def _large(left: Tensor) -> bool:
-    """Whether a symmetric product ``left·right`` is done by strips."""
-    side, depth = left.shape
-    return side * side * depth >= LARGE and left.is_cpu
 
 
 STRIPS, LEAST, LARGE = 4, 128, 1 << 27
@@ -125,18 +131,21 @@ on an AMD EPYC with avx512_bf16, one thread, all of Newton-Schulz: 64 x 64 takes
 220 in fp32 as it is; 64 x 256 takes 510, 670 and 420; 128 x 128 takes 710, 930 and 890."""
 
 
-def by_torch(device: torch.device, dtype: torch.dtype, multiply_adds: int) -> TorchProducts:
-    """In what torch's products of so many multiply-adds compute ``dtype`` best.
+def by_torch(device: torch.device, dtype: torch.dtype, side: int, length: int) -> TorchProducts:
+    """In what torch's products compute ``dtype`` best, for matrices of ``side x length``, the shorter first.
 
     The product of two 16-bit values is exact in fp32, so an fp32 product of rounded operands, rounded once, is what a
     16-bit matrix unit computes; a CPU without one does it 10 to 100 times faster this way.  Where even that rounding
     costs more than the product, nothing but the result is rounded: that is closer to exact than what was asked for.
     """
-    if device.type != "cpu" or dtype.itemsize > 2:
+    if device.type != "cpu":
         return TorchProducts(dtype, dtype)
-    if multiply_adds < WORTH:
+    kind = StripProducts if side * side * length >= LARGE else TorchProducts
+    if dtype.itemsize > 2:
+        return kind(dtype, dtype)
+    if side * side * length < WORTH:
         return TorchProducts(torch.float32, torch.float32)
-    return TorchProducts(dtype, dtype if _has_units(dtype) else torch.float32)
+    return kind(dtype, dtype if _has_units(dtype) else torch.float32)
 
 
 @lru_cache(maxsize=2)
@@ -150,15 +159,14 @@ def widened(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return matrix.to(torch.promote_types(torch.float32, dtype)).contiguous()
 
 
-def squares(x: Tensor) -> Tensor:
-    """The sum of squares, ``[1, 1]``."""
+def frobenius(x: Tensor) -> Tensor:
+    """The Frobenius norm, without dims."""
     # Row by row: torch's CPU kernel keeps plain running fp32 sums, and over 2**27 elements they are 4 % off.
-    by_row: Tensor = torch.linalg.vector_norm(x, dim=1).square_()
-    return by_row.sum().view(1, 1)
+    norm: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=1))
+    return norm
 
 
-def bounded_norm(squares: Tensor, eps: float, scale: float) -> Tensor:
-    """``max(norm, eps) · scale`` from a sum of squares; NaN if the norm is not finite."""
+def bounded(norm: Tensor, eps: float, scale: float) -> Tensor:
+    """``max(norm, eps) · scale``; NaN if the norm is not finite."""
     # An infinite norm would divide finite elements to zero.
-    norm = torch.nan_to_num(squares.sqrt(), nan=torch.nan, posinf=torch.nan)
-    return norm.clamp_(min=eps).mul_(scale)
+    return torch.nan_to_num(norm, nan=torch.nan, posinf=torch.nan).clamp_(min=eps).mul_(scale)

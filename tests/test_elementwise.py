@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,3 +189,31 @@ def test_refusals() -> None:
         e.apply(segments, listed(ones[:1]), table([(0.0, 1.0, 0.0)] * 2), wire(12), FP32)
     with pytest.raises(ValueError, match="contiguous"):
         listed([torch.ones(6, device=DEVICE)[::2], None])
+
+
+COMPILED = """
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from muonckpt.optimizer import elementwise
+
+def compiled(kernel, **fixed):
+    names, kinds = kernel.arg_names, {"weights": "*fp32", "rates": "*fp32", "buffer": "*u8"}
+    signature = {name: "constexpr" if name in fixed else kinds.get(name, "*i64") for name in names}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+
+kinds = dict(MOMENTUM=tl.float32, GRADIENT=tl.bfloat16, FAR=tl.bfloat16)
+send = compiled(elementwise._send, ACCUMULATE=True, BLOCK=1024, **kinds)
+apply = compiled(elementwise._apply, PARAM=tl.bfloat16, FAR=tl.float16, BLOCK=1024)
+compiled(elementwise._carry, KIND=tl.bfloat16, BACK=True, BLOCK=1024)
+assert "fma.rn.f32" in send and "fma.rn.f32" in apply  # as in torch's kernels
+"""
+
+
+def test_each_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+    """Without a GPU."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

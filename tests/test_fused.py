@@ -164,3 +164,14 @@ def test_rates_in_tensors_are_read_when_the_step_runs() -> None:
             opt.step()
         results.append(snapshot(params, opt))
     assert_same_bits(*results)
+
+
+@pytest.mark.usefixtures("swept")
+def test_autograd_knows_that_kernels_wrote() -> None:
+    param = nn.Parameter(torch.ones(6, 8, device=DEVICE))
+    opt = Muon([param])
+    loss = param.square().sum()
+    loss.backward(retain_graph=True)
+    opt.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

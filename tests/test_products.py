@@ -9,7 +9,7 @@ import torch
 
 from muonckpt.optimizer import forms, products
 from muonckpt.optimizer.forms import Form, arithmetic, by_shape, fills
-from muonckpt.optimizer.products import LARGE, WORTH, TorchProducts, by_torch
+from muonckpt.optimizer.products import LARGE, WORTH, StripProducts, TorchProducts, by_torch
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -89,17 +89,19 @@ def test_a_cpu_multiplies_16_bits_where_it_has_units_for_them(monkeypatch: pytes
     for units, found in (({"amx_bf16": True}, BF16), ({"avx512_bf16": False}, FP32)):
         products._has_units.cache_clear()
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda units=units: units)
-        assert by_torch(CPU, BF16, WORTH) == TorchProducts(BF16, found)
-        assert by_torch(CPU, FP16, WORTH) == TorchProducts(FP16, FP32)
-        assert by_torch(CPU, BF16, WORTH - 1) == by_torch(CPU, FP32, WORTH) == TorchProducts(FP32, FP32)
+        assert by_torch(CPU, BF16, 1, WORTH) == TorchProducts(BF16, found)
+        assert by_torch(CPU, FP16, 1, WORTH) == TorchProducts(FP16, FP32)
+        assert by_torch(CPU, BF16, 1, WORTH - 1) == by_torch(CPU, FP32, 1, WORTH) == TorchProducts(FP32, FP32)
+        assert by_torch(CPU, BF16, 512, LARGE // 512**2) == StripProducts(BF16, found)
+        assert by_torch(CPU, FP32, 512, LARGE // 512**2) == StripProducts(FP32, FP32)
     products._has_units.cache_clear()
-    assert by_torch(CUDA, BF16, 0) == TorchProducts(BF16, BF16)
+    assert by_torch(CUDA, BF16, 512, LARGE) == TorchProducts(BF16, BF16)
 
 
 @pytest.mark.parametrize("side", [512, 601])
 def test_a_large_symmetric_product_by_strips_is_the_whole_one(side: int) -> None:
     """Small integers: sums are exact in any order."""
-    kind, depth = TorchProducts(FP32, FP32), LARGE // side**2 + 1
+    kind, depth = StripProducts(FP32, FP32), LARGE // side**2 + 1
     x = torch.randint(-1, 2, (side, depth)).float()
     r = kind.gram(x)
     assert torch.equal(r, x @ x.mT)

@@ -21,8 +21,8 @@ from . import torch_zip
 from .extents import check_extents
 from .metadata_pickle import MAX_BYTES, Metadata, StoredItem, TensorMeta, dump, parse
 from .output import write_synced
-from .regular import File, at_each, open_regular
-from .remote import Location
+from .regular import File, open_regular
+from .remote import Location, at_each
 
 FILE = ".metadata"
 """Name of DCP's description of a checkpoint."""

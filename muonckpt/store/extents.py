@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from ..errors import SourceError
 from ..record import Extent
-from .regular import at_each, open_regular
-from .remote import Location
+from .regular import open_regular
+from .remote import Location, at_each
 
 
 def check_extents(path: Location, named: Iterable[tuple[Extent, str]]) -> None:

@@ -6,15 +6,12 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from ..errors import SourceError
 from .remote import Location, Remote
-
-_ASKED_AT_ONCE = 16
 
 
 class Bytes(Protocol):
@@ -133,18 +130,6 @@ class Mapped:
         if self._map:
             first = offset // mmap.PAGESIZE * mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, first, offset + length - first)
-
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-
-def at_each(place: Location, function: Callable[[T], R], things: Iterable[T]) -> list[R]:
-    """What a function makes of each, in this order.  A store takes its time to answer: there many are asked at once."""
-    if not isinstance(place, Remote):
-        return list(map(function, things))
-    with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
-        return list(pool.map(function, things))
 
 
 @contextmanager

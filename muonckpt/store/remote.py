@@ -6,12 +6,13 @@ come from where the store's own library looks for them, that is from the environ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from ..errors import DestinationError, SourceError
@@ -27,11 +28,14 @@ MOST = 4 << 20
 PART = 8 << 20
 """Bytes of the parts in which an object is written.  S3 demands 5 MiB."""
 
-_READ, _WRITTEN = 2, 4
-"""How often the libraries hold what is asked for, and a part that is on its way (measured with s3fs 2026.9)."""
+_READ, _WRITTEN = 3, 5
+"""How often a thread's memory holds what is asked for, and a part on its way, with what the libraries copy and what is
+made of it (measured with s3fs 2026.9)."""
 
 _PARTS = 9_000
 """Of an object, at most.  S3 allows 10 000."""
+
+_ASKED_AT_ONCE = 16
 
 _STATE = ("ETag", "etag", "generation", "version_id", "LastModified", "last_modified", "mtime", "updated", "created")
 """What stores tell of an object that changes when it is written."""
@@ -110,50 +114,80 @@ class Remote:
     def remove(self) -> None:
         """Delete it with all that lies in it, if there is anything."""
         with asking(self):
-            for name in self.fs.find(self.path):  # not rm(), which takes names for patterns
-                self.fs.rm_file(name)
+            at_each(self, self.fs.rm_file, self.fs.find(self.path))  # not rm(), which takes names for patterns
 
     def write(self, data: bytes) -> None:
         """Put a small object, whole."""
         with asking(self):
             self.fs.pipe_file(self.path, data)
 
+    def create(self, data: bytes) -> None:
+        """Put a small object where there is none.
+
+        Raises:
+            FileExistsError: there is one.
+        """
+        try:
+            with asking(self):
+                self.fs.pipe_file(self.path, data, mode="create")
+        except FileNotFoundError as error:  # the bucket
+            raise OSError(str(error)) from error
+
     def copy_to(self, other: Remote) -> None:
         """Copy an object, or all that lies in a directory, inside the store: no bytes pass through this machine.
 
         What describes the rest, which are the JSON files that lie directly in the directory, comes last.
         """
+
+        def copy(name: str) -> None:
+            self.fs.cp_file(self.path + name, other.path + name)
+
         with asking(other):
             names = [name.removeprefix(self.path) for name in self.fs.find(self.path)]
-            for name in sorted(names, key=lambda name: (name.count("/") == 1 and name.endswith(".json"), name)):
-                self.fs.cp_file(self.path + name, other.path + name)
+            last = [name for name in names if name.count("/") == 1 and name.endswith(".json")]
+            at_each(self, copy, [name for name in names if name not in last])
+            at_each(self, copy, last)
 
     def open(self) -> RemoteFile:
         """Raises:
         SourceError: there is no such object.
         """
         with reading(self):
-            return RemoteFile(self, self.fs.info(self.path))
+            info = self.fs.info(self.path)
+        return RemoteFile(self, info)
 
     @contextmanager
     def upload(self, length: int) -> Iterator[Upload]:
         """Write an object of ``length`` bytes; it is there when all has been written, or else not at all."""
         with asking(self):
             stream = self.fs.open(self.path, "wb", block_size=part_bytes(length))
-            upload = Upload(stream)
-            try:
-                yield upload
-                upload.fill(length)
-            except BaseException:
-                stream.discard()
-                stream.forced = True  # fsspec's word for: nothing is left to be written when it is closed
-                raise
-            finally:
+        upload = Upload(self, stream)
+        try:
+            yield upload
+            upload.fill(length)
+            with asking(self):
                 stream.close()
+        except BaseException:
+            with suppress(OSError), asking(self):
+                stream.discard()
+            stream.forced = True  # fsspec's word for: nothing is left to be written when it is closed
+            stream.close()
+            raise
 
 
 Location = Path | Remote
 """Where a checkpoint is."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def at_each(place: Location, function: Callable[[T], R], things: Iterable[T]) -> list[R]:
+    """What a function makes of each, in this order.  A store takes its time to answer: there many are asked at once."""
+    if not isinstance(place, Remote):
+        return list(map(function, things))
+    with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+        return list(pool.map(function, things))
 
 
 def location(text: str) -> Location:
@@ -173,6 +207,8 @@ def location(text: str) -> Location:
         fs, path = fsspec.url_to_fs(text, use_listings_cache=False)  # others write there too
     except (ImportError, ValueError) as error:
         raise ValueError(f"cannot open {text}: {error}") from error
+    if not path.strip("/"):
+        raise ValueError(f"{text} names no place in a store; write for example s3://bucket/name")
     return Remote(fs, path.rstrip("/"))
 
 
@@ -222,14 +258,16 @@ class Upload:
 
     rewinds = False
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, place: Remote, stream: Any) -> None:
+        self._place = place
         self._stream = stream
         self._at = 0
 
     def write(self, data: bytes | memoryview, at: int) -> int:
         """Write at byte ``at``, not before the end of what has been written; returns the byte behind it."""
         self.fill(at)
-        self._stream.write(data)
+        with asking(self._place):
+            self._stream.write(data)
         self._at += len(data)
         return self._at
 
@@ -237,8 +275,9 @@ class Upload:
         """Zeros up to byte ``at``."""
         if at < self._at:
             raise ValueError(f"an object is written front to back, and byte {at} lies before {self._at}")
-        while self._at < at:
-            self._at += self._stream.write(bytes(min(at - self._at, 1 << 20)))
+        with asking(self._place):
+            while self._at < at:
+                self._at += self._stream.write(bytes(min(at - self._at, 1 << 20)))
 
 
 def part_bytes(length: int) -> int:
@@ -266,10 +305,8 @@ def asking(place: Remote) -> Iterator[None]:
     """Whatever the libraries of a store raise is an `OSError` with the place in it."""
     try:
         yield
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{place}: no such object") from error
-    except (SourceError, KeyboardInterrupt, GeneratorExit):
-        raise
+    except (FileNotFoundError, FileExistsError) as error:
+        raise type(error)(f"{place}: {error}") from error
     except Exception as error:
         raise OSError(f"{place}: {type(error).__name__}: {error}") from error
 
