@@ -15,8 +15,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py
 
+# Two files at a time, whole files so that each shares what it prepares: one computes while ranks of the other wait.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # mypy reads files, not installed mappings: give it the package as one tree of links.
 check: install
