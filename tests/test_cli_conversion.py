@@ -18,7 +18,7 @@ from muonckpt.converters.dialects import DIALECTS
 from muonckpt.converters.names import Rules
 from muonckpt.converters.tables import READY, ready
 from muonckpt.record import Manifest
-from muonckpt.store.formats import format_of
+from muonckpt.store.formats import BUFFERS, OWN, format_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -177,7 +177,6 @@ def test_without_a_word_about_names_nothing_is_translated(stock, tmp_path):
 
 
 USAGE = {
-    "convert a b": "--format",
     "convert a b --format tar": "tar",
     "reshard a b --format dcp": "--mesh",
     "reshard a b --mesh dp=2 --shard-size 1MB": "--shard-size means nothing to format dcp",
@@ -225,6 +224,15 @@ def test_one_rank_is_enough_and_whole_tensors_need_none(split, tmp_path):
     assert called("reshard", split, tmp_path / "zarr", "--format", "zarr").stderr == ""
     noted = called("reshard", split, tmp_path / "file", "--format", "safetensors", "--mesh", "dp=4")
     assert noted.returncode == 0 and "holds whole tensors" in noted.stderr
+
+
+def test_a_format_that_is_not_named_is_that_of_the_source_where_ranks_write_it(split, tmp_path):
+    for written in ("buffers", "zarr"):
+        assert called("convert", split, tmp_path / written, "--format", written).returncode == 0
+    for source, kind in ((split, OWN), (tmp_path / "buffers", BUFFERS), (tmp_path / "zarr", OWN)):
+        out = tmp_path / f"of {source.name}"
+        assert called("convert", source, out, "--layout", "padded", "--mesh", "dp=2").returncode == 0
+        assert format_of(out) is kind
 
 
 def test_items_that_are_no_tensors_are_left_out_of_any_format_when_asked(stock, tmp_path):

@@ -17,6 +17,7 @@ from muonckpt.errors import SourceError
 from muonckpt.record import Convention, StateRecord
 from muonckpt.store import zarr as store
 from muonckpt.store import zarr_writer
+from muonckpt.store.audit import audit
 from muonckpt.store.dtypes import DTYPES, dtype, itemsize
 from muonckpt.store.formats import ZARR, format_of
 from muonckpt.store.payload import elements
@@ -353,6 +354,14 @@ def test_a_flipped_bit_is_found_by_stock_zarr_and_by_our_fingerprint(ours):
     with pytest.raises(ValueError, match="checksum"):
         zarr.open_array(ours / "w" / "value", mode="r")[...]
     assert read_back(ours)["w"] != bits(torch.arange(30.0))  # whoever reads compares the fingerprint: test_export
+
+
+def test_verify_judges_by_the_checksums_of_the_format_too(ours, tmp_path):
+    flip(ours / "w" / "value" / "c" / "0" / "0", 5)
+    assert {finding.kind for finding in audit(ours).findings} == {"crc32c", "fingerprint"}
+    for kind, unchecked in {"checked": 0, "plain": 3}.items():
+        foreign(tmp_path / kind, kind)
+        assert audit(tmp_path / kind).unchecked == unchecked and not audit(tmp_path / kind).findings
 
 
 @pytest.mark.parametrize(("kind", "at"), [("gzip", -6), ("checked", 8), ("shards, zstd", 8)])

@@ -103,12 +103,13 @@ def audit(path: Location, progress: Progress = lambda count: None, threads: int 
             findings += _audit_tensor(tensor, by_key[tensor.key], fingerprints.get(tensor.key))
         for blob in manifest.blobs:
             findings += _audit_blob(payloads, blob)
+        unchecked = sum(t.fingerprint is None and not payloads.is_checked(c) for t, c in jobs)
     return Report(
         tensors=len(manifest.tensors),
         chunks=len(jobs),
         blobs=len(manifest.blobs),
         payload_bytes=payload_bytes(manifest),
-        unchecked=sum({t.fingerprint, c.digest, c.crc32} == {None} for t, c in jobs),
+        unchecked=unchecked,
         fingerprints=fingerprints,
         findings=tuple(findings),
         notes=tuple(notes),
@@ -144,6 +145,10 @@ def _audit_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, progress
     except MuonckptError as error:
         return _ChunkResult(where, None, 0, (Finding("unreadable", tensor.key, f"{where}: {error}"),))
     findings = []
+    try:
+        payloads.check_inside(chunk.item)
+    except SourceError as error:
+        findings.append(Finding("crc32c", tensor.key, f"{where}: {error}"))
     if chunk.digest not in (None, sums.digest):
         findings.append(Finding("digest", tensor.key, f"{where}: digest {sums.digest}, expected {chunk.digest}"))
     if chunk.crc32 not in (None, sums.crc32):
