@@ -7,7 +7,9 @@ import contextlib
 import json
 import random
 import shutil
+from importlib.resources import files
 
+import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -330,6 +332,17 @@ def test_recorded_owners_are_kept_by_the_same_layout(tmp_path):
     assert {key: words.tolist() for key, words in elements_of(out).items()} == {
         key: words.tolist() for key, words in elements_of(path).items()
     }
+
+
+def test_what_was_made_of_them_is_a_checkpoint_like_any_other(tmp_path, capsys):
+    """In rows nothing records buffers any more: to be shown, checked against the schema, and cut anew."""
+    path, _ = real("ws4_padded", tmp_path)
+    for source, out, layout in ((path, "rows", "rows"), (tmp_path / "rows", "again", "padded")):
+        assert run(["convert", str(source), str(tmp_path / out), "--layout", layout, "--mesh", "dp=2"]) == 0
+        assert run(["inspect", str(tmp_path / out)]) == 0, capsys.readouterr().err
+        manifest = json.loads((tmp_path / out / "muonckpt.json").read_text())
+        jsonschema.validate(manifest, json.loads(files("muonckpt").joinpath("manifest.schema.json").read_text()))
+        assert manifest["provenance"]["dealt"] == {"algorithm": "padded-numel", "ranks": 4}
 
 
 def record_of(path) -> list[dict]:

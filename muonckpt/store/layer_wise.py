@@ -93,7 +93,7 @@ def _read(path: Location) -> tuple[Manifest, bytes]:
     weights = model.weights.values() if model and model.folder == path else ()
     provenance = {
         "format": "layer_wise_optimizer",
-        "layer_wise": {"algorithm": told.algorithm, "ranks": len(files)},
+        "dealt": {"algorithm": told.algorithm, "ranks": len(files)},
         "not_kept": sorted(set().union(*(file.others for file in files))),
         "buffers": [buffer.to_json() for buffer in _buffers(dealt, states)],
     }
