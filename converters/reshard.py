@@ -135,7 +135,10 @@ def _writing(destination: Location) -> Iterator[None]:
 
 
 def _work(mover: Mover, part: Part, crew: Crew, threads: int, verify: bool, stop: threading.Event) -> None:
-    """Write every file that is not finished, each after the chunks that it is made of have been checked."""
+    """Check this part's chunks, and write its files that are not finished; whoever returns has seen all chunks whole.
+
+    A file's chunks are taken up right before it is written; one that another thread is still at is not waited for.
+    """
     unchecked = {found[1].item: found for found in part.chunks}
 
     def check(item: Extent) -> None:
