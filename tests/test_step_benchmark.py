@@ -104,6 +104,9 @@ def test_the_least_is_never_above_the_best_assignment_of_whole_matrices(sizes, w
 def counted_step(rank: int, world: int, case: step.Case) -> dict[str, step.Count]:
     """With a counting group in place of the pool's."""
     store = dist.PrefixStore("counted", dist.distributed_c10d._get_default_store())
+    # Not before all have connected: gloo's connections close with the group, those that others still make too.
+    store.set(str(rank), "connected")
+    store.wait([str(peer) for peer in range(world)])
     dist.destroy_process_group()
     traffic.register()
     dist.init_process_group(traffic.BACKEND, store=store, rank=rank, world_size=world)
