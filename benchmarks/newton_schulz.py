@@ -25,6 +25,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from muonckpt.optimizer import gram as gram_form
 from muonckpt.optimizer.costs import CostTable, measure
+from muonckpt.optimizer.forms import Form
 from muonckpt.optimizer.newton_schulz import orthogonalize_batch
 
 Shape = tuple[int, int, int]
@@ -79,23 +80,9 @@ def ours(dtype: torch.dtype, gram: Sequence[int] | None = None) -> Method:
 
 
 def by_kernels(dtype: torch.dtype) -> Method:
-    """Our kernels, also where `products` would not choose them."""
-    from muonckpt.optimizer.kernels import Kernels
-
-    kind, (a, b, c) = Kernels(dtype), KELLER
-
-    def work(x: Tensor) -> Tensor:
-        x = kind.normal(x, 1e-7, 1.0)
-        for _ in range(STEPS):
-            x = kind.added(x, a, kind.square(kind.gram(x), b, c))
-        return x
-
-    def method(stack: Tensor) -> Tensor:
-        tall = stack.shape[1] > stack.shape[2]
-        done = kind.over(stack.mT if tall else stack, work)
-        return (done.mT if tall else done).contiguous()
-
-    return method
+    """Our kernels, also where `forms` would not choose them."""
+    form = Form(kernels=True, gram=False)
+    return lambda stack: orthogonalize_batch(stack, coefficients="keller", steps=STEPS, dtype=dtype, form=form)
 
 
 def gram_newton_schulz() -> Method:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from machine import describe
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from muonckpt.optimizer import Muon
@@ -103,14 +103,11 @@ def newton_schulz(opt: Muon, device: torch.device) -> Callable[[], object]:
         for wave in pipeline.schedule.waves
         for batch in in_batches(pipeline.schedule.units, wave.owned, lambda param: group)
     ]
-    stacks: dict[tuple[int, int, int], Tensor] = {}
-    for batch in batches:
-        shape = (len(batch.numbers), *batch.shape)
-        stacks.setdefault(shape, torch.randn(shape, device=device).bfloat16())
+    memory = torch.randn(max(batch.places.numel for batch in batches), device=device).bfloat16()
 
     def run(batches: Sequence[Batch] = batches) -> None:
         for batch in batches:
-            batch.orthogonalized(stacks[len(batch.numbers), *batch.shape])
+            batch.orthogonalized(memory[: batch.places.numel])
 
     return run
 

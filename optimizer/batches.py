@@ -1,16 +1,17 @@
-"""Matrices that are orthogonalised together: of one shape and form, in one group's way."""
+"""Matrices that are orthogonalised together: of one form, in one group's way."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from .forms import Form
-from .newton_schulz import orthogonalize_batch
+from .forms import Form, fills
+from .newton_schulz import orthogonalize_all
+from .places import Places, Shape
 from .precision import PRECISIONS
 from .units import Unit
 
@@ -48,37 +49,62 @@ class Batch:
     """Matrices that are done by one call, with the numbers of their units; each gets the bits that it has alone.
 
     Raises:
-        ValueError: no unit.
+        ValueError: no unit, or not as many as there are places.
     """
 
     numbers: tuple[int, ...]
-    shape: tuple[int, int]
+    places: Places
     form: Form
     options: Options
 
     def __post_init__(self) -> None:
-        if not self.numbers:
-            raise ValueError("a batch of no matrix")
+        if not self.numbers or len(self.numbers) != len(self.places):
+            raise ValueError(f"a batch of {len(self.numbers)} matrices, with {len(self.places)} places")
 
-    def orthogonalized(self, stack: Tensor) -> Tensor:
-        """``[B, m, n]`` of ``stack``, which has as many elements, in the order of ``numbers``."""
-        whole = stack.view(len(self.numbers), *self.shape)
-        return orthogonalize_batch(whole, **self.options.arguments(), gram=self.options.gram, form=self.form)
+    @property
+    def sizes(self) -> dict[int, int]:
+        """How many elements each unit has, in their order."""
+        return {number: rows * columns for number, (rows, columns) in zip(self.numbers, self.places, strict=True)}
+
+    def orthogonalized(self, memory: Tensor) -> Tensor:
+        """The matrices of ``[places.numel]``, end to end in the order of ``numbers``."""
+        return orthogonalize_all(
+            memory, self.places, **self.options.arguments(), gram=self.options.gram, form=self.form
+        )
 
 
 def in_batches(units: Sequence[Unit], numbers: Iterable[int], group_of: Callable[[int], Group]) -> list[Batch]:
     """The whole matrices ``numbers`` of ``units`` in batches, whose order and members follow from these alone.
 
-    Kernels take up to `LARGEST` elements at a time.  torch's products take one matrix after the other, so there a batch
-    would only take memory.
+    Kernels take up to `LARGEST` elements at a time: matrices of one shape if these fill a GPU, else all that do not
+    together, tall ones apart.  torch's products take one matrix after the other, so there a batch would only take
+    memory.
     """
-    alike: defaultdict[tuple[tuple[int, int], Form, Options], list[int]] = defaultdict(list)
+    alike: defaultdict[tuple[Shape, Form, Options], list[int]] = defaultdict(list)
     for number in numbers:
         unit = units[number]
         alike[unit.rows_columns, unit.form, Options.of(group_of(unit.param))].append(number)
-    found = []
+    together: defaultdict[tuple[Shape | bool, Form, Options], list[tuple[int, Shape]]] = defaultdict(list)
     for (shape, form, options), members in alike.items():
-        most = max(1, LARGEST // (shape[0] * shape[1])) if form.kernels else 1
-        cut = (members[start : start + most] for start in range(0, len(members), most))
-        found += [Batch(tuple(each), shape, form, options) for each in cut]
-    return found
+        rows, columns = shape
+        company = shape if fills(rows, columns, len(members)) else rows > columns
+        together[company, form, options] += [(number, shape) for number in members]
+    return [
+        Batch(tuple(number for number, _ in cut), Places.of(shape for _, shape in cut), form, options)
+        for (_, form, options), members in together.items()
+        for cut in _cut(members, LARGEST if form.kernels else 1)
+    ]
+
+
+def _cut(members: Sequence[tuple[int, Shape]], most: int) -> Iterator[list[tuple[int, Shape]]]:
+    """Runs of members with up to so many elements, or of one."""
+    cut: list[tuple[int, Shape]] = []
+    held = 0
+    for number, (rows, columns) in members:
+        if cut and held + rows * columns > most:
+            yield cut
+            cut, held = [], 0
+        cut.append((number, (rows, columns)))
+        held += rows * columns
+    if cut:
+        yield cut

@@ -13,6 +13,11 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+def capturable(device: torch.device) -> bool:
+    """Whether steps on a device can be captured: their numbers stay there, captured or not, for the same bits."""
+    return device.type == "cuda"
+
+
 def uploaded(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers on a device, without waiting for it."""
     if capturing():  # nothing may be copied from the host, but a launch holds its numbers
@@ -53,15 +58,14 @@ def refuse_absent(shapes: Sequence[tuple[int, ...]], active: Sequence[bool]) -> 
         )
 
 
-def refuse_counted(algorithm: str) -> None:
-    """Groups that are stepped by torch's kernels have numbers on the host: AdamW's count of steps, and rates.
+def refuse_host(algorithm: str, device: torch.device) -> None:
+    """What is not on a GPU would be stepped once, when a graph is captured, and at no replay.
 
     Raises:
-        RuntimeError: a graph is being captured, which would use today's at every replay.
+        RuntimeError: a graph is being captured.
     """
     if capturing():
         raise RuntimeError(
-            f"a CUDA graph is being captured, and {algorithm!r} keeps its rates and its count of steps on the host: "
-            "the graph would repeat today's. Give these parameters an optimizer of their own, and step it outside of "
-            "the graph"
+            f"a CUDA graph is being captured, and a group of {algorithm!r} has parameters on {device}: the graph would "
+            "leave them out. Give them an optimizer of their own, and step it outside of the graph"
         )

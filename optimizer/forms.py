@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -44,8 +45,15 @@ def fills(rows: int, columns: int, copies: int = 1) -> bool:
 
 
 def by_shape(device: torch.device, dtype: torch.dtype, rows: int, columns: int, copies: int) -> Form:
-    """The `Choice` where nothing has been measured: by estimates (`fills`, `gram.pays`)."""
+    """The form of matrices that are done on their own, where nothing has been measured: by estimates (`fills`,
+    `gram.pays`)."""
     return Form(has_kernels(device, dtype) and fills(rows, columns, copies), pays(rows, columns))
+
+
+def in_company(device: torch.device, dtype: torch.dtype, rows: int, columns: int, copies: int) -> Form:
+    """The `Choice` of a step where nothing has been measured: kernels wherever they run, as there the small matrices of
+    all shapes share their launches, and fill the GPU together."""
+    return Form(has_kernels(device, dtype), pays(rows, columns))
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
@@ -54,7 +62,7 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return suitable and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def arithmetic(form: Form, device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> Products:
+def arithmetic(form: Form, device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> Products[Any]:
     """What to orthogonalise ``rows x columns`` with.
 
     Warns:
@@ -68,7 +76,7 @@ def arithmetic(form: Form, device: torch.device, dtype: torch.dtype, rows: int, 
 
 
 @lru_cache(maxsize=16)
-def _kernels(device: torch.device, dtype: torch.dtype) -> Products | None:
+def _kernels(device: torch.device, dtype: torch.dtype) -> Products[Any] | None:
     """None if Triton is missing."""
     try:
         from .kernels import Kernels

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..box import row_major
 from . import elementwise
 from .capture import capturing, uploaded
 from .route import Key, Own, Strip
@@ -26,7 +25,7 @@ from .segments import DTYPES, Move, Segments, Tensors, addresses
 from .units import Spec
 
 if TYPE_CHECKING:
-    from .round import Round
+    from .round import Round, Sizes
 
 Routed = Mapping[Key, tuple[Strip, ...]]
 
@@ -110,31 +109,31 @@ class Fused:
         units = self._schedule.waves[number].held
         self._send(("send", number), lambda: self._on_wire(units, sends), wire)
 
-    def assemble(self, number: int, units: Sequence[int], stack: Tensor, wire: Tensor) -> None:
+    def assemble(self, number: int, sizes: Sizes, stack: Tensor, wire: Tensor) -> None:
         """Updates of matrices that this rank owns, end to end: from where they rest here, and from the wire."""
-        gather, size = self._schedule.waves[number].gather, stack.numel() // len(units)
+        gather = self._schedule.waves[number].gather
 
         def own() -> Iterator[tuple[int, Move]]:
-            for index, unit in enumerate(units):
+            for unit, begin in _begins(sizes, stack):
                 pairs = gather.own.get((unit, self._slot(unit)), Own())
                 for near, far in zip(pairs.sources, pairs.targets, strict=True):
-                    yield unit, Move.to_memory(self._entry[unit], near, far, index * size * stack.element_size())
+                    yield unit, Move.to_memory(self._entry[unit], near, far, begin)
 
-        self._send(("own", number, *units), own, stack.view(torch.uint8))
-        self._carry(("arrived", number, *units), units, gather.receives, stack, wire, back=True)
+        self._send(("own", number, *sizes), own, stack.view(torch.uint8))
+        self._carry(("arrived", number, *sizes), sizes, gather.receives, stack, wire, back=True)
 
-    def release(self, number: int, units: Sequence[int], stack: Tensor, wire: Tensor) -> None:
+    def release(self, number: int, sizes: Sizes, stack: Tensor, wire: Tensor) -> None:
         """Results of matrices that this rank owns, end to end: to the wire, and to what rests here."""
-        scatter, size = self._schedule.waves[number].scatter, stack.numel() // len(units)
+        scatter = self._schedule.waves[number].scatter
 
         def own() -> Iterator[tuple[int, Move]]:
-            for index, unit in enumerate(units):
+            for unit, begin in _begins(sizes, stack):
                 pairs = scatter.own.get((unit, self._slot(unit)), Own())
                 for far, near in zip(pairs.sources, pairs.targets, strict=True):
-                    yield unit, Move.to_memory(self._entry[unit], near, far, index * size * stack.element_size())
+                    yield unit, Move.to_memory(self._entry[unit], near, far, begin)
 
-        self._carry(("back", number, *units), units, scatter.sends, stack, wire, back=False)
-        self._apply(("mine", number, *units), own, stack.view(torch.uint8))
+        self._carry(("back", number, *sizes), sizes, scatter.sends, stack, wire, back=False)
+        self._apply(("mine", number, *sizes), own, stack.view(torch.uint8))
 
     def apply(self, number: int, wire: Tensor) -> None:
         """Results of a wave that have arrived: from the wire to the parameters."""
@@ -159,20 +158,15 @@ class Fused:
         for kind, segments in self._planned(key, moves, lambda kind: kind.back):
             elementwise.apply(segments, self._weights[kind], self._rates, buffer, kind.back)
 
-    def _carry(
-        self, key: Hashable, units: Sequence[int], routed: Routed, stack: Tensor, wire: Tensor, *, back: bool
-    ) -> None:
+    def _carry(self, key: Hashable, sizes: Sizes, routed: Routed, stack: Tensor, wire: Tensor, *, back: bool) -> None:
         """Between a stack and the wire."""
-        size = stack.numel() // len(units)
         if key not in self._segments:
-            strips = [
-                (index, strip) for index, unit in enumerate(units) for strip in routed.get((unit, self._slot(unit)), ())
-            ]
             moves = [
-                Move(0, strip.sizes, index * size + strip.offset, strip.strides, strip.at, row_major(strip.sizes))
-                for index, strip in strips
+                Move.to_wire(0, replace(strip, offset=begin // stack.element_size() + strip.offset))
+                for unit, begin in _begins(sizes, stack)
+                for strip in routed.get((unit, self._slot(unit)), ())
             ]
-            kind = self._kinds[self._entry[units[0]]]
+            kind = self._kinds[self._entry[next(iter(sizes))]]
             self._segments[key] = [(kind, Segments.of(moves, 1, stack.dtype, self._device))] if moves else []
         for _, segments in self._segments[key]:
             where = Tensors(uploaded((stack.data_ptr(),), torch.int64, self._device), stack.dtype)
@@ -230,6 +224,14 @@ class Fused:
         if capturing():
             self._captured.append(held[1])
         return held[1]
+
+
+def _begins(sizes: Sizes, stack: Tensor) -> Iterator[tuple[int, int]]:
+    """Units that lie end to end, and at which byte each begins."""
+    begin = 0
+    for unit, size in sizes.items():
+        yield unit, begin
+        begin += size * stack.element_size()
 
 
 def suits(weights: Iterable[Tensor]) -> bool:

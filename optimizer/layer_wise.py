@@ -22,6 +22,7 @@ from .layer_wise_gradients import Gathers, Gradients
 from .layer_wise_model import Group, Members, exact_dtype, groups_with, options_of, ranks_of, size_of
 from .layer_wise_state import restore, state_of
 from .muon import Muon
+from .state import as_numbers
 
 EPS = 1e-6
 """Added to the norm that clipping divides by, as `torch.nn.utils.clip_grad_norm_` does."""
@@ -279,7 +280,7 @@ class LayerWise(Optimizer):
         self.wait()
         found = super().state_dict()
         for group in found["param_groups"]:
-            group.update({key: value.item() for key, value in group.items() if isinstance(value, Tensor)})
+            group.update({key: as_numbers(value) for key, value in group.items()})
         return found
 
     @torch.no_grad()

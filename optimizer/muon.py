@@ -23,15 +23,15 @@ from .coding import Plain
 from .coefficients import COEFFICIENTS
 from .costs import Cost, flops
 from .exchange import LINKS
-from .forms import Choice, by_shape
+from .forms import Choice, in_company
 from .gram import spans
 from .methods import MATRICES
 from .pipeline import Pipeline
 from .precision import PRECISIONS
 from .ranks import Ranks, group_of, ranks_of
-from .scalar import SCALARS, refuse_foreign
+from .scalar import COUNT, SCALARS, counted_on, refuse_foreign
 from .schedule import make_schedule
-from .state import check_gradient, fault, fitting, fresh_state, fused_of
+from .state import as_numbers, check_gradient, fault, fitting, fresh_state, fused_of
 from .units import Slot, Spec
 
 Scale = Callable[[int, int], float]
@@ -116,7 +116,7 @@ class Muon(Optimizer):
         interleaved: int = 1,
         blocks: int = 1,
         cost: Cost = flops,
-        form: Choice = by_shape,
+        form: Choice = in_company,
         replicas: dist.ProcessGroup | None = None,
         exchange: str = "all_to_all",
         waves: int = 4,
@@ -193,7 +193,7 @@ class Muon(Optimizer):
         """As any torch optimizer's; rates that are tensors are written as numbers."""
         found = super().state_dict()
         for group in found["param_groups"]:
-            group.update({key: value.item() for key, value in group.items() if isinstance(value, Tensor)})
+            group.update({key: as_numbers(value) for key, value in group.items()})
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -215,20 +215,20 @@ class Muon(Optimizer):
 
         dtypes = {param: {slot: mine.dtype for slot, mine in slots.items()} for param, slots in self.state.items()}
 
-        def restore_dtypes(_: Optimizer) -> None:
-            """torch casts state to the parameter's dtype."""
+        def restore(_: Optimizer) -> None:
+            """torch casts state to the parameter's dtype, and leaves counts of steps on the device they come from."""
             keys = [key for group in fits[0]["param_groups"] for key in group["params"]]
             params = [param for group in self.param_groups for param in group["params"]]
             for param, key in zip(params, keys, strict=True):
                 for slot, dtype in dtypes[param].items():
-                    if self.state[param][slot].dtype != dtype:
-                        given = fits[0]["state"][key][slot]
-                        self.state[param][slot] = given.to(param.device, dtype, copy=True)
+                    held, device = self.state[param][slot], counted_on(param) if slot == COUNT else param.device
+                    if (held.dtype, held.device) != (dtype, device):
+                        self.state[param][slot] = fits[0]["state"][key][slot].to(device, dtype, copy=True)
 
         # After the hooks of users, which may mend a state, and before those that look at what was loaded.
         hooks = (
             self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(restore_dtypes, prepend=True),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
         )
         try:
             super().load_state_dict(state_dict)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
@@ -17,9 +18,17 @@ from torch import Tensor
 from .coefficients import COEFFICIENTS, CoefficientSet, Triple, coefficient_set
 from .forms import Form, arithmetic, by_shape
 from .gram import compound, spans
-from .products import Products, bounded, by_torch, frobenius, widened
+from .places import Places
+from .products import M, Products, bounded, by_torch, frobenius, widened
 
-__all__ = ["COEFFICIENTS", "orthogonalize", "orthogonalize_batch", "orthogonalize_parts", "tree_sum"]
+__all__ = [
+    "COEFFICIENTS",
+    "orthogonalize",
+    "orthogonalize_all",
+    "orthogonalize_batch",
+    "orthogonalize_parts",
+    "tree_sum",
+]
 
 Total = Callable[[Iterator[Tensor]], Tensor]
 
@@ -89,7 +98,6 @@ def orthogonalize(
     )[0]
 
 
-@torch.no_grad()
 def orthogonalize_batch(
     stack: Tensor,
     *,
@@ -100,34 +108,71 @@ def orthogonalize_batch(
     gram: Sequence[int] | None = None,
     form: Form | None = None,
 ) -> Tensor:
-    """:func:`orthogonalize` for matrices of one shape: ``[B, m, n]`` in and out.
-
-    With kernels of ours, all are done by as many launches as one.  Each matrix gets the bits that it has alone, if
-    ``form`` is the same.
+    """:func:`orthogonalize_all` for matrices of one shape: ``[B, m, n]`` in and out.
 
     Args:
         form: None: by shape and ``B`` (:func:`.forms.by_shape`).
     """
     if stack.ndim != 3:
         raise ValueError(f"expected a stack of matrices of one shape, got shape {tuple(stack.shape)}")
-    _check(stack, dtype)
+    count, rows, columns = stack.shape
+    done = orthogonalize_all(
+        stack.contiguous().view(-1),
+        Places(((count, rows, columns),) if count else ()),
+        coefficients=coefficients,
+        steps=steps,
+        dtype=dtype,
+        eps=eps,
+        gram=gram,
+        form=form or by_shape(stack.device, dtype, rows, columns, count),
+    )
+    return done.view(stack.shape)
+
+
+@torch.no_grad()
+def orthogonalize_all(
+    memory: Tensor,
+    places: Places,
+    *,
+    coefficients: str | CoefficientSet = "quintic",
+    steps: int = 5,
+    dtype: torch.dtype = torch.bfloat16,
+    eps: float = 1e-7,
+    gram: Sequence[int] | None = None,
+    form: Form,
+) -> Tensor:
+    """:func:`orthogonalize` for matrices of any shapes, end to end in one memory: ``[places.numel]`` in and out.
+
+    With kernels of ours, all are done by as many launches as one.  Each matrix gets the bits that it has alone, if
+    ``form`` is the same.
+
+    Args:
+        memory: contiguous, of a real floating dtype.
+        places: where the matrices lie: all are tall, or none.
+    """
+    _check(memory, dtype)
+    if not places.numel:
+        return memory.to(dtype)
     made = _Iteration.of if torch.compiler.is_compiling() else _iteration
     restarts = None if gram is None else tuple(gram)
-    iteration = made(coefficients, steps, dtype, eps, restarts, form, stack.device, *stack.shape)
-    tall = stack.shape[1] > stack.shape[2]
-    done = iteration.kind.over(stack.mT if tall else stack, iteration)
-    return (done.mT if tall else done).to(dtype).contiguous()
+    # torch's products are chosen by shape; kernels are for all shapes.
+    cut = (places,) if form.kernels else tuple(Places((run,)) for run in places.runs)
+    done = []
+    for part, these in zip(torch.split(memory, [these.numel for these in cut]), cut, strict=True):
+        iteration = made(coefficients, steps, dtype, eps, restarts, form, memory.device, these)
+        done.append(iteration.kind.over(part, these, dtype, iteration))
+    return done[0] if len(done) == 1 else torch.cat(done)
 
 
 @dataclass(frozen=True, slots=True)
-class _Iteration:
+class _Iteration(Generic[M]):
     """All that is done to a wide matrix, or to a stack of them: `triples` applied to it over its norm times ``scale``.
 
     Attributes:
         runs: of steps that share a Gram matrix; none for the plain form.
     """
 
-    kind: Products
+    kind: Products[M]
     triples: tuple[Triple, ...]
     runs: tuple[tuple[int, int], ...]
     eps: float
@@ -141,21 +186,18 @@ class _Iteration:
         dtype: torch.dtype,
         eps: float,
         gram: tuple[int, ...] | None,
-        form: Form | None,
+        form: Form,
         device: torch.device,
-        count: int,
-        rows: int,
-        columns: int,
-    ) -> _Iteration:
-        """For arguments of :func:`orthogonalize_batch`; the same exceptions."""
+        places: Places,
+    ) -> _Iteration[Any]:
+        """For arguments of :func:`orthogonalize_all`; the same exceptions."""
         triples, scale = _held(coefficients, steps)
         runs = spans(gram, steps, dtype) if gram is not None else ()
-        form = form or by_shape(device, dtype, rows, columns, count)
         runs = runs if form.gram else ()
         inner = torch.float16 if runs and dtype.itemsize == 2 else dtype
-        return cls(arithmetic(form, device, inner, rows, columns), triples, runs, eps, scale)
+        return _Iteration(arithmetic(form, device, inner, *places.runs[0][1:]), triples, runs, eps, scale)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: M) -> M:
         kind = self.kind
         x = kind.normal(x, self.eps, self.scale)
         if self.runs:
@@ -241,9 +283,9 @@ def tree_sum(partials: Iterable[Tensor]) -> Tensor:
     return reduce(lambda right, left: left + right, [each for _, each in reversed(sums)])
 
 
-def _check(matrix: Tensor, dtype: torch.dtype) -> None:
-    if matrix.ndim < 2 or not matrix.is_floating_point():
-        raise ValueError(f"expected a matrix of floats, got shape {tuple(matrix.shape)} of {matrix.dtype}")
+def _check(values: Tensor, dtype: torch.dtype) -> None:
+    if not values.is_floating_point():
+        raise ValueError(f"expected floats, got {values.dtype}")
     if dtype not in _DTYPES:
         raise ValueError(f"Newton-Schulz runs in {', '.join(map(str, _DTYPES))}, got {dtype}")
 

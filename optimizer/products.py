@@ -5,42 +5,43 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from .places import Places
 
-class Products(Protocol):
-    """What an orthogonalisation multiplies with; operands and results are of one dtype.
+M = TypeVar("M")
 
-    Matrices may have a leading dim in front, the same for all arguments, if they come from :meth:`over`.
-    """
+
+class Products(Protocol[M]):
+    """What an orthogonalisation multiplies with; ``M`` is a matrix of ``[s, l]``, or many that are done together."""
 
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def over(self, stack: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
-        """``work`` done on every matrix of ``[B, m, n]``, one by one or all together; stacked."""
+    def over(self, memory: Tensor, places: Places, dtype: torch.dtype, work: Callable[[M], M]) -> Tensor:
+        """``work`` done on every matrix of a memory, turned if they are tall; a memory of results, of ``dtype``."""
         ...
 
-    def normal(self, x: Tensor, eps: float, scale: float) -> Tensor:
-        """A fresh ``[s, l]``: ``x`` over ``max(its Frobenius norm, eps) · scale``; all NaN if that is not finite."""
+    def normal(self, x: M, eps: float, scale: float) -> M:
+        """``x`` over ``max(its Frobenius norm, eps) · scale``; all NaN if that is not finite."""
         ...
 
-    def gram(self, x: Tensor) -> Tensor:
+    def gram(self, x: M) -> M:
         """``x·xᵀ``, ``[s, s]``."""
         ...
 
-    def square(self, r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
+    def square(self, r: M, b: float, c: float, a: float = 0.0) -> M:
         """``a·I + b·r + c·r²`` for a symmetric ``r``."""
         ...
 
-    def commuting(self, z: Tensor, q: Tensor) -> Tensor:
+    def commuting(self, z: M, q: M) -> M:
         """``z·q`` for two symmetric matrices that commute."""
         ...
 
-    def added(self, x: Tensor, a: float, p: Tensor) -> Tensor:
+    def added(self, x: M, a: float, p: M) -> M:
         """``a·x + p·x``."""
         ...
 
@@ -57,10 +58,12 @@ class TorchProducts:
     dtype: torch.dtype
     held: torch.dtype
 
-    def over(self, stack: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
-        if len(stack) == 1:
-            return work(stack[0]).unsqueeze(0)
-        return torch.stack([work(matrix) for matrix in stack]) if len(stack) else torch.empty_like(stack)
+    def over(self, memory: Tensor, places: Places, dtype: torch.dtype, work: Callable[[Tensor], Tensor]) -> Tensor:
+        result = torch.empty(places.numel, dtype=dtype, device=memory.device)
+        tall = places.tall
+        for matrix, place in zip(places.of_memory(memory), places.of_memory(result), strict=True):
+            place.copy_(work(matrix.mT).mT if tall else work(matrix))
+        return result
 
     def normal(self, x: Tensor, eps: float, scale: float) -> Tensor:
         exact = widened(x, self.dtype)

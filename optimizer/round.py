@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 Scale = Callable[[Group, int, int], float]
 
+Sizes = Mapping[int, int]
+"""Units that lie end to end in one memory, and how many elements each has there."""
+
 
 class Sweep(Protocol):
     """What moves the updates of many parameters at once, on one rank: `fused.Fused`, or nothing.
@@ -44,9 +47,9 @@ class Sweep(Protocol):
 
     def send(self, number: int, wire: Tensor) -> None: ...
 
-    def assemble(self, number: int, units: Sequence[int], stack: Tensor, wire: Tensor) -> None: ...
+    def assemble(self, number: int, sizes: Sizes, stack: Tensor, wire: Tensor) -> None: ...
 
-    def release(self, number: int, units: Sequence[int], stack: Tensor, wire: Tensor) -> None: ...
+    def release(self, number: int, sizes: Sizes, stack: Tensor, wire: Tensor) -> None: ...
 
     def apply(self, number: int, wire: Tensor) -> None: ...
 
@@ -62,10 +65,10 @@ class NoSweep:
     def send(self, number: int, wire: Tensor) -> None:
         pass
 
-    def assemble(self, number: int, units: Sequence[int], stack: Tensor, wire: Tensor) -> None:
+    def assemble(self, number: int, sizes: Sizes, stack: Tensor, wire: Tensor) -> None:
         pass
 
-    def release(self, number: int, units: Sequence[int], stack: Tensor, wire: Tensor) -> None:
+    def release(self, number: int, sizes: Sizes, stack: Tensor, wire: Tensor) -> None:
         pass
 
     def apply(self, number: int, wire: Tensor) -> None:
@@ -120,10 +123,11 @@ class Round:
         mine = [unit for unit in wave.owned if self.active[self.units[unit].param]]
         for batch in in_batches(self.units, (unit for unit in mine if self.units[unit].blocks == 1), self._group):
             done = self._finished(batch, number, wave, arrived, back)
-            self._release(number, wave, batch.numbers, done, back)
+            self._release(number, wave, batch.sizes, done, back)
         for unit in mine:
             if self.units[unit].blocks > 1:
-                self._release(number, wave, (unit,), self._shared(unit, number, wave, arrived), back)
+                done = self._shared(unit, number, wave, arrived)
+                self._release(number, wave, {unit: done.numel()}, done, back)
         return back
 
     def apply(self, number: int, wave: Wave, arrived: Wire) -> None:
@@ -161,30 +165,30 @@ class Round:
     def _finished(self, batch: Batch, number: int, wave: Wave, arrived: Wire, back: Wire) -> Tensor:
         """Orthogonalise a batch, and do with each matrix what its algorithm does besides; end to end."""
         method = MATRICES[batch.options.algorithm]
-        results = batch.orthogonalized(self._stack(batch.numbers, math.prod(batch.shape), number, wave, arrived))
+        done = batch.orthogonalized(self._stack(batch.sizes, number, wave, arrived))
         if not method.slots:
-            return results.view(-1)
-        for unit, result in zip(batch.numbers, results, strict=True):
+            return done
+        for unit, result in zip(batch.numbers, batch.places.of_memory(done), strict=True):
             param = self.units[unit].param
             extras = self.pipeline.specs[param].slots[1:]
             rows = {slot.name: self._rows(unit, slot, wave, arrived) for slot in extras}
             result.copy_(method.finish(result, rows, self.groups[param]))
             for slot in extras:
                 self._put(wave, unit, slot, rows[slot.name], back)
-        return results.view(-1)
+        return done
 
-    def _stack(self, units: Sequence[int], numel: int, number: int, wave: Wave, arrived: Wire) -> Tensor:
-        """The updates of matrices that are done together, end to end; ``numel`` elements of each.
+    def _stack(self, sizes: Sizes, number: int, wave: Wave, arrived: Wire) -> Tensor:
+        """The updates of matrices that are done together, end to end.
 
         A fresh buffer: dense and aligned alike on every topology, as the bits of a product may depend on it.
         """
-        params = [self.units[unit].param for unit in units]
+        params = [self.units[unit].param for unit in sizes]
         updates = [self.pipeline.specs[param].slots[0] for param in params]
-        stack = torch.empty(len(units) * numel, dtype=updates[0].there.arrives, device=self.pipeline.device)
+        stack = torch.empty(sum(sizes.values()), dtype=updates[0].there.arrives, device=self.pipeline.device)
         if self.sweep.sends.issuperset(params):
-            self.sweep.assemble(number, units, stack, arrived.memory)
+            self.sweep.assemble(number, sizes, stack, arrived.memory)
         else:
-            for unit, slot, memory in zip(units, updates, torch.split(stack, numel), strict=True):
+            for unit, slot, memory in zip(sizes, updates, torch.split(stack, [*sizes.values()]), strict=True):
                 self._assemble(unit, slot, memory, wave, arrived)
         return stack
 
@@ -201,13 +205,13 @@ class Round:
         for strip, values in arrived.received((unit, slot.name), own):
             strip.of(memory).copy_(values)
 
-    def _release(self, number: int, wave: Wave, units: Sequence[int], done: Tensor, back: Wire) -> None:
+    def _release(self, number: int, wave: Wave, sizes: Sizes, done: Tensor, back: Wire) -> None:
         """Write results, end to end, to the wire, and apply what of them rests on this rank."""
-        params = [self.units[unit].param for unit in units]
+        params = [self.units[unit].param for unit in sizes]
         if self.sweep.applies.issuperset(params):
-            self.sweep.release(number, units, done, back.memory)
+            self.sweep.release(number, sizes, done, back.memory)
             return
-        for unit, param, memory in zip(units, params, done.chunk(len(units)), strict=True):
+        for unit, param, memory in zip(sizes, params, torch.split(done, [*sizes.values()]), strict=True):
             self._put(wave, unit, self.pipeline.specs[param].slots[0], memory, back)
 
     def _put(self, wave: Wave, unit: int, slot: Slot, memory: Tensor, back: Wire) -> None:
@@ -223,7 +227,7 @@ class Round:
         shapes = unit.parts(update, self.pipeline.rank)
         tall = unit.rows_columns[0] > unit.rows_columns[1]
         sizes = [math.prod(shape) for shape in shapes]
-        memory = self._stack((index,), sum(sizes), number, wave, arrived)
+        memory = self._stack({index: sum(sizes)}, number, wave, arrived)
         cut = torch.split(memory, sizes)
         parts = [part.view(shape) for part, shape in zip(cut, shapes, strict=True)]
         options = Options.of(self.groups[unit.param]).arguments()

@@ -4,12 +4,18 @@ No element needs another, so a sharded parameter is stepped where it rests, with
 torch's: its AdamW kernels and its ``_foreach_`` operators.  Those compute an element alike wherever a shard begins or
 ends, so the bits do not depend on the layout.  torch's fused AdamW does not on the CPU (the last elements of a tensor
 are rounded otherwise than the vectors before them), so it is not used.
+
+Each algorithm has two forms: with rates and counts of steps on the host, and, for devices whose steps can be captured
+(`capture.capturable`), with all of them on the device, where a CUDA graph finds today's at every replay.  torch's
+capturable AdamW is not used there: it reads betas that are tensors back, and rounds rates to the parameter's dtype.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -17,9 +23,15 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from ..layouts.tensors import local_of
-from .capture import refuse_counted
+from .capture import capturable, capturing, refuse_absent, refuse_host
 
 Group = Mapping[str, Any]
+Tensors = list[Tensor] | tuple[Tensor, ...]
+Slots = Mapping[str, list[Tensor]]
+Update = Callable[[list[Tensor], list[Tensor], Slots, Group], None]
+
+COUNT = "step"
+"""The slot that counts steps.  torch's ``Optimizer.load_state_dict`` leaves it where it was saved; see `counted_on`."""
 
 FOREIGN = ("amsgrad", "capturable", "differentiable", "fused", "maximize")
 """Options of torch's optimizers that would change the update, and that no algorithm here has."""
@@ -32,12 +44,14 @@ class Scalar:
     Args:
         slots: the state of a parameter: by name, what makes it for a new parameter.
         defaults: options of its groups besides ``lr`` and ``weight_decay``.
-        update: one step of local tensors: parameters, gradients, state by slot, all in the same order, and the group.
+        on_host, on_device: one step of local tensors of one device and dtype: parameters, gradients, state by slot, all
+            in the same order, and the group.  On a device, tensors are of at least 32 bits, and nothing is read back.
     """
 
     slots: Mapping[str, Callable[[Tensor], Tensor]]
     defaults: Mapping[str, Any]
-    update: Callable[[list[Tensor], list[Tensor], Mapping[str, list[Tensor]], Group], None]
+    on_host: Update
+    on_device: Update
 
     def fresh(self, param: Tensor) -> dict[str, Tensor]:
         """State of a parameter that has not been stepped."""
@@ -58,16 +72,32 @@ class Scalar:
         """Step those parameters of ``group`` that have a gradient, in place, with their state.
 
         Raises:
-            RuntimeError: a CUDA graph is being captured.
+            RuntimeError: a CUDA graph is being captured, and a parameter has no gradient or is not on a GPU.
         """
-        active = [param for param in group["params"] if param.grad is not None]
-        if not active:
-            return
-        refuse_counted(group["algorithm"])
-        params = [local_of(param) for param in active]
-        # A gradient may have a dtype of its own (`Tensor.grad_dtype`).
-        gradients = [local_of(param.grad).to(param.dtype) for param in active]
-        self.update(params, gradients, {slot: [local_of(state[p][slot]) for p in active] for slot in self.slots}, group)
+        active = [param.grad is not None for param in group["params"]]
+        if capturing():
+            refuse_absent([tuple(param.shape) for param in group["params"]], active)
+        alike: defaultdict[tuple[torch.device, torch.dtype], list[Any]] = defaultdict(list)
+        for param in compress(group["params"], active):
+            alike[param.device, param.dtype].append(param)
+        for (device, _), params in alike.items():
+            weights = [local_of(param) for param in params]
+            # A gradient may have a dtype of its own (`Tensor.grad_dtype`).
+            gradients = [local_of(param.grad).to(param.dtype) for param in params]
+            slots = {slot: [local_of(state[param][slot]) for param in params] for slot in self.slots}
+            if capturable(device):
+                self._step_on_device(weights, gradients, slots, group)
+            else:
+                refuse_host(group["algorithm"], device)
+                self.on_host(weights, gradients, slots, group)
+
+    def _step_on_device(self, params: list[Tensor], gradients: list[Tensor], slots: Slots, group: Group) -> None:
+        """In 32 bits at least, as a rate that is a tensor would be rounded to the dtype of what it is multiplied by."""
+        exact, changes = _exact(params), {slot: _exact(tensors) for slot, tensors in slots.items()}
+        self.on_device(exact, _exact(gradients), changes, group)
+        for held, changed in zip((params, *slots.values()), (exact, *changes.values()), strict=True):
+            if held[0] is not changed[0]:
+                torch._foreach_copy_(held, changed)
 
 
 def refuse_foreign(group: Group) -> None:
@@ -81,7 +111,7 @@ def refuse_foreign(group: Group) -> None:
             raise ValueError(f"{name}={group[name]!r}: {group['algorithm']!r} groups do not have this option")
 
 
-def decay(params: list[Tensor], updates: list[Tensor] | tuple[Tensor, ...], rate: float, cautious: bool) -> None:
+def decay(params: list[Tensor], updates: Tensors, rate: float, cautious: bool) -> None:
     """Decoupled weight decay in place: ``p -= rate * p`` (Loshchilov & Hutter 2019, arXiv 1711.05101).
 
     If ``cautious``, only where the update, which will be subtracted, does not move the element away from zero, that is
@@ -91,33 +121,41 @@ def decay(params: list[Tensor], updates: list[Tensor] | tuple[Tensor, ...], rate
         updates: only their signs matter; as ``params`` in shape and dtype.
         rate: learning rate times weight decay.
     """
-    if not cautious:
+    if cautious:
+        torch._foreach_add_(params, _unopposed(params, updates), alpha=-rate)
+    else:
         torch._foreach_mul_(params, 1 - rate)
-        return
-    # Signs, as a product of small numbers may vanish.  Every step but the last is exact.
+
+
+def _unopposed(params: list[Tensor], updates: Tensors) -> tuple[Tensor, ...]:
+    """Parameters where their update does not move them away from zero, and zeros elsewhere; exact."""
+    # Signs, as a product of small numbers may vanish.
     signs = torch._foreach_sign(updates)
     opposed = torch._foreach_mul(signs, params)
     torch._foreach_clamp_max_(opposed, 0)
     torch._foreach_mul_(opposed, signs)
-    torch._foreach_add_(params, torch._foreach_sub(params, opposed), alpha=-rate)
+    return torch._foreach_sub(params, opposed)
 
 
-def _adamw(params: list[Tensor], gradients: list[Tensor], state: Mapping[str, list[Tensor]], group: Group) -> None:
+# Numbers on the host.
+
+
+def _adamw_on_host(params: list[Tensor], gradients: list[Tensor], slots: Slots, group: Group) -> None:
     """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101), as `torch.optim.AdamW` with its defaults does it."""
     # Numbers, as torch's foreach kernels take neither a rate nor betas as tensors.
-    lr, weight_decay = float(group["lr"]), group["weight_decay"]
+    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     beta1, beta2 = map(float, group["betas"])
     if group["cautious"]:
         # The sign of Adam's update is the one of its first moment as the kernel will have it.
-        decay(params, torch._foreach_lerp(state["exp_avg"], gradients, 1 - beta1), lr * weight_decay, cautious=True)
+        decay(params, torch._foreach_lerp(slots["exp_avg"], gradients, 1 - beta1), lr * weight_decay, cautious=True)
         weight_decay = 0.0
     adamw(
         params,
         gradients,
-        state["exp_avg"],
-        state["exp_avg_sq"],
+        slots["exp_avg"],
+        slots["exp_avg_sq"],
         [],
-        state["step"],
+        slots[COUNT],
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
@@ -128,15 +166,88 @@ def _adamw(params: list[Tensor], gradients: list[Tensor], state: Mapping[str, li
     )
 
 
-def _lion(params: list[Tensor], gradients: list[Tensor], state: Mapping[str, list[Tensor]], group: Group) -> None:
+def _lion_on_host(params: list[Tensor], gradients: list[Tensor], slots: Slots, group: Group) -> None:
     """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2): the sign of a mean of momentum and gradient."""
     lr = float(group["lr"])
     beta1, beta2 = map(float, group["betas"])
-    updates = torch._foreach_lerp(state["exp_avg"], gradients, 1 - beta1)
+    updates = torch._foreach_lerp(slots["exp_avg"], gradients, 1 - beta1)
     torch._foreach_sign_(updates)
-    torch._foreach_lerp_(state["exp_avg"], gradients, 1 - beta2)
-    decay(params, updates, lr * group["weight_decay"], group["cautious"])
+    torch._foreach_lerp_(slots["exp_avg"], gradients, 1 - beta2)
+    decay(params, updates, lr * float(group["weight_decay"]), group["cautious"])
     torch._foreach_add_(params, updates, alpha=-lr)
+
+
+# Numbers on the device.  Every operator rounds once, so the bits do not depend on which of its kernels torch takes.
+
+
+def _adamw_on_device(params: list[Tensor], gradients: list[Tensor], slots: Slots, group: Group) -> None:
+    """As `_adamw_on_host`.  A list is one launch, but for two a tensor, each of which has its own count of steps."""
+    lr, weight_decay, beta1, beta2 = _live(group, params[0].device)
+    means, squares = slots["exp_avg"], slots["exp_avg_sq"]
+    torch._foreach_add_(slots[COUNT], 1)
+    _mix(means, gradients, beta1)
+    _mix(squares, torch._foreach_mul(gradients, gradients), beta2)
+    _decay_on_device(params, means, lr * weight_decay, group["cautious"])
+    count = torch.stack(slots[COUNT]).double()
+    divisors = torch._foreach_sqrt(squares)
+    torch._foreach_div_(divisors, _each((1 - beta2**count).sqrt(), params))
+    torch._foreach_add_(divisors, group["eps"])
+    # A rate of 0 makes them infinite, and the updates zeros.
+    torch._foreach_mul_(divisors, _each((1 - beta1**count) / lr, params))
+    torch._foreach_addcdiv_(params, means, divisors, -1)
+
+
+def _lion_on_device(params: list[Tensor], gradients: list[Tensor], slots: Slots, group: Group) -> None:
+    """As `_lion_on_host`."""
+    lr, weight_decay, beta1, beta2 = _live(group, params[0].device)
+    updates = _times(slots["exp_avg"], beta1)
+    torch._foreach_add_(updates, _times(gradients, 1 - beta1))
+    torch._foreach_sign_(updates)
+    _mix(slots["exp_avg"], gradients, beta2)
+    _decay_on_device(params, updates, lr * weight_decay, group["cautious"])
+    torch._foreach_sub_(params, _times(updates, lr))
+
+
+def _decay_on_device(params: list[Tensor], updates: Tensors, rate: Tensor, cautious: bool) -> None:
+    """As `decay`."""
+    decaying = _unopposed(params, updates) if cautious else params
+    torch._foreach_sub_(params, _times(decaying, rate))
+
+
+def _live(group: Group, device: torch.device) -> list[Tensor]:
+    """Rate, decay and betas, float64, 0-d.  What is a tensor on the device is read there whenever the step runs; the
+    rest is written there now, and is a constant of a graph that is being captured."""
+    return [
+        value.reshape(()).double()
+        if isinstance(value, Tensor) and value.device == device
+        else torch.full((), float(value), dtype=torch.float64, device=device)
+        for value in (group["lr"], group["weight_decay"], *group["betas"])
+    ]
+
+
+def _mix(means: list[Tensor], values: Tensors, beta: Tensor) -> None:
+    """Exponential moving averages, in place: ``beta * mean + (1 - beta) * value``."""
+    torch._foreach_mul_(means, beta.to(means[0].dtype))
+    torch._foreach_add_(means, _times(values, 1 - beta))
+
+
+def _times(tensors: Tensors, factor: Tensor) -> tuple[Tensor, ...]:
+    # A factor of another dtype would cost a launch for each tensor.
+    found: tuple[Tensor, ...] = torch._foreach_mul(tensors, factor.to(tensors[0].dtype))
+    return found
+
+
+def _each(numbers: Tensor, like: Tensors) -> list[Tensor]:
+    """One number for each tensor, 0-d, in the tensors' dtype."""
+    return list(numbers.to(like[0].dtype).unbind())
+
+
+def _exact(tensors: list[Tensor]) -> list[Tensor]:
+    """In 32 bits at least: the very tensors, or copies."""
+    return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
+
+
+# State.
 
 
 def _moment(param: Tensor) -> Tensor:
@@ -144,16 +255,28 @@ def _moment(param: Tensor) -> Tensor:
     return torch.zeros_like(param, memory_format=torch.contiguous_format)
 
 
+def counted_on(param: Tensor) -> torch.device:
+    """Where steps of a parameter are counted: on its device if a CUDA graph may have to count them, else on the CPU,
+    so that reading them waits for no device."""
+    return param.device if capturable(param.device) else torch.device("cpu")
+
+
 def _counter(param: Tensor) -> Tensor:
-    """0-d float32 on the CPU, so that reading it waits for no device; a 16-bit float stops counting at 256."""
-    return torch.zeros((), dtype=torch.float32, device="cpu")
+    """0-d float32, as a 16-bit float stops counting at 256."""
+    return torch.zeros((), dtype=torch.float32, device=counted_on(param))
 
 
 SCALARS: Mapping[str, Scalar] = {
     "adamw": Scalar(
-        slots={"step": _counter, "exp_avg": _moment, "exp_avg_sq": _moment},
+        slots={COUNT: _counter, "exp_avg": _moment, "exp_avg_sq": _moment},
         defaults={"betas": (0.9, 0.95), "eps": 1e-8, "cautious": False},
-        update=_adamw,
+        on_host=_adamw_on_host,
+        on_device=_adamw_on_device,
     ),
-    "lion": Scalar(slots={"exp_avg": _moment}, defaults={"betas": (0.9, 0.99), "cautious": False}, update=_lion),
+    "lion": Scalar(
+        slots={"exp_avg": _moment},
+        defaults={"betas": (0.9, 0.99), "cautious": False},
+        on_host=_lion_on_host,
+        on_device=_lion_on_device,
+    ),
 }

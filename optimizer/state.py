@@ -89,8 +89,17 @@ def fitting(
     return {"state": wanted, "param_groups": hyper}
 
 
+def as_numbers(value: Any) -> Any:
+    """A hyper-parameter as it is saved: rates and betas that are tensors as numbers."""
+    if isinstance(value, tuple | list):
+        return type(value)(map(as_numbers, value))
+    return value.item() if isinstance(value, Tensor) else value
+
+
 def _like(mine: Any, saved: Any) -> Any:
-    """A saved number, as a tensor if this optimizer keeps it in one."""
+    """What `as_numbers` has saved, in tensors where this optimizer keeps it in tensors."""
+    if isinstance(mine, tuple | list):
+        return type(mine)(_like(*both) for both in zip(mine, saved, strict=True))
     return mine.clone().fill_(float(saved)) if isinstance(mine, Tensor) else saved
 
 

@@ -1,4 +1,4 @@
-"""How a product is cut into tiles, and which tiles are the fastest on this device.
+"""How the products of a stack are cut into tiles, and which tiles are the fastest on this device.
 
 This file needs Triton.
 """
@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
 
 from .capture import settled
 from .launches import INTERPRETED
+from .places import Places
 
 DEPTH = 16 if INTERPRETED else 64
 """Elements of the inner dim that are loaded at a time: the same for all tiles, so that all have one order of sums."""
@@ -27,7 +28,7 @@ BAND = 8
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program computes: ``rows x columns`` of the result, by ``warps`` warps, ``stages`` loads ahead."""
+    """What one program computes: ``rows x columns`` of a result, by ``warps`` warps, ``stages`` loads ahead."""
 
     rows: int
     columns: int
@@ -40,8 +41,9 @@ TILES = (
     if INTERPRETED
     else (Tile(128, 128, 8, 3), Tile(128, 256, 8, 3), Tile(128, 128, 4, 4), Tile(64, 256, 4, 4), Tile(64, 64, 4, 4))
 )
-"""A small set, as each is compiled and timed once for every shape.  Compiled for Hopper, all have their loads in flight
-and spill less than 100 bytes of registers; 256 x 256 does not compile."""
+"""A small set, as each is compiled and timed once for every product.  Compiled for Hopper, all have their loads in
+flight, and none spills registers but for the mirrored ones of 256 columns (up to 360 bytes); 256 x 256 does not
+compile."""
 
 
 _fastest: dict[tuple[object, ...], Tile] = {}
@@ -73,13 +75,50 @@ def _timed(tile: Tile, launch: Callable[[Tile], None]) -> float | None:
     return time
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The products of a stack as what one launch walks through; tensors on the device.
+
+    Attributes:
+        tiles: int32 ``[programs, 3]``: the matrix, and the row and column of its tile.
+        sizes: int64 ``[B, 6]``: rows and columns of the result and the inner dim; where left and right operand and
+            result begin, in elements.
+        even: whether all sides are whole numbers of tiles, and the inner dim of `DEPTH`.
+    """
+
+    tiles: Tensor
+    sizes: Tensor
+    even: bool
+
+    @classmethod
+    def of(
+        cls,
+        left: Places,
+        right: Places,
+        out: Places,
+        inner: tuple[int, ...],
+        tile: Tile,
+        symmetric: bool,
+        device: torch.device,
+    ) -> Cut:
+        """For results ``out``, each with an inner dim; of symmetric ones, only tiles that reach the diagonal."""
+        settled("no list of tiles has been made for these shapes")
+        shapes = np.array(list(out), np.int64).reshape(-1, 2)
+        begins = [np.array(places.begins()[:-1], np.int64) for places in (left, right, out)]
+        depths = np.array(inner, np.int64)
+        sizes = np.stack([*shapes.T, depths, *begins], axis=1)
+        found = [
+            (matrix, *at) for matrix, (rows, columns) in enumerate(out) for at in grid(rows, columns, tile, symmetric)
+        ]
+        even = not ((shapes % (tile.rows, tile.columns)).any() or (depths % DEPTH).any())
+        tiles = np.array(found, np.int32).reshape(-1, 3)
+        return cls(torch.from_numpy(tiles).to(device), torch.from_numpy(sizes).to(device), even)
+
+
 @lru_cache(maxsize=256)
-def tiles(m: int, n: int, rows: int, columns: int, symmetric: bool, device: torch.device) -> Tensor:
-    """Row and column of each tile, int32 ``[tiles, 2]``; of a symmetric result only those that reach the diagonal."""
-    settled("no list of tiles has been made for this shape")
-    high, wide = -(-m // rows), -(-n // columns)
+def grid(rows: int, columns: int, tile: Tile, symmetric: bool) -> list[tuple[int, int]]:
+    """Row and column of each tile of a matrix; of a symmetric one only those that reach the diagonal."""
+    high, wide = -(-rows // tile.rows), -(-columns // tile.columns)
     bands = (range(top, min(top + BAND, high)) for top in range(0, high, BAND))
-    found = [(i, j) for band in bands for j, i in product(range(wide), band)]
-    if symmetric:
-        found = [(i, j) for i, j in found if (i + 1) * rows > j * columns]
-    return torch.tensor(found, dtype=torch.int32).to(device)
+    found = [(i, j) for band in bands for j in range(wide) for i in band]
+    return [(i, j) for i, j in found if not symmetric or (i + 1) * tile.rows > j * tile.columns]

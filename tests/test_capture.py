@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from typing import Any
 
@@ -10,9 +11,13 @@ import torch
 from interpreted import DEVICE, kernels, on_gpu
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from muonckpt.optimizer import Muon, capture, orthogonalize, pipeline
+from muonckpt.optimizer import Muon, capture, orthogonalize, pipeline, scalar
 from muonckpt.optimizer.forms import Form
+
+SHAPES = ((5, torch.float32), (300, torch.float32), (7, torch.bfloat16))
+"""Elements and dtypes of parameters that are not matrices."""
 
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default}
 
@@ -32,6 +37,39 @@ def matrices(**options: Any) -> tuple[list[nn.Parameter], Muon]:
     return params, Muon([{"params": [p], **group} for p, group in zip(params, groups, strict=True)], **options)
 
 
+def the_rest(rates: dict[str, Any]) -> tuple[list[nn.Parameter], list[dict[str, Any]]]:
+    """Every element-wise algorithm, with and without cautious decay, in 32 and 16 bits."""
+    params, groups = [], []
+    for algorithm, cautious in itertools.product(("adamw", "lion"), (False, True)):
+        some = [nn.Parameter(torch.randn(n, device=DEVICE).to(dtype)) for n, dtype in SHAPES]
+        params += some
+        groups.append({"params": some, "algorithm": algorithm, "cautious": cautious, **rates})
+    return params, groups
+
+
+def whole_step(rates: dict[str, Any]) -> tuple[list[nn.Parameter], Muon]:
+    params, opt = matrices(lr=rates["lr"], weight_decay=rates["weight_decay"])
+    rest, groups = the_rest(rates)
+    for group in groups:
+        opt.add_param_group(group)
+    return params + rest, opt
+
+
+def live_rates() -> dict[str, Any]:
+    lr, weight_decay, *betas = (torch.tensor(value, device=DEVICE) for value in (0.02, 0.1, 0.9, 0.95))
+    return {"lr": lr, "weight_decay": weight_decay, "betas": tuple(betas)}
+
+
+def change(rates: dict[str, Any], step: int) -> None:
+    for value in (rates["lr"], rates["weight_decay"], *rates["betas"]):
+        value.mul_(1 - 0.1 * step)
+
+
+def everything(params: list[nn.Parameter], opt: Muon) -> list[torch.Tensor]:
+    """Parameters and their state, as they are now."""
+    return [t.detach().clone() for param in params for t in (param, *opt.state[param].values())]
+
+
 def give_gradients(params: list[nn.Parameter]) -> None:
     for param in params:
         param.grad = torch.randn_like(param)
@@ -40,8 +78,8 @@ def give_gradients(params: list[nn.Parameter]) -> None:
 def test_a_step_reads_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels("fused")
     monkeypatch.setattr(pipeline, "has_kernels", lambda device, dtype: True)
-    rate = torch.tensor(0.02, device=DEVICE)
-    params, opt = matrices(lr=rate)
+    monkeypatch.setattr(scalar, "capturable", lambda device: True)
+    params, opt = whole_step(rates := live_rates())
     give_gradients(params)
     opt.step()
     before = [param.detach().clone() for param in params]
@@ -50,7 +88,7 @@ def test_a_step_reads_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
         opt.step()
     assert not any(torch.equal(param, old) for param, old in zip(params, before, strict=True))
     with pytest.raises(RuntimeError, match="waits for the device"), NothingIsRead():
-        float(rate)
+        float(rates["lr"])
 
 
 def test_a_missing_gradient_is_refused_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,16 +107,61 @@ def test_a_missing_gradient_is_refused_while_a_graph_is_captured(monkeypatch: py
 
 
 @pytest.mark.parametrize("algorithm", ["adamw", "lion"])
-def test_what_counts_on_the_host_is_refused_while_a_graph_is_captured(
-    algorithm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    param = nn.Parameter(torch.ones(3))
-    opt = Muon([{"params": [param], "algorithm": algorithm}])
-    param.grad = torch.ones(3)
-    monkeypatch.setattr(capture, "capturing", lambda: True)
-    with pytest.raises(RuntimeError, match=f"'{algorithm}' keeps its rates"):
+def test_what_a_graph_would_leave_out_is_refused(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    opt = Muon([{"params": params, "algorithm": algorithm}])
+    params[0].grad = torch.ones(3)
+    for module in (capture, scalar):
+        monkeypatch.setattr(module, "capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="1 of 2 parameters have no gradient"):
         opt.step()
-    assert param.eq(1).all()
+    params[1].grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match=f"'{algorithm}' has parameters on cpu"):
+        opt.step()
+    assert all(param.eq(1).all() for param in params)
+
+
+class Recorded(NothingIsRead):
+    """Stands for a CUDA graph: operators that can run again, on the very same memory, with the very same numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_dispatch__(func, types, args, kwargs)
+        self.calls.append((func, args, kwargs or {}, found))
+        return found
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for func, args, kwargs, found in self.calls:
+            for old, new in zip(tree_leaves(found), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor):
+                    old.copy_(new)
+
+
+def test_a_replayed_step_of_the_rest_follows_gradients_rates_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scalar, "capturable", lambda device: True)
+
+    def trained(recorded: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        rates = live_rates()
+        params, groups = the_rest(rates)
+        opt, graph = Muon(groups), Recorded()
+        give_gradients(params)
+        with graph:
+            opt.step()
+        for step in range(4):
+            change(rates, step)
+            for param in params:
+                assert param.grad is not None
+                param.grad.copy_(torch.randn_like(param))
+            graph.replay() if recorded else opt.step()
+        assert opt.state[params[0]]["step"] == 5
+        return everything(params, opt)
+
+    assert all(torch.equal(a, b) for a, b in zip(trained(True), trained(False), strict=True))
 
 
 def test_numbers_are_uploaded_the_same_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +189,8 @@ def test_newton_schulz_compiles() -> None:
 def test_a_captured_step_follows_gradients_and_rates() -> None:
     def trained(captured: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        rate = torch.tensor(0.02, device=DEVICE)
-        params, opt = matrices(lr=rate)
+        rates = live_rates()
+        params, opt = whole_step(rates)
         give_gradients(params)
         opt.step()
         graph = torch.cuda.CUDAGraph()
@@ -115,11 +198,11 @@ def test_a_captured_step_follows_gradients_and_rates() -> None:
             with torch.cuda.graph(graph):  # nothing runs while it is captured
                 opt.step()
         for step in range(3):
-            rate.fill_(0.02 / (step + 1))
+            change(rates, step)
             for param in params:
                 assert param.grad is not None
                 param.grad.copy_(torch.randn(param.shape).to(DEVICE))
             graph.replay() if captured else opt.step()
-        return [param.detach().clone() for param in params]
+        return everything(params, opt)
 
     assert all(torch.equal(a, b) for a, b in zip(trained(True), trained(False), strict=True))

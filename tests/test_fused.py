@@ -59,7 +59,7 @@ def test_a_swept_step_has_the_bits_of_operators(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("swept")
 def test_batches_of_kernels_have_the_bits_of_one_matrix_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = [(12, 16), (16, 12), (12, 16), (2, 12, 16)]
+    shapes = [(12, 16), (16, 12), (12, 40), (2, 12, 16)]
 
     def trained() -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(1)
@@ -116,17 +116,21 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             names.append(self.name)
             return self.kernel[grid]
 
-    for module in ("elementwise", "kernels"):
+    for module, ours in (
+        ("elementwise", ["_send", "_apply", "_carry"]),
+        ("multiply", ["_multiply"]),
+        ("normal", ["_squares", "_norms", "_divided", "_moved"]),
+    ):
         found = kernels(module)
-        for name, kernel in list(vars(found).items()):
-            if name in ("_send", "_apply", "_carry", "_multiply", "_row_squares", "_norms", "_divided"):
-                monkeypatch.setattr(found, name, Counted(name, kernel))
+        for name in ours:
+            monkeypatch.setattr(found, name, Counted(name, getattr(found, name)))
     yield names
 
 
 def launches(launched: list[str], layers: int) -> list[str]:
-    """Of a second step with so many layers, each of two shapes; sorted, as a wave has its batches in any order."""
-    params = [nn.Parameter(torch.ones(shape, device=DEVICE)) for _ in range(layers) for shape in ((8, 24), (16, 8))]
+    """Of a second step with so many layers of three shapes; sorted, as a wave has its batches in any order."""
+    shapes = [(16, 48), (32, 64), (48, 16)] * layers
+    params = [nn.Parameter(torch.ones(shape, device=DEVICE)) for shape in shapes]
     opt = Muon(params, form=by_kernels, ns_steps=1, waves=1)
     for _ in range(2):
         launched.clear()
@@ -140,7 +144,7 @@ def launches(launched: list[str], layers: int) -> list[str]:
 def test_launches_do_not_grow_with_the_number_of_layers(launched: list[str]) -> None:
     few = launches(launched, 1)
     assert few == launches(launched, 5)
-    # For each shape: updates into a stack, three for the norm, three products, results applied.
+    # For wide and for tall ones: updates into a stack, three for the norm, three products, results applied.
     assert len(few) == 2 * (1 + 3 + 3 + 1)
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from muonckpt.optimizer import newton_schulz
 from muonckpt.optimizer.forms import Form
-from muonckpt.optimizer.newton_schulz import orthogonalize, orthogonalize_batch
+from muonckpt.optimizer.newton_schulz import orthogonalize, orthogonalize_all, orthogonalize_batch
+from muonckpt.optimizer.places import Places
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [(24, 40), (40, 24), (31, 31), (17, 70), (1, 5)]
@@ -42,7 +43,20 @@ def test_a_stack_has_the_bits_of_its_matrices_by_kernels(m: int, n: int, gram: t
     assert found.is_contiguous()
     for index in range(2):
         assert torch.equal(found[index], orthogonalize(stack[index], gram=gram, steps=3))
-        assert torch.equal(found[index].mT, orthogonalize(stack[index].mT, gram=gram, steps=3))
+
+
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize(("tall", "gram"), [(False, None), (True, (1,))])
+def test_matrices_of_any_shapes_have_the_bits_that_they_have_alone(tall: bool, gram: tuple[int, ...] | None) -> None:
+    shapes = [(16, 48), (7, 20), (7, 20), (0, 3), (33, 40), (15, 16)] + ([] if tall else [(20, 20)])
+    places = Places.of(shape[::-1] if tall else shape for shape in shapes)
+    memory = torch.randn(places.numel, device=DEVICE)
+    found = orthogonalize_all(memory, places, gram=gram, steps=2, form=Form(kernels=True, gram=True))
+    for matrix, done in zip(places.of_memory(memory), places.of_memory(found), strict=True):
+        alone = orthogonalize(matrix, gram=gram, steps=2)
+        assert torch.equal(done, alone)
+        # Turned, the norm is summed in another order; a square has another Gram matrix.
+        torch.testing.assert_close(alone.mT, orthogonalize(matrix.mT, gram=gram, steps=2), rtol=0, atol=0.02)
 
 
 @pytest.mark.usefixtures("by_kernels")

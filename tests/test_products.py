@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from muonckpt.optimizer import forms, products
-from muonckpt.optimizer.forms import Form, arithmetic, by_shape, fills
+from muonckpt.optimizer.forms import Form, arithmetic, by_shape, fills, in_company
+from muonckpt.optimizer.places import Places
 from muonckpt.optimizer.products import LARGE, WORTH, StripProducts, TorchProducts, by_torch
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -41,6 +42,8 @@ def test_forms_by_shape(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_shape(CUDA, FP16, 100, 400, 200) == Form(kernels=True, gram=True)
     assert by_shape(CUDA, FP16, 4096, 4096, 1) == KERNELS
     assert by_shape(CUDA, BF16, 64, 4096, 1) == Form(kernels=False, gram=True)
+    assert in_company(CUDA, BF16, 64, 4096, 1) == Form(kernels=True, gram=True)
+    assert in_company(CUDA, FP32, 64, 64, 1) == in_company(CPU, BF16, 4096, 4096, 1) == PLAIN
     for device, dtype in ((CPU, BF16), (CUDA, FP32)):
         assert by_shape(device, dtype, 4096, 4096, 1) == PLAIN
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
@@ -79,10 +82,13 @@ def test_torch_products_do_one_matrix_after_the_other() -> None:
         seen.append(tuple(x.shape))
         return x + 1
 
-    stack = torch.randn(3, 4, 5)
-    assert torch.equal(TorchProducts(torch.float32, torch.float32).over(stack, work), stack + 1)
-    assert seen == [(4, 5)] * 3
-    assert TorchProducts(torch.float32, torch.float32).over(stack[:0], work).shape == (0, 4, 5)
+    memory = torch.randn(2 * 20 + 3 * 7)
+    kind = TorchProducts(FP32, FP32)
+    assert torch.equal(kind.over(memory, Places(((2, 4, 5), (1, 3, 7))), FP32, work), memory + 1)
+    assert torch.equal(kind.over(memory[:20], Places(((1, 5, 4),)), BF16, work), (memory[:20] + 1).bfloat16())
+    assert seen == [(4, 5), (4, 5), (3, 7), (4, 5)]
+    with pytest.raises(ValueError, match="tall matrices are not done together"):
+        kind.over(memory[:20], Places(((1, 2, 5), (1, 5, 2))), FP32, work)
 
 
 def test_a_cpu_multiplies_16_bits_where_it_has_units_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,146 @@
+"""What Newton-Schulz begins and ends with, for stacks of matrices, as Triton kernels: norms, and sides filled up.
+
+A launch walks through chunks of the memory of all matrices, whatever their shapes.  Sums are in an order that follows
+from the shape of a matrix alone.
+
+This file needs Triton.
+"""
+# Triton's language is typed by the compiler, not by Python:
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .capture import settled
+from .launches import INTERPRETED, narrowed, on_device, widened
+from .places import Places
+
+CHUNK, WIDTH = (1024, 256) if INTERPRETED else (8192, 1024)
+"""Elements of a program, and how many of them it does at a time."""
+
+
+def normalized(memory: Tensor, places: Places, dtype: torch.dtype, eps: float, scale: float) -> Tensor:
+    """Each matrix divided by ``max(its Frobenius norm, eps) · scale``; all NaN if the norm is not finite.
+
+    Args:
+        memory: ``[places.numel]``, any floating dtype up to fp32, at an address that is a multiple of 16.
+        places: sides are multiples of 16.
+
+    Returns:
+        As ``memory``, of ``dtype``, bf16 or fp16.
+    """
+    result = torch.empty(places.numel, dtype=dtype, device=memory.device)
+    if not places.numel:
+        return result
+    parts, firsts = _parts(places, memory.device)
+    sums = torch.empty(len(parts), dtype=torch.float32, device=memory.device)
+    norms = torch.empty(len(places), dtype=torch.float32, device=memory.device)
+    with on_device(memory):
+        _squares[(len(parts),)](memory, parts, sums, CHUNK, WIDTH)
+        _norms[(len(places),)](sums, firsts, norms, eps, scale, WIDTH)
+        _divided[(len(parts),)](memory, parts, norms, result, CHUNK, WIDTH)
+    return result
+
+
+def moved(memory: Tensor, places: Places, there: Places) -> Tensor:
+    """The matrices in a new memory, where they are higher and wider, filled up with zeros, or cut off.
+
+    Args:
+        memory: ``[places.numel]``, of fp32, bf16 or fp16.
+        there: as many matrices.
+    """
+    result = torch.empty(there.numel, dtype=memory.dtype, device=memory.device)
+    if there.numel:
+        parts, _ = _parts(there, memory.device)
+        with on_device(memory):
+            _moved[(len(parts),)](memory, result, parts, _pairs(places, there, memory.device), CHUNK, WIDTH)
+    return result
+
+
+@lru_cache(maxsize=256)
+def _parts(places: Places, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The chunks of all matrices, int64 ``[chunks, 3]``: where one begins, how many elements it has, of which matrix;
+    and the first chunk of each matrix, with the end, ``[B + 1]``."""
+    settled("matrices of these shapes have not been cut into chunks")
+    begins = np.array(places.begins(), np.int64)
+    counts = -(-np.diff(begins) // CHUNK)
+    firsts = np.concatenate([[0], counts.cumsum()])
+    matrix = np.repeat(np.arange(len(counts)), counts)
+    begin = begins[matrix] + (np.arange(len(matrix)) - firsts[matrix]) * CHUNK
+    found = np.stack([begin, np.minimum(CHUNK, begins[matrix + 1] - begin), matrix], axis=1)
+    return torch.from_numpy(found).to(device), torch.from_numpy(firsts).to(device)
+
+
+@lru_cache(maxsize=256)
+def _pairs(here: Places, there: Places, device: torch.device) -> Tensor:
+    """Of each matrix, int64 ``[B, 5]``: where it begins here, its rows and columns; and there, and its columns."""
+    settled("matrices of these shapes have not been filled up")
+    rows = [
+        (begin, *shape, target, columns)
+        for shape, begin, (_, columns), target in zip(here, here.begins(), there, there.begins(), strict=False)
+    ]
+    return torch.tensor(rows, dtype=torch.int64).to(device)
+
+
+@triton.jit
+def _squares(x, parts, sums, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """The sum of squares of a chunk."""
+    part = parts + tl.program_id(0).to(tl.int64) * 3
+    begin, count = tl.multiple_of(tl.load(part), 16), tl.multiple_of(tl.load(part + 1).to(tl.int32), 16)
+    total = tl.zeros((WIDTH,), dtype=tl.float32)
+    for start in range(0, CHUNK, WIDTH):
+        at = start + tl.arange(0, WIDTH)
+        value = widened(tl.load(x + begin + at, mask=at < count, other=0.0))
+        total += value * value
+    tl.store(sums + tl.program_id(0), tl.sum(total))
+
+
+@triton.jit
+def _norms(sums, firsts, norms, eps, scale, WIDTH: tl.constexpr):
+    """``max(norm, eps) · scale`` of one matrix; NaN if the norm is not finite."""
+    matrix = tl.program_id(0)
+    first, end = tl.load(firsts + matrix), tl.load(firsts + matrix + 1)
+    total = tl.zeros((WIDTH,), dtype=tl.float32)
+    for start in range(first, end, WIDTH):
+        at = start + tl.arange(0, WIDTH)
+        total += tl.load(sums + at, mask=at < end, other=0.0)
+    norm = tl.sqrt_rn(tl.sum(total))
+    # Written so that NaN fails the first test: an infinite norm would divide finite elements to zero.
+    norm = tl.where(norm < float("inf"), norm, float("nan"))
+    tl.store(norms + matrix, tl.where(norm < eps, eps, norm) * scale)
+
+
+@triton.jit
+def _divided(x, parts, norms, out, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """A chunk over the norm of its matrix."""
+    part = parts + tl.program_id(0).to(tl.int64) * 3
+    begin, count = tl.multiple_of(tl.load(part), 16), tl.multiple_of(tl.load(part + 1).to(tl.int32), 16)
+    norm = tl.load(norms + tl.load(part + 2))
+    for start in range(0, CHUNK, WIDTH):
+        at = start + tl.arange(0, WIDTH)
+        value = widened(tl.load(x + begin + at, mask=at < count, other=0.0))
+        done = narrowed(tl.div_rn(value, norm), out.dtype.element_ty)
+        tl.store(out + begin + at, done, mask=at < count)
+
+
+@triton.jit
+def _moved(x, out, parts, pairs, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """A chunk of what is written, from wherever its elements come; zeros where they come from nowhere."""
+    part = parts + tl.program_id(0).to(tl.int64) * 3
+    begin, count = tl.load(part), tl.load(part + 1)
+    pair = pairs + tl.load(part + 2) * 5
+    rows, columns = tl.load(pair + 1), tl.load(pair + 2)
+    there, wide = tl.load(pair + 3), tl.load(pair + 4)
+    for start in range(0, CHUNK, WIDTH):
+        at = start + tl.arange(0, WIDTH)
+        row, column = (begin - there + at) // wide, (begin - there + at) % wide
+        known = (at < count) & (row < rows) & (column < columns)
+        value = tl.load(x + tl.load(pair) + row * columns + column, mask=known, other=0.0)
+        tl.store(out + begin + at, value, mask=at < count)
