@@ -25,29 +25,34 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from muonckpt.optimizer import gram as gram_form
 from muonckpt.optimizer.costs import CostTable, measure
-from muonckpt.optimizer.forms import Form
-from muonckpt.optimizer.newton_schulz import orthogonalize_batch
+from muonckpt.optimizer.forms import Choice, by_shape, in_company
+from muonckpt.optimizer.newton_schulz import orthogonalize_all
+from muonckpt.optimizer.places import Places
 
-Shape = tuple[int, int, int]
-Method = Callable[[Tensor], Tensor]
+Method = Callable[[Tensor, Places], Tensor]
+"""Of matrices end to end in one memory."""
 
-GPU_SHAPES: tuple[Shape, ...] = (
-    (1, 1024, 1024),
-    (1, 2048, 2048),
-    (1, 4096, 4096),
-    (1, 8192, 8192),
-    (1, 4096, 16384),
-    (1, 2048, 5632),
-    (128, 2048, 768),
-    (64, 128, 4096),
+GPU_SHAPES: tuple[Places, ...] = (
+    Places(((1, 1024, 1024),)),
+    Places(((1, 2048, 2048),)),
+    Places(((1, 4096, 4096),)),
+    Places(((1, 8192, 8192),)),
+    Places(((1, 4096, 16384),)),
+    Places(((1, 2048, 5632),)),
+    Places(((128, 2048, 768),)),
+    Places(((64, 128, 4096),)),
+    Places(((24, 512, 512), (24, 512, 1408), (48, 128, 512))),
 )
-CPU_SHAPES: tuple[Shape, ...] = (
-    (1, 64, 64),
-    (1, 256, 256),
-    (1, 512, 512),
-    (1, 512, 2048),
-    (1, 768, 256),
-    (16, 64, 256),
+CPU_SHAPES: tuple[Places, ...] = (
+    Places(((1, 64, 64),)),
+    Places(((1, 128, 128),)),
+    Places(((1, 256, 256),)),
+    Places(((1, 384, 384),)),
+    Places(((1, 512, 512),)),
+    Places(((1, 512, 2048),)),
+    Places(((1, 128, 512),)),
+    Places(((1, 768, 256),)),
+    Places(((16, 64, 256),)),
 )
 QUICK = 3
 """How many shapes `--quick` does."""
@@ -69,27 +74,35 @@ FAR = 0.05
 """Relative distance from the same polynomials in float64 that is a fault: bf16 leaves about 0.012."""
 
 
-def by_torch(stack: Tensor) -> Tensor:
+def by_torch(memory: Tensor, places: Places) -> Tensor:
     """torch.optim.Muon's function, matrix by matrix."""
-    return torch.stack([_zeropower_via_newtonschulz(matrix, KELLER, STEPS, 1e-7) for matrix in stack])
+    done = [_zeropower_via_newtonschulz(matrix, KELLER, STEPS, 1e-7) for matrix in places.of_memory(memory)]
+    return done[0].reshape(-1) if len(done) == 1 else torch.cat([matrix.reshape(-1) for matrix in done])
 
 
-def ours(dtype: torch.dtype, gram: Sequence[int] | None = None) -> Method:
-    """What the optimizer runs."""
-    return lambda stack: orthogonalize_batch(stack, coefficients="keller", steps=STEPS, dtype=dtype, gram=gram)
+def ours(dtype: torch.dtype, gram: Sequence[int] | None = None, choice: Choice = in_company) -> Method:
+    """What the optimizer runs, or in another form."""
 
+    def method(memory: Tensor, places: Places) -> Tensor:
+        count, rows, columns = places.runs[0]
+        form = choice(memory.device, dtype, rows, columns, count)
+        return orthogonalize_all(memory, places, coefficients="keller", steps=STEPS, dtype=dtype, gram=gram, form=form)
 
-def by_kernels(dtype: torch.dtype) -> Method:
-    """Our kernels, also where `forms` would not choose them."""
-    form = Form(kernels=True, gram=False)
-    return lambda stack: orthogonalize_batch(stack, coefficients="keller", steps=STEPS, dtype=dtype, form=form)
+    return method
 
 
 def gram_newton_schulz() -> Method:
-    """Dao-AILab's package."""
+    """Dao-AILab's package, shape by shape."""
     from gram_newton_schulz import GramNewtonSchulz
 
-    return GramNewtonSchulz(ns_coefficients=[KELLER] * STEPS, gram_newton_schulz_reset_iterations=[2])
+    theirs = GramNewtonSchulz(ns_coefficients=[KELLER] * STEPS, gram_newton_schulz_reset_iterations=[2])
+    return lambda memory, places: torch.cat([theirs(stack).reshape(-1) for stack in stacks(memory, places)])
+
+
+def stacks(memory: Tensor, places: Places) -> list[Tensor]:
+    """The matrices of each shape, a view."""
+    sizes = [count * rows * columns for count, rows, columns in places.runs]
+    return [part.view(run) for part, run in zip(memory.split(sizes), places.runs, strict=True)]
 
 
 def methods(device: torch.device) -> dict[str, Method]:
@@ -99,34 +112,37 @@ def methods(device: torch.device) -> dict[str, Method]:
         found |= {
             "torch.compile": torch.compile(by_torch, dynamic=False),
             "ours, Gram": ours(torch.bfloat16, (2,)),
-            "kernels, bf16": by_kernels(torch.bfloat16),
-            "kernels, fp16": by_kernels(torch.float16),
+            "ours, fp16": ours(torch.float16),
+            "ours, by shape": ours(torch.bfloat16, choice=by_shape),
         }
         if find_spec("gram_newton_schulz"):
             found["gram-newton-schulz"] = gram_newton_schulz()
     return found
 
 
-def reference(stack: Tensor) -> Tensor:
+def reference(memory: Tensor, places: Places) -> Tensor:
     """The same polynomials in float64."""
     a, b, c = KELLER
-    x = stack.double()
-    x = x.mT if stack.shape[1] > stack.shape[2] else x
-    x = x / torch.linalg.matrix_norm(x, keepdim=True)
-    for _ in range(STEPS):
-        r = x @ x.mT
-        x = a * x + (b * r + c * r @ r) @ x
-    return x.mT if stack.shape[1] > stack.shape[2] else x
+    done = []
+    for stack in stacks(memory, places):
+        tall = stack.shape[1] > stack.shape[2]
+        x = stack.mT.double() if tall else stack.double()
+        x = x / torch.linalg.matrix_norm(x, keepdim=True)
+        for _ in range(STEPS):
+            r = x @ x.mT
+            x = a * x + (b * r + c * r @ r) @ x
+        done.append((x.mT if tall else x).reshape(-1))
+    return torch.cat(done)
 
 
-def errors(chosen: Mapping[str, Method], shape: Shape, device: torch.device) -> dict[str, float | str]:
-    """Relative distance of each method from float64 on a fresh matrix, or why it does not run."""
-    stack = torch.randn(shape, device=device)
-    exact = reference(stack)
+def errors(chosen: Mapping[str, Method], places: Places, device: torch.device) -> dict[str, float | str]:
+    """Relative distance of each method from float64 on fresh matrices, or why it does not run."""
+    memory = torch.randn(places.numel, device=device)
+    exact = reference(memory, places)
     found: dict[str, float | str] = {}
     for name, method in chosen.items():
         try:
-            found[name] = ((method(stack).double() - exact).norm() / exact.norm()).item()
+            found[name] = ((method(memory, places).double() - exact).norm() / exact.norm()).item()
         except Exception as error:  # a peer's, of any kind: its row says so
             if name not in ("torch.compile", "gram-newton-schulz"):
                 raise
@@ -134,54 +150,54 @@ def errors(chosen: Mapping[str, Method], shape: Shape, device: torch.device) -> 
     return found
 
 
-def seconds(method: Method, stack: Tensor, times: int) -> float:
+def seconds(method: Method, memory: Tensor, places: Places, times: int) -> float:
     """Of one of so many runs in a row: on a GPU by its own clock, on a CPU of this process, which others on the machine
     disturb less."""
-    if stack.is_cuda:
+    if memory.is_cuda:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         for _ in range(times):
-            method(stack)
+            method(memory, places)
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / 1e3 / times
     start = time.process_time()
     for _ in range(times):
-        method(stack)
+        method(memory, places)
     return (time.process_time() - start) / times
 
 
-def floor(shape: Shape, name: str) -> float | None:
+def floor(places: Places, name: str) -> float | None:
     """Seconds of the symmetric form's multiplications at the peak of a chip, None if that is not known: ``s²l`` for a
     triangle of the Gram matrix, ``s³`` for one of its square, ``2 s²l`` for the last product."""
-    count, m, n = shape
-    short, long = sorted((m, n))
-    return count * STEPS * (3 * short**2 * long + short**3) / PEAK[name] if name in PEAK else None
+    sides = [(count, *sorted(shape)) for count, *shape in places.runs]
+    work = sum(count * STEPS * (3 * short**2 * long + short**3) for count, short, long in sides)
+    return work / PEAK[name] if name in PEAK else None
 
 
-def row(shape: Shape, device: torch.device, runs: int, until: float) -> dict[str, object]:
-    """Check all methods at a shape, and time them in turn, with no new round after ``until``."""
+def row(places: Places, device: torch.device, runs: int, until: float) -> dict[str, object]:
+    """Check all methods, and time them in turn, with no new round after ``until``."""
     chosen = methods(device)
-    error = errors(chosen, shape, device)
+    error = errors(chosen, places, device)
     far = {name: e for name, e in error.items() if isinstance(e, float) and not e <= FAR}
     if far:
-        raise SystemExit(f"{shape}: too far from float64: {far}")
+        raise SystemExit(f"{places}: too far from float64: {far}")
     running = {name: method for name, method in chosen.items() if isinstance(error[name], float)}
-    stack = torch.randn(shape, device=device)
+    memory = torch.randn(places.numel, device=device)
     times: dict[str, list[float]] = {name: [] for name in running}
-    once = max(seconds(by_torch, stack, 1) for _ in range(2))
+    once = max(seconds(by_torch, memory, places, 1) for _ in range(2))
     in_a_row = max(1, min(50, int(SAMPLE / once)))
     for count in range(runs + 2):
         for name, method in running.items():
-            took = seconds(method, stack, in_a_row)
+            took = seconds(method, memory, places, in_a_row)
             if count >= 2:
                 times[name].append(took)
         if count >= 2 and time.monotonic() > until:
             break
     plain = times["torch.optim.Muon"]
     return {
-        "shape": shape,
-        "floor": floor(shape, torch.cuda.get_device_name(device) if device.type == "cuda" else ""),
+        "shapes": places.runs,
+        "floor": floor(places, torch.cuda.get_device_name(device) if device.type == "cuda" else ""),
         "error": error,
         "median": {name: statistics.median(all_) for name, all_ in times.items()},
         "faster": {
@@ -191,10 +207,11 @@ def row(shape: Shape, device: torch.device, runs: int, until: float) -> dict[str
 
 
 def show(found: Mapping[str, object]) -> None:
-    """One shape as lines."""
-    count, m, n = found["shape"]  # type: ignore[misc]
-    lowest, gflop = found["floor"], count * gram_form.cost(m, n, STEPS) / 1e9
-    print(f"\n{count} x {m} x {n}, {gflop:.3g} GFLOP" + (f", floor {lowest * 1e3:.4g} ms" if lowest else ""))  # type: ignore[operator]
+    """One case as lines."""
+    shapes, lowest = found["shapes"], found["floor"]
+    gflop = sum(count * gram_form.cost(m, n, STEPS) for count, m, n in shapes) / 1e9  # type: ignore[attr-defined]
+    named = " and ".join(f"{count} x {m} x {n}" for count, m, n in shapes)  # type: ignore[attr-defined]
+    print(f"\n{named}, {gflop:.3g} GFLOP" + (f", floor {lowest * 1e3:.4g} ms" if lowest else ""))  # type: ignore[operator]
     for name, error in found["error"].items():  # type: ignore[attr-defined]
         if isinstance(error, str):
             print(f"  {name:20} does not run: {error}")
@@ -233,9 +250,9 @@ def main() -> None:
     rows = []
     chosen = shapes[:QUICK] if arguments.quick else shapes
     begin = time.monotonic()
-    for number, shape in enumerate(chosen, 1):
+    for number, places in enumerate(chosen, 1):
         until = begin + arguments.limit * number / len(chosen)
-        rows.append(row(shape, device, 5 if arguments.quick else 15, until))
+        rows.append(row(places, device, 5 if arguments.quick else 15, until))
         show(rows[-1])
     table = gates(device, GATES if device.type == "cuda" else GATES[:2])
     if arguments.out:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..layouts.tensors import local_of
 from .batches import Group
-from .capture import capturing, refuse_absent
+from .capture import capturable, capturing, refuse_absent, refuse_host
 from .exchange import Link, Wire, agree, link, shared_sum
 from .forms import has_kernels, missing_triton
 from .newton_schulz import Total
@@ -83,6 +83,8 @@ class Pipeline:
         captured = capturing()
         if captured:
             refuse_absent([tuple(param.shape) for param in self.params], active)
+            if not capturable(self.device):
+                refuse_host("muon", self.device)
         round_ = Round(self, groups, state, active)
         returning: tuple[int, Wave, Wire] | None = None
         for number, (wave, coming) in enumerate(_one_ahead(map(round_.gather, range(len(self.links))))):

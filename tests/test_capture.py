@@ -106,16 +106,16 @@ def test_a_missing_gradient_is_refused_while_a_graph_is_captured(monkeypatch: py
     assert not opt.state[params[0]]["momentum_buffer"].any()
 
 
-@pytest.mark.parametrize("algorithm", ["adamw", "lion"])
+@pytest.mark.parametrize("algorithm", ["adamw", "lion", "muon"])
 def test_what_a_graph_would_leave_out_is_refused(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    params = [nn.Parameter(torch.ones(3, 3)) for _ in range(2)]
     opt = Muon([{"params": params, "algorithm": algorithm}])
-    params[0].grad = torch.ones(3)
-    for module in (capture, scalar):
+    params[0].grad = torch.ones(3, 3)
+    for module in (capture, scalar, pipeline):
         monkeypatch.setattr(module, "capturing", lambda: True)
     with pytest.raises(RuntimeError, match="1 of 2 parameters have no gradient"):
         opt.step()
-    params[1].grad = torch.ones(3)
+    params[1].grad = torch.ones(3, 3)
     with pytest.raises(RuntimeError, match=f"'{algorithm}' has parameters on cpu"):
         opt.step()
     assert all(param.eq(1).all() for param in params)

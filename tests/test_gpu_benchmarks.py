@@ -16,6 +16,7 @@ import step_gpu
 from interpreted import DEVICE
 
 from muonckpt.optimizer.costs import CostTable
+from muonckpt.optimizer.places import Places
 
 
 def test_a_step_is_measured_and_what_is_not_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,12 +36,12 @@ def test_the_large_model_has_a_billion_and_a_half() -> None:
 
 
 def test_methods_are_checked_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = newton_schulz.row((2, 16, 40), DEVICE, 1, until=0)
+    row = newton_schulz.row(Places(((2, 16, 40), (1, 8, 8))), DEVICE, 1, until=0)
     assert set(row["error"]) >= {"torch.optim.Muon", "ours"} and row["median"].keys() == row["faster"].keys()
-    far = {"torch.optim.Muon": newton_schulz.by_torch, "ours": torch.zeros_like}
+    far = {"torch.optim.Muon": newton_schulz.by_torch, "ours": lambda memory, places: torch.zeros_like(memory)}
     monkeypatch.setattr(newton_schulz, "methods", lambda device: far)
     with pytest.raises(SystemExit, match="too far"):
-        newton_schulz.row((1, 8, 8), DEVICE, 1, until=0)
+        newton_schulz.row(Places(((1, 8, 8),)), DEVICE, 1, until=0)
 
 
 def test_gates_are_measured_and_stored(capsys: pytest.CaptureFixture[str]) -> None:
