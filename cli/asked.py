@@ -8,12 +8,11 @@ from typing import Any, TypeVar
 
 import click
 
-from ..converters.container import CONTAINERS
+from ..converters.container import CONTAINERS, WHOLE_TENSORS
 from ..converters.content import Translate, tensors_only
 from ..converters.conventions import Said
 from ..converters.crew import PATIENCE
 from ..converters.dialects import DIALECTS
-from ..converters.export import TARGETS
 from ..converters.imports import Request
 from ..converters.names import Rules
 from ..converters.target import LAYOUTS, Cut
@@ -21,7 +20,7 @@ from ..record import Convention
 from ..store.remote import Location
 from .parameters import CHECKPOINT, JOBS, Bytes, RuleTable, ShardRule
 
-FORMATS = (*CONTAINERS, *TARGETS)
+FORMATS = (*CONTAINERS, *WHOLE_TENSORS)
 """Names of the formats that can be written: those whose files are of ranks, and those of whole tensors."""
 
 
@@ -157,14 +156,14 @@ WORK = taking(
 )
 
 CREW = taking(
-    click.option("--jobs", type=JOBS, default=2, show_default=True, help="Threads that check and write ranks' files."),
-    click.option("--resume", is_flag=True, help="Go on with an interrupted run of the same command (ranks' files)."),
+    click.option("--jobs", type=JOBS, default=2, show_default=True, help="Threads that check and write files."),
+    click.option("--resume", is_flag=True, help="Go on with an interrupted run of the same command."),
     click.option(
         "--patience",
         type=click.FloatRange(0, min_open=True),
         default=PATIENCE,
         show_default=True,
         metavar="SECONDS",
-        help="How long another worker may give no sign of life (ranks' files, several processes).",
+        help="How long another worker may give no sign of life (several processes).",
     ),
 )

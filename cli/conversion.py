@@ -11,94 +11,55 @@ from typing import Any
 
 import click
 
-from ..converters import export, reshard
-from ..converters.container import CONTAINERS
-from ..converters.export import TARGETS, Export, plan_export
+from ..converters import reshard
+from ..converters.container import CONTAINERS, WHOLE_TENSORS, Container
 from ..converters.job import Job, check_destination, make_job
-from ..converters.mover import Progress
 from ..converters.target import Rule, Target, TargetError
-from ..converters.workers import LaunchError, Worker, worker_of
+from ..converters.workers import LaunchError, worker_of
 from ..record import Manifest
 from ..store.formats import format_of
-from ..store.remote import Remote
-from . import buffers
 from .asked import Asked
 from .output import counted, printable, progress, size, some_of, table
-
-Plan = Job | Export
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One of the two ways to write: tensors cut over ranks (`Job`), or whole (`Export`).
+    """What can be asked and told of a kind of format: files of what ranks hold, or of whole tensors.
 
     Args:
         lacks: fields of `Asked` that mean nothing there.
-        run: what a worker does; None if another publishes.
-        passes: how often the elements that are written pass: once, and again when they are read back.
+        container: what the files are.
         where: ranks, mesh and layout as JSON data.
         told: the same in the words of the report.
     """
 
     lacks: tuple[str, ...]
-    plan: Callable[[Asked], Any]
-    run: Callable[[Any, Asked, Worker, Progress], Manifest | None]
-    passes: Callable[[Asked], int]
-    where: Callable[[Any], Mapping[str, Any]]
-    told: Callable[[Any], str]
-
-
-def _job(asked: Asked) -> Job:
-    target = Target(asked.mesh or {"dp": 1}, tuple(Rule(*rule) for rule in asked.shard), asked.layout)
-    return make_job(asked.source, target, asked.select, asked.translate(), CONTAINERS[asked.format])
-
-
-def _run_job(job: Job, asked: Asked, worker: Worker, advance: Progress) -> Manifest | None:
-    return reshard.run(
-        job,
-        asked.destination,
-        memory=asked.memory,
-        threads=asked.jobs,
-        resume=asked.resume,
-        verify=asked.verify,
-        progress=advance,
-        worker=worker,
-        patience=asked.patience,
-    )
+    container: Callable[[Asked], Container]
+    where: Callable[[Job], Mapping[str, Any]]
+    told: Callable[[Job], str]
 
 
 def _of_ranks(job: Job) -> Mapping[str, Any]:
+    from . import buffers  # only a plan or a report as JSON needs it
+
     shared = buffers.summarise(buffers.recorded({"buffers": job.buffers}))
     target = job.target
     return {"ranks": target.ranks, "mesh": dict(target.mesh), "layout": target.layout, "buffers": shared}
 
 
-def _export(asked: Asked) -> Export:
-    return plan_export(asked.source, asked.format, asked.select, asked.translate(), asked.shard_size)
-
-
-def _run_export(job: Export, asked: Asked, worker: Worker, advance: Progress) -> Manifest:
-    return export.run(job, asked.destination, memory=asked.memory, progress=advance)
-
-
 CUT = Way(
     ("shard_size",),
-    _job,
-    _run_job,
-    lambda asked: 1 + asked.verify,
+    lambda asked: CONTAINERS[asked.format],
     _of_ranks,
-    lambda job: f"over {counted(job.target.ranks, 'rank')}, {size(job.bytes_to_write)}",
+    lambda job: f"over {counted(job.target.ranks, 'rank')}",
 )
 WHOLE = Way(
-    ("shard", "layout", "jobs", "resume", "patience"),
-    _export,
-    _run_export,
-    # An object is written front to back: the sums in the header of safetensors take a pass of their own.
-    lambda asked: 3 if asked.format == "safetensors" and isinstance(asked.destination, Remote) else 2,
+    ("shard", "layout"),
+    lambda asked: WHOLE_TENSORS[asked.format](asked.shard_size),
     lambda job: {},
-    lambda job: f"whole in {counted(len(job.files), 'file')}, {size(job.bytes_to_write)}, read back equal",
+    lambda job: f"whole in {counted(len(job.files), 'file')}",
 )
-WAYS: Mapping[str, Way] = {**dict.fromkeys(CONTAINERS, CUT), **dict.fromkeys(TARGETS, WHOLE)}
+WAYS: Mapping[str, Way] = {**dict.fromkeys(CONTAINERS, CUT), **dict.fromkeys(WHOLE_TENSORS, WHOLE)}
 """By the name of the format."""
 
 
@@ -107,99 +68,113 @@ def carry_out(asked: Asked, doing: str) -> None:
     way = WAYS[asked.format]
     with _usage_errors():
         worker = worker_of(os.environ)
-        _refuse(asked, way, worker)
-        check_destination(asked.source, asked.destination)
-        plan = way.plan(asked)
+        _refuse(asked, way)
+        container = way.container(asked)
+        check_destination(asked.source, asked.destination, container)
+        target = Target(asked.mesh or {"dp": 1}, tuple(Rule(*rule) for rule in asked.shard), asked.layout)
+        job = make_job(asked.source, target, asked.select, asked.translate(), container)
     if asked.dry_run:
         if worker.leads:
-            _show(plan, way, asked)
+            _show(job, way, asked)
         return
-    if worker.leads and (unchecked := _unchecked(plan)):
+    if worker.leads and (unchecked := _unchecked(job)):
         click.echo(f"note: {unchecked} source chunks carry no checksum; their bytes cannot be judged", err=True)
-    total = plan.bytes_to_check + plan.payload_to_write * way.passes(asked)
+    total = job.bytes_to_check + job.payload_to_write * (1 + asked.verify)
     with progress(doing if worker.world == 1 else str(worker), total // worker.world) as advance:
-        manifest = way.run(plan, asked, worker, advance)
+        manifest = reshard.run(
+            job,
+            asked.destination,
+            memory=asked.memory,
+            threads=asked.jobs,
+            resume=asked.resume,
+            verify=asked.verify,
+            progress=advance,
+            worker=worker,
+            patience=asked.patience,
+        )
     if manifest is not None:  # this worker has published it
-        _report(plan, way, asked, manifest)
+        _report(job, way, asked, manifest)
 
 
-def _refuse(asked: Asked, way: Way, worker: Worker) -> None:
+def _refuse(asked: Asked, way: Way) -> None:
     """Options that the format has no use for: nothing is silently ignored."""
     absent = {field.name: field.default for field in fields(Asked)}
     for name in way.lacks:
         if getattr(asked, name) != absent[name]:
             raise click.UsageError(f"--{name.replace('_', '-')} means nothing to format {asked.format}; leave it out")
-    if way is WHOLE and worker.world > 1:
-        raise click.UsageError(f"{asked.format} is written by one process, and this is {worker}; start only one")
     if way is WHOLE and asked.mesh:
         click.echo(f"note: {asked.format} holds whole tensors, on any mesh alike", err=True)
 
 
-def describe(plan: Plan, way: Way, asked: Asked) -> dict[str, Any]:
+def describe(job: Job, way: Way, asked: Asked) -> dict[str, Any]:
     """The plan as JSON data; bytes.  ``avoided`` is what a reader of whole chunks would read besides ``read``."""
     return {
-        "source": str(plan.source),
+        "source": str(job.source),
         "format": asked.format,
-        **way.where(plan),
-        "checked": plan.bytes_to_check,
-        "read": plan.payload_to_write,
-        "avoided": plan.reads_avoided,
-        "written": plan.bytes_to_write,
-        "unchecked": _unchecked(plan),
-        "left_out": list(plan.left_out),
-        "notes": list(plan.notes),
+        **way.where(job),
+        "checked": job.bytes_to_check,
+        "read": job.payload_to_write,
+        "avoided": job.reads_avoided,
+        "written": job.bytes_to_write,
+        "unchecked": _unchecked(job),
+        "left_out": list(job.left_out),
+        "notes": list(job.notes),
         "files": [
             {
-                "file": file.name or asked.destination.name,
+                "file": asked.destination.name if file.name == job.container.root else file.name,
                 "items": file.count,
                 "elements": file.payload,
                 "bytes": file.length,
             }
-            for file in plan.files
+            for file in job.files
         ],
     }
 
 
-def _unchecked(plan: Plan) -> int:
+def _unchecked(job: Job) -> int:
     """Chunks of the source of which nothing says what their bytes should be."""
-    with format_of(plan.source).payloads(plan.source) as payloads:
-        chunks = (chunk for tensor in plan.manifest.tensors for chunk in tensor.chunks if chunk.box.numel)
+    with format_of(job.source).payloads(job.source) as payloads:
+        chunks = (chunk for tensor in job.manifest.tensors for chunk in tensor.chunks if chunk.box.numel)
         return sum(not payloads.is_checked(chunk) for chunk in chunks)
 
 
-def _show(plan: Plan, way: Way, asked: Asked) -> None:
-    found = describe(plan, way, asked)
+def _show(job: Job, way: Way, asked: Asked) -> None:
+    from . import buffers
+
+    found = describe(job, way, asked)
     if asked.as_json:
         click.echo(json.dumps(found, indent=1))
         return
-    for note in plan.notes:
+    for note in job.notes:
         click.echo(printable(note))
     rows = [(f["file"], f["items"], size(f["elements"]), size(f["bytes"])) for f in found["files"]]
     table(("file", "items", "elements", "bytes"), rows)
     buffers.show(found.get("buffers", ()))
-    _tell_left_out(plan)
+    _tell_left_out(job)
     click.echo(
-        f"would check {size(found['checked'])} of {plan.source}, read {size(found['read'])} of it again (whole chunks "
+        f"would check {size(found['checked'])} of {job.source}, read {size(found['read'])} of it again (whole chunks "
         f"would be {size(found['avoided'])} more), and write {size(found['written'])}"
     )
 
 
-def _report(plan: Plan, way: Way, asked: Asked, manifest: Manifest) -> None:
+def _report(job: Job, way: Way, asked: Asked, manifest: Manifest) -> None:
     if asked.as_json:
         prints = {tensor.key: tensor.fingerprint for tensor in manifest.tensors}
         more = {"destination": str(asked.destination), "fingerprints": prints}
-        click.echo(json.dumps({**describe(plan, way, asked), **more}, indent=1))
+        click.echo(json.dumps({**describe(job, way, asked), **more}, indent=1))
         return
-    _tell_left_out(plan)
-    compared = sum(tensor.fingerprint is not None for tensor in plan.tensors)
+    _tell_left_out(job)
+    compared = sum(tensor.fingerprint is not None for tensor in job.tensors)
     equal = f"{compared} fingerprints compared with the source's, all equal"
     told = equal if compared else "no fingerprints of the source to compare with"
-    click.echo(f"{asked.destination}: {len(manifest.tensors)} tensors {way.told(plan)}; {told}")
+    click.echo(
+        f"{asked.destination}: {len(manifest.tensors)} tensors {way.told(job)}, {size(job.bytes_to_write)}; {told}"
+    )
 
 
-def _tell_left_out(plan: Plan) -> None:
-    if plan.left_out:
-        click.echo(printable(f"left out: {some_of(plan.left_out)}"))
+def _tell_left_out(job: Job) -> None:
+    if job.left_out:
+        click.echo(printable(f"left out: {some_of(job.left_out)}"))
 
 
 @contextmanager

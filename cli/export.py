@@ -6,23 +6,24 @@ from typing import Any
 
 import click
 
-from ..converters.export import TARGETS
-from .asked import CONTENT, PLACES, WHOLE, WORK, Asked, taking
+from ..converters.container import WHOLE_TENSORS
+from .asked import CONTENT, CREW, PLACES, WHOLE, WORK, Asked, taking
 from .conversion import carry_out
 
 
 @click.command("export")
 @PLACES
 @taking(
-    click.option("--format", type=click.Choice(list(TARGETS)), required=True, help="The format to write."),
+    click.option("--format", type=click.Choice(list(WHOLE_TENSORS)), required=True, help="The format to write."),
     WHOLE,
     CONTENT,
+    CREW,
     WORK,
 )
 def command(**options: Any) -> None:
     """Write the tensors of the checkpoint SOURCE, whole, as DESTINATION in another format.
 
-    Checks the source, streams bytes, reads back what was written and compares fingerprints.  DESTINATION must not
-    exist; it appears when all that is done.
+    Short for convert to the formats of whole tensors.  DESTINATION must not exist; it appears whole, when everything
+    has been written, checked and synced.
     """
     carry_out(Asked(**options), "export")

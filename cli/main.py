@@ -7,10 +7,10 @@ nothing to resume; 141 nobody reads the output any more.  (The last three as the
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -20,6 +20,7 @@ from types import FrameType
 import click
 
 from ..errors import DestinationError, Interrupted, LayoutError, SourceError
+from ..version import VERSION
 
 COMMANDS = {
     "inspect": "Say what is in a checkpoint and how it is laid out.",
@@ -66,7 +67,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(package_name="muonckpt")
+@click.version_option(VERSION)
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.pass_context
 def cli(context: click.Context, debug: bool) -> None:
@@ -91,6 +92,8 @@ def run(arguments: Sequence[str]) -> int:
         return 130
     except Exception as error:
         if "--debug" in arguments:
+            import traceback
+
             _complain(traceback.format_exc())
         for kind, code in EXIT_CODES:
             if isinstance(error, kind):
@@ -112,6 +115,8 @@ def _discard_output() -> None:
 
 def main() -> None:
     """The console script.  SIGTERM, which schedulers send, is treated as Ctrl-C."""
+    # numpy's BLAS would start a thread for each core as soon as it is imported, and nobody here calls it.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     signal.signal(signal.SIGTERM, _interrupt)
     for stream in (sys.stdout, sys.stderr):  # a name of a tensor may be anything
         if isinstance(stream, TextIOWrapper):
@@ -121,6 +126,7 @@ def main() -> None:
         sys.stdout.flush()
     except OSError:
         _discard_output()
+    gc.freeze()  # or every object would be looked at once more before the process ends
     sys.exit(code)
 
 

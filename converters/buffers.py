@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 from ..layouts.buffers import BufferLayout
 from ..layouts.group_buffer import GroupBuffer
@@ -14,23 +12,8 @@ from ..layouts.slots import divided, end_to_end
 from ..store import flat_buffers
 from ..store.flat_buffers import FILE, ITEMS
 from .content import Entry
-from .files import Filled, Item, Part, TargetFile, entries_in
-
-
-@dataclass(frozen=True, slots=True)
-class Bare:
-    """The frame of elements with nothing around them."""
-
-    payload_length: int
-    head: ClassVar[bytes] = b""
-    payload_offset: ClassVar[int] = 0
-
-    @property
-    def length(self) -> int:
-        return self.payload_length
-
-    def tail(self, crc32: int) -> bytes:
-        return b""
+from .files import Bare, Item, TargetFile, entries_in
+from .ranks import Filled, Part
 
 
 def raw(buffers: Sequence[GroupBuffer], entries: Sequence[Entry], parts: Sequence[Sequence[Part]]) -> Filled:

@@ -1,4 +1,7 @@
-"""What a destination's files are: how items lie in them, and what describes them all."""
+"""What a destination's files are: how items lie in them, and what describes them all.
+
+What only one of them needs is imported when it is written.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from ..box import Index
-from ..layouts.group_buffer import GroupBuffer
-from ..record import Chunk, Extent, Manifest
-from ..store import directory, flat_buffers, torch_dist, torch_zip
+from ..record import Manifest
+from ..store import directory, signs, torch_dist, torch_zip
 from ..store.remote import Location
-from .buffers import raw
 from .content import Entry
-from .files import Fill, Filled, Frame, Item, Part, TargetFile, aligned, entries_in
+from .files import Arrange
+from .ranks import Filled, Part, framed, over_ranks
 from .torch_dist import beside
+
+if TYPE_CHECKING:
+    from ..layouts.group_buffer import GroupBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,56 +28,73 @@ class Container:
     """One kind of destination.
 
     Args:
-        fill: says what goes where in which file.
+        arrange: says what goes where in which file.
         describe: writes what readers need besides the files, synced, into the finished directory.
         descriptions: the names of what that is.
+        staged: where files are written before the destination is published.
+        root: the one file that the destination is; without a name it is the directory with all of them.
     """
 
     name: str
-    fill: Fill
+    arrange: Arrange
     describe: Callable[[Manifest, Location], None]
     descriptions: tuple[str, ...]
+    staged: Callable[[Location], Location] = directory.staged
+    root: str = ""
 
 
-def framed(name_of: Callable[[int], str], frame_of: Callable[[str, Index], Frame]) -> Fill:
-    """One file a rank, every item in a frame, made for its dtype and shape; items that are no tensors in the first."""
+_FRAMED = framed("__{}_0.distcp".format, lru_cache(maxsize=1024)(torch_zip.frame))  # few dtypes and shapes
 
-    def fill(buffers: Sequence[GroupBuffer], entries: Sequence[Entry], parts: Sequence[Sequence[Part]]) -> Filled:
-        first = [entries, *[()] * (len(parts) - 1)]
-        files = (_file(name_of(rank), first[rank], mine, frame_of) for rank, mine in enumerate(parts))
-        return Filled(tuple(file for file in files if file.length), tuple(each.to_json() for each in buffers))
-
-    return fill
-
-
-def _file(
-    name: str, entries: Sequence[Entry], parts: Sequence[Part], frame_of: Callable[[str, Index], Frame]
-) -> TargetFile:
-    """Items end to end, each aligned; those that are no tensors first, as DCP does."""
-    placed, at = entries_in(name, entries)
-    items = []
-    for wanted, box, copies in parts:
-        frame = frame_of(wanted.record.dtype, box.shape)
-        item = Extent(name, at, frame.length)
-        payload = Extent(name, at + frame.payload_offset, frame.payload_length)
-        items.append(Item(wanted, Chunk(box, item, payload), frame, copies))
-        at = aligned(item.end)
-    return TargetFile(name, placed, tuple(items), at)
-
-
-DCP = Container(
-    "dcp",
-    framed("__{}_0.distcp".format, lru_cache(maxsize=1024)(torch_zip.frame)),  # few dtypes and shapes
-    directory.write_manifest,
-    ("muonckpt.json", ".metadata"),
-)
+DCP = Container("dcp", over_ranks(_FRAMED), directory.write_manifest, ("muonckpt.json", ".metadata"))
 """A directory that `torch.distributed.checkpoint` reads, with our manifest."""
 
-BUFFERS = Container("buffers", raw, flat_buffers.write_index, (flat_buffers.INDEX,))
+
+def _raw(buffers: Sequence[GroupBuffer], entries: Sequence[Entry], parts: Sequence[Sequence[Part]]) -> Filled:
+    from .buffers import raw
+
+    return raw(buffers, entries, parts)
+
+
+def _write_index(manifest: Manifest, folder: Location) -> None:
+    from ..store.flat_buffers import write_index
+
+    write_index(manifest, folder)
+
+
+BUFFERS = Container("buffers", over_ranks(_raw), _write_index, (signs.FLAT_BUFFERS,))
 """Flat buffers as they lie in the memory of ranks, and an index: docs/formats/flat_buffers.md."""
 
-TORCH_DIST = Container("torch_dist", beside(DCP.fill), torch_dist.write_manifest, torch_dist.DESCRIPTIONS)
+TORCH_DIST = Container("torch_dist", over_ranks(beside(_FRAMED)), torch_dist.write_manifest, torch_dist.DESCRIPTIONS)
 """A directory that Megatron's `dist_checkpointing` reads as well: docs/formats/torch_dist.md."""
 
 CONTAINERS: Mapping[str, Container] = MappingProxyType({each.name: each for each in (DCP, BUFFERS, TORCH_DIST)})
-"""By name."""
+"""By name, those whose files are of ranks."""
+
+
+def in_safetensors(shard_bytes: int | None) -> Container:
+    """A safetensors file, or a folder of such files and their index.  One file alone is a checkpoint to its readers,
+    so in an object store they appear under their names when all are there."""
+    from ..store import safetensors
+    from .whole import MODEL, safetensors_files
+
+    arrange = safetensors_files(shard_bytes)
+    if shard_bytes is None:
+        return Container("safetensors", arrange, lambda manifest, folder: None, (), directory.beside, MODEL)
+    return Container("safetensors", arrange, safetensors.write_index, (safetensors.INDEX,), directory.beside)
+
+
+def in_zarr(shard_bytes: int | None) -> Container:
+    """A zarr hierarchy."""
+    from ..store import zarr_array, zarr_writer
+    from .whole import zarr_files
+
+    def describe(manifest: Manifest, folder: Location) -> None:
+        zarr_writer.describe(manifest, folder, shard_bytes)
+
+    return Container("zarr", zarr_files(shard_bytes), describe, (zarr_array.METADATA,))
+
+
+WHOLE_TENSORS: Mapping[str, Callable[[int | None], Container]] = MappingProxyType(
+    {"safetensors": in_safetensors, "zarr": in_zarr}
+)
+"""By name, those of whole tensors, for the most bytes of elements in a file; without a number as is usual."""

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
-from ..layout import Buffer, TensorLayout
+from ..box import Box
+from ..errors import about
+from ..layout import Buffer, TensorLayout, dense
+from ..plan import Copy, make_plan
 from ..record import Blob, Chunk, Manifest, StateRecord
 from .detection import annotate
 from .target import TargetError
@@ -26,6 +31,21 @@ class Wanted:
     chunks: Mapping[Buffer, Chunk]
     made: Mapping[Buffer, bytes] = field(default_factory=dict)
     scale: float | None = None
+
+    def copies(self, boxes: Sequence[Box]) -> tuple[tuple[Copy, ...], ...]:
+        """For each of the boxes, which together are the tensor, the copies that make it, dense from element 0."""
+        with about(self.record.key):
+            return _copies(self.layout, tuple(boxes))
+
+
+@lru_cache(maxsize=65536)
+def _copies(source: TensorLayout, boxes: tuple[Box, ...]) -> tuple[tuple[Copy, ...], ...]:
+    """Cached: tensors of one geometry share them."""
+    target = TensorLayout(source.shape, tuple(dense(box, number) for number, box in enumerate(boxes)))
+    copies: defaultdict[Buffer, list[Copy]] = defaultdict(list)
+    for copy in make_plan(source, target).copies:
+        copies[copy.target.buffer].append(copy)
+    return tuple(tuple(copies[number]) for number in range(len(boxes)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from ..errors import SourceError
 from ..record import Blob, Manifest, StateRecord
 from .dialects import Dialect
 
@@ -16,7 +17,7 @@ class Contents:
 
     Attributes:
         tensors: weights, by (None, parameter), and state, by (slot, parameter).
-        counters: state that is a 0-d tensor or a plain item, by parameter and slot.
+        counters: the steps of parameters, tensors or plain items, by parameter and slot.
         others, items: tensors and items to be carried: neither state nor options of groups, or derived state.
         positions: of all tensors in the manifest, by key.
         left: keys of the slots that are to be left behind.
@@ -33,7 +34,12 @@ class Contents:
 
 
 def contents(manifest: Manifest, dialect: Dialect, leave: Collection[str]) -> Contents:
-    """Sort the entries of a checkpoint; slots in ``leave`` are only listed."""
+    """Sort the entries of a checkpoint; slots in ``leave`` are only listed.
+
+    Raises:
+        SourceError: state that belongs to each element is no tensor.
+    """
+    steps = {method.slots["step"] for method in dialect.methods if "step" in method.slots}
     tensors: dict[tuple[str | None, str], int] = {}
     counters: defaultdict[str, dict[str, StateRecord | Blob]] = defaultdict(dict)
     others: list[int] = []
@@ -44,19 +50,22 @@ def contents(manifest: Manifest, dialect: Dialect, leave: Collection[str]) -> Co
     entries: tuple[StateRecord | Blob, ...] = (*manifest.tensors, *manifest.blobs)
     for entry in entries:
         at = positions.get(entry.key)
-        shape = None if at is None else manifest.tensors[at].shape
         state = dialect.state.read(entry.path)
         weight = dialect.model.read(entry.path) if at is not None else None
         if state:
             chains[state["name"]].add(state.get("chain", ""))
         if state and state["slot"] in leave:
             left.append(entry.key)
-        elif state and isinstance(entry, Blob) and state["slot"] in dialect.derived:
+        elif state and state["slot"] in dialect.derived and isinstance(entry, Blob):
             items.append(entry)
-        elif state and at is not None and shape:
+        elif state and state["slot"] in dialect.derived:
+            others.append(positions[entry.key])
+        elif state and state["slot"] in steps:
+            counters[state["name"]][state["slot"]] = entry
+        elif state and at is not None:
             tensors[state["slot"], state["name"]] = at
         elif state:
-            counters[state["name"]][state["slot"]] = entry
+            raise SourceError(f"{entry.key!r} is no tensor, expected one; leave it out with --drop {state['slot']}")
         elif dialect.option is not None and dialect.option.read(entry.path):
             continue
         elif at is not None and weight:

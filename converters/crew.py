@@ -17,7 +17,7 @@ from types import TracebackType
 
 from ..errors import DestinationError, Interrupted, LayoutError, MuonckptError, SourceError
 from ..store import directory
-from ..store.remote import Location, Remote
+from ..store.remote import Location
 from .journal import Done, Folder, Journal, Step
 from .log import remove
 from .peer import Peer, Sight
@@ -44,13 +44,13 @@ _log = logging.getLogger(__name__)
 class Crew:
     """A worker's place among those that do a job.
 
-    Beside the destination lie ``staged``, the directory that will be renamed to it, and a folder of journals, named by
-    the number of the run and the worker's rank.  In an object store, which cannot rename, files are written where they
-    belong.  The journals of earlier runs are the ``history``: finished files, the same for all workers; what it claims
-    must still be checked.
+    Beside the destination lie the directory ``staged``, where files are written until they are published, and a folder
+    of journals, named by the number of the run and the worker's rank.  In an object store, which cannot rename, files
+    may be staged where they belong.  The journals of earlier runs are the ``history``: finished files, the same for all
+    workers; what it claims must still be checked.
 
     Args:
-        destination: where the finished directory will appear.
+        destination, staged: where the finished checkpoint will appear, and where it is written.
         job: digest of the job; equal digests mean equal files.
         resume: go on with what an earlier run left, if anything.  The leader's word counts.
         patience: seconds without a sign of life after which another worker counts as lost.
@@ -62,9 +62,16 @@ class Crew:
     """
 
     def __init__(
-        self, destination: Location, job: str, worker: Worker, resume: bool, patience: float, stop: threading.Event
+        self,
+        destination: Location,
+        staged: Location,
+        job: str,
+        worker: Worker,
+        resume: bool,
+        patience: float,
+        stop: threading.Event,
     ) -> None:
-        self.staged = staged(destination)
+        self.staged = staged
         self.history: dict[str, Done] = {}
         self._destination = destination
         self._folder = Folder(directory.journals(destination))
@@ -301,13 +308,6 @@ class Crew:
 
     def _taken(self) -> DestinationError:
         return DestinationError(f"another process is writing into {self.staged}")
-
-
-def staged(destination: Location) -> Location:
-    """Where a destination is written."""
-    if isinstance(destination, Remote):
-        return destination
-    return destination.parent / f".{destination.name}.reshard.tmp"
 
 
 def _is_lost(peer: Peer, sight: Sight) -> bool:

@@ -174,7 +174,10 @@ class Dialect:
             known = "; ".join(f"{m.name}: {', '.join(m.slots.values())}" for m in self.methods)
             found = f"{', '.join(sorted(kept))}" + (f" in a group of {named!r}" if named else "")
             which = "more than one method" if fitting else "no method"
-            raise SourceError(f"parameter {about!r} has {found}: {which} of {self.name} ({known})")
+            raise SourceError(
+                f"parameter {about!r} has {found}: {which} of {self.name} ({known}); --drop leaves a slot out, --from "
+                "names another program"
+            )
         return fitting[0]
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from ..box import Box
-from ..layouts.group_buffer import GroupBuffer
 from ..plan import Copy
 from ..record import Chunk, Extent, StateRecord
 from ..store.stored_zip import ALIGNMENT
-from .content import Entry, Wanted
+from ..store.sums import Checksum, crc32_of
+from .content import Content, Entry, Wanted
+from .journal import Sum
+from .target import Target
 
 
 class Frame(Protocol):
@@ -30,9 +31,34 @@ class Frame(Protocol):
     @property
     def length(self) -> int: ...
 
-    def tail(self, crc32: int) -> bytes:
-        """What comes after elements with this CRC-32."""
+    @property
+    def checksum_of(self) -> Checksum:
+        """What the tail says of the elements."""
         ...
+
+    def tail(self, checksum: int) -> bytes:
+        """What comes after elements with this checksum."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bare:
+    """The frame of elements with nothing around them."""
+
+    payload_length: int
+    head: ClassVar[bytes] = b""
+    payload_offset: ClassVar[int] = 0
+
+    @property
+    def length(self) -> int:
+        return self.payload_length
+
+    @property
+    def checksum_of(self) -> Checksum:
+        return crc32_of
+
+    def tail(self, checksum: int) -> bytes:
+        return b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +77,34 @@ class Item:
     def tensor(self) -> StateRecord:
         return self.wanted.record
 
+    @property
+    def sources(self) -> set[Extent]:
+        """The items of the source that it is copied from."""
+        chunks = self.wanted.chunks
+        return {chunks[copy.source.buffer].item for copy in self.copies if copy.source.buffer in chunks}
+
+    def written(self, passed: Sum) -> Chunk:
+        """The chunk, with what is known when its elements have passed."""
+        carried = passed.checksum if self.frame.checksum_of is crc32_of else None
+        return dataclasses.replace(self.chunk, digest=passed.digest, crc32=carried)
+
+
+Front = Callable[[Sequence[Sum]], bytes]
+"""What a file begins with, made of the sums of its items; as long whatever they are."""
+
 
 @dataclass(frozen=True, slots=True)
 class TargetFile:
-    """One file to write: entries, then items, in the order of their places; zeros elsewhere.  ``length`` in bytes."""
+    """One file to write: its front, entries, then items, in the order of their places; zeros elsewhere.
+
+    ``length`` in bytes.  A name with slashes lies in folders.
+    """
 
     name: str
     entries: tuple[Entry, ...]
     items: tuple[Item, ...]
     length: int
+    front: Front | None = None
 
     @property
     def count(self) -> int:
@@ -87,18 +132,26 @@ def aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-Part = tuple[Wanted, Box, tuple[Copy, ...]]
-"""A box of a tensor that some rank has, and the copies that make it."""
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is asked for: ``content``, made of a source (its name and provenance), chosen by ``select``, to lie as
+    ``target`` says."""
+
+    source: str
+    provenance: Mapping[str, Any]
+    content: Content
+    target: Target
+    select: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
-    """The files to write, and the flat buffers used, as the manifest records them."""
+class Arranged:
+    """The files to write, and what the manifest says of them: ``words`` is the layout of each tensor, by key."""
 
     files: tuple[TargetFile, ...]
-    buffers: tuple[Mapping[str, Any], ...]
+    words: Mapping[str, Mapping[str, Any] | None]
+    provenance: Mapping[str, Any]
 
 
-Fill = Callable[[Sequence[GroupBuffer], Sequence[Entry], Sequence[Sequence[Part]]], Filled]
-"""Makes files of the flat buffers that ranks share, if the layout has any, of items that are no tensors, and of what
-each rank has."""
+Arrange = Callable[[Task], Arranged]
+"""Decides what goes where in which file."""

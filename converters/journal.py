@@ -22,10 +22,11 @@ from .log import create, remove
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """What passed when an item was written: xxh3-128 and CRC-32 of its payload, its share of the fingerprint."""
+    """What passed when an item was written: xxh3-128 and the frame's checksum of its payload, its share of the
+    fingerprint."""
 
     digest: str
-    crc32: int
+    checksum: int
     share: int
 
 
@@ -103,7 +104,7 @@ class Journal:
 
     def add(self, file: str, done: Done) -> None:
         """Note a finished (and synced) file."""
-        items = [[item.digest, item.crc32, item.share] for item in done.items]
+        items = [[item.digest, item.checksum, item.share] for item in done.items]
         self._log.add(_line({"file": file, "blobs": list(done.blobs), "items": items}))
 
     def say(self, step: Step, error: tuple[str, str] | None = None) -> None:

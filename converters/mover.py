@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
+from pathlib import PurePosixPath
 
 from ..box import Box, Index, row_major
 from ..errors import DestinationError, Interrupted, SourceError
@@ -39,31 +40,55 @@ Progress = Callable[[int], None]
 
 
 class Mover:
-    """Moves bytes: the only part that touches data."""
+    """Moves bytes: the only part that touches data.
+
+    Args:
+        chunks: of the source, with their tensors, that are to be checked: `unchecked`, by item, until they are.
+    """
 
     def __init__(
-        self, payloads: Payloads, staged: Location, band_bytes: int, stop: threading.Event, progress: Progress
+        self,
+        payloads: Payloads,
+        staged: Location,
+        chunks: Iterable[tuple[StateRecord, Chunk]],
+        band_bytes: int,
+        stop: threading.Event,
+        progress: Progress,
     ) -> None:
         self.staged = staged
+        self.unchecked = {chunk.item: (tensor, chunk) for tensor, chunk in chunks}
         self._payloads = payloads
         self._band_bytes = min(band_bytes, LARGEST_BAND)
         self._stop = stop
         self._progress = progress
 
-    def check(self, tensor: StateRecord, chunk: Chunk) -> None:
-        """Raises `SourceError` if a source chunk is not what was recorded of it."""
-        self._go_on()
-        check_chunk(self._payloads, tensor, chunk)
-        self._progress(payload_of(tensor, chunk).length)
+    def check(self, source: Extent) -> None:
+        """Raises `SourceError` if a source chunk is not what was recorded of it.
+
+        One that another thread has taken up is not waited for.
+        """
+        found = self.unchecked.pop(source, None)
+        if found is not None:
+            self._go_on()
+            check_chunk(self._payloads, *found)
+            self._progress(payload_of(*found).length)
 
     def write(self, file: TargetFile) -> Done:
-        """One file, synced."""
+        """One file, synced.  A chunk is checked right before an item is copied from it: if all were checked first the
+        disk would have nothing to do, and the source would be read from it twice."""
         self._go_on()
+        for folder in reversed(PurePosixPath(file.name).parents[:-1]):  # not the one that holds all: it must be there
+            (self.staged / str(folder)).mkdir(exist_ok=True)
         with created(self.staged / file.name, file.length) as output:
-            return Done(
+            if file.front and not output.rewinds:  # what tells the sums comes first: they need a pass of their own
+                output.write(file.front([self._pass(item) for item in file.items]), 0)
+            done = Done(
                 tuple(self._write_entry(output, entry) for entry in file.entries),
                 tuple(self._write_item(output, item) for item in file.items),
             )
+            if file.front and output.rewinds:
+                output.write(file.front(done.items), 0)
+            return done
 
     def is_finished(self, file: TargetFile, done: Done | None) -> bool:
         """Whether a file that the journal claims holds, in every byte, what was written."""
@@ -106,18 +131,28 @@ class Mover:
         at = item.chunk.item.offset
         output.write(item.frame.head, at)
         at += len(item.frame.head)
-        sums = Sums()
+
+        def put(raw: memoryview) -> None:
+            nonlocal at
+            at = output.write(raw, at)
+            self._progress(len(raw))
+
+        passed = self._pass(item, put)
+        output.write(item.frame.tail(passed.checksum), at)
+        return passed
+
+    def _pass(self, item: Item, put: Callable[[memoryview], None] = lambda raw: None) -> Sum:
+        """Sum the elements of an item, and hand on their bytes in order."""
+        for source in sorted(item.sources, key=lambda source: (source.file, source.offset)):
+            self.check(source)
+        sums = Sums(item.frame.checksum_of)
         parts = self._straight(item) if is_straight(item) else self._assembled(item)
         for words, origin in parts:
             self._go_on()
-            raw = sums.add(words, origin)
-            output.write(raw, at)
-            at += len(raw)
-            self._progress(len(raw))
-        output.write(item.frame.tail(sums.crc32), at)
-        for buffer in {copy.source.buffer for copy in item.copies} & item.wanted.chunks.keys():
-            self._payloads.release(item.wanted.chunks[buffer].item)
-        return Sum(sums.digest, sums.crc32, sums.share)
+            put(sums.add(words, origin))
+        for source in item.sources:
+            self._payloads.release(source)
+        return Sum(sums.digest, sums.checksum, sums.share)
 
     def _straight(self, item: Item) -> Iterator[tuple[Words, Index]]:
         """The elements of an item in order, as views of the source, with the global index of each view's first."""
@@ -166,6 +201,10 @@ def _parts(file: TargetFile, done: Done) -> Iterator[tuple[Extent, str]]:
     def known(content: bytes) -> tuple[Extent, str]:
         return Extent(file.name, at, len(content)), xxh3_128([content])
 
+    if file.front:
+        front = file.front(done.items)
+        yield known(front)
+        at = len(front)
     for entry, digest in zip(file.entries, done.blobs, strict=True):
         yield from _zeros(file.name, at, entry.target.item.offset)
         yield entry.target.item, digest
@@ -177,7 +216,7 @@ def _parts(file: TargetFile, done: Done) -> Iterator[tuple[Extent, str]]:
         yield known(item.frame.head)
         yield payload, passed.digest
         at = payload.end
-        yield known(item.frame.tail(passed.crc32))
+        yield known(item.frame.tail(passed.checksum))
         at = item.chunk.item.end
     yield from _zeros(file.name, at, file.length)
 

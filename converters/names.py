@@ -10,7 +10,6 @@ What a rule does to a tensor's elements is in :mod:`.structure`.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
@@ -104,6 +103,8 @@ class Rules:
         Raises:
             SourceError: it is not TOML, has an unknown key, or a row is not a rule.
         """
+        import tomllib  # few commands read a table
+
         try:
             data = tomllib.loads(text)
             if data.keys() != {"rule"}:

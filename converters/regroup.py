@@ -85,19 +85,25 @@ def _check_alike(side: Side, name: str, one: Group, other: Group) -> None:
 def _written(
     side: Side, group: Group, names: tuple[str, ...], by_group: Mapping[str, Param], notes: set[str]
 ) -> Iterator[Written]:
-    """A source's group in the target's words; one for each method and step that its parameters have."""
-    alike: defaultdict[tuple[str, int | None], list[Param]] = defaultdict(list)
-    called: defaultdict[tuple[str, int | None], list[str]] = defaultdict(list)
+    """A source's group in the target's words; one for each method and step that its parameters have.
+
+    A parameter without state goes with the others, if these are all alike.
+    """
+    kinds = {
+        name: (param.theirs.name, param.step if "step" in param.ours.options else None)
+        for name in names
+        if (param := by_group.get(name))
+    }
+    only = next(iter(kinds.values())) if len(set(kinds.values())) == 1 else None
+    alike: defaultdict[tuple[str, int | None], list[str]] = defaultdict(list)
     for name in names:
-        if name not in by_group:
+        if kind := kinds.get(name, only):
+            alike[kind].append(name)
+        else:
             notes.add(f"{name} has no state: it is in no group of the target")
-            continue
-        kind = by_group[name].theirs.name, by_group[name].step if "step" in by_group[name].ours.options else None
-        alike[kind].append(by_group[name])
-        called[kind].append(name)
     for (_, step), members in alike.items():
-        said = _said(side, group, members[0], step, notes)
-        yield Written(tuple(called[members[0].theirs.name, step]), said, group.number is not None)
+        first = next(by_group[name] for name in members if name in kinds)
+        yield Written(tuple(members), _said(side, group, first, step, notes), group.number is not None)
 
 
 def _said(side: Side, group: Group, param: Param, step: int | None, notes: set[str]) -> dict[str, object]:
@@ -131,7 +137,7 @@ def _common(groups: list[Written], by_group: Mapping[str, Param]) -> dict[str, o
     """
     optimizers: defaultdict[tuple[int, ...], dict[str, Any]] = defaultdict(dict)
     for group in groups:
-        params = [by_group[name] for name in group.params]
+        params = [by_group[name] for name in group.params if name in by_group]
         mine = optimizers[tuple(map(int, re.findall("[0-9]+", params[0].chain["chain"])))]
         mine.setdefault("param_groups", []).append(dict(group.options))
         for step in {param.step for param in params if param.step is not None and "first" in param.theirs.slots}:

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ..errors import DestinationError, Interrupted, SourceError
 from ..fingerprint import as_hex, combine
 from ..record import Chunk, Extent, Manifest, StateRecord
 from ..store import directory
+from ..store.collecting import not_collecting
 from ..store.formats import format_of
 from ..store.regular import open_regular
 from ..store.remote import Location, check_memory
@@ -71,13 +71,7 @@ def part_of(job: Job, worker: Worker, finished: Collection[str] = ()) -> Part:
 
 def _sources(files: Iterable[TargetFile]) -> set[Extent]:
     """The items of the source that these files are copied from."""
-    return {
-        item.wanted.chunks[copy.source.buffer].item
-        for file in files
-        for item in file.items
-        for copy in item.copies
-        if copy.source.buffer in item.wanted.chunks
-    }
+    return {source for file in files for item in file.items for source in item.sources}
 
 
 def run(
@@ -111,14 +105,16 @@ def run(
         Interrupted: Ctrl-C, or a worker was lost; finished files are kept beside the destination for ``resume``.
         MuonckptError: another worker failed; the kind of error that it met.
     """
-    check_destination(job.source, destination)
+    check_destination(job.source, destination, job.container)
     worker, stop = worker or Worker(), threading.Event()
     check_memory(job.source, destination, max((file.length for file in job.files), default=0), threads, memory)
-    crew = Crew(destination, job.digest(), worker, resume, patience, stop)
+    crew = Crew(destination, job.container.staged(destination), job.digest(), worker, resume, patience, stop)
     try:
         with crew, _writing(destination), format_of(job.source).payloads(job.source) as payloads:
-            mover = Mover(payloads, crew.staged, max(memory // (2 * threads), 1 << 16), stop, progress)
-            _work(mover, part_of(job, worker, crew.history), crew, threads, verify, stop)
+            part = part_of(job, worker, crew.history)
+            band_bytes = max(memory // (2 * threads), 1 << 16)
+            mover = Mover(payloads, crew.staged, part.chunks, band_bytes, stop, progress)
+            _work(mover, part.files, crew, threads, verify, stop)
             crew.finish()
             return _publish(job, crew, destination) if worker.leads else None
     except KeyboardInterrupt:
@@ -134,39 +130,26 @@ def _writing(destination: Location) -> Iterator[None]:
         raise DestinationError(f"cannot write {destination}: {error}") from error
 
 
-def _work(mover: Mover, part: Part, crew: Crew, threads: int, verify: bool, stop: threading.Event) -> None:
-    """Check this part's chunks, and write its files that are not finished; whoever returns has seen all chunks whole.
-
-    A file's chunks are taken up right before it is written; one that another thread is still at is not waited for.
-    """
-    unchecked = {found[1].item: found for found in part.chunks}
-
-    def check(item: Extent) -> None:
-        found = unchecked.pop(item, None)  # not yet taken by another thread
-        if found is not None:
-            mover.check(*found)
-
-    def write(file: TargetFile) -> Done:
-        """Not all checks first: the disk would have nothing to do, and the source would be read from it twice."""
-        for item in sorted(_sources([file]), key=lambda item: (item.file, item.offset)):
-            check(item)
-        return mover.write(file)
+def _work(
+    mover: Mover, files: Sequence[TargetFile], crew: Crew, threads: int, verify: bool, stop: threading.Event
+) -> None:
+    """Write those of the files that are not finished, and check the mover's chunks; who returns has seen all whole."""
 
     def is_finished(file: TargetFile) -> bool:
         return mover.is_finished(file, crew.history.get(file.name))
 
     with ThreadPoolExecutor(threads) as pool:
         try:
-            kept = {file.name for file, whole in _each(pool, is_finished, part.files) if whole}
+            kept = {file.name for file, whole in _each(pool, is_finished, files) if whole}
             for name in kept:
                 crew.add(name, crew.history[name])
-            for file, done in _each(pool, write, [file for file in part.files if file.name not in kept]):
+            for file, done in _each(pool, mover.write, [file for file in files if file.name not in kept]):
                 crew.add(file.name, done)
-            for _ in _each(pool, check, list(unchecked)):  # of the files that were kept
+            for _ in _each(pool, mover.check, list(mover.unchecked)):  # of the files that were kept
                 pass
             if verify:
                 written = crew.gathered()
-                for _ in _each(pool, lambda file: mover.verify(file, written[file.name]), part.files):
+                for _ in _each(pool, lambda file: mover.verify(file, written[file.name]), files):
                     pass
         except BaseException:
             stop.set()
@@ -194,6 +177,7 @@ def _next(queue: SimpleQueue[T]) -> T:
             return queue.get(timeout=_SLICE)
 
 
+@not_collecting()
 def _publish(job: Job, crew: Crew, destination: Location) -> Manifest:
     """Describe the finished files and give them their name."""
     if not _is_unchanged(job):
@@ -206,7 +190,9 @@ def _publish(job: Job, crew: Crew, destination: Location) -> Manifest:
     for leftover in job.container.descriptions:  # of a run that was killed between here and the end
         (crew.staged / leftover).unlink(missing_ok=True)
     job.container.describe(manifest, crew.staged)
-    directory.publish(crew.staged, destination)
+    directory.publish(crew.staged / job.container.root, destination)
+    if crew.staged != destination:
+        directory.discard(crew.staged)  # what was linked or copied from there
     return manifest
 
 
@@ -239,7 +225,7 @@ def _describe(job: Job, done_files: Mapping[str, Done]) -> Manifest:
         blobs += [dataclasses.replace(e.target, digest=d) for e, d in zip(file.entries, done.blobs, strict=True)]
         for item, passed in zip(file.items, done.items, strict=True):
             key = item.tensor.key
-            chunks[key].append(dataclasses.replace(item.chunk, digest=passed.digest, crc32=passed.crc32))
+            chunks[key].append(item.written(passed))
             shares[key] = combine(shares[key], passed.share)
     tensors = []
     for tensor in job.tensors:
@@ -251,21 +237,4 @@ def _describe(job: Job, done_files: Mapping[str, Done]) -> Manifest:
             )
         layout, mine = job.words[tensor.key], tuple(chunks[tensor.key])
         tensors.append(dataclasses.replace(tensor, chunks=mine, fingerprint=found, layout=layout))
-    return Manifest(tuple(tensors), tuple(blobs), _provenance(job))
-
-
-def _provenance(job: Job) -> dict[str, Any]:
-    """That of the source, with what was done now; flat buffers are those of this layout."""
-    step = {
-        "program": f"muonckpt {version('muonckpt')}",
-        "source": job.source.resolve().name,
-        "mesh": dict(job.target.mesh),
-        "layout": job.target.layout,
-        "shard": list(map(str, job.target.rules)),
-        "select": list(job.select),
-        **({"notes": list(job.notes)} if job.notes else {}),
-        **({"left_out": list(job.left_out)} if job.left_out else {}),
-    }
-    found = {**job.manifest.provenance, "resharded": [*job.manifest.provenance.get("resharded", []), step]}
-    found.pop("buffers", None)
-    return {**found, "buffers": list(job.buffers)} if job.buffers else found
+    return Manifest(tuple(tensors), tuple(blobs), job.provenance)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from ..layouts.group_buffer import GroupBuffer
 from ..record import Extent
 from ..store.dcp import COMMON_FILE
 from .content import Entry
-from .files import Fill, Filled, Part, TargetFile
+from .files import TargetFile
+from .ranks import Fill, Filled, Part
+
+if TYPE_CHECKING:
+    from ..layouts.group_buffer import GroupBuffer
 
 
 def beside(fill: Fill) -> Fill:

@@ -12,7 +12,7 @@ from ..errors import SourceError
 from ..layout import Fragment, TensorLayout
 from ..record import Blob, Convention, Manifest, StateRecord
 from ..store.values import Values, scalar_bytes
-from .contents import contents
+from .contents import Contents, contents
 from .conventions import Said, agreed, factor
 from .detection import Detected, detect
 from .dialects import Dialect, KeyPath
@@ -58,6 +58,7 @@ def translate(
     _refuse_unknown(manifest, dialect, drop)
     leave = drop if dialect is target and not rules.rules else drop | dialect.derived
     has = contents(manifest, dialect, leave)
+    _refuse_unread(manifest, dialect, has)
     groups = read_groups(manifest, dialect, values)
     group_of = {name: group for group in groups for name in group.params}
     side = Side(manifest, dialect, target, values, said or Said(), has, group_of)
@@ -102,6 +103,17 @@ def _refuse_unknown(manifest: Manifest, dialect: Dialect, drop: frozenset[str]) 
     there = {found["slot"] for path in paths if (found := dialect.state.read(path))}
     if missing := sorted(drop - there):
         raise TargetError(f"no slot {missing[0]!r} to drop; of {dialect.name} there are {', '.join(sorted(there))}")
+
+
+def _refuse_unread(manifest: Manifest, dialect: Dialect, has: Contents) -> None:
+    """State that is taken for something else would keep its keys and its convention without a word."""
+    keys = f"keys of {dialect.name} are like {dialect.state} and {dialect.model}"
+    if not (has.tensors or has.counters or has.left):
+        examples = ", ".join(repr(entry.key) for entry in (*manifest.tensors, *manifest.blobs)[:3])
+        raise SourceError(f"expected weights or state, found neither: {keys}, here are {examples}")
+    for other in (manifest.tensors[at] for at in has.others):
+        if other.slot is not None and other.slot not in dialect.derived:
+            raise SourceError(f"{other.key!r} is state of an optimizer, under a key that cannot be translated: {keys}")
 
 
 def _refuse_unfit(rules: Rules, columns: Columns) -> None:

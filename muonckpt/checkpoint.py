@@ -14,7 +14,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from .errors import DestinationError, MuonckptError, SourceError
 from .store.dcp_reader import CheckingReader, StrictLoadPlanner
 from .store.dcp_writer import CoveringSavePlanner, PublishingWriter
+from .version import PROGRAM
 
 
 def save(
@@ -121,7 +121,7 @@ def _local(path: str | os.PathLike[str], kind: type[MuonckptError]) -> Path:
 
 def _provenance(process_group: dist.ProcessGroup | None) -> dict[str, Any]:
     return {
-        "program": f"muonckpt {version('muonckpt')}",
+        "program": PROGRAM,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": sys.platform,

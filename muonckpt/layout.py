@@ -9,7 +9,6 @@ All offsets, strides and sizes are in elements.
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,9 +114,11 @@ class TensorLayout:
 
     def digest(self) -> bytes:
         """16 bytes of shape and fragments: the same in every process, unlike a hash."""
+        from hashlib import blake2b  # loads OpenSSL, and few ask for a digest
+
         where = np.array([(f.place.offset, *f.place.strides) for f in self.fragments], np.int64)
         names = [(number, fragment.place.buffer) for number, box in enumerate(self.holders) for fragment in box]
-        whole = hashlib.blake2b(repr((self.shape, names)).encode(), digest_size=16)
+        whole = blake2b(repr((self.shape, names)).encode(), digest_size=16)
         for array in (self.starts, self.stops, where):
             whole.update(array.tobytes())
         return whole.digest()

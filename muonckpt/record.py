@@ -11,11 +11,12 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from .box import Box, Index
 from .errors import LayoutError, SourceError, about
-from .layout import TensorLayout, dense
+from .layout import Buffer, Fragment, Place, TensorLayout, dense
 
 FILE = "muonckpt.json"
 """Name of the manifest in a checkpoint directory."""
@@ -66,8 +67,10 @@ class Chunk:
     """One stored box of a tensor.
 
     ``item`` is the whole item as its store wrote it (for DCP a small zip archive); ``payload`` the raw
-    little-endian row-major elements of ``box`` inside it, None while the item has not been opened.  ``digest`` is
+    little-endian elements of ``box`` inside it, None while the item has not been opened.  ``digest`` is
     the xxh3-128 of the payload in hex, ``crc32`` the checksum that the item itself carries; None where unknown.
+    ``strides`` are those of the elements in the payload, in elements; None for row-major order, which all have that we
+    write, so that manifests need not say it.
     """
 
     box: Box
@@ -75,6 +78,11 @@ class Chunk:
     payload: Extent | None = None
     digest: str | None = None
     crc32: int | None = None
+    strides: Index | None = None
+
+    def stored(self, buffer: Buffer) -> Fragment:
+        """Where the elements lie, calling the payload ``buffer``."""
+        return _stored(self.box, self.strides, buffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +119,23 @@ class StateRecord:
     fingerprint: str | None = None
 
     def chunk_layout(self) -> TensorLayout:
-        """Where the tensor lies in the checkpoint: buffer ``"3"`` is the payload of chunk 3, dense from element 0.
+        """Where the tensor lies in the checkpoint: buffer ``"3"`` is the payload of chunk 3.
 
         Raises:
             LayoutError: the chunks leave a hole or overlap; names the tensor and the box.
         """
         with about(self.key):
-            fragments = (dense(chunk.box, str(i)) for i, chunk in enumerate(self.chunks) if chunk.box.numel)
-            return TensorLayout(self.shape, tuple(fragments))
+            return _in_chunks(self.shape, tuple((chunk.box, chunk.strides) for chunk in self.chunks))
+
+
+@lru_cache(maxsize=65536)
+def _in_chunks(shape: Index, chunks: tuple[tuple[Box, Index | None], ...]) -> TensorLayout:
+    """Cached: the tensors of a model have few geometries."""
+    return TensorLayout(shape, tuple(_stored(*chunk, str(i)) for i, chunk in enumerate(chunks) if chunk[0].numel))
+
+
+def _stored(box: Box, strides: Index | None, buffer: Buffer) -> Fragment:
+    return dense(box, buffer) if strides is None else Fragment(box, Place(buffer, 0, strides))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """A script: stops a reshard at each of its steps that change the disk, goes on with --resume, and prints what it saw.
 
-    stopped.py kill|interrupt|error SOURCE FOLDER
+    stopped.py kill|interrupt|error SOURCE FOLDER OPTION...
+
+The options are those of `convert`.
 
 Prints a JSON list with an entry per step: the exit status of the stopped run; whether the destination was then absent
 or whole; whether unfinished work was left; the exit code of the run with --resume (None where there was nothing to do);
@@ -18,6 +20,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from trees import tree
 
 from muonckpt.cli.main import run
 
@@ -42,18 +46,14 @@ class Steps:
         return step
 
 
-def contents(path: Path) -> dict[str, bytes] | None:
-    return {file.name: file.read_bytes() for file in path.iterdir()} if path.exists() else None
-
-
-def main(how: str, source: str, folder: Path) -> None:
+def main(how: str, source: str, folder: Path, *options: str) -> None:
     def reshard(to: Path, *more: str) -> int:
-        return run(["reshard", source, str(to), "--mesh", "dp=3", "--jobs", "1", *more])
+        return run(["convert", source, str(to), "--jobs", "1", *options, *more])
 
     steps = Steps(how)
     os.link, os.rmdir = steps._counted(os.link), steps._counted(os.rmdir)
     assert reshard(folder / "whole") == 0
-    whole, seen, out, staged = contents(folder / "whole"), [], folder / "out", folder / ".out.reshard.tmp"
+    whole, seen, out, staged = tree(folder / "whole"), [], folder / "out", folder / ".out.reshard.tmp"
     for stop_at in range(1, steps.done + 1):
         steps.done, steps.stop_at = 0, stop_at
         child = os.fork()
@@ -62,17 +62,18 @@ def main(how: str, source: str, folder: Path) -> None:
             os._exit(reshard(out))
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         steps.stop_at = 0
-        first, unfinished, again = contents(out), staged.exists(), None
+        first, unfinished, again = tree(out), staged.exists(), None
         if unfinished:
-            assert reshard(out) == 4 and contents(out) == first  # not without --resume
+            assert reshard(out) == 4 and tree(out) == first  # not without --resume
         if first is None:
             again = reshard(out, "--resume")
         left = [entry.name for entry in folder.iterdir()]
-        seen.append([status, first in (None, whole), unfinished, again, contents(out) == whole, left])
-        shutil.rmtree(out)
+        seen.append([status, first in (None, whole), unfinished, again, tree(out) == whole, left])
+        for entry in set(folder.iterdir()) - {folder / "whole"}:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     print(json.dumps(seen))
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell starts with it ignored
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])

@@ -251,6 +251,15 @@ def test_the_commands_take_it(source, stored, tmp_path, capsys):
     assert (summary["kind"], summary["files"]) == ("flat buffers", 4)
 
 
+def test_what_has_no_tensors_has_no_buffers_and_is_read_back(tmp_path):
+    muonckpt.save({"lr": 0.1}, tmp_path / "options")
+    assert command(["convert", str(tmp_path / "options"), str(tmp_path / "raw"), "--format", "buffers"]) == 0
+    assert command(["convert", str(tmp_path / "raw"), str(tmp_path / "back"), "--format", "dcp"]) == 0
+    state = {"lr": None}
+    muonckpt.load(state, tmp_path / "back")
+    assert state == {"lr": 0.1}
+
+
 def test_a_flipped_bit_is_found(stored, tmp_path):
     path = tmp_path / "damaged"
     shutil.copytree(stored("flat", 3), path)

@@ -7,7 +7,9 @@ from translated import MEGATRON, W, nested, read, saved, truth_of
 
 from muonckpt.converters.detection import annotate, detect
 from muonckpt.converters.dialects import DIALECTS, Template
+from muonckpt.converters.translate import translate
 from muonckpt.errors import SourceError
+from muonckpt.store.values import Values
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -78,6 +80,21 @@ def test_keys_that_tell_a_dialect(state, name, tmp_path):
 def test_keys_that_do_not_tell_are_refused_with_the_choices(state, message, tmp_path):
     with pytest.raises(SourceError, match=message):
         detect(saved(tmp_path, state)[0])
+
+
+@pytest.mark.parametrize(
+    "state, named, message",
+    [
+        ({"app": nested({"momentum_buffer": W}, lr=0.1)}, "torch", "found neither: keys of torch.*'app.model.w'"),
+        (nested({"momentum_buffer": W}, lr=0.1), "titan", "found neither: keys of titan.*'model.w'"),
+        ({"model": {"w": W}, "optim": nested({"momentum_buffer": W})["optimizer"]}, None,
+         "'optim.state.w.momentum_buffer' is state of an optimizer, under a key that cannot be translated"),
+    ],
+)  # fmt: skip
+def test_state_that_the_program_would_not_find_there_is_not_left_as_it_is(state, named, message, tmp_path):
+    manifest, path = saved(tmp_path, state)
+    with pytest.raises(SourceError, match=message):
+        translate(manifest, Values(path), DIALECTS["dion"], source=DIALECTS.get(named or ""))
 
 
 # Templates.

@@ -14,13 +14,13 @@ import torch
 from golden import golden
 from sharded import bits
 from translated import PEERS, SUMS, expected, words_apart
+from whole import assemble
 
 import muonckpt
 from muonckpt.box import Box
 from muonckpt.cli.main import run
 from muonckpt.record import FILE, Manifest
 from muonckpt.store.formats import format_of
-from muonckpt.store.stream import assemble
 
 # Of every format some topology or arrangement of files; what `--format` and the other options say of it.
 KINDS = {

@@ -20,8 +20,10 @@ from sharded import elements_of
 import muonckpt
 from muonckpt.box import row_major
 from muonckpt.cli.asked import FORMATS
-from muonckpt.converters.export import plan_export
-from muonckpt.converters.export import run as run_export
+from muonckpt.converters.container import WHOLE_TENSORS
+from muonckpt.converters.job import make_job
+from muonckpt.converters.reshard import run
+from muonckpt.converters.target import Target
 from muonckpt.errors import DestinationError, SourceError
 from muonckpt.layout import Place
 from muonckpt.record import Extent
@@ -249,9 +251,12 @@ def test_there_is_no_checkpoint_before_the_last_object(source, store):
 
     reshard(source, store / "out", 3, progress=looking("out"))
     assert seen and not any(seen) and is_checkpoint(store / "out")
-    job = plan_export(source, "zarr", [MATRIX])
-    run_export(job, store / "tree", progress=looking("tree"))
-    assert not any(seen) and is_checkpoint(store / "tree")
+    for form, shard_bytes in (("zarr", None), ("safetensors", None), ("safetensors", 1)):
+        name = f"{form}{shard_bytes}"
+        job = make_job(source, Target({"dp": 1}), [MATRIX], container=WHOLE_TENSORS[form](shard_bytes))
+        run(job, store / name, progress=looking(name))
+        assert not any(seen) and is_checkpoint(store / name)
+        assert not [found for found in objects(store) if found.startswith(f".{name}")]
 
 
 def test_a_damaged_object_is_found_and_nothing_is_made_of_it(source, memory):

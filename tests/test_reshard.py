@@ -23,7 +23,9 @@ from sharded import edit, elements_of, manifest_edited, raw_bytes
 
 import muonckpt
 from muonckpt.converters.detection import annotate
+from muonckpt.converters.job import make_job
 from muonckpt.converters.reshard import plan_job, run
+from muonckpt.converters.target import Target
 from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.record import Manifest
 from muonckpt.store import audit, directory
@@ -269,3 +271,25 @@ def test_a_full_disk_fails_cleanly(tmp_path):
     if "code" not in done.stdout or "mount:" in done.stderr:
         pytest.skip(f"no small file system can be mounted here: {done.stderr}")
     assert done.stdout.split() == ["code", "4"] and "No space left" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_tensor_that_torch_saved_in_another_order_is_the_same_tensor(tmp_path: Path):
+    tensors = {
+        "transposed": torch.arange(35.0).reshape(7, 5).T,
+        "images": torch.arange(120.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "wide": torch.arange(24.0, dtype=torch.float64).view(torch.complex128).reshape(4, 3).T,
+    }
+    dcp.save(tensors, checkpoint_id=tmp_path / "source", no_dist=True)
+    plain = {key: sharded.bits(tensor) for key, tensor in tensors.items()}
+    whole = audit.audit(tmp_path / "source")
+    assert not whole.findings
+    for layout in ("rows", "flat"):
+        out = tmp_path / layout
+        run(make_job(tmp_path / "source", Target({"dp": 3}, layout=layout)), out)
+        assert elements_of(out) == plain and audit.audit(out).fingerprints == whole.fingerprints
+    loaded = {key: torch.zeros(tensor.shape, dtype=tensor.dtype) for key, tensor in tensors.items()}
+    muonckpt.load(loaded, tmp_path / "source")
+    assert {key: sharded.bits(tensor) for key, tensor in loaded.items()} == plain
+    payload = directory.read(tmp_path / "source", payloads=True).tensors[0].chunks[0].payload
+    edit(tmp_path / "source" / payload.file, payload.offset + 7)
+    assert {finding.kind for finding in audit.audit(tmp_path / "source").findings} == {"crc32"}

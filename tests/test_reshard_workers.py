@@ -19,14 +19,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resharded import contents, nothing_but
 from sharded import edit
+from trees import tree
 
 import muonckpt
 from muonckpt.cli import main
 from muonckpt.converters import crew
+from muonckpt.converters.container import WHOLE_TENSORS
+from muonckpt.converters.content import as_they_are, tensors_only
+from muonckpt.converters.job import Job, make_job
 from muonckpt.converters.reshard import Part, part_of, plan_job, run
+from muonckpt.converters.target import Target
 from muonckpt.converters.workers import LaunchError, Worker, cuts, worker_of
 from muonckpt.errors import DestinationError, Interrupted, SourceError
 from muonckpt.record import Manifest
+from muonckpt.store import zarr_writer
 from muonckpt.store.remote import Location, location
 
 STAGED, JOURNALS = ".out.reshard.tmp", ".out.reshard.journal"
@@ -125,8 +131,7 @@ def test_the_command_refuses_an_impossible_launch_and_only_the_leader_speaks(sou
 
     code, out, complaint = told(4, "reshard", "--mesh", "dp=3")
     assert (code, out) == (2, "") and "there is no worker 4 of 4" in complaint
-    code, out, complaint = told(1, "export", "--format", "safetensors", "--tensors-only")
-    assert (code, out) == (2, "") and "written by one process, and this is worker 1 of 4" in complaint
+    assert told(1, "export", "--format", "safetensors", "--tensors-only", "--dry-run") == (0, "", "")
     assert told(1, "reshard", "--mesh", "dp=3", "--dry-run") == (0, "", "")
     assert told(0, "reshard", "--mesh", "dp=3", "--dry-run")[1].startswith("file") and nothing_but(tmp_path)
 
@@ -145,17 +150,44 @@ def crew_of(world: int, job: object) -> list[tuple]:
     return [(job, Worker(rank, world)) for rank in range(world)]
 
 
-@pytest.mark.parametrize("world", [2, 3, 9])
-def test_any_number_of_workers_writes_the_same_bytes_and_publishes_once(world, source, whole, tmp_path):
-    published = together(tmp_path / "out", *crew_of(world, plan_job(source, RANKS)), threads=1, verify=world == 3)
+FORMS = {"file": ("safetensors", None), "shards": ("safetensors", 700), "zarr": ("zarr", 700)}
+
+
+@pytest.fixture
+def planned(source, tmp_path, monkeypatch):
+    """A job that writes some format, and what a single process makes of it."""
+    monkeypatch.setattr(zarr_writer, "CHUNK_BYTES", 300)
+
+    def plan(form: str) -> tuple[Job, dict[str, bytes]]:
+        job = plan_job(source, RANKS)
+        if form in FORMS:
+            container = WHOLE_TENSORS[FORMS[form][0]](FORMS[form][1])
+            job = make_job(source, Target({"dp": 1}), translate=tensors_only(as_they_are), container=container)
+        alone = tmp_path / "alone" / "out"
+        run(job, alone)
+        found = tree(alone)
+        shutil.rmtree(alone.parent)
+        return job, found
+
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("world", "form"), [(2, "ranks"), (3, "ranks"), (9, "ranks"), (2, "file"), (2, "shards"), (3, "zarr")]
+)
+def test_any_number_of_workers_writes_the_same_bytes_and_publishes_once(world, form, planned, tmp_path):
+    job, whole = planned(form)
+    published = together(tmp_path / "out", *crew_of(world, job), threads=1, verify=world == 3)
     assert isinstance(published[0], Manifest) and published[1:] == [None] * (world - 1)
-    assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
+    assert tree(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
 
 
-def test_an_object_store_gets_the_same_objects_and_can_be_gone_on_with(source, whole, tmp_path):
-    job, out = plan_job(source, RANKS), location(f"memory://{tmp_path.name}/out")
+@pytest.mark.parametrize("form", ["ranks", "shards", "zarr"])
+def test_an_object_store_gets_the_same_objects_and_can_be_gone_on_with(form, planned, tmp_path):
+    (job, whole), out = planned(form), location(f"memory://{tmp_path.name}/out")
+    staged = job.container.staged(out)
     [stopped] = together(out, (job, Worker(0, 2)), patience=0.5)
-    assert isinstance(stopped, Interrupted) and 0 < len(out.fs.find(out.path)) < RANKS
+    assert isinstance(stopped, Interrupted) and 0 < len(out.fs.find(staged.path)) < len(job.files)
     before = {name: out.fs.created(name) for name in out.fs.find(out.path)}
     [refused] = together(out, (job, Worker()))
     assert isinstance(refused, DestinationError) and "--resume" in str(refused)
@@ -185,17 +217,18 @@ def test_damage_that_one_worker_meets_stops_all_and_leaves_nothing(source, tmp_p
     assert nothing_but(tmp_path, "source")
 
 
-def test_a_worker_that_never_comes_is_said_and_others_go_on_later(source, whole, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("form", ["ranks", "shards", "zarr"])
+def test_a_worker_that_never_comes_is_said_and_others_go_on_later(form, planned, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(crew, "_TELL", 0.02)
-    job = plan_job(source, RANKS)
+    job, whole = planned(form)
     [stopped] = together(tmp_path / "out", (job, Worker(0, 2)), patience=0.3)
     assert isinstance(stopped, Interrupted) and "worker 1 of 2 has not come in 0.3 s" in str(stopped)
     assert "now waiting for worker 1 of 2" in caplog.text
     assert nothing_but(tmp_path, STAGED, JOURNALS)
-    before = {file.name: file.stat().st_ino for file in (tmp_path / STAGED).iterdir()}
-    assert 0 < len(before) < RANKS
+    before = {name: (tmp_path / STAGED / name).stat().st_ino for name in tree(tmp_path / STAGED)}
+    assert 0 < len(before) < len(job.files)
     together(tmp_path / "out", *crew_of(3, job), resume=True)
-    assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
+    assert tree(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
     assert {name: (tmp_path / "out" / name).stat().st_ino for name in before} == before
 
 

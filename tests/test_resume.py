@@ -14,8 +14,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from resharded import contents, nothing_but, once, reshard, saved
 from sharded import edit, elements_of
+from trees import tree
 
 import muonckpt
+from muonckpt.converters.container import WHOLE_TENSORS
 from muonckpt.converters.content import as_they_are
 from muonckpt.converters.job import make_job
 from muonckpt.converters.reshard import plan_job, run
@@ -26,19 +28,31 @@ from muonckpt.store import directory
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-@pytest.mark.parametrize("how", ["kill", "interrupt", "error"])
-def test_stopped_at_any_step_nothing_half_done_is_seen_and_resume_gives_the_same_bytes(how, tmp_path):
+RANKS = "--format dcp --mesh dp=3"
+STOPPED = {
+    "kill": RANKS,
+    "interrupt": RANKS,
+    "error": RANKS,
+    "kill file": "--format safetensors --tensors-only",
+    "kill zarr": "--format zarr --select w",
+}
+
+
+@pytest.mark.parametrize("case", STOPPED)
+def test_stopped_at_any_step_nothing_half_done_is_seen_and_resume_gives_the_same_bytes(case, tmp_path):
     muonckpt.save({"w": torch.arange(15.0).reshape(5, 3), "n": torch.tensor(7), "lr": 0.1}, tmp_path / "source")
     (tmp_path / "here").mkdir()
-    script = [sys.executable, Path(__file__).with_name("stopped.py"), how, tmp_path / "source", tmp_path / "here"]
-    done = subprocess.run(script, capture_output=True, text=True)
+    how, script = case.split()[0], Path(__file__).with_name("stopped.py")
+    options = [tmp_path / "source", tmp_path / "here", *STOPPED[case].split()]
+    done = subprocess.run([sys.executable, script, how, *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
-    assert len(seen) > 30
+    assert len(seen) > 20
     for step in enumerate(seen):
         status, nothing_or_all, staged, again, same, left = step[1]
         assert nothing_or_all and same and again in (None, 0), step
-        assert set(left) - {"out", "whole"} <= ({".out.reshard.journal"} if again is None else set()), step
+        published = {".out.reshard.journal", *([".out.reshard.tmp"] if case == "kill file" else [])}
+        assert set(left) - {"out", "whole"} <= (published if again is None else set()), step
         assert status == {"kill": -9, "interrupt": 5, "error": 4}[how] or (status, again) == (0, None), step
         assert not (how == "error" and staged), step  # the disk may be full: it is given back
     assert how == "error" or sum(staged for _, _, staged, *_ in seen) > len(seen) / 2
@@ -114,6 +128,19 @@ def test_resume_trusts_nothing_that_it_does_not_check(left, twice, unfinished, t
     reshard(source, destination, 3, resume=True)
     assert contents(destination) == whole
     assert nothing_but(tmp_path, "out", "whole")
+
+
+@pytest.mark.parametrize(("form", "at"), [("safetensors", 20), ("safetensors", -1), ("zarr", 20), ("zarr", -1)])
+def test_resume_looks_at_headers_and_indices_as_well(form, at, tmp_path):
+    container = WHOLE_TENSORS[form](700)
+    job = make_job(saved("own rows4"), Target({"dp": 1}), ["t.float*", "t.int64"], container=container)
+    run(job, tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        run(job, tmp_path / "out", threads=1, progress=Stop(job.bytes_to_check + job.payload_to_write - 1))
+    file = tmp_path / ".out.reshard.tmp" / job.files[0].name
+    edit(file, at % file.stat().st_size)
+    run(job, tmp_path / "out", resume=True)
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole") and nothing_but(tmp_path, "out", "whole")
 
 
 def test_resume_does_not_write_again_what_is_finished(unfinished):

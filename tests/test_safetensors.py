@@ -15,17 +15,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sharded import SHAPES, bits, raw_bytes, small, some
+from whole import assemble, record, write, write_values
 
 from muonckpt.box import Box
+from muonckpt.converters import mover
 from muonckpt.errors import SourceError
 from muonckpt.record import Convention, Manifest, StateRecord
 from muonckpt.store import safetensors, safetensors_header
 from muonckpt.store.audit import nonfinite
-from muonckpt.store.dtypes import DTYPES, dtype
+from muonckpt.store.dtypes import DTYPES
 from muonckpt.store.formats import SAFETENSORS, format_of
 from muonckpt.store.payload import Payloads
 from muonckpt.store.safetensors_header import CODES
-from muonckpt.store.stream import assemble
 
 LOADABLE = sorted(CODES.keys() - {"float8_e8m0fnu"})
 """What the stock library loads into torch: F8_E8M0 it can write only."""
@@ -34,24 +35,6 @@ LOADABLE = sorted(CODES.keys() - {"float8_e8m0fnu"})
 def values() -> dict[str, torch.Tensor]:
     made = {name: some((13, 5), getattr(torch, name), seed) for seed, name in enumerate(LOADABLE)}
     return made | {name: some(shape, torch.float32, 99) for name, shape in SHAPES.items()}
-
-
-def record(key: str, value: torch.Tensor, **facts) -> StateRecord:
-    return StateRecord(key, (key,), tuple(value.shape), str(value.dtype).removeprefix("torch."), (), **facts)
-
-
-def fetch_from(tensors: dict[str, torch.Tensor]):
-    def fetch(tensor: StateRecord, box: Box) -> np.ndarray:
-        value = tensors[tensor.key]
-        words = np.frombuffer(bits(value), dtype(tensor.dtype).bits).reshape(value.shape)
-        return np.ascontiguousarray(words[tuple(map(slice, box.lo, box.hi))])
-
-    return fetch
-
-
-def write(file: Path, tensors: dict[str, torch.Tensor], band_bytes: int = 1 << 20) -> None:
-    records = [record(key, value) for key, value in tensors.items()]
-    safetensors.write_file(file, records, fetch_from(tensors), {"step": 3}, band_bytes)
 
 
 def stored(path: Path) -> dict[str, bytes]:
@@ -67,9 +50,10 @@ def expected(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("band_bytes", [8, 1 << 20])
-def test_the_stock_library_loads_what_we_write(band_bytes, tmp_path):
+def test_the_stock_library_loads_what_we_write(band_bytes, tmp_path, monkeypatch):
     tensors = values()
-    write(tmp_path / "a.safetensors", tensors, band_bytes)
+    monkeypatch.setattr(mover, "LARGEST_BAND", band_bytes)
+    write_values(tmp_path / "a.safetensors", "safetensors", tensors)
     loaded = stock_torch.load_file(tmp_path / "a.safetensors")
     assert {key: (v.shape, v.dtype) for key, v in loaded.items()} == {k: (v.shape, v.dtype) for k, v in tensors.items()}
     assert expected(loaded) == expected(tensors) == stored(tmp_path / "a.safetensors")
@@ -108,8 +92,7 @@ def test_elements_are_read_by_box_even_where_they_are_not_aligned(tmp_path):
 
 def test_an_index_and_its_files_are_read_and_written_as_hugging_face_libraries_do(tmp_path):
     tensors = values()
-    records = [record(key, value) for key, value in tensors.items()]
-    safetensors.write_sharded(tmp_path / "a", records, fetch_from(tensors), {}, 500)
+    write_values(tmp_path / "a", "safetensors", tensors, 500)
     index = json.loads((tmp_path / "a" / "model.safetensors.index.json").read_text())
     files = {file.name for file in (tmp_path / "a").glob("*.safetensors")}
     assert files == set(index["weight_map"].values()) and len(files) > 3
@@ -124,7 +107,7 @@ def test_an_index_and_its_files_are_read_and_written_as_hugging_face_libraries_d
         loaded |= part
     assert expected(loaded) == expected(tensors) == stored(tmp_path / "a")
     assert [t.key for t in safetensors.read(tmp_path / "a").tensors if t.dtype == "float32"] == [
-        t.key for t in records if t.dtype == "float32"
+        key for key, value in tensors.items() if value.dtype == torch.float32
     ]
 
 
@@ -138,10 +121,10 @@ def test_nothing_that_is_known_of_a_tensor_is_lost(tmp_path):
     value = torch.arange(12.0).reshape(4, 3)
     facts = {"name": "w", "slot": "momentum_buffer", "convention": Convention.EMA, "pieces": (3, 1)}
     tensor = record("état.w", value, **facts, layout={"algorithm": "mesh", "version": 1})
-    safetensors.write_file(tmp_path / "a", [tensor], fetch_from({"état.w": value}), {"step": 3})
+    write(tmp_path / "a", "safetensors", [(tensor, bits(value))])
     manifest = safetensors.read(tmp_path / "a")
     (found,) = manifest.tensors
-    assert manifest.provenance == {"step": 3}
+    assert manifest.provenance["step"] == 3
     for field in ("key", "path", "shape", "dtype", "name", "slot", "convention", "pieces", "layout"):
         assert getattr(found, field) == getattr(tensor, field)
     assert len(found.fingerprint) == 16 and found.fingerprint != "0" * 16
@@ -240,7 +223,7 @@ CODES_OF = {code: name for name, code in CODES.items()}
 
 
 def test_a_description_that_is_not_of_this_file_is_refused(tmp_path):
-    write(tmp_path / "a", {"v": torch.ones(4), "w": torch.ones(2, 2)})
+    write_values(tmp_path / "a", "safetensors", {"v": torch.ones(4), "w": torch.ones(2, 2)})
     with stock.safe_open(tmp_path / "a", "pt") as opened:
         ours = opened.metadata()
     for other in ({}, {"w": torch.ones(4)}, {"w": torch.ones(2, 2).int()}):

@@ -206,6 +206,15 @@ def test_a_step_that_is_nowhere_must_be_given(tmp_path):
     assert (made.record.key, made.payload) == ("optimizer.state.w.step", np.float32(7).tobytes())
 
 
+def test_a_parameter_without_dims_keeps_all_of_its_state(tmp_path):
+    slots = {"exp_avg": torch.tensor(0.25), "exp_avg_sq": torch.tensor(0.5), "step": torch.tensor(3.0)}
+    manifest, path = saved(tmp_path, nested(slots))
+    result = translate(manifest, Values(path), DIALECTS["dion"], source=DIALECTS["torch"])
+    moved = {key: value.view("<f4").item() for key, value in executed(path, result).items() if value.ndim == 0}
+    assert moved == {f"optimizer.state.w.{slot}": value
+                     for slot, value in (("momentum", 0.25), ("variance", 0.5), ("step_dev", 3.0))}  # fmt: skip
+
+
 # What there is no place for.
 
 
@@ -222,6 +231,9 @@ def test_state_without_a_place_in_the_target_is_refused(tmp_path):
             assert np.array_equal(found[f"optimizer.state.{key.rpartition('.')[2]}.momentum_buffer"], words)
     with pytest.raises(SourceError, match="no method of torch"):
         manifest, where = saved(tmp_path, nested({"exp_inf": W.clone()}, ns_coefficients=[1.0]))
+        translate(manifest, Values(where), DIALECTS["dion"])
+    with pytest.raises(SourceError, match="no tensor, expected one; leave it out with --drop momentum_buffer"):
+        manifest, where = saved(tmp_path / "none", nested({"momentum_buffer": None}, ns_coefficients=[1.0]))
         translate(manifest, Values(where), DIALECTS["dion"])
     with pytest.raises(SourceError, match="read, not written"):
         translated("torch_fsdp4/ckpt", "moonlight")
@@ -372,3 +384,13 @@ def test_an_option_that_is_a_tensor_is_read_and_carried(tmp_path):
     same = translate(manifest, Values(path), DIALECTS["torch"])
     assert executed(path, same)["optimizer.param_groups.0.lr"].view("<f4") == 0.25
     assert options(translate(manifest, Values(path), DIALECTS["dion"]))["optimizer.param_groups.0.lr"] == 0.25
+
+
+def test_a_parameter_without_state_stays_in_its_group(tmp_path):
+    state = nested({"momentum_buffer": W.clone()}, lr=0.1, momentum=0.5, ns_coefficients=[1.0])
+    state["optimizer"]["param_groups"][0]["params"] = ["new", "w"]  # the one has not seen a gradient yet
+    manifest, path = saved(tmp_path, state)
+    for target in ("dion", "fsdp_dtensor", "torch_dist"):
+        said = options(translate(manifest, Values(path), DIALECTS[target]))
+        assert said.get("optimizer.param_groups.0.params", ["new", "w"]) == ["new", "w"]
+        assert target != "fsdp_dtensor" or said["optimizer.param_to_group_meta.module.module.module.new.lr"] == 0.1

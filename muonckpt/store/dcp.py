@@ -43,7 +43,7 @@ def read(path: Location, *, payloads: bool = False) -> Manifest:
 
     Raises:
         SourceError: there is no checkpoint; its metadata is damaged, refused or contradicts itself; a file is
-            missing, cut, or no regular file; items overlap; or, with ``payloads``, an item is not the dense row-major
+            missing, cut, or no regular file; items overlap; or, with ``payloads``, an item is not the dense
             tensor that the metadata promises.
     """
     try:
@@ -202,8 +202,11 @@ def _with_payloads(path: Location, manifest: Manifest) -> Manifest:
         with open_regular(path / name) as file:
             for item, at, part in of_one_file:
                 tensor, chunk = manifest.tensors[at], chunks[at][part]
-                with _at(f"{path / name} at byte {item.offset}: tensor {tensor.key!r} box {chunk.box}"):
+                try:
                     chunks[at][part] = _opened(file, tensor, chunk)
+                except SourceError as error:
+                    where = f"{path / name} at byte {item.offset}: tensor {tensor.key!r} box {chunk.box}"
+                    raise SourceError(f"{where}: {error}") from error
 
     at_each(path, read_items, [list(mine) for _, mine in groupby(jobs, key=lambda job: job[0].file)])
     tensors = (replace(t, chunks=tuple(opened)) for t, opened in zip(manifest.tensors, chunks, strict=True))
@@ -218,12 +221,9 @@ def _opened(file: File, tensor: StateRecord, chunk: Chunk) -> Chunk:
             f"expected {tensor.dtype} of shape {chunk.box.shape}, as {FILE} says; "
             f"found {found.dtype} of shape {found.shape}"
         )
-    if not found.row_major:
-        raise SourceError(
-            f"expected elements in row-major order, found strides {found.strides} for shape {found.shape}: the tensor "
-            "was transposed or channels-last when it was saved; save it again after .contiguous()"
-        )
-    return replace(chunk, payload=Extent(chunk.item.file, found.offset, found.length), crc32=found.crc32)
+    strides = None if found.row_major else found.strides  # it was transposed or channels-last when it was saved
+    payload = Extent(chunk.item.file, found.offset, found.length)
+    return replace(chunk, payload=payload, crc32=found.crc32, strides=strides)
 
 
 @contextmanager

@@ -125,7 +125,8 @@ class CheckingReader(StorageReader):
     ) -> np.ndarray[Any, Any]:
         """What is wanted of a chunk: a run of it, noted for `judge`, or a window of what has been checked whole."""
         run = run_of(tuple(item.storage_offsets), tuple(item.lengths), chunk.box.shape)
-        if run is not None and run != (0, chunk.box.numel) and chunk.crc32 is not None:
+        runs = chunk.strides is None and chunk.crc32 is not None
+        if runs and run is not None and run != (0, chunk.box.numel):
             payload, size = payload_of(tensor, chunk), itemsize(tensor.dtype)
             start, stop = (place * size for place in run)
             extent = Extent(payload.file, payload.offset + start, stop - start)

@@ -259,10 +259,10 @@ class _FileWriter:
             _write(stream, part)
         # Start the transfer to disk now, so that it goes on while the next item is digested.
         os.posix_fadvise(stream.fileno(), payload.offset, payload.length, os.POSIX_FADV_DONTNEED)
-        _write(stream, frame.tail(sums.crc32))
+        _write(stream, frame.tail(sums.checksum))
         where = Extent(self._target.file, start, frame.length)
         note = self._planner.annotation(item.index.fqn)
-        written = _Written(self._rank, sums.digest, _kind(tensor), sums.share, where, payload, sums.crc32, note)
+        written = _Written(self._rank, sums.digest, _kind(tensor), sums.share, where, payload, sums.checksum, note)
         return WriteResult(index=item.index, size_in_bytes=payload.length, storage_data=written)
 
 

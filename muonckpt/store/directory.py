@@ -52,6 +52,17 @@ def staging(destination: Location) -> Location:
     return destination.parent / f".{destination.name}.{uuid.uuid4().hex[:12]}.tmp"
 
 
+def staged(destination: Location) -> Location:
+    """Where files are written before they are published: beside the destination; in an object store, which cannot
+    rename, where they belong."""
+    return destination if isinstance(destination, Remote) else beside(destination)
+
+
+def beside(destination: Location) -> Location:
+    """The same, but in an object store beside it as well: for what has a reader before all of it is there."""
+    return destination.parent / f".{destination.name}.reshard.tmp"
+
+
 def journals(destination: Location) -> Location:
     """Where those who write it leave word of what is finished; there is nothing once it is published, or given up."""
     return destination.parent / f".{destination.name}.reshard.journal"
@@ -66,12 +77,12 @@ def discard(staged: Location) -> None:
         shutil.rmtree(staged, ignore_errors=True)
 
 
-def refuse_existing(destination: Location) -> None:
+def refuse_existing(destination: Location, staged: Location | None = None) -> None:
     """Raises:
-    DestinationError: something is there already; nothing is ever overwritten in place, but in an object store work
-        may be unfinished there.
+    DestinationError: something is there already; nothing is ever overwritten in place, but work may be unfinished
+        there if it is where files are ``staged``.
     """
-    unfinished = isinstance(destination, Remote) and journals(destination).exists()
+    unfinished = staged == destination and journals(destination).exists()
     if (destination.exists() or destination.is_symlink()) and not unfinished:
         raise DestinationError(f"{destination} exists already; choose another destination or remove it first")
 

@@ -18,13 +18,14 @@ from ..layouts.buffer_record import ints
 from ..layouts.buffers import rank_of
 from ..layouts.group_buffer import GroupBuffer
 from ..record import Chunk, Extent, Manifest, StateRecord
+from . import signs
 from .dtypes import itemsize
 from .extents import check_extents
 from .output import write_synced
 from .regular import open_regular
 from .remote import Location
 
-INDEX = "flat_buffers.json"
+INDEX = signs.FLAT_BUFFERS
 """Name of the index."""
 
 FILE = "rank_{}.bin".format
@@ -136,8 +137,9 @@ def read(path: Location) -> Manifest:
 
 
 def write_index(manifest: Manifest, directory: Location) -> None:
-    """Write the index of finished files, and wait until it is on disk."""
-    write_synced(directory / INDEX, manifest.to_json().encode())
+    """Write the index of finished files, and wait until it is on disk.  It has a record of buffers even if none is."""
+    index = replace(manifest, provenance={"buffers": [], **manifest.provenance})
+    write_synced(directory / INDEX, index.to_json().encode())
 
 
 def _stored(data: Mapping[str, Any]) -> StoredBuffer:

@@ -1,4 +1,7 @@
-"""Which format a checkpoint is in, told by what is there, and how it is read: the door of every command."""
+"""Which format a checkpoint is in, told by what is there, and how it is read: the door of every command.
+
+A format's reader is imported when a checkpoint of that format is opened.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +11,74 @@ from dataclasses import dataclass
 from .. import record
 from ..errors import SourceError
 from ..record import Manifest
-from . import dcp, directory, flat_buffers, layer_wise, safetensors, zarr
+from . import dcp, directory, signs
 from .payload import Payloads
 from .remote import Location
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
-    """One format.  ``read`` gives the manifest with the places of all elements, ``payloads`` their bytes.
+class Reader:
+    """How a format is read.  ``read`` gives the manifest with the places of all elements, ``payloads`` their bytes.
 
     ``outline`` gives the manifest from metadata alone: nothing else is opened, and places may be missing.
     """
 
-    name: str
     outline: Callable[[Location], Manifest]
     read: Callable[[Location], Manifest]
     payloads: Callable[[Location], Payloads]
 
 
-def _with_payloads(path: Location) -> Manifest:
-    return directory.read(path, payloads=True)
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One format; ``reader`` imports what reads it.  The methods are those of its `Reader`."""
+
+    name: str
+    reader: Callable[[], Reader]
+
+    def outline(self, path: Location) -> Manifest:
+        return self.reader().outline(path)
+
+    def read(self, path: Location) -> Manifest:
+        return self.reader().read(path)
+
+    def payloads(self, path: Location) -> Payloads:
+        return self.reader().payloads(path)
 
 
-def _beside(path: Location) -> Payloads:
-    return Payloads(safetensors.folder(path))
+def _directory() -> Reader:
+    return Reader(directory.read, lambda path: directory.read(path, payloads=True), Payloads)
 
 
-OWN = Format("muonckpt", directory.read, _with_payloads, Payloads)
-DCP = Format("stock DCP", directory.read, _with_payloads, Payloads)
-BUFFERS = Format("flat buffers", flat_buffers.read, flat_buffers.read, Payloads)
-SAFETENSORS = Format("safetensors", safetensors.read, safetensors.read, _beside)
-ZARR = Format("zarr", zarr.read, zarr.read, zarr.ZarrPayloads)
-LAYER_WISE = Format("Megatron's layer-wise files", layer_wise.read, layer_wise.read, layer_wise.LayerWisePayloads)
+def _flat_buffers() -> Reader:
+    from . import flat_buffers
+
+    return Reader(flat_buffers.read, flat_buffers.read, Payloads)
+
+
+def _safetensors() -> Reader:
+    from . import safetensors
+
+    return Reader(safetensors.read, safetensors.read, lambda path: Payloads(safetensors.folder(path)))
+
+
+def _zarr() -> Reader:
+    from . import zarr
+
+    return Reader(zarr.read, zarr.read, zarr.ZarrPayloads)
+
+
+def _layer_wise() -> Reader:
+    from . import layer_wise
+
+    return Reader(layer_wise.read, layer_wise.read, layer_wise.LayerWisePayloads)
+
+
+OWN = Format("muonckpt", _directory)
+DCP = Format("stock DCP", _directory)
+BUFFERS = Format("flat buffers", _flat_buffers)
+SAFETENSORS = Format("safetensors", _safetensors)
+ZARR = Format("zarr", _zarr)
+LAYER_WISE = Format("Megatron's layer-wise files", _layer_wise)
 
 
 def format_of(path: Location) -> Format:
@@ -61,14 +100,14 @@ def _shown(path: Location) -> Format:
         return SAFETENSORS
     if (path / record.FILE).exists():
         return OWN
-    if layer_wise.is_described(path):
+    if signs.describes_layer_wise(path):
         return LAYER_WISE
     if (path / dcp.FILE).exists():
         return DCP
-    if (path / flat_buffers.INDEX).exists():
+    if signs.has_flat_buffers(path):
         return BUFFERS
-    if zarr.is_hierarchy(path):
+    if signs.is_zarr(path):
         return ZARR
-    if safetensors.is_sharded(path):
+    if signs.has_safetensors(path):
         return SAFETENSORS
-    return LAYER_WISE if layer_wise.has_files(path) else DCP
+    return LAYER_WISE if signs.has_layer_wise(path) else DCP

@@ -7,7 +7,6 @@ fp32 masters, which round to them.  docs/formats/layer_wise.md has the format an
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from ..errors import SourceError
 from ..layouts.group_buffer import GroupBuffer
 from ..layouts.slots import Slot
 from ..record import Blob, Extent, Manifest, StateRecord
-from . import model_weights, rank_file
+from . import model_weights, rank_file, signs
 from .layer_wise_names import FILES, Dealt, Description, Member, deal, load
 from .model_weights import whole_tensor
 from .payload import Payloads
@@ -29,24 +28,12 @@ from .regular import Held
 from .remote import Location
 from .torch_file import SavedTensor
 
-_NAME = re.compile(r"layer_wise_optimizer_(0|[1-9][0-9]*)\.pt")
-
 EXPERTS = "is_expert_parallel"
 """The option by which a group says what it is of."""
 
 STATE = ("layer_wise", "state")
 OPTION = ("layer_wise", "param_groups")
 """Paths of keys: state by parameter and slot, options by group and name.  Weights are under ``model``."""
-
-
-def is_described(path: Location) -> bool:
-    """Whether a directory holds a description of such files."""
-    return any((path / name).is_file() for name in FILES)
-
-
-def has_files(path: Location) -> bool:
-    """Whether a directory holds such files.  Some programs leave them beside other checkpoints."""
-    return path.is_dir() and any(_NAME.fullmatch(file.name) for file in path.iterdir())
 
 
 def read(path: Location) -> Manifest:
@@ -101,7 +88,7 @@ def _read(path: Location) -> tuple[Manifest, bytes]:
 
 
 def _files(path: Location) -> tuple[str, ...]:
-    matches = (_NAME.fullmatch(file.name) for file in path.iterdir())
+    matches = (signs.LAYER_WISE_RANK.fullmatch(file.name) for file in path.iterdir())
     found = sorted((int(match[1]), match[0]) for match in matches if match)
     if not found or [rank for rank, _ in found] != list(range(len(found))):
         raise SourceError(f"{path}: expected a file of every rank from 0, found those of {[rank for rank, _ in found]}")

@@ -26,11 +26,12 @@ from ..layouts.buffers import BufferLayout
 from ..layouts.megatron_compact import pingpong_legacy, pingpong_total_order
 from ..layouts.megatron_padded import padded_nscost, padded_numel
 from ..layouts.parameters import Parameter, Ranks
+from . import signs
 from .regular import open_regular
 from .remote import Location
 
 FILES: Mapping[str, Callable[[str], Any]] = MappingProxyType(
-    {"layer_wise.toml": tomllib.loads, "layer_wise.json": json.loads}
+    dict(zip(signs.LAYER_WISE, (tomllib.loads, json.loads), strict=True))
 )
 """Names of a description, and how each is read."""
 

@@ -9,15 +9,14 @@ attributes.
 
 from __future__ import annotations
 
-import gc
 import pickle
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
 from ..box import Index
 from ..errors import SourceError
+from .collecting import not_collecting
 from .dtypes import DTYPES
 from .inert_pickle import Global, Pickler, Record, expect, ints, sequence, unpickle
 
@@ -98,24 +97,12 @@ def parse(data: bytes) -> Metadata:
     """
     if len(data) > MAX_BYTES:
         raise SourceError(f"expected at most {MAX_BYTES} bytes of metadata, found {len(data)}")
-    with _no_garbage_collection():
+    with not_collecting():
         content = unpickle(data, _KNOWN)
         try:
             return _metadata(content)
         except (KeyError, ValueError) as error:
             raise SourceError(f"expected the metadata of a checkpoint, found a part missing ({error})") from None
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    # A million small objects that are all needed: collecting in between only costs time.
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _metadata(content: object) -> Metadata:

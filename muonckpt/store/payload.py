@@ -109,7 +109,8 @@ class Payloads:
 
 def elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:
     """A chunk's elements as unsigned words in the shape of its box (one more dim of 2 for 16-byte elements)."""
-    return as_words(payloads.view(payload_of(tensor, chunk)), tensor.dtype, chunk.box.shape)
+    raw, place = payloads.view(payload_of(tensor, chunk)), chunk.stored("").place
+    return strided(as_words(raw, tensor.dtype, (chunk.box.numel,)), place.strides, chunk.box.shape)
 
 
 def as_words(raw: memoryview, name: str, shape: Index) -> NDArray[Any]:

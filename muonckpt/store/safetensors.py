@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,11 +18,10 @@ from ..fingerprint import as_hex
 from ..record import Chunk, Extent, Manifest, StateRecord
 from . import safetensors_header as header
 from .dtypes import itemsize
-from .output import created, write_synced
+from .output import write_synced
 from .regular import open_regular
 from .remote import Location
 from .safetensors_header import CODES, METADATA, Entry, Header
-from .stream import Fetch, FilePlan, passing
 from .sums import Sums
 
 INDEX = "model.safetensors.index.json"
@@ -71,11 +69,6 @@ def folder(path: Location) -> Location:
     return path if path.is_dir() else path.parent
 
 
-def is_sharded(path: Location) -> bool:
-    """Whether a directory holds safetensors files."""
-    return any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json"))
-
-
 def refuse(tensors: Sequence[StateRecord]) -> None:
     """Raises:
     SourceError: the format cannot hold one of the tensors; names all dtypes that it lacks.
@@ -93,122 +86,61 @@ def refuse(tensors: Sequence[StateRecord]) -> None:
             raise SourceError(f"tensor {tensor.key!r}: the format demands names of valid Unicode") from None
 
 
-def files(
-    tensors: Sequence[StateRecord], provenance: Mapping[str, Any], shard_bytes: int | None
-) -> tuple[FilePlan, ...]:
-    """What `write` would write, but for the index; the file of one that is no folder is called ``""``."""
-    shards = [("", list(tensors))] if shard_bytes is None else _shards(tensors, shard_bytes)
-    found = []
-    for name, shard in shards:
-        head = _header(shard, {}, provenance)
-        found.append(FilePlan(name, len(shard), head.data_length, len(head.encode()) + head.data_length))
-    return tuple(found)
+def front(
+    tensors: Sequence[StateRecord], provenance: Mapping[str, Any], passed: Sequence[tuple[str, int]] = ()
+) -> bytes:
+    """What comes before the elements of these tensors, which follow each other in this order.
 
-
-def write(
-    path: Location,
-    tensors: Sequence[StateRecord],
-    fetch: Fetch,
-    provenance: Mapping[str, Any],
-    shard_bytes: int | None,
-    band_bytes: int,
-) -> None:
-    """Write one file, or if ``shard_bytes`` is given a folder."""
-    if shard_bytes is None:
-        write_file(path, tensors, fetch, provenance, band_bytes)
-    else:
-        write_sharded(path, tensors, fetch, provenance, shard_bytes, band_bytes)
-
-
-def write_sharded(
-    directory: Location,
-    tensors: Sequence[StateRecord],
-    fetch: Fetch,
-    provenance: Mapping[str, Any],
-    shard_bytes: int,
-    band_bytes: int = 1 << 20,
-) -> None:
-    """Write files of at most ``shard_bytes`` of elements (a larger tensor has one of its own), and their index."""
-    directory.mkdir()
-    weight_map: dict[str, str] = {}
-    for name, shard in _shards(tensors, shard_bytes):
-        write_file(directory / name, shard, fetch, provenance, band_bytes)
-        weight_map |= {tensor.key: name for tensor in shard}
-    index = {"metadata": {"total_size": sum(map(_length, tensors))}, "weight_map": weight_map}
-    write_synced(directory / INDEX, json.dumps(index, indent=1, ensure_ascii=False).encode())
-
-
-def write_file(
-    file: Location,
-    tensors: Sequence[StateRecord],
-    fetch: Fetch,
-    provenance: Mapping[str, Any],
-    band_bytes: int = 1 << 20,
-) -> None:
-    """Write one file, synced, front to back in bands of at most ``band_bytes``.
+    Args:
+        passed: digest and share of the fingerprint of each.  Without them the bytes are as many.
 
     Raises:
         DestinationError: the header would be longer than readers accept.
     """
-    head = _header(tensors, {}, provenance)
-    front = head.encode()
-    if len(front) - 8 > header.MAX_BYTES:
-        raise DestinationError(f"{file}: a header of {len(front)} bytes, of at most {header.MAX_BYTES}; use shards")
-    passed: dict[str, Sums] = {}
-    with created(file, len(front) + head.data_length) as output:
-        if not output.rewinds:  # the header tells the sums: they are computed in a pass of their own
-            deque(_elements(tensors, fetch, band_bytes, passed), maxlen=0)
-            output.write(_header(tensors, passed, provenance).encode(), 0)
-        at = len(front)
-        for raw in _elements(tensors, fetch, band_bytes, passed):
-            at = output.write(raw, at)
-        if output.rewinds:
-            output.write(_header(tensors, passed, provenance).encode(), 0)
-
-
-def _elements(
-    tensors: Sequence[StateRecord], fetch: Fetch, band_bytes: int, passed: dict[str, Sums]
-) -> Iterator[memoryview]:
-    """The bytes of all tensors in the order of the file; what passes is summed, tensor by tensor."""
-    for tensor in _in_order(tensors):
-        passed[tensor.key] = Sums()
-        yield from passing(fetch, tensor, Box.of(tensor.shape), band_bytes, passed[tensor.key])
-
-
-def _header(tensors: Sequence[StateRecord], passed: Mapping[str, Sums], provenance: Mapping[str, Any]) -> Header:
-    """The header, with sums of nothing for the tensors that have not passed yet."""
-    entries, described, at, none = {}, [], 0, Sums()
-    for tensor in _in_order(tensors):
-        entry = entries[tensor.key] = Entry(tensor.dtype, tensor.shape, at, at + _length(tensor))
-        sums = passed.get(tensor.key, none)
-        place = Extent(_DATA, at, _length(tensor))
-        chunk = Chunk(Box.of(tensor.shape), place, place, sums.digest)
-        described.append(dataclasses.replace(tensor, chunks=(chunk,), fingerprint=as_hex(sums.share)))
-        at = entry.stop
+    none = Sums()
+    entries, described, at = {}, [], 0
+    for tensor, (digest, share) in zip(tensors, passed or [(none.digest, none.share)] * len(tensors), strict=True):
+        place = Extent(_DATA, at, length_of(tensor))
+        entries[tensor.key] = Entry(tensor.dtype, tensor.shape, at, place.end)
+        chunk = Chunk(Box.of(tensor.shape), place, place, digest)
+        described.append(dataclasses.replace(tensor, chunks=(chunk,), fingerprint=as_hex(share)))
+        at = place.end
     # "format" tells Hugging Face libraries whose tensors these are; some refuse a file without it.
-    return Header(entries, {"format": "pt", OURS: Manifest(tuple(described), (), provenance).to_json()})
+    head = Header(entries, {"format": "pt", OURS: Manifest(tuple(described), (), provenance).to_json()}).encode()
+    if len(head) - 8 > header.MAX_BYTES:
+        raise DestinationError(f"a header of {len(head)} bytes, of at most {header.MAX_BYTES}; use --shard-size")
+    return head
 
 
-def _in_order(tensors: Sequence[StateRecord]) -> list[StateRecord]:
+def shards(tensors: Sequence[StateRecord], most: int) -> list[tuple[str, list[StateRecord]]]:
+    """The names of files, and the tensors in each: in order, a new file where one has ``most`` bytes of elements (a
+    larger tensor has one of its own); one file even if there is nothing."""
+    found: list[list[StateRecord]] = [[]]
+    used = 0
+    for tensor in tensors:
+        if found[-1] and used + length_of(tensor) > most:
+            found.append([])
+            used = 0
+        found[-1].append(tensor)
+        used += length_of(tensor)
+    return [(f"model-{number:05d}-of-{len(found):05d}.safetensors", own) for number, own in enumerate(found, 1)]
+
+
+def write_index(manifest: Manifest, directory: Location) -> None:
+    """Write the index of finished shards, and wait until it is on disk."""
+    files = {tensor.key: tensor.chunks[0].item.file for tensor in manifest.tensors}
+    index = {"metadata": {"total_size": sum(map(length_of, manifest.tensors))}, "weight_map": files}
+    write_synced(directory / INDEX, json.dumps(index, indent=1, ensure_ascii=False).encode())
+
+
+def in_order(tensors: Sequence[StateRecord]) -> list[StateRecord]:
     """Large elements first, as the stock writer does: each is then aligned to its own size."""
     return sorted(tensors, key=lambda tensor: -itemsize(tensor.dtype))
 
 
-def _length(tensor: StateRecord) -> int:
+def length_of(tensor: StateRecord) -> int:
+    """Bytes of its elements."""
     return Box.of(tensor.shape).numel * itemsize(tensor.dtype)
-
-
-def _shards(tensors: Sequence[StateRecord], most: int) -> list[tuple[str, list[StateRecord]]]:
-    """The tensors in order by files, a new one where the last one is full; one file even if there is nothing."""
-    shards: list[list[StateRecord]] = [[]]
-    used = 0
-    for tensor in tensors:
-        if shards[-1] and used + _length(tensor) > most:
-            shards.append([])
-            used = 0
-        shards[-1].append(tensor)
-        used += _length(tensor)
-    return [(f"model-{number:05d}-of-{len(shards):05d}.safetensors", own) for number, own in enumerate(shards, 1)]
 
 
 def _files(path: Location) -> tuple[list[Location], dict[str, str] | None]:

@@ -25,6 +25,7 @@ too, so that payloads can be mapped as arrays."""
 _BIG = 0xFFFFFFFF
 _HEAD, _TAIL = 1024, 2048
 _LARGEST_DIRECTORY = 1 << 24
+_FOLDER = 0x10  # of the external attributes
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
@@ -167,8 +168,10 @@ def _exactly(read: Read, offset: int, length: int) -> bytes:
 
 
 def members_in(part: Read, offset: int, length: int) -> tuple[Member, ...]:
-    directory_at, listing = _directory(part, length)
+    directory_at, count, listing = _directory(part, length)
     entries = sorted(_entries(listing), key=lambda entry: entry.at)
+    if len(entries) != count:
+        raise SourceError(f"expected {count} members in the zip archive, found {len(entries)}")
     split = [entry.name.partition("/") for entry in entries]
     if len({folder for folder, _, _ in split}) != 1 or len({name for _, _, name in split}) != len(entries):
         raise SourceError(f"expected members of one folder with different names, found {[e.name for e in entries]}")
@@ -184,20 +187,37 @@ def members_in(part: Read, offset: int, length: int) -> tuple[Member, ...]:
     return tuple(members)
 
 
-def _directory(part: Read, length: int) -> tuple[int, bytes]:
-    """Where the central directory begins in the item, and its bytes."""
-    signature, *_, count, size, at, comment = _END.unpack(part(length - _END.size, _END.size))
+def _directory(part: Read, length: int) -> tuple[int, int, bytes]:
+    """Where the central directory begins in the item, how many entries it has, and its bytes.
+
+    What is said twice must agree: the zip readers of others believe what is not needed here.
+    """
+    signature, *disks, here, count, size, at, comment = _END.unpack(part(length - _END.size, _END.size))
     if signature != b"PK\5\6" or comment:
         raise SourceError(f"expected a zip archive to end in the last {_END.size} bytes, found {signature!r}")
-    if count == 0xFFFF or _BIG in (size, at):
-        before = length - _END.size - _LOCATOR.size
-        locator, _, end64_at, _ = _LOCATOR.unpack(part(before, _LOCATOR.size))
-        end64, *_, size, at = _END64.unpack(part(end64_at, _END64.size))
-        if (locator, end64) != (b"PK\6\7", b"PK\6\6"):
-            raise SourceError(f"expected zip64 end records, found {locator!r} and {end64!r}")
+    short, most = (here, count, size, at), (0xFFFF, 0xFFFF, _BIG, _BIG)
+    numbers = _end64(part, length) or short
+    agree = all(number in (long, top) for number, long, top in zip(short, numbers, most, strict=True))
+    if any(disks) or numbers[0] != numbers[1] or not agree or (numbers is short and {0xFFFF, _BIG} & {count, size, at}):
+        raise SourceError(f"expected the end records of one zip archive, found {short} and {numbers} on disks {disks}")
+    _, count, size, at = numbers
     if size > _LARGEST_DIRECTORY:
         raise SourceError(f"expected a zip directory of at most {_LARGEST_DIRECTORY} bytes, found {size}")
-    return at, part(at, size)
+    return at, count, part(at, size)
+
+
+def _end64(part: Read, length: int) -> tuple[int, int, int, int] | None:
+    """The numbers of the zip64 end record (entries on this disk, entries, size, offset), if there is one."""
+    before = length - _END.size - _LOCATOR.size
+    if before < 0:
+        return None
+    locator, disk, end64_at, disks = _LOCATOR.unpack(part(before, _LOCATOR.size))
+    if locator != b"PK\6\7":
+        return None
+    end64, record, _, _, *others, here, count, size, at = _END64.unpack(part(end64_at, _END64.size))
+    if (end64, record, disk, disks, *others) != (b"PK\6\6", _END64.size - 12, 0, 1, 0, 0):
+        raise SourceError(f"expected a zip64 end record of one disk, found {end64!r} of {record} bytes")
+    return here, count, size, at
 
 
 def _entries(directory: bytes) -> Iterator[Entry]:
@@ -205,14 +225,17 @@ def _entries(directory: bytes) -> Iterator[Entry]:
     while at < len(directory):
         if len(directory) - at < _CENTRAL.size or directory[at : at + 4] != b"PK\1\2":
             raise SourceError(f"expected an entry at byte {at} of the zip directory, found {directory[at : at + 4]!r}")
-        _, _, _, flags, method, _, _, *numbers, _, _, _, header = _CENTRAL.unpack_from(directory, at)
+        _, _, _, flags, method, _, _, *numbers, disk, _, kind, header = _CENTRAL.unpack_from(directory, at)
         crc32, packed, size, name_length, extra_length, comment_length = numbers
         name_at = at + _CENTRAL.size
         extra_at = name_at + name_length
         at = extra_at + extra_length + comment_length
+        if at > len(directory):
+            raise SourceError(f"expected an entry of at most {len(directory)} bytes in the zip directory, found {at}")
         name = directory[name_at:extra_at].decode("utf-8", "replace")
-        size, packed, header = _unsaturated((size, packed, header), directory[extra_at : extra_at + extra_length])
-        if method or flags & ~0x808 or packed != size:
+        if _BIG in (size, packed, header):
+            size, packed, header = _unsaturated((size, packed, header), directory[extra_at : extra_at + extra_length])
+        if disk or kind & _FOLDER or method or flags & ~0x808 or packed != size:
             raise SourceError(f"expected {name!r} stored plainly, found method {method}, flags {flags:#x}")
         yield Entry(name, header, size, crc32)
 
@@ -235,8 +258,10 @@ def _unsaturated(numbers: tuple[int, int, int], extra: bytes) -> Iterator[int]:
 
 def _data_at(part: Read, entry: Entry) -> int:
     """Where a member's data begins in the item, by its local header."""
-    signature, *_, name_length, extra_length = _LOCAL.unpack(part(entry.at, _LOCAL.size))
-    name = part(entry.at + _LOCAL.size, name_length)
-    if signature != b"PK\3\4" or name != entry.name.encode():
+    expected = entry.name.encode()
+    header = part(entry.at, _LOCAL.size + len(expected))
+    signature, *_, name_length, extra_length = _LOCAL.unpack_from(header)
+    name = header[_LOCAL.size :]
+    if signature != b"PK\3\4" or name_length != len(expected) or name != expected:
         raise SourceError(f"expected the header of {entry.name!r} at byte {entry.at} of the item, found {name!r}")
-    return entry.at + _LOCAL.size + int(name_length) + int(extra_length)
+    return entry.at + len(header) + int(extra_length)

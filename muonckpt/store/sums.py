@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -19,18 +19,27 @@ BAND = 1 << 20
 
 Bytes = bytes | memoryview
 
+Checksum = Callable[[Bytes, int], int]
+"""The checksum of bytes that follow those with the given one; of the first bytes that is 0."""
+
 _POLYNOMIAL = 0xEDB88320
 """Of CRC-32 (IEEE 802.3), its highest bit the coefficient of x**0; that of x**32 is not written."""
 
 _X0 = 1 << 31
 
 
-class Sums:
-    """The xxh3-128, the CRC-32 and the share of the fingerprint of a payload, as its parts pass in order."""
+def crc32_of(raw: Bytes, start: int) -> int:
+    """CRC-32, the one of zip."""
+    return isal_zlib.crc32(raw, start)
 
-    def __init__(self) -> None:
-        self.crc32 = 0
+
+class Sums:
+    """The xxh3-128, a checksum and the share of the fingerprint of a payload, as its parts pass in order."""
+
+    def __init__(self, checksum_of: Checksum = crc32_of) -> None:
+        self.checksum = 0
         self.share = 0
+        self._checksum_of = checksum_of
         self._xxh3 = xxhash.xxh3_128()
 
     @property
@@ -45,7 +54,7 @@ class Sums:
         """
         raw = words.reshape(-1).view(np.uint8).data
         self._xxh3.update(raw)
-        self.crc32 = isal_zlib.crc32(raw, self.crc32)
+        self.checksum = self._checksum_of(raw, self.checksum)
         self.share = combine(self.share, fingerprint(words, origin + (0,) * (words.ndim - len(origin))))
         return raw
 

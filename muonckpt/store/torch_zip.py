@@ -43,6 +43,7 @@ from .stored_zip import (
     store,
     window,
 )
+from .sums import Checksum, crc32_of
 
 SERIALIZATION_ID = b"0" * 40
 """What we write where torch writes a hash of the item's names and checksums."""
@@ -81,9 +82,13 @@ class Frame:
         """Where the payload begins in the item."""
         return len(self.head)
 
-    def tail(self, crc32: int, serialization_id: bytes = SERIALIZATION_ID) -> bytes:
+    @property
+    def checksum_of(self) -> Checksum:
+        return crc32_of
+
+    def tail(self, checksum: int, serialization_id: bytes = SERIALIZATION_ID) -> bytes:
         """What comes after the payload whose CRC-32 this is.  ``serialization_id`` has 40 ASCII digits."""
-        return _tail(self.members, len(self.head) + self.payload_length, crc32, serialization_id)
+        return _tail(self.members, len(self.head) + self.payload_length, checksum, serialization_id)
 
 
 def frame(dtype: str, shape: Sequence[int]) -> Frame:

@@ -96,11 +96,6 @@ def read(path: Location) -> Manifest:
     raise SourceError(f"{path / METADATA}: damaged attribute {OURS!r}")
 
 
-def is_hierarchy(path: Location) -> bool:
-    """Whether a directory is a zarr group or array of version 3."""
-    return (path / METADATA).exists()
-
-
 def _arrays(path: Location) -> Iterator[ZarrArray]:
     """All arrays below a group, or the one that it is, sorted by name.  Links are not followed."""
     pending = [""]

@@ -14,9 +14,10 @@ from typing import Any
 
 from ..box import Box, Index
 from ..errors import SourceError
+from . import signs
 from .dtypes import DTYPES, itemsize
 
-METADATA = "zarr.json"
+METADATA = signs.ZARR
 """Name of the file that describes a group or an array."""
 
 OURS = "muonckpt"

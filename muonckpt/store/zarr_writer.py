@@ -11,23 +11,22 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import xxhash
 
-from ..box import Box, Index
+from ..box import Index
 from ..errors import SourceError
-from ..fingerprint import as_hex, combine
-from ..record import StateRecord
+from ..record import Manifest, StateRecord
 from .directory import sync_tree
 from .dtypes import itemsize
 from .facts import facts_of
-from .output import created, write_synced
+from .output import write_synced
 from .remote import Location
-from .stream import Fetch, FilePlan, passing
-from .sums import Sums
+from .sums import Bytes, Checksum
 from .zarr_array import INDEX_CHECKSUM, METADATA, OURS, ZarrArray, stored_as
 
 CHUNK_BYTES = 4 << 20
@@ -61,46 +60,73 @@ def nodes(tensors: Sequence[StateRecord]) -> list[str]:
     return made
 
 
-def files(
-    tensors: Sequence[StateRecord], provenance: Mapping[str, Any], shard_bytes: int | None = None
-) -> tuple[FilePlan, ...]:
-    """The files of elements that `write` would write; their lengths do not depend on the provenance."""
-    arrays = (_array(tensor, node, shard_bytes) for tensor, node in zip(tensors, nodes(tensors), strict=True))
-    return tuple(
-        FilePlan(file, 1, box.numel * itemsize(array.dtype), _length(array, sum(1 for _ in array.chunks(box))))
-        for array in arrays
-        for file, box in array.files()
-    )
+@dataclass(frozen=True, slots=True)
+class ChunkFrame:
+    """What follows the elements of a chunk: zeros beyond the edge of the array, up to ``chunk_bytes``, the CRC-32C of
+    both, and behind the last chunk of a shard its ``index``.  All numbers in bytes."""
+
+    payload_length: int
+    chunk_bytes: int
+    index: bytes = b""
+    head: ClassVar[bytes] = b""
+    payload_offset: ClassVar[int] = 0
+
+    @property
+    def length(self) -> int:
+        return self.chunk_bytes + INDEX_CHECKSUM + len(self.index)
+
+    @property
+    def checksum_of(self) -> Checksum:
+        return _crc32c
+
+    def tail(self, checksum: int) -> bytes:
+        padding = bytes(self.chunk_bytes - self.payload_length)
+        return padding + _crc32c(padding, checksum).to_bytes(INDEX_CHECKSUM, "little") + self.index
 
 
-def write(
-    directory: Location,
-    tensors: Sequence[StateRecord],
-    fetch: Fetch,
-    provenance: Mapping[str, Any],
-    shard_bytes: int | None = None,
-    band_bytes: int = 1 << 20,
-) -> None:
-    """Write a hierarchy, synced, in bands of at most ``band_bytes``; ``shard_bytes`` of chunks go into a file (None:
-    `SHARD_BYTES`)."""
-    places = nodes(tensors)
-    groups = sorted({parent for node in places for parent in _parents(node)} | {""})
-    for group in groups:
-        (directory / group).mkdir(exist_ok=True)
-    for tensor, node in zip(tensors, places, strict=True):
-        (directory / node).mkdir()
-        array = _array(tensor, node, shard_bytes)
-        shares = [
-            _write_file(directory / file, array, tensor, box, fetch, band_bytes)
-            for file, box in array.files()  # none if there is no element
-        ]
-        final = dataclasses.replace(tensor, fingerprint=as_hex(combine(*shares)))
-        array = dataclasses.replace(array, attributes={OURS: facts_of(final)})
-        write_synced(directory / node / METADATA, array.to_json().encode())
-    ours = {OURS: {"version": 1, "tensors": len(tensors), "provenance": dict(provenance)}}
-    for group in reversed(groups):  # the root last: it is what tells that there is a hierarchy
-        _write_json(directory / group, {"zarr_format": 3, "node_type": "group", "attributes": {} if group else ours})
+def _crc32c(raw: Bytes, start: int) -> int:
+    from google_crc32c import extend
+
+    return int(extend(start, bytes(raw)))
+
+
+def index_of(array: ZarrArray, numbers: Sequence[int]) -> bytes:
+    """The index of a shard that has the chunks of these numbers end to end; nothing where there are no shards."""
+    if not array.sharded:
+        return b""
+    length = array.chunk_bytes + INDEX_CHECKSUM
+    index = np.full((array.chunks_per_file, 2), _MISSING, "<u8")
+    index[numbers] = [(at * length, length) for at in range(len(numbers))]
+    raw = index.tobytes()
+    return raw + _crc32c(raw, 0).to_bytes(INDEX_CHECKSUM, "little")
+
+
+def arrays(tensors: Sequence[StateRecord], shard_bytes: int | None) -> list[ZarrArray]:
+    """The array of each tensor, with ``shard_bytes`` of chunks in a file (None: `SHARD_BYTES`).
+
+    Raises:
+        SourceError: as `nodes`.
+    """
+    return [_array(tensor, node, shard_bytes) for tensor, node in zip(tensors, nodes(tensors), strict=True)]
+
+
+def describe(manifest: Manifest, directory: Location, shard_bytes: int | None) -> None:
+    """Write what describes finished files, groups and arrays, and wait until all is on disk."""
+    made = arrays(manifest.tensors, shard_bytes)
+    for tensor, array in zip(manifest.tensors, made, strict=True):
+        _write(directory / array.node, dataclasses.replace(array, attributes={OURS: facts_of(tensor)}).to_json())
+    ours = {OURS: {"version": 1, "tensors": len(made), "provenance": dict(manifest.provenance)}}
+    groups = {parent for array in made for parent in _parents(array.node)} | {""}
+    for group in sorted(groups, reverse=True):  # the root last: it is what tells that there is a hierarchy
+        node = {"zarr_format": 3, "node_type": "group", "attributes": {} if group else ours}
+        _write(directory / group, json.dumps(node, indent=1))
     sync_tree(directory)
+
+
+def _write(folder: Location, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / METADATA).unlink(missing_ok=True)  # of a run that was killed
+    write_synced(folder / METADATA, text.encode())
 
 
 def _array(tensor: StateRecord, node: str, shard_bytes: int | None) -> ZarrArray:
@@ -125,43 +151,6 @@ def _block(shape: Index, most: int) -> Index:
     return tuple(max(length, 1) for length in block)
 
 
-def _write_file(file: Location, array: ZarrArray, tensor: StateRecord, box: Box, fetch: Fetch, band_bytes: int) -> int:
-    """One file, synced; returns the share of its elements in the fingerprint."""
-    from google_crc32c import extend
-
-    file.parent.mkdir(parents=True, exist_ok=True)
-    chunks = list(array.chunks(box))
-    stored = array.chunk_bytes + INDEX_CHECKSUM
-    index = np.full((array.chunks_per_file, 2), _MISSING, "<u8")
-    share = at = 0
-    with created(file, _length(array, len(chunks))) as output:
-        for number, part in chunks:
-            index[number] = at, stored
-            sums, checksum, end = Sums(), 0, at
-            for raw in passing(fetch, tensor, part, band_bytes, sums):
-                checksum = extend(checksum, bytes(raw))
-                end = output.write(raw, end)
-            for padding in _zeros(at + array.chunk_bytes - end, band_bytes):
-                checksum = extend(checksum, padding)
-                end = output.write(padding, end)
-            at = output.write(checksum.to_bytes(INDEX_CHECKSUM, "little"), end)
-            share = combine(share, sums.share)
-        if array.sharded:
-            raw_index = index.tobytes()
-            output.write(raw_index + extend(0, raw_index).to_bytes(INDEX_CHECKSUM, "little"), at)
-    return share
-
-
-def _length(array: ZarrArray, chunks: int) -> int:
-    """Bytes of a file of so many chunks."""
-    return chunks * (array.chunk_bytes + INDEX_CHECKSUM) + array.index_bytes
-
-
-def _zeros(count: int, most: int) -> Iterator[bytes]:
-    for start in range(0, count, most):
-        yield bytes(min(most, count - start))
-
-
 def _name(part: str | int) -> str:
     """A plain file name for a part of a path: itself, or where it is none what is plain of it and its hash.
 
@@ -180,7 +169,3 @@ def _parents(node: str) -> Iterator[str]:
     parts = node.split("/")
     for depth in range(1, len(parts)):
         yield "/".join(parts[:depth])
-
-
-def _write_json(folder: Location, fields: Mapping[str, Any]) -> None:
-    write_synced(folder / METADATA, json.dumps(fields, indent=1).encode())
