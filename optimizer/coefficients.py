@@ -33,7 +33,7 @@ class CoefficientSet:
         norm_scale: the matrix is divided by its Frobenius norm times this safety margin.
 
     Raises:
-        ValueError: no step, a coefficient that is not finite, or a scale that is not positive.
+        ValueError: no step, a coefficient that is not finite, or a scale that is not between 0 and 2.
     """
 
     name: str
@@ -48,8 +48,8 @@ class CoefficientSet:
         for triple in (*self.steps, self.tail):
             if len(triple) != 3 or not all(map(math.isfinite, triple)):
                 raise ValueError(f"coefficient set {self.name!r}: want three finite numbers, got {triple}")
-        if not 0 < self.norm_scale < math.inf:
-            raise ValueError(f"coefficient set {self.name!r}: want norm_scale > 0, got {self.norm_scale}")
+        if not 0 < self.norm_scale < 2:
+            raise ValueError(f"coefficient set {self.name!r}: want 0 < norm_scale < 2, got {self.norm_scale}")
 
     def schedule(self, steps: int) -> tuple[Triple, ...]:
         """The triples of a run of ``steps`` steps: the first of the list, then the tail as often as needed.

@@ -34,6 +34,11 @@ class Kernels:
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"kernels are for bfloat16 and float16, got {self.dtype}")
 
+    def one(self, matrix: Tensor, dtype: torch.dtype, work: Callable[[Stack], Stack]) -> Tensor:
+        """``work`` on a matrix, a stack of one."""
+        done = self.over(matrix.reshape(-1), Places(((1, *matrix.shape),)), dtype, work)
+        return done.view(matrix.shape)
+
     def over(self, memory: Tensor, places: Places, dtype: torch.dtype, work: Callable[[Stack], Stack]) -> Tensor:
         """``work`` on all together.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any, Generic
 
 import torch
@@ -78,24 +78,17 @@ def orthogonalize(
         form: how; None: by shape alone (:func:`.forms.by_shape`).
 
     Returns:
-        ``[m, n]``, contiguous, of ``dtype``.  Zeros for zeros.  All NaN if an element is not finite or the
+        ``[m, n]`` of ``dtype``, of any strides.  Zeros for zeros.  All NaN if an element is not finite or the
         norm overflows (elements beyond 1e19 in fp32): a diverged momentum is not hidden.
 
     Raises:
         ValueError: not a matrix of floats, an unknown name, no step, another dtype, restarts that are out of order or
             too few (:func:`.gram.spans`), or a form that this device does not have.
     """
-    if matrix.ndim != 2:
+    if matrix.ndim != 2 or not matrix.is_floating_point():
         raise ValueError(f"expected a matrix of floats, got shape {tuple(matrix.shape)} of {matrix.dtype}")
-    return orthogonalize_batch(
-        matrix.unsqueeze(0),
-        coefficients=coefficients,
-        steps=steps,
-        dtype=dtype,
-        eps=eps,
-        gram=gram,
-        form=form,
-    )[0]
+    iteration = _made()(coefficients, steps, dtype, eps, _restarts(gram), form, matrix.device, ((1, *matrix.shape),))
+    return iteration.kind.one(matrix.detach(), dtype, iteration)
 
 
 def orthogonalize_batch(
@@ -116,9 +109,10 @@ def orthogonalize_batch(
     if stack.ndim != 3:
         raise ValueError(f"expected a stack of matrices of one shape, got shape {tuple(stack.shape)}")
     count, rows, columns = stack.shape
+    places = Places(((count, rows, columns),) if count else ())
     done = orthogonalize_all(
-        stack.contiguous().view(-1),
-        Places(((count, rows, columns),) if count else ()),
+        stack.reshape(-1),
+        places,
         coefficients=coefficients,
         steps=steps,
         dtype=dtype,
@@ -129,7 +123,6 @@ def orthogonalize_batch(
     return done.view(stack.shape)
 
 
-@torch.no_grad()
 def orthogonalize_all(
     memory: Tensor,
     places: Places,
@@ -148,20 +141,17 @@ def orthogonalize_all(
 
     Args:
         memory: contiguous, of a real floating dtype.
-        places: where the matrices lie: all are tall, or none.
+        places: where the matrices lie; for kernels all are tall, or none.
     """
-    _check(memory, dtype)
-    if not places.numel:
-        return memory.to(dtype)
-    made = _Iteration.of if torch.compiler.is_compiling() else _iteration
-    restarts = None if gram is None else tuple(gram)
+    if not memory.is_floating_point():
+        raise ValueError(f"expected matrices of floats, got {memory.dtype}")
     # torch's products are chosen by shape; kernels are for all shapes.
-    cut = (places,) if form.kernels else tuple(Places((run,)) for run in places.runs)
-    done = []
-    for part, these in zip(torch.split(memory, [these.numel for these in cut]), cut, strict=True):
-        iteration = made(coefficients, steps, dtype, eps, restarts, form, memory.device, these)
-        done.append(iteration.kind.over(part, these, dtype, iteration))
-    return done[0] if len(done) == 1 else torch.cat(done)
+    cut = (places.runs,) if form.kernels else [(run,) for run in places.runs]
+    made = partial(_made(), coefficients, steps, dtype, eps, _restarts(gram), form, memory.device)
+    iterations = [made(runs) for runs in cut if runs]
+    parts = torch.split(memory.detach(), [iteration.places.numel for iteration in iterations])
+    done = [each.kind.over(part, each.places, dtype, each) for each, part in zip(iterations, parts, strict=True)]
+    return done[0] if len(done) == 1 else torch.cat([memory.new_empty(0, dtype=dtype), *done])
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,14 +159,16 @@ class _Iteration(Generic[M]):
     """All that is done to a wide matrix, or to a stack of them: `triples` applied to it over its norm times ``scale``.
 
     Attributes:
-        runs: of steps that share a Gram matrix; none for the plain form.
+        spans: runs of steps that share a Gram matrix; none for the plain form.
+        places: where the matrices lie.
     """
 
     kind: Products[M]
     triples: tuple[Triple, ...]
-    runs: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[int, int], ...]
     eps: float
     scale: float
+    places: Places
 
     @classmethod
     def of(
@@ -186,22 +178,26 @@ class _Iteration(Generic[M]):
         dtype: torch.dtype,
         eps: float,
         gram: tuple[int, ...] | None,
-        form: Form,
+        form: Form | None,
         device: torch.device,
-        places: Places,
+        runs: tuple[tuple[int, int, int], ...],
     ) -> _Iteration[Any]:
         """For arguments of :func:`orthogonalize_all`; the same exceptions."""
+        if dtype not in _DTYPES:
+            raise ValueError(f"Newton-Schulz runs in {', '.join(map(str, _DTYPES))}, got {dtype}")
+        count, rows, columns = runs[0]
+        form = form or by_shape(device, dtype, rows, columns, count)
         triples, scale = _held(coefficients, steps)
-        runs = spans(gram, steps, dtype) if gram is not None else ()
-        runs = runs if form.gram else ()
-        inner = torch.float16 if runs and dtype.itemsize == 2 else dtype
-        return _Iteration(arithmetic(form, device, inner, *places.runs[0][1:]), triples, runs, eps, scale)
+        found = spans(gram, steps, dtype) if gram is not None else ()
+        found = found if form.gram else ()
+        inner = torch.float16 if found and dtype.itemsize == 2 else dtype
+        return _Iteration(arithmetic(form, device, inner, rows, columns), triples, found, eps, scale, Places(runs))
 
     def __call__(self, x: M) -> M:
         kind = self.kind
         x = kind.normal(x, self.eps, self.scale)
-        if self.runs:
-            for start, stop in self.runs:
+        if self.spans:
+            for start, stop in self.spans:
                 x = kind.added(x, 0.0, compound(kind.gram(x), self.triples[start:stop], kind))
         else:
             for a, b, c in self.triples:
@@ -211,6 +207,14 @@ class _Iteration(Generic[M]):
 
 # Made anew, it would take a tenth of the time of a small matrix.
 _iteration = lru_cache(maxsize=1024)(_Iteration.of)
+
+
+def _made() -> Callable[..., _Iteration[Any]]:
+    return _Iteration.of if torch.compiler.is_compiling() else _iteration
+
+
+def _restarts(gram: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if gram is None else tuple(gram)
 
 
 @torch.no_grad()
@@ -246,9 +250,9 @@ def orthogonalize_parts(
         ValueError: no part, parts that are no matrices of floats or differ in rows; an unknown name, no step, another
             dtype.
     """
-    for part in parts:
-        _check(part, dtype)
-    if len({part.shape[0] for part in parts}) != 1 or parts[0].ndim != 2:
+    if dtype not in _DTYPES or not all(part.is_floating_point() for part in parts):
+        raise ValueError(f"expected floats, computed in one of {_DTYPES}: got {[p.dtype for p in parts]}, {dtype}")
+    if len({part.shape[0] for part in parts}) != 1 or any(part.ndim != 2 for part in parts):
         raise ValueError(f"expected parts of one number of rows, got {[tuple(part.shape) for part in parts]}")
     triples, scale = _held(coefficients, steps)
     kind = by_torch(parts[0].device, dtype, 0, 0)
@@ -273,21 +277,14 @@ def tree_sum(partials: Iterable[Tensor]) -> Tensor:
         ValueError: nothing to add.
     """
     sums: list[tuple[int, Tensor]] = []  # over 2^level partials each, levels falling
-    for partial in partials:
-        level, right = 0, partial
+    for term in partials:
+        level, right = 0, term
         while sums and sums[-1][0] == level:
             level, right = level + 1, sums.pop()[1] + right
         sums.append((level, right))
     if not sums:
         raise ValueError("tree_sum of no tensors")
     return reduce(lambda right, left: left + right, [each for _, each in reversed(sums)])
-
-
-def _check(values: Tensor, dtype: torch.dtype) -> None:
-    if not values.is_floating_point():
-        raise ValueError(f"expected floats, got {values.dtype}")
-    if dtype not in _DTYPES:
-        raise ValueError(f"Newton-Schulz runs in {', '.join(map(str, _DTYPES))}, got {dtype}")
 
 
 def _held(coefficients: str | CoefficientSet, steps: int) -> tuple[tuple[Triple, ...], float]:

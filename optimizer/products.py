@@ -21,8 +21,12 @@ class Products(Protocol[M]):
     @property
     def dtype(self) -> torch.dtype: ...
 
+    def one(self, matrix: Tensor, dtype: torch.dtype, work: Callable[[M], M]) -> Tensor:
+        """``work`` done on a matrix, turned if it is tall: ``[m, n]`` of ``dtype``, any strides."""
+        ...
+
     def over(self, memory: Tensor, places: Places, dtype: torch.dtype, work: Callable[[M], M]) -> Tensor:
-        """``work`` done on every matrix of a memory, turned if they are tall; a memory of results, of ``dtype``."""
+        """The same for every matrix of a memory; a memory of results."""
         ...
 
     def normal(self, x: M, eps: float, scale: float) -> M:
@@ -58,29 +62,32 @@ class TorchProducts:
     dtype: torch.dtype
     held: torch.dtype
 
+    def one(self, matrix: Tensor, dtype: torch.dtype, work: Callable[[Tensor], Tensor]) -> Tensor:
+        tall = matrix.shape[0] > matrix.shape[1]
+        return (work(matrix.mT).mT if tall else work(matrix)).to(dtype)
+
     def over(self, memory: Tensor, places: Places, dtype: torch.dtype, work: Callable[[Tensor], Tensor]) -> Tensor:
-        result = torch.empty(places.numel, dtype=dtype, device=memory.device)
-        tall = places.tall
-        for matrix, place in zip(places.of_memory(memory), places.of_memory(result), strict=True):
-            place.copy_(work(matrix.mT).mT if tall else work(matrix))
-        return result
+        done = [self.one(matrix, dtype, work).reshape(-1) for matrix in places.of_memory(memory)]
+        return done[0] if len(done) == 1 else torch.cat(done)
 
     def normal(self, x: Tensor, eps: float, scale: float) -> Tensor:
         exact = widened(x, self.dtype)
-        return (exact / bounded(frobenius(exact), eps, scale)).to(self.dtype).to(self.held)
+        norm = bounded(frobenius(exact), eps, scale)
+        # A copy of ours is divided in place: new memory costs as much as the division.
+        return (exact / norm if exact is x else exact.div_(norm)).to(self.dtype).to(self.held)
 
     def gram(self, x: Tensor) -> Tensor:
-        return self._rounded(x @ x.mT)
+        return self._rounded(torch.mm(x, x.t()))
 
     def square(self, r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
         result = self._rounded(torch.addmm(r, r, r, beta=b, alpha=c) if c else r * b)
         return self._shifted(result, a) if a else result
 
     def commuting(self, z: Tensor, q: Tensor) -> Tensor:
-        return self._rounded(z @ q)
+        return self._rounded(torch.mm(z, q))
 
     def added(self, x: Tensor, a: float, p: Tensor) -> Tensor:
-        return self._rounded(torch.addmm(x, p, x, beta=a) if a else p @ x)
+        return self._rounded(torch.addmm(x, p, x, beta=a) if a else torch.mm(p, x))
 
     def _shifted(self, x: Tensor, a: float) -> Tensor:
         x.diagonal().add_(a)
@@ -109,21 +116,29 @@ class StripProducts(TorchProducts):
     ) -> Tensor:
         """``alpha·left·right + beta·addend``."""
         side, depth = left.shape
-        high = max(LEAST, -(-side // STRIPS)) if side * side * depth >= LARGE else side
+        strips = max(1, min(STRIPS, side // LEAST)) if side * side * depth >= LARGE else 1
+        high = -(-side // strips)
         result = left.new_empty(side, side)
         for top in range(0, side, high):
             end = min(top + high, side)
-            rows, a, b = result[top:end, :end], left[top:end], right[:, :end]
-            found = a @ b if addend is None else torch.addmm(addend[top:end, :end], a, b, beta=beta, alpha=alpha)
-            rows.copy_(self._rounded(found))
-            result[:top, top:end] = rows[:, :top].mT
+            a, b, out = left[top:end], right[:, :end], result[top:end, :end]
+            if addend is None:
+                torch.mm(a, b, out=out)
+            else:
+                torch.addmm(addend[top:end, :end], a, b, beta=beta, alpha=alpha, out=out)
+        result = self._rounded(result)
+        for top in range(high, side, high):
+            result[:top, top : top + high] = result[top : top + high, :top].mT
         return result
 
 
-STRIPS, LEAST, LARGE = 4, 128, 1 << 27
+STRIPS, LEAST, LARGE = 4, 128, 3 << 23
 """Into how many strips a large symmetric product is cut on a CPU, the fewest rows of one, and the multiply-adds from
-which it is large.  Four strips are five eighths of the work.  Measured on an AMD EPYC, one thread, all of
-Newton-Schulz: 1.07 times as fast at 512 x 512, 1.11 at 512 x 2048, 1.18 at 1024 x 1024; 0.94 at 256 x 768."""
+which it is large.  Four strips are five eighths of the work.  One product on an AMD EPYC, one thread, by strips and
+whole, in us: 190 and 170 at 256 x 256; 302 and 318 at 320 x 320, 433 and 477 at 256 x 768, 484 and 539 at 384 x 384."""
+
+ROW = 1 << 16
+"""Elements whose squares are summed up at once: a running sum of fp32 is off by less than 2^-8 there."""
 
 UNITS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 """What a CPU must have one of, to multiply 16 bits faster than fp32."""
@@ -159,17 +174,20 @@ def _has_units(dtype: torch.dtype) -> bool:
 
 def widened(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """``matrix`` in fp32 at least, contiguous; itself if it is."""
+    if matrix.dtype is torch.float32 and dtype.itemsize <= 4 and matrix.is_contiguous():
+        return matrix  # `promote_types` and two operators that do nothing take as long as the norm of a small matrix
     return matrix.to(torch.promote_types(torch.float32, dtype)).contiguous()
 
 
 def frobenius(x: Tensor) -> Tensor:
-    """The Frobenius norm, without dims."""
+    """The Frobenius norm of a contiguous matrix, without dims."""
     # Row by row: torch's CPU kernel keeps plain running fp32 sums, and over 2**27 elements they are 4 % off.
-    norm: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=1))
+    norm: Tensor = torch.linalg.vector_norm(x if x.numel() <= ROW else torch.linalg.vector_norm(x, dim=1))
     return norm
 
 
 def bounded(norm: Tensor, eps: float, scale: float) -> Tensor:
-    """``max(norm, eps) · scale``; NaN if the norm is not finite."""
-    # An infinite norm would divide finite elements to zero.
-    return torch.nan_to_num(norm, nan=torch.nan, posinf=torch.nan).clamp_(min=eps).mul_(scale)
+    """``max(norm, eps) · scale`` for a scale below 1; NaN if the norm is not finite."""
+    # An infinite norm would divide finite elements to zero: infinity less infinity is NaN.
+    norm = norm.clamp(min=eps)
+    return norm.sub_(norm, alpha=1 - scale)

@@ -201,6 +201,8 @@ def test_refusals() -> None:
         multiply(a, a.mT, addend=a)
     with pytest.raises(ValueError, match="multiples of 16"):
         multiply(stacked([fresh(16, 30)]), stacked([fresh(30, 16)]))
+    with pytest.raises(ValueError, match="tall matrices are not done together"):
+        k.Kernels(BF16).over(fresh(20), Places(((1, 2, 5), (1, 5, 2))), BF16, lambda x: x)
     with pytest.raises(ValueError, match="bfloat16 and float16"):
         k.Kernels(torch.float32)
     for runs in (((0, 1, 1),), ((1, -1, 1),), ((1, 2, 2), (3, 2, 2))):

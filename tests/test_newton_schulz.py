@@ -153,7 +153,7 @@ def test_fp16_keeps_small_rows() -> None:
 def test_holding_a_matrix_at_another_size_changes_no_bit(name: str, dtype: torch.dtype) -> None:
     """The iteration as it is written in the papers, without a scale; a small matrix on a CPU is rounded at the end."""
     x = gauss(24, 40).to(torch.promote_types(dtype, FP32))
-    x = x / (x.norm(dim=1).norm() * COEFFICIENTS[name].norm_scale)
+    x = x / (frobenius(x) * COEFFICIENTS[name].norm_scale)
     for a, b, c in COEFFICIENTS[name].schedule(5):
         gram = x @ x.mT
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c) if c else gram * b, x, beta=a)
@@ -205,7 +205,6 @@ def test_inputs_are_never_mutated(
     result = orthogonalize(matrix, dtype=wanted, gram=gram)
     assert torch.equal(matrix.detach(), before)
     assert (result.shape, result.dtype, result.requires_grad) == ((m, n), wanted, False)
-    assert result.is_contiguous()
     assert result.untyped_storage().data_ptr() != matrix.untyped_storage().data_ptr()
 
 
@@ -291,6 +290,6 @@ def test_the_table_is_frozen_and_a_set_of_ones_own_is_welcome() -> None:
     mine = CoefficientSet("mine", (SAFE_TAIL,), "this test")
     assert coefficient_set(mine) is mine
     assert error("gauss", 12, 20, mine, 30, FP64) < 1e-9
-    for steps, scale in (((), 1.0), (((1.0, math.nan, 0.0),), 1.0), ((SAFE_TAIL,), 0.0)):
+    for steps, scale in (((), 1.0), (((1.0, math.nan, 0.0),), 1.0), ((SAFE_TAIL,), 0.0), ((SAFE_TAIL,), 2.0)):
         with pytest.raises(ValueError, match="'broken'"):
             CoefficientSet("broken", steps, "this test", norm_scale=scale)

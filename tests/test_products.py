@@ -87,8 +87,6 @@ def test_torch_products_do_one_matrix_after_the_other() -> None:
     assert torch.equal(kind.over(memory, Places(((2, 4, 5), (1, 3, 7))), FP32, work), memory + 1)
     assert torch.equal(kind.over(memory[:20], Places(((1, 5, 4),)), BF16, work), (memory[:20] + 1).bfloat16())
     assert seen == [(4, 5), (4, 5), (3, 7), (4, 5)]
-    with pytest.raises(ValueError, match="tall matrices are not done together"):
-        kind.over(memory[:20], Places(((1, 2, 5), (1, 5, 2))), FP32, work)
 
 
 def test_a_cpu_multiplies_16_bits_where_it_has_units_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +102,7 @@ def test_a_cpu_multiplies_16_bits_where_it_has_units_for_them(monkeypatch: pytes
     assert by_torch(CUDA, BF16, 512, LARGE) == TorchProducts(BF16, BF16)
 
 
-@pytest.mark.parametrize("side", [512, 601])
+@pytest.mark.parametrize("side", [384, 401, 601])
 def test_a_large_symmetric_product_by_strips_is_the_whole_one(side: int) -> None:
     """Small integers: sums are exact in any order."""
     kind, depth = StripProducts(FP32, FP32), LARGE // side**2 + 1
@@ -114,7 +112,7 @@ def test_a_large_symmetric_product_by_strips_is_the_whole_one(side: int) -> None
     r = r.clamp(-9, 9)
     assert torch.equal(kind.square(r, 2.0, 0.5, 1.0), torch.eye(side) + 2 * r + 0.5 * (r @ r))
     assert torch.equal(kind.commuting(r, r), r @ r)
-    assert LARGE == 512**3  # so all three were by strips
+    assert side**3 >= LARGE  # so all three were by strips
 
 
 def test_held_wider_or_not_the_results_are_alike() -> None:
