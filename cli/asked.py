@@ -15,6 +15,7 @@ from ..converters.crew import PATIENCE
 from ..converters.dialects import DIALECTS
 from ..converters.imports import Request
 from ..converters.names import Rules
+from ..converters.reshard import THREADS
 from ..converters.target import LAYOUTS, Cut
 from ..record import Convention
 from ..store.remote import Location
@@ -47,7 +48,7 @@ class Asked:
     drop: tuple[str, ...] = ()
     dry_run: bool = False
     memory: int = 256 << 20
-    jobs: int = 2
+    jobs: int = THREADS
     resume: bool = False
     verify: bool = False
     patience: float = PATIENCE
@@ -156,7 +157,7 @@ WORK = taking(
 )
 
 CREW = taking(
-    click.option("--jobs", type=JOBS, default=2, show_default=True, help="Threads that check and write files."),
+    click.option("--jobs", type=JOBS, default=THREADS, show_default=True, help="Threads that check and write files."),
     click.option("--resume", is_flag=True, help="Go on with an interrupted run of the same command."),
     click.option(
         "--patience",

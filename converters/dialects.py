@@ -10,7 +10,7 @@ Sources: ``docs/formats/dcp.md`` and ``docs/formats/fsdp_dtensor.md`` list, for 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -114,6 +114,7 @@ class Dialect:
         common: the item that holds all groups, with everything else that is no tensor; None where there is none.
         chains: what the state of each method's parameters is put behind, where the source does not say it.
         item: what an item of another program, which it knows nothing of, is called here.
+        unsaid: options that would name a program, and with it a convention; they are not made up for this dialect.
     """
 
     name: str
@@ -130,6 +131,7 @@ class Dialect:
     common: KeyPath | None = None
     chains: Mapping[str, str] = field(default_factory=dict)
     item: Callable[[str], str] = str
+    unsaid: frozenset[str] = frozenset()
 
     @property
     def numbered(self) -> bool:
@@ -156,20 +158,30 @@ class Dialect:
         for mine in named:
             if needed <= mine.slots.keys():
                 return mine
-        known = ", ".join(sorted({slot for mine in named for slot in mine.slots})) or "no such method"
+        known = ", ".join(sorted({slot for mine in named for slot in mine.slots.values()})) or "no such method"
+        wanted = ", ".join(sorted(method.slots[word] for word in needed))
         raise SourceError(
-            f"{self.name} has no place for {method.name} with {', '.join(sorted(needed))} (it has {known}); "
-            "leave slots out with --drop"
+            f"{self.name} has no place for {method.name} with {wanted} (it has {known}); leave slots out with --drop"
         )
 
-    def method(self, slots: frozenset[str], named: str | None, about: str) -> Method:
+    def method(self, slots: frozenset[str], named: str | None, about: str, dropped: Collection[str] = ()) -> Method:
         """The method of a parameter whose state has these slots; ``named`` by its group, if that says.
+
+        NorMuon without its row variances, where these are ``dropped``, is Muon.
 
         Raises:
             SourceError: no method has these slots, or more than one.
         """
         kept = slots - self.derived
-        fitting = [m for m in self.methods if set(m.slots.values()) == kept and named in (None, m.name)]
+        whole = [
+            {word: own for word, own in m.slots.items() if own not in dropped} for m in self.methods if m.name == named
+        ]
+        fitting = [
+            method
+            for method in self.methods
+            if set(method.slots.values()) == kept
+            and (named in (None, method.name) or ("momentum" in method.slots and method.slots in whole))
+        ]
         if len({method.name for method in fitting}) != 1:
             known = "; ".join(f"{m.name}: {', '.join(m.slots.values())}" for m in self.methods)
             found = f"{', '.join(sorted(kept))}" + (f" in a group of {named!r}" if named else "")
@@ -325,7 +337,7 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
             ),
             Dialect(
                 "dcp", "torch's nested state dicts, program unknown; also fsdp_dtensor, dialect C", _MODEL, _NESTED,
-                _LIST, None, (_TORCH_MUON, _TORCH_ADAMW), scales=_TORCH_SCALES,
+                _LIST, None, (_TORCH_MUON, _TORCH_ADAMW), scales=_TORCH_SCALES, unsaid=frozenset({"ns_coefficients"}),
             ),
             _torch_dist("torch_dist", "Megatron torch_dist with layer-wise Muon", {}),
             _torch_dist("torch_dist_chained", "the same of more than one optimizer: Muon's state first, then AdamW's",

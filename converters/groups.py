@@ -146,7 +146,7 @@ def say(words: Words, dialect: Dialect, method: Method, notes: set[str]) -> dict
     known = dict(words.known)
     if {"beta1", "beta2"} <= known.keys():
         known["betas"] = (known["beta1"], known["beta2"])
-    withheld = set()
+    withheld = set(dialect.unsaid)
     if "scale" in known and "scale" in method.options:
         values = dialect.scales.get(str(known["scale"]), ())
         if values:

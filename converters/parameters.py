@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ class Side:
     said: Said
     has: Contents
     groups: Mapping[str, Group]
+    dropped: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def _param(side: Side, name: str, aliases: tuple[str, ...], slots: frozenset[str
     group = next((side.groups[alias] for alias in aliases if alias in side.groups), None)
     option = side.dialect.method_option or ""
     named = side.values.read(group.items[option]) if group and option in group.items else None
-    theirs = side.dialect.method(slots, named, name)
+    theirs = side.dialect.method(slots, named, name, side.dropped)
     ours = theirs if side.target is side.dialect else side.target.writes(theirs)
     step, chain = _step(side, name, aliases, theirs, group), _chain(side, name, aliases, ours)
     return Param(name, aliases, theirs, ours, group, step, chain)

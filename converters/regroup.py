@@ -109,7 +109,9 @@ def _written(
 def _said(side: Side, group: Group, param: Param, step: int | None, notes: set[str]) -> dict[str, object]:
     """The options of a group in the target's words."""
     if param.theirs.speaks_like(param.ours):  # the same optimizer under other keys: every option is as it was
-        return {option: side.values.read(item) for option, item in group.items.items() if option != PARAMS}
+        rescaled = side.said.target not in (None, side.dialect.convention)
+        leave = {PARAMS, *(side.target.unsaid if rescaled else ())}
+        return {option: side.values.read(item) for option, item in group.items.items() if option not in leave}
     words = understand(group, side.dialect, param.theirs, side.values)
     known = words.known if step is None else {**words.known, "step": step}
     return say(dataclasses.replace(words, known=known), side.target, param.ours, notes)

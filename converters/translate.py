@@ -61,7 +61,7 @@ def translate(
     _refuse_unread(manifest, dialect, has)
     groups = read_groups(manifest, dialect, values)
     group_of = {name: group for group in groups for name in group.params}
-    side = Side(manifest, dialect, target, values, said or Said(), has, group_of)
+    side = Side(manifest, dialect, target, values, said or Said(), has, group_of, drop)
     columns = _columns(side, rules)
     _refuse_unfit(rules, columns)
     params = {param.name: param for param in params_of(side, columns)}
@@ -109,7 +109,8 @@ def _refuse_unread(manifest: Manifest, dialect: Dialect, has: Contents) -> None:
     """State that is taken for something else would keep its keys and its convention without a word."""
     keys = f"keys of {dialect.name} are like {dialect.state} and {dialect.model}"
     if not (has.tensors or has.counters or has.left):
-        examples = ", ".join(repr(entry.key) for entry in (*manifest.tensors, *manifest.blobs)[:3])
+        entries: tuple[StateRecord | Blob, ...] = (*manifest.tensors, *manifest.blobs)
+        examples = ", ".join(repr(entry.key) for entry in entries[:3])
         raise SourceError(f"expected weights or state, found neither: {keys}, here are {examples}")
     for other in (manifest.tensors[at] for at in has.others):
         if other.slot is not None and other.slot not in dialect.derived:
@@ -195,6 +196,10 @@ def _mu(side: Side, param: Param) -> float | None:
     if param.group is None or own not in param.group.items:
         return side.said.mu
     found = side.values.read(param.group.items[own])
+    if found is None:
+        return side.said.mu
+    if not isinstance(found, float | int):
+        raise SourceError(f"parameter {param.name!r}: expected a number as {own} of its group, found {found!r}")
     if side.said.mu not in (None, found):
         raise SourceError(f"parameter {param.name!r}: its group says {own}={found!r}, --mu says {side.said.mu!r}")
     return float(found)

@@ -350,6 +350,10 @@ def test_broken_directories_are_refused(saved: Path, case: str) -> None:
 def test_nothing_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="no directory"):
         dcp.read(tmp_path / "none")
+    (tmp_path / "iter_0000010").mkdir()
+    (tmp_path / "iter_0000010" / ".metadata").touch()
+    with pytest.raises(SourceError, match=r"found none; there is one in iter_0000010$"):
+        dcp.read(tmp_path)
 
 
 REFUSED_ITEMS: dict[str, tuple[Tensor, str]] = {

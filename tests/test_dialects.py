@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from translated import MEGATRON, W, nested, read, saved, truth_of
+from translated import MEGATRON, W, nested, options, read, saved, truth_of
 
+from muonckpt.converters.conventions import Said
 from muonckpt.converters.detection import annotate, detect
 from muonckpt.converters.dialects import DIALECTS, Template
+from muonckpt.converters.imports import Request
+from muonckpt.converters.job import make_job
+from muonckpt.converters.reshard import run
+from muonckpt.converters.target import Target
 from muonckpt.converters.translate import translate
 from muonckpt.errors import SourceError
+from muonckpt.record import Convention
+from muonckpt.store import directory
 from muonckpt.store.values import Values
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -95,6 +102,41 @@ def test_state_that_the_program_would_not_find_there_is_not_left_as_it_is(state,
     manifest, path = saved(tmp_path, state)
     with pytest.raises(SourceError, match=message):
         translate(manifest, Values(path), DIALECTS["dion"], source=DIALECTS.get(named or ""))
+
+
+def test_normuon_whose_rows_are_dropped_is_muon(tmp_path):
+    state = nested({"momentum": W, "variance_neuron": W[:, :1]}, lr=0.1, mu=0.5, algorithm="normuon")
+    manifest, path = saved(tmp_path, state)
+    with pytest.raises(SourceError, match="no place for normuon with momentum, variance_neuron"):
+        translate(manifest, Values(path), DIALECTS["torch"])
+    made = translate(manifest, Values(path), DIALECTS["muonckpt"], drop=frozenset({"variance_neuron"}))
+    assert options(made)["optimizer.param_groups.0.algorithm"] == "muon"
+    assert [moved.scale for moved in made.moved if moved.record.slot == "momentum_buffer"] == [0.5]
+    lacking = nested({"momentum": W}, lr=0.1, cautious_wd=False, algorithm="normuon")
+    manifest, path = saved(tmp_path / "lacking", lacking)
+    with pytest.raises(SourceError, match="has momentum in a group of 'normuon': no method"):
+        translate(manifest, Values(path), DIALECTS["torch"])
+
+
+@pytest.mark.parametrize("source, said", [("dion", Said()), ("torch", Said(target=Convention.SUM))])
+def test_a_sum_under_the_keys_of_no_program_is_not_taken_for_the_average_of_one(source, said, tmp_path):
+    """What torch alone writes says as well that its momentum is an average."""
+    path = read(f"{source}_fsdp4/ckpt")[0]
+    run(
+        make_job(path, Target({"dp": 2}), translate=Request(target=DIALECTS["dcp"], said=said).of(path)),
+        tmp_path / "out",
+    )
+    (tmp_path / "out" / "muonckpt.json").unlink()
+    found = detect(directory.read(tmp_path / "out"))
+    assert (found.dialect.name, found.dialect.convention) == ("dcp", None)
+
+
+@pytest.mark.parametrize("momentum, message", [(None, "give --mu"), ("x", "expected a number as momentum .*found 'x'")])
+def test_a_coefficient_that_is_no_number_is_not_one(momentum, message, tmp_path):
+    state = nested({"momentum_buffer": W.clone()}, lr=0.1, momentum=momentum, ns_coefficients=[1.0])
+    manifest, path = saved(tmp_path, state)
+    with pytest.raises(SourceError, match=message):
+        translate(manifest, Values(path), DIALECTS["dion"])
 
 
 # Templates.

@@ -69,6 +69,15 @@ def test_real_files_are_read_under_their_names(name, tmp_path):
         assert (buffer.layout.algorithm, buffer.layout.version) == (GOLDEN[name], 1)
 
 
+def test_parameters_taken_from_a_whole_checkpoint_are_those_of_its_model(tmp_path):
+    """Its optimizer state fits the pattern as well."""
+    model = str(golden("megatron/layer_wise/ws4_padded") / "torch_dist")
+    path, _ = real("ws4_padded", tmp_path, parameter=[], model=model, group=[{"names": ["*"]}])
+    other, _ = real("ws4_padded", tmp_path / "listed")
+    found, want = elements_of(path), elements_of(other)
+    assert found.keys() == want.keys() and all(np.array_equal(found[key], want[key]) for key in found)
+
+
 @pytest.mark.parametrize("name", GOLDEN)
 def test_the_command_makes_of_them_what_megatron_itself_saved(name, tmp_path, capsys):
     """Its own ``torch_dist`` of the same run: tensors, groups, and nothing else of the optimizer."""

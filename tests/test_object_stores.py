@@ -190,10 +190,10 @@ def test_parts_are_few_enough_and_whole_mebibytes(length):
 
 
 def test_a_budget_that_is_too_small_is_refused_before_anything_is_written(source, memory):
-    done = called("reshard", source, memory / "out", "--mesh", "dp=2", "--memory", "79MiB")
+    done = called("reshard", source, memory / "out", "--mesh", "dp=2", "--memory", "119MiB")
     assert done.returncode == 4 and "raise --memory, or lower --jobs" in done.stderr
     assert objects(memory) == []
-    for more in (["--memory", "80MiB"], ["--memory", "40MiB", "--jobs", "1"]):
+    for more in (["--memory", "120MiB"], ["--memory", "40MiB", "--jobs", "1"]):
         memory = memory / "x"
         assert called("reshard", source, memory / "out", "--mesh", "dp=2", *more).returncode == 0
 

@@ -12,6 +12,7 @@ import pytest
 import safetensors as stock
 import safetensors.torch as stock_torch
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from sharded import SHAPES, bits, raw_bytes, small, some
@@ -272,6 +273,20 @@ def test_a_damaged_index_is_refused(text, tmp_path):
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(SourceError, match="damaged index"):
         safetensors.read(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_one_rank_had_of_a_tensor_is_not_taken_for_all_of_it(tmp_path):
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "parts"), save_distributed=True)
+    dcp.save({"a": torch.ones(2, 3)}, storage_writer=writer, no_dist=True)
+    (file,) = (tmp_path / "parts").iterdir()
+    for place in (tmp_path / "parts", file):
+        with pytest.raises(SourceError, match="what one rank had of them"):
+            safetensors.read(place)
+    dcp.save(
+        {"a": torch.ones(2, 3)}, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path / "whole")), no_dist=True
+    )
+    assert [tensor.shape for tensor in safetensors.read(tmp_path / "whole").tensors] == [(2, 3)]
 
 
 def test_the_same_tensor_in_two_files_is_refused(tmp_path):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 
+import numpy as np
 import pytest
 import torch
 
 from muonckpt.errors import SourceError
 from muonckpt.store.plain_item import plain_item, plain_value
+from muonckpt.store.stored_zip import directory, store
 
 
 @pytest.mark.parametrize(
@@ -23,6 +25,30 @@ def test_plain_items_are_those_that_torch_saves(value):
     assert torch.load(io.BytesIO(ours), weights_only=True) == value
     assert len(theirs) == len(ours)
     assert sum(a != b for a, b in zip(theirs, ours, strict=True)) <= 40 + 2 * 4
+
+
+@pytest.mark.parametrize("kind", ["float64", "float32", "float16", "int64", "int32", "bool_"])
+def test_a_number_of_numpy_is_a_number(kind):
+    value = {"lr": [getattr(np, kind)(0.1), getattr(np, kind)(-3)]}
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    found = plain_value(stream.getvalue())
+    assert found == {"lr": [number.item() for number in value["lr"]]}
+    assert {type(number) for number in found["lr"]} <= {float, int, bool}
+
+
+@pytest.mark.parametrize("value", [np.ones(2), np.dtype("f8"), np.float32, b"bytes", np.datetime64(3, "s")])
+def test_what_else_numpy_has_is_no_plain_data(value):
+    stream = io.BytesIO()
+    torch.save([value], stream)
+    with pytest.raises(SourceError, match="nothing was run"):
+        plain_value(stream.getvalue())
+
+
+def test_what_is_nested_too_deeply_is_refused():
+    members, entries = store([("data.pkl", b"\x80\x02]" + b"\x85" * 3000 + b".")], 0)
+    with pytest.raises(SourceError, match="too deeply"):
+        plain_value(members + directory(entries, len(members)))
 
 
 def test_an_item_that_is_no_plain_data_is_refused_and_nothing_in_it_is_run(tmp_path):

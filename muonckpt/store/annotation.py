@@ -58,7 +58,7 @@ def _optimizer(path: KeyPath, node: Mapping[Any, Any]) -> Iterator[tuple[KeyPath
     """What the groups of an optimizer say of its state, if this is one."""
     match node:
         case {"state": Mapping() as state, "param_groups": [*groups]} if all(isinstance(g, Mapping) for g in groups):
-            group_of = {name: group for group in groups for name in group.get("params", ())}
+            group_of = {name: group for group in groups for name in group.get("params") or ()}
             for name, slots in state.items():
                 for slot in slots if isinstance(slots, Mapping) else ():
                     where = (*path, "state", str(name), str(slot))

@@ -176,7 +176,9 @@ def _read_metadata(path: Location) -> bytes:
                 "knows only its own rank, so they cannot be resharded; load them on the same ranks and save again"
             )
         unfinished = f": a save into {path} did not finish" if f"{FILE}.tmp" in names else ""
-        raise SourceError(f"expected {FILE} in {path}, found none{unfinished}")
+        below = sorted(name for name in names if (path / name / FILE).exists())
+        instead = f"; there is one in {', '.join(below[:8])}" if below else ""
+        raise SourceError(f"expected {FILE} in {path}, found none{unfinished}{instead}")
     with open_regular(path / FILE) as file:
         if file.size > MAX_BYTES:
             raise SourceError(f"{path / FILE}: expected at most {MAX_BYTES} bytes, found {file.size}")

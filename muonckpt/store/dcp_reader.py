@@ -39,6 +39,7 @@ from . import directory
 from .annotation import Annotation, KeyPath, annotate
 from .bits import bits_of, dtype_of, name_of
 from .dtypes import itemsize
+from .formats import DCP, OWN, format_of
 from .payload import Payloads, as_words, check_blob, check_chunk, elements, payload_of
 from .shared_check import Run, holds, run_of
 from .sums import crc32
@@ -83,9 +84,15 @@ class CheckingReader(StorageReader):
         """What the checkpoint holds, also in DCP's terms.
 
         Raises:
-            SourceError: it cannot be read.
+            SourceError: it cannot be read, or is in another format.
             LayoutError: a tensor has a hole or an overlap.
         """
+        kind = format_of(self.path)
+        if kind not in (OWN, DCP):
+            raise SourceError(
+                f"expected a DCP checkpoint, found {kind.name} at {self.path}: make one of it with "
+                f"`muonckpt convert {self.path} DESTINATION --format dcp`"
+            )
         manifest = directory.read(self.path, payloads=True)
         found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for tensor in manifest.tensors:
@@ -204,9 +211,10 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         try:
             torch.load(value, weights_only=True)  # plain data only; what passes here holds no code
         except pickle.UnpicklingError as error:
-            why = str(error).splitlines()[0]
+            value.seek(0)
+            named = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(value)) or error
             raise SourceError(
-                f"refused {read_item.storage_index.fqn!r}: it holds more than plain data ({why}); if you trust the "
+                f"refused {read_item.storage_index.fqn!r}: it holds more than plain data ({named}); if you trust the "
                 "checkpoint, name its classes with torch.serialization.add_safe_globals"
             ) from error
         value.seek(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,9 @@ from .torch_file import SavedTensor
 
 MOST = 1 << 14
 """Elements of a parameter that are compared."""
+
+_OF_OPTIMIZER = re.compile(r"(chained_[0-9]+\.)*optimizer\.")
+"""Keys of DCP and `torch_dist` checkpoints that are not of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +75,8 @@ def read(path: Location, where: str) -> Model:
         SourceError: there is neither, or it is damaged.
     """
     if (path / where).is_dir():
-        manifest = dcp.read(path / where, payloads=True)
-        return Model(path / where, {tensor.key: tensor for tensor in manifest.tensors})
+        tensors = dcp.read(path / where, payloads=True).tensors
+        return Model(path / where, {tensor.key: tensor for tensor in tensors if not _OF_OPTIMIZER.match(tensor.key)})
     file = torch_file.read(path, where)
     content = file.content.get("model") if isinstance(file.content, dict) else None
     named = content.items if isinstance(content, Record) else content

@@ -8,21 +8,30 @@ Source: ``torch/serialization.py`` (``_save``) for the members and the pickle pr
 from __future__ import annotations
 
 import pickle
+import struct
 import zlib
 from collections.abc import Container
 from typing import Any
 
 from ..errors import SourceError
-from .inert_pickle import unpickle
+from .inert_pickle import Global, Record, unpickle
 from .stored_zip import ALIGNMENT, directory, read_members, store
 from .torch_zip import SERIALIZATION_ID
 
 LARGEST = 16 << 20
 """Bytes of the largest pickle that is read: the names of all parameters of a group are one."""
 
+_NUMBERS = ("numpy._core.multiarray scalar", "numpy.core.multiarray scalar")
+"""What numpy 2 and 1 call the function that makes one of their numbers: schedules compute learning rates with it."""
+
+_OF_NUMBERS = frozenset((*_NUMBERS, "numpy dtype", "_codecs encode"))
+_CODES = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "b1": "<?"}
+
 
 def plain_value(raw: bytes, allowed: Container[str] = ()) -> Any:
     """The object in the bytes of an item; of what is no plain data only `Record`s of these names.
+
+    A number of numpy is the number that it is.
 
     Raises:
         SourceError: it is not plain data, or no item at all.
@@ -34,7 +43,36 @@ def plain_value(raw: bytes, allowed: Container[str] = ()) -> Any:
     data = raw[found.offset : found.offset + found.length]
     if found.crc32 is not None and zlib.crc32(data) != found.crc32:
         raise SourceError(f"expected checksum {found.crc32:#010x} for data.pkl, found {zlib.crc32(data):#010x}")
-    return unpickle(data, allowed)
+    try:
+        return _with_numbers(unpickle(data, allowed or _OF_NUMBERS), strict=not allowed)
+    except RecursionError:
+        raise SourceError("expected plain data, found it nested too deeply") from None
+
+
+def _with_numbers(value: Any, strict: bool) -> Any:
+    """The same with numpy's numbers as Python's.
+
+    Raises:
+        SourceError: one is none that is known here, or, if ``strict``, anything else is left that is no plain data.
+    """
+    match value:
+        case list():
+            return [_with_numbers(part, strict) for part in value]
+        case tuple():
+            return tuple(_with_numbers(part, strict) for part in value)
+        case dict():
+            return {key: _with_numbers(part, strict) for key, part in value.items()}
+        case Record(
+            kind=kind,
+            args=(
+                Record(kind="numpy dtype", args=(code, *_), state=(_, "<" | "|", *_)),
+                Record(kind="_codecs encode", args=(str() as text, "latin1")),
+            ),
+        ) if kind in _NUMBERS and code in _CODES and len(text) == struct.calcsize(_CODES[code]):
+            return struct.unpack(_CODES[code], text.encode("latin1"))[0]
+        case Record() | Global() if strict:
+            raise SourceError(f"expected plain data, found {getattr(value, 'kind', value)}; nothing was run")
+    return value
 
 
 def plain_item(value: object) -> bytes:

@@ -33,6 +33,10 @@ OURS = "muonckpt"
 _DATA = "data"
 """What that manifest calls the data section: its extents count from there, so they do not depend on its own length."""
 
+_PARTS = "DCP_SHARDING_INFO"
+"""What DCP's ``HuggingFaceStorageWriter`` leaves in ``__metadata__``: the tensors of the file may be parts of tensors,
+and nothing in it says of how large ones.  Where it has written whole ones there is an index."""
+
 _MAX_INDEX = 1 << 30
 
 
@@ -50,7 +54,7 @@ def read(path: Location) -> Manifest:
         provenance: Mapping[str, Any] = {}
         for file in files:
             with _at(file):
-                recorded, mine = _read_file(file)
+                recorded, mine = _read_file(file, indexed=expected is not None)
                 for tensor in mine:
                     if tensors.setdefault(tensor.key, tensor) is not tensor:
                         raise SourceError(f"tensor {tensor.key!r} is in another file of the checkpoint as well")
@@ -162,10 +166,15 @@ def _files(path: Location) -> tuple[list[Location], dict[str, str] | None]:
         raise SourceError("damaged index: expected a weight_map of file names")
 
 
-def _read_file(file: Location) -> tuple[Mapping[str, Any], list[StateRecord]]:
+def _read_file(file: Location, indexed: bool) -> tuple[Mapping[str, Any], list[StateRecord]]:
     """Provenance and tensors of one file."""
     with open_regular(file) as opened:
         found, start = header.read(opened)
+    if _PARTS in found.metadata and not indexed:
+        raise SourceError(
+            "expected whole tensors, found what one rank had of them (by DCP's HuggingFaceStorageWriter with "
+            "save_distributed): consolidate the files of all ranks with torch first"
+        )
     recorded = Manifest.from_json(found.metadata[OURS]) if OURS in found.metadata else Manifest(())
     known = {tensor.key: tensor for tensor in recorded.tensors}
     lost = sorted(known.keys() - found.entries.keys())

@@ -12,6 +12,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..errors import SourceError
 
@@ -100,7 +101,9 @@ def directory(entries: tuple[Entry, ...], at: int) -> bytes:
     return central + _end(len(entries), at, len(central))
 
 
+@lru_cache(maxsize=8192)
 def _central(entry: Entry) -> bytes:
+    """Cached: items of one dtype and shape share all but that of the payload."""
     name = f"archive/{entry.name}".encode()
     extra = entry.zip64(packed=entry.size)
     size, at = min(entry.size, _BIG), min(entry.at, _BIG)

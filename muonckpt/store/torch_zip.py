@@ -116,9 +116,15 @@ def _tail(members: tuple[Entry, ...], payload_end: int, crc32: int, serializatio
     payload = replace(members[-1], crc32=crc32)
     after = descriptor(payload)
     start = payload_end + len(after)
-    rest, others = store((("version", b"3\n"), (".data/serialization_id", serialization_id)), start)
+    rest, others = _after(start, serialization_id)
     entries = (*members[:-1], payload, *others)
     return after + rest + directory(entries, start + len(rest))
+
+
+@lru_cache(maxsize=1024)
+def _after(start: int, serialization_id: bytes) -> tuple[bytes, tuple[Entry, ...]]:
+    """The members behind the payload.  Cached: items of one dtype and shape share them."""
+    return store((("version", b"3\n"), (".data/serialization_id", serialization_id)), start)
 
 
 def _data_pickle(dtype: str, shape: Index) -> bytes:
