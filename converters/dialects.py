@@ -77,6 +77,10 @@ def _pattern(part: str) -> re.Pattern[str]:
     return re.compile("".join(a + b for a, b in zip(map(re.escape, pieces[::2]), [*fields, ""], strict=True)))
 
 
+FOREIGN: Mapping[str, str] = MappingProxyType({"dampening": "torch.optim.SGD, whose momentum_buffer is a sum"})
+"""Options that tell an optimizer whose state looks like that of a method here, and is not."""
+
+
 @dataclass(frozen=True, slots=True)
 class Method:
     """An update method as a dialect stores it.

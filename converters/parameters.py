@@ -12,7 +12,7 @@ from ..record import Manifest
 from ..store.values import Values
 from .contents import Contents
 from .conventions import Said
-from .dialects import Dialect, Method
+from .dialects import FOREIGN, Dialect, Method
 from .groups import Group
 from .structure import Tensor
 
@@ -66,6 +66,11 @@ def params_of(side: Side, columns: Columns) -> Iterator[Param]:
 
 def _param(side: Side, name: str, aliases: tuple[str, ...], slots: frozenset[str]) -> Param:
     group = next((side.groups[alias] for alias in aliases if alias in side.groups), None)
+    if group and (foreign := next(iter(FOREIGN.keys() & group.items.keys()), None)):
+        raise SourceError(
+            f"parameter {name!r}: the {foreign!r} of its group is of {FOREIGN[foreign]}, which no program here takes: "
+            "first make a copy without its state, by reshard with --select"
+        )
     option = side.dialect.method_option or ""
     named = side.values.read(group.items[option]) if group and option in group.items else None
     theirs = side.dialect.method(slots, named, name, side.dropped)

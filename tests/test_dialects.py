@@ -118,6 +118,14 @@ def test_normuon_whose_rows_are_dropped_is_muon(tmp_path):
         translate(manifest, Values(path), DIALECTS["torch"])
 
 
+def test_the_sum_of_an_optimizer_beside_muon_is_not_taken_for_its_average(tmp_path):
+    """torch.optim.SGD has a momentum_buffer as well."""
+    state = nested({"momentum_buffer": W.clone()}, lr=0.1, momentum=0.9, nesterov=False, dampening=0.0)
+    manifest, path = saved(tmp_path, state)
+    with pytest.raises(SourceError, match=r"'dampening' of its group is of torch.optim.SGD.*--select"):
+        translate(manifest, Values(path), DIALECTS["dion"], source=DIALECTS["torch"])
+
+
 @pytest.mark.parametrize("source, said", [("dion", Said()), ("torch", Said(target=Convention.SUM))])
 def test_a_sum_under_the_keys_of_no_program_is_not_taken_for_the_average_of_one(source, said, tmp_path):
     """What torch alone writes says as well that its momentum is an average."""
