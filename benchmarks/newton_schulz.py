@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from muonckpt.optimizer import gram as gram_form
 from muonckpt.optimizer.costs import CostTable, measure
-from muonckpt.optimizer.forms import Choice, by_shape, in_company
+from muonckpt.optimizer.forms import Choice, Form, by_shape, in_company
 from muonckpt.optimizer.newton_schulz import orthogonalize_all
 from muonckpt.optimizer.places import Places
 
@@ -83,10 +84,14 @@ def by_torch(memory: Tensor, places: Places) -> Tensor:
 def ours(dtype: torch.dtype, gram: Sequence[int] | None = None, choice: Choice = in_company) -> Method:
     """What the optimizer runs, or in another form."""
 
-    def method(memory: Tensor, places: Places) -> Tensor:
+    @cache
+    def form(device: torch.device, places: Places) -> Form:  # known before the first step, too
         count, rows, columns = places.runs[0]
-        form = choice(memory.device, dtype, rows, columns, count)
-        return orthogonalize_all(memory, places, coefficients="keller", steps=STEPS, dtype=dtype, gram=gram, form=form)
+        return choice(device, dtype, rows, columns, count)
+
+    def method(memory: Tensor, places: Places) -> Tensor:
+        options = {"coefficients": "keller", "steps": STEPS, "dtype": dtype, "gram": gram}
+        return orthogonalize_all(memory, places, **options, form=form(memory.device, places))
 
     return method
 

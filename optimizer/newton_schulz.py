@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, reduce
 from typing import Any, Generic
 
 import torch
@@ -87,8 +87,8 @@ def orthogonalize(
     """
     if matrix.ndim != 2 or not matrix.is_floating_point():
         raise ValueError(f"expected a matrix of floats, got shape {tuple(matrix.shape)} of {matrix.dtype}")
-    iteration = _made()(coefficients, steps, dtype, eps, _restarts(gram), form, matrix.device, ((1, *matrix.shape),))
-    return iteration.kind.one(matrix.detach(), dtype, iteration)
+    made = _made()(coefficients, steps, dtype, eps, _restarts(gram), form, matrix.device, ((1, *matrix.shape),))
+    return made[0].kind.one(matrix.detach(), dtype, made[0])
 
 
 def orthogonalize_batch(
@@ -145,13 +145,12 @@ def orthogonalize_all(
     """
     if not memory.is_floating_point():
         raise ValueError(f"expected matrices of floats, got {memory.dtype}")
-    # torch's products are chosen by shape; kernels are for all shapes.
-    cut = (places.runs,) if form.kernels else [(run,) for run in places.runs]
-    made = partial(_made(), coefficients, steps, dtype, eps, _restarts(gram), form, memory.device)
-    iterations = [made(runs) for runs in cut if runs]
-    parts = torch.split(memory.detach(), [iteration.places.numel for iteration in iterations])
-    done = [each.kind.over(part, each.places, dtype, each) for each, part in zip(iterations, parts, strict=True)]
-    return done[0] if len(done) == 1 else torch.cat([memory.new_empty(0, dtype=dtype), *done])
+    made = _made()(coefficients, steps, dtype, eps, _restarts(gram), form, memory.device, places.runs)
+    if len(made) == 1:
+        return made[0].kind.over(memory.detach(), places, dtype, made[0])
+    parts = torch.split(memory.detach(), [each.places.numel for each in made])
+    done = [each.kind.over(part, each.places, dtype, each) for each, part in zip(made, parts, strict=True)]
+    return torch.cat([memory.new_empty(0, dtype=dtype), *done])
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,29 +169,6 @@ class _Iteration(Generic[M]):
     scale: float
     places: Places
 
-    @classmethod
-    def of(
-        cls,
-        coefficients: str | CoefficientSet,
-        steps: int,
-        dtype: torch.dtype,
-        eps: float,
-        gram: tuple[int, ...] | None,
-        form: Form | None,
-        device: torch.device,
-        runs: tuple[tuple[int, int, int], ...],
-    ) -> _Iteration[Any]:
-        """For arguments of :func:`orthogonalize_all`; the same exceptions."""
-        if dtype not in _DTYPES:
-            raise ValueError(f"Newton-Schulz runs in {', '.join(map(str, _DTYPES))}, got {dtype}")
-        count, rows, columns = runs[0]
-        form = form or by_shape(device, dtype, rows, columns, count)
-        triples, scale = _held(coefficients, steps)
-        found = spans(gram, steps, dtype) if gram is not None else ()
-        found = found if form.gram else ()
-        inner = torch.float16 if found and dtype.itemsize == 2 else dtype
-        return _Iteration(arithmetic(form, device, inner, rows, columns), triples, found, eps, scale, Places(runs))
-
     def __call__(self, x: M) -> M:
         kind = self.kind
         x = kind.normal(x, self.eps, self.scale)
@@ -205,12 +181,43 @@ class _Iteration(Generic[M]):
         return x
 
 
-# Made anew, it would take a tenth of the time of a small matrix.
-_iteration = lru_cache(maxsize=1024)(_Iteration.of)
+Made = tuple[_Iteration[Any], ...]
 
 
-def _made() -> Callable[..., _Iteration[Any]]:
-    return _Iteration.of if torch.compiler.is_compiling() else _iteration
+def _iterations(
+    coefficients: str | CoefficientSet,
+    steps: int,
+    dtype: torch.dtype,
+    eps: float,
+    gram: tuple[int, ...] | None,
+    form: Form | None,
+    device: torch.device,
+    runs: tuple[tuple[int, int, int], ...],
+) -> Made:
+    """What is done to the runs of :class:`Places`; the same exceptions as :func:`orthogonalize_all`."""
+    if dtype not in _DTYPES:
+        raise ValueError(f"Newton-Schulz runs in {', '.join(map(str, _DTYPES))}, got {dtype}")
+    triples, scale = _held(coefficients, steps)
+    found = spans(gram, steps, dtype) if gram is not None else ()
+
+    def of(form: Form, runs: tuple[tuple[int, int, int], ...]) -> _Iteration[Any]:
+        used = found if form.gram else ()
+        inner = torch.float16 if used and dtype.itemsize == 2 else dtype
+        kind = arithmetic(form, device, inner, *runs[0][1:])
+        return _Iteration(kind, triples, used, eps, scale, Places(runs))
+
+    forms = [form or by_shape(device, dtype, rows, columns, count) for count, rows, columns in runs]
+    if runs and forms[0].kernels:
+        return (of(forms[0], runs),)  # for all shapes; torch's products are chosen by shape
+    return tuple(of(each, (run,)) for each, run in zip(forms, runs, strict=True))
+
+
+# Made anew, they would take a tenth of the time of a small matrix.
+_cached = lru_cache(maxsize=1024)(_iterations)
+
+
+def _made() -> Callable[..., Made]:
+    return _iterations if torch.compiler.is_compiling() else _cached
 
 
 def _restarts(gram: Sequence[int] | None) -> tuple[int, ...] | None:
