@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from . import elementwise
 from .capture import capturing, uploaded
-from .route import Key, Own, Strip
+from .route import Key, Own, Route, Strip
 from .schedule import Schedule
 from .segments import DTYPES, Move, Segments, Tensors, addresses
 from .units import Spec
@@ -112,26 +114,14 @@ class Fused:
     def assemble(self, number: int, sizes: Sizes, stack: Tensor, wire: Tensor) -> None:
         """Updates of matrices that this rank owns, end to end: from where they rest here, and from the wire."""
         gather = self._schedule.waves[number].gather
-
-        def own() -> Iterator[tuple[int, Move]]:
-            for unit, begin in _begins(sizes, stack):
-                pairs = gather.own.get((unit, self._slot(unit)), Own())
-                for near, far in zip(pairs.sources, pairs.targets, strict=True):
-                    yield unit, Move.to_memory(self._entry[unit], near, far, begin)
-
+        own = partial(self._own, gather, sizes, stack.element_size(), back=False)
         self._send(("own", number, *sizes), own, stack.view(torch.uint8))
         self._carry(("arrived", number, *sizes), sizes, gather.receives, stack, wire, back=True)
 
     def release(self, number: int, sizes: Sizes, stack: Tensor, wire: Tensor) -> None:
         """Results of matrices that this rank owns, end to end: to the wire, and to what rests here."""
         scatter = self._schedule.waves[number].scatter
-
-        def own() -> Iterator[tuple[int, Move]]:
-            for unit, begin in _begins(sizes, stack):
-                pairs = scatter.own.get((unit, self._slot(unit)), Own())
-                for far, near in zip(pairs.sources, pairs.targets, strict=True):
-                    yield unit, Move.to_memory(self._entry[unit], near, far, begin)
-
+        own = partial(self._own, scatter, sizes, stack.element_size(), back=True)
         self._carry(("back", number, *sizes), sizes, scatter.sends, stack, wire, back=False)
         self._apply(("mine", number, *sizes), own, stack.view(torch.uint8))
 
@@ -140,6 +130,14 @@ class Fused:
         receives = self._schedule.waves[number].scatter.receives
         units = self._schedule.waves[number].held
         self._apply(("apply", number), lambda: self._on_wire(units, receives, sent=False), wire)
+
+    def _own(self, route: Route, sizes: Sizes, itemsize: int, *, back: bool) -> Iterator[tuple[int, Move]]:
+        """Between where units rest on this rank and where they lie end to end."""
+        for unit, begin in _begins(sizes):
+            pairs = route.own.get((unit, self._slot(unit)), Own())
+            for source, target in zip(pairs.sources, pairs.targets, strict=True):
+                near, far = (target, source) if back else (source, target)
+                yield unit, Move.to_memory(self._entry[unit], near, far, begin * itemsize)
 
     def _on_wire(self, units: Iterable[int], routed: Routed, sent: bool = True) -> Iterator[tuple[int, Move]]:
         for unit in units:
@@ -162,8 +160,8 @@ class Fused:
         """Between a stack and the wire."""
         if key not in self._segments:
             moves = [
-                Move.to_wire(0, replace(strip, offset=begin // stack.element_size() + strip.offset))
-                for unit, begin in _begins(sizes, stack)
+                Move.to_wire(0, replace(strip, offset=begin + strip.offset))
+                for unit, begin in _begins(sizes)
                 for strip in routed.get((unit, self._slot(unit)), ())
             ]
             kind = self._kinds[self._entry[next(iter(sizes))]]
@@ -226,12 +224,9 @@ class Fused:
         return held[1]
 
 
-def _begins(sizes: Sizes, stack: Tensor) -> Iterator[tuple[int, int]]:
-    """Units that lie end to end, and at which byte each begins."""
-    begin = 0
-    for unit, size in sizes.items():
-        yield unit, begin
-        begin += size * stack.element_size()
+def _begins(sizes: Sizes) -> Iterator[tuple[int, int]]:
+    """Units that lie end to end, and at which element each begins."""
+    return zip(sizes, accumulate(sizes.values(), initial=0), strict=False)
 
 
 def suits(weights: Iterable[Tensor]) -> bool:
