@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from machine import describe
 from torch import nn
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from muonckpt.optimizer import Muon
@@ -125,7 +126,8 @@ def launches(work: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CUDA]) as events:
         work()
         torch.cuda.synchronize()
-    return sum(event.count for event in events.key_averages() if not event.key.startswith(("Memcpy", "Memset")))
+    on_device = (event for event in events.key_averages() if event.device_type is DeviceType.CUDA)
+    return sum(event.count for event in on_device if not event.key.startswith(("Memcpy", "Memset")))
 
 
 def captured(work: Callable[[], object]) -> Callable[[], object]:

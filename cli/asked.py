@@ -18,7 +18,9 @@ from ..converters.names import Rules
 from ..converters.reshard import THREADS
 from ..converters.target import LAYOUTS, Cut
 from ..record import Convention
+from ..store.formats import BUFFERS, format_of
 from ..store.remote import Location
+from ..store.signs import is_torch_dist
 from .parameters import CHECKPOINT, JOBS, Bytes, RuleTable, ShardRule
 
 FORMATS = (*CONTAINERS, *WHOLE_TENSORS)
@@ -81,6 +83,25 @@ def taking(*options: Callable[[Command], Command]) -> Callable[[Command], Comman
 
 
 PLACES = taking(click.argument("source", type=CHECKPOINT), click.argument("destination", type=CHECKPOINT))
+
+FORMAT = click.option(
+    "--format",
+    type=click.Choice(FORMATS),
+    help="What to write; without: what SOURCE is, if it is flat buffers or torch_dist, or what --to needs; else dcp.",
+)
+
+
+def kept(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a command, with the format that leaves a source what it is, or suits its target, if none is asked
+    for; DCP where files of its kind are not written by ranks."""
+    if options["format"] is None:
+        source, target = options["source"], options["target_dialect"]
+        kind = "buffers" if format_of(source) is BUFFERS else "dcp"
+        if target in CONTAINERS or (target is None and is_torch_dist(source)):
+            kind = target or "torch_dist"
+        options = {**options, "format": kind}
+    return options
+
 
 RANKS = taking(
     click.option(

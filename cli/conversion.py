@@ -77,6 +77,8 @@ def carry_out(asked: Asked, doing: str) -> None:
         if worker.leads:
             _show(job, way, asked)
         return
+    if worker.leads and way is WHOLE and asked.mesh:
+        click.echo(f"note: {asked.format} holds whole tensors, on any mesh alike", err=True)
     if worker.leads and (unchecked := _unchecked(job)):
         click.echo(f"note: {unchecked} source chunks carry no checksum; their bytes cannot be judged", err=True)
     total = job.bytes_to_check + job.payload_to_write * (1 + asked.verify)
@@ -102,8 +104,6 @@ def _refuse(asked: Asked, way: Way) -> None:
     for name in way.lacks:
         if getattr(asked, name) != absent[name]:
             raise click.UsageError(f"--{name.replace('_', '-')} means nothing to format {asked.format}; leave it out")
-    if way is WHOLE and asked.mesh:
-        click.echo(f"note: {asked.format} holds whole tensors, on any mesh alike", err=True)
 
 
 def describe(job: Job, way: Way, asked: Asked) -> dict[str, Any]:
@@ -145,8 +145,7 @@ def _show(job: Job, way: Way, asked: Asked) -> None:
     if asked.as_json:
         click.echo(json.dumps(found, indent=1))
         return
-    for note in job.notes:
-        click.echo(printable(note))
+    _tell_notes(job)
     rows = [(f["file"], f["items"], size(f["elements"]), size(f["bytes"])) for f in found["files"]]
     table(("file", "items", "elements", "bytes"), rows)
     buffers.show(found.get("buffers", ()))
@@ -163,6 +162,7 @@ def _report(job: Job, way: Way, asked: Asked, manifest: Manifest) -> None:
         more = {"destination": str(asked.destination), "fingerprints": prints}
         click.echo(json.dumps({**describe(job, way, asked), **more}, indent=1))
         return
+    _tell_notes(job)
     _tell_left_out(job)
     compared = sum(tensor.fingerprint is not None for tensor in job.tensors)
     equal = f"{compared} fingerprints compared with the source's, all equal"
@@ -170,6 +170,11 @@ def _report(job: Job, way: Way, asked: Asked, manifest: Manifest) -> None:
     click.echo(
         f"{asked.destination}: {len(manifest.tensors)} tensors {way.told(job)}, {size(job.bytes_to_write)}; {told}"
     )
+
+
+def _tell_notes(job: Job) -> None:
+    for note in job.notes:
+        click.echo(printable(note))
 
 
 def _tell_left_out(job: Job) -> None:

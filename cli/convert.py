@@ -6,9 +6,7 @@ from typing import Any
 
 import click
 
-from ..store.formats import BUFFERS, format_of
-from ..store.remote import Location
-from .asked import CONTENT, CREW, FORMATS, PLACES, RANKS, WHOLE, WORK, Asked, taking
+from .asked import CONTENT, CREW, FORMAT, PLACES, RANKS, WHOLE, WORK, Asked, kept, taking
 from .conversion import carry_out
 from .parameters import MeshSizes
 
@@ -16,11 +14,7 @@ from .parameters import MeshSizes
 @click.command("convert")
 @PLACES
 @taking(
-    click.option(
-        "--format",
-        type=click.Choice(FORMATS),
-        help="What to write; without: flat buffers if SOURCE has them, else dcp.",
-    ),
+    FORMAT,
     click.option(
         "--mesh", type=MeshSizes(), help="Axes and sizes, the outermost first: dp=8,tp=2; one rank if not given."
     ),
@@ -36,10 +30,4 @@ def command(**options: Any) -> None:
     The same as reshard, with the format in front.  safetensors and zarr hold whole tensors; the files of the other
     formats are those of ranks, and all that reshard says of mesh and layout applies.
     """
-    options["format"] = options["format"] or _kept(options["source"])
-    carry_out(Asked(**options), "convert")
-
-
-def _kept(source: Location) -> str:
-    """The format that leaves a source what it is; DCP where files of its kind are not written by ranks."""
-    return "buffers" if format_of(source) is BUFFERS else "dcp"
+    carry_out(Asked(**kept(options)), "convert")

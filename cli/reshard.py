@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ..converters.container import CONTAINERS
-from .asked import CONTENT, CREW, FORMATS, PLACES, RANKS, WHOLE, WORK, Asked, taking
+from .asked import CONTENT, CREW, FORMAT, PLACES, RANKS, WHOLE, WORK, Asked, kept, taking
 from .conversion import carry_out
 from .parameters import MeshSizes
 
@@ -17,7 +17,7 @@ from .parameters import MeshSizes
 @taking(
     click.option("--mesh", type=MeshSizes(), help="Axes and sizes, the outermost first: dp=8,ep=4,tp=2.  [required]"),
     RANKS,
-    click.option("--format", type=click.Choice(FORMATS), default="dcp", show_default=True, help="What to write."),
+    FORMAT,
     WHOLE,
     CONTENT,
     CREW,
@@ -39,6 +39,7 @@ def command(**options: Any) -> None:
     legacy   whole tensors, owners as in Megatron's older ping-pong mode
     padded-numel  padded, as core 0.18 and 0.19 had it
     """
+    options = kept(options)
     if options["mesh"] is None and options["format"] in CONTAINERS:
         raise click.UsageError("Missing option '--mesh': the ranks to write for, such as dp=8")
     carry_out(Asked(**options), "reshard")

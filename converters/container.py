@@ -73,14 +73,14 @@ CONTAINERS: Mapping[str, Container] = MappingProxyType({each.name: each for each
 
 def in_safetensors(shard_bytes: int | None) -> Container:
     """A safetensors file, or a folder of such files and their index.  One file alone is a checkpoint to its readers,
-    so in an object store they appear under their names when all are there."""
+    so in an object store it appears under its name when it is all there."""
     from ..store import safetensors
     from .whole import MODEL, safetensors_files
 
     arrange = safetensors_files(shard_bytes)
     if shard_bytes is None:
         return Container("safetensors", arrange, lambda manifest, folder: None, (), directory.beside, MODEL)
-    return Container("safetensors", arrange, safetensors.write_index, (safetensors.INDEX,), directory.beside)
+    return Container("safetensors", arrange, safetensors.write_index, (safetensors.INDEX,))
 
 
 def in_zarr(shard_bytes: int | None) -> Container:

@@ -38,7 +38,7 @@ class Wanted:
             return _copies(self.layout, tuple(boxes))
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=1024)
 def _copies(source: TensorLayout, boxes: tuple[Box, ...]) -> tuple[tuple[Copy, ...], ...]:
     """Cached: tensors of one geometry share them."""
     target = TensorLayout(source.shape, tuple(dense(box, number) for number, box in enumerate(boxes)))

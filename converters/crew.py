@@ -261,7 +261,8 @@ class Crew:
                 family, text = peer.error
                 self._alarm(_FAMILIES.get(family, MuonckptError)(text))
             elif _is_lost(peer, sight) and not self._is_published():
-                how = "gives no sign of life any more" if peer.header else f"has not come in {self._patience:g} s"
+                absent = f"has not come in {self._patience:g} s (RANK, WORLD_SIZE or the like say that there is one)"
+                how = "gives no sign of life any more" if peer.header else absent
                 self._alarm(Interrupted(f"{other} {how}; nothing was published; {self.way_out}"))
 
     def _alarm(self, trouble: MuonckptError) -> None:

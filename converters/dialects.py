@@ -238,7 +238,11 @@ _SHARED_SCALES: Mapping[str, tuple[object, ...]] = {
 
 _OUR_FRESH: Mapping[str, object] = {"cautious": False, "nesterov": True, "ns": "quintic", "ns_steps": 5,
                                     "ns_dtype": "bfloat16", "gram": None, "eps": 1e-7, "pieces": None, "columns": None,
-                                    "interleaved": 1, "blocks": 1, "convention": "ema"}  # fmt: skip
+                                    "interleaved": 1, "blocks": 1, "convention": "ema",
+                                    "adjust_lr": "original"}  # fmt: skip
+
+_OUR_SCALES: Mapping[str, tuple[object, ...]] = {"original": ("original",), "rms": ("match_rms_adamw",),
+                                                 "spectral": ("spectral",), "none": ("none",)}  # fmt: skip
 
 # Megatron: groups are told apart by these (`param_group_identifier_keys` of core 0.19.2), and by the schedule's bounds.
 _MEGATRON: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
@@ -251,6 +255,27 @@ _MEGATRON: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
 _MEGATRON_FRESH: Mapping[str, object] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False,
                                          "is_decoupled_lr": False}  # fmt: skip
 _MASTER, _STEP = {"master": "fp32_param"}, {"step": "step"}
+
+
+def _ours(*more: Mapping[str, str]) -> tuple[Method, ...]:
+    """Our methods, with each of these sets of slots besides their own."""
+    muon = {**_COMMON, "momentum": "momentum", "nesterov": "nesterov", "eps": "eps", "scale": "adjust_lr"}
+    betas = {**_COMMON, "betas": "betas"}
+    return tuple(
+        method
+        for extra in more
+        for method in (
+            Method("muon", {"momentum": "momentum_buffer", **extra}, muon, _OUR_FRESH),
+            Method("normuon", {"momentum": "momentum_buffer", "rows": "second_moment", **extra}),
+            Method(
+                "adamw",
+                {"first": "exp_avg", "second": "exp_avg_sq", "step": "step", **extra},
+                {**betas, "eps": "eps"},
+                {"cautious": False, "eps": 1e-8},
+            ),
+            Method("lion", {"first": "exp_avg", **extra}, betas, {"cautious": False}),
+        )
+    )
 
 
 def _megatron(*more: Mapping[str, str]) -> tuple[Method, ...]:
@@ -306,15 +331,8 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
             ),
             Dialect(
                 "muonckpt", "muonckpt.optimizer.Muon", _MODEL, _NESTED, _LIST, Convention.EMA,
-                (
-                    Method("muon", {"momentum": "momentum_buffer"}, {**_COMMON, "momentum": "momentum",
-                           "nesterov": "nesterov", "eps": "eps", "scale": "adjust_lr"}, _OUR_FRESH),
-                    Method("normuon", {"momentum": "momentum_buffer", "rows": "second_moment"}),
-                    Method("adamw", {"first": "exp_avg", "second": "exp_avg_sq", "step": "step"},
-                           {**_COMMON, "betas": "betas", "eps": "eps"}, {"cautious": False, "eps": 1e-8}),
-                    Method("lion", {"first": "exp_avg"}, {**_COMMON, "betas": "betas"}, {"cautious": False}),
-                ),
-                method_option="algorithm", scales={"original": ("original",), "rms": ("match_rms_adamw",)},
+                _ours({}, _MASTER),
+                method_option="algorithm", scales=_OUR_SCALES,
             ),
             Dialect(
                 "moonlight", "MoonshotAI/Moonlight", _MODEL, _NESTED, _LIST, Convention.SUM,

@@ -152,11 +152,11 @@ def say(words: Words, dialect: Dialect, method: Method, notes: set[str]) -> dict
         if values:
             known["scale"] = values[0]
         else:
-            withheld.add(method.options["scale"])
-            notes.add(
-                f"{dialect.name} has no lr scale like {known.pop('scale')}: {method.options['scale']!r} is left out, "
-                "and the lr must be chosen anew"
-            )
+            option = method.options["scale"]
+            withheld |= {option} - method.fresh.keys()
+            done = "is left out" if option in withheld else f"becomes {method.fresh[option]!r}"
+            scale = known.pop("scale")
+            notes.add(f"{dialect.name} has no lr scale like {scale}: {option!r} {done}; the lr must be chosen anew")
     said = {own: known[word] for word, own in method.options.items() if word in known}
     fresh = {own: value for own, value in method.fresh.items() if own not in said and own not in withheld}
     absent = {own for word, own in method.options.items() if own not in said and own not in fresh} - withheld

@@ -95,6 +95,7 @@ class Job:
     def _said(self) -> Iterator[str]:
         """All that makes two jobs differ, in parts."""
         yield self.manifest.to_json()
+        yield Manifest(self.tensors, (), self.provenance).to_json()
         yield repr((self.state, self.target, self.container.name, self.select))
         for each in {id(item.wanted): item.wanted for file in self.files for item in file.items}.values():
             places = (each.layout.fragments, [(buffer, chunk.item) for buffer, chunk in each.chunks.items()])

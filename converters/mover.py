@@ -80,12 +80,16 @@ class Mover:
         for folder in reversed(PurePosixPath(file.name).parents[:-1]):  # not the one that holds all: it must be there
             (self.staged / str(folder)).mkdir(exist_ok=True)
         with created(self.staged / file.name, file.length) as output:
+            told: tuple[Sum, ...] | None = None
             if file.front and not output.rewinds:  # what tells the sums comes first: they need a pass of their own
-                output.write(file.front([self._pass(item) for item in file.items]), 0)
+                told = tuple(self._pass(item) for item in file.items)
+                output.write(file.front(told), 0)
             done = Done(
                 tuple(self._write_entry(output, entry) for entry in file.entries),
                 tuple(self._write_item(output, item) for item in file.items),
             )
+            if told not in (None, done.items):
+                raise SourceError(f"the source of {file.name} was not the same when it was read again")
             if file.front and output.rewinds:
                 output.write(file.front(done.items), 0)
             return done

@@ -103,7 +103,13 @@ def _step(side: Side, name: str, aliases: tuple[str, ...], method: Method, group
     entries: list[Any] = [side.has.counters[a][slot] for a in aliases if slot in side.has.counters.get(a, ())]
     if not entries and group is not None and option in group.items:
         entries = [group.items[option]]
-    steps = {int(side.values.read(entry)) for entry in entries}
+    steps = {_whole(side.values.read(entry), name) for entry in entries}
     if len(steps) > 1:
         raise SourceError(f"parameter {name!r} is made of parts that have taken {sorted(steps)} steps")
     return steps.pop() if steps else side.said.step
+
+
+def _whole(value: object, name: str) -> int:
+    if isinstance(value, int | float) and value == value // 1:
+        return int(value)
+    raise SourceError(f"parameter {name!r}: expected a whole number of steps, found {value!r}")

@@ -114,14 +114,19 @@ def _place(segments, blocks, BLOCK: tl.constexpr):
     block = blocks + tl.program_id(0).to(tl.int64) * 2
     segment = segments + tl.load(block) * 9
     start = tl.load(block + 1)
-    columns = tl.load(segment + 2)
-    # One division in 64 bits; those of the single elements are in 32.
-    element = (start % columns).to(tl.int32) + tl.arange(0, BLOCK)
-    row = start // columns + element // columns.to(tl.int32)
-    column = element % columns.to(tl.int32)
-    near = tl.load(segment + 1) + row * tl.load(segment + 3) + column * tl.load(segment + 4)
-    far = row * tl.load(segment + 7) + column * tl.load(segment + 8)
-    here = start + tl.arange(0, BLOCK) < tl.load(segment + 5)
+    columns, count = tl.load(segment + 2), tl.load(segment + 5)
+    # Whole matrices are one dense row: without division an element takes a third of the instructions.
+    if (columns == count) & (tl.load(segment + 4) == 1) & (tl.load(segment + 8) == 1):
+        far = start + tl.arange(0, BLOCK)
+        near = tl.load(segment + 1) + far
+    else:
+        # One division in 64 bits; those of the single elements are in 32.
+        element = (start % columns).to(tl.int32) + tl.arange(0, BLOCK)
+        row = start // columns + element // columns.to(tl.int32)
+        column = element % columns.to(tl.int32)
+        near = tl.load(segment + 1) + row * tl.load(segment + 3) + column * tl.load(segment + 4)
+        far = row * tl.load(segment + 7) + column * tl.load(segment + 8)
+    here = start + tl.arange(0, BLOCK) < count
     return tl.load(segment), near, far, tl.load(segment + 6), here
 
 

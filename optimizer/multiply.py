@@ -14,7 +14,7 @@ This file needs Triton.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 
 import torch
 import triton
@@ -86,7 +86,7 @@ def multiply(
         with on_device(out):
             if tile is None:
                 key = (out.device, out.dtype, left.places, right.places, inner, form)
-                tile = fastest(key, lambda tile: launch(tile, torch.empty_like(out)))
+                tile = fastest(key, lambda: partial(launch, out=torch.empty_like(out)))
             launch(tile, out)
     return Stack(out, places)
 
@@ -109,7 +109,8 @@ def _fitting(
     return Places.of(found), tuple(k for _, k in first)
 
 
-_cut = lru_cache(maxsize=1024)(Cut.of)
+# Not limited: a captured graph reads these lists as long as it lives.
+_cut = cache(Cut.of)
 
 
 @triton.jit

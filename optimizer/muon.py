@@ -29,7 +29,7 @@ from .methods import MATRICES
 from .pipeline import Pipeline
 from .precision import PRECISIONS
 from .ranks import Ranks, group_of, ranks_of
-from .scalar import COUNT, SCALARS, counted_on, refuse_foreign
+from .scalar import COUNT, SCALARS, counted_on, refuse_foreign, refuse_misspelt
 from .schedule import make_schedule
 from .state import as_numbers, check_gradient, fault, fitting, fresh_state, fused_of
 from .units import Slot, Spec
@@ -158,6 +158,7 @@ class Muon(Optimizer):
             defaults = {**SCALARS[algorithm].defaults, "cautious": self.defaults["cautious"]}
         else:
             raise ValueError(f"unknown algorithm {algorithm!r}; expected one of {sorted({*MATRICES, *SCALARS})}")
+        refuse_misspelt(param_group, {*defaults, *self.defaults})
         super().add_param_group({**defaults, **param_group})
         group = self.param_groups[-1]
         try:

@@ -10,7 +10,7 @@ This file needs Triton.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import torch
@@ -64,7 +64,7 @@ def moved(memory: Tensor, places: Places, there: Places) -> Tensor:
     return result
 
 
-@lru_cache(maxsize=256)
+@cache
 def _parts(places: Places, device: torch.device) -> tuple[Tensor, Tensor]:
     """The chunks of all matrices, int64 ``[chunks, 3]``: where one begins, how many elements it has, of which matrix;
     and the first chunk of each matrix, with the end, ``[B + 1]``."""
@@ -78,7 +78,7 @@ def _parts(places: Places, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(found).to(device), torch.from_numpy(firsts).to(device)
 
 
-@lru_cache(maxsize=256)
+@cache
 def _pairs(here: Places, there: Places, device: torch.device) -> Tensor:
     """Of each matrix, int64 ``[B, 5]``: where it begins here, its rows and columns; and there, and its columns."""
     settled("matrices of these shapes have not been filled up")

@@ -13,8 +13,9 @@ capturable AdamW is not used there: it reads betas that are tensors back, and ro
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import compress
 from typing import Any
 
@@ -109,6 +110,17 @@ def refuse_foreign(group: Group) -> None:
     for name in FOREIGN:
         if group.get(name):
             raise ValueError(f"{name}={group[name]!r}: {group['algorithm']!r} groups do not have this option")
+
+
+def refuse_misspelt(group: Group, options: Collection[str]) -> None:
+    """Refuse what is nearly the name of an option.  Other names are the user's own, as in any torch optimizer.
+
+    Raises:
+        ValueError: names both.
+    """
+    for name in group.keys() - options:
+        for near in get_close_matches(name, options, n=1, cutoff=0.85):
+            raise ValueError(f"{name}={group[name]!r}: groups have no such option; is {near!r} meant?")
 
 
 def decay(params: list[Tensor], updates: Tensors, rate: float, cautious: bool) -> None:

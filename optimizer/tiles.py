@@ -49,8 +49,11 @@ compile."""
 _fastest: dict[tuple[object, ...], Tile] = {}
 
 
-def fastest(key: tuple[object, ...], launch: Callable[[Tile], None]) -> Tile:
+def fastest(key: tuple[object, ...], prepared: Callable[[], Callable[[Tile], None]]) -> Tile:
     """The fastest of `TILES`, timed at the first call with this key.  All of them give the same bits.
+
+    Args:
+        prepared: makes what is timed.
 
     Raises:
         RuntimeError: a CUDA graph is being captured, or no tile fits this GPU.
@@ -59,6 +62,7 @@ def fastest(key: tuple[object, ...], launch: Callable[[Tile], None]) -> Tile:
         return TILES[0]
     if key not in _fastest:
         settled(f"no tile has been timed for {key}")
+        launch = prepared()
         times = {tile: time for tile in TILES if (time := _timed(tile, launch)) is not None}
         if not times:
             raise RuntimeError(f"none of the tiles {TILES} fits this GPU")
@@ -67,10 +71,10 @@ def fastest(key: tuple[object, ...], launch: Callable[[Tile], None]) -> Tile:
 
 
 def _timed(tile: Tile, launch: Callable[[Tile], None]) -> float | None:
-    """Milliseconds, or None if this GPU has too little shared memory for it."""
+    """Milliseconds, or None if this GPU has too little shared memory for it, or no code."""
     try:
         time: float = triton.testing.do_bench(lambda: launch(tile), warmup=5, rep=20, return_mode="median")
-    except triton.runtime.errors.OutOfResources:
+    except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError):
         return None
     return time
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def _end_of_the_workers() -> Iterator[None]:
     yield
     workers.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _one_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU all tiles of all products would be compiled and timed, for minutes; `test_kernels` compares them."""
+    if torch.cuda.is_available() and (tiles := sys.modules.get("muonckpt.optimizer.tiles")):
+        monkeypatch.setattr(tiles, "TILES", tiles.TILES[-1:])
 
 
 @pytest.fixture(scope="session")

@@ -232,7 +232,7 @@ OTHERS_LAYOUTS = {
 def test_any_recorded_layout_is_read_without_chunks_or_sums(name, tmp_path):
     source = dumped(tmp_path / "source", grouped(OTHERS_LAYOUTS[name](), (2, 0, 1)), NUMBERS)
     assert command(["verify", str(source)]) == 0
-    assert command(["reshard", str(source), str(tmp_path / "out"), "--mesh", "dp=2"]) == 0
+    assert command(["reshard", str(source), str(tmp_path / "out"), "--mesh", "dp=2", "--format", "dcp"]) == 0
     assert elements_of(tmp_path / "out") == {key: value.tobytes() for key, value in NUMBERS.items()}
 
 

@@ -139,13 +139,22 @@ def test_a_slot_may_be_left_behind(split, tmp_path):
     assert len(read(tmp_path / "out").provenance["resharded"][-1]["left_out"]) == 3
 
 
+@pytest.mark.parametrize("command", ["reshard", "convert"])
+def test_a_checkpoint_for_megatron_stays_one(command, split, tmp_path):
+    to = ("--to", "torch_dist", "--convention", "ema", "--tensors-only")
+    assert called("convert", split, tmp_path / "a", *to).returncode == 0
+    assert called(command, tmp_path / "a", tmp_path / "b", "--mesh", "dp=2").returncode == 0
+    for name in "ab":
+        assert json.loads((tmp_path / name / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+
+
 @pytest.mark.parametrize("written", ["zarr", "safetensors", "buffers"])
 def test_small_values_are_read_from_any_format(written, tmp_path):
     state = {"exp_avg": torch.ones(2, 3), "exp_avg_sq": torch.ones(2, 3), "step": torch.tensor(7.0)}
     muonckpt.save(nested(state), tmp_path / "own")
     assert called("convert", tmp_path / "own", tmp_path / "a", "--format", written, "--tensors-only").returncode == 0
     line = ("reshard", tmp_path / "a", tmp_path / "b", "--mesh", "dp=1", "--from", "dcp", "--to", "dion")
-    assert called(*line).returncode == 0
+    assert called(*line, "--format", "dcp").returncode == 0
     assert floats(tmp_path / "b")["optimizer.state.w.step_dev"] == [7.0]
 
 

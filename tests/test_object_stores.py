@@ -321,9 +321,9 @@ def test_names_are_no_patterns(store):
     for name in ("a1", "a*/a*", "a*/b[1]", "a?"):
         (store / name).write(name.encode())
     assert sorted(each.name for each in (store / "a*").iterdir()) == ["a*", "b[1]"]
-    (store / "a*").copy_to(store / "copy")
+    (store / "a*" / "b[1]").copy_to(store / "copy*")
     (store / "a*").remove()
-    assert objects(store) == ["/a1", "/a?", "/copy/a*", "/copy/b[1]"]
+    assert objects(store) == ["/a1", "/a?", "/copy*"]
 
 
 # --- who may ----------------------------------------------------------------------------------------------------------

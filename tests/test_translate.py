@@ -327,6 +327,33 @@ def test_megatron_momentum_in_the_convention_of_another_program():
     assert words_apart(found[f"optimizer.state.{mlp}.momentum"], want) <= 1
 
 
+def test_megatron_groups_have_all_options_of_a_new_optimizer_of_ours():
+    """`load` looks for every one of them."""
+    said = Said(Convention.EMA)
+    found = options(translated(MEGATRON.format("dp4"), "muonckpt", rules=ready("megatron-swiglu"), said=said))
+    weight, bias = torch.nn.Parameter(torch.zeros(4, 3)), torch.nn.Parameter(torch.zeros(3))
+    fresh = Muon([{"params": [weight]}, {"params": [bias], "algorithm": "adamw"}]).param_groups
+    for number in {key.split(".")[2] for key in found}:
+        mine = {key.split(".", 3)[3] for key in found if key.split(".")[2] == number}
+        assert mine in [set(group) for group in fresh], [mine ^ set(group) for group in fresh]
+
+
+@pytest.mark.parametrize("step", [None, "x", 2.5, float("nan"), [1]])
+def test_a_step_that_is_no_whole_number_is_refused(step, tmp_path):
+    state = nested({"exp_avg": W.clone(), "exp_avg_sq": W.clone(), "step": step}, lr=0.1, betas=(0.9, 0.9))
+    manifest, path = saved(tmp_path, state)
+    with pytest.raises(SourceError, match="expected a whole number of steps"):
+        translate(manifest, Values(path), DIALECTS["dion"], source=DIALECTS["torch"])
+
+
+@pytest.mark.parametrize("target", ["torch_dist", "muonckpt"])
+def test_masters_of_layer_wise_training_are_state_of_ours(target, tmp_path):
+    masters = {"momentum_buffer": W.clone(), "fp32_param": W.clone()}
+    manifest, path = saved(tmp_path, nested(masters, lr=0.1, momentum=0.9, algorithm="muon"))
+    made = translate(manifest, Values(path), DIALECTS[target], source=DIALECTS["muonckpt"])
+    assert {moved.record.slot for moved in made.moved} >= {"momentum_buffer", "fp32_param"}
+
+
 def test_a_state_that_lacks_a_half_is_refused(tmp_path):
     state = {"optimizer": {"state": {"module.module.module.a.linear_fc1.weight_w": {"momentum_buffer": W.clone()}}}}
     manifest, path = saved(tmp_path, state)

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def not_collecting() -> Iterator[None]:
     """For what makes a million small objects that all stay: to look through them in between finds nothing."""
     enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if enabled:

@@ -14,6 +14,7 @@ import os
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +213,9 @@ class StrictLoadPlanner(DefaultLoadPlanner):
             torch.load(value, weights_only=True)  # plain data only; what passes here holds no code
         except pickle.UnpicklingError as error:
             value.seek(0)
-            named = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(value)) or error
+            named: object = error
+            with suppress(ValueError):  # it is no zip archive
+                named = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(value)) or error
             raise SourceError(
                 f"refused {read_item.storage_index.fqn!r}: it holds more than plain data ({named}); if you trust the "
                 "checkpoint, name its classes with torch.serialization.add_safe_globals"
@@ -222,8 +225,14 @@ class StrictLoadPlanner(DefaultLoadPlanner):
 
     def _refuse(self, problems: list[str]) -> None:
         if problems:
+            path = self._reader.path
             more = f"; and {len(problems) - 12} more" if len(problems) > 12 else ""
-            raise SourceError(f"{self._reader.path} does not fit the state dict: {'; '.join(problems[:12])}{more}")
+            hint = (
+                ". Groups are matched by number: build the same, in the same order. What another program wrote is "
+                f"translated first: muonckpt convert {path} NEW --to muonckpt"
+            )
+            told = hint if problems[0].startswith("missing") else ""
+            raise SourceError(f"{path} does not fit the state dict: {'; '.join(problems[:12])}{more}{told}")
 
     def _problems(self, manifest: Manifest) -> Iterator[str]:
         stored = {tensor.key: tensor for tensor in manifest.tensors}

@@ -59,7 +59,7 @@ def staged(destination: Location) -> Location:
 
 
 def beside(destination: Location) -> Location:
-    """The same, but in an object store beside it as well: for what has a reader before all of it is there."""
+    """The same, but in an object store beside it as well: for a file that describes itself."""
     return destination.parent / f".{destination.name}.reshard.tmp"
 
 
@@ -90,8 +90,8 @@ def refuse_existing(destination: Location, staged: Location | None = None) -> No
 def publish(staged: Location, destination: Location) -> None:
     """Make a finished directory or file appear under its name: sync it, rename it, sync its parent.
 
-    An object store cannot rename.  There the store copies object by object, what describes the others last; or they
-    have been written in this order where they belong, and this does nothing.
+    An object store cannot rename.  There the store copies a single object; more than one have been written where they
+    belong, what describes the others last, and this does nothing.
 
     Raises:
         DestinationError: the destination has appeared in the meantime, or it cannot be written.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import struct
 import zlib
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 from ..errors import SourceError
@@ -44,31 +44,35 @@ def plain_value(raw: bytes, allowed: Container[str] = ()) -> Any:
     if found.crc32 is not None and zlib.crc32(data) != found.crc32:
         raise SourceError(f"expected checksum {found.crc32:#010x} for data.pkl, found {zlib.crc32(data):#010x}")
     try:
-        return _with_numbers(unpickle(data, allowed or _OF_NUMBERS), strict=not allowed)
+        return _with_numbers(unpickle(data, allowed or _OF_NUMBERS), not allowed, {})
     except RecursionError:
         raise SourceError("expected plain data, found it nested too deeply") from None
 
 
-def _with_numbers(value: Any, strict: bool) -> Any:
-    """The same with numpy's numbers as Python's.
+def _with_numbers(value: Any, strict: bool, known: dict[int, Any]) -> Any:
+    """The same with numpy's numbers as Python's.  ``known``, by id: small pickles can share parts a million times.
 
     Raises:
         SourceError: one is none that is known here, or, if ``strict``, anything else is left that is no plain data.
     """
+    if id(value) not in known:
+        known[id(value)] = _without_numpy(value, lambda part: _with_numbers(part, strict, known), strict)
+    return known[id(value)]
+
+
+def _without_numpy(value: Any, made: Callable[[Any], Any], strict: bool) -> Any:
     match value:
-        case list():
-            return [_with_numbers(part, strict) for part in value]
-        case tuple():
-            return tuple(_with_numbers(part, strict) for part in value)
+        case list() | tuple():
+            return type(value)(map(made, value))
         case dict():
-            return {key: _with_numbers(part, strict) for key, part in value.items()}
+            return {made(key): made(part) for key, part in value.items()}
         case Record(
             kind=kind,
             args=(
                 Record(kind="numpy dtype", args=(code, *_), state=(_, "<" | "|", *_)),
                 Record(kind="_codecs encode", args=(str() as text, "latin1")),
             ),
-        ) if kind in _NUMBERS and code in _CODES and len(text) == struct.calcsize(_CODES[code]):
+        ) if kind in _NUMBERS and code in _CODES and len(text) == struct.calcsize(_CODES[code]) and max(text) <= "\xff":
             return struct.unpack(_CODES[code], text.encode("latin1"))[0]
         case Record() | Global() if strict:
             raise SourceError(f"expected plain data, found {getattr(value, 'kind', value)}; nothing was run")

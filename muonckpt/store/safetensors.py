@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -38,6 +39,9 @@ _PARTS = "DCP_SHARDING_INFO"
 and nothing in it says of how large ones.  Where it has written whole ones there is an index."""
 
 _MAX_INDEX = 1 << 30
+
+_SHARD = re.compile(r"model-[0-9]+-of-[0-9]+\.safetensors$")
+"""How the files of a sharded checkpoint are called: one of them alone is a part, or not finished."""
 
 
 def read(path: Location) -> Manifest:
@@ -151,7 +155,7 @@ def _files(path: Location) -> tuple[list[Location], dict[str, str] | None]:
     """The files of a folder, and the file of each tensor if an index says it."""
     indices: list[Location] = sorted(path.glob("*.safetensors.index.json"), key=str)
     singles: list[Location] = sorted(path.glob("*.safetensors"), key=str)
-    if not indices and len(singles) == 1:
+    if not indices and len(singles) == 1 and not _SHARD.match(singles[0].name):
         return singles, None
     if len(indices) != 1:
         raise SourceError(f"{path}: expected one index (*.safetensors.index.json), found {len(indices)}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 
+from .regular import open_regular
 from .remote import Location
 
 FLAT_BUFFERS = "flat_buffers.json"
@@ -11,6 +13,9 @@ FLAT_BUFFERS = "flat_buffers.json"
 
 ZARR = "zarr.json"
 """Name of the file that describes a group or an array of zarr v3."""
+
+MEGATRON = "metadata.json"
+"""Name of the file that tells Megatron the format of a checkpoint."""
 
 LAYER_WISE = ("layer_wise.toml", "layer_wise.json")
 """Names of a description of Megatron's per-rank optimizer files."""
@@ -22,6 +27,19 @@ LAYER_WISE_RANK = re.compile(r"layer_wise_optimizer_(0|[1-9][0-9]*)\.pt")
 def has_flat_buffers(path: Location) -> bool:
     """Whether a directory holds raw flat buffers."""
     return (path / FLAT_BUFFERS).exists()
+
+
+def is_torch_dist(path: Location) -> bool:
+    """Whether a directory is a ``torch_dist`` checkpoint to Megatron."""
+    if not (path / MEGATRON).is_file():
+        return False
+    with open_regular(path / MEGATRON) as file:
+        data = file.read(0, min(file.size, 1 << 16))
+    try:
+        told = json.loads(data)
+    except ValueError:
+        return False
+    return isinstance(told, dict) and told.get("sharded_backend") == "torch_dist"
 
 
 def is_zarr(path: Location) -> bool:

@@ -11,13 +11,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..record import FILE, Manifest
-from . import dcp
+from . import dcp, signs
 from .dcp import COMMON_FILE
 from .output import write_synced
 from .plain_item import plain_item
 from .remote import Location
 
-CONFIG = "metadata.json"
+CONFIG = signs.MEGATRON
 """By it Megatron tells the format."""
 
 COMMON_STATE = "common_state/shard_0_1"
