@@ -73,6 +73,7 @@ def damaged(**changes):
         {"tensors__0__chunks__0__item": [0]},
         {"tensors__0__chunks__0__payload": [True, 24]},
         {"tensors__0__chunks__0__digest": "0"},
+        {"tensors__0__chunks__0__strides": [1, 4]},
         {"blobs__0__key": None},
     ],
     ids=str,

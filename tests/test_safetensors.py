@@ -20,6 +20,10 @@ from whole import assemble, record, write, write_values
 
 from muonckpt.box import Box
 from muonckpt.converters import mover
+from muonckpt.converters.container import WHOLE_TENSORS
+from muonckpt.converters.job import make_job
+from muonckpt.converters.reshard import run
+from muonckpt.converters.target import Target
 from muonckpt.errors import SourceError
 from muonckpt.record import Convention, Manifest, StateRecord
 from muonckpt.store import safetensors, safetensors_header
@@ -27,6 +31,7 @@ from muonckpt.store.audit import nonfinite
 from muonckpt.store.dtypes import DTYPES
 from muonckpt.store.formats import SAFETENSORS, format_of
 from muonckpt.store.payload import Payloads
+from muonckpt.store.remote import location
 from muonckpt.store.safetensors_header import CODES
 
 LOADABLE = sorted(CODES.keys() - {"float8_e8m0fnu"})
@@ -276,6 +281,25 @@ def test_a_damaged_index_is_refused(text, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_one_shard_without_an_index_is_not_a_whole_checkpoint(tmp_path):
+    stock_torch.save_file({"w": torch.ones(3)}, tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(SourceError, match="expected one index"):
+        safetensors.read(tmp_path)
+
+
+def test_a_header_that_tells_of_other_elements_is_not_published(tmp_path, monkeypatch):
+    """In an object store the header comes first: its sums are those of an earlier reading."""
+    stock_torch.save_file({"w": torch.arange(64.0)}, tmp_path / "source.safetensors")
+    job = make_job(tmp_path / "source.safetensors", Target({"dp": 1}), container=WHOLE_TENSORS["safetensors"](None))
+    readings = iter([bytes(256)])
+    bytes_of = mover.bytes_of
+    monkeypatch.setattr(mover, "bytes_of", lambda *given: memoryview(next(readings, None) or bytes_of(*given)))
+    out = location(f"memory://{tmp_path.name}/out.safetensors")
+    with pytest.raises(SourceError, match="not the same when it was read again"):
+        run(job, out)
+    assert not out.exists()
+
+
 def test_what_one_rank_had_of_a_tensor_is_not_taken_for_all_of_it(tmp_path):
     writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "parts"), save_distributed=True)
     dcp.save({"a": torch.ones(2, 3)}, storage_writer=writer, no_dist=True)

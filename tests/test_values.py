@@ -51,6 +51,17 @@ def test_what_is_nested_too_deeply_is_refused():
         plain_value(members + directory(entries, len(members)))
 
 
+def test_shared_parts_are_looked_at_once():
+    """Walked again wherever they are used, these are 2^40."""
+    value = [1]
+    for _ in range(40):
+        value = [value, value]
+    item = io.BytesIO()
+    torch.save(value, item)
+    found = plain_value(item.getvalue())
+    assert found[0] is found[1]
+
+
 def test_an_item_that_is_no_plain_data_is_refused_and_nothing_in_it_is_run(tmp_path):
     class Danger:
         def __reduce__(self):
