@@ -118,6 +118,8 @@ def measure(
 ) -> CostTable:
     """Time this machine, in every form that it has: medians of ``repeats`` runs, after one that is not counted.
 
+    Runs are eager: of small matrices on a GPU it is the launches that are timed, unless there are many ``copies``.
+
     Args:
         shapes: at least one, ``(m, n)``.
         gram: restarts of the Gram form; None: it is not measured.
