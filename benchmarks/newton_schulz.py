@@ -75,22 +75,23 @@ FAR = 0.05
 """Relative distance from the same polynomials in float64 that is a fault: bf16 leaves about 0.012."""
 
 
-def by_torch(memory: Tensor, places: Places) -> Tensor:
-    """torch.optim.Muon's function, matrix by matrix."""
-    done = [_zeropower_via_newtonschulz(matrix, KELLER, STEPS, 1e-7) for matrix in places.of_memory(memory)]
-    return done[0].reshape(-1) if len(done) == 1 else torch.cat([matrix.reshape(-1) for matrix in done])
-
-
-def compiled() -> Method:
-    """torch.compile of the same function, for one matrix after the other."""
-    torch.compiler.reset()  # else only the first eight shapes of a run are compiled, and the rest done as they are
-    function = torch.compile(_zeropower_via_newtonschulz, dynamic=False)
+def one_by_one(function: Callable[..., Tensor]) -> Method:
+    """torch.optim.Muon's function, or what is made of it, matrix by matrix."""
 
     def method(memory: Tensor, places: Places) -> Tensor:
         done = [function(matrix, KELLER, STEPS, 1e-7) for matrix in places.of_memory(memory)]
         return done[0].reshape(-1) if len(done) == 1 else torch.cat([matrix.reshape(-1) for matrix in done])
 
     return method
+
+
+by_torch = one_by_one(_zeropower_via_newtonschulz)
+
+
+def compiled() -> Method:
+    """By torch.compile."""
+    torch.compiler.reset()  # else only the first eight shapes of a run are compiled, and the rest done as they are
+    return one_by_one(torch.compile(_zeropower_via_newtonschulz, dynamic=False))
 
 
 def batched(memory: Tensor, places: Places) -> Tensor:

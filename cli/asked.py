@@ -92,15 +92,18 @@ FORMAT = click.option(
 
 
 def kept(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a command, with the format that leaves a source what it is, or suits its target, if none is asked
-    for; DCP where files of its kind are not written by ranks."""
-    if options["format"] is None:
-        source, target = options["source"], options["target_dialect"]
-        kind = "buffers" if format_of(source) is BUFFERS else "dcp"
-        if target in CONTAINERS or (target is None and is_torch_dist(source)):
-            kind = target or "torch_dist"
-        options = {**options, "format": kind}
-    return options
+    """The options of a command, with a format if none is asked for: what the target's program reads, or what the source
+    is; DCP where files of its kind are not written by ranks, or are another program's."""
+    source, target = options["source"], DIALECTS.get(options["target_dialect"] or "")
+    if options["format"] is not None:
+        return options
+    if target and target.format:
+        found = target.format
+    elif format_of(source) is BUFFERS:
+        found = "buffers"
+    else:
+        found = "torch_dist" if target is None and is_torch_dist(source) else "dcp"
+    return {**options, "format": found}
 
 
 RANKS = taking(

@@ -73,12 +73,12 @@ def carry_out(asked: Asked, doing: str) -> None:
         check_destination(asked.source, asked.destination, container)
         target = Target(asked.mesh or {"dp": 1}, tuple(Rule(*rule) for rule in asked.shard), asked.layout)
         job = make_job(asked.source, target, asked.select, asked.translate(), container)
+    if worker.leads and way is WHOLE and asked.mesh:
+        click.echo(f"note: {asked.format} holds whole tensors, on any mesh alike", err=True)
     if asked.dry_run:
         if worker.leads:
             _show(job, way, asked)
         return
-    if worker.leads and way is WHOLE and asked.mesh:
-        click.echo(f"note: {asked.format} holds whole tensors, on any mesh alike", err=True)
     if worker.leads and (unchecked := _unchecked(job)):
         click.echo(f"note: {unchecked} source chunks carry no checksum; their bytes cannot be judged", err=True)
     total = job.bytes_to_check + job.payload_to_write * (1 + asked.verify)

@@ -119,6 +119,7 @@ class Dialect:
         chains: what the state of each method's parameters is put behind, where the source does not say it.
         item: what an item of another program, which it knows nothing of, is called here.
         unsaid: options that would name a program, and with it a convention; they are not made up for this dialect.
+        format: what the program's files must be, by the name of the `Container`, where it is not any that DCP reads.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Dialect:
     chains: Mapping[str, str] = field(default_factory=dict)
     item: Callable[[str], str] = str
     unsaid: frozenset[str] = frozenset()
+    format: str | None = None
 
     @property
     def numbered(self) -> bool:
@@ -290,7 +292,7 @@ def _megatron(*more: Mapping[str, str]) -> tuple[Method, ...]:
 def _torch_dist(name: str, who: str, chains: Mapping[str, str]) -> Dialect:
     return Dialect(
         name, who, _path("{weight}"), _path("{chain}optimizer.state.{slot}.{name}"), None, None, _megatron(_MASTER, {}),
-        common=(COMMON_STATE,), chains=chains, item=item_key,
+        common=(COMMON_STATE,), chains=chains, item=item_key, format="torch_dist",
     )  # fmt: skip
 
 

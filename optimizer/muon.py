@@ -26,10 +26,11 @@ from .exchange import LINKS
 from .forms import Choice, in_company
 from .gram import spans
 from .methods import MATRICES
+from .options import refuse_foreign, refuse_misspelt
 from .pipeline import Pipeline
 from .precision import PRECISIONS
 from .ranks import Ranks, group_of, ranks_of
-from .scalar import COUNT, SCALARS, counted_on, refuse_foreign, refuse_misspelt
+from .scalar import COUNT, SCALARS, counted_on
 from .schedule import make_schedule
 from .state import as_numbers, check_gradient, fault, fitting, fresh_state, fused_of
 from .units import Slot, Spec

@@ -13,9 +13,8 @@ capturable AdamW is not used there: it reads betas that are tensors back, and ro
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import compress
 from typing import Any
 
@@ -33,9 +32,6 @@ Update = Callable[[list[Tensor], list[Tensor], Slots, Group], None]
 
 COUNT = "step"
 """The slot that counts steps.  torch's ``Optimizer.load_state_dict`` leaves it where it was saved; see `counted_on`."""
-
-FOREIGN = ("amsgrad", "capturable", "differentiable", "fused", "maximize")
-"""Options of torch's optimizers that would change the update, and that no algorithm here has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,28 +95,6 @@ class Scalar:
         for held, changed in zip((params, *slots.values()), (exact, *changes.values()), strict=True):
             if held[0] is not changed[0]:
                 torch._foreach_copy_(held, changed)
-
-
-def refuse_foreign(group: Group) -> None:
-    """Refuse options that would be ignored silently.
-
-    Raises:
-        ValueError: names the first of `FOREIGN` that is on.
-    """
-    for name in FOREIGN:
-        if group.get(name):
-            raise ValueError(f"{name}={group[name]!r}: {group['algorithm']!r} groups do not have this option")
-
-
-def refuse_misspelt(group: Group, options: Collection[str]) -> None:
-    """Refuse what is nearly the name of an option.  Other names are the user's own, as in any torch optimizer.
-
-    Raises:
-        ValueError: names both.
-    """
-    for name in group.keys() - options:
-        for near in get_close_matches(name, options, n=1, cutoff=0.85):
-            raise ValueError(f"{name}={group[name]!r}: groups have no such option; is {near!r} meant?")
 
 
 def decay(params: list[Tensor], updates: Tensors, rate: float, cautious: bool) -> None:

@@ -139,9 +139,9 @@ def test_a_slot_may_be_left_behind(split, tmp_path):
     assert len(read(tmp_path / "out").provenance["resharded"][-1]["left_out"]) == 3
 
 
-@pytest.mark.parametrize("command", ["reshard", "convert"])
-def test_a_checkpoint_for_megatron_stays_one(command, split, tmp_path):
-    to = ("--to", "torch_dist", "--convention", "ema", "--tensors-only")
+@pytest.mark.parametrize(("command", "target"), [("reshard", "torch_dist"), ("convert", "torch_dist_chained")])
+def test_a_checkpoint_for_megatron_stays_one(command, target, split, tmp_path):
+    to = ("--to", target, "--convention", "ema", "--tensors-only")
     assert called("convert", split, tmp_path / "a", *to).returncode == 0
     assert called(command, tmp_path / "a", tmp_path / "b", "--mesh", "dp=2").returncode == 0
     for name in "ab":
