@@ -27,10 +27,10 @@ from step import TRANSFORMER, on_ranks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from muonckpt.layouts.balanced import balanced, newton_schulz
-from muonckpt.layouts.megatron_compact import pingpong_legacy, pingpong_total_order
-from muonckpt.layouts.megatron_padded import padded_nscost, padded_numel
-from muonckpt.layouts.parameters import Parameter, numel
+from muonckpt.layouts.buffers.balanced import balanced, newton_schulz
+from muonckpt.layouts.buffers.megatron_compact import pingpong_legacy, pingpong_total_order
+from muonckpt.layouts.buffers.megatron_padded import padded_nscost, padded_numel
+from muonckpt.layouts.buffers.parameters import Parameter, numel
 from muonckpt.optimizer.layer_wise import LayerWise
 
 T = TypeVar("T")

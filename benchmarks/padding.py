@@ -15,10 +15,10 @@ from dataclasses import replace
 import numpy as np
 from models import Model, Weight, deepseek_v3, llama3_8b, llama3_70b, qwen3_235b
 
-from muonckpt.layouts.balanced import balanced, newton_schulz
-from muonckpt.layouts.buffers import BufferLayout
-from muonckpt.layouts.megatron_padded import padded_nscost, padded_numel
-from muonckpt.layouts.parameters import Parameter, Ranks, numel
+from muonckpt.layouts.buffers.balanced import balanced, newton_schulz
+from muonckpt.layouts.buffers.layout import BufferLayout
+from muonckpt.layouts.buffers.megatron_padded import padded_nscost, padded_numel
+from muonckpt.layouts.buffers.parameters import Parameter, Ranks, numel
 
 MODELS = (llama3_8b, llama3_70b, qwen3_235b, deepseek_v3)
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)

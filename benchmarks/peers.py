@@ -24,10 +24,10 @@ from typing import NamedTuple
 import numpy as np
 from models import Matrix
 
-from muonckpt.layouts.buffers import BufferLayout
-from muonckpt.layouts.megatron_compact import pingpong_total_order
-from muonckpt.layouts.megatron_padded import padded_nscost
-from muonckpt.layouts.parameters import Parameter, Ranks
+from muonckpt.layouts.buffers.layout import BufferLayout
+from muonckpt.layouts.buffers.megatron_compact import pingpong_total_order
+from muonckpt.layouts.buffers.megatron_padded import padded_nscost
+from muonckpt.layouts.buffers.parameters import Parameter, Ranks
 
 HALF, FULL = 2, 4
 """Bytes of an element: of what Newton-Schulz needs (bfloat16), and of a float32 parameter."""

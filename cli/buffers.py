@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import LayoutError, SourceError
-from ..layouts.balanced import newton_schulz
-from ..layouts.buffer_record import BUFFER, from_json
-from ..layouts.buffers import BufferLayout, rank_of
+from ..layouts.buffers.balanced import newton_schulz
+from ..layouts.buffers.layout import BufferLayout, rank_of
+from ..layouts.buffers.recorded import BUFFER, from_json
 from ..store.dtypes import itemsize
 from .output import section, size
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from ..layouts.buffers import BufferLayout
-from ..layouts.group_buffer import GroupBuffer
-from ..layouts.parameters import Parameter
-from ..layouts.slots import divided, end_to_end
+from ..layouts.buffers.group_buffer import GroupBuffer
+from ..layouts.buffers.layout import BufferLayout
+from ..layouts.buffers.parameters import Parameter
+from ..layouts.buffers.ranges import divided, end_to_end
 from ..store import flat_buffers
 from ..store.flat_buffers import FILE, ITEMS
 from .content import Entry

@@ -20,7 +20,7 @@ from .ranks import Filled, Part, framed, over_ranks
 from .torch_dist import beside
 
 if TYPE_CHECKING:
-    from ..layouts.group_buffer import GroupBuffer
+    from ..layouts.buffers.group_buffer import GroupBuffer
 
 
 @dataclass(frozen=True, slots=True)

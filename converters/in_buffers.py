@@ -10,14 +10,14 @@ from typing import Any
 
 from ..box import Box, Index
 from ..layout import Fragment, TensorLayout
-from ..layouts.balanced import balanced
-from ..layouts.buffers import BufferLayout
-from ..layouts.group_buffer import GroupBuffer
-from ..layouts.megatron_compact import pingpong_legacy, pingpong_total_order
-from ..layouts.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
+from ..layouts.buffers.balanced import balanced
+from ..layouts.buffers.group_buffer import GroupBuffer
+from ..layouts.buffers.layout import BufferLayout
+from ..layouts.buffers.megatron_compact import pingpong_legacy, pingpong_total_order
+from ..layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
+from ..layouts.buffers.parameters import Parameter, Ranks, split
+from ..layouts.buffers.ranges import divided, end_to_end
 from ..layouts.mesh import Mesh, Shard, mesh_layout
-from ..layouts.parameters import Parameter, Ranks, split
-from ..layouts.slots import divided, end_to_end
 from ..record import StateRecord
 from .recorded import recorded
 from .target import Cut, Laid, Target

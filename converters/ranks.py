@@ -17,7 +17,7 @@ from .files import Arrange, Arranged, Frame, Item, TargetFile, Task, aligned, en
 from .target import Laid
 
 if TYPE_CHECKING:
-    from ..layouts.group_buffer import GroupBuffer
+    from ..layouts.buffers.group_buffer import GroupBuffer
 
 Part = tuple[Wanted, Box, tuple[Copy, ...]]
 """A box of a tensor that some rank has, and the copies that make it."""

@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import SourceError
-from ..layouts import buffer_record, group_buffer
-from ..layouts.buffers import BufferLayout
-from ..layouts.group_buffer import GroupBuffer
-from ..layouts.parameters import Parameter
-from ..layouts.slots import Slot
+from ..layouts.buffers import group_buffer
+from ..layouts.buffers import recorded as buffer_record
+from ..layouts.buffers.group_buffer import GroupBuffer
+from ..layouts.buffers.layout import BufferLayout
+from ..layouts.buffers.parameters import Parameter
+from ..layouts.buffers.ranges import Slot
 from ..record import StateRecord
 
 

@@ -22,7 +22,7 @@ from ..layouts.owned import owned_layout
 from ..record import StateRecord
 
 if TYPE_CHECKING:
-    from ..layouts.group_buffer import GroupBuffer
+    from ..layouts.buffers.group_buffer import GroupBuffer
 
 Cut = tuple[str, int]
 """An axis of the mesh and the dim of a tensor that it cuts."""

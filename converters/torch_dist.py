@@ -13,7 +13,7 @@ from .files import TargetFile
 from .ranks import Fill, Filled, Part
 
 if TYPE_CHECKING:
-    from ..layouts.group_buffer import GroupBuffer
+    from ..layouts.buffers.group_buffer import GroupBuffer
 
 
 def beside(fill: Fill) -> Fill:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ..box import Box, flat_boxes
 from ..errors import LayoutError
-from ..layouts.balanced import balanced
-from ..layouts.buffers import BufferLayout, rank_of
-from ..layouts.megatron_compact import pingpong_legacy, pingpong_total_order
-from ..layouts.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
-from ..layouts.parameters import Parameter, Ranks
-from ..layouts.slots import Slot
+from ..layouts.buffers.balanced import balanced
+from ..layouts.buffers.layout import BufferLayout, rank_of
+from ..layouts.buffers.megatron_compact import pingpong_legacy, pingpong_total_order
+from ..layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
+from ..layouts.buffers.parameters import Parameter, Ranks
+from ..layouts.buffers.ranges import Slot
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..layouts.buffer_record import to_json
-from ..layouts.buffers import BufferLayout
+from ..layouts.buffers.layout import BufferLayout
+from ..layouts.buffers.recorded import to_json
 from .flat_buffers import BucketMemory, FlatBuffer, Part, laid_out
 from .layer_wise_gradients import Gathers, Gradients
 from .layer_wise_model import Group, Members, exact_dtype, groups_with, options_of, ranks_of, size_of

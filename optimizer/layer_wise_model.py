@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..layouts.buffers import BufferLayout
-from ..layouts.parameters import Parameter, Ranks
+from ..layouts.buffers.layout import BufferLayout
+from ..layouts.buffers.parameters import Parameter, Ranks
 from .flat_buffers import Part, Wanted
 from .methods import MATRICES
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from muonckpt.layouts.parameters import Parameter
+from muonckpt.layouts.buffers.parameters import Parameter
 from muonckpt.store.layer_wise_names import Description, Member, deal
 
 

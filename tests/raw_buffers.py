@@ -11,8 +11,8 @@ import numpy as np
 from muonckpt.converters.container import CONTAINERS
 from muonckpt.converters.reshard import make_job, run
 from muonckpt.converters.target import Rule, Target
-from muonckpt.layouts.group_buffer import GroupBuffer
-from muonckpt.layouts.parameters import Parameter
+from muonckpt.layouts.buffers.group_buffer import GroupBuffer
+from muonckpt.layouts.buffers.parameters import Parameter
 from muonckpt.record import Manifest, StateRecord
 from muonckpt.store import flat_buffers
 from muonckpt.store.dtypes import itemsize

@@ -8,9 +8,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from muonckpt.layouts.balanced import ALIGNMENT, TOLERANCE, assign, balanced, newton_schulz
-from muonckpt.layouts.megatron_padded import padded_nscost, padded_numel
-from muonckpt.layouts.parameters import Parameter, Ranks
+from muonckpt.layouts.buffers.balanced import ALIGNMENT, TOLERANCE, assign, balanced, newton_schulz
+from muonckpt.layouts.buffers.megatron_padded import padded_nscost, padded_numel
+from muonckpt.layouts.buffers.parameters import Parameter, Ranks
 
 
 def transformer(layers: int, hidden: int = 256, experts: int = 0) -> list[Parameter]:

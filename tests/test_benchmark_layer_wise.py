@@ -16,8 +16,8 @@ from layer_wise import LAYOUTS, UNPADDED, Case, Memory, Sent, memory, planned, s
 from models import Model, Weight
 from padding import busiest, padding, ranks_of
 
-from muonckpt.layouts.balanced import newton_schulz
-from muonckpt.layouts.megatron_padded import padded_nscost
+from muonckpt.layouts.buffers.balanced import newton_schulz
+from muonckpt.layouts.buffers.megatron_padded import padded_nscost
 
 CASE = Case(4, ((128, 128), (128, 128), (64, 128)), 4, 2 * 128 * 128)
 

@@ -11,17 +11,17 @@ import pytest
 from oracle import arange, execute, scatter
 
 from muonckpt.errors import LayoutError, SourceError
-from muonckpt.layouts.balanced import balanced
-from muonckpt.layouts.buffer_record import from_json, to_json
-from muonckpt.layouts.buffers import BufferLayout
+from muonckpt.layouts.buffers.balanced import balanced
+from muonckpt.layouts.buffers.layout import BufferLayout
+from muonckpt.layouts.buffers.megatron_compact import compact, pingpong_legacy, pingpong_total_order
+from muonckpt.layouts.buffers.megatron_fsdp import fsdp_v1, fsdp_v2
+from muonckpt.layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
+from muonckpt.layouts.buffers.parameters import Parameter, Ranks, split
+from muonckpt.layouts.buffers.ranges import Slot, divided, owned, replicated
+from muonckpt.layouts.buffers.recorded import from_json, to_json
 from muonckpt.layouts.flat import FlatShard, flat_layout
-from muonckpt.layouts.megatron_compact import compact, pingpong_legacy, pingpong_total_order
-from muonckpt.layouts.megatron_fsdp import fsdp_v1, fsdp_v2
-from muonckpt.layouts.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
 from muonckpt.layouts.mesh import Mesh
 from muonckpt.layouts.owned import owned_layout
-from muonckpt.layouts.parameters import Parameter, Ranks, split
-from muonckpt.layouts.slots import Slot, divided, owned, replicated
 from muonckpt.layouts.uneven import Cuts
 from muonckpt.plan import make_plan
 

@@ -43,10 +43,10 @@ from muonckpt.converters.mover import LARGEST_BAND, _parts
 from muonckpt.converters.reshard import make_job, run
 from muonckpt.converters.target import LAYOUTS, Target
 from muonckpt.errors import Interrupted, SourceError
-from muonckpt.layouts.megatron_compact import compact, pingpong_legacy
-from muonckpt.layouts.megatron_fsdp import fsdp_v1
-from muonckpt.layouts.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
-from muonckpt.layouts.parameters import Ranks
+from muonckpt.layouts.buffers.megatron_compact import compact, pingpong_legacy
+from muonckpt.layouts.buffers.megatron_fsdp import fsdp_v1
+from muonckpt.layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
+from muonckpt.layouts.buffers.parameters import Ranks
 from muonckpt.optimizer.layer_wise import LayerWise
 from muonckpt.record import Manifest
 from muonckpt.store import audit, directory

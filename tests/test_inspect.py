@@ -18,9 +18,9 @@ import muonckpt
 from muonckpt.cli.buffers import recorded, summarise
 from muonckpt.cli.inspect import command
 from muonckpt.cli.main import run as muonckpt_command
-from muonckpt.layouts.balanced import balanced, newton_schulz
-from muonckpt.layouts.buffer_record import to_json
-from muonckpt.layouts.parameters import Parameter, Ranks
+from muonckpt.layouts.buffers.balanced import balanced, newton_schulz
+from muonckpt.layouts.buffers.parameters import Parameter, Ranks
+from muonckpt.layouts.buffers.recorded import to_json
 from muonckpt.optimizer.layer_wise import LayerWise
 
 MATRICES = ["qkv", "proj", "up", "down", "stack"]

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from workers import run
 
 from muonckpt.errors import LayoutError
-from muonckpt.layouts.buffer_record import from_json
+from muonckpt.layouts.buffers.recorded import from_json
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.layer_wise import LayerWise
 

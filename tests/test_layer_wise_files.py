@@ -19,8 +19,8 @@ from translated import truth_of
 
 from muonckpt.cli.main import run
 from muonckpt.errors import SourceError
-from muonckpt.layouts import group_buffer
-from muonckpt.layouts.parameters import Parameter
+from muonckpt.layouts.buffers import group_buffer
+from muonckpt.layouts.buffers.parameters import Parameter
 from muonckpt.store import directory
 from muonckpt.store.formats import LAYER_WISE, format_of
 from muonckpt.store.layer_wise_names import Description, Member, deal

@@ -27,7 +27,7 @@ from workers import run
 
 import muonckpt
 from muonckpt.errors import LayoutError
-from muonckpt.layouts.buffer_record import from_json
+from muonckpt.layouts.buffers.recorded import from_json
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.layer_wise import LayerWise
 

@@ -21,7 +21,7 @@ from workers import run
 import muonckpt
 from muonckpt.cli.main import run as command
 from muonckpt.converters.target import LAYOUTS
-from muonckpt.layouts.buffer_record import BUFFER, PARAMETER
+from muonckpt.layouts.buffers.recorded import BUFFER, PARAMETER
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.layer_wise import LayerWise
 

@@ -11,12 +11,12 @@ import pytest
 from golden import golden
 
 from muonckpt.errors import LayoutError
-from muonckpt.layouts.buffers import BufferLayout
-from muonckpt.layouts.megatron_compact import compact, pingpong_legacy, pingpong_total_order
-from muonckpt.layouts.megatron_fsdp import fsdp_v1, fsdp_v2
-from muonckpt.layouts.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
+from muonckpt.layouts.buffers.layout import BufferLayout
+from muonckpt.layouts.buffers.megatron_compact import compact, pingpong_legacy, pingpong_total_order
+from muonckpt.layouts.buffers.megatron_fsdp import fsdp_v1, fsdp_v2
+from muonckpt.layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
+from muonckpt.layouts.buffers.parameters import Parameter, Ranks
 from muonckpt.layouts.mesh import Mesh
-from muonckpt.layouts.parameters import Parameter, Ranks
 from muonckpt.layouts.uneven import Cuts
 
 PADDED = {"padded_numel": padded_numel, "padded_ns_cost": padded_nscost}

@@ -24,7 +24,7 @@ from muonckpt.converters.reshard import make_job, run
 from muonckpt.converters.target import LAYOUTS, Rule, Target, TargetError
 from muonckpt.errors import DestinationError
 from muonckpt.layout import stacked, through
-from muonckpt.layouts.group_buffer import from_json
+from muonckpt.layouts.buffers.group_buffer import from_json
 from muonckpt.layouts.owned import owned_layout
 from muonckpt.record import Blob, Extent, Manifest, StateRecord
 from muonckpt.store import audit, directory

@@ -13,10 +13,10 @@ from typing import Any
 
 from ..box import Box
 from ..errors import LayoutError, SourceError
-from ..layouts import group_buffer
-from ..layouts.buffer_record import ints
-from ..layouts.buffers import rank_of
-from ..layouts.group_buffer import GroupBuffer
+from ..layouts.buffers import group_buffer
+from ..layouts.buffers.group_buffer import GroupBuffer
+from ..layouts.buffers.layout import rank_of
+from ..layouts.buffers.recorded import ints
 from ..record import Chunk, Extent, Manifest, StateRecord
 from . import signs
 from .dtypes import itemsize

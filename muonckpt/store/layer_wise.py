@@ -15,8 +15,8 @@ from typing import TypeGuard
 
 from ..box import Index
 from ..errors import SourceError
-from ..layouts.group_buffer import GroupBuffer
-from ..layouts.slots import Slot
+from ..layouts.buffers.group_buffer import GroupBuffer
+from ..layouts.buffers.ranges import Slot
 from ..record import Blob, Extent, Manifest, StateRecord
 from . import model_weights, rank_file, signs
 from .layer_wise_names import FILES, Dealt, Description, Member, deal, load

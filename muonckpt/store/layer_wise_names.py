@@ -22,10 +22,10 @@ from typing import Any
 
 from ..box import Index
 from ..errors import LayoutError, SourceError
-from ..layouts.buffers import BufferLayout
-from ..layouts.megatron_compact import pingpong_legacy, pingpong_total_order
-from ..layouts.megatron_padded import padded_nscost, padded_numel
-from ..layouts.parameters import Parameter, Ranks
+from ..layouts.buffers.layout import BufferLayout
+from ..layouts.buffers.megatron_compact import pingpong_legacy, pingpong_total_order
+from ..layouts.buffers.megatron_padded import padded_nscost, padded_numel
+from ..layouts.buffers.parameters import Parameter, Ranks
 from . import signs
 from .regular import open_regular
 from .remote import Location

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from .buffers import BufferLayout
+from .layout import BufferLayout
 from .parameters import Chunk, Parameter, Ranks, in_buckets, numel, split
-from .slots import Slot, Span, divided, end_to_end, round_up
+from .ranges import Slot, Span, divided, end_to_end, round_up
 
 START = 64
 """Every parameter begins at a multiple of this many elements."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from .flat import FlatShard, even_shards
+from ..flat import FlatShard, even_shards
 from .parameters import Parameter
 
 Span = tuple[int, int]

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from ..errors import LayoutError
-from ..layout import Buffer, TensorLayout
-from .flat import FlatShard, flat_layout
-from .owned import owned_layout
-from .slots import Slot, Span, divided
+from ...errors import LayoutError
+from ...layout import Buffer, TensorLayout
+from ..flat import FlatShard, flat_layout
+from ..owned import owned_layout
+from .ranges import Slot, Span, divided
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 
-from ..errors import LayoutError
-from .buffers import BufferLayout
-from .flat import FlatShard
+from ...errors import LayoutError
+from ..flat import FlatShard
+from ..uneven import Cuts
+from .layout import BufferLayout
 from .parameters import Parameter, Ranks, in_buckets, reaching
-from .slots import Slot, divided, round_up
-from .uneven import Cuts
+from .ranges import Slot, divided, round_up
 
 BUCKET = 40_000_000
 """Elements at which version 1 closes a buffer of parameters that are in no FSDP unit."""

@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ..errors import LayoutError
-from .buffers import BufferLayout
+from ...errors import LayoutError
+from .layout import BufferLayout
 from .parameters import Parameter, Ranks, in_buckets, reaching, split
-from .slots import end_to_end, owned, replicated
+from .ranges import end_to_end, owned, replicated
 
 
 def compact(parameters: Iterable[Parameter], ranks: Ranks, bucket_size: int | None = None) -> tuple[BufferLayout, ...]:

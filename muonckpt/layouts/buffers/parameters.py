@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
-from ..box import Index
-from ..errors import LayoutError
+from ...box import Index
+from ...errors import LayoutError
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from .buffers import BufferLayout
+from .layout import BufferLayout
 from .parameters import Parameter, Ranks, in_buckets, reaching, split
-from .slots import end_to_end, owned
+from .ranges import end_to_end, owned
 
 ALIGNMENT = 64
 """Every parameter begins at a multiple of this many elements, in the buffer and in what its owner holds of it."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
-from ..box import Index
-from ..errors import LayoutError, SourceError
-from ..layout import Fragment
-from . import buffer_record
-from .buffer_record import BUFFER, Kinds, check_fields, ints
-from .buffers import BufferLayout
+from ...box import Index
+from ...errors import LayoutError, SourceError
+from ...layout import Fragment
+from . import recorded as buffer_record
+from .layout import BufferLayout
+from .recorded import BUFFER, Kinds, check_fields, ints
 
 GROUP: Kinds = {"slot": (str, NoneType), "part": (int,), "group": (list,), "origins": (list,)}
 """The fields that a checkpoint records of a buffer besides those of its layout."""

@@ -7,10 +7,10 @@ from dataclasses import asdict, fields
 from types import NoneType
 from typing import Any
 
-from ..errors import SourceError
-from .buffers import BufferLayout, rank_of
+from ...errors import SourceError
+from .layout import BufferLayout, rank_of
 from .parameters import Parameter
-from .slots import Slot, stacked
+from .ranges import Slot, stacked
 
 Kinds = Mapping[str, tuple[type, ...]]
 
