@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import muonckpt
-from muonckpt.store.payload import Payloads
+from muonckpt.store.reading.payloads import Payloads
 
 RANKS, MORE_RANKS = 4, 8
 ROUNDS, LAYERS = (2, 1) if "--quick" in sys.argv else (9, 8)

@@ -18,9 +18,9 @@ from ..converters.names import Rules
 from ..converters.reshard import THREADS
 from ..converters.target import LAYOUTS, Cut
 from ..record import Convention
-from ..store.formats import BUFFERS, format_of
-from ..store.remote import Location
-from ..store.signs import is_torch_dist
+from ..store.formats.registry import BUFFERS, format_of
+from ..store.formats.signs import is_torch_dist
+from ..store.io.location import Location
 from .parameters import CHECKPOINT, JOBS, Bytes, RuleTable, ShardRule
 
 FORMATS = (*CONTAINERS, *WHOLE_TENSORS)

@@ -11,7 +11,7 @@ from ..errors import LayoutError, SourceError
 from ..layouts.buffers.balanced import newton_schulz
 from ..layouts.buffers.layout import BufferLayout, rank_of
 from ..layouts.buffers.recorded import BUFFER, from_json
-from ..store.dtypes import itemsize
+from ..store.reading.dtypes import itemsize
 from .output import section, size
 
 FEW = 24

@@ -17,7 +17,7 @@ from ..converters.job import Job, check_destination, make_job
 from ..converters.target import Rule, Target, TargetError
 from ..converters.workers import LaunchError, worker_of
 from ..record import Manifest
-from ..store.formats import format_of
+from ..store.formats.registry import format_of
 from .asked import Asked
 from .output import counted, printable, progress, size, some_of, table
 

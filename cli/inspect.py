@@ -13,9 +13,9 @@ import click
 from ..converters.detection import annotate, detect
 from ..errors import SourceError
 from ..record import Extent, Manifest, StateRecord
-from ..store.dtypes import itemsize
-from ..store.formats import format_of
-from ..store.remote import Location
+from ..store.formats.registry import format_of
+from ..store.io.location import Location
+from ..store.reading.dtypes import itemsize
 from . import buffers
 from .buffers import NO_STATE, Recorded, recorded
 from .output import printable, section, size

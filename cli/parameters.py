@@ -10,7 +10,7 @@ import click
 from ..converters.names import Rules
 from ..converters.tables import INVERSE, READY
 from ..errors import SourceError
-from ..store.remote import Location, location
+from ..store.io.location import Location, location
 
 
 class Place(click.ParamType):  # type: ignore[type-arg]  # generic in new releases of click only

@@ -8,8 +8,8 @@ import json
 import click
 
 from ..store import audit
-from ..store.formats import format_of
-from ..store.remote import Location
+from ..store.formats.registry import format_of
+from ..store.io.location import Location
 from .output import printable, progress, size
 from .parameters import CHECKPOINT, JOBS
 

@@ -9,8 +9,8 @@ from ..layouts.buffers.group_buffer import GroupBuffer
 from ..layouts.buffers.layout import BufferLayout
 from ..layouts.buffers.parameters import Parameter
 from ..layouts.buffers.ranges import divided, end_to_end
-from ..store import flat_buffers
-from ..store.flat_buffers import FILE, ITEMS
+from ..store.formats import flat_buffers
+from ..store.formats.flat_buffers import FILE, ITEMS
 from .content import Entry
 from .files import Bare, Item, TargetFile, entries_in
 from .ranks import Filled, Part

@@ -12,8 +12,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ..record import Manifest
-from ..store import directory, signs, torch_dist, torch_zip
-from ..store.remote import Location
+from ..store.formats import native as directory
+from ..store.formats import signs
+from ..store.formats.megatron import torch_dist
+from ..store.formats.torch_save import tensor_item as torch_zip
+from ..store.io.location import Location
 from .content import Entry
 from .files import Arrange
 from .ranks import Filled, Part, framed, over_ranks
@@ -56,7 +59,7 @@ def _raw(buffers: Sequence[GroupBuffer], entries: Sequence[Entry], parts: Sequen
 
 
 def _write_index(manifest: Manifest, folder: Location) -> None:
-    from ..store.flat_buffers import write_index
+    from ..store.formats.flat_buffers import write_index
 
     write_index(manifest, folder)
 
@@ -74,7 +77,7 @@ CONTAINERS: Mapping[str, Container] = MappingProxyType({each.name: each for each
 def in_safetensors(shard_bytes: int | None) -> Container:
     """A safetensors file, or a folder of such files and their index.  One file alone is a checkpoint to its readers,
     so in an object store it appears under its name when it is all there."""
-    from ..store import safetensors
+    from ..store.formats.safetensors import folder as safetensors
     from .whole import MODEL, safetensors_files
 
     arrange = safetensors_files(shard_bytes)
@@ -85,7 +88,8 @@ def in_safetensors(shard_bytes: int | None) -> Container:
 
 def in_zarr(shard_bytes: int | None) -> Container:
     """A zarr hierarchy."""
-    from ..store import zarr_array, zarr_writer
+    from ..store.formats.zarr import array as zarr_array
+    from ..store.formats.zarr import writer as zarr_writer
     from .whole import zarr_files
 
     def describe(manifest: Manifest, folder: Location) -> None:

@@ -16,8 +16,8 @@ from contextlib import suppress
 from types import TracebackType
 
 from ..errors import DestinationError, Interrupted, LayoutError, MuonckptError, SourceError
-from ..store import directory
-from ..store.remote import Location
+from ..store.formats import native as directory
+from ..store.io.location import Location
 from .journal import Done, Folder, Journal, Step
 from .log import remove
 from .peer import Peer, Sight

@@ -17,8 +17,8 @@ from types import MappingProxyType
 
 from ..errors import SourceError
 from ..record import Convention
-from ..store.dcp import COMMON_FILE
-from ..store.torch_dist import COMMON_STATE, item_key
+from ..store.formats.dcp.directory import COMMON_FILE
+from ..store.formats.megatron.torch_dist import COMMON_STATE, item_key
 
 KeyPath = tuple[str | int, ...]
 

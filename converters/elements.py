@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from ..box import Box, Index
 from ..layout import Buffer, Fragment, Place
 from ..record import Extent
-from ..store.band import within
-from ..store.blocks import span, strided
-from ..store.dtypes import dtype, itemsize
-from ..store.payload import Payloads, as_words, payload_of
+from ..store.reading.bands import within
+from ..store.reading.dtypes import dtype, itemsize
+from ..store.reading.payloads import Payloads, as_words, payload_of
+from ..store.reading.strided import span, strided
 from .content import Wanted
 from .conventions import scaled
 

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Protocol
 
 from ..plan import Copy
 from ..record import Chunk, Extent, StateRecord
-from ..store.stored_zip import ALIGNMENT
-from ..store.sums import Checksum, crc32_of
+from ..store.formats.torch_save.stored_zip import ALIGNMENT
+from ..store.io.checksums import Checksum, crc32_of
 from .content import Content, Entry, Wanted
 from .journal import Sum
 from .target import Target

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from ..box import Box
 from ..layout import TensorLayout, dense
 from ..record import Blob, Extent, Manifest
-from ..store.remote import Location
-from ..store.values import Values
+from ..store.io.location import Location
+from ..store.reading.values import Values
 from .content import Content, Entry, Translate, Wanted, as_they_are
 from .conventions import Said
 from .dialects import Dialect

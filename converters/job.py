@@ -13,13 +13,13 @@ from typing import Any
 
 from ..errors import DestinationError
 from ..record import Extent, Manifest, StateRecord
-from ..store import directory
-from ..store.collecting import not_collecting
-from ..store.dtypes import itemsize
-from ..store.formats import format_of
-from ..store.regular import open_regular
-from ..store.remote import Location, at_each
-from ..store.sums import xxh3_128
+from ..store.formats import native as directory
+from ..store.formats.registry import format_of
+from ..store.io.checksums import xxh3_128
+from ..store.io.gc_paused import not_collecting
+from ..store.io.location import Location, at_each
+from ..store.io.regular import open_regular
+from ..store.reading.dtypes import itemsize
 from .container import DCP, Container
 from .content import Translate, as_they_are
 from .files import TargetFile, Task

@@ -16,7 +16,7 @@ from enum import Enum
 from functools import cache
 from pathlib import Path
 
-from ..store.remote import Location
+from ..store.io.location import Location
 from .log import create, remove
 
 

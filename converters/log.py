@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from ..store.remote import Location, Remote, asking
+from ..store.io.location import Location, Remote, asking
 
 First = Callable[[bool], bytes]
 """Makes the first line of a log.  It is told whether the log is under a lock that ends with its process."""

@@ -17,13 +17,13 @@ from ..box import Box, Index, row_major
 from ..errors import DestinationError, Interrupted, SourceError
 from ..layout import Fragment, Place
 from ..record import Chunk, Extent, StateRecord
-from ..store.band import bands
-from ..store.dtypes import itemsize
-from ..store.output import Writing, created
-from ..store.payload import Payloads, as_words, check_blob, check_chunk, payload_of
-from ..store.regular import open_regular
-from ..store.remote import Location
-from ..store.sums import Sums, xxh3_128
+from ..store.io.checksums import Sums, xxh3_128
+from ..store.io.location import Location
+from ..store.io.output import Writing, created
+from ..store.io.regular import open_regular
+from ..store.reading.bands import bands
+from ..store.reading.dtypes import itemsize
+from ..store.reading.payloads import Payloads, as_words, check_blob, check_chunk, payload_of
 from .content import Entry
 from .elements import Words, bytes_of, gathered
 from .files import Item, TargetFile

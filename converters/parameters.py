@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import SourceError
 from ..record import Manifest
-from ..store.values import Values
+from ..store.reading.values import Values
 from .contents import Contents
 from .conventions import Said
 from .dialects import FOREIGN, Dialect, Method

@@ -13,7 +13,7 @@ import time
 from enum import Enum, auto
 from typing import Any
 
-from ..store.remote import Location
+from ..store.io.location import Location
 from .journal import Done, Header, Step, Sum, this_host
 from .log import Look, reader
 

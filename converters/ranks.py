@@ -10,7 +10,7 @@ from ..box import Box, Index
 from ..layout import Buffer
 from ..plan import Copy
 from ..record import Chunk, Extent
-from ..store.dtypes import itemsize
+from ..store.reading.dtypes import itemsize
 from ..version import PROGRAM
 from .content import Entry, Wanted
 from .files import Arrange, Arranged, Frame, Item, TargetFile, Task, aligned, entries_in

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import SourceError
 from ..record import StateRecord
-from ..store.plain_item import plain_item
+from ..store.formats.torch_save.plain_item import plain_item
 from .dialects import Dialect, KeyPath
 from .groups import PARAMS, Group, Written, merged, say, understand
 from .parameters import Columns, Param, Side

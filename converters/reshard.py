@@ -19,11 +19,11 @@ from typing import TypeVar
 from ..errors import DestinationError, Interrupted, SourceError
 from ..fingerprint import as_hex, combine
 from ..record import Chunk, Extent, Manifest, StateRecord
-from ..store import directory
-from ..store.collecting import not_collecting
-from ..store.formats import format_of
-from ..store.regular import open_regular
-from ..store.remote import Location, check_memory
+from ..store.formats import native as directory
+from ..store.formats.registry import format_of
+from ..store.io.gc_paused import not_collecting
+from ..store.io.location import Location, check_memory
+from ..store.io.regular import open_regular
 from .crew import PATIENCE, Crew
 from .files import TargetFile
 from .job import Job, check_destination, make_job, state_of

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..record import Extent
-from ..store.dcp import COMMON_FILE
+from ..store.formats.dcp.directory import COMMON_FILE
 from .content import Entry
 from .files import TargetFile
 from .ranks import Fill, Filled, Part

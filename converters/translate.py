@@ -11,7 +11,7 @@ from collections import defaultdict
 from ..errors import SourceError
 from ..layout import Fragment, TensorLayout
 from ..record import Blob, Convention, Manifest, StateRecord
-from ..store.values import Values, scalar_bytes
+from ..store.reading.values import Values, scalar_bytes
 from .contents import Contents, contents
 from .conventions import Said, agreed, factor
 from .detection import Detected, detect

@@ -8,9 +8,10 @@ from typing import Any
 from ..box import Box
 from ..errors import SourceError
 from ..record import Chunk, Extent
-from ..store import safetensors, zarr_writer
-from ..store.dtypes import itemsize
-from ..store.zarr_array import ZarrArray
+from ..store.formats.safetensors import folder as safetensors
+from ..store.formats.zarr import writer as zarr_writer
+from ..store.formats.zarr.array import ZarrArray
+from ..store.reading.dtypes import itemsize
 from ..version import PROGRAM
 from .content import Content, Wanted
 from .files import Arrange, Arranged, Bare, Item, TargetFile, Task

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from muonckpt.store import directory
+from muonckpt.store.formats import native as directory
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checkpoint import load, save
+    from .checkpoint.save_load import load, save
 
 __all__ = ["load", "save"]
 

@@ -14,8 +14,8 @@ from muonckpt.converters.target import Rule, Target
 from muonckpt.layouts.buffers.group_buffer import GroupBuffer
 from muonckpt.layouts.buffers.parameters import Parameter
 from muonckpt.record import Manifest, StateRecord
-from muonckpt.store import flat_buffers
-from muonckpt.store.dtypes import itemsize
+from muonckpt.store.formats import flat_buffers
+from muonckpt.store.reading.dtypes import itemsize
 
 INDEX = "flat_buffers.json"
 EXPERTS = Rule("*experts*", (("ep", 0),))

@@ -17,8 +17,8 @@ from workers import run as on_ranks
 
 import muonckpt
 from muonckpt.record import Extent, Manifest
-from muonckpt.store import directory
-from muonckpt.store.dtypes import itemsize
+from muonckpt.store.formats import native as directory
+from muonckpt.store.reading.dtypes import itemsize
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool,
           torch.complex64, torch.complex128, torch.float8_e4m3fn]  # fmt: skip

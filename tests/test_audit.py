@@ -20,9 +20,9 @@ import muonckpt
 from muonckpt.converters.reshard import plan_job, run
 from muonckpt.errors import SourceError
 from muonckpt.record import Chunk
-from muonckpt.store import directory
 from muonckpt.store.audit import Report, audit, payload_bytes
-from muonckpt.store.metadata_pickle import Metadata, StoredItem, dump, parse
+from muonckpt.store.formats import native as directory
+from muonckpt.store.formats.dcp.metadata_pickle import Metadata, StoredItem, dump, parse
 
 KINDS = ["own", "stock", "torch"]
 """With our manifest in three files; the same without it; written by torch in one."""

@@ -49,9 +49,10 @@ from muonckpt.layouts.buffers.megatron_padded import distributed_optimizer, padd
 from muonckpt.layouts.buffers.parameters import Ranks
 from muonckpt.optimizer.layer_wise import LayerWise
 from muonckpt.record import Manifest
-from muonckpt.store import audit, directory
-from muonckpt.store.dtypes import itemsize
-from muonckpt.store.formats import BUFFERS, format_of
+from muonckpt.store import audit
+from muonckpt.store.formats import native as directory
+from muonckpt.store.formats.registry import BUFFERS, format_of
+from muonckpt.store.reading.dtypes import itemsize
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -27,7 +27,7 @@ from workers import run
 import muonckpt
 from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.record import Manifest
-from muonckpt.store import directory
+from muonckpt.store.formats import native as directory
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool,
           torch.complex64, torch.complex128, torch.float8_e4m3fn]  # fmt: skip

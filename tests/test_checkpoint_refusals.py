@@ -19,7 +19,7 @@ from workers import run
 import muonckpt
 from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.optimizer import Muon
-from muonckpt.store import directory
+from muonckpt.store.formats import native as directory
 
 
 def several_boxes(rank, world, path):

@@ -21,7 +21,7 @@ from golden import golden
 from sharded import edit, manifest_edited, no_checksums
 
 import muonckpt
-from muonckpt.store import directory
+from muonckpt.store.formats import native as directory
 
 
 @pytest.fixture

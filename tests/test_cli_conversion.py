@@ -18,7 +18,7 @@ from muonckpt.converters.dialects import DIALECTS
 from muonckpt.converters.names import Rules
 from muonckpt.converters.tables import READY, ready
 from muonckpt.record import Manifest
-from muonckpt.store.formats import BUFFERS, OWN, format_of
+from muonckpt.store.formats.registry import BUFFERS, OWN, format_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -11,7 +11,7 @@ import pytest
 from commands import arguments_of, called, cli, is_one_paragraph
 from sharded import elements_of
 
-from muonckpt.store import directory
+from muonckpt.store.formats import native as directory
 
 LAYOUTS = ("rows", "flat", "owned", "padded", "compact", "legacy")
 HUGE = "9" * 5000

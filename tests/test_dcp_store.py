@@ -25,8 +25,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from muonckpt.box import Box, flat_boxes
 from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.record import Blob, Chunk, Extent, Manifest, StateRecord
-from muonckpt.store import dcp, stored_zip, torch_zip
-from muonckpt.store.dtypes import DTYPES
+from muonckpt.store.formats.dcp import directory as dcp
+from muonckpt.store.formats.torch_save import stored_zip
+from muonckpt.store.formats.torch_save import tensor_item as torch_zip
+from muonckpt.store.reading.dtypes import DTYPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

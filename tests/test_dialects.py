@@ -15,8 +15,8 @@ from muonckpt.converters.target import Target
 from muonckpt.converters.translate import translate
 from muonckpt.errors import SourceError
 from muonckpt.record import Convention
-from muonckpt.store import directory
-from muonckpt.store.values import Values
+from muonckpt.store.formats import native as directory
+from muonckpt.store.reading.values import Values
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

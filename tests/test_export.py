@@ -31,8 +31,8 @@ from muonckpt.converters.reshard import plan_job, run
 from muonckpt.converters.target import Target
 from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.record import Manifest
-from muonckpt.store import directory
-from muonckpt.store.formats import format_of
+from muonckpt.store.formats import native as directory
+from muonckpt.store.formats.registry import format_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

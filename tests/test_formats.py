@@ -14,8 +14,9 @@ from sharded import bits, edit
 
 import muonckpt
 from muonckpt.cli.main import run
-from muonckpt.store import audit, directory
-from muonckpt.store.formats import DCP, OWN, SAFETENSORS, ZARR, format_of
+from muonckpt.store import audit
+from muonckpt.store.formats import native as directory
+from muonckpt.store.formats.registry import DCP, OWN, SAFETENSORS, ZARR, format_of
 
 KINDS = {
     "file": (SAFETENSORS, ["--format", "safetensors"]),

@@ -20,7 +20,7 @@ import muonckpt
 from muonckpt.box import Box
 from muonckpt.cli.main import run
 from muonckpt.record import FILE, Manifest
-from muonckpt.store.formats import format_of
+from muonckpt.store.formats.registry import format_of
 
 # Of every format some topology or arrangement of files; what `--format` and the other options say of it.
 KINDS = {

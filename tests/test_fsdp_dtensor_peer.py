@@ -16,7 +16,7 @@ import muonckpt
 from muonckpt.cli.main import run as command
 from muonckpt.converters.detection import detect
 from muonckpt.layouts.tensors import local_of
-from muonckpt.store import directory
+from muonckpt.store.formats import native as directory
 
 EXPERTS = 3
 """On each expert-parallel rank."""

@@ -125,10 +125,10 @@ UNUSED = {
     "muonckpt.converters.in_buffers",
     "muonckpt.converters.whole",
     "muonckpt.layouts.buffers",
-    "muonckpt.store.flat_buffers",
-    "muonckpt.store.layer_wise",
-    "muonckpt.store.safetensors",
-    "muonckpt.store.zarr",
+    "muonckpt.store.formats.flat_buffers",
+    "muonckpt.store.formats.megatron.layer_wise",
+    "muonckpt.store.formats.safetensors.folder",
+    "muonckpt.store.formats.zarr.hierarchy",
     "tomllib",
 }
 """What is not needed to cut one of our checkpoints by rows."""

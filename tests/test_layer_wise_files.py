@@ -21,11 +21,11 @@ from muonckpt.cli.main import run
 from muonckpt.errors import SourceError
 from muonckpt.layouts.buffers import group_buffer
 from muonckpt.layouts.buffers.parameters import Parameter
-from muonckpt.store import directory
-from muonckpt.store.formats import LAYER_WISE, format_of
-from muonckpt.store.layer_wise_names import Description, Member, deal
-from muonckpt.store.payload import as_words, payload_of
-from muonckpt.store.values import Values
+from muonckpt.store.formats import native as directory
+from muonckpt.store.formats.megatron.layer_wise_names import Description, Member, deal
+from muonckpt.store.formats.registry import LAYER_WISE, format_of
+from muonckpt.store.reading.payloads import as_words, payload_of
+from muonckpt.store.reading.values import Values
 
 GOLDEN = {"ws4_padded": "padded-numel", "ws4_pingpong": "legacy-pingpong"}
 PUBLISHED = {"padded-numel": "padded_numel", "padded-nscost": "padded_ns_cost", "legacy-pingpong": "pingpong_legacy",

@@ -23,10 +23,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan
 
 from muonckpt.errors import SourceError
-from muonckpt.store import inert_pickle, metadata_pickle
-from muonckpt.store.dtypes import DTYPES
-from muonckpt.store.inert_pickle import unpickle
-from muonckpt.store.metadata_pickle import Metadata, StoredItem, TensorMeta, dump, parse
+from muonckpt.store.formats.dcp import metadata_pickle
+from muonckpt.store.formats.dcp.metadata_pickle import Metadata, StoredItem, TensorMeta, dump, parse
+from muonckpt.store.formats.torch_save import inert_pickle
+from muonckpt.store.formats.torch_save.inert_pickle import unpickle
+from muonckpt.store.reading.dtypes import DTYPES
 
 GOLDEN = [
     *("torch_fsdp4/ckpt", "torch_hsdp2x2/ckpt", "dion_fsdp4/ckpt", "xtuner_fsdp4/ckpt", "titan_fsdp4/ckpt"),
@@ -301,7 +302,7 @@ def test_the_size_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_reading_needs_neither_torch_nor_numpy(tmp_path: Path) -> None:
     (tmp_path / "metadata").write_bytes(pickle.dumps(small()))
     code = (
-        "import sys, pathlib; from muonckpt.store.metadata_pickle import parse\n"
+        "import sys, pathlib; from muonckpt.store.formats.dcp.metadata_pickle import parse\n"
         "found = parse(pathlib.Path(sys.argv[1]).read_bytes())\n"
         "print(len(found.storage), 'torch' in sys.modules, 'numpy' in sys.modules)"
     )

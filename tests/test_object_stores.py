@@ -27,11 +27,11 @@ from muonckpt.converters.target import Target
 from muonckpt.errors import DestinationError, SourceError
 from muonckpt.layout import Place
 from muonckpt.record import Extent
-from muonckpt.store import remote
-from muonckpt.store.blocks import batches, blocks
-from muonckpt.store.formats import format_of
-from muonckpt.store.payload import Payloads
-from muonckpt.store.remote import PART, Remote, location, part_bytes
+from muonckpt.store.formats.registry import format_of
+from muonckpt.store.io import location as remote
+from muonckpt.store.io.location import PART, Remote, location, part_bytes
+from muonckpt.store.reading.payloads import Payloads
+from muonckpt.store.reading.strided import batches, blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

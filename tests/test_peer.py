@@ -15,7 +15,7 @@ from muonckpt.converters.peer import Peer, Sight
 from muonckpt.converters.reshard import plan_job, run
 from muonckpt.converters.workers import Worker
 from muonckpt.errors import Interrupted
-from muonckpt.store.remote import location
+from muonckpt.store.io.location import location
 
 DONE = Done(("ab" * 16,), (Sum("cd" * 16, 7, 2**64 - 1),))
 PATIENCE = 0.3

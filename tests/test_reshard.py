@@ -28,7 +28,8 @@ from muonckpt.converters.reshard import plan_job, run
 from muonckpt.converters.target import Target
 from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.record import Manifest
-from muonckpt.store import audit, directory
+from muonckpt.store import audit
+from muonckpt.store.formats import native as directory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -32,8 +32,8 @@ from muonckpt.converters.target import Target
 from muonckpt.converters.workers import LaunchError, Worker, cuts, worker_of
 from muonckpt.errors import DestinationError, Interrupted, SourceError
 from muonckpt.record import Manifest
-from muonckpt.store import zarr_writer
-from muonckpt.store.remote import Location, location
+from muonckpt.store.formats.zarr import writer as zarr_writer
+from muonckpt.store.io.location import Location, location
 
 STAGED, JOURNALS = ".out.reshard.tmp", ".out.reshard.journal"
 RANKS = 7

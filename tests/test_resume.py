@@ -23,7 +23,7 @@ from muonckpt.converters.job import make_job
 from muonckpt.converters.reshard import plan_job, run
 from muonckpt.converters.target import Target
 from muonckpt.errors import DestinationError, Interrupted
-from muonckpt.store import directory
+from muonckpt.store.formats import native as directory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -26,13 +26,14 @@ from muonckpt.converters.reshard import run
 from muonckpt.converters.target import Target
 from muonckpt.errors import SourceError
 from muonckpt.record import Convention, Manifest, StateRecord
-from muonckpt.store import safetensors, safetensors_header
 from muonckpt.store.audit import nonfinite
-from muonckpt.store.dtypes import DTYPES
-from muonckpt.store.formats import SAFETENSORS, format_of
-from muonckpt.store.payload import Payloads
-from muonckpt.store.remote import location
-from muonckpt.store.safetensors_header import CODES
+from muonckpt.store.formats.registry import SAFETENSORS, format_of
+from muonckpt.store.formats.safetensors import folder as safetensors
+from muonckpt.store.formats.safetensors import header as safetensors_header
+from muonckpt.store.formats.safetensors.header import CODES
+from muonckpt.store.io.location import location
+from muonckpt.store.reading.dtypes import DTYPES
+from muonckpt.store.reading.payloads import Payloads
 
 LOADABLE = sorted(CODES.keys() - {"float8_e8m0fnu"})
 """What the stock library loads into torch: F8_E8M0 it can write only."""

@@ -14,12 +14,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from workers import run
 
 import muonckpt
+from muonckpt.checkpoint.dcp_reader import CheckingReader
+from muonckpt.checkpoint.shared_check import Run, holds, run_of
 from muonckpt.errors import SourceError
-from muonckpt.store import directory
-from muonckpt.store.dcp_reader import CheckingReader
-from muonckpt.store.payload import Payloads
-from muonckpt.store.shared_check import Run, holds, run_of
-from muonckpt.store.sums import crc32_joined
+from muonckpt.store.formats import native as directory
+from muonckpt.store.io.checksums import crc32_joined
+from muonckpt.store.reading.payloads import Payloads
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300), st.integers(0, 1 << 40))

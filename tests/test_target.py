@@ -27,8 +27,9 @@ from muonckpt.layout import stacked, through
 from muonckpt.layouts.buffers.group_buffer import from_json
 from muonckpt.layouts.owned import owned_layout
 from muonckpt.record import Blob, Extent, Manifest, StateRecord
-from muonckpt.store import audit, directory
-from muonckpt.store.plain_item import plain_item
+from muonckpt.store import audit
+from muonckpt.store.formats import native as directory
+from muonckpt.store.formats.torch_save.plain_item import plain_item
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -18,11 +18,11 @@ from translated import W, nested, truth_of
 
 from muonckpt.cli.main import run
 from muonckpt.converters.detection import annotate
-from muonckpt.store import directory
-from muonckpt.store.dcp import COMMON_FILE
-from muonckpt.store.metadata_pickle import parse
-from muonckpt.store.torch_dist import COMMON_STATE, CONFIG
-from muonckpt.store.values import Values
+from muonckpt.store.formats import native as directory
+from muonckpt.store.formats.dcp.directory import COMMON_FILE
+from muonckpt.store.formats.dcp.metadata_pickle import parse
+from muonckpt.store.formats.megatron.torch_dist import COMMON_STATE, CONFIG
+from muonckpt.store.reading.values import Values
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

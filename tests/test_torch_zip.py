@@ -20,10 +20,10 @@ from isal import isal_zlib
 from torch import Tensor
 
 from muonckpt.errors import SourceError
-from muonckpt.store import torch_zip
-from muonckpt.store.dtypes import DTYPES, dtype, itemsize
-from muonckpt.store.stored_zip import member_data, read_members
-from muonckpt.store.torch_zip import TensorItem, frame, read_tensor
+from muonckpt.store.formats.torch_save import tensor_item as torch_zip
+from muonckpt.store.formats.torch_save.stored_zip import member_data, read_members
+from muonckpt.store.formats.torch_save.tensor_item import TensorItem, frame, read_tensor
+from muonckpt.store.reading.dtypes import DTYPES, dtype, itemsize
 
 SIZES = (0, 1, 2, 3, 5, 17, 63, 64, 255, 256, 300)
 

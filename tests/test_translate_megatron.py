@@ -24,7 +24,7 @@ from muonckpt.converters.translate import translate
 from muonckpt.errors import LayoutError, SourceError
 from muonckpt.optimizer.muon import Muon
 from muonckpt.record import Convention
-from muonckpt.store.values import Values
+from muonckpt.store.reading.values import Values
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from muonckpt.errors import SourceError
-from muonckpt.store.plain_item import plain_item, plain_value
-from muonckpt.store.stored_zip import directory, store
+from muonckpt.store.formats.torch_save.plain_item import plain_item, plain_value
+from muonckpt.store.formats.torch_save.stored_zip import directory, store
 
 
 @pytest.mark.parametrize(

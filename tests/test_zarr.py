@@ -17,13 +17,13 @@ from muonckpt.box import Box
 from muonckpt.converters import mover
 from muonckpt.errors import SourceError
 from muonckpt.record import Convention, StateRecord
-from muonckpt.store import zarr as store
-from muonckpt.store import zarr_writer
 from muonckpt.store.audit import audit
-from muonckpt.store.dtypes import DTYPES, itemsize
-from muonckpt.store.formats import ZARR, format_of
-from muonckpt.store.payload import elements
-from muonckpt.store.zarr_array import NAMES, stored_as
+from muonckpt.store.formats.registry import ZARR, format_of
+from muonckpt.store.formats.zarr import hierarchy as store
+from muonckpt.store.formats.zarr import writer as zarr_writer
+from muonckpt.store.formats.zarr.array import NAMES, stored_as
+from muonckpt.store.reading.dtypes import DTYPES, itemsize
+from muonckpt.store.reading.payloads import elements
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 

@@ -14,10 +14,10 @@ from muonckpt.converters.conventions import scaled
 from muonckpt.converters.dialects import DIALECTS
 from muonckpt.converters.translate import translate
 from muonckpt.converters.translation import Translation
-from muonckpt.store import directory
-from muonckpt.store.payload import Payloads, elements
-from muonckpt.store.plain_item import plain_value
-from muonckpt.store.values import Values
+from muonckpt.store.formats import native as directory
+from muonckpt.store.formats.torch_save.plain_item import plain_value
+from muonckpt.store.reading.payloads import Payloads, elements
+from muonckpt.store.reading.values import Values
 
 PEERS = {"torch": "torch_fsdp4", "dion": "dion_fsdp4", "xtuner": "xtuner_fsdp4", "titan": "titan_fsdp4",
          "torch on hsdp": "torch_hsdp2x2"}  # fmt: skip

@@ -18,9 +18,9 @@ from muonckpt.converters.target import Target
 from muonckpt.layout import dense
 from muonckpt.layouts.owned import owned_layout
 from muonckpt.record import FILE, Manifest, StateRecord
-from muonckpt.store.band import within
-from muonckpt.store.dtypes import dtype
-from muonckpt.store.payload import Payloads, payload_of
+from muonckpt.store.reading.bands import within
+from muonckpt.store.reading.dtypes import dtype
+from muonckpt.store.reading.payloads import Payloads, payload_of
 
 
 def record(key: str, value: torch.Tensor, **facts) -> StateRecord:

@@ -1,0 +1,6 @@
+"""Checkpoints as bytes, without torch.
+
+``io/`` opens, writes, bounds and publishes files, on a disk or in an object store.  ``reading/`` turns the bytes of a
+chunk into elements.  ``formats/`` has one file or package for each format, and the registry that tells them apart.
+``audit`` verifies a whole checkpoint.  Open ``formats/registry`` first.
+"""

@@ -15,14 +15,15 @@ from .. import record
 from ..errors import LayoutError, MuonckptError, SourceError
 from ..fingerprint import as_hex, combine
 from ..record import Blob, Chunk, Extent, Manifest, StateRecord
-from . import dcp, torch_dist
-from .band import bands
-from .dtypes import dtype, itemsize
-from .formats import DCP, OWN, format_of
-from .payload import BAND, Payloads, as_words, check_blob, payload_of
-from .regular import open_regular
-from .remote import Location
-from .sums import Sums, crc32
+from .formats.dcp import directory as dcp
+from .formats.megatron import torch_dist
+from .formats.registry import DCP, OWN, format_of
+from .io.checksums import Sums, crc32
+from .io.location import Location
+from .io.regular import open_regular
+from .reading.bands import bands
+from .reading.dtypes import dtype, itemsize
+from .reading.payloads import BAND, Payloads, as_words, check_blob, payload_of
 
 Progress = Callable[[int], None]
 """Told the bytes that have been read since the last call; called from several threads."""

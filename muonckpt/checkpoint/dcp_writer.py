@@ -1,0 +1,351 @@
+"""Saving through torch.distributed.checkpoint: its planning and collectives, our files, digests and publish.
+
+Every rank writes one ``__{rank}_0.distcp`` of stock items into a temporary sibling of the destination and returns
+what it wrote.  The coordinator checks that against the plan, writes the manifest and ``.metadata``, and renames.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TensorMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ..box import Box
+from ..errors import DestinationError, LayoutError, about
+from ..fingerprint import as_hex, combine
+from ..layout import TensorLayout, dense
+from ..record import Blob, Chunk, Extent, Manifest, StateRecord
+from ..store.formats import native as directory
+from ..store.formats.torch_save import tensor_item as torch_zip
+from ..store.formats.torch_save.stored_zip import ALIGNMENT
+from ..store.io.checksums import Sums, xxh3_128
+from .annotation import Annotation, KeyPath, annotate
+from .bits import bits_of, name_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where one rank writes, and the replicas that another rank writes but this one vouches for."""
+
+    directory: Path
+    file: str
+    witnessed: tuple[WriteItem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """One item as a rank has it: xxh3-128 of its raw bytes, dtype and shape, share of the fingerprint, where it lies.
+
+    A witness, which stores nothing, has no ``item``.
+    """
+
+    rank: int
+    digest: str
+    kind: str = ""
+    share: int = 0
+    item: Extent | None = None
+    payload: Extent | None = None
+    crc32: int | None = None
+    annotation: Annotation | None = None
+
+
+class CoveringSavePlanner(DefaultSavePlanner):
+    """DCP's planner, with every tensor proved to be covered exactly, and the replicas that it drops kept as witnesses.
+
+    Empty shards write nothing.  ``plans`` and ``witnesses`` (one entry per rank) exist on the coordinator.
+    """
+
+    plans: list[SavePlan]
+    witnesses: list[tuple[WriteItem, ...]]
+    annotations: Mapping[KeyPath, Annotation]
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        # Here, and not before DCP is called, so that what one rank refuses all ranks hear of.
+        self.annotations = annotate(state_dict)
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def annotation(self, key: str) -> Annotation:
+        """What this rank knows of a tensor."""
+        return self.annotations.get(tuple(self.mappings[key]), Annotation())
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        for key, found in metadata.state_dict_metadata.items():
+            if isinstance(found, TensorMetadata):
+                found.chunks = [chunk for chunk in found.chunks if 0 not in chunk.sizes]
+                _prove_covered(key, tuple(found.size), found.chunks)
+        kept = [[item for item in plan.items if not _empty(item)] for plan in plans]
+        self.witnesses = []
+        for before, items in zip(all_plans, kept, strict=True):
+            written = {item.index for item in items}
+            self.witnesses.append(
+                tuple(item for item in before.items if item.index not in written and not _empty(item))
+            )
+        self.plans = [dataclasses.replace(plan, items=items) for plan, items in zip(plans, kept, strict=True)]
+        return self.plans, metadata
+
+
+class PublishingWriter(StorageWriter):
+    """Writes into a temporary sibling, checks, describes and publishes; the destination appears whole or not at all.
+
+    Args:
+        destination: the checkpoint directory; nothing may be there.
+        planner: the planner of the same save, for what was planned.
+        provenance: goes into the manifest.
+    """
+
+    def __init__(
+        self,
+        destination: Path,
+        planner: CoveringSavePlanner,
+        provenance: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self.destination = destination
+        self.staged: Path | None = None
+        self._planner = planner
+        self._provenance = provenance
+        self._rank = 0
+
+    @property
+    def checkpoint_id(self) -> str:
+        return str(self.destination)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """One writer serves one save: the destination is fixed."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._rank = kwargs.get("rank", 0)
+
+    def storage_meta(self) -> StorageMeta | None:
+        return None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return "://" not in str(checkpoint_id)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        directory.refuse_existing(self.destination)
+        self.staged = directory.staging(self.destination)
+        try:
+            self.staged.mkdir(parents=True)
+        except OSError as error:
+            raise DestinationError(f"cannot create {self.staged}: {error}") from error
+        return [
+            dataclasses.replace(plan, storage_data=_Target(self.staged, f"__{rank}_0.distcp", witnessed))
+            for rank, (plan, witnessed) in enumerate(zip(plans, self._planner.witnesses, strict=True))
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        target: _Target = plan.storage_data
+        writer = _FileWriter(self._rank, target, self._planner)
+        try:
+            results = writer.write(plan.items) if plan.items else []
+        except OSError as error:
+            raise DestinationError(f"rank {self._rank} cannot write {target.directory}: {error}") from error
+        results += [writer.witness(item) for item in target.witnessed]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        assert self.staged is not None, "finish() runs on the coordinator, after prepare_global_plan()"
+        stored, witnessed = _sort(result for of_rank in results for result in of_rank)
+        _check_stored(self._planner.plans, stored)
+        _check_witnesses(stored, witnessed, metadata)
+        directory.write_manifest(self._manifest(metadata, stored), self.staged)
+        directory.publish(self.staged, self.destination)
+
+    def _manifest(self, metadata: Metadata, stored: Mapping[MetadataIndex, _Written]) -> Manifest:
+        by_key: defaultdict[str, list[tuple[MetadataIndex, _Written]]] = defaultdict(list)
+        for index, written in stored.items():
+            by_key[index.fqn].append((index, written))
+        paths = metadata.planner_data or {}
+        tensors, blobs = [], []
+        for key, found in metadata.state_dict_metadata.items():
+            path = tuple(paths.get(key, (key,)))
+            if not isinstance(found, TensorMetadata):
+                [(_, written)] = by_key[key]
+                assert written.item is not None
+                blobs.append(Blob(key, path, written.item, written.digest))
+                continue
+            sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in found.chunks}
+            chunks = [
+                Chunk(
+                    _box(tuple(index.offset or ()), sizes), written.item, written.payload, written.digest, written.crc32
+                )
+                for index, written in by_key[key]
+                if written.item is not None
+            ]
+            note = next((written.annotation for _, written in by_key[key] if written.annotation), Annotation())
+            tensors.append(
+                StateRecord(
+                    key=key,
+                    path=path,
+                    shape=tuple(found.size),
+                    dtype=name_of(found.properties.dtype),
+                    chunks=tuple(sorted(chunks, key=lambda chunk: chunk.box.lo)),
+                    fingerprint=as_hex(combine(*(written.share for _, written in by_key[key]))),
+                    **{f.name: getattr(note, f.name) for f in dataclasses.fields(note)},
+                )
+            )
+        return Manifest(tuple(tensors), tuple(blobs), self._provenance)
+
+
+class _FileWriter:
+    """One rank's file: items end to end, digested in the pass that writes them."""
+
+    def __init__(self, rank: int, target: _Target, planner: CoveringSavePlanner) -> None:
+        self._rank = rank
+        self._target = target
+        self._planner = planner
+
+    def write(self, items: Sequence[WriteItem]) -> list[WriteResult]:
+        """Blobs first, as DCP does, then tensors; synced before it returns."""
+        with (self._target.directory / self._target.file).open("xb", buffering=0) as stream:
+            results = []
+            for item in sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO):
+                _write(stream, bytes(-stream.tell() % ALIGNMENT))
+                put = self._put_blob if item.type == WriteItemType.BYTE_IO else self._put_tensor
+                results.append(put(stream, item))
+            os.fsync(stream.fileno())
+        return results
+
+    def witness(self, item: WriteItem) -> WriteResult:
+        """What this rank holds of an item that another rank writes."""
+        if item.type == WriteItemType.BYTE_IO:
+            written = _Written(self._rank, xxh3_128([_blob(self._planner, item)]))
+        else:
+            tensor, sums = _tensor(self._planner, item), Sums()
+            for _ in sums.passing(bits_of(tensor), _offsets(item)):
+                pass
+            written = _Written(self._rank, sums.digest, _kind(tensor), sums.share)
+        return WriteResult(index=item.index, size_in_bytes=0, storage_data=written)
+
+    def _put_blob(self, stream: FileIO, item: WriteItem) -> WriteResult:
+        blob = _blob(self._planner, item)
+        where = Extent(self._target.file, stream.tell(), len(blob))
+        _write(stream, blob)
+        written = _Written(self._rank, xxh3_128([blob]), item=where)
+        return WriteResult(index=item.index, size_in_bytes=len(blob), storage_data=written)
+
+    def _put_tensor(self, stream: FileIO, item: WriteItem) -> WriteResult:
+        tensor = _tensor(self._planner, item)
+        frame = torch_zip.frame(name_of(tensor.dtype), tuple(tensor.shape))
+        start = stream.tell()
+        payload = Extent(self._target.file, start + frame.payload_offset, frame.payload_length)
+        _write(stream, frame.head)
+        sums = Sums()
+        for part in sums.passing(bits_of(tensor), _offsets(item)):
+            _write(stream, part)
+        # Start the transfer to disk now, so that it goes on while the next item is digested.
+        os.posix_fadvise(stream.fileno(), payload.offset, payload.length, os.POSIX_FADV_DONTNEED)
+        _write(stream, frame.tail(sums.checksum))
+        where = Extent(self._target.file, start, frame.length)
+        note = self._planner.annotation(item.index.fqn)
+        written = _Written(self._rank, sums.digest, _kind(tensor), sums.share, where, payload, sums.checksum, note)
+        return WriteResult(index=item.index, size_in_bytes=payload.length, storage_data=written)
+
+
+def _write(stream: FileIO, data: bytes | memoryview) -> None:
+    """All of it: one call to the system may take less."""
+    left = memoryview(data)
+    while left:
+        left = left[stream.write(left) :]
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{name_of(tensor.dtype)} {tuple(tensor.shape)}"
+
+
+def _tensor(planner: SavePlanner, item: WriteItem) -> Tensor:
+    found = planner.resolve_data(item)
+    assert isinstance(found, Tensor) and item.tensor_data is not None
+    if found.shape != item.tensor_data.chunk.sizes:
+        raise LayoutError(
+            f"tensor {item.index.fqn!r}: the local tensor has shape {tuple(found.shape)}, its placements say "
+            f"{tuple(item.tensor_data.chunk.sizes)}"
+        )
+    return found.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def _blob(planner: SavePlanner, item: WriteItem) -> memoryview:
+    found = planner.resolve_data(item)
+    assert isinstance(found, io.BytesIO)
+    return found.getbuffer()
+
+
+def _offsets(item: WriteItem) -> tuple[int, ...]:
+    assert item.tensor_data is not None
+    return tuple(item.tensor_data.chunk.offsets)
+
+
+def _empty(item: WriteItem) -> bool:
+    return item.tensor_data is not None and 0 in item.tensor_data.chunk.sizes
+
+
+def _box(offsets: tuple[int, ...], sizes: Mapping[tuple[int, ...], tuple[int, ...]]) -> Box:
+    return Box(offsets, tuple(lo + n for lo, n in zip(offsets, sizes[offsets], strict=True)))
+
+
+def _prove_covered(key: str, shape: tuple[int, ...], chunks: Sequence[ChunkStorageMetadata]) -> None:
+    with about(key):
+        boxes = (Box(tuple(c.offsets), tuple(map(int.__add__, c.offsets, c.sizes))) for c in chunks)
+        TensorLayout(shape, tuple(dense(box, str(index)) for index, box in enumerate(boxes)))
+
+
+def _sort(
+    results: Any,
+) -> tuple[dict[MetadataIndex, _Written], list[tuple[MetadataIndex, _Written]]]:
+    stored: dict[MetadataIndex, _Written] = {}
+    witnessed = []
+    for result in results:
+        if result.storage_data.item is None:
+            witnessed.append((result.index, result.storage_data))
+        else:
+            stored[result.index] = result.storage_data
+    return stored, witnessed
+
+
+def _check_stored(plans: Sequence[SavePlan], stored: Mapping[MetadataIndex, _Written]) -> None:
+    planned = {item.index for plan in plans for item in plan.items}
+    if planned != stored.keys():
+        lost = sorted(f"{index.fqn} at {tuple(index.offset or ())}" for index in planned - stored.keys())
+        raise DestinationError(f"{len(lost)} planned items were not written: {', '.join(lost[:8])}")
+
+
+def _check_witnesses(
+    stored: Mapping[MetadataIndex, _Written], witnessed: Sequence[tuple[MetadataIndex, _Written]], metadata: Metadata
+) -> None:
+    """Replicas must be equal: DCP stores one of them, and would lose the others without a word."""
+    for index, theirs in witnessed:
+        kept = stored[index]
+        if (kept.digest, kept.kind) == (theirs.digest, theirs.kind):
+            continue
+        what = f"{index.fqn!r} at {tuple(index.offset or ())}: ranks {kept.rank} and {theirs.rank} hold different data"
+        if isinstance(metadata.state_dict_metadata[index.fqn], TensorMetadata):
+            raise LayoutError(
+                f"{what} under one key, of which only one would be saved; replicas must be equal, and data that "
+                "differs by rank needs a key of its own"
+            )
+        warnings.warn(f"{what} that is not a tensor; the copy of rank {kept.rank} was saved", stacklevel=2)

@@ -1,0 +1,129 @@
+"""Saving and loading a training run: DCP's formats and keys, with every element accounted for.
+
+``save`` writes a directory that stock ``torch.distributed.checkpoint.load`` reads, plus the manifest
+``muonckpt.json``.  ``load`` reads that, or any stock DCP checkpoint, into live tensors on any mesh.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from ..errors import DestinationError, MuonckptError, SourceError
+from ..version import PROGRAM
+from .dcp_reader import CheckingReader, StrictLoadPlanner
+from .dcp_writer import CoveringSavePlanner, PublishingWriter
+
+
+def save(
+    state_dict: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    provenance: Mapping[str, Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save a state dict as a new checkpoint directory.  Collective; the directory must be on a shared file system.
+
+    The directory appears whole, by one rename, after everything in it has been synced and checked; if anything fails
+    on any rank, nothing appears.
+
+    Args:
+        state_dict: nested, as for ``dcp.save``; for example
+            ``{"model": get_model_state_dict(m), "optimizer": get_optimizer_state_dict(m, opt)}``.
+        path: must not exist.
+        provenance: JSON data to keep in the manifest, such as ``{"step": 100}``.
+
+    Raises:
+        DestinationError: the path exists, or cannot be written.
+        LayoutError: a tensor has a hole or an overlap, a rank holds several boxes of one, or replicas differ.
+        TypeError, ValueError: the provenance is not JSON.
+    """
+    details = json.loads(json.dumps({**_provenance(process_group), **(provenance or {})}, allow_nan=False))
+    planner = CoveringSavePlanner()
+    writer = PublishingWriter(_local(path, DestinationError), planner, details)
+    try:
+        with _own_errors(DestinationError):
+            dcp_save(dict(state_dict), storage_writer=writer, planner=planner, process_group=process_group)
+    except BaseException:
+        if writer.staged is not None:
+            shutil.rmtree(writer.staged, ignore_errors=True)
+        raise
+
+
+def load(
+    state_dict: dict[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    allow_extra: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Load a checkpoint, in place, into the tensors of ``state_dict``, on whatever mesh they are.  Collective.
+
+    Everything that is checked without reading data (keys, coverage, shapes, dtypes, momentum convention) is checked
+    on all ranks before any tensor is touched; digests are checked chunk by chunk while reading.  Of a chunk of which a
+    rank needs one run of elements, as of rows, it reads only that, and all ranks check the chunk together at the end.
+
+    Args:
+        state_dict: the template, nested as it was saved; other objects with ``load_state_dict`` are called.
+        path: a checkpoint of this package, or any stock DCP checkpoint.
+        allow_extra: load only what the template asks for.  Otherwise keys that only the checkpoint has are an error,
+            as keys that only the template has always are.
+
+    Raises:
+        SourceError: the checkpoint is missing, damaged or does not fit; lists what differs.
+        LayoutError: it has a hole or an overlap.
+    """
+    reader = CheckingReader(_local(path, SourceError))
+    planner = StrictLoadPlanner(reader, allow_extra)
+    with _own_errors(SourceError):
+        dcp_load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
+        ranks = _DistWrapper(process_group, dist.is_initialized(), 0)
+        ranks.all_reduce("check", lambda: reader.runs, reader.judge)
+
+
+@contextmanager
+def _own_errors(kind: type[MuonckptError]) -> Iterator[None]:
+    """Raise one error of ours in place of DCP's collection of tracebacks, on every rank the same one."""
+    try:
+        with warnings.catch_warnings():
+            # One process without a process group is a supported use, not something to warn of.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        rank, (first, _) = min(error.failures.items())
+        where = f" (rank {rank})" if dist.is_initialized() and len(error.failures) == 1 else ""
+        if isinstance(first, MuonckptError):
+            raise type(first)(f"{first}{where}") from error
+        raise kind(f"{type(first).__name__}: {first}{where}") from error
+
+
+def _local(path: str | os.PathLike[str], kind: type[MuonckptError]) -> Path:
+    """The path, with ``~`` expanded; a URL is refused with this kind of error, as object stores are to come."""
+    if "://" in os.fspath(path):
+        raise kind(f"{path} is a URL; expected a directory on a file system that all ranks share")
+    return Path(path).expanduser()
+
+
+def _provenance(process_group: dist.ProcessGroup | None) -> dict[str, Any]:
+    return {
+        "program": PROGRAM,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": sys.platform,
+        "world": dist.get_world_size(process_group) if dist.is_initialized() else 1,
+    }

@@ -1,0 +1,237 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP): a directory of ``.metadata`` and ``__{rank}_{n}.distcp`` files.
+
+``.metadata`` says which tensors there are, in which boxes they are stored, and where in which file each box's item
+lies; an item says dtype, shape and strides once more (:mod:`.torch_zip`), and there it is the authority.  Both are
+read without torch and without running anything that is in them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby
+
+from ....box import Box
+from ....errors import DestinationError, LayoutError, SourceError
+from ....record import Blob, Chunk, Extent, Manifest, StateRecord
+from ...io.bounds import check_extents
+from ...io.location import Location, at_each
+from ...io.output import write_synced
+from ...io.regular import File, open_regular
+from ..torch_save import tensor_item as torch_zip
+from .metadata_pickle import MAX_BYTES, Metadata, StoredItem, TensorMeta, dump, parse
+
+FILE = ".metadata"
+"""Name of DCP's description of a checkpoint."""
+
+COMMON_FILE = "common.pt"
+"""Where Megatron's ``torch_dist`` before core 0.19 keeps all that is no tensor: a file beside, one item."""
+
+KeyPath = tuple[str | int, ...]
+
+
+def read(path: Location, *, payloads: bool = False) -> Manifest:
+    """What a DCP checkpoint holds.
+
+    Args:
+        path: the checkpoint's directory.
+        payloads: also open every item, in the order of files and offsets, and fill ``payload`` and ``crc32`` of
+            each chunk.  Without it only ``.metadata`` is read, and the files are only asked for their size.
+
+    Raises:
+        SourceError: there is no checkpoint; its metadata is damaged, refused or contradicts itself; a file is
+            missing, cut, or no regular file; items overlap; or, with ``payloads``, an item is not the dense
+            tensor that the metadata promises.
+    """
+    try:
+        data = _read_metadata(path)
+        with _at(path / FILE):
+            manifest = _manifest(parse(data))
+        manifest = replace(manifest, blobs=(*manifest.blobs, *common_file(path)))
+        check_extents(path, _named(manifest))
+        return _with_payloads(path, manifest) if payloads else manifest
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error}") from error
+
+
+def write_metadata(manifest: Manifest, directory: Location) -> None:
+    """Write the ``.metadata`` with which stock DCP reads the items of this manifest, and wait until it is on disk.
+
+    Raises:
+        LayoutError: a key occurs twice, or two chunks of a tensor begin at the same place.
+        DestinationError: it exists, or cannot be written.
+    """
+    data = dump(_metadata(manifest))
+    try:
+        write_synced(directory / FILE, data)
+    except OSError as error:
+        raise DestinationError(f"cannot write {directory / FILE}: {error.strerror or error}") from error
+
+
+def common_file(path: Location) -> tuple[Blob, ...]:
+    """The item that Megatron keeps beside the checkpoint, if it does."""
+    if not (path / COMMON_FILE).exists():
+        return ()
+    with open_regular(path / COMMON_FILE) as file:
+        return (Blob(COMMON_FILE, (COMMON_FILE,), Extent(COMMON_FILE, 0, file.size)),)
+
+
+# From metadata to manifest.
+
+
+def _manifest(metadata: Metadata) -> Manifest:
+    chunks = {(key, offsets) for key, tensor in metadata.tensors.items() for offsets, _ in tensor.chunks}
+    planned = chunks | {(key, None) for key in metadata.blobs}
+    for key, offsets in metadata.storage.keys() - planned:
+        raise SourceError(f"expected items of known tensors only, found one for {key!r} at offsets {offsets}")
+    optimizers = _optimizers(metadata.paths)
+    return Manifest(
+        tuple(_record(key, tensor, metadata, optimizers) for key, tensor in metadata.tensors.items()),
+        tuple(Blob(key, _path(key, metadata), _extent(key, None, metadata)) for key in metadata.blobs),
+        {"format": "torch.distributed.checkpoint", "version": metadata.version, "not_kept": list(metadata.extra)},
+    )
+
+
+def _record(key: str, tensor: TensorMeta, metadata: Metadata, optimizers: Collection[KeyPath]) -> StateRecord:
+    chunks = []
+    for offsets, sizes in tensor.chunks:
+        if not len(offsets) == len(sizes) == len(tensor.size):
+            raise SourceError(f"tensor {key!r}: expected {len(tensor.size)} dims, found {offsets} and {sizes}")
+        box = Box(offsets, tuple(map(int.__add__, offsets, sizes)))
+        if any(hi > size for hi, size in zip(box.hi, tensor.size, strict=True)):
+            raise SourceError(f"tensor {key!r}: expected boxes within shape {tensor.size}, found {box}")
+        chunks.append(Chunk(box, _extent(key, offsets, metadata)))
+    path = _path(key, metadata)
+    name, slot = _optimizer_state(path, optimizers)
+    return StateRecord(key, path, tensor.size, tensor.dtype, tuple(chunks), name=name, slot=slot)
+
+
+def _extent(key: str, offsets: tuple[int, ...] | None, metadata: Metadata) -> Extent:
+    item = metadata.storage.get((key, offsets))
+    where = "" if offsets is None else f" at offsets {offsets}"
+    if item is None:
+        raise SourceError(f"expected a stored item for {key!r}{where}, found none: its writer did not finish")
+    if item.transforms:
+        raise SourceError(f"expected a plain item for {key!r}{where}, found one encoded with {item.transforms}")
+    return Extent(item.file, item.offset, item.length)
+
+
+def _path(key: str, metadata: Metadata) -> KeyPath:
+    return metadata.paths.get(key, (key,))
+
+
+def _optimizers(paths: Mapping[str, KeyPath]) -> set[KeyPath]:
+    """Where optimizers sit in the nested state dict: the places that have a "param_groups"."""
+    return {path[:depth] for path in paths.values() for depth, part in enumerate(path) if part == "param_groups"}
+
+
+def _optimizer_state(path: KeyPath, optimizers: Collection[KeyPath]) -> tuple[str | None, str | None]:
+    """Parameter and slot of ``(*optimizer, "state", parameter, slot)``; None where the structure is another."""
+    match path:
+        case (*where, "state", str(name), str(slot)) if tuple(where) in optimizers:
+            return name, slot
+    return None, None
+
+
+# From manifest to metadata.
+
+
+def _metadata(manifest: Manifest) -> Metadata:
+    """Raises:
+    LayoutError: two things have one name, of which DCP would keep one.
+    """
+    entries: tuple[StateRecord | Blob, ...] = (*manifest.tensors, *manifest.blobs)
+    stored = [((blob.key, None), blob.item) for blob in manifest.blobs]
+    places = [((tensor.key, chunk.box.lo), chunk.item) for tensor in manifest.tensors for chunk in tensor.chunks]
+    for what in ([entry.key for entry in entries], [place for place, _ in places]):
+        twice = [name for name, count in Counter(what).items() if count > 1]
+        if twice:
+            raise LayoutError(f"expected each key, and each offset of its boxes, once; found {twice[0]!r} twice")
+    return Metadata(
+        {tensor.key: _tensor_meta(tensor) for tensor in manifest.tensors},
+        tuple(blob.key for blob in manifest.blobs),
+        {place: StoredItem(item.file, item.offset, item.length) for place, item in (*stored, *places)},
+        {entry.key: entry.path for entry in entries},
+    )
+
+
+def _tensor_meta(tensor: StateRecord) -> TensorMeta:
+    return TensorMeta(tensor.dtype, tensor.shape, tuple((chunk.box.lo, chunk.box.shape) for chunk in tensor.chunks))
+
+
+# Files.
+
+
+def _read_metadata(path: Location) -> bytes:
+    if not path.is_dir():
+        raise SourceError(f"expected a checkpoint directory, found no directory {path}")
+    names = {entry.name for entry in path.iterdir()}
+    if FILE not in names:
+        if any(fnmatch.fnmatchcase(name, f"__*{FILE}") for name in names):
+            raise SourceError(
+                f"{path} holds one __<rank>.metadata for each rank, as DCP writes with use_collectives=False: each "
+                "knows only its own rank, so they cannot be resharded; load them on the same ranks and save again"
+            )
+        unfinished = f": a save into {path} did not finish" if f"{FILE}.tmp" in names else ""
+        below = sorted(name for name in names if (path / name / FILE).exists())
+        instead = f"; there is one in {', '.join(below[:8])}" if below else ""
+        raise SourceError(f"expected {FILE} in {path}, found none{unfinished}{instead}")
+    with open_regular(path / FILE) as file:
+        if file.size > MAX_BYTES:
+            raise SourceError(f"{path / FILE}: expected at most {MAX_BYTES} bytes, found {file.size}")
+        return file.read(0, file.size)
+
+
+def _named(manifest: Manifest) -> Iterator[tuple[Extent, str]]:
+    """Every item, and what to call it."""
+    for tensor in manifest.tensors:
+        yield from ((chunk.item, f"{tensor.key!r} box {chunk.box}") for chunk in tensor.chunks)
+    yield from ((blob.item, repr(blob.key)) for blob in manifest.blobs)
+
+
+def _with_payloads(path: Location, manifest: Manifest) -> Manifest:
+    jobs = [
+        (chunk.item, at, part) for at, tensor in enumerate(manifest.tensors) for part, chunk in enumerate(tensor.chunks)
+    ]
+    jobs.sort(key=lambda job: (job[0].file, job[0].offset))
+    chunks = [list(tensor.chunks) for tensor in manifest.tensors]
+
+    def read_items(of_one_file: list[tuple[Extent, int, int]]) -> None:
+        name = of_one_file[0][0].file
+        with open_regular(path / name) as file:
+            for item, at, part in of_one_file:
+                tensor, chunk = manifest.tensors[at], chunks[at][part]
+                try:
+                    chunks[at][part] = _opened(file, tensor, chunk)
+                except SourceError as error:
+                    where = f"{path / name} at byte {item.offset}: tensor {tensor.key!r} box {chunk.box}"
+                    raise SourceError(f"{where}: {error}") from error
+
+    at_each(path, read_items, [list(mine) for _, mine in groupby(jobs, key=lambda job: job[0].file)])
+    tensors = (replace(t, chunks=tuple(opened)) for t, opened in zip(manifest.tensors, chunks, strict=True))
+    return replace(manifest, tensors=tuple(tensors))
+
+
+def _opened(file: File, tensor: StateRecord, chunk: Chunk) -> Chunk:
+    """The chunk with the place and checksum of its payload, as the item itself says."""
+    found = torch_zip.read_tensor(file.read, chunk.item.offset, chunk.item.length)
+    if (found.dtype, found.shape) != (tensor.dtype, chunk.box.shape):
+        raise SourceError(
+            f"expected {tensor.dtype} of shape {chunk.box.shape}, as {FILE} says; "
+            f"found {found.dtype} of shape {found.shape}"
+        )
+    strides = None if found.row_major else found.strides  # it was transposed or channels-last when it was saved
+    payload = Extent(chunk.item.file, found.offset, found.length)
+    return replace(chunk, payload=payload, crc32=found.crc32, strides=strides)
+
+
+@contextmanager
+def _at(place: Location | str) -> Iterator[None]:
+    """Put the place in front of any source error raised inside."""
+    try:
+        yield
+    except SourceError as error:
+        raise SourceError(f"{place}: {error}") from error

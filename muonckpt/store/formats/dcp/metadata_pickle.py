@@ -1,0 +1,246 @@
+"""The ``.metadata`` file of torch.distributed.checkpoint (DCP), read and written as plain data.
+
+The file is a pickle of small objects of torch (``Metadata`` and the classes below it).  A stock reader runs it, and
+with it any code that somebody put there; :mod:`.inert_pickle` runs nothing.
+
+Sources: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py`` (torch 2.13) for the objects and their
+attributes.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+from ....box import Index
+from ....errors import SourceError
+from ...io.gc_paused import not_collecting
+from ...reading.dtypes import DTYPES
+from ..torch_save.inert_pickle import Global, Pickler, Record, expect, ints, sequence, unpickle
+
+MAX_BYTES = 1 << 30
+"""Largest ``.metadata`` that is read, in bytes.  DCP writes about 150 bytes a chunk: this is 7 million chunks."""
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_ATTRIBUTES = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
+
+_NAMES = {
+    "torch": ("Size", *DTYPES),
+    "torch.serialization": ("_get_layout",),
+    _FILESYSTEM: ("_StorageInfo",),
+    _METADATA: (
+        *("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex"),
+        *("BytesStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    ),
+    # Megatron-LM's torch_dist adds the save plans of all ranks.
+    "torch.distributed.checkpoint.planner": (
+        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    ),
+    # StorageMeta holds the directory of the save; Python 3.13 moved the classes.
+    "pathlib": (_PATHS := ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")),
+    "pathlib._local": _PATHS,
+}
+_KNOWN = frozenset(f"{module} {name}" for module, names in _NAMES.items() for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """One tensor: dtype name, global size, and its chunks as (offsets, sizes), all in elements."""
+
+    dtype: str
+    size: Index
+    chunks: tuple[tuple[Index, Index], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredItem:
+    """Where an item lies: ``length`` bytes at byte ``offset`` of ``file``, a name not checked yet.
+
+    ``transforms`` names what the stream was encoded with (compression, encryption), which is rare.
+    """
+
+    file: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """The content of a ``.metadata`` file.
+
+    ``storage`` is keyed by (tensor key, offsets of the chunk) and by (blob key, None).  ``paths`` says where a flat
+    key sat in the nested state dict; a key that has none is its own path.  ``extra`` names attributes that another
+    program added; their values are not kept.
+    """
+
+    tensors: Mapping[str, TensorMeta]
+    blobs: tuple[str, ...]
+    storage: Mapping[tuple[str, Index | None], StoredItem]
+    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    version: str | None = "1.0.0"
+    extra: tuple[str, ...] = ()
+
+
+# Reading.
+
+
+def parse(data: bytes) -> Metadata:
+    """What a ``.metadata`` file says.  Reads at most :data:`MAX_BYTES`, runs nothing, imports nothing.
+
+    Raises:
+        SourceError: it is not such a file, is cut or too large, names anything that a stock file does not have, or
+            gives a size that is no integer >= 0, or one item twice.  File names are not checked here.
+    """
+    if len(data) > MAX_BYTES:
+        raise SourceError(f"expected at most {MAX_BYTES} bytes of metadata, found {len(data)}")
+    with not_collecting():
+        content = unpickle(data, _KNOWN)
+        try:
+            return _metadata(content)
+        except (KeyError, ValueError) as error:
+            raise SourceError(f"expected the metadata of a checkpoint, found a part missing ({error})") from None
+
+
+def _metadata(content: object) -> Metadata:
+    fields = _fields("Metadata", content)
+    stored = expect(dict, fields["storage_data"])
+    room = len(stored)
+    tensors: dict[str, TensorMeta] = {}
+    blobs: list[str] = []
+    for key, value in expect(dict, fields["state_dict_metadata"]).items():
+        if expect(Record, value).kind == f"{_METADATA} BytesStorageMetadata":
+            blobs.append(expect(str, key))
+            continue
+        # Chunks are counted before they are read: one list can stand for many tensors in a few hostile bytes.
+        tensors[expect(str, key)] = tensor = _tensor(value, room)
+        room -= len(tensor.chunks)
+    paths = expect(dict, fields.get("planner_data") or {})
+    version = fields.get("version")
+    return Metadata(
+        tensors,
+        tuple(blobs),
+        _storage(stored),
+        {expect(str, key): _path(path) for key, path in paths.items()},
+        version if version is None else expect(str, version),
+        tuple(name for name in fields if name not in _ATTRIBUTES),
+    )
+
+
+def _fields(kind: str, value: object, module: str = _METADATA) -> dict[str, object]:
+    """The attributes of an object of this class."""
+    record = expect(Record, value)
+    if record.kind != f"{module} {kind}":
+        raise SourceError(f"expected an object of class {kind}, found {record.kind}")
+    return expect(dict, record.state)
+
+
+def _tensor(value: object, room: int) -> TensorMeta:
+    fields = _fields("TensorStorageMetadata", value)
+    properties = expect(tuple, expect(Record, fields["properties"]).state)
+    dtype = expect(Global, properties[0] if properties else None).removeprefix("torch ")
+    if dtype not in DTYPES:
+        raise SourceError(f"expected a dtype, found {dtype!r}")
+    chunks = expect(list, fields["chunks"])
+    if len(chunks) > room:
+        raise SourceError(f"expected a stored item for each chunk, found {len(chunks)} chunks and {room} items")
+    boxes = (_fields("ChunkStorageMetadata", chunk) for chunk in chunks)
+    return TensorMeta(
+        dtype,
+        ints(fields["size"]),
+        tuple((ints(box["offsets"]), ints(box["sizes"])) for box in boxes),
+    )
+
+
+def _storage(stored: dict[object, object]) -> dict[tuple[str, Index | None], StoredItem]:
+    storage = {}
+    for key, value in stored.items():
+        index = _fields("MetadataIndex", key)
+        offset = index.get("offset")
+        where = expect(str, index["fqn"]), None if offset is None else ints(offset)
+        if where in storage:
+            raise SourceError(f"expected one stored item for {where[0]!r} at offset {where[1]}, found two")
+        info = _fields("_StorageInfo", value, _FILESYSTEM)
+        start, length = ints((info["offset"], info["length"]))
+        transforms = sequence(info.get("transform_descriptors") or ())
+        storage[where] = StoredItem(
+            expect(str, info["relative_path"]), start, length, tuple(expect(str, name) for name in transforms)
+        )
+    return storage
+
+
+def _path(value: object) -> tuple[str | int, ...]:
+    parts = tuple(sequence(value))
+    for part in parts:
+        if type(part) is not int:
+            expect(str, part)
+    return cast("tuple[str | int, ...]", parts)
+
+
+# Writing.
+
+
+def dump(metadata: Metadata) -> bytes:
+    """The ``.metadata`` file with this content, as stock DCP reads it.
+
+    It names no directory of a save (``storage_meta`` is None, which DCP accepts) and loses ``extra``.
+
+    Raises:
+        SourceError: a dtype is not one of torch's, or an item is encoded.
+    """
+    hints = {
+        (key, offsets): position
+        for key, tensor in metadata.tensors.items()
+        for position, (offsets, _) in enumerate(tensor.chunks)
+    }
+    tensors = {key: _tensor_record(tensor) for key, tensor in metadata.tensors.items()}
+    state = {
+        "state_dict_metadata": tensors | {key: _object("BytesStorageMetadata") for key in metadata.blobs},
+        "planner_data": dict(metadata.paths),
+        "storage_data": {_index_record(*where, hints): _item_record(item) for where, item in metadata.storage.items()},
+        "storage_meta": None,
+        "version": metadata.version,
+    }
+    writer = Pickler()
+    writer.put(_object("Metadata", state))
+    return bytes(writer.out + pickle.STOP)
+
+
+def _object(kind: str, state: object = None, module: str = _METADATA) -> Record:
+    return Record(Global(f"{module} {kind}"), (), state)
+
+
+def _size(sizes: Index) -> Record:
+    return Record(Global("torch Size"), (sizes,))
+
+
+def _index_record(key: str, offsets: Index | None, hints: Mapping[tuple[str, Index], int]) -> Record:
+    if offsets is None:
+        return _object("MetadataIndex", {"fqn": key, "index": None})
+    return _object("MetadataIndex", {"fqn": key, "offset": _size(offsets), "index": hints.get((key, offsets))})
+
+
+def _item_record(item: StoredItem) -> Record:
+    if item.transforms:
+        raise SourceError(f"expected plain items to write, found one encoded with {item.transforms}")
+    state = {"relative_path": item.file, "offset": item.offset, "length": item.length}
+    return _object("_StorageInfo", state, _FILESYSTEM)
+
+
+def _tensor_record(tensor: TensorMeta) -> Record:
+    if tensor.dtype not in DTYPES:
+        raise SourceError(f"expected a dtype of torch, found {tensor.dtype!r}")
+    layout = Record(Global("torch.serialization _get_layout"), ("torch.strided",))
+    contiguous = Record(Global(f"{_METADATA} _MEM_FORMAT_ENCODING"), (0,))
+    properties = (Global(f"torch {tensor.dtype}"), layout, False, contiguous, False)
+    chunks = [
+        _object("ChunkStorageMetadata", {"offsets": _size(offsets), "sizes": _size(sizes)})
+        for offsets, sizes in tensor.chunks
+    ]
+    return _object(
+        "TensorStorageMetadata",
+        {"properties": _object("TensorProperties", properties), "size": _size(tensor.size), "chunks": chunks},
+    )

@@ -1,0 +1,170 @@
+"""Checkpoints of raw flat buffers: one file a rank, as its memory is, and an index (docs/formats/flat_buffers.md).
+
+The index is a manifest whose record of buffers also says in which files they are.  Where a tensor's elements are
+follows from that record; chunks, if the index lists them, must agree, and add their digests.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...box import Box
+from ...errors import LayoutError, SourceError
+from ...layouts.buffers import group_buffer
+from ...layouts.buffers.group_buffer import GroupBuffer
+from ...layouts.buffers.layout import rank_of
+from ...layouts.buffers.recorded import ints
+from ...record import Chunk, Extent, Manifest, StateRecord
+from ..io.bounds import check_extents
+from ..io.location import Location
+from ..io.output import write_synced
+from ..io.regular import open_regular
+from ..reading.dtypes import itemsize
+from . import signs
+
+INDEX = signs.FLAT_BUFFERS
+"""Name of the index."""
+
+FILE = "rank_{}.bin".format
+"""Name of a rank's file, as we write it.  A rank that holds nothing has none."""
+
+ITEMS = "items.bin"
+"""Name of the file of items that are no tensors, as we write it."""
+
+ALIGNMENT = 4096
+"""Bytes; what a rank holds of a buffer begins at a multiple of it, so that it can be mapped, or read past the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBuffer:
+    """A flat buffer, and for each rank of its group the bytes that are what it holds, padding included.
+
+    Raises:
+        LayoutError: the parameters are not of one dtype; or there is not one place for each rank, as long as what it
+            holds.
+    """
+
+    buffer: GroupBuffer
+    places: tuple[Extent, ...]
+
+    def __post_init__(self) -> None:
+        if [place.length for place in self.places] != lengths(self.buffer):
+            raise LayoutError(f"expected places of {lengths(self.buffer)} bytes, got {self.places}")
+
+    def chunks(self) -> Iterator[tuple[int, str, Chunk]]:
+        """(global rank, key, chunk) for every box of every tensor in the buffer, replicas too."""
+        size = itemsize(dtype_of(self.buffer))
+        places = dict(zip(self.buffer.group, self.places, strict=True))
+        for key, fragment in self.buffer.fragments():
+            rank = fragment.place.buffer
+            assert isinstance(rank, int), "the buffers of a group are its ranks"
+            at = places[rank].offset + fragment.place.offset * size
+            place = Extent(places[rank].file, at, fragment.box.numel * size)
+            yield rank, key, Chunk(fragment.box, place, place)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields of the buffer, and ``files``: [name, offset, length] for each rank, in bytes."""
+        files = [[place.file, place.offset, place.length] for place in self.places]
+        return {**self.buffer.to_json(), "files": files}
+
+
+def place(buffers: Sequence[GroupBuffer]) -> tuple[StoredBuffer, ...]:
+    """Put what each rank holds of these buffers into its file, in this order, each aligned."""
+    ends: defaultdict[int, int] = defaultdict(int)
+    stored = []
+    for buffer in buffers:
+        places = []
+        for rank, length in zip(buffer.group, lengths(buffer), strict=True):
+            at = -(-ends[rank] // ALIGNMENT) * ALIGNMENT
+            places.append(Extent(FILE(rank), at, length))
+            ends[rank] = at + length if length else ends[rank]
+        stored.append(StoredBuffer(buffer, tuple(places)))
+    return tuple(stored)
+
+
+def ends(stored: Sequence[StoredBuffer]) -> dict[str, int]:
+    """By file, the byte behind the last buffer in it."""
+    found: dict[str, int] = {}
+    for each in stored:
+        for extent in each.places:
+            found[extent.file] = max(found.get(extent.file, 0), extent.end if extent.length else 0)
+    return found
+
+
+def lengths(buffer: GroupBuffer) -> list[int]:
+    """Bytes that each rank of the group holds, padding included."""
+    held, size = [0] * buffer.layout.ranks, itemsize(dtype_of(buffer))
+    for shard in buffer.layout.shards:
+        held[rank_of(shard)] += (shard.stop - shard.start) * size
+    return held
+
+
+def dtype_of(buffer: GroupBuffer) -> str:
+    """Raises:
+    LayoutError: the buffer's parameters are of more than one dtype, or there are none.
+    """
+    dtypes = {slot.parameter.dtype for slot in buffer.layout.slots}
+    if len(dtypes) != 1:
+        raise LayoutError(f"expected a buffer of one dtype, got {sorted(dtypes)}")
+    return dtypes.pop()
+
+
+def read(path: Location) -> Manifest:
+    """What a checkpoint holds.  Reads the index only, and asks the files for their size.
+
+    Raises:
+        SourceError: the index is damaged or contradicts itself; a buffer has elements of a tensor that the index does
+            not list; or a file is missing, cut, no regular file, or shared by what overlaps in it.
+    """
+    file = path / INDEX
+    try:
+        with open_regular(file) as opened:
+            text = opened.read(0, opened.size).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(f"cannot read {file}: {error}") from error
+    try:
+        manifest = Manifest.from_json(text)
+        stored = tuple(map(_stored, manifest.provenance["buffers"]))
+        tensors = _placed(manifest.tensors, stored)
+    except (SourceError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SourceError(f"{file}: {type(error).__name__}: {error}") from error
+    found = [(extent, f"buffer {at}") for at, each in enumerate(stored) for extent in each.places if extent.length]
+    check_extents(path, [*found, *((blob.item, repr(blob.key)) for blob in manifest.blobs)])
+    return replace(manifest, tensors=tensors)
+
+
+def write_index(manifest: Manifest, directory: Location) -> None:
+    """Write the index of finished files, and wait until it is on disk.  It has a record of buffers even if none is."""
+    index = replace(manifest, provenance={"buffers": [], **manifest.provenance})
+    write_synced(directory / INDEX, index.to_json().encode())
+
+
+def _stored(data: Mapping[str, Any]) -> StoredBuffer:
+    return StoredBuffer(group_buffer.from_json(data), tuple(Extent(file, *ints(span)) for file, *span in data["files"]))
+
+
+def _placed(tensors: Sequence[StateRecord], stored: Sequence[StoredBuffer]) -> tuple[StateRecord, ...]:
+    """The tensors with the chunks that the buffers give them, of replicas the first."""
+    dtypes = {tensor.key: tensor.dtype for tensor in tensors}
+    found: defaultdict[str, dict[Box, Chunk]] = defaultdict(dict)
+    for each in stored:
+        dtype = dtype_of(each.buffer)
+        for _, key, chunk in each.chunks():
+            if dtypes.get(key) != dtype:
+                raise SourceError(f"a buffer of {dtype} holds tensor {key!r}; the index lists it as {dtypes.get(key)}")
+            found[key].setdefault(chunk.box, chunk)
+    return tuple(replace(tensor, chunks=_with_sums(tensor, found[tensor.key])) for tensor in tensors)
+
+
+def _with_sums(tensor: StateRecord, found: Mapping[Box, Chunk]) -> tuple[Chunk, ...]:
+    """The chunks as the index lists them, if it does; else as they were found, without digests."""
+    listed = [chunk for chunk in tensor.chunks if chunk.box.numel]
+    if not listed:
+        return tuple(found.values())
+    places = {chunk.box: replace(chunk, digest=None, crc32=None) for chunk in listed}
+    if places != found or len(places) != len(listed):
+        raise SourceError(f"tensor {tensor.key!r}: the chunks are not where the buffers say")
+    return tuple(listed)

@@ -1,0 +1,30 @@
+"""What a foreign format cannot say about a tensor, as JSON: the tensor's entry in our manifest, without its chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ...record import VERSION, Manifest, StateRecord
+
+
+def facts_of(tensor: StateRecord) -> dict[str, Any]:
+    """The fields of docs/formats/manifest.md, "A tensor", and the version that they follow."""
+    text = Manifest((dataclasses.replace(tensor, chunks=()),)).to_json()
+    (entry,) = json.loads(text)["tensors"]
+    del entry["chunks"]
+    return {"version": VERSION, **entry}
+
+
+def tensor_of(facts: Mapping[str, Any]) -> StateRecord:
+    """The tensor of such an entry, with no chunks yet.
+
+    Raises:
+        SourceError: the version is unknown, or a field is missing or not what it should be.
+    """
+    entry = {**facts, "chunks": []}
+    whole: dict[str, Any] = {"format": "muonckpt", "version": entry.get("version"), "provenance": {}}
+    whole |= {"tensors": [entry], "blobs": []}
+    return Manifest.from_json(json.dumps(whole)).tensors[0]

@@ -1,0 +1,212 @@
+"""Megatron's per-rank files of the layer-wise optimizer, ``layer_wise_optimizer_{rank}.pt``, as one checkpoint.
+
+A file has neither names nor owners.  They come from a description beside the files (:mod:`.layer_wise_names`), and
+must agree with what every file holds: counts and shapes, and where the model's weights are at hand also the bits of the
+fp32 masters, which round to them.  docs/formats/layer_wise.md has the format and the keys.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import TypeGuard
+
+from ....box import Index
+from ....errors import SourceError
+from ....layouts.buffers.group_buffer import GroupBuffer
+from ....layouts.buffers.ranges import Slot
+from ....record import Blob, Extent, Manifest, StateRecord
+from ...io.location import Location
+from ...io.regular import Held
+from ...reading.payloads import Payloads
+from .. import signs
+from ..torch_save.plain_item import plain_item
+from ..torch_save.torch_file import SavedTensor
+from . import model_weights, rank_file
+from .layer_wise_names import FILES, Dealt, Description, Member, deal, load
+from .model_weights import whole_tensor
+from .rank_file import PARAMS, RankFile, RankGroup, State
+
+EXPERTS = "is_expert_parallel"
+"""The option by which a group says what it is of."""
+
+STATE = ("layer_wise", "state")
+OPTION = ("layer_wise", "param_groups")
+"""Paths of keys: state by parameter and slot, options by group and name.  Weights are under ``model``."""
+
+
+def read(path: Location) -> Manifest:
+    """What the files of a directory hold, under names.
+
+    Reads no elements, but where there are weights to compare with the first few thousand of each parameter.  Options
+    of groups are items without bytes of their own: their extents count in what `LayerWisePayloads` makes of them, and
+    name the description.
+
+    Raises:
+        SourceError: there is no description, a file is missing or damaged, or contradicts the description.
+    """
+    return _read(path)[0]
+
+
+class LayerWisePayloads(Payloads):
+    """The bytes of the elements, and the items made of the options of groups."""
+
+    def __init__(self, directory: Location) -> None:
+        super().__init__(directory)
+        self._files[_description_file(directory)] = Held(_read(directory)[1])
+
+
+def _read(path: Location) -> tuple[Manifest, bytes]:
+    told = load(path)
+    if told is None:
+        raise SourceError(
+            f"{path} holds Megatron's per-rank optimizer files, which have no names and do not say who owns what: "
+            f"write {next(iter(FILES))} beside them (docs/formats/layer_wise.md)"
+        )
+    files = [rank_file.read(path, name) for name in told.files or _files(path)]
+    model = model_weights.read(path, told.model) if told.model else None
+    members = told.selected(model.listed if model else ())
+    dealt = deal(told, members, len(files))
+    _check_experts(files, members)
+    shapes = {each.parameter.name: each.parameter.shape for each in members}
+    states = dict(_named(files, dealt, shapes, told))
+    if model:
+        model.check_masters(path, states)
+    params: defaultdict[int, list[str]] = defaultdict(list)
+    for each in members:
+        params[each.group].append(each.parameter.name)
+    blobs, made = _items(path, _options(files, params), states)
+    weights = model.weights.values() if model and model.folder == path else ()
+    provenance = {
+        "format": "layer_wise_optimizer",
+        "dealt": {"algorithm": told.algorithm, "ranks": len(files)},
+        "not_kept": sorted(set().union(*(file.others for file in files))),
+        "buffers": [buffer.to_json() for buffer in _buffers(dealt, states)],
+    }
+    return Manifest((*_records(dealt, states), *weights), blobs, provenance), made
+
+
+def _files(path: Location) -> tuple[str, ...]:
+    matches = (signs.LAYER_WISE_RANK.fullmatch(file.name) for file in path.iterdir())
+    found = sorted((int(match[1]), match[0]) for match in matches if match)
+    if not found or [rank for rank, _ in found] != list(range(len(found))):
+        raise SourceError(f"{path}: expected a file of every rank from 0, found those of {[rank for rank, _ in found]}")
+    return tuple(name for _, name in found)
+
+
+def _description_file(path: Location) -> str:
+    return next((name for name in FILES if (path / name).is_file()), next(iter(FILES)))
+
+
+# Names.
+
+
+def _named(
+    files: Sequence[RankFile], dealt: Dealt, shapes: Mapping[str, Index], told: Description
+) -> Iterator[tuple[str, State]]:
+    """The state of every parameter, by its name."""
+    counts = {len(file.groups) for file in files}
+    groups = max(counts)
+    if len(counts) > 1 or any(group >= groups for _, group in dealt.shares):
+        raise SourceError(
+            f"the ranks' files have {sorted(counts)} parameter groups, the description speaks of "
+            f"{1 + max(group for _, group in dealt.shares)}"
+        )
+    for rank, file in enumerate(files):
+        for number, group in enumerate(file.groups):
+            names = dealt.shares.get((rank, number), ())
+            _agree(file.name, number, group, [(name, shapes[name]) for name in names], told.algorithm)
+            yield from zip(names, group.states, strict=True)
+
+
+def _check_experts(files: Sequence[RankFile], members: Sequence[Member]) -> None:
+    """Raises `SourceError` if a group says whether it is of experts, and its parameters say the contrary."""
+    for group, expert in {(member.group, member.parameter.expert) for member in members}:
+        for file in files:
+            said = file.groups[group].options.get(EXPERTS, expert) if group < len(file.groups) else expert
+            if said != expert:
+                raise SourceError(f"group {group} of {file.name} says {EXPERTS}={said}, the description the contrary")
+
+
+def _agree(file: str, number: int, group: RankGroup, expected: list[tuple[str, Index]], algorithm: str) -> None:
+    """Raises `SourceError` if a group of a file cannot be these parameters."""
+    found = [{value.shape for value in state.values() if _is_elementwise(value)} for state in group.states]
+    for at, (wanted, shapes) in enumerate(zip_longest(expected, found)):
+        if wanted is None or shapes != {wanted[1]}:
+            raise SourceError(
+                f"{file}: group {number} has {len(found)} parameters, with {algorithm} its rank owns {len(expected)}; "
+                f"as number {at} expected {wanted}, found shape {shapes}: another algorithm, or other parameters"
+            )
+
+
+def _is_elementwise(value: object) -> TypeGuard[SavedTensor]:
+    return isinstance(value, SavedTensor) and value.shape != ()
+
+
+def _records(dealt: Dealt, states: Mapping[str, State]) -> Iterator[StateRecord]:
+    buffers = {slot.parameter.name: buffer for _, buffer in dealt.buffers for slot in buffer.slots}
+    for name, state in states.items():
+        buffer = buffers[name]
+        words = {"algorithm": buffer.algorithm, "version": buffer.version}
+        words |= {"mesh": [buffer.ranks], "axes": ["dp"], "cuts": []}
+        for slot, value in state.items():
+            if isinstance(value, SavedTensor):
+                record = whole_tensor((*STATE, name, slot), value)
+                yield replace(record, name=name, slot=slot, layout=words if value.shape else None)
+
+
+def _buffers(dealt: Dealt, states: Mapping[str, State]) -> Iterator[GroupBuffer]:
+    """The run's buffers for every slot, each with those of its parameters that have the slot."""
+    for number, (group, buffer) in enumerate(dealt.buffers):
+        named = [(slot, states[slot.parameter.name]) for slot in buffer.slots]
+        for word in dict.fromkeys(word for _, state in named for word in state):
+            slots = tuple(
+                replace(slot, parameter=replace(slot.parameter, name=_key(slot, word), dtype=value.dtype))
+                for slot, state in named
+                if _is_elementwise(value := state.get(word))
+            )
+            if slots:
+                origins = tuple((0,) * len(slot.parameter.shape) for slot in slots)
+                yield GroupBuffer(word, number, group, origins, replace(buffer, slots=slots))
+
+
+def _key(slot: Slot, word: str) -> str:
+    return ".".join((*STATE, slot.parameter.name, word))
+
+
+# Options.
+
+
+def _options(files: Sequence[RankFile], params: Mapping[int, Sequence[str]]) -> Iterator[tuple[int, dict[str, object]]]:
+    """The options of each group that has parameters, with their names; those of ranks without any do not count."""
+    for number, names in sorted(params.items()):
+        held = [(file.name, file.groups[number]) for file in files if file.groups[number].states]
+        first = held[0][1].options
+        for file, group in held:
+            if repr(group.options) != repr(first):
+                differing = sorted(set(map(repr, group.options.items())) ^ set(map(repr, first.items())))[0]
+                raise SourceError(f"group {number}: {held[0][0]} and {file} differ in {differing}")
+        yield number, {**first, PARAMS: list(names)}
+
+
+def _items(
+    path: Location, groups: Iterator[tuple[int, dict[str, object]]], states: Mapping[str, State]
+) -> tuple[tuple[Blob, ...], bytes]:
+    """Items for options, and for what the optimizer keeps of a parameter that is no tensor; and their bytes."""
+    values: list[tuple[tuple[str | int, ...], object]] = [
+        ((*OPTION, number, option), value) for number, options in groups for option, value in options.items()
+    ]
+    values += [
+        ((*STATE, name, slot), value)
+        for name, state in states.items()
+        for slot, value in state.items()
+        if not isinstance(value, SavedTensor)
+    ]
+    blobs, made, file = [], bytearray(), _description_file(path)
+    for where, value in values:
+        item = plain_item(value)
+        blobs.append(Blob(".".join(map(str, where)), where, Extent(file, len(made), len(item))))
+        made += item
+    return tuple(blobs), bytes(made)

@@ -1,0 +1,260 @@
+"""What Megatron's per-rank optimizer files do not say: which parameters there are, and which of them a file holds.
+
+A file lists states by number: parameter groups in order, in each the parameters that its rank owns.  Who owns what,
+and in which order, follows from the parameters and the algorithm that dealt them.  Both are in a description that a
+person writes, ``layer_wise.toml`` or ``.json``: docs/formats/layer_wise.md.  Nothing is guessed.
+
+Sources: ``_shard_params_from_layout`` and ``_shard_params_ping_pong`` of Megatron's ``layer_wise_optimizer.py`` (core
+0.19.2, and branch dev for the total order): both walk the groups, the first in forward order, the second sorted.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from ....box import Index
+from ....errors import LayoutError, SourceError
+from ....layouts.buffers.layout import BufferLayout
+from ....layouts.buffers.megatron_compact import pingpong_legacy, pingpong_total_order
+from ....layouts.buffers.megatron_padded import padded_nscost, padded_numel
+from ....layouts.buffers.parameters import Parameter, Ranks
+from ...io.location import Location
+from ...io.regular import open_regular
+from .. import signs
+
+FILES: Mapping[str, Callable[[str], Any]] = MappingProxyType(
+    dict(zip(signs.LAYER_WISE, (tomllib.loads, json.loads), strict=True))
+)
+"""Names of a description, and how each is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A parameter, the optimizer's parameter group it is in, and if an expert its expert-parallel rank (``part``)."""
+
+    parameter: Parameter
+    group: int = 0
+    part: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Select:
+    """The parameters of a group, where a model's checkpoint lists them: by shell patterns, and number of dims."""
+
+    names: tuple[str, ...]
+    dims: int | None = None
+    expert: bool = False
+
+    def fits(self, name: str, shape: Index) -> bool:
+        return self.dims in (None, len(shape)) and any(fnmatchcase(name, pattern) for pattern in self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A description, as written.
+
+    Args:
+        algorithm: one of `ALGORITHMS`.
+        members: the parameters, in forward order.
+        model, groups: instead of members a model's checkpoint, and what each group takes of it.
+        files: of the ranks, in order; none: ``layer_wise_optimizer_{rank}.pt``.
+        experts: size of expert parallelism: the ranks ``e, e + experts, …`` have the experts of part ``e``.
+        bucket_size, busbw: what the run's buffers were told.
+    """
+
+    algorithm: str
+    members: tuple[Member, ...] = ()
+    model: str | None = None
+    groups: tuple[Select, ...] = ()
+    files: tuple[str, ...] = ()
+    experts: int = 1
+    bucket_size: int | None = None
+    busbw: bool = False
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise SourceError(f"no algorithm {self.algorithm!r}; there are {', '.join(ALGORITHMS)}")
+        if bool(self.members) == bool(self.groups) or bool(self.groups) > bool(self.model):
+            raise SourceError("expected either [[parameter]] tables, or a model and [[group]] tables that select of it")
+        twice = [name for name, n in Counter(each.parameter.name for each in self.members).items() if n > 1]
+        if twice:
+            raise SourceError(f"expected names of their own for all parameters, found {twice[0]!r} twice")
+        if self.experts < 1 or (self.experts > 1 and self.groups):
+            raise SourceError("with expert parallelism list every [[parameter]]: a model's file has one rank's experts")
+        strange = [
+            each for each in self.members if each.part not in range(self.experts if each.parameter.expert else 1)
+        ]
+        if strange:
+            raise SourceError(f"{strange[0].parameter.name!r} is in part {strange[0].part} of {self.experts}")
+
+    def selected(self, listed: Sequence[tuple[str, Index, str]]) -> tuple[Member, ...]:
+        """The parameters, given what the model's checkpoint lists: (name, shape, dtype), in forward order.
+
+        Raises:
+            SourceError: a pattern fits nothing.
+        """
+        if self.members:
+            return self.members
+        members = []
+        for name, shape, dtype in listed:
+            number = next((n for n, group in enumerate(self.groups) if group.fits(name, shape)), None)
+            if number is not None:
+                members.append(Member(Parameter(name, shape, dtype, self.groups[number].expert), number))
+        if idle := set(range(len(self.groups))) - {member.group for member in members}:
+            raise SourceError(f"nothing in {self.model} fits {self.groups[min(idle)]}")
+        return tuple(members)
+
+
+def load(path: Location) -> Description | None:
+    """The description in a directory, or None if there is none.
+
+    Raises:
+        SourceError: it is not TOML or JSON, or not a description.
+    """
+    for name, parse in FILES.items():
+        file = path / name
+        if file.is_file():
+            try:
+                with open_regular(file) as opened:
+                    return _description(parse(opened.read(0, opened.size).decode()))
+            except (ValueError, TypeError, KeyError, AttributeError, LayoutError, SourceError) as error:
+                raise SourceError(f"{file}: {error}") from error
+    return None
+
+
+Kinds = Mapping[str, type]
+
+_TOLD: Kinds = {"algorithm": str, "model": str, "experts": int, "bucket_size": int, "busbw": bool}
+_LISTS: Kinds = {"files": list, "parameter": list, "group": list}
+_SEEN: Kinds = {"name": str, "shape": list, "dtype": str, "expert": bool, "tied": bool, "chunk": int, "fold": int}
+_MEMBER: Kinds = {"group": int, "part": int}
+_SELECT: Kinds = {"names": list, "dims": int, "expert": bool}
+
+
+def _description(data: Any) -> Description:
+    _check(data, {**_TOLD, **_LISTS}, "algorithm")
+    return Description(
+        members=tuple(map(_member, data.get("parameter", ()))),
+        groups=tuple(map(_select, data.get("group", ()))),
+        files=tuple(map(str, data.get("files", ()))),
+        **_those(data, _TOLD),
+    )
+
+
+def _member(data: Any) -> Member:
+    _check(data, {**_SEEN, **_MEMBER}, "name", "shape")
+    shape = tuple(map(int, data["shape"]))
+    return Member(Parameter(**{**_those(data, _SEEN), "shape": shape}), **_those(data, _MEMBER))
+
+
+def _select(data: Any) -> Select:
+    _check(data, _SELECT, "names")
+    return Select(**{**_those(data, _SELECT), "names": tuple(map(str, data["names"]))})
+
+
+def _those(data: Mapping[str, Any], kinds: Kinds) -> dict[str, Any]:
+    return {key: value for key, value in data.items() if key in kinds}
+
+
+def _check(data: Any, kinds: Kinds, *needed: str) -> None:
+    if not isinstance(data, Mapping) or not data.keys() >= set(needed):
+        raise SourceError(f"expected a table with {', '.join(needed)}, found {data!r:.200}")
+    for key, value in data.items():
+        if type(value) is not kinds.get(key):  # a bool is no int here
+            raise SourceError(f"{key!r} cannot be {value!r:.200}; there are {', '.join(kinds)}")
+
+
+# Who owns what.
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """Parameters dealt to ranks.
+
+    Args:
+        buffers: with the ranks of the run that share each.
+        shares: names by (rank, group), in the order of the numbers in that rank's file.
+    """
+
+    buffers: tuple[tuple[tuple[int, ...], BufferLayout], ...]
+    shares: Mapping[tuple[int, int], tuple[str, ...]]
+
+
+def deal(description: Description, members: Sequence[Member], ranks: int) -> Dealt:
+    """What each of ``ranks`` data-parallel ranks owns, as the algorithm of the description dealt it.
+
+    Raises:
+        SourceError: the ranks do not divide into expert-parallel parts.
+    """
+    if ranks % description.experts:
+        raise SourceError(f"{ranks} ranks do not divide into {description.experts} expert-parallel parts")
+    algorithm = ALGORITHMS[description.algorithm]
+    buffers: list[tuple[tuple[int, ...], BufferLayout]] = []
+    places: dict[str, tuple[int, ...]] = {}
+    owners: dict[str, int] = {}
+    for part in range(description.experts):
+        here = [each for each in members if not each.parameter.expert or each.part == part]
+        for number, buffer in enumerate(algorithm.place(description, here, Ranks(ranks, ranks // description.experts))):
+            experts = buffer.slots[0].parameter.expert
+            if part and not experts:
+                continue  # the same for every part
+            group = tuple(range(part, ranks, description.experts)) if experts else tuple(range(ranks))
+            buffers.append((group, buffer))
+            places |= {s.parameter.name: algorithm.key(s.parameter, number, s.start) for s in buffer.slots}
+            owners |= {name: group[owner] for name, owner in buffer.owners.items() if owner is not None}
+    shares: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
+    for each in members:
+        shares[owners[each.parameter.name], each.group].append(each.parameter.name)
+    ordered = {where: tuple(sorted(names, key=lambda name: places[name])) for where, names in shares.items()}
+    return Dealt(tuple(buffers), ordered)
+
+
+Place = Callable[[Description, Sequence[Member], Ranks], tuple[BufferLayout, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """How parameters were dealt.  ``key`` (parameter, number of its buffer, start in it) sorts a group's in a file;
+    what is equal stays in forward order."""
+
+    place: Place
+    key: Callable[[Parameter, int, int], tuple[int, ...]] = lambda parameter, number, start: ()
+
+
+def _padded(
+    place: Callable[..., tuple[BufferLayout, ...]], told: Description, members: Sequence[Member], ranks: Ranks
+) -> tuple[BufferLayout, ...]:
+    return place([each.parameter for each in members], ranks, told.bucket_size, told.busbw)
+
+
+def _legacy(told: Description, members: Sequence[Member], ranks: Ranks) -> tuple[BufferLayout, ...]:
+    groups: defaultdict[int, list[str]] = defaultdict(list)
+    for each in members:
+        groups[each.group].append(each.parameter.name)
+    in_order = [groups[number] for number in sorted(groups)]
+    return pingpong_legacy([each.parameter for each in members], ranks, told.bucket_size, in_order)
+
+
+def _total_order(told: Description, members: Sequence[Member], ranks: Ranks) -> tuple[BufferLayout, ...]:
+    return pingpong_total_order([each.parameter for each in members], ranks, told.bucket_size)
+
+
+ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
+    {
+        "padded-numel": Algorithm(partial(_padded, padded_numel)),
+        "padded-nscost": Algorithm(partial(_padded, padded_nscost)),
+        "legacy-pingpong": Algorithm(_legacy, lambda parameter, number, start: (parameter.numel,)),
+        "decoupled-total-order": Algorithm(
+            _total_order, lambda parameter, number, start: (parameter.numel, parameter.chunk, number, start)
+        ),
+    }
+)
+"""By the names that the layouts record."""

@@ -1,0 +1,111 @@
+"""The weights of a model beside the files of its optimizer: names, order and shapes, and what fp32 masters round to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....box import Box, Index
+from ....errors import SourceError
+from ....record import Chunk, StateRecord
+from ...io.location import Location
+from ...reading.payloads import Payloads, as_words, elements
+from ..dcp import directory as dcp
+from ..torch_save import torch_file
+from ..torch_save.inert_pickle import Record
+from ..torch_save.torch_file import SavedTensor
+from .rank_file import MASTER, State
+
+MOST = 1 << 14
+"""Elements of a parameter that are compared."""
+
+_OF_OPTIMIZER = re.compile(r"(chained_[0-9]+\.)*optimizer\.")
+"""Keys of DCP and `torch_dist` checkpoints that are not of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Weights by name, in the order in which they are listed; their chunks are in files of ``folder``."""
+
+    folder: Location
+    weights: Mapping[str, StateRecord]
+
+    @property
+    def listed(self) -> tuple[tuple[str, Index, str], ...]:
+        """Name, shape and dtype of each."""
+        return tuple((name, weight.shape, weight.dtype) for name, weight in self.weights.items())
+
+    def check_masters(self, path: Location, states: Mapping[str, State]) -> None:
+        """Compare the first rows of each fp32 master (in files of ``path``) with the weight that it rounds to.
+
+        Raises:
+            SourceError: a weight is missing, of another shape, or not what the master rounds to.
+        """
+        with Payloads(path) as mine, Payloads(self.folder) as theirs:
+            for name, state in states.items():
+                master, weight = state.get(MASTER), self.weights.get(name)
+                if not isinstance(master, SavedTensor):
+                    continue
+                chunks = [chunk for chunk in weight.chunks if chunk.box.numel] if weight else []
+                if weight is None or (weight.shape, master.dtype) != (master.shape, "float32") or not chunks:
+                    found = "none" if weight is None else f"shape {weight.shape} in {len(chunks)} chunks"
+                    raise SourceError(
+                        f"expected a weight {name!r} of shape {master.shape} in {self.folder}, and a float32 master; "
+                        f"found {found}, and {master.dtype}"
+                    )
+                box = chunks[0].box
+                rows = slice(max(1, MOST * box.shape[0] // box.numel)) if box.shape else ()
+                words = as_words(mine.view(master.payload), master.dtype, master.shape)
+                part = words[tuple(map(slice, box.lo, box.hi))][rows]
+                if not np.array_equal(_rounded(part, weight.dtype), elements(theirs, weight, chunks[0])[rows]):
+                    raise SourceError(
+                        f"the master of {name!r} in {master.payload.file} is not that of the weight in {self.folder}: "
+                        "the algorithm or the order of the parameters is another, or the weights are of another step"
+                    )
+
+
+def read(path: Location, where: str) -> Model:
+    """Weights in a file of the directory that ``torch.save`` wrote, under ``model``; or in a DCP checkpoint.
+
+    Raises:
+        SourceError: there is neither, or it is damaged.
+    """
+    if (path / where).is_dir():
+        tensors = dcp.read(path / where, payloads=True).tensors
+        return Model(path / where, {tensor.key: tensor for tensor in tensors if not _OF_OPTIMIZER.match(tensor.key)})
+    file = torch_file.read(path, where)
+    content = file.content.get("model") if isinstance(file.content, dict) else None
+    named = content.items if isinstance(content, Record) else content
+    if not isinstance(named, dict):
+        raise SourceError(f"{path / where}: expected weights by name under 'model'")
+    weights = {}
+    for name, value in named.items():  # and `_extra_state`s of modules, which are no tensors
+        if isinstance(name, str) and isinstance(value, Record) and value.kind.startswith("torch._"):
+            weights[name] = whole_tensor(("model", name), file.tensor(value))
+    return Model(path, weights)
+
+
+def whole_tensor(path: tuple[str, ...], tensor: SavedTensor) -> StateRecord:
+    """The record of a tensor that is stored in one chunk."""
+    box = Box((0,) * len(tensor.shape), tensor.shape)
+    chunk = Chunk(box, tensor.payload, tensor.payload, crc32=tensor.crc32)
+    return StateRecord(".".join(path), path, tensor.shape, tensor.dtype, (chunk,))
+
+
+def _rounded(words: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """float32 elements, as bits, rounded to nearest even in a dtype of weights, as bits."""
+    match dtype:
+        case "float32":
+            return words
+        case "float16":
+            return np.ascontiguousarray(words).view("<f4").astype("<f2").view("<u2")
+        case "bfloat16":
+            wide = words.astype(np.uint64)
+            return ((wide + 0x7FFF + (wide >> 16 & 1)) >> 16).astype("<u2")
+        case _:
+            raise SourceError(f"expected weights of float32, float16 or bfloat16, found {dtype}")

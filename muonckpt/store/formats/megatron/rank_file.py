@@ -1,0 +1,117 @@
+"""One ``layer_wise_optimizer_{rank}.pt``: the states of the parameters that a rank owns, by number, without names.
+
+It is the ``state_dict`` of Megatron's layer-wise optimizer: that of its one child, or a list with one for each.  A
+child with fp32 masters keeps them beside the state of the optimizer it wraps.
+
+Source: ``state_dict`` of ``Float16OptimizerWithFloat16Params``, ``FP32Optimizer`` and ``ChainedOptimizer`` in
+Megatron's ``optimizer.py`` (core 0.19.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ....errors import SourceError
+from ...io.location import Location
+from ..torch_save import torch_file
+from ..torch_save.inert_pickle import Record, expect
+from ..torch_save.torch_file import SavedTensor, TorchFile
+
+MASTER = "fp32_param"
+"""The slot of fp32 masters, as ``torch_dist`` calls them."""
+
+PARAMS = "params"
+
+Value = SavedTensor | bool | int | float | str | None
+State = Mapping[str, Value]
+"""What is kept of one parameter, by slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """The share of a rank in one parameter group: the group's options, and its parameters' states in order.
+
+    ``child`` is the number of the optimizer that the group belongs to.
+    """
+
+    child: int
+    options: Mapping[str, object]
+    states: tuple[State, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """What one file holds: the groups of all children in order, and the entries of children that are neither."""
+
+    name: str
+    groups: tuple[RankGroup, ...]
+    others: frozenset[str]
+
+
+def read(directory: Location, name: str) -> RankFile:
+    """One file; no element is read.
+
+    Raises:
+        SourceError: it is missing, damaged, or not what such an optimizer saves.
+    """
+    file = torch_file.read(directory, name)
+    try:
+        children = file.content if type(file.content) is list else [file.content]
+        groups = [group for number, child in enumerate(children) for group in _groups(file, number, child)]
+        others = {key for child in children for key in _mapping(child)} - {"optimizer", "fp32_from_fp16_params"}
+        return RankFile(name, tuple(groups), frozenset(map(str, others - {"state", "param_groups"})))
+    except (SourceError, KeyError, TypeError, ValueError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else error
+        raise SourceError(f"{directory / name}: expected the state of a layer-wise optimizer: {what}") from error
+
+
+def _groups(file: TorchFile, number: int, child: object) -> Iterator[RankGroup]:
+    whole = _mapping(child)
+    inner = _mapping(whole["optimizer"]) if "optimizer" in whole else whole
+    states, groups = _mapping(inner["state"]), expect(list, inner["param_groups"])
+    masters = expect(list, whole.get("fp32_from_fp16_params", [[] for _ in groups]))
+    listed = []
+    for group, mine in zip(map(_mapping, groups), masters, strict=True):
+        ids = expect(list, group[PARAMS])
+        held = expect(list, mine)
+        if held and len(held) != len(ids):
+            raise SourceError(f"{len(held)} masters for {len(ids)} parameters of a group: some are fp32 themselves")
+        found = [{slot: _value(file, value) for slot, value in _mapping(states[each]).items()} for each in ids]
+        if held:
+            found = [state | {MASTER: file.tensor(value)} for state, value in zip(found, held, strict=True)]
+        options = {str(key): _plain(str(key), value) for key, value in group.items() if key != PARAMS}
+        listed += ids
+        yield RankGroup(number, options, tuple({str(slot): value for slot, value in each.items()} for each in found))
+    if len(set(listed)) != len(listed) or set(listed) != states.keys():
+        raise SourceError(f"its groups list {len(listed)} parameters, it has the state of {len(states)}")
+
+
+def _mapping(value: object) -> dict[object, object]:
+    """A dict, or an ``OrderedDict``."""
+    if type(value) is Record and value.kind == "collections OrderedDict":
+        return value.items or {}
+    return expect(dict, value)
+
+
+def _value(file: TorchFile, value: object) -> Value:
+    return file.tensor(value) if type(value) is Record else _scalar(value)
+
+
+def _plain(option: str, value: object) -> object:
+    """A scalar, or a flat sequence of scalars: what options are."""
+    try:
+        match value:
+            case list():
+                return list(map(_scalar, value))
+            case tuple():
+                return tuple(map(_scalar, value))
+        return _scalar(value)
+    except SourceError as error:
+        raise SourceError(f"option {option!r}: {error}") from error
+
+
+def _scalar(value: object) -> bool | int | float | str | None:
+    if value is not None and type(value) not in (bool, int, float, str):
+        raise SourceError(f"expected a number, a string or a tensor, found {type(value).__name__}")
+    return value  # type: ignore[return-value]

@@ -1,0 +1,46 @@
+"""Megatron's ``torch_dist``: a DCP checkpoint with ``metadata.json``, and everything that is no tensor in one item.
+
+That item is ``common_state/shard_0_1`` since core 0.19, and the file ``common.pt`` before; what reads the first also
+reads the second.  docs/formats/torch_dist.md.
+
+Source: ``megatron/core/dist_checkpointing/{core,serialization}.py`` of core 0.19.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ....record import FILE, Manifest
+from ...io.location import Location
+from ...io.output import write_synced
+from .. import signs
+from ..dcp import directory as dcp
+from ..dcp.directory import COMMON_FILE
+from ..torch_save.plain_item import plain_item
+
+CONFIG = signs.MEGATRON
+"""By it Megatron tells the format."""
+
+COMMON_STATE = "common_state/shard_0_1"
+
+DESCRIPTIONS = (FILE, dcp.FILE, CONFIG)
+
+
+def item_key(key: str) -> str:
+    """What an item is called: its key ends with the number of its piece and of all; strict loads refuse other keys."""
+    return key if "/shard_" in key or key == COMMON_FILE else f"{key}/shard_0_1"
+
+
+def write_manifest(manifest: Manifest, directory: Location) -> None:
+    """Write our description of a checkpoint, DCP's and Megatron's, and sync them.
+
+    Where the checkpoint has no common state, an empty one is written: without one Megatron loads no tensor either.
+    """
+    if not any(blob.key in (COMMON_STATE, COMMON_FILE) for blob in manifest.blobs):
+        (directory / COMMON_FILE).unlink(missing_ok=True)  # of a run that was killed right after this
+        write_synced(directory / COMMON_FILE, plain_item({}))
+        manifest = replace(manifest, blobs=(*manifest.blobs, *dcp.common_file(directory)))
+    write_synced(directory / FILE, manifest.to_json().encode())
+    write_synced(directory / CONFIG, b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    items = (blob for blob in manifest.blobs if blob.item.file != COMMON_FILE)
+    dcp.write_metadata(replace(manifest, blobs=tuple(items)), directory)

@@ -1,0 +1,208 @@
+"""Checkpoints of the safetensors format: one file, or a folder of files with an index as Hugging Face libraries use it.
+
+The format says dtype, shape and place of each tensor.  What it cannot say (parameter, slot, convention, pieces,
+digest, fingerprint) is a manifest in the header's ``__metadata__``, under ``muonckpt``: docs/formats/safetensors.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ....box import Box
+from ....errors import DestinationError, SourceError
+from ....fingerprint import as_hex
+from ....record import Chunk, Extent, Manifest, StateRecord
+from ...io.checksums import Sums
+from ...io.location import Location
+from ...io.output import write_synced
+from ...io.regular import open_regular
+from ...reading.dtypes import itemsize
+from . import header
+from .header import CODES, METADATA, Entry, Header
+
+INDEX = "model.safetensors.index.json"
+"""Name of the index of a sharded checkpoint, as we write it.  Others are read if there is only one."""
+
+OURS = "muonckpt"
+"""Name of the manifest in ``__metadata__``."""
+
+_DATA = "data"
+"""What that manifest calls the data section: its extents count from there, so they do not depend on its own length."""
+
+_PARTS = "DCP_SHARDING_INFO"
+"""What DCP's ``HuggingFaceStorageWriter`` leaves in ``__metadata__``: the tensors of the file may be parts of tensors,
+and nothing in it says of how large ones.  Where it has written whole ones there is an index."""
+
+_MAX_INDEX = 1 << 30
+
+_SHARD = re.compile(r"model-[0-9]+-of-[0-9]+\.safetensors$")
+"""How the files of a sharded checkpoint are called: one of them alone is a part, or not finished."""
+
+
+def read(path: Location) -> Manifest:
+    """What a file, or a folder with an index or a single file, holds.  Reads headers only.
+
+    Extents name files in ``folder(path)``.  Tensors that we did not write have their name as key, and nothing else.
+
+    Raises:
+        SourceError: it is none, it is damaged, or headers, index and what is recorded of the tensors disagree.
+    """
+    try:
+        files, expected = ([path], None) if not path.is_dir() else _files(path)
+        tensors: dict[str, StateRecord] = {}
+        provenance: Mapping[str, Any] = {}
+        for file in files:
+            with _at(file):
+                recorded, mine = _read_file(file, indexed=expected is not None)
+                for tensor in mine:
+                    if tensors.setdefault(tensor.key, tensor) is not tensor:
+                        raise SourceError(f"tensor {tensor.key!r} is in another file of the checkpoint as well")
+            provenance = provenance or recorded
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error}") from error
+    found = {key: tensor.chunks[0].item.file for key, tensor in tensors.items()}
+    if expected is not None and found != expected:
+        differing = sorted(found.items() ^ expected.items())[0]
+        raise SourceError(f"{path}: the index and the files disagree about tensor {differing[0]!r}")
+    return Manifest(tuple(tensors.values()), (), provenance or {"format": "safetensors"})
+
+
+def folder(path: Location) -> Location:
+    """The directory in which the extents of `read` name files."""
+    return path if path.is_dir() else path.parent
+
+
+def refuse(tensors: Sequence[StateRecord]) -> None:
+    """Raises:
+    SourceError: the format cannot hold one of the tensors; names all dtypes that it lacks.
+    """
+    for tensor in tensors:
+        if tensor.dtype not in CODES:
+            raise SourceError(
+                f"tensor {tensor.key!r}: safetensors has no dtype {tensor.dtype}; it has {', '.join(CODES)}"
+            )
+        if tensor.key == METADATA:
+            raise SourceError(f"safetensors keeps the name {METADATA!r} for itself; no tensor can have it")
+        try:
+            tensor.key.encode()
+        except UnicodeEncodeError:
+            raise SourceError(f"tensor {tensor.key!r}: the format demands names of valid Unicode") from None
+
+
+def front(
+    tensors: Sequence[StateRecord], provenance: Mapping[str, Any], passed: Sequence[tuple[str, int]] = ()
+) -> bytes:
+    """What comes before the elements of these tensors, which follow each other in this order.
+
+    Args:
+        passed: digest and share of the fingerprint of each.  Without them the bytes are as many.
+
+    Raises:
+        DestinationError: the header would be longer than readers accept.
+    """
+    none = Sums()
+    entries, described, at = {}, [], 0
+    for tensor, (digest, share) in zip(tensors, passed or [(none.digest, none.share)] * len(tensors), strict=True):
+        place = Extent(_DATA, at, length_of(tensor))
+        entries[tensor.key] = Entry(tensor.dtype, tensor.shape, at, place.end)
+        chunk = Chunk(Box.of(tensor.shape), place, place, digest)
+        described.append(dataclasses.replace(tensor, chunks=(chunk,), fingerprint=as_hex(share)))
+        at = place.end
+    # "format" tells Hugging Face libraries whose tensors these are; some refuse a file without it.
+    head = Header(entries, {"format": "pt", OURS: Manifest(tuple(described), (), provenance).to_json()}).encode()
+    if len(head) - 8 > header.MAX_BYTES:
+        raise DestinationError(f"a header of {len(head)} bytes, of at most {header.MAX_BYTES}; use --shard-size")
+    return head
+
+
+def shards(tensors: Sequence[StateRecord], most: int) -> list[tuple[str, list[StateRecord]]]:
+    """The names of files, and the tensors in each: in order, a new file where one has ``most`` bytes of elements (a
+    larger tensor has one of its own); one file even if there is nothing."""
+    found: list[list[StateRecord]] = [[]]
+    used = 0
+    for tensor in tensors:
+        if found[-1] and used + length_of(tensor) > most:
+            found.append([])
+            used = 0
+        found[-1].append(tensor)
+        used += length_of(tensor)
+    return [(f"model-{number:05d}-of-{len(found):05d}.safetensors", own) for number, own in enumerate(found, 1)]
+
+
+def write_index(manifest: Manifest, directory: Location) -> None:
+    """Write the index of finished shards, and wait until it is on disk."""
+    files = {tensor.key: tensor.chunks[0].item.file for tensor in manifest.tensors}
+    index = {"metadata": {"total_size": sum(map(length_of, manifest.tensors))}, "weight_map": files}
+    write_synced(directory / INDEX, json.dumps(index, indent=1, ensure_ascii=False).encode())
+
+
+def in_order(tensors: Sequence[StateRecord]) -> list[StateRecord]:
+    """Large elements first, as the stock writer does: each is then aligned to its own size."""
+    return sorted(tensors, key=lambda tensor: -itemsize(tensor.dtype))
+
+
+def length_of(tensor: StateRecord) -> int:
+    """Bytes of its elements."""
+    return Box.of(tensor.shape).numel * itemsize(tensor.dtype)
+
+
+def _files(path: Location) -> tuple[list[Location], dict[str, str] | None]:
+    """The files of a folder, and the file of each tensor if an index says it."""
+    indices: list[Location] = sorted(path.glob("*.safetensors.index.json"), key=str)
+    singles: list[Location] = sorted(path.glob("*.safetensors"), key=str)
+    if not indices and len(singles) == 1 and not _SHARD.match(singles[0].name):
+        return singles, None
+    if len(indices) != 1:
+        raise SourceError(f"{path}: expected one index (*.safetensors.index.json), found {len(indices)}")
+    with _at(indices[0]), open_regular(indices[0]) as opened:
+        try:
+            match json.loads(opened.read(0, min(opened.size, _MAX_INDEX))):
+                case {"weight_map": dict(named)} if all(isinstance(name, str) for name in named.values()):
+                    names = sorted({Extent(name, 0, 0).file for name in named.values()})
+                    return [path / name for name in names], named
+        except (ValueError, RecursionError) as error:
+            raise SourceError(f"damaged index: {error}") from error
+        raise SourceError("damaged index: expected a weight_map of file names")
+
+
+def _read_file(file: Location, indexed: bool) -> tuple[Mapping[str, Any], list[StateRecord]]:
+    """Provenance and tensors of one file."""
+    with open_regular(file) as opened:
+        found, start = header.read(opened)
+    if _PARTS in found.metadata and not indexed:
+        raise SourceError(
+            "expected whole tensors, found what one rank had of them (by DCP's HuggingFaceStorageWriter with "
+            "save_distributed): consolidate the files of all ranks with torch first"
+        )
+    recorded = Manifest.from_json(found.metadata[OURS]) if OURS in found.metadata else Manifest(())
+    known = {tensor.key: tensor for tensor in recorded.tensors}
+    lost = sorted(known.keys() - found.entries.keys())
+    if lost:
+        raise SourceError(f"expected tensor {lost[0]!r}, which {METADATA} describes; found none")
+    tensors = []
+    for key, entry in found.entries.items():
+        place = Extent(file.name, start + entry.start, entry.stop - entry.start)
+        chunk = Chunk(Box.of(entry.shape), place, place)
+        tensor = known.get(key)
+        if tensor is None:
+            tensors.append(StateRecord(key, (key,), entry.shape, entry.dtype, (chunk,)))
+            continue
+        if (tensor.dtype, tensor.shape, [c.box for c in tensor.chunks]) != (entry.dtype, entry.shape, [chunk.box]):
+            raise SourceError(f"tensor {key!r}: {entry.dtype} of shape {entry.shape}, but {METADATA} says otherwise")
+        digest = tensor.chunks[0].digest
+        tensors.append(dataclasses.replace(tensor, chunks=(dataclasses.replace(chunk, digest=digest),)))
+    return recorded.provenance, tensors
+
+
+@contextmanager
+def _at(place: Location) -> Iterator[None]:
+    """Put the place in front of any source error raised inside."""
+    try:
+        yield
+    except SourceError as error:
+        raise SourceError(f"{place}: {error}") from error

@@ -1,0 +1,179 @@
+"""The header of a safetensors file: read without trust, written so that every reader of the format accepts it.
+
+A file is 8 bytes (the header's length, little-endian), the header (JSON), and the data.  The header maps each tensor
+to its dtype, shape and byte range in the data; ``__metadata__`` maps strings to strings.  The ranges tile the data.
+
+Source: the format's description and the checks of its Rust reader, safetensors 0.8 (``tensor.rs``: ``HeaderTooLarge``
+at 100 MB, ``InvalidOffset``, ``TensorInvalidInfo``, ``MetadataIncompleteBuffer``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from ....box import Index
+from ....errors import SourceError
+from ...io.regular import File
+from ...reading.dtypes import itemsize
+
+MAX_BYTES = 100_000_000
+"""Longest header that stock readers accept."""
+
+METADATA = "__metadata__"
+"""The one name that no tensor can have."""
+
+DTYPES: Mapping[str, str] = MappingProxyType(
+    {
+        "F64": "float64",
+        "F32": "float32",
+        "F16": "float16",
+        "BF16": "bfloat16",
+        "I64": "int64",
+        "I32": "int32",
+        "I16": "int16",
+        "I8": "int8",
+        "U64": "uint64",
+        "U32": "uint32",
+        "U16": "uint16",
+        "U8": "uint8",
+        "BOOL": "bool",
+        "C64": "complex64",
+        "F8_E4M3": "float8_e4m3fn",
+        "F8_E4M3FNUZ": "float8_e4m3fnuz",
+        "F8_E5M2": "float8_e5m2",
+        "F8_E5M2FNUZ": "float8_e5m2fnuz",
+        "F8_E8M0": "float8_e8m0fnu",
+    }
+)
+"""What the format calls each element type.  Its types below a byte (F4, F6) have no elements of their own bytes."""
+
+CODES: Mapping[str, str] = MappingProxyType({name: code for code, name in DTYPES.items()})
+
+_ALIGNMENT = 8
+_MOST_DIMS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor: ``dtype`` by torch's name, ``start`` and ``stop`` in bytes from the begin of the data.
+
+    Raises:
+        SourceError: the range has not the length that dtype and shape need.
+    """
+
+    dtype: str
+    shape: Index
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        needed = math.prod(self.shape) * itemsize(self.dtype)
+        if len(self.shape) > _MOST_DIMS or min(self.shape, default=0) < 0 or not 0 <= self.start <= self.stop:
+            raise SourceError(f"refused shape {self.shape} at bytes {self.start}:{self.stop}")
+        if self.stop - self.start != needed:
+            raise SourceError(
+                f"expected {needed} bytes for {self.dtype} of shape {self.shape}, found {self.start}:{self.stop}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """``entries`` in the order of their bytes, which they share out without gap or overlap.
+
+    Raises:
+        SourceError: there is a gap, an overlap or a wrong order.
+    """
+
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        at = 0
+        for name, entry in self.entries.items():
+            if entry.start != at:
+                raise SourceError(f"expected tensor {name!r} at byte {at} of the data, found it at {entry.start}")
+            at = entry.stop
+
+    @property
+    def data_length(self) -> int:
+        return max((entry.stop for entry in self.entries.values()), default=0)
+
+    def encode(self) -> bytes:
+        """The bytes in front of the data, their number a multiple of 8, so that 8-byte elements are aligned."""
+        fields: dict[str, Any] = {METADATA: dict(self.metadata)}
+        for name, entry in self.entries.items():
+            place = [entry.start, entry.stop]
+            fields[name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
+        text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
+
+
+def read(file: File) -> tuple[Header, int]:
+    """The header of an open file, and the byte at which its data begins.
+
+    Raises:
+        SourceError: it is no safetensors file, or one that contradicts itself or its length.
+    """
+    size = file.size
+    length = int.from_bytes(file.read(0, 8), "little")
+    most = min(max(size - 8, 0), MAX_BYTES)
+    if size < 8 or length > most:
+        raise SourceError(
+            f"expected a safetensors file (checkpoints of other formats are directories): a header of at most {most} "
+            f"bytes in {size}, found one of {length}"
+        )
+    header = parse(file.read(8, length))
+    if 8 + length + header.data_length != size:
+        raise SourceError(f"expected {8 + length + header.data_length} bytes, found {size}: it was cut or grew")
+    return header, 8 + length
+
+
+def parse(text: bytes) -> Header:
+    """Raises:
+    SourceError: it is not the JSON that the format prescribes; names the tensor.
+    """
+    try:
+        fields = _fields(json.loads(text.decode(), object_pairs_hook=_unique))
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"damaged safetensors header: {type(error).__name__}: {error}") from error
+    metadata = fields.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise SourceError(f"expected strings in {METADATA}, found something else")
+    entries = {name: _entry(name, value) for name, value in fields.items()}
+    return Header(dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop))), metadata)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("expected a JSON object")
+    return value
+
+
+def _entry(name: str, value: Any) -> Entry:
+    match value:
+        case {"dtype": str(code), "shape": [*shape], "data_offsets": [start, stop], **more} if not more and all(
+            type(number) is int
+            for number in (*shape, start, stop)  # a bool is no number here
+        ):
+            pass
+        case _:
+            raise SourceError(f"tensor {name!r}: expected dtype, shape and data_offsets, found {str(value)[:200]}")
+    if code not in DTYPES:
+        raise SourceError(f"tensor {name!r}: expected one of the dtypes {', '.join(DTYPES)}, found {code!r}")
+    try:
+        return Entry(DTYPES[code], tuple(shape), start, stop)
+    except SourceError as error:
+        raise SourceError(f"tensor {name!r}: {error}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found

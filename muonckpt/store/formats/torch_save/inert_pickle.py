@@ -1,0 +1,294 @@
+"""Pickles as plain data: nothing is run, imported or called, whatever the file says.
+
+:func:`unpickle` knows only the opcodes that build tuples, lists, dicts, strings and numbers, and turns every call of a
+class or function into an inert :class:`Record`.  No allocation exceeds what the file's length bounds.
+
+A ``pickle.Unpickler`` with an allow-list in ``find_class`` is not enough: a few bytes make it ask for a memo table
+of gigabytes, and a deeply nested tuple as a dict key overflows its C stack (a crash, not an exception).
+
+Source: Python's ``pickletools`` for the opcodes.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TypeVar, cast
+
+from ....box import Index
+from ....errors import SourceError
+
+LONGEST = 64
+"""Most items in a sequence of sizes or path parts: longer ones do not occur, and a hostile file can share one often."""
+
+T = TypeVar("T")
+
+
+class Global(str):
+    """``"module name"`` of a class or function.  Never looked up."""
+
+    __slots__ = ()
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """What a pickle would have made by calling ``kind(*args)``; it is handed ``state`` and, if a mapping, ``items``."""
+
+    # Not frozen: BUILD brings the state later.  Compared by identity, so it is harmless as a dict key.
+    kind: Global
+    args: object
+    state: object = None
+    items: dict[object, object] | None = None
+
+    def own_items(self) -> dict[object, object]:
+        """The items, to fill.  Few records have any, and a large file has millions of records."""
+        if self.items is None:
+            self.items = {}
+        return self.items
+
+
+PERSISTENT = "persistent id"
+"""The :class:`Global` of a reference that a pickle leaves to its reader; refused unless it is allowed."""
+
+_MEMOIZE, _BINGET, _LONG_BINGET = pickle.MEMOIZE[0], pickle.BINGET[0], pickle.LONG_BINGET[0]
+_BININT, _BININT1, _BININT2 = pickle.BININT[0], pickle.BININT1[0], pickle.BININT2[0]
+_CALLS, _WIDE = (pickle.NEWOBJ[0], pickle.REDUCE[0]), (_BININT2, _BININT)
+_BUILD, _STOP = pickle.BUILD[0], pickle.STOP[0]
+_MARK, _TUPLE, _APPENDS, _SETITEMS = pickle.MARK[0], pickle.TUPLE[0], pickle.APPENDS[0], pickle.SETITEMS[0]
+_EMPTY_DICT, _TUPLE1, _TUPLE2 = pickle.EMPTY_DICT[0], pickle.TUPLE1[0], pickle.TUPLE2[0]
+_CONSTANTS = {pickle.NONE: None, pickle.NEWTRUE: True, pickle.NEWFALSE: False, pickle.EMPTY_TUPLE: ()}
+_TEXT_LENGTHS = {pickle.SHORT_BINUNICODE: 1, pickle.BINUNICODE: 4}
+_PUTS = {pickle.BINPUT: 1, pickle.LONG_BINPUT: 4}
+_SKIPS = {pickle.PROTO: 1, pickle.FRAME: 8}
+_KEYS = (str, int, Record)
+
+
+class Anything:
+    """The container of all names: for files whose other content does not matter, as nothing is looked up or run."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def unpickle(data: bytes, allowed: Container[str]) -> object:
+    """What a pickle describes, as tuples, lists, dicts, scalars and :class:`Record`; nothing in it is run.
+
+    ``allowed`` holds the names (``"module name"``) that may occur.
+
+    Raises:
+        SourceError: another name or opcode occurs, the data is cut, or it is not a pickle of plain data.
+    """
+    try:
+        return _run(data, allowed)
+    except (IndexError, ValueError, struct.error) as error:
+        raise SourceError(f"expected a pickle of plain data, found it cut or damaged ({error})") from None
+
+
+def _run(data: bytes, allowed: Container[str]) -> object:
+    # The opcodes are ordered by how often a large file has them, and the rare ones are in _run_one.
+    stack: list[object] = []
+    marks: list[list[object]] = []
+    memo: list[object] = []
+    at = 0
+    while (code := data[at]) != _STOP:
+        at += 1
+        if code == _MEMOIZE:
+            memo.append(stack[-1])
+        elif code == _LONG_BINGET:
+            stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
+            at += 4
+        elif code == _BINGET:
+            stack.append(memo[data[at]])
+            at += 1
+        elif code == _BININT1:
+            stack.append(data[at])
+            at += 1
+        elif code in _WIDE:
+            width = 2 if code == _BININT2 else 4
+            stack.append(int.from_bytes(data[at : at + width], "little", signed=code == _BININT))
+            at += width
+        elif code in _CALLS:
+            args = stack.pop()
+            stack[-1] = Record(expect(Global, stack[-1]), args)
+        elif code == _TUPLE1:
+            stack[-1] = (stack[-1],)
+        elif code == _TUPLE2:
+            second = stack.pop()
+            stack[-1] = (stack[-1], second)
+        elif code == _MARK:
+            marks.append(stack)
+            stack = []
+        elif code == _BUILD:
+            state = stack.pop()
+            expect(Record, stack[-1]).state = state
+        elif code == _SETITEMS:
+            items, stack = stack, marks.pop()
+            _update(stack[-1], items)
+        elif code == _EMPTY_DICT:
+            stack.append({})
+        elif code == _TUPLE:
+            items, stack = stack, marks.pop()
+            stack.append(tuple(items))
+        elif code == _APPENDS:
+            items, stack = stack, marks.pop()
+            expect(list, stack[-1]).extend(items)
+        else:
+            at = _run_one(data[at - 1 : at], data, at, stack, memo, allowed)
+    if at + 1 != len(data):
+        raise SourceError(f"expected the end of the pickle at byte {at + 1}, found {len(data) - at - 1} bytes more")
+    return stack.pop()
+
+
+def _run_one(
+    opcode: bytes, data: bytes, at: int, stack: list[object], memo: list[object], allowed: Container[str]
+) -> int:
+    """Run one of the rarer opcodes, whose argument starts at byte ``at``; the position behind it."""
+    if opcode in _CONSTANTS:
+        stack.append(_CONSTANTS[opcode])
+    elif opcode in _TEXT_LENGTHS:
+        start = at + _TEXT_LENGTHS[opcode]
+        at = start + int.from_bytes(data[at:start], "little")
+        stack.append(data[start:at].decode("utf-8", "surrogatepass"))
+    elif opcode in _PUTS:
+        end = at + _PUTS[opcode]
+        if int.from_bytes(data[at:end], "little") != len(memo):
+            raise SourceError(f"expected number {len(memo)} for the next memo entry, found another at byte {at}")
+        memo.append(stack[-1])
+        return end
+    elif opcode in _SKIPS:
+        return at + _SKIPS[opcode]
+    elif opcode == pickle.EMPTY_LIST:
+        stack.append([])
+    elif opcode == pickle.APPEND:
+        item = stack.pop()
+        expect(list, stack[-1]).append(item)
+    elif opcode == pickle.SETITEM:
+        value, key = stack.pop(), stack.pop()
+        _update(stack[-1], [key, value])
+    elif opcode == pickle.TUPLE3:
+        third, second = stack.pop(), stack.pop()
+        stack[-1] = (stack[-1], second, third)
+    elif opcode == pickle.LONG1:
+        start, at = at + 1, at + 1 + data[at]
+        stack.append(int.from_bytes(data[start:at], "little", signed=True))
+    elif opcode == pickle.BINFLOAT:
+        stack.append(struct.unpack_from(">d", data, at)[0])
+        at += 8
+    elif opcode == pickle.STACK_GLOBAL:
+        name, module = expect(str, stack.pop()), expect(str, stack.pop())
+        stack.append(_global(f"{module} {name}", allowed))
+    elif opcode == pickle.GLOBAL:
+        end = data.index(b"\n", data.index(b"\n", at) + 1)
+        stack.append(_global(data[at:end].decode().replace("\n", " "), allowed))
+        at = end + 1
+    elif opcode == pickle.BINPERSID:
+        stack[-1] = Record(_global(PERSISTENT, allowed), stack[-1])
+    else:
+        raise SourceError(f"expected only opcodes of plain data, found {opcode!r} at byte {at - 1}")
+    return at
+
+
+def _global(name: str, allowed: Container[str]) -> Global:
+    if name not in allowed:
+        raise SourceError(f"expected only the names that a stock file has, found {name!r}; nothing was run")
+    return Global(name)
+
+
+def _update(target: object, items: list[object]) -> None:
+    keys = items[::2]
+    for key in keys:
+        if type(key) not in _KEYS:
+            raise SourceError(f"expected a string, an integer or an object as a dict key, found {type(key).__name__}")
+    if type(target) is Record:
+        target = target.own_items()
+    expect(dict, target).update(zip(keys, items[1::2], strict=True))
+
+
+def expect(kind: type[T], value: object) -> T:
+    """The value, which must be of exactly this type (so a bool is no int)."""
+    if type(value) is not kind:
+        raise SourceError(f"expected {kind.__name__}, found {type(value).__name__}")
+    return value
+
+
+def sequence(value: object) -> Sequence[object]:
+    """A short tuple, list or ``torch.Size``.  Short, because many objects can share one in a hostile file."""
+    if type(value) is Record and value.kind == "torch Size":
+        (value,) = expect(tuple, value.args)
+    if type(value) is not tuple and type(value) is not list:
+        raise SourceError(f"expected a sequence, found {type(value).__name__}")
+    if len(value) > LONGEST:
+        raise SourceError(f"expected a sequence of at most {LONGEST} items, found {len(value)}")
+    return cast(Sequence[object], value)
+
+
+def ints(value: object) -> Index:
+    """A ``torch.Size``, tuple or list of integers >= 0."""
+    numbers = tuple(sequence(value))
+    for number in numbers:
+        if expect(int, number) < 0:
+            raise SourceError(f"expected sizes and offsets >= 0, found {number}")
+    return cast(Index, numbers)
+
+
+class Pickler:
+    """Pickles plain data and records.  Strings and names are memoised, or the file grows several-fold."""
+
+    def __init__(self) -> None:
+        self.out = bytearray(pickle.PROTO + b"\x04")
+        self.memo: dict[tuple[type, str], int] = {}
+
+    def put(self, value: object) -> None:
+        """Append the opcodes that push this value."""
+        if isinstance(value, str):
+            self._text(value)
+        elif value is None or isinstance(value, bool):
+            self.out += pickle.NONE if value is None else pickle.NEWTRUE if value else pickle.NEWFALSE
+        elif isinstance(value, int):
+            self.out += integer(value)
+        elif isinstance(value, tuple):
+            self._all(pickle.MARK, value, pickle.TUPLE)
+        elif isinstance(value, list):
+            self._all(pickle.EMPTY_LIST + pickle.MARK, value, pickle.APPENDS)
+        elif isinstance(value, dict):
+            self._all(pickle.EMPTY_DICT + pickle.MARK, chain.from_iterable(value.items()), pickle.SETITEMS)
+        elif isinstance(value, Record):
+            self._all(b"", (value.kind, value.args), pickle.REDUCE if value.args else pickle.NEWOBJ)
+            if value.state is not None:
+                self._all(b"", (value.state,), pickle.BUILD)
+        else:
+            raise TypeError(f"expected plain data to pickle, found {type(value).__name__}")
+
+    def _all(self, before: bytes, values: Iterable[object], after: bytes) -> None:
+        self.out += before
+        for value in values:
+            self.put(value)
+        self.out += after
+
+    def _text(self, text: str) -> None:
+        known = self.memo.get((type(text), text))
+        if known is not None:
+            self.out += pickle.LONG_BINGET + known.to_bytes(4, "little")
+            return
+        if isinstance(text, Global):
+            self._all(b"", text.split(" "), pickle.STACK_GLOBAL)
+        else:
+            data = text.encode("utf-8", "surrogatepass")
+            self.out += pickle.BINUNICODE + len(data).to_bytes(4, "little") + data
+        self.memo[type(text), text] = len(self.memo)
+        self.out += pickle.MEMOIZE
+
+
+def integer(value: int) -> bytes:
+    """The opcode that pushes this integer (>= 0), as Python's pickler chooses it."""
+    if 0 <= value < 1 << 8:
+        return pickle.BININT1 + value.to_bytes(1, "little")
+    if 0 <= value < 1 << 16:
+        return pickle.BININT2 + value.to_bytes(2, "little")
+    if 0 <= value < 1 << 31:
+        return pickle.BININT + value.to_bytes(4, "little")
+    data = pickle.encode_long(value)
+    return pickle.LONG1 + len(data).to_bytes(1, "little") + data

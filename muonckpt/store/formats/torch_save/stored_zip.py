@@ -1,0 +1,270 @@
+"""The uncompressed zip archives of ``torch.save``: their headers and directory, written and read.
+
+All offsets in an archive are relative to it, so it can lie anywhere in a file.  Nothing here knows what a member means.
+
+Sources: PKWARE's APPNOTE.TXT for the zip structures; ``caffe2/serialize/inline_container.cc`` and the miniz of PyTorch
+for what it puts in them.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ....errors import SourceError
+
+Read = Callable[[int, int], bytes]
+"""``read(offset, length)``: that range of a file, in bytes; shorter where the file ends before."""
+
+ALIGNMENT = 64
+"""Members' data begins at multiples of this many bytes of the archive.  We begin archives at such multiples of the file
+too, so that payloads can be mapped as arrays."""
+
+_BIG = 0xFFFFFFFF
+_HEAD, _TAIL = 1024, 2048
+_LARGEST_DIRECTORY = 1 << 24
+_FOLDER = 0x10  # of the external attributes
+
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR = struct.Struct("<4sIQI")
+_END = struct.Struct("<4s4H2IH")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A member as the central directory lists it.  ``at`` is where its local header begins in the item."""
+
+    name: str
+    at: int
+    size: int
+    crc32: int
+
+    @property
+    def flags(self) -> int:
+        """The name is UTF-8, and a data descriptor follows, which torch omits for an empty member."""
+        return 0x808 if self.size else 0x800
+
+    def zip64(self, packed: int) -> bytes:
+        """The extra field with the numbers that do not fit in 32 bits: both sizes, and the header's offset."""
+        sizes = (self.size, packed) if self.size >= _BIG else ()
+        numbers = (*sizes, self.at) if self.at >= _BIG else sizes
+        return struct.pack(f"<2H{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member of an item: its name without the archive's, and its data as a range of bytes in the file.
+
+    ``crc32`` is None where the writer switched checksums off; every one in the item is 0 then.
+    """
+
+    name: str
+    offset: int
+    length: int
+    crc32: int | None
+
+
+def store(contents: Iterable[tuple[str, bytes]], at: int) -> tuple[bytes, tuple[Entry, ...]]:
+    """Small members, one behind another from byte ``at`` of the item."""
+    out, entries = b"", []
+    for name, data in contents:
+        entry = Entry(name, at + len(out), len(data), zlib.crc32(data))
+        entries.append(entry)
+        out += local_header(entry) + data + descriptor(entry)
+    return out, tuple(entries)
+
+
+def local_header(entry: Entry) -> bytes:
+    """A local header, padded so that the member's data is aligned.  Checksum and sizes follow the data."""
+    name = f"archive/{entry.name}".encode()
+    zip64 = entry.zip64(packed=0)
+    padding = -(entry.at + _LOCAL.size + len(name) + len(zip64) + 4) % ALIGNMENT
+    extra = zip64 + b"FB" + struct.pack("<H", padding) + b"Z" * padding
+    return _LOCAL.pack(b"PK\3\4", 0, entry.flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
+
+
+def descriptor(entry: Entry) -> bytes:
+    if not entry.size:
+        return b""
+    sizes = "<4sI2Q" if entry.size >= _BIG or entry.at >= _BIG else "<4s3I"
+    return struct.pack(sizes, b"PK\7\x08", entry.crc32, entry.size, entry.size)
+
+
+def directory(entries: tuple[Entry, ...], at: int) -> bytes:
+    """The central directory of these members and the end records, for byte ``at`` of the archive."""
+    central = b"".join(map(_central, entries))
+    return central + _end(len(entries), at, len(central))
+
+
+@lru_cache(maxsize=8192)
+def _central(entry: Entry) -> bytes:
+    """Cached: items of one dtype and shape share all but that of the payload."""
+    name = f"archive/{entry.name}".encode()
+    extra = entry.zip64(packed=entry.size)
+    size, at = min(entry.size, _BIG), min(entry.at, _BIG)
+    numbers = (0, 0, entry.flags, 0, 0, 0, entry.crc32, size, size, len(name), len(extra), 0, 0, 0, 0, at)
+    return _CENTRAL.pack(b"PK\1\2", *numbers) + name + extra
+
+
+def _end(count: int, at: int, size: int) -> bytes:
+    """The end records of a directory of ``size`` bytes at byte ``at``.  torch writes all three for any size."""
+    return (
+        _END64.pack(b"PK\6\6", _END64.size - 12, 798, 45, 0, 0, count, count, size, at)
+        + _LOCATOR.pack(b"PK\6\7", 0, at + size, 1)
+        + _END.pack(b"PK\5\6", 0, 0, count, count, size, min(at, _BIG), 0)
+    )
+
+
+def read_members(read: Read, offset: int, length: int) -> tuple[Member, ...]:
+    """The members of the item that is ``length`` bytes at byte ``offset`` of a file, in the order of their data.
+
+    Also for items that are not tensors; what their pickles hold is never looked at.
+
+    Raises:
+        SourceError: it is not a zip archive as torch writes them, or members overlap or leave the item.
+    """
+    return members_in(window(read, offset, length), offset, length)
+
+
+def member_data(read: Read, member: Member, most: int) -> bytes:
+    """The data of a small member, compared with its checksum.  ``read`` takes offsets in the file.
+
+    Raises:
+        SourceError: it has more than ``most`` bytes, or another checksum.
+    """
+    if member.length > most:
+        raise SourceError(f"expected at most {most} bytes in {member.name}, found {member.length}")
+    data = _exactly(read, member.offset, member.length)
+    if member.crc32 is not None and zlib.crc32(data) != member.crc32:
+        raise SourceError(f"expected checksum {member.crc32:#010x} for {member.name}, found {zlib.crc32(data):#010x}")
+    return data
+
+
+def window(read: Read, offset: int, length: int) -> Read:
+    """Read parts of an item by offsets in it.  Its ends, which hold everything but the payload, are read once."""
+    head = _exactly(read, offset, min(length, _HEAD))
+    tail_at = max(length - _TAIL, 0)
+    tail = _exactly(read, offset + tail_at, length - tail_at)
+
+    def part(start: int, count: int) -> bytes:
+        if start < 0 or start + count > length:
+            raise SourceError(f"expected bytes {start}:{start + count} in an item of {length} bytes")
+        if start + count <= len(head):
+            return head[start : start + count]
+        if start >= tail_at:
+            return tail[start - tail_at : start - tail_at + count]
+        return _exactly(read, offset + start, count)
+
+    return part
+
+
+def _exactly(read: Read, offset: int, length: int) -> bytes:
+    data = bytes(read(offset, length))
+    if len(data) != length:
+        raise SourceError(f"expected {length} bytes at byte {offset} of the file, found {len(data)}")
+    return data
+
+
+def members_in(part: Read, offset: int, length: int) -> tuple[Member, ...]:
+    directory_at, count, listing = _directory(part, length)
+    entries = sorted(_entries(listing), key=lambda entry: entry.at)
+    if len(entries) != count:
+        raise SourceError(f"expected {count} members in the zip archive, found {len(entries)}")
+    split = [entry.name.partition("/") for entry in entries]
+    if len({folder for folder, _, _ in split}) != 1 or len({name for _, _, name in split}) != len(entries):
+        raise SourceError(f"expected members of one folder with different names, found {[e.name for e in entries]}")
+    recorded = any(entry.crc32 for entry in entries)
+    members = []
+    for entry, next_at, (_, _, name) in zip(
+        entries, [*(entry.at for entry in entries[1:]), directory_at], split, strict=True
+    ):
+        at = _data_at(part, entry)
+        if at + entry.size > next_at:
+            raise SourceError(f"expected {name} to end by byte {next_at} of the item, found {at + entry.size}")
+        members.append(Member(name, offset + at, entry.size, entry.crc32 if recorded else None))
+    return tuple(members)
+
+
+def _directory(part: Read, length: int) -> tuple[int, int, bytes]:
+    """Where the central directory begins in the item, how many entries it has, and its bytes.
+
+    What is said twice must agree: the zip readers of others believe what is not needed here.
+    """
+    signature, *disks, here, count, size, at, comment = _END.unpack(part(length - _END.size, _END.size))
+    if signature != b"PK\5\6" or comment:
+        raise SourceError(f"expected a zip archive to end in the last {_END.size} bytes, found {signature!r}")
+    short, most = (here, count, size, at), (0xFFFF, 0xFFFF, _BIG, _BIG)
+    numbers = _end64(part, length) or short
+    agree = all(number in (long, top) for number, long, top in zip(short, numbers, most, strict=True))
+    if any(disks) or numbers[0] != numbers[1] or not agree or (numbers is short and {0xFFFF, _BIG} & {count, size, at}):
+        raise SourceError(f"expected the end records of one zip archive, found {short} and {numbers} on disks {disks}")
+    _, count, size, at = numbers
+    if size > _LARGEST_DIRECTORY:
+        raise SourceError(f"expected a zip directory of at most {_LARGEST_DIRECTORY} bytes, found {size}")
+    return at, count, part(at, size)
+
+
+def _end64(part: Read, length: int) -> tuple[int, int, int, int] | None:
+    """The numbers of the zip64 end record (entries on this disk, entries, size, offset), if there is one."""
+    before = length - _END.size - _LOCATOR.size
+    if before < 0:
+        return None
+    locator, disk, end64_at, disks = _LOCATOR.unpack(part(before, _LOCATOR.size))
+    if locator != b"PK\6\7":
+        return None
+    end64, record, _, _, *others, here, count, size, at = _END64.unpack(part(end64_at, _END64.size))
+    if (end64, record, disk, disks, *others) != (b"PK\6\6", _END64.size - 12, 0, 1, 0, 0):
+        raise SourceError(f"expected a zip64 end record of one disk, found {end64!r} of {record} bytes")
+    return here, count, size, at
+
+
+def _entries(directory: bytes) -> Iterator[Entry]:
+    at = 0
+    while at < len(directory):
+        if len(directory) - at < _CENTRAL.size or directory[at : at + 4] != b"PK\1\2":
+            raise SourceError(f"expected an entry at byte {at} of the zip directory, found {directory[at : at + 4]!r}")
+        _, _, _, flags, method, _, _, *numbers, disk, _, kind, header = _CENTRAL.unpack_from(directory, at)
+        crc32, packed, size, name_length, extra_length, comment_length = numbers
+        name_at = at + _CENTRAL.size
+        extra_at = name_at + name_length
+        at = extra_at + extra_length + comment_length
+        if at > len(directory):
+            raise SourceError(f"expected an entry of at most {len(directory)} bytes in the zip directory, found {at}")
+        name = directory[name_at:extra_at].decode("utf-8", "replace")
+        if _BIG in (size, packed, header):
+            size, packed, header = _unsaturated((size, packed, header), directory[extra_at : extra_at + extra_length])
+        if disk or kind & _FOLDER or method or flags & ~0x808 or packed != size:
+            raise SourceError(f"expected {name!r} stored plainly, found method {method}, flags {flags:#x}")
+        yield Entry(name, header, size, crc32)
+
+
+def _unsaturated(numbers: tuple[int, int, int], extra: bytes) -> Iterator[int]:
+    """Size, packed size and header offset; what does not fit in 32 bits comes from the zip64 extra field."""
+    big = b""
+    while len(extra) >= 4:
+        kind, length = struct.unpack_from("<2H", extra)
+        if kind == 1:
+            big = extra[4 : 4 + length]
+        extra = extra[4 + length :]
+    for number in numbers:
+        if number == _BIG:
+            if len(big) < 8:
+                raise SourceError("expected a zip64 field with the number that does not fit, found none")
+            (number,), big = struct.unpack_from("<Q", big), big[8:]
+        yield number
+
+
+def _data_at(part: Read, entry: Entry) -> int:
+    """Where a member's data begins in the item, by its local header."""
+    expected = entry.name.encode()
+    header = part(entry.at, _LOCAL.size + len(expected))
+    signature, *_, name_length, extra_length = _LOCAL.unpack_from(header)
+    name = header[_LOCAL.size :]
+    if signature != b"PK\3\4" or name_length != len(expected) or name != expected:
+        raise SourceError(f"expected the header of {entry.name!r} at byte {entry.at} of the item, found {name!r}")
+    return entry.at + len(header) + int(extra_length)

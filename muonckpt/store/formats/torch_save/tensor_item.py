@@ -1,0 +1,276 @@
+"""One stored item of DCP: the stream that ``torch.save`` writes, an uncompressed zip archive.
+
+A tensor's item has these members, each after a padded local header, in this order::
+
+    archive/data.pkl                      a pickle: dtype, shape, strides
+    archive/.format_version               "1"
+    archive/.storage_alignment            "64"
+    archive/byteorder                     "little"
+    archive/data/0                        the payload: raw elements, 64-byte aligned within the item
+    archive/version                       "3\\n"
+    archive/.data/serialization_id        40 digits that no reader checks
+    central directory, zip64 end record and locator, end record
+
+Everything but the payload follows from dtype, shape and the payload's CRC-32.  So :func:`frame` gives the bytes
+before and after it, and an item is written by laying a payload between them: byte-identical to ``torch.save`` of
+a contiguous CPU tensor (torch 2.13).  All offsets inside are relative to the item, so it can be moved.
+
+Sources: PKWARE's APPNOTE.TXT for the zip structures; ``caffe2/serialize/inline_container.cc`` and the miniz of
+PyTorch for what it puts in them; ``torch/serialization.py`` (``_save``) and ``torch/_utils.py`` for the pickle.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ....box import Index, row_major
+from ....errors import SourceError
+from ...io.checksums import Checksum, crc32_of
+from ...reading.dtypes import DTYPES, itemsize
+from .inert_pickle import PERSISTENT, Global, Record, expect, integer, ints, unpickle
+from .stored_zip import (
+    ALIGNMENT,
+    Entry,
+    Read,
+    descriptor,
+    directory,
+    local_header,
+    member_data,
+    members_in,
+    store,
+    window,
+)
+
+SERIALIZATION_ID = b"0" * 40
+"""What we write where torch writes a hash of the item's names and checksums."""
+
+_PAYLOAD = "data/0"
+_LARGEST_PICKLE = 1 << 12
+
+
+_REBUILD = {"torch._utils _rebuild_tensor_v2": 6, "torch._utils _rebuild_tensor_v3": 7}
+_UNTYPED = "torch.storage UntypedStorage"
+_TYPED = {f"torch {dtype.storage}": name for name, dtype in DTYPES.items() if dtype.storage}
+TENSOR_NAMES = frozenset(
+    {PERSISTENT, _UNTYPED, "collections OrderedDict", *_REBUILD, *_TYPED, *(f"torch {name}" for name in DTYPES)}
+)
+"""What the pickle of a plain tensor names."""
+
+
+# Writing.
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A tensor's item without its payload; all numbers in bytes.
+
+    ``head`` is what comes before the payload of ``payload_length`` bytes, ``length`` the length of the whole item.
+    ``members`` are those of the head and then the payload, whose checksum is not known yet.
+    """
+
+    head: bytes
+    payload_length: int
+    length: int
+    members: tuple[Entry, ...]
+
+    @property
+    def payload_offset(self) -> int:
+        """Where the payload begins in the item."""
+        return len(self.head)
+
+    @property
+    def checksum_of(self) -> Checksum:
+        return crc32_of
+
+    def tail(self, checksum: int, serialization_id: bytes = SERIALIZATION_ID) -> bytes:
+        """What comes after the payload whose CRC-32 this is.  ``serialization_id`` has 40 ASCII digits."""
+        return _tail(self.members, len(self.head) + self.payload_length, checksum, serialization_id)
+
+
+def frame(dtype: str, shape: Sequence[int]) -> Frame:
+    """The item of a dense row-major tensor of this dtype (torch's name) and shape (elements), but for its payload.
+
+    Raises:
+        SourceError: the dtype is not one that torch can save.
+    """
+    payload_length = math.prod(shape) * itemsize(dtype)
+    contents = (
+        ("data.pkl", _data_pickle(dtype, tuple(shape))),
+        (".format_version", b"1"),
+        (".storage_alignment", str(ALIGNMENT).encode()),
+        ("byteorder", b"little"),
+    )
+    head, members = store(contents, 0)
+    payload = Entry(_PAYLOAD, len(head), payload_length, 0)
+    head += local_header(payload)
+    payload_end = len(head) + payload_length
+    length = payload_end + len(_tail((*members, payload), payload_end, 0, SERIALIZATION_ID))
+    return Frame(head, payload_length, length, (*members, payload))
+
+
+def _tail(members: tuple[Entry, ...], payload_end: int, crc32: int, serialization_id: bytes) -> bytes:
+    payload = replace(members[-1], crc32=crc32)
+    after = descriptor(payload)
+    start = payload_end + len(after)
+    rest, others = _after(start, serialization_id)
+    entries = (*members[:-1], payload, *others)
+    return after + rest + directory(entries, start + len(rest))
+
+
+@lru_cache(maxsize=1024)
+def _after(start: int, serialization_id: bytes) -> tuple[bytes, tuple[Entry, ...]]:
+    """The members behind the payload.  Cached: items of one dtype and shape share them."""
+    return store((("version", b"3\n"), (".data/serialization_id", serialization_id)), start)
+
+
+def _data_pickle(dtype: str, shape: Index) -> bytes:
+    """The pickle of a tensor as Python writes it in protocol 2; ``q`` gives each new object its memo number."""
+    numel, storage = math.prod(shape), DTYPES[dtype].storage
+    version, kind, count, element = b"2", f"torch\n{storage}".encode(), numel, b""
+    if storage is None:
+        version, kind, count = b"3", b"torch.storage\nUntypedStorage", numel * itemsize(dtype)
+        element = b"ctorch\n" + dtype.encode() + b"\nq%c"
+    strides = [math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape))]
+    after = b"\x89ccollections\nOrderedDict\nq%c)Rq%c" + element + b"tq%cRq%c."
+    numbers = itertools.count(8 if shape else 6)
+    return (
+        b"\x80\2ctorch._utils\n_rebuild_tensor_v%b\nq\0((X\7\0\0\0storageq\1c%b\nq\2" % (version, kind)
+        + b"X\1\0\0\x000q\3X\3\0\0\0cpuq\4%btq\5QK\0" % integer(count)
+        + (_tuple(shape) + b"q\6" + _tuple(strides) + b"q\7" if shape else b"))")
+        + after % tuple(itertools.islice(numbers, after.count(b"%c")))
+    )
+
+
+def _tuple(values: Sequence[int]) -> bytes:
+    items = b"".join(map(integer, values))
+    return b"(" + items + b"t" if len(values) > 3 else items + b"\x85\x86\x87"[len(values) - 1 : len(values)]
+
+
+# Reading.
+
+
+@dataclass(frozen=True, slots=True)
+class TensorItem:
+    """A stored tensor: shape and strides in elements, its payload as a range of bytes in the file.
+
+    The payload holds every element once, in the order that the strides say.  ``crc32`` is None where the writer
+    switched checksums off.
+    """
+
+    dtype: str
+    shape: Index
+    strides: Index
+    offset: int
+    length: int
+    crc32: int | None
+
+    @property
+    def row_major(self) -> bool:
+        """Whether the elements lie in row-major order."""
+        return is_row_major(self.shape, self.strides)
+
+
+def is_row_major(shape: Index, strides: Index) -> bool:
+    """Whether these strides are those of row-major order; those of dims of size 1 do not matter."""
+    return 0 in shape or _steps(shape, strides) == _steps(shape, row_major(shape))
+
+
+def _steps(shape: Index, strides: Index) -> list[tuple[int, int]]:
+    """(stride, size) of the dims that have more than one index."""
+    return [(stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1]
+
+
+def read_tensor(read: Read, offset: int, length: int) -> TensorItem:
+    """The tensor in the item that is ``length`` bytes at byte ``offset`` of a file.  Does not read its payload.
+
+    Raises:
+        SourceError: it is not a tensor's item, or the payload is not simply the tensor's elements: encoded,
+            big-endian, a view with holes, lazily conjugated; or a checksum of its small members is wrong.
+    """
+    part = window(read, offset, length)
+    members = {member.name: member for member in members_in(part, offset, length)}
+    if [name for name in members if name.startswith("data/")] != [_PAYLOAD] or "data.pkl" not in members:
+        raise SourceError(f"expected the item of one tensor, found a zip archive of {', '.join(members)}")
+
+    def content(name: str) -> bytes:
+        return member_data(lambda at, count: part(at - offset, count), members[name], _LARGEST_PICKLE)
+
+    if "byteorder" in members and content("byteorder") != b"little":
+        raise SourceError(f"expected little-endian elements, found {content('byteorder')!r}")
+    dtype, shape, strides = _tensor(content("data.pkl"))
+    payload = members[_PAYLOAD]
+    size = math.prod(shape) * itemsize(dtype)
+    if payload.length != size:
+        raise SourceError(f"expected {size} bytes for {dtype} of shape {shape}, found {payload.length}")
+    return TensorItem(dtype, shape, strides, payload.offset, payload.length, payload.crc32)
+
+
+@lru_cache(maxsize=1024)
+def _tensor(data: bytes) -> tuple[str, Index, Index]:
+    """Dtype, shape and strides in the pickle of a tensor, whose storage must hold each of its elements once."""
+    found = described(unpickle(data, TENSOR_NAMES))
+    if found.storage != "0":
+        raise SourceError(f"expected a tensor of storage '0', found storage {found.storage!r}")
+    return found.dtype, found.shape, found.strides
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A tensor as a pickle speaks of it: its elements are the member ``data/{storage}``, each there once."""
+
+    storage: str
+    dtype: str
+    shape: Index
+    strides: Index
+
+
+def described(value: object) -> Described:
+    """The tensor that part of a pickle stands for.
+
+    Raises:
+        SourceError: it is something else, a view of a part of its storage, or more than a plain tensor.
+    """
+    call = expect(Record, value)
+    args, arity = expect(tuple, call.args), _REBUILD.get(call.kind)
+    if arity is None or len(args) < arity:
+        raise SourceError(f"expected the pickle of a tensor, found {call.kind} of {len(args)} arguments")
+    if len(args) > arity:
+        flags = [key for key in args[-1] if type(key) is str] if type(args[-1]) is dict else "?"
+        raise SourceError(f"expected a plain tensor, found one with the flags {flags}: resolve them before saving")
+    storage, start, size, stride, _, hooks, *element = args
+    match storage:
+        case Record(kind=reference, args=("storage", Global() as kind, str() as key, str(), int() as count)):
+            known = reference == PERSISTENT and _is_empty(hooks)
+        case _:
+            known = False
+    if not known:
+        raise SourceError("expected a tensor with a storage and without hooks, found something else")
+    dtype = expect(Global, element[0]).removeprefix("torch ") if element else _TYPED.get(kind, kind)
+    if bool(element) != (kind == _UNTYPED) or dtype not in DTYPES:
+        raise SourceError(f"expected the storage and the dtype to agree, found {kind} and {dtype}")
+    shape, strides = ints(size), ints(stride)
+    if start != 0 or count != math.prod(shape) * (itemsize(dtype) if element else 1):
+        raise SourceError(f"expected a storage of just the elements of shape {shape}, found a view of {count}")
+    if not _is_dense(shape, strides):
+        raise SourceError(f"expected each element once, found strides {strides} for shape {shape}")
+    return Described(key, dtype, shape, strides)
+
+
+def _is_empty(hooks: object) -> bool:
+    return expect(Record, hooks).args == () and not expect(Record, hooks).items
+
+
+def _is_dense(shape: Index, strides: Index) -> bool:
+    """Whether these strides visit each of the elements from 0 on once, in whatever order of dims."""
+    if len(shape) != len(strides):
+        return False
+    step = 1
+    for stride, size in sorted(_steps(shape, strides)):
+        if stride != step:
+            return 0 in shape
+        step *= size
+    return True

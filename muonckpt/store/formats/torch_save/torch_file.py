@@ -1,0 +1,96 @@
+"""A file of ``torch.save``: nested data with tensors anywhere in it, read without running anything.
+
+It is one uncompressed zip archive: ``data.pkl`` describes the object, ``data/<key>`` are the elements of its storages.
+
+Sources: ``torch/serialization.py`` (``_save``), ``torch/_utils.py`` and ``torch/_tensor.py`` (``__reduce_ex__``) for
+the ways in which a tensor is pickled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ....box import Index
+from ....errors import SourceError
+from ....record import Extent
+from ...io.location import Location
+from ...io.regular import File, open_regular
+from ...reading.dtypes import itemsize
+from .inert_pickle import Anything, Global, Record, unpickle
+from .stored_zip import Member, member_data, read_members
+from .tensor_item import described, is_row_major
+
+LARGEST = 1 << 28
+"""Bytes of the largest ``data.pkl`` that is read: about 300 bytes a tensor."""
+
+_TYPES = ("torch Tensor", "torch.nn.parameter Parameter")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor of such a file: its raw little-endian row-major elements are ``payload``."""
+
+    dtype: str
+    shape: Index
+    payload: Extent
+    crc32: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFile:
+    """One file.  ``content`` is the object as inert data, in which tensors are what `tensor` understands."""
+
+    name: str
+    content: object
+    members: Mapping[str, Member]
+
+    def tensor(self, value: object) -> SavedTensor:
+        """The tensor that part of the content stands for, be it a parameter or have attributes of its own.
+
+        Raises:
+            SourceError: it is none, or its elements are not simply a member of the file in row-major order.
+        """
+        found = described(_bare(value))
+        member = self.members.get(f"data/{found.storage}")
+        size = math.prod(found.shape) * itemsize(found.dtype)
+        if member is None or member.length != size or not is_row_major(found.shape, found.strides):
+            raise SourceError(
+                f"{self.name}: expected {size} bytes of row-major elements in data/{found.storage} for {found.dtype} "
+                f"of shape {found.shape}, found strides {found.strides} and {member}"
+            )
+        payload = Extent(self.name, member.offset, member.length)
+        return SavedTensor(found.dtype, found.shape, payload, member.crc32)
+
+
+def read(directory: Location, name: str) -> TorchFile:
+    """A file in a directory; its tensors' elements are not read.
+
+    Raises:
+        SourceError: it is missing, no archive of ``torch.save``, damaged, or big-endian.
+    """
+    with open_regular(directory / name) as file:
+        try:
+            return _read(file, name)
+        except SourceError as error:
+            raise SourceError(f"{directory / name}: {error}") from error
+
+
+def _read(file: File, name: str) -> TorchFile:
+    members = {member.name: member for member in read_members(file.read, 0, file.size)}
+    if "data.pkl" not in members:
+        raise SourceError(f"expected a file of torch.save, found a zip archive of {', '.join(members)[:200]}")
+    if "byteorder" in members and member_data(file.read, members["byteorder"], 64) != b"little":
+        raise SourceError("expected little-endian elements")
+    return TorchFile(name, unpickle(member_data(file.read, members["data.pkl"], LARGEST), Anything()), members)
+
+
+def _bare(value: object) -> object:
+    """The plain tensor in a parameter, or in a tensor with attributes such as Megatron's ``partition_dim``."""
+    match value:
+        case Record(kind="torch._utils _rebuild_parameter" | "torch._utils _rebuild_parameter_with_state", args=args):
+            return args[0] if isinstance(args, tuple) and args else value
+        case Record(kind="torch._tensor _rebuild_from_type_v2", args=(Global() as call, Global() as kind, args, _)):
+            return Record(call, args) if kind in _TYPES else value
+    return value

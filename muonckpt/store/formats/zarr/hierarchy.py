@@ -1,0 +1,208 @@
+"""Checkpoints in a zarr v3 hierarchy: a group for each parameter, an array for each of its tensors.
+
+Arrays whose elements are stored as they are (with or without shards and checksums) are read from their files; of any
+other codec, whole files are decoded by the zarr library, which is imported then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ....box import Box
+from ....errors import SourceError
+from ....record import Chunk, Extent, Manifest, StateRecord
+from ...io.location import Location
+from ...io.regular import Bytes, Held, open_regular
+from ...reading.dtypes import itemsize
+from ...reading.payloads import Payloads
+from ..manifest_entry import tensor_of
+from .array import INDEX_CHECKSUM, METADATA, OURS, ZarrArray, parse_array, parse_node, stored_as
+
+_MISSING = 2**64 - 1
+"""Offset and length, in the index of a shard, of a chunk that is not there."""
+
+_DECODED_FILES = 4
+"""Decoded files that are kept: they are read band by band, by a few threads."""
+
+
+class ZarrPayloads(Payloads):
+    """The bytes of the elements: those of the files, or where they are encoded what is decoded of a whole file."""
+
+    def __init__(self, directory: Location) -> None:
+        super().__init__(directory)
+        arrays = list(_arrays(directory))
+        self._encoded = {
+            file: (array, box) for array in arrays if not _is_read_raw(array) for file, box in array.files()
+        }
+        self._checked = {file for array in arrays if array.trailer for file, _ in array.files()}
+        self._decode = lru_cache(_DECODED_FILES)(self._decoded)
+
+    def _bytes(self, name: str) -> Bytes:
+        return Held(self._decode(name)) if name in self._encoded else super()._bytes(name)
+
+    def is_checked(self, chunk: Chunk) -> bool:
+        return chunk.item.file in self._checked
+
+    def check_inside(self, item: Extent) -> None:
+        """The CRC-32C behind a chunk that is stored as it is; that of another is checked when it is decoded."""
+        from google_crc32c import value as crc32c
+
+        if item.file in self._checked and item.file not in self._encoded:
+            raw = bytes(self.view(item))
+            found, expected = crc32c(raw[:-INDEX_CHECKSUM]), int.from_bytes(raw[-INDEX_CHECKSUM:], "little")
+            if found != expected:
+                raise SourceError(f"CRC-32C {found:08x}, expected {expected:08x}")
+
+    def _decoded(self, file: str) -> memoryview:
+        array, box = self._encoded[file]
+        try:
+            import zarr
+
+            opened = zarr.open_array(str(self.directory / array.node), mode="r")
+            block = np.asarray(opened[tuple(map(slice, box.lo, box.hi))])
+        except Exception as error:  # whatever a codec says of data that it cannot decode
+            raise SourceError(f"cannot decode {self.directory / file}: {type(error).__name__}: {error}") from error
+        little = block.astype(block.dtype.newbyteorder("<"), copy=False)
+        return np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
+
+
+def read(path: Location) -> Manifest:
+    """What a hierarchy holds.  Reads metadata and the indices of shards.
+
+    ``item`` of a chunk is what is stored, ``payload`` its elements; of encoded arrays the payload counts in the
+    decoded bytes of the whole file, which only `ZarrPayloads` gives.
+
+    Raises:
+        SourceError: there is none, it is damaged or refused; or a chunk is missing, which zarr would read as zeros.
+    """
+    try:
+        root = parse_node(_read_file(path, METADATA))
+        tensors = tuple(_record(path, array) for array in _arrays(path))
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error}") from error
+    match root["attributes"].get(OURS):
+        case None:
+            return Manifest(tensors, (), {"format": "zarr"})
+        case {"tensors": int(count), "provenance": dict(provenance)} if count == len(tensors):
+            return Manifest(tensors, (), provenance)
+        case {"tensors": int(count)}:
+            raise SourceError(f"{path}: expected {count} arrays, found {len(tensors)}")
+    raise SourceError(f"{path / METADATA}: damaged attribute {OURS!r}")
+
+
+def _arrays(path: Location) -> Iterator[ZarrArray]:
+    """All arrays below a group, or the one that it is, sorted by name.  Links are not followed."""
+    pending = [""]
+    while pending:
+        node = pending.pop()
+        place = path / node
+        with _at(place / METADATA):
+            fields = parse_node(_read_file(path, f"{node}/{METADATA}" if node else METADATA))
+            if fields["node_type"] == "array":
+                yield parse_array(node, fields)
+                continue
+        inside = [entry.name for entry in place.iterdir() if entry.is_dir() and not entry.is_symlink()]
+        members = [f"{node}/{name}" if node else name for name in sorted(inside, reverse=True)]
+        pending += [member for member in members if (path / member / METADATA).exists()]
+
+
+def _record(path: Location, array: ZarrArray) -> StateRecord:
+    with _at(path / array.node):
+        chunks = tuple(_chunks(path, array)) if 0 not in array.shape else ()
+        if OURS not in array.attributes:
+            parts = tuple(array.node.split("/"))
+            return StateRecord(array.node or path.name, parts, array.shape, array.dtype, chunks)
+        facts = array.attributes[OURS]
+        if not isinstance(facts, dict):
+            raise SourceError(f"damaged attribute {OURS!r}")
+        tensor = tensor_of(facts)
+        if (tensor.shape, stored_as(tensor.dtype)) != (array.shape, array.dtype):
+            raise SourceError(f"{array.dtype} of shape {array.shape}, but attribute {OURS!r} says otherwise")
+        return dataclasses.replace(tensor, chunks=chunks)
+
+
+def _is_read_raw(array: ZarrArray) -> bool:
+    """A CRC-32C is checked by decoding, unless there is a fingerprint, which every reader of ours compares."""
+    checked = array.trailer == 0 or OURS in array.attributes
+    return array.is_plain and checked
+
+
+def _chunks(path: Location, array: ZarrArray) -> Iterator[Chunk]:
+    raw = _is_read_raw(array)
+    for file, box in array.files():
+        size = _size(path, file)
+        if not raw:
+            with _at(path / file):
+                if array.sharded:
+                    list(_stored(path, array, file, size, box))  # nothing is missing in it
+            item = Extent(file, 0, size)
+            yield Chunk(box, item, Extent(file, 0, box.numel * itemsize(array.dtype)))
+            continue
+        with _at(path / file):
+            for part, offset, length in _stored(path, array, file, size, box):
+                if length != array.chunk_bytes + (array.trailer or 0):
+                    raise SourceError(f"box {part}: expected {array.chunk_bytes} bytes and a checksum, found {length}")
+                payload = Extent(file, offset, part.numel * itemsize(array.dtype))
+                yield Chunk(part, Extent(file, offset, length), payload)
+
+
+def _stored(path: Location, array: ZarrArray, file: str, size: int, box: Box) -> Iterator[tuple[Box, int, int]]:
+    """Box, offset and length of each chunk of a file."""
+    if not array.sharded:
+        yield box, 0, size
+        return
+    index = _index(path, array, file, size)
+    for number, part in array.chunks(box):
+        offset, length = map(int, index[number])
+        if offset == _MISSING:
+            raise SourceError(f"box {part} is not stored: zarr reads it as its fill value, but it may have been lost; "
+                              "write it with write_empty_chunks")  # fmt: skip
+        if offset + length > size:
+            raise SourceError(f"box {part}: expected bytes within {size}, found {offset}+{length}: the file was cut")
+        yield part, offset, length
+
+
+def _index(path: Location, array: ZarrArray, file: str, size: int) -> Any:
+    """The index of a shard: an offset and a length for each chunk, in row-major order."""
+    from google_crc32c import value as crc32c
+
+    if size < array.index_bytes:
+        raise SourceError(f"expected a shard index of {array.index_bytes} bytes in a file of {size}: it was cut")
+    with open_regular(path / file) as opened:
+        raw = opened.read(0 if array.index_first else size - array.index_bytes, array.index_bytes)
+    index, checksum = raw[:-INDEX_CHECKSUM], int.from_bytes(raw[-INDEX_CHECKSUM:], "little")
+    if crc32c(index) != checksum:
+        raise SourceError(f"shard index with CRC-32C {crc32c(index):08x}, expected {checksum:08x}")
+    return np.frombuffer(index, "<u8").reshape(-1, 2)
+
+
+def _size(path: Location, file: str) -> int:
+    """Bytes of the file of a chunk; a link anywhere on the way is refused."""
+    place = path / file
+    if not (place.exists() or place.is_symlink()):
+        raise SourceError(f"{place} is not stored: zarr reads its box as the fill value, but it may have been lost; "
+                          "write it with write_empty_chunks")  # fmt: skip
+    if place.resolve() != path.resolve() / file:
+        raise SourceError(f"cannot open {place}: there is a symbolic link on the way")
+    with open_regular(place) as opened:
+        return opened.size
+
+
+def _read_file(path: Location, name: str) -> bytes:
+    with open_regular(path / name) as opened:
+        return opened.read(0, opened.size)
+
+
+@contextmanager
+def _at(place: Location) -> Iterator[None]:
+    """Put the place in front of any source error raised inside."""
+    try:
+        yield
+    except SourceError as error:
+        raise SourceError(f"{place}: {error}") from error

@@ -1,0 +1,171 @@
+"""Writing a zarr v3 hierarchy: shards of checked chunks, in streams of bounded size, without the zarr library.
+
+Chunks are bands of whole trailing dims, so each is one run of the row-major tensor, and every reader of ours copies
+it straight out of the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import xxhash
+
+from ....box import Index
+from ....errors import SourceError
+from ....record import Manifest, StateRecord
+from ...io.checksums import Bytes, Checksum
+from ...io.location import Location
+from ...io.output import write_synced
+from ...reading.dtypes import itemsize
+from ..manifest_entry import facts_of
+from ..native import sync_tree
+from .array import INDEX_CHECKSUM, METADATA, OURS, ZarrArray, stored_as
+
+CHUNK_BYTES = 4 << 20
+"""Most bytes of a chunk, the smallest part that zarr reads."""
+
+SHARD_BYTES = 1 << 30
+"""Most bytes of the chunks in a file, unless the caller says otherwise."""
+
+_VALUE = "value"
+"""Name of the array of a tensor that is no optimizer slot."""
+
+_MISSING = 2**64 - 1
+_LONGEST_NAME = 200
+
+
+def nodes(tensors: Sequence[StateRecord]) -> list[str]:
+    """Where each tensor goes: its path in the state dict, which ends in its slot or in ``value``.
+
+    Raises:
+        SourceError: two tensors would share a place, or one lie inside another.
+    """
+    made = []
+    for tensor in tensors:
+        path = tensor.path if tensor.slot is not None and tensor.path[-1:] == (tensor.slot,) else (*tensor.path, _VALUE)
+        made.append("/".join(map(_name, path)))
+    counts = Counter(made)
+    groups = {parent for node in made for parent in _parents(node)}
+    for tensor, node in zip(tensors, made, strict=True):
+        if counts[node] > 1 or node in groups:
+            raise SourceError(f"tensor {tensor.key!r}: its place {node!r} in the hierarchy is taken by another one")
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFrame:
+    """What follows the elements of a chunk: zeros beyond the edge of the array, up to ``chunk_bytes``, the CRC-32C of
+    both, and behind the last chunk of a shard its ``index``.  All numbers in bytes."""
+
+    payload_length: int
+    chunk_bytes: int
+    index: bytes = b""
+    head: ClassVar[bytes] = b""
+    payload_offset: ClassVar[int] = 0
+
+    @property
+    def length(self) -> int:
+        return self.chunk_bytes + INDEX_CHECKSUM + len(self.index)
+
+    @property
+    def checksum_of(self) -> Checksum:
+        return _crc32c
+
+    def tail(self, checksum: int) -> bytes:
+        padding = bytes(self.chunk_bytes - self.payload_length)
+        return padding + _crc32c(padding, checksum).to_bytes(INDEX_CHECKSUM, "little") + self.index
+
+
+def _crc32c(raw: Bytes, start: int) -> int:
+    from google_crc32c import extend
+
+    return int(extend(start, bytes(raw)))
+
+
+def index_of(array: ZarrArray, numbers: Sequence[int]) -> bytes:
+    """The index of a shard that has the chunks of these numbers end to end; nothing where there are no shards."""
+    if not array.sharded:
+        return b""
+    length = array.chunk_bytes + INDEX_CHECKSUM
+    index = np.full((array.chunks_per_file, 2), _MISSING, "<u8")
+    index[numbers] = [(at * length, length) for at in range(len(numbers))]
+    raw = index.tobytes()
+    return raw + _crc32c(raw, 0).to_bytes(INDEX_CHECKSUM, "little")
+
+
+def arrays(tensors: Sequence[StateRecord], shard_bytes: int | None) -> list[ZarrArray]:
+    """The array of each tensor, with ``shard_bytes`` of chunks in a file (None: `SHARD_BYTES`).
+
+    Raises:
+        SourceError: as `nodes`.
+    """
+    return [_array(tensor, node, shard_bytes) for tensor, node in zip(tensors, nodes(tensors), strict=True)]
+
+
+def describe(manifest: Manifest, directory: Location, shard_bytes: int | None) -> None:
+    """Write what describes finished files, groups and arrays, and wait until all is on disk."""
+    made = arrays(manifest.tensors, shard_bytes)
+    for tensor, array in zip(manifest.tensors, made, strict=True):
+        _write(directory / array.node, dataclasses.replace(array, attributes={OURS: facts_of(tensor)}).to_json())
+    ours = {OURS: {"version": 1, "tensors": len(made), "provenance": dict(manifest.provenance)}}
+    groups = {parent for array in made for parent in _parents(array.node)} | {""}
+    for group in sorted(groups, reverse=True):  # the root last: it is what tells that there is a hierarchy
+        node = {"zarr_format": 3, "node_type": "group", "attributes": {} if group else ours}
+        _write(directory / group, json.dumps(node, indent=1))
+    sync_tree(directory)
+
+
+def _write(folder: Location, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / METADATA).unlink(missing_ok=True)  # of a run that was killed
+    write_synced(folder / METADATA, text.encode())
+
+
+def _array(tensor: StateRecord, node: str, shard_bytes: int | None) -> ZarrArray:
+    size = itemsize(tensor.dtype)
+    chunk = _block(tensor.shape, CHUNK_BYTES // size)
+    shard = _block(tensor.shape, max((shard_bytes or SHARD_BYTES) // size, math.prod(chunk)))
+    whole = tuple(-(-length // part) * part for length, part in zip(shard, chunk, strict=True))
+    # Stock zarr 3.1 cannot read a shard without dims.
+    return ZarrArray(node, tensor.shape, stored_as(tensor.dtype), whole, chunk, INDEX_CHECKSUM, bool(tensor.shape))
+
+
+def _block(shape: Index, most: int) -> Index:
+    """The largest run of at most ``most`` elements that divides a tensor of this shape into equal ones (almost)."""
+    block = list(shape)
+    for dim, length in enumerate(shape):
+        inner = math.prod(shape[dim + 1 :])
+        fitting = min(max(most // max(inner, 1), 1), length)
+        if fitting:
+            block[dim] = -(-length // -(-length // fitting))
+        if fitting > 1 or inner <= most:
+            break
+    return tuple(max(length, 1) for length in block)
+
+
+def _name(part: str | int) -> str:
+    """A plain file name for a part of a path: itself, or where it is none what is plain of it and its hash.
+
+    It need not tell the part again: the attributes do.
+    """
+    text = str(part)
+    plain = re.sub(r"[^A-Za-z0-9._-]", "_", text)[:_LONGEST_NAME]
+    if plain == text and text and not text.startswith((".", "__")) and text != METADATA:
+        return text
+    digest = xxhash.xxh3_64_hexdigest(text.encode(errors="surrogatepass"))
+    return f"{plain.lstrip('._')}-{digest}"
+
+
+def _parents(node: str) -> Iterator[str]:
+    """The groups that hold a node, but for the root."""
+    parts = node.split("/")
+    for depth in range(1, len(parts)):
+        yield "/".join(parts[:depth])

@@ -1,0 +1,88 @@
+"""A file that is being written: once, front to back, and on the disk, or in the store, when it is done."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from .location import Location, Remote
+
+_STRIDE = 2 << 20
+"""Bytes after which the disk is told to go on: enough for one large request, few enough to keep it busy."""
+
+_AT_ONCE = 256 << 10
+"""Bytes of one write, at most.  For larger ones file systems take larger pages, which a system that has given its free
+memory back to a host has to ask for again: measured at 4 GB, half the time in the kernel."""
+
+
+class Writing(Protocol):
+    """A file that is being written.  ``rewinds``: bytes before what has been written may still be written."""
+
+    rewinds: bool
+
+    def write(self, data: bytes | memoryview, at: int) -> int:
+        """Put these bytes at byte ``at``; every call lies behind those before it.  Returns the byte behind them."""
+        ...
+
+
+def created(file: Location, length: int) -> AbstractContextManager[Writing]:
+    """A new file of ``length`` bytes, zeros where nothing is written; replaces one of that name.
+
+    A block that ends well ends when the file is on the disk or in the store.
+    """
+    return file.upload(length) if isinstance(file, Remote) else Output(file, length)
+
+
+def write_synced(file: Location, data: bytes) -> None:
+    """Write a small new file and wait until it is on the disk or in the store."""
+    if isinstance(file, Remote):
+        file.write(data)
+        return
+    with file.open("xb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+class Output:
+    """A new file on this machine.  Its space is taken first, so that a full disk is met before any work."""
+
+    rewinds = True
+
+    def __init__(self, path: Path, length: int) -> None:
+        path.unlink(missing_ok=True)
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._length = length
+        self._begun = 0
+
+    def __enter__(self) -> Output:
+        try:
+            os.posix_fallocate(self._handle, 0, self._length)
+        except BaseException:
+            os.close(self._handle)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                os.fsync(self._handle)
+        finally:
+            os.close(self._handle)
+
+    def write(self, data: bytes | memoryview, at: int) -> int:
+        left = memoryview(data)
+        while left:
+            written = os.pwrite(self._handle, left[:_AT_ONCE], at)
+            left, at = left[written:], at + written
+        if at - self._begun >= _STRIDE:
+            # Linux begins to write the pages that it is asked to drop and cannot drop yet.  Without that the disk would
+            # be idle until fsync().
+            os.posix_fadvise(self._handle, self._begun, at - self._begun, os.POSIX_FADV_DONTNEED)
+            self._begun = at
+        return at

@@ -1,0 +1,86 @@
+"""Element types by torch's name without the prefix (``"float32"``): the one table of what a stored element is.
+
+Sources: ``torch.dtype.itemsize``, and the two maps in ``torch/storage.py`` that decide how ``torch.save`` names
+the storage of a tensor (``_dtype_to_storage_type_map`` and ``_new_dtypes``).  Quantised and sub-byte types that
+torch cannot save as a plain tensor are not listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ...errors import SourceError
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type.
+
+    ``itemsize`` is in bytes.  ``bits`` is the numpy dtype that views the raw little-endian bits as unsigned
+    words; an element is one word, except for ``complex128``, which is two of 8 bytes.  ``storage`` is the class
+    that ``torch.save`` names for it, None for the newer types that it saves as an untyped storage of bytes.
+    """
+
+    itemsize: int
+    bits: str
+    storage: str | None = None
+
+
+def _typed(itemsize: int, storage: str | None = None) -> DType:
+    return DType(itemsize, f"<u{min(itemsize, 8)}", storage)
+
+
+DTYPES: Mapping[str, DType] = MappingProxyType(
+    {
+        "float64": _typed(8, "DoubleStorage"),
+        "float32": _typed(4, "FloatStorage"),
+        "float16": _typed(2, "HalfStorage"),
+        "bfloat16": _typed(2, "BFloat16Storage"),
+        "int64": _typed(8, "LongStorage"),
+        "int32": _typed(4, "IntStorage"),
+        "int16": _typed(2, "ShortStorage"),
+        "int8": _typed(1, "CharStorage"),
+        "uint8": _typed(1, "ByteStorage"),
+        "bool": _typed(1, "BoolStorage"),
+        "complex128": _typed(16, "ComplexDoubleStorage"),
+        "complex64": _typed(8, "ComplexFloatStorage"),
+        "complex32": _typed(4),
+        "uint64": _typed(8),
+        "uint32": _typed(4),
+        "uint16": _typed(2),
+        "float8_e4m3fn": _typed(1),
+        "float8_e4m3fnuz": _typed(1),
+        "float8_e5m2": _typed(1),
+        "float8_e5m2fnuz": _typed(1),
+        "float8_e8m0fnu": _typed(1),
+        "float4_e2m1fn_x2": _typed(1),
+        "bits16": _typed(2),
+        "bits8": _typed(1),
+        "bits4x2": _typed(1),
+        "bits2x4": _typed(1),
+        "bits1x8": _typed(1),
+    }
+)
+
+
+def dtype(name: str) -> DType:
+    """The element type of this name.
+
+    Raises:
+        SourceError: no such type is known.
+    """
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise SourceError(f"expected one of the dtypes {', '.join(DTYPES)}, found {name!r}") from None
+
+
+def itemsize(name: str) -> int:
+    """Bytes of one element of this dtype.
+
+    Raises:
+        SourceError: no such type is known.
+    """
+    return dtype(name).itemsize

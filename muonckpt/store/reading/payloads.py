@@ -1,0 +1,188 @@
+"""The bytes of a checkpoint's items: mapped, bounded, and checked against what is recorded of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...box import Index
+from ...errors import SourceError
+from ...layout import Place
+from ...record import Blob, Chunk, Extent, StateRecord
+from ..formats.torch_save import stored_zip
+from ..io.checksums import crc32, xxh3_128
+from ..io.location import Location
+from ..io.regular import Bytes, open_regular
+from .dtypes import dtype, itemsize
+from .strided import batches, blocks, span, strided
+
+BAND = 4 << 20
+"""Bytes that are checked at a time: enough to amortise calls, few enough to stay in cache between two checks."""
+
+
+class Payloads:
+    """The bytes of the files of one checkpoint directory, opened when first used: mapped, or read by ranges."""
+
+    def __init__(self, directory: Location) -> None:
+        self.directory = directory
+        self._files: dict[str, Bytes] = {}
+
+    def __enter__(self) -> Payloads:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Arrays handed out may still refer to the maps, so they are left to the garbage collector.
+        self._files.clear()
+
+    def view(self, extent: Extent) -> memoryview:
+        """The bytes of an extent; of a local file not copied, of an object all of them read.
+
+        Raises:
+            SourceError: no such regular file in the directory, or it is too short.
+        """
+        return self._reaching(extent.file, extent.end).view(extent.offset, extent.length)
+
+    def gather(self, payload: Extent, name: str, place: Place, shape: Index) -> NDArray[Any]:
+        """The elements of a box of this shape at a place in a payload, read-only, as `as_words` gives them.
+
+        Of a local file nothing is copied; of an object only what the box needs is read (and gaps that are too small
+        to be left out), a few blocks at a time.
+        """
+        size = itemsize(name)
+        at, reach = payload.offset + place.offset * size, size * span(shape, place.strides)
+        file = self._reaching(payload.file, at + reach)
+
+        def words(raw: memoryview, part: Index) -> NDArray[Any]:
+            return strided(as_words(raw, name, (len(raw) // size,)), place.strides, part)
+
+        parts = list(blocks(shape, place.strides, file.gap // size, file.most // size))
+        if len(parts) <= 1:
+            return words(file.view(at, reach), shape)
+        gathered = np.empty((*shape, *(2,) * (size > 8)), dtype(name).bits)
+        for batch in batches(parts, place.strides, file.most // size):
+            ranges = [(at + block.start(place.strides) * size, block.span(place.strides) * size) for block in batch]
+            for block, raw in zip(batch, file.views(ranges), strict=True):
+                gathered[block.slices] = words(raw, block.shape)
+        return gathered
+
+    def bands(self, extent: Extent) -> Iterator[memoryview]:
+        """The bytes of an extent in order, `BAND` at a time; what has been consumed is given back to the system."""
+        for start in range(extent.offset, extent.end, BAND):
+            band = Extent(extent.file, start, min(BAND, extent.end - start))
+            yield self.view(band)
+            self.release(band)
+
+    def is_checked(self, chunk: Chunk) -> bool:
+        """Whether `check_chunk` has anything to compare a chunk's bytes with."""
+        return chunk.digest is not None or chunk.crc32 is not None
+
+    def check_inside(self, item: Extent) -> None:
+        """Compare an item with a checksum that its format keeps inside, if there is one.
+
+        Raises:
+            SourceError: they differ.
+        """
+
+    def release(self, extent: Extent) -> None:
+        """An extent is not needed for now: what of it is in the memory of this process is given back."""
+        if extent.file in self._files:
+            self._files[extent.file].release(extent.offset, extent.length)
+
+    def _reaching(self, name: str, end: int) -> Bytes:
+        file = self._bytes(name)
+        if end > file.size:
+            raise SourceError(f"{self.directory / name} has {file.size} bytes, expected at least {end}: it was cut")
+        return file
+
+    def _bytes(self, name: str) -> Bytes:
+        if name not in self._files:
+            self._files[name] = _opened(self.directory, name)
+        return self._files[name]
+
+
+def elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:
+    """A chunk's elements as unsigned words in the shape of its box (one more dim of 2 for 16-byte elements)."""
+    raw, place = payloads.view(payload_of(tensor, chunk)), chunk.stored("").place
+    return strided(as_words(raw, tensor.dtype, (chunk.box.numel,)), place.strides, chunk.box.shape)
+
+
+def as_words(raw: memoryview, name: str, shape: Index) -> NDArray[Any]:
+    """Raw elements of this dtype as unsigned words in this shape (one more dim of 2 for 16-byte elements)."""
+    kind = dtype(name)
+    return np.frombuffer(raw, kind.bits).reshape(shape if kind.itemsize <= 8 else (*shape, 2))
+
+
+def check_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> None:
+    """Compare a chunk's bytes with its digest, or where none is recorded with its CRC-32, or what its format keeps.
+
+    Raises:
+        SourceError: they differ, or cannot be read; names the tensor, the box and the file.
+    """
+    extent = payload_of(tensor, chunk)
+    with _at(f"tensor {tensor.key!r} box {chunk.box} in {payloads.directory / chunk.item.file}"):
+        if chunk.digest is not None:
+            _compare("digest", xxh3_128(payloads.bands(extent)), chunk.digest)
+        elif chunk.crc32 is not None:
+            _compare("CRC-32", f"{crc32(payloads.bands(extent)):08x}", f"{chunk.crc32:08x}")
+        else:
+            payloads.check_inside(chunk.item)
+
+
+def check_blob(payloads: Payloads, blob: Blob) -> bytes:
+    """The bytes of an item that is not a tensor, compared with its digest, or with the CRC-32s of the zip that it is.
+
+    Raises:
+        SourceError: they differ, or cannot be read; names the item and the file.
+    """
+    with _at(f"item {blob.key!r} in {payloads.directory / blob.item.file}"):
+        raw = bytes(payloads.view(blob.item))
+        if blob.digest is not None:
+            _compare("digest", xxh3_128([raw]), blob.digest)
+            return raw
+        for member in stored_zip.read_members(lambda at, count: raw[at : at + count], 0, len(raw)):
+            if member.crc32 is not None:
+                found = crc32([raw[member.offset : member.offset + member.length]])
+                _compare(f"CRC-32 of {member.name}", f"{found:08x}", f"{member.crc32:08x}")
+        return raw
+
+
+@contextmanager
+def _at(place: str) -> Iterator[None]:
+    """Say in front of any error raised inside what is damaged."""
+    try:
+        yield
+    except SourceError as error:
+        raise SourceError(f"{place} is damaged: {error}") from error
+
+
+def _compare(what: str, found: str, expected: str) -> None:
+    if found != expected:
+        raise SourceError(f"{what} {found}, expected {expected}")
+
+
+def payload_of(tensor: StateRecord, chunk: Chunk) -> Extent:
+    """Where a chunk's raw elements are.
+
+    Raises:
+        SourceError: their length is not that of the box.
+    """
+    expected = chunk.box.numel * dtype(tensor.dtype).itemsize
+    if chunk.payload is None or chunk.payload.length != expected:
+        found = None if chunk.payload is None else chunk.payload.length
+        raise SourceError(f"tensor {tensor.key!r} box {chunk.box}: payload of {found} bytes, expected {expected}")
+    return chunk.payload
+
+
+def _opened(directory: Location, name: str) -> Bytes:
+    file = directory / name
+    if file.parent.resolve() != (directory.resolve() / name).parent:
+        raise SourceError(f"cannot open {file}: there is a symbolic link on the way")
+    with open_regular(file) as opened:
+        return opened.mapped()
