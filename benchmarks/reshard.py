@@ -27,8 +27,8 @@ from pathlib import Path
 
 from machine import describe
 
-from muonckpt.converters.job import Job, make_job
-from muonckpt.converters.target import Target
+from muonckpt.converters.engine.job import Job, make_job
+from muonckpt.converters.target.topology import Target
 
 SHAPES = ((4611, 1536), (1538, 1536), (5123, 1536), (5123, 1536), (1538, 5123))
 """A layer's matrices (q, k and v; output; gate; up; down); no row count divides by 4 or 8."""

@@ -1,1 +1,1 @@
-"""The `muonckpt` command: one file a command, torch imported by none."""
+"""The ``muonckpt`` command: one file a command; none imports torch.  Open ``main`` first."""

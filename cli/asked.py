@@ -8,20 +8,20 @@ from typing import Any, TypeVar
 
 import click
 
-from ..converters.container import CONTAINERS, WHOLE_TENSORS
-from ..converters.content import Translate, tensors_only
-from ..converters.conventions import Said
-from ..converters.crew import PATIENCE
-from ..converters.dialects import DIALECTS
-from ..converters.imports import Request
-from ..converters.names import Rules
-from ..converters.reshard import THREADS
-from ..converters.target import LAYOUTS, Cut
+from ..converters.engine.crew import PATIENCE
+from ..converters.engine.outputs import Translate, tensors_only
+from ..converters.engine.run import THREADS
+from ..converters.target.container import CONTAINERS, WHOLE_TENSORS
+from ..converters.target.topology import LAYOUTS, Cut
+from ..converters.translate.conventions import Said
+from ..converters.translate.dialects import DIALECTS
+from ..converters.translate.imports import Request
+from ..converters.translate.names import Rules
 from ..record import Convention
 from ..store.formats.registry import BUFFERS, format_of
 from ..store.formats.signs import is_torch_dist
 from ..store.io.location import Location
-from .parameters import CHECKPOINT, JOBS, Bytes, RuleTable, ShardRule
+from .argument_types import CHECKPOINT, JOBS, Bytes, RuleTable, ShardRule
 
 FORMATS = (*CONTAINERS, *WHOLE_TENSORS)
 """Names of the formats that can be written: those whose files are of ranks, and those of whole tensors."""

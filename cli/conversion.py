@@ -11,11 +11,11 @@ from typing import Any
 
 import click
 
-from ..converters import reshard
-from ..converters.container import CONTAINERS, WHOLE_TENSORS, Container
-from ..converters.job import Job, check_destination, make_job
-from ..converters.target import Rule, Target, TargetError
-from ..converters.workers import LaunchError, worker_of
+from ..converters.engine import run as reshard
+from ..converters.engine.job import Job, check_destination, make_job
+from ..converters.engine.workers import LaunchError, worker_of
+from ..converters.target.container import CONTAINERS, WHOLE_TENSORS, Container
+from ..converters.target.topology import Rule, Target, TargetError
 from ..record import Manifest
 from ..store.formats.registry import format_of
 from .asked import Asked
@@ -40,7 +40,7 @@ class Way:
 
 
 def _of_ranks(job: Job) -> Mapping[str, Any]:
-    from . import buffers  # only a plan or a report as JSON needs it
+    from . import buffer_tables as buffers
 
     shared = buffers.summarise(buffers.recorded({"buffers": job.buffers}))
     target = job.target
@@ -139,7 +139,7 @@ def _unchecked(job: Job) -> int:
 
 
 def _show(job: Job, way: Way, asked: Asked) -> None:
-    from . import buffers
+    from . import buffer_tables as buffers
 
     found = describe(job, way, asked)
     if asked.as_json:

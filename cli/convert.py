@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
+from .argument_types import MeshSizes
 from .asked import CONTENT, CREW, FORMAT, PLACES, RANKS, WHOLE, WORK, Asked, kept, taking
 from .conversion import carry_out
-from .parameters import MeshSizes
 
 
 @click.command("convert")

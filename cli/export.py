@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ..converters.container import WHOLE_TENSORS
+from ..converters.target.container import WHOLE_TENSORS
 from .asked import CONTENT, CREW, PLACES, WHOLE, WORK, Asked, taking
 from .conversion import carry_out
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import click
 
-from ..converters.detection import annotate, detect
+from ..converters.translate.detection import annotate, detect
 from ..errors import SourceError
 from ..record import Extent, Manifest, StateRecord
 from ..store.formats.registry import format_of
 from ..store.io.location import Location
 from ..store.reading.dtypes import itemsize
-from . import buffers
-from .buffers import NO_STATE, Recorded, recorded
+from . import buffer_tables as buffers
+from .argument_types import CHECKPOINT
+from .buffer_tables import NO_STATE, Recorded, recorded
 from .output import printable, section, size
-from .parameters import CHECKPOINT
 
 
 @click.command("inspect")

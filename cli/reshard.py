@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
-from ..converters.container import CONTAINERS
+from ..converters.target.container import CONTAINERS
+from .argument_types import MeshSizes
 from .asked import CONTENT, CREW, FORMAT, PLACES, RANKS, WHOLE, WORK, Asked, kept, taking
 from .conversion import carry_out
-from .parameters import MeshSizes
 
 
 @click.command("reshard")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from ..converters.dialects import DIALECTS
-from ..converters.tables import READY, ready
+from ..converters.translate.dialects import DIALECTS
+from ..converters.translate.tables import READY, ready
 from ..errors import SourceError
 from .output import table
 

@@ -10,8 +10,8 @@ import click
 from ..store import audit
 from ..store.formats.registry import format_of
 from ..store.io.location import Location
+from .argument_types import CHECKPOINT, JOBS
 from .output import printable, progress, size
-from .parameters import CHECKPOINT, JOBS
 
 
 @click.command("verify")

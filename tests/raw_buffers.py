@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from muonckpt.converters.container import CONTAINERS
-from muonckpt.converters.reshard import make_job, run
-from muonckpt.converters.target import Rule, Target
+from muonckpt.converters.engine.run import make_job, run
+from muonckpt.converters.target.container import CONTAINERS
+from muonckpt.converters.target.topology import Rule, Target
 from muonckpt.layouts.buffers.group_buffer import GroupBuffer
 from muonckpt.layouts.buffers.parameters import Parameter
 from muonckpt.record import Manifest, StateRecord

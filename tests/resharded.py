@@ -8,7 +8,7 @@ from pathlib import Path
 
 import sharded
 
-from muonckpt.converters.reshard import plan_job, run
+from muonckpt.converters.engine.run import plan_job, run
 from muonckpt.record import Manifest
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="muonckpt-tests-")

@@ -17,7 +17,7 @@ from golden import golden
 from sharded import GOLDENS, edit, manifest_edited, no_checksums
 
 import muonckpt
-from muonckpt.converters.reshard import plan_job, run
+from muonckpt.converters.engine.run import plan_job, run
 from muonckpt.errors import SourceError
 from muonckpt.record import Chunk
 from muonckpt.store.audit import Report, audit, payload_bytes

@@ -36,12 +36,12 @@ from workers import run as on_ranks
 
 import muonckpt
 from muonckpt.cli.main import run as command
-from muonckpt.converters.container import CONTAINERS
-from muonckpt.converters.files import TargetFile
-from muonckpt.converters.journal import Done
-from muonckpt.converters.mover import LARGEST_BAND, _parts
-from muonckpt.converters.reshard import make_job, run
-from muonckpt.converters.target import LAYOUTS, Target
+from muonckpt.converters.engine.journal import Done
+from muonckpt.converters.engine.mover import LARGEST_BAND, _parts
+from muonckpt.converters.engine.output_files import TargetFile
+from muonckpt.converters.engine.run import make_job, run
+from muonckpt.converters.target.container import CONTAINERS
+from muonckpt.converters.target.topology import LAYOUTS, Target
 from muonckpt.errors import Interrupted, SourceError
 from muonckpt.layouts.buffers.megatron_compact import compact, pingpong_legacy
 from muonckpt.layouts.buffers.megatron_fsdp import fsdp_v1

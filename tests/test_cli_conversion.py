@@ -14,9 +14,9 @@ from sharded import edit, elements_of
 from translated import nested
 
 import muonckpt
-from muonckpt.converters.dialects import DIALECTS
-from muonckpt.converters.names import Rules
-from muonckpt.converters.tables import READY, ready
+from muonckpt.converters.translate.dialects import DIALECTS
+from muonckpt.converters.translate.names import Rules
+from muonckpt.converters.translate.tables import READY, ready
 from muonckpt.record import Manifest
 from muonckpt.store.formats.registry import BUFFERS, OWN, format_of
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from muonckpt.converters.conventions import Said, agreed, factor, scaled
+from muonckpt.converters.translate.conventions import Said, agreed, factor, scaled
 from muonckpt.errors import SourceError
 from muonckpt.record import Convention
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from translated import MEGATRON, W, nested, options, read, saved, truth_of
 
-from muonckpt.converters.conventions import Said
-from muonckpt.converters.detection import annotate, detect
-from muonckpt.converters.dialects import DIALECTS, Template
-from muonckpt.converters.imports import Request
-from muonckpt.converters.job import make_job
-from muonckpt.converters.reshard import run
-from muonckpt.converters.target import Target
-from muonckpt.converters.translate import translate
+from muonckpt.converters.engine.job import make_job
+from muonckpt.converters.engine.run import run
+from muonckpt.converters.target.topology import Target
+from muonckpt.converters.translate.conventions import Said
+from muonckpt.converters.translate.detection import annotate, detect
+from muonckpt.converters.translate.dialects import DIALECTS, Template
+from muonckpt.converters.translate.imports import Request
+from muonckpt.converters.translate.translator import translate
 from muonckpt.errors import SourceError
 from muonckpt.record import Convention
 from muonckpt.store.formats import native as directory

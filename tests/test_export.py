@@ -24,11 +24,11 @@ from trees import tree
 
 import muonckpt
 from muonckpt.cli.export import command
-from muonckpt.converters.container import WHOLE_TENSORS
-from muonckpt.converters.content import as_they_are, tensors_only
-from muonckpt.converters.job import Job, make_job
-from muonckpt.converters.reshard import plan_job, run
-from muonckpt.converters.target import Target
+from muonckpt.converters.engine.job import Job, make_job
+from muonckpt.converters.engine.outputs import as_they_are, tensors_only
+from muonckpt.converters.engine.run import plan_job, run
+from muonckpt.converters.target.container import WHOLE_TENSORS
+from muonckpt.converters.target.topology import Target
 from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.record import Manifest
 from muonckpt.store.formats import native as directory

@@ -14,7 +14,7 @@ from workers import run
 
 import muonckpt
 from muonckpt.cli.main import run as command
-from muonckpt.converters.detection import detect
+from muonckpt.converters.translate.detection import detect
 from muonckpt.layouts.tensors import local_of
 from muonckpt.store.formats import native as directory
 

@@ -121,9 +121,9 @@ def test_files_are_small():
 
 
 UNUSED = {
-    "muonckpt.cli.buffers",
-    "muonckpt.converters.in_buffers",
-    "muonckpt.converters.whole",
+    "muonckpt.cli.buffer_tables",
+    "muonckpt.converters.target.buffer_layouts",
+    "muonckpt.converters.target.whole_files",
     "muonckpt.layouts.buffers",
     "muonckpt.store.formats.flat_buffers",
     "muonckpt.store.formats.megatron.layer_wise",

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from workers import run
 
 import muonckpt
-from muonckpt.cli.buffers import recorded, summarise
+from muonckpt.cli.buffer_tables import recorded, summarise
 from muonckpt.cli.inspect import command
 from muonckpt.cli.main import run as muonckpt_command
 from muonckpt.layouts.buffers.balanced import balanced, newton_schulz

@@ -20,7 +20,7 @@ from workers import run
 
 import muonckpt
 from muonckpt.cli.main import run as command
-from muonckpt.converters.target import LAYOUTS
+from muonckpt.converters.target.topology import LAYOUTS
 from muonckpt.layouts.buffers.recorded import BUFFER, PARAMETER
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.layer_wise import LayerWise

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from muonckpt.box import Box
-from muonckpt.converters.names import Rule, Rules
-from muonckpt.converters.structure import Tensor, apply
+from muonckpt.converters.translate.names import Rule, Rules
+from muonckpt.converters.translate.structure import Tensor, apply
 from muonckpt.errors import LayoutError, SourceError
 from muonckpt.layout import TensorLayout, dense
 

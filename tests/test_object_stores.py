@@ -20,10 +20,10 @@ from sharded import elements_of
 import muonckpt
 from muonckpt.box import row_major
 from muonckpt.cli.asked import FORMATS
-from muonckpt.converters.container import WHOLE_TENSORS
-from muonckpt.converters.job import make_job
-from muonckpt.converters.reshard import run
-from muonckpt.converters.target import Target
+from muonckpt.converters.engine.job import make_job
+from muonckpt.converters.engine.run import run
+from muonckpt.converters.target.container import WHOLE_TENSORS
+from muonckpt.converters.target.topology import Target
 from muonckpt.errors import DestinationError, SourceError
 from muonckpt.layout import Place
 from muonckpt.record import Extent

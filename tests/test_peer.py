@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import muonckpt
-from muonckpt.converters import journal as journals
-from muonckpt.converters.journal import Done, Folder, Journal, Step, Sum
-from muonckpt.converters.peer import Peer, Sight
-from muonckpt.converters.reshard import plan_job, run
-from muonckpt.converters.workers import Worker
+from muonckpt.converters.engine import journal as journals
+from muonckpt.converters.engine.journal import Done, Folder, Journal, Step, Sum
+from muonckpt.converters.engine.peer import Peer, Sight
+from muonckpt.converters.engine.run import plan_job, run
+from muonckpt.converters.engine.workers import Worker
 from muonckpt.errors import Interrupted
 from muonckpt.store.io.location import location
 

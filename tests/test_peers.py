@@ -12,11 +12,11 @@ from golden import golden
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from translated import MEGATRON, executed, expected, read, translated
 
-from muonckpt.converters.imports import content
-from muonckpt.converters.job import make_job
-from muonckpt.converters.reshard import run
-from muonckpt.converters.tables import ready
-from muonckpt.converters.target import Target
+from muonckpt.converters.engine.job import make_job
+from muonckpt.converters.engine.run import run
+from muonckpt.converters.target.topology import Target
+from muonckpt.converters.translate.imports import content
+from muonckpt.converters.translate.tables import ready
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

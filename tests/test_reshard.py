@@ -22,10 +22,10 @@ from resharded import contents, nothing_but, once, reshard, saved
 from sharded import edit, elements_of, manifest_edited, raw_bytes
 
 import muonckpt
-from muonckpt.converters.detection import annotate
-from muonckpt.converters.job import make_job
-from muonckpt.converters.reshard import plan_job, run
-from muonckpt.converters.target import Target
+from muonckpt.converters.engine.job import make_job
+from muonckpt.converters.engine.run import plan_job, run
+from muonckpt.converters.target.topology import Target
+from muonckpt.converters.translate.detection import annotate
 from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.record import Manifest
 from muonckpt.store import audit

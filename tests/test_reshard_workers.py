@@ -23,13 +23,13 @@ from trees import tree
 
 import muonckpt
 from muonckpt.cli import main
-from muonckpt.converters import crew
-from muonckpt.converters.container import WHOLE_TENSORS
-from muonckpt.converters.content import as_they_are, tensors_only
-from muonckpt.converters.job import Job, make_job
-from muonckpt.converters.reshard import Part, part_of, plan_job, run
-from muonckpt.converters.target import Target
-from muonckpt.converters.workers import LaunchError, Worker, cuts, worker_of
+from muonckpt.converters.engine import crew
+from muonckpt.converters.engine.job import Job, make_job
+from muonckpt.converters.engine.outputs import as_they_are, tensors_only
+from muonckpt.converters.engine.run import Part, part_of, plan_job, run
+from muonckpt.converters.engine.workers import LaunchError, Worker, cuts, worker_of
+from muonckpt.converters.target.container import WHOLE_TENSORS
+from muonckpt.converters.target.topology import Target
 from muonckpt.errors import DestinationError, Interrupted, SourceError
 from muonckpt.record import Manifest
 from muonckpt.store.formats.zarr import writer as zarr_writer

@@ -17,11 +17,11 @@ from sharded import edit, elements_of
 from trees import tree
 
 import muonckpt
-from muonckpt.converters.container import WHOLE_TENSORS
-from muonckpt.converters.content import as_they_are
-from muonckpt.converters.job import make_job
-from muonckpt.converters.reshard import plan_job, run
-from muonckpt.converters.target import Target
+from muonckpt.converters.engine.job import make_job
+from muonckpt.converters.engine.outputs import as_they_are
+from muonckpt.converters.engine.run import plan_job, run
+from muonckpt.converters.target.container import WHOLE_TENSORS
+from muonckpt.converters.target.topology import Target
 from muonckpt.errors import DestinationError, Interrupted
 from muonckpt.store.formats import native as directory
 

@@ -19,11 +19,11 @@ from sharded import SHAPES, bits, raw_bytes, small, some
 from whole import assemble, record, write, write_values
 
 from muonckpt.box import Box
-from muonckpt.converters import mover
-from muonckpt.converters.container import WHOLE_TENSORS
-from muonckpt.converters.job import make_job
-from muonckpt.converters.reshard import run
-from muonckpt.converters.target import Target
+from muonckpt.converters.engine import mover
+from muonckpt.converters.engine.job import make_job
+from muonckpt.converters.engine.run import run
+from muonckpt.converters.target.container import WHOLE_TENSORS
+from muonckpt.converters.target.topology import Target
 from muonckpt.errors import SourceError
 from muonckpt.record import Convention, Manifest, StateRecord
 from muonckpt.store.audit import nonfinite

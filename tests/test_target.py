@@ -17,11 +17,11 @@ from oracle import arange, scatter
 from resharded import contents, saved
 from sharded import elements_of, manifest_edited
 
-from muonckpt.converters import mover
-from muonckpt.converters.content import Content, Entry, Wanted, as_they_are
-from muonckpt.converters.mover import Mover
-from muonckpt.converters.reshard import make_job, run
-from muonckpt.converters.target import LAYOUTS, Rule, Target, TargetError
+from muonckpt.converters.engine import mover
+from muonckpt.converters.engine.mover import Mover
+from muonckpt.converters.engine.outputs import Content, Entry, Wanted, as_they_are
+from muonckpt.converters.engine.run import make_job, run
+from muonckpt.converters.target.topology import LAYOUTS, Rule, Target, TargetError
 from muonckpt.errors import DestinationError
 from muonckpt.layout import stacked, through
 from muonckpt.layouts.buffers.group_buffer import from_json

@@ -17,7 +17,7 @@ from rank_files import MODEL, value_of, written
 from translated import W, nested, truth_of
 
 from muonckpt.cli.main import run
-from muonckpt.converters.detection import annotate
+from muonckpt.converters.translate.detection import annotate
 from muonckpt.store.formats import native as directory
 from muonckpt.store.formats.dcp.directory import COMMON_FILE
 from muonckpt.store.formats.dcp.metadata_pickle import parse

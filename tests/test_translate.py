@@ -26,11 +26,11 @@ from translated import (
     words_apart,
 )
 
-from muonckpt.converters.conventions import Said
-from muonckpt.converters.dialects import DIALECTS
-from muonckpt.converters.names import Rule, Rules
-from muonckpt.converters.tables import READY, ready
-from muonckpt.converters.translate import translate
+from muonckpt.converters.translate.conventions import Said
+from muonckpt.converters.translate.dialects import DIALECTS
+from muonckpt.converters.translate.names import Rule, Rules
+from muonckpt.converters.translate.tables import READY, ready
+from muonckpt.converters.translate.translator import translate
 from muonckpt.errors import SourceError
 from muonckpt.optimizer.muon import Muon
 from muonckpt.record import Convention

@@ -17,10 +17,10 @@ from translated import (
     words_apart,
 )
 
-from muonckpt.converters.conventions import Said
-from muonckpt.converters.dialects import DIALECTS
-from muonckpt.converters.tables import ready
-from muonckpt.converters.translate import translate
+from muonckpt.converters.translate.conventions import Said
+from muonckpt.converters.translate.dialects import DIALECTS
+from muonckpt.converters.translate.tables import ready
+from muonckpt.converters.translate.translator import translate
 from muonckpt.errors import LayoutError, SourceError
 from muonckpt.optimizer.muon import Muon
 from muonckpt.record import Convention

@@ -14,7 +14,7 @@ from sharded import SHAPES, bits, some
 from whole import assemble, write, write_values
 
 from muonckpt.box import Box
-from muonckpt.converters import mover
+from muonckpt.converters.engine import mover
 from muonckpt.errors import SourceError
 from muonckpt.record import Convention, StateRecord
 from muonckpt.store.audit import audit

@@ -10,10 +10,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from golden import golden
 
-from muonckpt.converters.conventions import scaled
-from muonckpt.converters.dialects import DIALECTS
-from muonckpt.converters.translate import translate
-from muonckpt.converters.translation import Translation
+from muonckpt.converters.translate.conventions import scaled
+from muonckpt.converters.translate.dialects import DIALECTS
+from muonckpt.converters.translate.translation import Translation
+from muonckpt.converters.translate.translator import translate
 from muonckpt.store.formats import native as directory
 from muonckpt.store.formats.torch_save.plain_item import plain_value
 from muonckpt.store.reading.payloads import Payloads, elements

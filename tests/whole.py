@@ -10,11 +10,11 @@ import torch
 from sharded import bits
 
 from muonckpt.box import Box
-from muonckpt.converters.container import WHOLE_TENSORS
-from muonckpt.converters.content import Content, Wanted
-from muonckpt.converters.job import make_job
-from muonckpt.converters.reshard import run
-from muonckpt.converters.target import Target
+from muonckpt.converters.engine.job import make_job
+from muonckpt.converters.engine.outputs import Content, Wanted
+from muonckpt.converters.engine.run import run
+from muonckpt.converters.target.container import WHOLE_TENSORS
+from muonckpt.converters.target.topology import Target
 from muonckpt.layout import dense
 from muonckpt.layouts.owned import owned_layout
 from muonckpt.record import FILE, Manifest, StateRecord

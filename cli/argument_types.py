@@ -1,0 +1,99 @@
+"""Kinds of arguments that several commands take."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+
+from ..converters.translate.names import Rules
+from ..converters.translate.tables import INVERSE, READY
+from ..errors import SourceError
+from ..store.io.location import Location, location
+
+
+class Place(click.ParamType):  # type: ignore[type-arg]  # generic in new releases of click only
+    """Where a checkpoint is: a path, or a URL of an object store."""
+
+    name = "path or url"
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> Location:
+        try:
+            return location(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, context)
+
+
+CHECKPOINT = Place()
+
+JOBS = click.IntRange(1, 1024)
+
+_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_MOST_DIGITS = 6
+"""Of a mesh size: a million ranks."""
+
+
+class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic in new releases of click only
+    """A number of bytes with an optional unit, such as 256MiB."""
+
+    name = "bytes"
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"([0-9]{1,18})\s*([A-Za-z]*)", str(value))
+        if not match or match[2].lower() not in _UNITS:
+            self.fail(f"{value!r} is not a number of bytes; write for example 256MiB", param, context)
+        return int(match[1]) * _UNITS[match[2].lower()]
+
+
+class MeshSizes(click.ParamType):  # type: ignore[type-arg]
+    """Sizes of mesh axes by name, the outermost first, such as dp=8,tp=2."""
+
+    name = "mesh"
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> dict[str, int]:
+        if isinstance(value, dict):
+            return value
+        sizes: dict[str, int] = {}
+        for part in str(value).split(","):
+            match = re.fullmatch(r"([A-Za-z_]\w*)=([1-9][0-9]*)", part.strip())
+            if not match or match[1] in sizes or len(match[2]) > _MOST_DIGITS:
+                self.fail(f"{value!r} is not a mesh; write for example dp=8,tp=2", param, context)
+            sizes[match[1]] = int(match[2])
+        return sizes
+
+
+class ShardRule(click.ParamType):  # type: ignore[type-arg]
+    """A pattern for keys and the axes that cut what fits it, each with a dim: '*experts*=ep:0,dp:1'; none: '*='."""
+
+    name = "glob=axis:dim,..."
+
+    def convert(
+        self, value: object, param: click.Parameter | None, context: click.Context | None
+    ) -> tuple[str, tuple[tuple[str, int], ...]]:
+        glob, equals, listed = str(value).rpartition("=")  # a key may have a "=" itself, an axis not
+        found = [re.fullmatch(r"([A-Za-z_]\w*):([0-9]{1,2})", part.strip()) for part in listed.split(",") if listed]
+        cuts = tuple((match[1], int(match[2])) for match in found if match)
+        if not glob or not equals or len(cuts) != len(found):
+            self.fail(f"{value!r} is not a rule; write for example '*experts*=ep:0,dp:1'", param, context)
+        return glob, cuts
+
+
+class RuleTable(click.ParamType):  # type: ignore[type-arg]
+    """A table of names and structure: a ready-made one by its name, or a TOML file; after ``inverse:`` the way back."""
+
+    name = "table"
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> Rules:
+        if isinstance(value, Rules):
+            return value
+        name = str(value).removeprefix(INVERSE)
+        try:
+            rules = Rules.from_toml(READY[name] if name in READY else Path(name).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            self.fail(f"cannot read {name!r} ({error}), and it is none of {', '.join(READY)}", param, context)
+        except SourceError as error:
+            self.fail(f"{name}: {error}", param, context)
+        return rules.inverse() if str(value).startswith(INVERSE) else rules

@@ -1,0 +1,53 @@
+"""The elements of a wanted tensor, from wherever they lie: the one way from a source's bytes to what is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...box import Box, Index
+from ...layout import Buffer, Fragment, Place
+from ...record import Extent
+from ...store.reading.bands import within
+from ...store.reading.dtypes import dtype, itemsize
+from ...store.reading.payloads import Payloads, as_words, payload_of
+from ...store.reading.strided import span, strided
+from ..translate.conventions import scaled
+from .outputs import Wanted
+
+Words = NDArray[Any]
+"""Elements as unsigned words; of 16-byte elements, whose halves are a last dim of 2."""
+
+
+def bytes_of(payloads: Payloads, wanted: Wanted, buffer: Buffer, start: int, numel: int) -> memoryview:
+    """The bytes of ``numel`` elements from element ``start`` of a buffer, not copied."""
+    size = itemsize(wanted.record.dtype)
+    if buffer in wanted.made:
+        return memoryview(wanted.made[buffer])[start * size : (start + numel) * size]
+    payload = payload_of(wanted.record, wanted.chunks[buffer])
+    return payloads.view(Extent(payload.file, payload.offset + start * size, numel * size))
+
+
+def gathered(payloads: Payloads, wanted: Wanted, fragments: Iterable[Fragment], box: Box) -> Words:
+    """The elements of a box, dense and scaled.  ``fragments`` are some of the tensor's that cover it, each once."""
+    kind, scale = dtype(wanted.record.dtype), wanted.scale
+    halves = (2,) if kind.itemsize > 8 else ()
+    words = np.empty((*box.shape, *halves), kind.bits)
+    for fragment in fragments:
+        common = fragment.box & box
+        if common is not None:
+            words[within(common, box.lo)] = _at(payloads, wanted, fragment.at(common.lo), common.shape)
+    return words if scale is None else scaled(words, wanted.record.dtype, scale)
+
+
+def _at(payloads: Payloads, wanted: Wanted, place: Place, shape: Index) -> Words:
+    """The elements of a box of this shape at a place; nothing beyond its first and last is looked at."""
+    name = wanted.record.dtype
+    if place.buffer not in wanted.made:
+        return payloads.gather(payload_of(wanted.record, wanted.chunks[place.buffer]), name, place, shape)
+    numel = span(shape, place.strides)
+    made = as_words(bytes_of(payloads, wanted, place.buffer, place.offset, numel), name, (numel,))
+    return strided(made, place.strides, shape)

@@ -1,0 +1,124 @@
+"""Laying tensors out in flat buffers that ranks share: evenly cut, or whole tensors with their owners."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from ...box import Box, Index
+from ...layout import Fragment, TensorLayout
+from ...layouts.buffers.balanced import balanced
+from ...layouts.buffers.group_buffer import GroupBuffer
+from ...layouts.buffers.layout import BufferLayout
+from ...layouts.buffers.megatron_compact import pingpong_legacy, pingpong_total_order
+from ...layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
+from ...layouts.buffers.parameters import Parameter, Ranks, split
+from ...layouts.buffers.ranges import divided, end_to_end
+from ...layouts.mesh import Mesh, Shard, mesh_layout
+from ...record import StateRecord
+from .source_buffers import recorded
+from .topology import Cut, Laid, Target
+
+Place = Callable[[Sequence[Parameter], Ranks], tuple[BufferLayout, ...]]
+"""Puts parameters into flat buffers over the ranks of one group."""
+
+
+def _flat(parameters: Sequence[Parameter], ranks: Ranks) -> tuple[BufferLayout, ...]:
+    """Everything of one dtype end to end, cut into equal parts, in the middle of a row if need be."""
+    buffers = []
+    for own in split(parameters):
+        slots, buckets = end_to_end([own], divisor=ranks.dense)
+        shards = divided(buckets, ranks.dense)
+        buffers.append(BufferLayout("flat", 1, ranks.dense, tuple(slots.values()), buckets, shards))
+    return tuple(buffers)
+
+
+PLACES: Mapping[str, tuple[Place, Place]] = MappingProxyType(
+    {
+        "flat": (_flat, _flat),
+        "owned": (balanced, balanced),
+        "padded": (padded_nscost, distributed_optimizer),
+        "padded-numel": (padded_numel, distributed_optimizer),
+        "compact": (pingpong_total_order, distributed_optimizer),
+        "legacy": (pingpong_legacy, pingpong_legacy),
+    }
+)
+"""By layout: what places the tensors of all slots but those of `ELEMENTWISE`, and what places these.
+
+Flat buffers cut evenly; whole tensors with balanced owners, ours; in Megatron's padded buffers, by the rules of its
+main branch or by those of core 0.18 and 0.19; in its compact ones; in those of its legacy mode, which owns element-wise
+state whole too, where the three before cut that evenly."""
+
+ELEMENTWISE = frozenset({"exp_avg", "exp_avg_sq"})
+"""The slots of AdamW and Lion: their tensors are never orthogonalised, so nobody needs all of one."""
+
+
+def lay_out(target: Target, tensors: Sequence[StateRecord], provenance: Mapping[str, Any]) -> Laid:
+    """Buffers of their own for each slot of state, and for each part that the cut axes leave."""
+    whole, elementwise = PLACES[target.layout]
+    groups: defaultdict[tuple[str | None, tuple[str, ...]], list[StateRecord]] = defaultdict(list)
+    cuts = {tensor.key: target.cuts(tensor, ()) for tensor in tensors}
+    for tensor in tensors:
+        groups[tensor.slot, tuple(axis for axis, _ in cuts[tensor.key])].append(tensor)
+    known = _by_group(recorded(provenance, tensors))
+    fragments: dict[str, list[Fragment]] = {tensor.key: [] for tensor in tensors}
+    words: dict[str, Mapping[str, Any] | None] = dict.fromkeys(fragments)
+    buffers: list[GroupBuffer] = []
+    for (slot, axes), members in groups.items():
+        place = elementwise if slot in ELEMENTWISE else whole
+        mesh, _ = target.grid([(axis, 0) for axis in axes])
+        parts = math.prod(mesh.shape[: len(axes)])
+        share = len(mesh.ranks) // parts
+        boxes = {t.key: _parts(t.shape, mesh.shape[: len(axes)], cuts[t.key]) for t in members}
+        for part in range(parts):
+            ranks = mesh.ranks[part * share : (part + 1) * share]
+            here = {key: box[part] for key, box in boxes.items() if part in box}
+            parameters = [Parameter(t.key, here[t.key].shape, t.dtype) for t in members if t.key in here]
+            for layout in _kept(place(parameters, Ranks(share)), known[slot, ranks]):
+                names = [each.parameter.name for each in layout.slots]
+                buffers.append(GroupBuffer(slot, part, ranks, tuple(here[name].lo for name in names), layout))
+                words |= {name: _words(target, layout, cuts[name]) for name in names}
+    for buffer in buffers:
+        for key, fragment in buffer.fragments():
+            fragments[key].append(fragment)
+    layouts = {tensor.key: TensorLayout(tensor.shape, tuple(fragments[tensor.key])) for tensor in tensors}
+    return Laid(layouts, words, tuple(buffers))
+
+
+Group = tuple[str | None, tuple[int, ...]]
+"""A slot of state, and the global ranks that share its buffers."""
+
+
+def _by_group(buffers: Iterable[GroupBuffer]) -> defaultdict[Group, list[BufferLayout]]:
+    found: defaultdict[Group, list[BufferLayout]] = defaultdict(list)
+    for each in buffers:
+        found[each.slot, each.group].append(each.layout)
+    return found
+
+
+def _kept(fresh: tuple[BufferLayout, ...], known: Sequence[BufferLayout]) -> tuple[BufferLayout, ...]:
+    """The known buffers of the same algorithm, if they hold exactly what the fresh ones do; else those."""
+    algorithms = {layout.algorithm for layout in fresh}
+    wanted = {slot.parameter for layout in fresh for slot in layout.slots}
+    same = [layout for layout in known if layout.algorithm in algorithms]
+    mine = tuple(layout for layout in same if wanted.issuperset(slot.parameter for slot in layout.slots))
+    return mine if wanted == {slot.parameter for layout in mine for slot in layout.slots} else fresh
+
+
+def _parts(shape: Index, sizes: Index, cuts: Sequence[Cut]) -> dict[int, Box]:
+    """What the cut axes leave of a tensor, by coordinate; a part without elements is left out."""
+    layout = mesh_layout(shape, Mesh.of(*sizes), tuple(Shard(dim) for _, dim in cuts))
+    return {int(fragment.place.buffer): fragment.box for fragment in layout.fragments}
+
+
+def _words(target: Target, buffer: BufferLayout, cuts: Sequence[Cut]) -> Mapping[str, Any]:
+    return {
+        "algorithm": buffer.algorithm,
+        "version": buffer.version,
+        "mesh": list(target.mesh.values()),
+        "axes": list(target.mesh),
+        "cuts": [list(cut) for cut in cuts],
+    }

@@ -1,0 +1,168 @@
+"""Where a checkpoint should lie: a mesh, what its axes do to which tensors, and which layout the ranks have.
+
+Nothing follows from the name of an axis or of a parameter.  A rule of the user says which axes cut which dims of
+which tensors, in that order; the first rule whose pattern fits a tensor's key wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import product
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ...box import row_major
+from ...errors import LayoutError
+from ...layout import TensorLayout
+from ...layouts.mesh import Mesh, Placement, Replicate, Shard, mesh_layout
+from ...layouts.owned import owned_layout
+from ...record import StateRecord
+
+if TYPE_CHECKING:
+    from ...layouts.buffers.group_buffer import GroupBuffer
+
+Cut = tuple[str, int]
+"""An axis of the mesh and the dim of a tensor that it cuts."""
+
+
+class TargetError(LayoutError):
+    """What was asked for cannot be done, whatever the checkpoint's state: an unknown axis, a dim that is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Tensors whose key fits the shell pattern ``glob`` are cut by these axes, the first of them into the coarsest
+    parts.  The axes that it does not name hold replicas or, in a layout of buffers, share the buffer."""
+
+    glob: str
+    cuts: tuple[Cut, ...]
+
+    def __str__(self) -> str:
+        return f"{self.glob}={','.join(f'{axis}:{dim}' for axis, dim in self.cuts)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The mesh (sizes by axis, the first outermost; ranks are numbered row-major), rules, and one of `LAYOUTS`.
+
+    Tensors that no rule fits: in rows, every axis cuts dim 0, the first axis first; in buffers, no axis cuts them
+    and all ranks share the buffer.  A tensor without dims has nothing to cut, whatever the rules say.
+
+    Raises:
+        TargetError: no such layout; a rule names an axis twice, or one that the mesh does not have.
+    """
+
+    mesh: Mapping[str, int]
+    rules: tuple[Rule, ...] = ()
+    layout: str = "rows"
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise TargetError(f"no layout {self.layout!r}; there are {', '.join(LAYOUTS)}")
+        if not self.mesh or min(self.mesh.values()) < 1:
+            raise TargetError(f"a mesh needs axes with ranks: {dict(self.mesh)}")
+        for rule in self.rules:
+            axes = [axis for axis, _ in rule.cuts]
+            if len(set(axes)) != len(axes) or not self.mesh.keys() >= set(axes):
+                raise TargetError(f"rule {rule}: expected axes out of {', '.join(self.mesh)}, each at most once")
+            if min((dim for _, dim in rule.cuts), default=0) < 0:
+                raise TargetError(f"rule {rule}: dims are counted from 0")
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.mesh.values())
+
+    def cuts(self, tensor: StateRecord, default: tuple[Cut, ...]) -> tuple[Cut, ...]:
+        """The axes that cut a tensor.
+
+        Raises:
+            TargetError: the rule that fits it cuts a dim that it does not have.
+        """
+        rule = next((rule for rule in self.rules if fnmatchcase(tensor.key, rule.glob)), None)
+        cuts = default if rule is None else rule.cuts
+        if tensor.shape and any(dim >= len(tensor.shape) for _, dim in cuts):
+            raise TargetError(
+                f"rule {rule} cuts a dim that tensor {tensor.key!r} of shape {tensor.shape} does not have; "
+                "put a rule of its own before it"
+            )
+        return cuts if tensor.shape else ()
+
+    def grid(self, cuts: Sequence[Cut]) -> tuple[Mesh, tuple[str, ...]]:
+        """The same ranks on a mesh whose first axes are those of the cuts, in their order; and its axes' names."""
+        axes = [axis for axis, _ in cuts]
+        axes += [axis for axis in self.mesh if axis not in axes]
+        steps = dict(zip(self.mesh, row_major(tuple(self.mesh.values())), strict=True))
+        places = product(*(range(0, self.mesh[axis] * steps[axis], steps[axis]) for axis in axes))
+        return Mesh(tuple(self.mesh[axis] for axis in axes), tuple(map(sum, places))), tuple(axes)
+
+    def lay_out(self, tensors: Sequence[StateRecord], provenance: Mapping[str, Any] = MappingProxyType({})) -> Laid:
+        """Where each of these tensors goes.
+
+        Args:
+            provenance: of their source.  Where it records buffers (`recorded`) in which the same ranks share the same
+                tensors, placed by the algorithm that is asked for, these are kept as they are, whatever the version
+                of its rules: owners are never computed again.
+
+        Raises:
+            TargetError: a rule does not fit a tensor that it matches, or matches none.
+            SourceError: the provenance is damaged.
+        """
+        for rule in self.rules:
+            if not any(fnmatchcase(tensor.key, rule.glob) for tensor in tensors):
+                raise TargetError(f"rule {rule} fits none of {len(tensors)} tensors")
+        return LAYOUTS[self.layout](self, tensors, provenance)
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """By key: a layout whose buffers are ranks, and the same in words for the manifest; then the flat buffers used."""
+
+    layouts: Mapping[str, TensorLayout]
+    words: Mapping[str, Mapping[str, Any] | None]
+    buffers: tuple[GroupBuffer, ...] = ()
+
+
+LayOut = Callable[[Target, Sequence[StateRecord], Mapping[str, Any]], Laid]
+"""Lays out tensors; the last argument is their source's provenance."""
+
+
+def _rows(target: Target, tensors: Sequence[StateRecord], provenance: Mapping[str, Any]) -> Laid:
+    layouts: dict[str, TensorLayout] = {}
+    words: dict[str, Mapping[str, Any] | None] = {}
+    every = tuple((axis, 0) for axis in target.mesh)
+    for tensor in tensors:
+        if not tensor.shape:
+            layouts[tensor.key], words[tensor.key] = owned_layout((), 0), None
+            continue
+        cuts = target.cuts(tensor, every)
+        mesh, axes = target.grid(cuts)
+        placements: list[Placement] = [Shard(dim) for _, dim in cuts]
+        placements += [Replicate()] * (len(axes) - len(cuts))
+        layouts[tensor.key] = mesh_layout(tensor.shape, mesh, tuple(placements))
+        words[tensor.key] = {
+            "algorithm": "mesh",
+            "version": 1,
+            "mesh": list(mesh.shape),
+            "axes": list(axes),
+            "ranks": list(mesh.ranks),
+            "placements": list(map(str, placements)),
+        }
+    return Laid(layouts, words)
+
+
+def _in_buffers(target: Target, tensors: Sequence[StateRecord], provenance: Mapping[str, Any]) -> Laid:
+    from .buffer_layouts import lay_out
+
+    return lay_out(target, tensors, provenance)
+
+
+LAYOUTS: Mapping[str, LayOut] = MappingProxyType(
+    {
+        "rows": _rows,
+        **dict.fromkeys(("flat", "owned", "padded", "padded-numel", "compact", "legacy"), _in_buffers),
+    }
+)
+"""By name: cut by rows (or as the rules say), or in flat buffers (`in_buffers.PLACES`)."""

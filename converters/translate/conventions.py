@@ -1,0 +1,128 @@
+"""Momentum conventions: sum and average, what is exact between them, and what must be said.
+
+A sum ``m = mu * m + g`` and an exponential average ``m = mu * m + (1 - mu) * g`` that have seen the same gradients
+with the same, constant ``mu`` differ by the factor ``1 - mu`` (Nesterov's lookahead included), so one becomes the
+other by a multiplication of every element.  A forgotten factor never crashes: it weighs old gradients against new
+ones by ``1 / (1 - mu)``.  So a convention is never assumed: it is recorded in the checkpoint, documented of the
+program that wrote it, or given by the user.
+
+This package writes products of float64, rounded once to the tensor's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import SourceError
+from ...record import Convention
+
+Words = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the user says of the momentum where the checkpoint does not.
+
+    Attributes:
+        convention: what the source follows (``--convention``).
+        target: what to write where the target's dialect has none of its own (``--target-convention``).
+        mu: the momentum coefficient of parameters whose group does not have it (``--mu``).
+        step: the number of steps taken, where the target stores it and the source does not (``--step``).
+    """
+
+    convention: Convention | None = None
+    target: Convention | None = None
+    mu: float | None = None
+    step: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mu is not None:
+            check_mu(self.mu, "--mu")
+
+
+def check_mu(mu: float, where: str) -> float:
+    """Raises:
+    SourceError: it is no momentum coefficient that can be converted with.
+    """
+    if not 0 <= mu < 1:
+        raise SourceError(f"{where}: expected a momentum coefficient in [0, 1), found {mu!r}")
+    return mu
+
+
+def agreed(about: str, flag: str, sources: Mapping[str, Convention | None]) -> Convention | None:
+    """The one convention that the sources name, None if none does; ``flag`` is how a user says it.
+
+    Raises:
+        SourceError: two of them contradict each other.
+    """
+    named = {source: convention for source, convention in sources.items() if convention is not None}
+    if len(set(named.values())) > 1:
+        told = ", ".join(f"{source} says {convention}" for source, convention in named.items())
+        raise SourceError(f"{about}: {told}; leave {flag} out if the checkpoint is right")
+    return next(iter(named.values()), None)
+
+
+def factor(source: Convention | None, target: Convention | None, mu: float | None, about: str) -> float | None:
+    """What to multiply a momentum with; None where nothing changes, so that the bytes can be copied.
+
+    Raises:
+        SourceError: the convention of the source, or the coefficient, is needed and not known.
+    """
+    if target is None or source == target:
+        return None
+    if source is None:
+        raise SourceError(
+            f"{about}: the target follows convention {target}, and nothing says what the source follows; "
+            f"give --convention {Convention.EMA} or --convention {Convention.SUM}"
+        )
+    if mu is None:
+        raise SourceError(f"{about}: to turn {source} into {target}, its momentum coefficient is needed; give --mu")
+    check_mu(mu, about)
+    return 1 - mu if target is Convention.EMA else 1 / (1 - mu)
+
+
+def _native(kind: str) -> Callable[[Words, float], Words]:
+    def scale(words: Words, by: float) -> Words:
+        product: Words = (words.view(kind).astype(np.float64) * by).astype(kind)
+        return product.view(words.dtype)
+
+    return scale
+
+
+def _bfloat16(words: Words, by: float) -> Words:
+    """Round to odd in float32, whose 16 spare bits then decide the rounding to nearest even as if it were the first."""
+    values = (words.astype("<u4") << 16).view("<f4").astype(np.float64) * by
+    near = values.astype("<f4")
+    away = np.abs(near.astype(np.float64)) > np.abs(values)
+    bits = near.view("<u4") - away.astype("<u4")  # towards zero
+    inexact = bits.view("<f4").astype(np.float64) != values
+    bits = bits | (inexact & np.isfinite(values)).astype("<u4")
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), words, rounded).astype(words.dtype)
+
+
+_SCALERS: Mapping[str, Callable[[Words, float], Words]] = MappingProxyType(
+    {"float64": _native("<f8"), "float32": _native("<f4"), "float16": _native("<f2"), "bfloat16": _bfloat16}
+)
+
+
+def scaled(words: Words, dtype: str, by: float) -> Words:
+    """Elements multiplied by a factor, each rounded once (to nearest, ties to even).
+
+    Args:
+        words: the raw bits as unsigned words of the element's size, of any shape.
+        dtype: torch's name of what they are.
+
+    Raises:
+        SourceError: momentum of this dtype cannot be scaled.
+    """
+    if dtype not in _SCALERS:
+        raise SourceError(f"momentum of dtype {dtype} cannot be scaled; expected one of {', '.join(_SCALERS)}")
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return _SCALERS[dtype](words, by)

@@ -1,0 +1,175 @@
+"""Names and structure: a table of rules that says which tensors of one program are which tensors of another.
+
+A rule renames a tensor, or splits one *whole* into *parts*, or joins parts into a whole; it applies to a parameter and
+to its optimizer state alike.  The table is TOML, so it can be printed, edited and passed; :meth:`Rules.inverse` is
+the way back.  Nothing is done that no rule says.
+
+What a rule does to a tensor's elements is in :mod:`.structure`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+from ...errors import SourceError
+
+_PLACEHOLDER = re.compile(r"\{([a-z]+)(\*?)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row of the table.  ``source`` and ``target`` are patterns of parameter names; one side has one pattern.
+
+    ``{x}`` in a pattern stands for one part of a dotted name or some of its characters, ``{x*}`` for one or more whole
+    parts with their dots.  Both sides have the same placeholders, but for ``each``.
+
+    Attributes:
+        source, target: one to one renames; one to many splits; many to one joins.
+        dim: along which the parts lie in the whole.
+        shares: relative sizes of the parts, such as ``(24, 8, 8)``; none says: equal ones, or as the parts are.
+        interleaved: how many times the parts take turns: ``q0 k0 v0 q1 k1 v1 …`` for 2.
+        each: the placeholder that numbers the parts from 0; it is in the pattern of the parts only.
+        count: how many numbered parts; needed to split what is not stacked.
+        stacked: the parts lack the dim, as experts that are matrices of one 3-d tensor.
+        keeps_groups: an optimizer's groups name the whole even where the state is in parts (Megatron's ``_w``, ``_v``).
+
+    Raises:
+        SourceError: the row is not such a rule.
+    """
+
+    source: tuple[str, ...]
+    target: tuple[str, ...]
+    dim: int = 0
+    shares: tuple[int, ...] = ()
+    interleaved: int = 1
+    each: str | None = None
+    count: int | None = None
+    stacked: bool = False
+    keeps_groups: bool = False
+
+    def __post_init__(self) -> None:
+        sides = [{name for name, _ in _PLACEHOLDER.findall(pattern)} for pattern in (*self.source, *self.target)]
+        common = {frozenset(names - {self.each}) for names in sides}
+        numbered = [self._numbers(side) for side in (self.source, self.target)]
+        many = max(len(self.source), len(self.target))
+        for wrong, why in (
+            (min(len(self.source), len(self.target)) != 1, "one side must have exactly one pattern"),
+            (len(common) != 1, "every pattern must have the same placeholders"),
+            (self.each is not None and (sum(numbered) != 1 or many != 1), "`each` must be in the parts' one pattern"),
+            (self.stacked and self.each is None, "`stacked` needs `each`"),
+            (self.shares and (len(self.shares) != many or min(self.shares) < 1), "one share >= 1 for each part"),
+            (self.dim < 0 or self.interleaved < 1 or (self.count or 1) < 1, "dim >= 0, interleaved and count >= 1"),
+        ):
+            if wrong:
+                raise SourceError(f"rule {self}: {why}")
+
+    def _numbers(self, side: tuple[str, ...]) -> bool:
+        return any(name == self.each for pattern in side for name, _ in _PLACEHOLDER.findall(pattern))
+
+    @property
+    def splits(self) -> bool:
+        """Whether the parts are the target (also said of a renaming)."""
+        return self._numbers(self.target) or (len(self.source) == 1 and not self._numbers(self.source))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return self.target if self.splits else self.source
+
+    @property
+    def whole(self) -> str:
+        return (self.source if self.splits else self.target)[0]
+
+    def inverse(self) -> Rule:
+        """The rule of the way back."""
+        return replace(self, source=self.target, target=self.source)
+
+    def __str__(self) -> str:
+        return f"{' + '.join(self.source)} -> {' + '.join(self.target)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """A table: its rules are applied in order, each to what those before it left."""
+
+    rules: tuple[Rule, ...] = ()
+
+    @classmethod
+    def from_toml(cls, text: str) -> Rules:
+        """Read a table: ``[[rule]]`` with ``from``, ``to`` and the attributes of :class:`Rule`.
+
+        Raises:
+            SourceError: it is not TOML, has an unknown key, or a row is not a rule.
+        """
+        import tomllib  # few commands read a table
+
+        try:
+            data = tomllib.loads(text)
+            if data.keys() != {"rule"}:
+                raise SourceError(f"rules: expected [[rule]] tables only, found {sorted(data)}")
+            return cls(tuple(map(_rule, data["rule"])))
+        except (tomllib.TOMLDecodeError, TypeError, KeyError, AttributeError) as error:
+            raise SourceError(f"rules: {error}") from error
+
+    def to_toml(self) -> str:
+        """The table as text that :meth:`from_toml` reads."""
+        return "\n".join(map(_toml, self.rules))
+
+    def inverse(self) -> Rules:
+        """The table of the way back."""
+        return Rules(tuple(rule.inverse() for rule in reversed(self.rules)))
+
+    def __add__(self, other: Rules) -> Rules:
+        return Rules((*self.rules, *other.rules))
+
+
+_KEYS = {"from", "to", *(field.name for field in fields(Rule))} - {"source", "target"}
+
+T = TypeVar("T")
+
+
+def _rule(row: Mapping[str, object]) -> Rule:
+    if not row.keys() <= _KEYS:
+        raise SourceError(f"rules: unknown keys {sorted(row.keys() - _KEYS)}; expected some of {sorted(_KEYS)}")
+    return Rule(
+        _names(row["from"]),
+        _names(row["to"]),
+        dim=_typed(int, row.get("dim", 0)),
+        shares=tuple(_typed(int, share) for share in _typed(list, row.get("shares", []))),
+        interleaved=_typed(int, row.get("interleaved", 1)),
+        each=_typed(str, row["each"]) if "each" in row else None,
+        count=_typed(int, row["count"]) if "count" in row else None,
+        stacked=_typed(bool, row.get("stacked", False)),
+        keeps_groups=_typed(bool, row.get("keeps_groups", False)),
+    )
+
+
+def _names(value: object) -> tuple[str, ...]:
+    """One name, or a list of them."""
+    return tuple(_typed(str, name) for name in value) if isinstance(value, list) else (_typed(str, value),)
+
+
+def _typed(kind: type[T], value: object) -> T:
+    if type(value) is not kind:  # so a bool is no int
+        raise SourceError(f"rules: expected {kind.__name__}, found {value!r}")
+    return value
+
+
+def _toml(rule: Rule) -> str:
+    lines = ["[[rule]]"]
+    for key, side in (("from", rule.source), ("to", rule.target)):
+        lines.append(f"{key} = {_text(side[0]) if len(side) == 1 else '[' + ', '.join(map(_text, side)) + ']'}")
+    for field in fields(rule)[2:]:
+        value = getattr(rule, field.name)
+        if value != field.default:
+            shown = _text(value) if isinstance(value, str) else str(list(value) if isinstance(value, tuple) else value)
+            lines.append(f"{field.name} = {shown.lower() if isinstance(value, bool) else shown}")
+    return "\n".join(lines) + "\n"
+
+
+def _text(value: str) -> str:
+    if "'" in value or not value.isprintable():
+        raise SourceError(f"rules: a name with quotes or control characters cannot be written: {value!r}")
+    return f"'{value}'"

@@ -1,0 +1,222 @@
+"""Rules of names applied: tensors split, joined and renamed without touching an element.
+
+A part is the composition (`through`) of some boxes of the whole with the whole's layout; a whole is the union of its
+parts' layouts, moved.  So a result is again a layout in the buffers where the source's elements lie, proved to tile
+its tensor, and rules can follow each other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, chain
+
+from ...box import Box, Index
+from ...errors import LayoutError, about
+from ...layout import Fragment, Piece, Place, TensorLayout, stacked, through
+from .names import Rule, Rules
+
+_PLACEHOLDER = re.compile(r"\\\{([a-z]+)(\\\*)?\\\}")  # as re.escape() leaves it
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor on its way.
+
+    Attributes:
+        layout: of its elements, in the source's buffers.
+        group: the name by which the target's parameter groups know its parameter.
+        aliases: the names by which the source's parameter groups may know it.
+        restructured: whether it has been split or joined.
+    """
+
+    dtype: str
+    layout: TensorLayout
+    group: str
+    aliases: tuple[str, ...]
+    restructured: bool = False
+
+    @property
+    def shape(self) -> Index:
+        return self.layout.shape
+
+
+def apply(rules: Rules, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Apply a table to tensors by parameter name.  What no rule names stays as it is.
+
+    Raises:
+        LayoutError: parts are missing, or do not tile the whole; or two tensors would get one name.
+    """
+    named = dict(tensors)
+    for rule in rules.rules:
+        left, made = dict(named), dict[str, Tensor]()
+        for names, values in _matches(rule, named):
+            parts = [left.pop(name) for name in names]
+            with about(" + ".join(names)):
+                results = _split(rule, parts[0]) if rule.splits else [_join(rule, parts)]
+                for name, result in zip(_targets(rule, values, len(results)), results, strict=True):
+                    if name in made:
+                        raise LayoutError(f"rule {rule} makes {name!r} twice")
+                    made[name] = _known(rule, name, result)
+        if left.keys() & made.keys():
+            raise LayoutError(f"rule {rule} makes {sorted(left.keys() & made.keys())}, which are there already")
+        named = left | made
+    return named
+
+
+def _known(rule: Rule, name: str, tensor: Tensor) -> Tensor:
+    """The tensor with the names that groups have for it, where they name wholes on the side of the parts too."""
+    if not rule.keeps_groups:
+        return replace(tensor, group=name)
+    if rule.splits:
+        return tensor
+    return replace(tensor, group=name, aliases=(*tensor.aliases, name))
+
+
+# Which tensors a rule is about.
+
+
+def _targets(rule: Rule, values: Mapping[str, str], count: int) -> Iterator[str]:
+    """The names of what the rule makes, given its placeholders."""
+    if not rule.splits or rule.each is None:
+        return (_filled(pattern, values) for pattern in rule.target)
+    return (_filled(rule.target[0], {**values, rule.each: str(number)}) for number in range(count))
+
+
+def _matches(rule: Rule, names: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
+    """The sets of names that are one source of the rule, in the order of its parts, and their placeholders."""
+    found: defaultdict[tuple[tuple[str, str], ...], dict[int, str]] = defaultdict(dict)
+    for name in names:
+        for at, pattern in enumerate(rule.source):
+            match = _compiled(pattern, rule.each).fullmatch(name)
+            if match:
+                values = match.groupdict()
+                number = int(values.pop(rule.each)) if rule.each in values else at
+                found[tuple(values.items())][number] = name
+                break
+    for placeholders, parts in found.items():
+        expected = range(max(parts) + 1 if rule.each else len(rule.source))
+        missing = [number for number in expected if number not in parts]
+        if missing:
+            shown = ", ".join(f"part {number}" for number in missing[:8])
+            raise LayoutError(f"rule {rule}: {', '.join(parts.values())} without {shown}; nothing is filled in")
+        yield tuple(parts[number] for number in expected), dict(placeholders)
+
+
+@lru_cache(maxsize=1024)
+def _compiled(pattern: str, each: str | None) -> re.Pattern[str]:
+    def group(match: re.Match[str]) -> str:
+        name, many = match.groups()
+        if name == each:
+            return f"(?P<{name}>0|[1-9][0-9]*)"
+        return f"(?P<{name}>.+)" if many else f"(?P<{name}>[^.]+)"
+
+    return re.compile(_PLACEHOLDER.sub(group, re.escape(pattern)))
+
+
+def _filled(pattern: str, values: Mapping[str, str]) -> str:
+    return re.sub(r"\{([a-z]+)\*?\}", lambda match: values[match[1]], pattern)
+
+
+# What it does to them.
+
+
+def _split(rule: Rule, whole: Tensor) -> list[Tensor]:
+    count = rule.count or (len(rule.target) if rule.each is None else None)
+    if count == 1 and not rule.stacked:
+        return [whole]
+    if rule.dim >= len(whole.shape):
+        raise LayoutError(f"rule {rule}: shape {whole.shape} has no dim {rule.dim}")
+    if rule.stacked:
+        count = whole.shape[rule.dim]
+    if count is None:
+        raise LayoutError(f"rule {rule}: `count` is needed to split what is not stacked")
+    parts = []
+    for boxes in _boxes(whole.shape, rule.dim, rule.shares or (1,) * count, rule.interleaved):
+        layout = through(stacked(boxes, rule.dim), whole.layout)
+        parts.append(replace(whole, layout=_without(layout, rule.dim) if rule.stacked else layout, restructured=True))
+    return parts
+
+
+def _join(rule: Rule, parts: Sequence[Tensor]) -> Tensor:
+    dtypes, ranks = {part.dtype for part in parts}, {len(part.shape) for part in parts}
+    if len(dtypes) > 1 or len(ranks) > 1:
+        raise LayoutError(f"rule {rule}: parts of dtypes {sorted(dtypes)} and ranks {sorted(ranks)} are no one tensor")
+    if rule.count not in (None, len(parts)):
+        raise LayoutError(f"rule {rule}: {len(parts)} parts, expected {rule.count}")
+    aliases = tuple(dict.fromkeys(chain.from_iterable(part.aliases for part in parts)))
+    layouts = [_with(part.layout, rule.dim) if rule.stacked else part.layout for part in parts]
+    if rule.dim >= len(layouts[0].shape):
+        raise LayoutError(f"rule {rule}: shape {layouts[0].shape} has no dim {rule.dim}")
+    lengths = [layout.shape[rule.dim] for layout in layouts]
+    shape = _replaced(layouts[0].shape, rule.dim, sum(lengths))
+    boxes = _boxes(shape, rule.dim, rule.shares or tuple(lengths), rule.interleaved)
+    moved = (_moved(layout, part, rule.dim) for layout, part in zip(layouts, boxes, strict=True))
+    return Tensor(parts[0].dtype, TensorLayout(shape, tuple(chain.from_iterable(moved))), "", aliases, True)
+
+
+def _boxes(shape: Index, dim: int, shares: Sequence[int], interleaved: int) -> Iterator[list[Box]]:
+    """The boxes of each part of a whole of this shape, in the order in which they lie in the part."""
+    unit, rest = divmod(shape[dim], interleaved * sum(shares))
+    if rest:
+        raise LayoutError(
+            f"{shape[dim]} elements of dim {dim} do not divide into {interleaved} x {sum(shares)} equal shares"
+        )
+    turn = sum(shares) * unit
+    for start, share in zip(accumulate(shares, initial=0), shares, strict=False):
+        ranges = ((at * turn + start * unit, at * turn + (start + share) * unit) for at in range(interleaved))
+        yield [Box(_replaced((0,) * len(shape), dim, lo), _replaced(shape, dim, hi)) for lo, hi in ranges]
+
+
+def _moved(layout: TensorLayout, boxes: Sequence[Box], dim: int) -> Iterator[Fragment]:
+    """The fragments of a part, where ``boxes`` say that its successive pieces lie in the whole."""
+    pieces = stacked(boxes, dim)
+    ends = [piece.origin[dim] + piece.box.shape[dim] for piece in pieces]
+    if _replaced(boxes[0].shape, dim, ends[-1]) != layout.shape:
+        expected = _replaced(boxes[0].shape, dim, ends[-1])
+        raise LayoutError(f"a part has shape {layout.shape}, expected {expected}")
+    for piece in pieces:
+        own = piece.box.shift([o - lo for o, lo in zip(piece.origin, piece.box.lo, strict=True)])
+        if own.numel:
+            cut = layout if own == Box.of(layout.shape) else through((Piece(own, (0,) * own.ndim),), layout)
+            yield from (Fragment(f.box.shift(piece.box.lo), f.place) for f in cut.fragments)
+
+
+def _replaced(values: Index, dim: int, value: int) -> Index:
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+def _without(layout: TensorLayout, dim: int) -> TensorLayout:
+    """The same elements without a dim of size 1."""
+
+    def drop(values: Index) -> Index:
+        return values[:dim] + values[dim + 1 :]
+
+    return TensorLayout(
+        drop(layout.shape),
+        tuple(
+            Fragment(Box(drop(f.box.lo), drop(f.box.hi)), replace(f.place, strides=drop(f.place.strides)))
+            for f in layout.fragments
+        ),
+    )
+
+
+def _with(layout: TensorLayout, dim: int) -> TensorLayout:
+    """The same elements with one more dim, of size 1."""
+
+    def add(values: Index, value: int) -> Index:
+        return (*values[:dim], value, *values[dim:])
+
+    return TensorLayout(
+        add(layout.shape, 1),
+        tuple(
+            Fragment(
+                Box(add(f.box.lo, 0), add(f.box.hi, 1)),
+                Place(f.place.buffer, f.place.offset, add(f.place.strides, 0)),
+            )
+            for f in layout.fragments
+        ),
+    )

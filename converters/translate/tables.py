@@ -1,0 +1,67 @@
+"""Ready-made tables of names and structure: to use as they are, or to print and edit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from ...errors import SourceError
+from .names import Rules
+
+READY: Mapping[str, str] = MappingProxyType(
+    {
+        # Megatron-LM's fsdp_dtensor stores the gate and the up half of a SwiGLU's fc1 as `_w` and `_v`.  Its groups
+        # (`param_to_group_meta`) name the whole.  Source: megatron/core/transformer/fsdp_dtensor_checkpoint.py.
+        "megatron-swiglu": """\
+[[rule]]
+from = ['{p*}.linear_fc1.weight_w', '{p*}.linear_fc1.weight_v']
+to = '{p*}.linear_fc1.weight'
+shares = [1, 1]
+keeps_groups = true
+
+[[rule]]
+from = ['{p*}.linear_fc1.weight{n}_w', '{p*}.linear_fc1.weight{n}_v']
+to = '{p*}.linear_fc1.weight{n}'
+shares = [1, 1]
+keeps_groups = true
+""",
+        # Experts that are one matrix each, numbered over all ranks, as one stacked 3-d tensor.
+        "megatron-experts": """\
+[[rule]]
+from = '{p*}.experts.linear_{f}.weight{e}'
+to = '{p*}.experts.linear_{f}.weight'
+each = 'e'
+stacked = true
+""",
+        # Hugging Face's names: what is fused there in some models and separate in others.  Joining takes the parts as
+        # they are; to split, add `shares`, such as [24, 8, 8].
+        "hf-qkv": """\
+[[rule]]
+from = ['{p*}.q_proj.weight', '{p*}.k_proj.weight', '{p*}.v_proj.weight']
+to = '{p*}.qkv_proj.weight'
+""",
+        "hf-gate-up": """\
+[[rule]]
+from = ['{p*}.gate_proj.weight', '{p*}.up_proj.weight']
+to = '{p*}.gate_up_proj.weight'
+shares = [1, 1]
+""",
+    }
+)
+"""The text of each table."""
+
+INVERSE = "inverse:"
+"""Before the name of a table: the way back."""
+
+
+def ready(name: str) -> Rules:
+    """A ready-made table by its name, or with ``inverse:`` in front the way back.
+
+    Raises:
+        SourceError: there is none of this name.
+    """
+    wanted = name.removeprefix(INVERSE)
+    if wanted not in READY:
+        raise SourceError(f"no table of rules called {wanted!r}; there are {', '.join(READY)}")
+    rules = Rules.from_toml(READY[wanted])
+    return rules.inverse() if name.startswith(INVERSE) else rules
