@@ -31,7 +31,7 @@ from muonckpt.layouts.buffers.balanced import balanced, newton_schulz
 from muonckpt.layouts.buffers.megatron_compact import pingpong_legacy, pingpong_total_order
 from muonckpt.layouts.buffers.megatron_padded import padded_nscost, padded_numel
 from muonckpt.layouts.buffers.parameters import Parameter, numel
-from muonckpt.optimizer.layer_wise import LayerWise
+from muonckpt.optimizer.layer_wise.optimizer import LayerWise
 
 T = TypeVar("T")
 

@@ -24,11 +24,11 @@ from machine import describe
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from muonckpt.optimizer import gram as gram_form
-from muonckpt.optimizer.costs import CostTable, measure
-from muonckpt.optimizer.forms import Choice, Form, by_shape, in_company
-from muonckpt.optimizer.newton_schulz import orthogonalize_all
-from muonckpt.optimizer.places import Places
+from muonckpt.optimizer.newton_schulz import gram as gram_form
+from muonckpt.optimizer.newton_schulz.costs import CostTable, measure
+from muonckpt.optimizer.newton_schulz.forms import Choice, Form, by_shape, in_company
+from muonckpt.optimizer.newton_schulz.iterations import orthogonalize_all
+from muonckpt.optimizer.newton_schulz.places import Places
 
 Method = Callable[[Tensor, Places], Tensor]
 """Of matrices end to end in one memory."""

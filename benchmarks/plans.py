@@ -24,12 +24,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from muonckpt.layouts.tensors import layout_of
-from muonckpt.optimizer.costs import flops
-from muonckpt.optimizer.matrices import Fused
-from muonckpt.optimizer.precision import PRECISIONS
-from muonckpt.optimizer.route import NOTE
-from muonckpt.optimizer.schedule import Schedule, Wave, make_schedule
-from muonckpt.optimizer.units import Slot, Spec, residence
+from muonckpt.optimizer.newton_schulz.costs import flops
+from muonckpt.optimizer.planning.matrices import Fused
+from muonckpt.optimizer.planning.precision import PRECISIONS
+from muonckpt.optimizer.planning.routes import NOTE
+from muonckpt.optimizer.planning.schedule import Schedule, Wave, make_schedule
+from muonckpt.optimizer.planning.units import Slot, Spec, residence
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ def entering(waves: Sequence[Wave], at: int) -> int:
 
 
 def peak(waves: Sequence[Wave]) -> int:
-    """Most bytes of wires in memory at once, as the waves of a step follow each other (`muonckpt.optimizer.pipeline`).
+    """Most bytes of wires in memory at once, as the waves of a step follow each other (`muonckpt.optimizer.step.pipeline`).
 
     While a wave is orthogonalised, the next one gathers and the one before returns.
     """

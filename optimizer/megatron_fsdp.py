@@ -30,8 +30,8 @@ from ..layouts.mesh import Mesh
 from ..layouts.tensors import local_of
 from ..layouts.uneven import Cuts, uneven_layout
 from .held_boxes import say_boxes
-from .methods import MATRICES
 from .muon import Muon
+from .step.methods import MATRICES
 
 
 class Model(Protocol):

@@ -19,21 +19,21 @@ from torch.optim import Optimizer
 
 from ..layout import TensorLayout
 from ..layouts.tensors import layout_of
-from .coding import Plain
-from .coefficients import COEFFICIENTS
-from .costs import Cost, flops
-from .exchange import LINKS
-from .forms import Choice, in_company
-from .gram import spans
-from .methods import MATRICES
+from .newton_schulz.coefficients import COEFFICIENTS
+from .newton_schulz.costs import Cost, flops
+from .newton_schulz.forms import Choice, in_company
+from .newton_schulz.gram import spans
 from .options import refuse_foreign, refuse_misspelt
-from .pipeline import Pipeline
-from .precision import PRECISIONS
-from .ranks import Ranks, group_of, ranks_of
+from .planning.encodings import Plain
+from .planning.precision import PRECISIONS
+from .planning.schedule import make_schedule
+from .planning.units import Slot, Spec
 from .scalar import COUNT, SCALARS, counted_on
-from .schedule import make_schedule
 from .state import as_numbers, check_gradient, fault, fitting, fresh_state, fused_of
-from .units import Slot, Spec
+from .step.exchange import LINKS
+from .step.methods import MATRICES
+from .step.pipeline import Pipeline
+from .step.process_groups import Ranks, group_of, ranks_of
 
 Scale = Callable[[int, int], float]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from ..layouts.tensors import local_of
-from .capture import capturable, capturing, refuse_absent, refuse_host
+from .cuda_graphs import capturable, capturing, refuse_absent, refuse_host
 
 Group = Mapping[str, Any]
 Tensors = list[Tensor] | tuple[Tensor, ...]

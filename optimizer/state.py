@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..layout import TensorLayout
-from .matrices import Fused, matrices_of
-from .methods import MATRICES
+from .planning.matrices import Fused, matrices_of
 from .scalar import SCALARS
+from .step.methods import MATRICES
 
 RESTORED = ("lr", "initial_lr", "momentum", "weight_decay", "betas", "beta2", "eps")
 """Hyper-parameters that a loaded state brings with it: what schedules change during a run."""

@@ -14,8 +14,8 @@ from peers import lower_bound, undivided_bound
 from plans import Case, leaving, peak, plan, plan_of, sent_by
 from step_plan import Line, aims, cases
 
-from muonckpt.optimizer.route import NOTE, Route
-from muonckpt.optimizer.schedule import Wave
+from muonckpt.optimizer.planning.routes import NOTE, Route
+from muonckpt.optimizer.planning.schedule import Wave
 
 # Rows that do not divide, fused rows, experts that ranks hold whole (4 on 2 or 4 ranks) and experts that they cut.
 ODD = Model(

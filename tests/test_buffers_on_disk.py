@@ -47,7 +47,7 @@ from muonckpt.layouts.buffers.megatron_compact import compact, pingpong_legacy
 from muonckpt.layouts.buffers.megatron_fsdp import fsdp_v1
 from muonckpt.layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
 from muonckpt.layouts.buffers.parameters import Ranks
-from muonckpt.optimizer.layer_wise import LayerWise
+from muonckpt.optimizer.layer_wise.optimizer import LayerWise
 from muonckpt.record import Manifest
 from muonckpt.store import audit
 from muonckpt.store.formats import native as directory

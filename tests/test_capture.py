@@ -13,8 +13,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from muonckpt.optimizer import Muon, capture, orthogonalize, pipeline, scalar
-from muonckpt.optimizer.forms import Form
+from muonckpt.optimizer import Muon, orthogonalize, scalar
+from muonckpt.optimizer import cuda_graphs as capture
+from muonckpt.optimizer.newton_schulz.forms import Form
+from muonckpt.optimizer.step import pipeline
 
 SHAPES = ((5, torch.float32), (300, torch.float32), (7, torch.bfloat16))
 """Elements and dtypes of parameters that are not matrices."""

@@ -15,8 +15,8 @@ import torch
 from interpreted import DEVICE, kernels
 from torch import Tensor
 
-from muonckpt.optimizer.coding import Plain, ScaledHalf
-from muonckpt.optimizer.route import Strip
+from muonckpt.optimizer.planning.encodings import Plain, ScaledHalf
+from muonckpt.optimizer.planning.routes import Strip
 from muonckpt.optimizer.scalar import decay
 
 e, cuts = kernels("elementwise"), kernels("segments")

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from workers import run
 
 from muonckpt.optimizer import Muon
-from muonckpt.optimizer.route import ALIGN, NOTE
+from muonckpt.optimizer.planning.routes import ALIGN, NOTE
 
 
 def on_rows(shapes: list[tuple[int, int]], world: int, **options) -> tuple[list[torch.Tensor], Muon]:

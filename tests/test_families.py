@@ -31,7 +31,7 @@ from muonckpt.optimizer.groups import (
     sort_parameters,
     stacked_qkv,
 )
-from muonckpt.optimizer.matrices import Fused
+from muonckpt.optimizer.planning.matrices import Fused
 
 Parts = Mapping[str, nn.Module | nn.Parameter]
 

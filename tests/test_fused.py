@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from workers import run
 
-from muonckpt.optimizer import Muon, pipeline
-from muonckpt.optimizer.batches import in_batches
-from muonckpt.optimizer.forms import Form
+from muonckpt.optimizer import Muon
+from muonckpt.optimizer.newton_schulz.forms import Form
+from muonckpt.optimizer.step import pipeline
+from muonckpt.optimizer.step.batches import in_batches
 
 fused = kernels("fused")
 
@@ -75,7 +76,7 @@ def test_batches_of_kernels_have_the_bits_of_one_matrix_at_a_time(monkeypatch: p
 
     counts: list[list[int]] = []
     together = trained()
-    monkeypatch.setattr("muonckpt.optimizer.batches.LARGEST", 1)
+    monkeypatch.setattr("muonckpt.optimizer.step.batches.LARGEST", 1)
     assert_same_bits(trained(), together)
     assert counts == [[4, 1], [1] * 5]
 

@@ -15,8 +15,8 @@ import newton_schulz
 import step_gpu
 from interpreted import DEVICE
 
-from muonckpt.optimizer.costs import CostTable
-from muonckpt.optimizer.places import Places
+from muonckpt.optimizer.newton_schulz.costs import CostTable
+from muonckpt.optimizer.newton_schulz.places import Places
 
 
 def test_a_step_is_measured_and_what_is_not_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,10 +7,10 @@ import torch
 from spectra import gauss, matrix, noise
 from torch.utils.flop_counter import FlopCounterMode
 
-from muonckpt.optimizer.coefficients import COEFFICIENTS
-from muonckpt.optimizer.gram import compound, cost, pays, spans
-from muonckpt.optimizer.newton_schulz import orthogonalize
-from muonckpt.optimizer.products import TorchProducts
+from muonckpt.optimizer.newton_schulz.coefficients import COEFFICIENTS
+from muonckpt.optimizer.newton_schulz.gram import compound, cost, pays, spans
+from muonckpt.optimizer.newton_schulz.iterations import orthogonalize
+from muonckpt.optimizer.newton_schulz.products import TorchProducts
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

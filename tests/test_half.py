@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from muonckpt.optimizer.half import pack_half, unpack_half
+from muonckpt.optimizer.planning.half import pack_half, unpack_half
 
 FP32 = torch.float32
 ELEMENT = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.builds(

@@ -21,7 +21,7 @@ from muonckpt.cli.main import run as muonckpt_command
 from muonckpt.layouts.buffers.balanced import balanced, newton_schulz
 from muonckpt.layouts.buffers.parameters import Parameter, Ranks
 from muonckpt.layouts.buffers.recorded import to_json
-from muonckpt.optimizer.layer_wise import LayerWise
+from muonckpt.optimizer.layer_wise.optimizer import LayerWise
 
 MATRICES = ["qkv", "proj", "up", "down", "stack"]
 

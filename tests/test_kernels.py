@@ -13,7 +13,7 @@ import torch
 from interpreted import DEVICE, kernels, on_gpu
 from torch import Tensor
 
-from muonckpt.optimizer.places import Places, Stack
+from muonckpt.optimizer.newton_schulz.places import Places, Stack
 
 k = kernels("kernels")
 normal = kernels("normal")

@@ -15,7 +15,7 @@ from workers import run
 from muonckpt.errors import LayoutError
 from muonckpt.layouts.buffers.recorded import from_json
 from muonckpt.optimizer import Muon
-from muonckpt.optimizer.layer_wise import LayerWise
+from muonckpt.optimizer.layer_wise.optimizer import LayerWise
 
 LAYOUTS = ["padded", "padded-numel", "compact", "legacy", "balanced"]
 

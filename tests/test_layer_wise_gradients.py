@@ -11,8 +11,9 @@ from test_layer_wise import LAYOUTS, Net, alone, check, gradients, groups, piece
 from torch import nn
 from workers import run
 
-from muonckpt.optimizer import Muon, layer_wise
-from muonckpt.optimizer.layer_wise import LayerWise
+from muonckpt.optimizer import Muon
+from muonckpt.optimizer.layer_wise import optimizer as layer_wise
+from muonckpt.optimizer.layer_wise.optimizer import LayerWise
 
 
 def present(name: str, step: int) -> bool:

@@ -29,7 +29,7 @@ import muonckpt
 from muonckpt.errors import LayoutError
 from muonckpt.layouts.buffers.recorded import from_json
 from muonckpt.optimizer import Muon
-from muonckpt.optimizer.layer_wise import LayerWise
+from muonckpt.optimizer.layer_wise.optimizer import LayerWise
 
 OWNERS = [*product(("padded", "compact", "legacy"), (1, 2, 3, 4)), ("balanced", 3)]
 RUNS = [*OWNERS, ("rows", 2), ("rows", 3), ("rows", 4), ("hsdp", 4), ("process", 1)]

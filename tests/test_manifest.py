@@ -23,7 +23,7 @@ from muonckpt.cli.main import run as command
 from muonckpt.converters.target.topology import LAYOUTS
 from muonckpt.layouts.buffers.recorded import BUFFER, PARAMETER
 from muonckpt.optimizer import Muon
-from muonckpt.optimizer.layer_wise import LayerWise
+from muonckpt.optimizer.layer_wise.optimizer import LayerWise
 
 SCHEMA = json.loads(files("muonckpt").joinpath("manifest.schema.json").read_text())
 PAGE = (Path(__file__).parents[1] / "docs" / "formats" / "manifest.md").read_text()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from muonckpt.optimizer import Muon, orthogonalize
-from muonckpt.optimizer.methods import MATRICES
+from muonckpt.optimizer.step.methods import MATRICES
 
 
 def test_normuon_divides_rows_by_the_root_of_their_mean_square_and_keeps_the_norm():

@@ -13,9 +13,9 @@ from spectra import gauss
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from muonckpt.optimizer.coefficients import COEFFICIENTS, SAFE_TAIL, CoefficientSet, coefficient_set
-from muonckpt.optimizer.newton_schulz import orthogonalize
-from muonckpt.optimizer.products import frobenius
+from muonckpt.optimizer.newton_schulz.coefficients import COEFFICIENTS, SAFE_TAIL, CoefficientSet, coefficient_set
+from muonckpt.optimizer.newton_schulz.iterations import orthogonalize
+from muonckpt.optimizer.newton_schulz.products import frobenius
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAMES = tuple(COEFFICIENTS)

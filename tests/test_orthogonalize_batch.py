@@ -8,10 +8,10 @@ import torch
 from interpreted import DEVICE, kernels
 from torch import Tensor
 
-from muonckpt.optimizer import newton_schulz
-from muonckpt.optimizer.forms import Form
-from muonckpt.optimizer.newton_schulz import orthogonalize, orthogonalize_all, orthogonalize_batch
-from muonckpt.optimizer.places import Places
+from muonckpt.optimizer.newton_schulz import iterations as newton_schulz
+from muonckpt.optimizer.newton_schulz.forms import Form
+from muonckpt.optimizer.newton_schulz.iterations import orthogonalize, orthogonalize_all, orthogonalize_batch
+from muonckpt.optimizer.newton_schulz.places import Places
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [(24, 40), (40, 24), (31, 31), (17, 70), (1, 5)]

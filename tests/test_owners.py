@@ -12,13 +12,13 @@ from muonckpt.errors import LayoutError
 from muonckpt.layout import through
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, mesh_layout, row_layout
 from muonckpt.layouts.owned import owned_layout
-from muonckpt.optimizer.coding import Plain
-from muonckpt.optimizer.costs import CostTable, flops, measure
-from muonckpt.optimizer.forms import Form
-from muonckpt.optimizer.matrices import Fused, matrices_of, reduced_shape, shapes_of
-from muonckpt.optimizer.owners import Work, assign, in_waves
-from muonckpt.optimizer.schedule import Schedule, make_schedule
-from muonckpt.optimizer.units import Slot, Spec, given, residence
+from muonckpt.optimizer.newton_schulz.costs import CostTable, flops, measure
+from muonckpt.optimizer.newton_schulz.forms import Form
+from muonckpt.optimizer.planning.encodings import Plain
+from muonckpt.optimizer.planning.matrices import Fused, matrices_of, reduced_shape, shapes_of
+from muonckpt.optimizer.planning.owners import Work, assign, in_waves
+from muonckpt.optimizer.planning.schedule import Schedule, make_schedule
+from muonckpt.optimizer.planning.units import Slot, Spec, given, residence
 from muonckpt.plan import make_share
 
 HALF = Plain(torch.bfloat16)

@@ -12,7 +12,7 @@ from spectra import gauss
 from torch import Tensor
 from workers import run
 
-from muonckpt.optimizer.newton_schulz import orthogonalize, orthogonalize_parts, tree_sum
+from muonckpt.optimizer.newton_schulz.iterations import orthogonalize, orthogonalize_parts, tree_sum
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SHAPES = [(24, 80), (80, 24), (33, 101), (101, 33), (32, 32), (40, 57)]

@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from muonckpt.optimizer import forms, products
-from muonckpt.optimizer.forms import Form, arithmetic, by_shape, fills, in_company
-from muonckpt.optimizer.places import Places
-from muonckpt.optimizer.products import LARGE, WORTH, StripProducts, TorchProducts, by_torch
+from muonckpt.optimizer.newton_schulz import forms, products
+from muonckpt.optimizer.newton_schulz.forms import Form, arithmetic, by_shape, fills, in_company
+from muonckpt.optimizer.newton_schulz.places import Places
+from muonckpt.optimizer.newton_schulz.products import LARGE, WORTH, StripProducts, TorchProducts, by_torch
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -54,7 +54,7 @@ def test_forms_by_shape(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernels_where_they_run_and_nowhere_else(hopper: None) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    from muonckpt.optimizer.kernels import Kernels
+    from muonckpt.optimizer.triton.products import Kernels
 
     assert arithmetic(KERNELS, CUDA, BF16, 8, 8) == Kernels(BF16)
     assert arithmetic(PLAIN, CUDA, BF16, 4096, 4096) == TorchProducts(BF16, BF16)
@@ -63,7 +63,7 @@ def test_kernels_where_they_run_and_nowhere_else(hopper: None) -> None:
 
 
 def test_missing_triton_is_said_once(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "muonckpt.optimizer.kernels", raising=False)
+    monkeypatch.delitem(sys.modules, "muonckpt.optimizer.triton.products", raising=False)
     for name in ("kernels", "tiles", "launches"):
         monkeypatch.delitem(sys.modules, f"muonckpt.optimizer.{name}", raising=False)
         monkeypatch.delattr(f"muonckpt.optimizer.{name}", raising=False)

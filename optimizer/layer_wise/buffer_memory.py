@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..box import Box, flat_boxes
-from ..errors import LayoutError
-from ..layouts.buffers.balanced import balanced
-from ..layouts.buffers.layout import BufferLayout, rank_of
-from ..layouts.buffers.megatron_compact import pingpong_legacy, pingpong_total_order
-from ..layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
-from ..layouts.buffers.parameters import Parameter, Ranks
-from ..layouts.buffers.ranges import Slot
+from ...box import Box, flat_boxes
+from ...errors import LayoutError
+from ...layouts.buffers.balanced import balanced
+from ...layouts.buffers.layout import BufferLayout, rank_of
+from ...layouts.buffers.megatron_compact import pingpong_legacy, pingpong_total_order
+from ...layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
+from ...layouts.buffers.parameters import Parameter, Ranks
+from ...layouts.buffers.ranges import Slot
 
 
 @dataclass(frozen=True, slots=True)

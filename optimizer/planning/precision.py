@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .coding import Coding, Plain, ScaledHalf
+from .encodings import Coding, Plain, ScaledHalf
 
 
 @dataclass(frozen=True, slots=True)

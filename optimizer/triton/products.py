@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..newton_schulz.places import Places, Stack
 from .multiply import ALIGN, multiply
-from .normal import moved, normalized
-from .places import Places, Stack
+from .normalize import moved, normalized
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .capture import uploaded
-from .newton_schulz import tree_sum
-from .ranks import Ranks, new_group
-from .route import NOTE, Key, Own, Route, Strip
+from ..cuda_graphs import uploaded
+from ..newton_schulz.iterations import tree_sum
+from ..planning.routes import NOTE, Key, Own, Route, Strip
+from .process_groups import Ranks, new_group
 
 
 class Link(Protocol):

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
 
-from ..box import Box, Index
-from ..errors import LayoutError
-from ..layout import Piece, stacked
+from ...box import Box, Index
+from ...errors import LayoutError
+from ...layout import Piece, stacked
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from ..box import Box, row_major
-from ..layouts.tensors import local_of
-from .flat_buffers import Part
-from .held_boxes import said_boxes, say_boxes
-from .layer_wise_model import options_of
-from .state import fault, fitting
+from ...box import Box, row_major
+from ...layouts.tensors import local_of
+from ..held_boxes import said_boxes, say_boxes
+from ..state import fault, fitting
+from .buffer_memory import Part
+from .members import options_of
 
 MASTER = "fp32_param"
 """The slot of a float32 master; the name is Megatron's."""

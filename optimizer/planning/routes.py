@@ -15,10 +15,10 @@ from operator import itemgetter
 
 from torch import Tensor
 
-from ..box import Index
-from ..layout import Buffer, Place
-from ..plan import Copy, Share
-from .coding import Coding
+from ...box import Index
+from ...layout import Buffer, Place
+from ...plan import Copy, Share
+from .encodings import Coding
 from .units import OWNER
 
 ALIGN = 8

@@ -79,8 +79,8 @@ def arithmetic(form: Form, device: torch.device, dtype: torch.dtype, rows: int, 
 def _kernels(device: torch.device, dtype: torch.dtype) -> Products[Any] | None:
     """None if Triton is missing."""
     try:
-        from .kernels import Kernels
-        from .launches import INTERPRETED
+        from ..triton.launches import INTERPRETED
+        from ..triton.products import Kernels
     except ModuleNotFoundError as error:
         missing_triton(
             error,

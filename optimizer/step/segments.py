@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..box import Index, row_major
-from .capture import settled, uploaded
-from .route import Strip
+from ...box import Index, row_major
+from ..cuda_graphs import settled, uploaded
+from ..planning.routes import Strip
 
 BLOCK = 1024
 """Elements that one program works through: with 4096 it needs all registers there are (255 instead of 48)."""

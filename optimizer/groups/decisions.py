@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from .matrices import Fused, matrices_of
-from .methods import MATRICES
+from ..planning.matrices import Fused, matrices_of
+from ..scalar import SCALARS
+from ..step.methods import MATRICES
 from .rules import KINDS, Rule, Shape
-from .scalar import SCALARS
 
 FROZEN = "frozen"
 """Kind of a parameter with ``requires_grad=False``: it is in no group and has no state."""

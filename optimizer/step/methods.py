@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layouts.tensors import zeros_placed_as
-from .matrices import Fused, reduced_shape
+from ...layouts.tensors import zeros_placed_as
+from ..planning.matrices import Fused, reduced_shape
 
 Group = Mapping[str, Any]
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..layouts.buffers.layout import BufferLayout
-from ..layouts.buffers.parameters import Parameter, Ranks
-from .flat_buffers import Part, Wanted
-from .methods import MATRICES
+from ...layouts.buffers.layout import BufferLayout
+from ...layouts.buffers.parameters import Parameter, Ranks
+from ..step.methods import MATRICES
+from .buffer_memory import Part, Wanted
 
 Group = dist.ProcessGroup | None
 """None: this process alone."""

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..step.segments import BLOCK, Segments, Tensors
 from .launches import fused, narrowed, on_device, widened
-from .segments import BLOCK, Segments, Tensors
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 

@@ -15,9 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
-from .capture import settled
+from ..cuda_graphs import settled
+from ..newton_schulz.places import Places
 from .launches import INTERPRETED
-from .places import Places
 
 DEPTH = 16 if INTERPRETED else 64
 """Elements of the inner dim that are loaded at a time: the same for all tiles, so that all have one order of sums."""

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..newton_schulz.places import Places, Stack
 from .launches import INTERPRETED, narrowed, on_device, widened
-from .places import Places, Stack
 from .tiles import DEPTH, Cut, Tile, fastest
 
 ALIGN = 16

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .capture import settled
+from ..cuda_graphs import settled
+from ..newton_schulz.places import Places
 from .launches import INTERPRETED, narrowed, on_device, widened
-from .places import Places
 
 CHUNK, WIDTH = (1024, 256) if INTERPRETED else (8192, 1024)
 """Elements of a program, and how many of them it does at a time."""

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..layouts.buffers.layout import BufferLayout
-from ..layouts.buffers.recorded import to_json
-from .flat_buffers import BucketMemory, FlatBuffer, Part, laid_out
-from .layer_wise_gradients import Gathers, Gradients
-from .layer_wise_model import Group, Members, exact_dtype, groups_with, options_of, ranks_of, size_of
-from .layer_wise_state import restore, state_of
-from .muon import Muon
-from .state import as_numbers
+from ...layouts.buffers.layout import BufferLayout
+from ...layouts.buffers.recorded import to_json
+from ..muon import Muon
+from ..state import as_numbers
+from .buffer_memory import BucketMemory, FlatBuffer, Part, laid_out
+from .gradients import Gathers, Gradients
+from .members import Group, Members, exact_dtype, groups_with, options_of, ranks_of, size_of
+from .owned_state import restore, state_of
 
 EPS = 1e-6
 """Added to the norm that clipping divides by, as `torch.nn.utils.clip_grad_norm_` does."""

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from .matrices import Fused
+from ..planning.matrices import Fused
 
 Shape = tuple[int, ...]
 

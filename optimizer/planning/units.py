@@ -9,14 +9,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..box import Index, row_major
-from ..layout import Piece, Place, TensorLayout, through
-from ..layouts.owned import blocks_layout, blocks_of
-from ..overlap import overlaps
-from ..plan import Copy
-from .coding import Coding
-from .forms import Form
-from .gram import pays
+from ...box import Index, row_major
+from ...layout import Piece, Place, TensorLayout, through
+from ...layouts.owned import blocks_layout, blocks_of
+from ...overlap import overlaps
+from ...plan import Copy
+from ..newton_schulz.forms import Form
+from ..newton_schulz.gram import pays
+from .encodings import Coding
 from .matrices import Fused, matrices_of, rows_columns, shapes_of
 from .owners import Int
 

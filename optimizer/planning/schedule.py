@@ -15,12 +15,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..layout import TensorLayout
-from ..plan import Copy, Share, make_share
-from .forms import Form
+from ...layout import TensorLayout
+from ...plan import Copy, Share, make_share
+from ..newton_schulz.forms import Form
 from .matrices import rows_columns
 from .owners import Work, assign, in_waves
-from .route import Item, Route, route
+from .routes import Item, Route, route
 from .units import Slot, Spec, Unit, given, replicated, residence, resident
 
 Ranks = tuple[int, ...]

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ..layouts.tensors import local_of
+from ...layouts.tensors import local_of
+from ..newton_schulz.iterations import orthogonalize_parts
+from ..planning.routes import Own, Strip
+from ..planning.schedule import Wave
+from ..planning.units import Slot
+from ..scalar import decay
 from .batches import Batch, Group, Options, in_batches
 from .exchange import Wire, kept, opened
 from .methods import MATRICES
-from .newton_schulz import orthogonalize_parts
-from .route import Own, Strip
-from .scalar import decay
-from .schedule import Wave
-from .units import Slot
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from . import elementwise
-from .capture import capturing, uploaded
-from .route import Key, Own, Route, Strip
-from .schedule import Schedule
+from ..cuda_graphs import capturing, uploaded
+from ..planning.routes import Key, Own, Route, Strip
+from ..planning.schedule import Schedule
+from ..planning.units import Spec
+from ..triton import elementwise
 from .segments import DTYPES, Move, Segments, Tensors, addresses
-from .units import Spec
 
 if TYPE_CHECKING:
     from .round import Round, Sizes

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .forms import Form, fills
-from .newton_schulz import orthogonalize_all
-from .places import Places, Shape
-from .precision import PRECISIONS
-from .units import Unit
+from ..newton_schulz.forms import Form, fills
+from ..newton_schulz.iterations import orthogonalize_all
+from ..newton_schulz.places import Places, Shape
+from ..planning.precision import PRECISIONS
+from ..planning.units import Unit
 
 Group = Mapping[str, Any]
 

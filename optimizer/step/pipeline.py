@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..layouts.tensors import local_of
+from ...layouts.tensors import local_of
+from ..cuda_graphs import capturable, capturing, refuse_absent, refuse_host
+from ..newton_schulz.forms import has_kernels, missing_triton
+from ..newton_schulz.iterations import Total
+from ..planning.schedule import Ranks, Schedule, Wave
+from ..planning.units import Spec, Unit
 from .batches import Group
-from .capture import capturable, capturing, refuse_absent, refuse_host
 from .exchange import Link, Wire, agree, link, shared_sum
-from .forms import has_kernels, missing_triton
-from .newton_schulz import Total
 from .round import NoSweep, Round, Scale, Sweep
-from .schedule import Ranks, Schedule, Wave
-from .units import Spec, Unit
 
 
 class Pipeline:

@@ -13,7 +13,7 @@ import torch
 
 from . import gram as gram_form
 from .forms import Form, has_kernels
-from .newton_schulz import orthogonalize_batch
+from .iterations import orthogonalize_batch
 
 Cost = Callable[[int, int, int, Sequence[int] | None, int], int]
 """Cost of an ``m x n`` matrix on each of ``parts`` ranks that share it: ``(m, n, steps, gram, parts)``, in any unit."""
