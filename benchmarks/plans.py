@@ -188,7 +188,7 @@ def entering(waves: Sequence[Wave], at: int) -> int:
 
 
 def peak(waves: Sequence[Wave]) -> int:
-    """Most bytes of wires in memory at once, as the waves of a step follow each other (`muonckpt.optimizer.step.pipeline`).
+    """Most bytes of wires in memory at once, as the waves of a step follow each other (`optimizer.step.pipeline`).
 
     While a wave is orthogonalised, the next one gathers and the one before returns.
     """

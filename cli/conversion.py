@@ -40,9 +40,9 @@ class Way:
 
 
 def _of_ranks(job: Job) -> Mapping[str, Any]:
-    from . import buffer_tables as buffers
+    from . import buffer_tables
 
-    shared = buffers.summarise(buffers.recorded({"buffers": job.buffers}))
+    shared = buffer_tables.summarise(buffer_tables.recorded({"buffers": job.buffers}))
     target = job.target
     return {"ranks": target.ranks, "mesh": dict(target.mesh), "layout": target.layout, "buffers": shared}
 
@@ -139,7 +139,7 @@ def _unchecked(job: Job) -> int:
 
 
 def _show(job: Job, way: Way, asked: Asked) -> None:
-    from . import buffer_tables as buffers
+    from . import buffer_tables
 
     found = describe(job, way, asked)
     if asked.as_json:
@@ -148,7 +148,7 @@ def _show(job: Job, way: Way, asked: Asked) -> None:
     _tell_notes(job)
     rows = [(f["file"], f["items"], size(f["elements"]), size(f["bytes"])) for f in found["files"]]
     table(("file", "items", "elements", "bytes"), rows)
-    buffers.show(found.get("buffers", ()))
+    buffer_tables.show(found.get("buffers", ()))
     _tell_left_out(job)
     click.echo(
         f"would check {size(found['checked'])} of {job.source}, read {size(found['read'])} of it again (whole chunks "

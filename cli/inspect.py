@@ -16,7 +16,7 @@ from ..record import Extent, Manifest, StateRecord
 from ..store.formats.registry import format_of
 from ..store.io.location import Location
 from ..store.reading.dtypes import itemsize
-from . import buffer_tables as buffers
+from . import buffer_tables
 from .argument_types import CHECKPOINT
 from .buffer_tables import NO_STATE, Recorded, recorded
 from .output import printable, section, size
@@ -44,9 +44,9 @@ def command(checkpoint: Location, tensors: bool, ranks: bool, as_json: bool) -> 
     for label, value in lines(summary):
         click.echo(printable(f"{label:<13} {value}"))
     section(("slot", "tensors", "elements", "bytes", "dtypes"), list(map(_slot_row, summary["slots"])))
-    buffers.show(summary["buffers"], ranks)
+    buffer_tables.show(summary["buffers"], ranks)
     if tensors:
-        buffers.show_slots(records)
+        buffer_tables.show_slots(records)
         headers = ("tensor", "shape", "dtype", "convention", "chunks", "fingerprint")
         section(headers, list(map(_row, manifest.tensors)))
 
@@ -62,14 +62,14 @@ def summarise(path: Location, kind: str, manifest: Manifest, records: Sequence[R
         "checkpoint": str(path),
         "kind": kind,
         "dialect": _dialect(manifest),
-        "provenance": buffers.without(manifest.provenance),
+        "provenance": buffer_tables.without(manifest.provenance),
         "tensors": len(manifest.tensors),
         "chunks": chunks,
         "bytes": sum(_bytes(tensor) for tensor in manifest.tensors),
         "other_items": len(manifest.blobs),
         "files": len({item.file for item in _items(manifest)}),
         "layouts": [{**json.loads(layout), "tensors": count} for layout, count in layouts.most_common()],
-        "buffers": buffers.summarise(records),
+        "buffers": buffer_tables.summarise(records),
         "slots": [_slot(name, manifest.tensors) for name in dict.fromkeys(t.slot for t in manifest.tensors)],
     }
 

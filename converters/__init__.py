@@ -1,5 +1,6 @@
 """Offline conversions between checkpoints: plans executed as file I/O.
 
 ``engine/`` decides what goes into which file and moves the bytes, ``target/`` says how a destination is laid out,
-``translate/`` gives a checkpoint the names, groups and momentum convention of another program.  Open ``engine/run`` first.
+``translate/`` gives a checkpoint the names, groups and momentum convention of another program.  Open ``engine/run``
+first.
 """

@@ -1,8 +1,8 @@
 """A complete Muon for sharded training: ``Muon`` is a ``torch.optim.Optimizer``.
 
-``groups/`` sorts a model's parameters by rules, ``planning/`` decides who orthogonalises which matrix, ``step/`` runs an
-update, ``newton_schulz/`` is the arithmetic, ``triton/`` its kernels, and ``layer_wise/`` a runtime for whole matrices with
-owners.  Open ``muon`` first.
+``groups/`` sorts a model's parameters by rules, ``planning/`` decides who orthogonalises which matrix, ``step/`` runs
+an update, ``newton_schulz/`` is the arithmetic, ``triton/`` its kernels, and ``layer_wise/`` a runtime for whole
+matrices with owners.  Open ``muon`` first.
 """
 
 from .layer_wise import LayerWise

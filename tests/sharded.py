@@ -17,7 +17,7 @@ from workers import run as on_ranks
 
 import muonckpt
 from muonckpt.record import Extent, Manifest
-from muonckpt.store.formats import native as directory
+from muonckpt.store.formats import native
 from muonckpt.store.reading.dtypes import itemsize
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool,
@@ -91,7 +91,7 @@ def raw_bytes(path: Path, extent: Extent) -> bytes:
 def elements_of(path: Path) -> dict[str, bytes]:
     """Each tensor's elements in row-major order, one at a time; fails where one is missing or there twice."""
     found = {}
-    for tensor in directory.read(path, payloads=True).tensors:
+    for tensor in native.read(path, payloads=True).tensors:
         size = itemsize(tensor.dtype)
         cells: list[bytes | None] = [None] * math.prod(tensor.shape)
         for chunk in tensor.chunks:

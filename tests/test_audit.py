@@ -21,7 +21,7 @@ from muonckpt.converters.engine.run import plan_job, run
 from muonckpt.errors import SourceError
 from muonckpt.record import Chunk
 from muonckpt.store.audit import Report, audit, payload_bytes
-from muonckpt.store.formats import native as directory
+from muonckpt.store.formats import native
 from muonckpt.store.formats.dcp.metadata_pickle import Metadata, StoredItem, dump, parse
 
 KINDS = ["own", "stock", "torch"]
@@ -53,7 +53,7 @@ def checkpoint(sources, tmp_path) -> Callable[[str], Path]:
 
 
 def find(path: Path, key: str, part: int = -1) -> Chunk:
-    return next(t for t in directory.read(path, payloads=True).tensors if t.key == key).chunks[part]
+    return next(t for t in native.read(path, payloads=True).tensors if t.key == key).chunks[part]
 
 
 def kinds(report: Report) -> set[str]:
@@ -74,7 +74,7 @@ def test_a_whole_checkpoint_has_no_findings(kind, sources):
     assert (report.tensors, report.blobs) == (6, 2)
     told: list[int] = []
     assert audit(sources[kind], told.append, threads=1) == report
-    assert sum(told) == report.payload_bytes == payload_bytes(directory.read(sources[kind]))
+    assert sum(told) == report.payload_bytes == payload_bytes(native.read(sources[kind]))
 
 
 @pytest.mark.parametrize("name", GOLDENS)
@@ -86,7 +86,7 @@ def test_checkpoints_of_other_programs_have_no_findings(name):
 
 def test_fingerprints_do_not_depend_on_how_it_is_stored(sources):
     prints = [audit(sources[kind]).fingerprints for kind in KINDS]
-    recorded = {tensor.key: tensor.fingerprint for tensor in directory.read(sources["own"]).tensors}
+    recorded = {tensor.key: tensor.fingerprint for tensor in native.read(sources["own"]).tensors}
     assert prints == [recorded] * 3
 
 
@@ -110,7 +110,7 @@ def test_a_flipped_bit_is_found_and_named(kind, key, checkpoint):
 @pytest.mark.parametrize("stock", [False, True])
 def test_every_flipped_bit_of_content_is_found(stock, tmp_path):
     muonckpt.save({"w": torch.arange(5.0), "lr": 0.5}, tmp_path / "c")
-    manifest = directory.read(tmp_path / "c")
+    manifest = native.read(tmp_path / "c")
     if stock:
         (tmp_path / "c" / "muonckpt.json").unlink()
     [blob], payload = manifest.blobs, manifest.tensors[0].chunks[0].payload
@@ -176,7 +176,7 @@ def test_two_files_that_changed_places_are_found(checkpoint):
 @pytest.mark.parametrize("kind", KINDS)
 def test_damage_in_an_item_that_is_no_tensor_is_found_and_named(kind, checkpoint):
     path = checkpoint(kind)
-    blob = next(blob for blob in directory.read(path).blobs if blob.key == "hyper.betas")
+    blob = next(blob for blob in native.read(path).blobs if blob.key == "hyper.betas")
     edit(path / blob.item.file, blob.item.offset + 64)
     [finding] = audit(path).findings
     assert (finding.kind, finding.key) == ("blob", "hyper.betas")

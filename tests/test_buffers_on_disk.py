@@ -50,7 +50,7 @@ from muonckpt.layouts.buffers.parameters import Ranks
 from muonckpt.optimizer.layer_wise.optimizer import LayerWise
 from muonckpt.record import Manifest
 from muonckpt.store import audit
-from muonckpt.store.formats import native as directory
+from muonckpt.store.formats import native
 from muonckpt.store.formats.registry import BUFFERS, format_of
 from muonckpt.store.reading.dtypes import itemsize
 
@@ -93,7 +93,7 @@ def stored(source, tmp_path_factory):
 @pytest.fixture(scope="module")
 def values(source) -> dict[str, np.ndarray]:
     """Each tensor, as raw elements in its shape."""
-    tensors = {t.key: t for t in directory.read(source).tensors}
+    tensors = {t.key: t for t in native.read(source).tensors}
     return {
         key: np.frombuffer(raw, f"V{itemsize(tensors[key].dtype)}").reshape(tensors[key].shape)
         for key, raw in elements_of(source).items()
@@ -117,11 +117,11 @@ def test_each_layout_goes_to_each_other_one_byte_for_byte(place, source, stored,
     for other in PLACES:
         done = written(stored(*other), tmp_path / "out", *place, threads=1)
         assert binaries(tmp_path / "out") == expected, other
-        assert prints(done) == prints(directory.read(source))
+        assert prints(done) == prints(native.read(source))
         shutil.rmtree(tmp_path / "out")
     back = run(make_job(stored(*place), Target({"dp": 2})), tmp_path / "back")
     assert elements_of(tmp_path / "back") == {key: value.tobytes() for key, value in values.items()}
-    before, after = directory.read(source), directory.read(tmp_path / "back")
+    before, after = native.read(source), native.read(tmp_path / "back")
     assert prints(before) == prints(after) and "buffers" not in back.provenance
     for old, new in zip(before.blobs, after.blobs, strict=True):
         assert (old.path, raw_bytes(source, old.item)) == (new.path, raw_bytes(tmp_path / "back", new.item))
@@ -207,7 +207,7 @@ def save_runs(rank: int, world: int, folder: str) -> None:
 def test_the_owners_of_the_run_that_saved_are_kept(tmp_path):
     on_ranks(2, save_runs, str(tmp_path))
     for layout in KEPT:
-        source = directory.read(tmp_path / layout)
+        source = native.read(tmp_path / layout)
         names = {tensor.key: tensor.name for tensor in source.tensors}
         run_of = {p["name"]: p for buffer in source.provenance["layer_wise"]["buffers"] for p in buffer["parameters"]}
         job = make_job(tmp_path / layout, Target({"dp": 2}, (), layout), container=CONTAINERS["buffers"])

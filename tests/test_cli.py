@@ -21,7 +21,7 @@ from golden import golden
 from sharded import edit, manifest_edited, no_checksums
 
 import muonckpt
-from muonckpt.store.formats import native as directory
+from muonckpt.store.formats import native
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ KEY = "optimizer.state.0.weight.momentum_buffer"
 
 
 def flip(path: Path) -> Path:
-    [chunk] = next(t for t in directory.read(path, payloads=True).tensors if t.key == KEY).chunks
+    [chunk] = next(t for t in native.read(path, payloads=True).tensors if t.key == KEY).chunks
     edit(path / chunk.item.file, chunk.payload.offset + 3)
     return path
 
@@ -138,7 +138,7 @@ from muonckpt.errors import SourceError
 from muonckpt.store import directory
 def broken(*args, **kwargs):
     raise {error}
-directory.read = broken
+native.read = broken
 main.main()
 """
 

@@ -15,7 +15,7 @@ from muonckpt.converters.translate.imports import Request
 from muonckpt.converters.translate.translator import translate
 from muonckpt.errors import SourceError
 from muonckpt.record import Convention
-from muonckpt.store.formats import native as directory
+from muonckpt.store.formats import native
 from muonckpt.store.reading.values import Values
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -135,7 +135,7 @@ def test_a_sum_under_the_keys_of_no_program_is_not_taken_for_the_average_of_one(
         tmp_path / "out",
     )
     (tmp_path / "out" / "muonckpt.json").unlink()
-    found = detect(directory.read(tmp_path / "out"))
+    found = detect(native.read(tmp_path / "out"))
     assert (found.dialect.name, found.dialect.convention) == ("dcp", None)
 
 

@@ -15,7 +15,7 @@ from sharded import bits, edit
 import muonckpt
 from muonckpt.cli.main import run
 from muonckpt.store import audit
-from muonckpt.store.formats import native as directory
+from muonckpt.store.formats import native
 from muonckpt.store.formats.registry import DCP, OWN, SAFETENSORS, ZARR, format_of
 
 KINDS = {
@@ -42,11 +42,11 @@ def test_what_was_exported_is_inspected_verified_and_resharded(name, made, tmp_p
     assert format_of(made / "own") is OWN and format_of(made / name) is KINDS[name][0]
     assert run(["inspect", str(made / name), "--json", "--tensors"]) == 0
     summary = json.loads(capsys.readouterr().out)
-    assert summary["kind"] == KINDS[name][0].name and summary["tensors"] == len(directory.read(made / "own").tensors)
+    assert summary["kind"] == KINDS[name][0].name and summary["tensors"] == len(native.read(made / "own").tensors)
     assert run(["verify", str(made / name)]) == 0
     assert "cannot be judged" not in capsys.readouterr().out
     assert run(["reshard", str(made / name), str(tmp_path / "out"), "--mesh", "dp=3"]) == 0
-    before, after = directory.read(made / "own"), directory.read(tmp_path / "out")
+    before, after = native.read(made / "own"), native.read(tmp_path / "out")
     assert {t.key: t.fingerprint for t in before.tensors} == {t.key: t.fingerprint for t in after.tensors}
     assert sharded.elements_of(tmp_path / "out") == sharded.elements_of(made / "own")
 

@@ -21,7 +21,7 @@ from muonckpt.cli.main import run
 from muonckpt.errors import SourceError
 from muonckpt.layouts.buffers import group_buffer
 from muonckpt.layouts.buffers.parameters import Parameter
-from muonckpt.store.formats import native as directory
+from muonckpt.store.formats import native
 from muonckpt.store.formats.megatron.layer_wise_names import Description, Member, deal
 from muonckpt.store.formats.registry import LAYER_WISE, format_of
 from muonckpt.store.reading.payloads import as_words, payload_of
@@ -86,7 +86,7 @@ def test_the_command_makes_of_them_what_megatron_itself_saved(name, tmp_path, ca
                 "--format", "torch_dist", "--layout", "owned"])  # fmt: skip
     assert code == 0, capsys.readouterr().err
     mine, theirs = tmp_path / "out", golden(f"megatron/layer_wise/{name}") / "torch_dist"
-    (ours,), (other,) = (directory.read(each, payloads=True).blobs for each in (mine, theirs))
+    (ours,), (other,) = (native.read(each, payloads=True).blobs for each in (mine, theirs))
     assert ours.key == other.key and Values(mine).read(ours) == Values(theirs).read(other)
     found, want = elements_of(mine), elements_of(theirs)
     assert found.keys() == {key for key in want if "optimizer" in key}
@@ -202,7 +202,7 @@ def test_two_optimizers_become_megatrons_chained_ones(tmp_path):
     path, out = written(tmp_path, "legacy-pingpong", 3), tmp_path / "out"
     assert run(["reshard", str(path), str(out), "--mesh", "dp=2", "--to", "torch_dist_chained",
                 "--format", "torch_dist"]) == 0  # fmt: skip
-    manifest = directory.read(out)
+    manifest = native.read(out)
     keys = {tensor.key for tensor in manifest.tensors}
     assert keys >= {
         "norm",
@@ -218,7 +218,7 @@ def test_two_optimizers_become_megatrons_chained_ones(tmp_path):
     rules = tmp_path / "rules.toml"
     rules.write_text("[[rule]]\nfrom = 'layers.{i}.fc'\nto = 'layers.fc'\neach = 'i'\nstacked = true\n")
     assert run(["reshard", str(out), str(tmp_path / "more"), "--mesh", "dp=3", "--rules", str(rules)]) == 0
-    stacked = {tensor.key: tensor for tensor in directory.read(tmp_path / "more").tensors}
+    stacked = {tensor.key: tensor for tensor in native.read(tmp_path / "more").tensors}
     assert stacked["chained_0.optimizer.state.momentum_buffer.layers.fc"].shape == (3, 8, 3)
     assert "chained_1.optimizer.state.exp_avg.norm" in stacked and stacked["layers.fc"].dtype == "bfloat16"
 
@@ -227,7 +227,7 @@ def test_another_program_gets_the_groups_too(tmp_path):
     path, out = written(tmp_path, "legacy-pingpong", 2), tmp_path / "out"
     assert run(["reshard", str(path), str(out), "--mesh", "dp=2", "--to", "torch", "--convention", "ema",
                 "--drop", "fp32_param"]) == 0  # fmt: skip
-    manifest = directory.read(out, payloads=True)
+    manifest = native.read(out, payloads=True)
     values, blobs = Values(out), {blob.key: blob for blob in manifest.blobs}
     assert values.read(blobs["optimizer.param_groups.0.momentum"]) == 0.9
     assert values.read(blobs["optimizer.param_groups.1.betas"]) == (0.9, 0.95)

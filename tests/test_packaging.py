@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CHECK = (
-    "import importlib.util as u, muonckpt, muonckpt.cli.main, muonckpt.converters, muonckpt.store.formats.dcp.directory\n"
+    "import importlib.util as u, muonckpt, muonckpt.cli.main, muonckpt.converters, muonckpt.store.audit\n"
     "from muonckpt.optimizer import Muon\n"
     "assert all(u.find_spec(n) is None for n in ('optimizer', 'converters', 'cli', 'layouts', 'store'))\n"
 )

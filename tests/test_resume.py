@@ -23,7 +23,7 @@ from muonckpt.converters.engine.run import plan_job, run
 from muonckpt.converters.target.container import WHOLE_TENSORS
 from muonckpt.converters.target.topology import Target
 from muonckpt.errors import DestinationError, Interrupted
-from muonckpt.store.formats import native as directory
+from muonckpt.store.io import publish
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -210,9 +210,9 @@ def test_the_place_is_held_until_the_checkpoint_is_published(tmp_path, monkeypat
     def publish_while_another_tries(staged, destination):
         with pytest.raises(DestinationError, match="another process is writing"):
             reshard(saved("own rows4"), tmp_path / "out", 3, resume=True)
-        publish(staged, destination)
+        really(staged, destination)
 
-    publish = directory.publish
-    monkeypatch.setattr(directory, "publish", publish_while_another_tries)
+    really = publish.publish
+    monkeypatch.setattr(publish, "publish", publish_while_another_tries)
     reshard(saved("own rows4"), tmp_path / "out", 3)
     assert elements_of(tmp_path / "out") == elements_of(saved("own rows4"))

@@ -14,7 +14,7 @@ from muonckpt.converters.translate.conventions import scaled
 from muonckpt.converters.translate.dialects import DIALECTS
 from muonckpt.converters.translate.translation import Translation
 from muonckpt.converters.translate.translator import translate
-from muonckpt.store.formats import native as directory
+from muonckpt.store.formats import native
 from muonckpt.store.formats.torch_save.plain_item import plain_value
 from muonckpt.store.reading.payloads import Payloads, elements
 from muonckpt.store.reading.values import Values
@@ -35,7 +35,7 @@ MEGATRON = "megatron/fsdp_dtensor/{}/iter_0000010"
 @cache
 def read(name: str):
     path = golden(name)
-    return path, directory.read(path, payloads=True)
+    return path, native.read(path, payloads=True)
 
 
 def translated(name: str, target: str, **how) -> Translation:
@@ -125,7 +125,7 @@ def words_apart(a: np.ndarray, b: np.ndarray) -> int:
 
 def saved(tmp_path, state):
     dcp.save(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
-    return directory.read(tmp_path / "checkpoint", payloads=True), tmp_path / "checkpoint"
+    return native.read(tmp_path / "checkpoint", payloads=True), tmp_path / "checkpoint"
 
 
 W = torch.arange(6.0).reshape(2, 3)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from types import TracebackType
 
 from ...errors import DestinationError, Interrupted, LayoutError, MuonckptError, SourceError
-from ...store.formats import native as directory
+from ...store.io import publish
 from ...store.io.location import Location
 from .journal import Done, Folder, Journal, Step
 from .log import remove
@@ -74,7 +74,7 @@ class Crew:
         self.staged = staged
         self.history: dict[str, Done] = {}
         self._destination = destination
-        self._folder = Folder(directory.journals(destination))
+        self._folder = Folder(publish.journals(destination))
         self._job, self._worker, self._resume, self._patience = job, worker, resume, patience
         self._run = 0  # none joined yet
         self._mine: Journal
@@ -187,7 +187,7 @@ class Crew:
         if exists and jobs:
             return
         if exists:  # nobody knows what it is
-            directory.discard(self.staged)
+            publish.discard(self.staged)
         self._folder.clear(self._run - 1)
         self.staged.mkdir()
 
@@ -289,7 +289,7 @@ class Crew:
         elif self._worker.leads and (failed or error is None):
             _wait(self._are_off, lambda: "the other workers to leave")
             if failed:
-                directory.discard(self.staged)
+                publish.discard(self.staged)
             self._mine.close()  # before: NFS keeps the name of a removed file that is open
             self._folder.clear(self._run)
         self._mine.close()

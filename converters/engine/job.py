@@ -13,8 +13,8 @@ from typing import Any
 
 from ...errors import DestinationError
 from ...record import Extent, Manifest, StateRecord
-from ...store.formats import native as directory
 from ...store.formats.registry import format_of
+from ...store.io import publish
 from ...store.io.checksums import xxh3_128
 from ...store.io.gc_paused import not_collecting
 from ...store.io.location import Location, at_each
@@ -148,7 +148,7 @@ def check_destination(source: Location, destination: Location, container: Contai
     """Raises:
     DestinationError: something is there already, or it lies inside the source.
     """
-    directory.refuse_existing(destination, container.staged(destination))
+    publish.refuse_existing(destination, container.staged(destination))
     if source.resolve() in destination.resolve().parents:
         raise DestinationError(f"{destination} lies inside the source {source}; choose a place outside of it")
 

@@ -19,8 +19,8 @@ from typing import TypeVar
 from ...errors import DestinationError, Interrupted, SourceError
 from ...fingerprint import as_hex, combine
 from ...record import Chunk, Extent, Manifest, StateRecord
-from ...store.formats import native as directory
 from ...store.formats.registry import format_of
+from ...store.io import publish
 from ...store.io.gc_paused import not_collecting
 from ...store.io.location import Location, check_memory
 from ...store.io.regular import open_regular
@@ -194,9 +194,9 @@ def _publish(job: Job, crew: Crew, destination: Location) -> Manifest:
     for leftover in job.container.descriptions:  # of a run that was killed between here and the end
         (crew.staged / leftover).unlink(missing_ok=True)
     job.container.describe(manifest, crew.staged)
-    directory.publish(crew.staged / job.container.root, destination)
+    publish.publish(crew.staged / job.container.root, destination)
     if crew.staged != destination:
-        directory.discard(crew.staged)  # what was linked or copied from there
+        publish.discard(crew.staged)  # what was linked or copied from there
     return manifest
 
 

@@ -12,10 +12,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ...record import Manifest
-from ...store.formats import native as directory
-from ...store.formats import signs
+from ...store.formats import native, signs
 from ...store.formats.megatron import torch_dist
-from ...store.formats.torch_save import tensor_item as torch_zip
+from ...store.formats.torch_save import tensor_item
+from ...store.io import publish
 from ...store.io.location import Location
 from ..engine.output_files import Arrange
 from ..engine.outputs import Entry
@@ -42,13 +42,13 @@ class Container:
     arrange: Arrange
     describe: Callable[[Manifest, Location], None]
     descriptions: tuple[str, ...]
-    staged: Callable[[Location], Location] = directory.staged
+    staged: Callable[[Location], Location] = publish.staged
     root: str = ""
 
 
-_FRAMED = framed("__{}_0.distcp".format, lru_cache(maxsize=1024)(torch_zip.frame))  # few dtypes and shapes
+_FRAMED = framed("__{}_0.distcp".format, lru_cache(maxsize=1024)(tensor_item.frame))  # few dtypes and shapes
 
-DCP = Container("dcp", over_ranks(_FRAMED), directory.write_manifest, ("muonckpt.json", ".metadata"))
+DCP = Container("dcp", over_ranks(_FRAMED), native.write_manifest, ("muonckpt.json", ".metadata"))
 """A directory that `torch.distributed.checkpoint` reads, with our manifest."""
 
 
@@ -82,7 +82,7 @@ def in_safetensors(shard_bytes: int | None) -> Container:
 
     arrange = safetensors_files(shard_bytes)
     if shard_bytes is None:
-        return Container("safetensors", arrange, lambda manifest, folder: None, (), directory.beside, MODEL)
+        return Container("safetensors", arrange, lambda manifest, folder: None, (), publish.beside, MODEL)
     return Container("safetensors", arrange, safetensors.write_index, (safetensors.INDEX,))
 
 

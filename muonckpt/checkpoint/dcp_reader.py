@@ -36,7 +36,7 @@ from torch.futures import Future
 from ..box import Index
 from ..errors import SourceError
 from ..record import Blob, Chunk, Extent, Manifest, StateRecord
-from ..store.formats import native as directory
+from ..store.formats import native
 from ..store.formats.registry import DCP, OWN, format_of
 from ..store.io.checksums import crc32
 from ..store.reading.dtypes import itemsize
@@ -94,7 +94,7 @@ class CheckingReader(StorageReader):
                 f"expected a DCP checkpoint, found {kind.name} at {self.path}: make one of it with "
                 f"`muonckpt convert {self.path} DESTINATION --format dcp`"
             )
-        manifest = directory.read(self.path, payloads=True)
+        manifest = native.read(self.path, payloads=True)
         found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for tensor in manifest.tensors:
             tensor.chunk_layout()  # proves coverage

@@ -30,9 +30,10 @@ from ..errors import DestinationError, LayoutError, about
 from ..fingerprint import as_hex, combine
 from ..layout import TensorLayout, dense
 from ..record import Blob, Chunk, Extent, Manifest, StateRecord
-from ..store.formats import native as directory
-from ..store.formats.torch_save import tensor_item as torch_zip
+from ..store.formats import native
+from ..store.formats.torch_save import tensor_item
 from ..store.formats.torch_save.stored_zip import ALIGNMENT
+from ..store.io import publish
 from ..store.io.checksums import Sums, xxh3_128
 from .annotation import Annotation, KeyPath, annotate
 from .bits import bits_of, name_of
@@ -145,8 +146,8 @@ class PublishingWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        directory.refuse_existing(self.destination)
-        self.staged = directory.staging(self.destination)
+        publish.refuse_existing(self.destination)
+        self.staged = publish.staging(self.destination)
         try:
             self.staged.mkdir(parents=True)
         except OSError as error:
@@ -173,8 +174,8 @@ class PublishingWriter(StorageWriter):
         stored, witnessed = _sort(result for of_rank in results for result in of_rank)
         _check_stored(self._planner.plans, stored)
         _check_witnesses(stored, witnessed, metadata)
-        directory.write_manifest(self._manifest(metadata, stored), self.staged)
-        directory.publish(self.staged, self.destination)
+        native.write_manifest(self._manifest(metadata, stored), self.staged)
+        publish.publish(self.staged, self.destination)
 
     def _manifest(self, metadata: Metadata, stored: Mapping[MetadataIndex, _Written]) -> Manifest:
         by_key: defaultdict[str, list[tuple[MetadataIndex, _Written]]] = defaultdict(list)
@@ -251,7 +252,7 @@ class _FileWriter:
 
     def _put_tensor(self, stream: FileIO, item: WriteItem) -> WriteResult:
         tensor = _tensor(self._planner, item)
-        frame = torch_zip.frame(name_of(tensor.dtype), tuple(tensor.shape))
+        frame = tensor_item.frame(name_of(tensor.dtype), tuple(tensor.shape))
         start = stream.tell()
         payload = Extent(self._target.file, start + frame.payload_offset, frame.payload_length)
         _write(stream, frame.head)

@@ -11,40 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from .decisions import FROZEN, Decision, Decisions, folded
-from .rules import (
-    DEEPSEEK,
-    KINDS,
-    LLAMA,
-    MIXTRAL,
-    MODULE_TYPES,
-    NO_HEAD,
-    QWEN,
-    TORCHTITAN,
-    WHOLE,
-    Rule,
-    Split,
-    Use,
-    grouped_qkv,
-    stacked_qkv,
-)
-
-__all__ = [
-    "DEEPSEEK",
-    "KINDS",
-    "LLAMA",
-    "MIXTRAL",
-    "MODULE_TYPES",
-    "NO_HEAD",
-    "QWEN",
-    "TORCHTITAN",
-    "Decision",
-    "Decisions",
-    "Rule",
-    "Split",
-    "grouped_qkv",
-    "sort_parameters",
-    "stacked_qkv",
-]
+from .rules import WHOLE, Rule, Use
 
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """What torch.compile, activation checkpointing and FSDP1 insert into names; DCP leaves these out too."""

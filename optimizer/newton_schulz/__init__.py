@@ -1,7 +1,8 @@
 """Newton-Schulz: the orthogonal factor of a matrix by matrix products.
 
-``iterations`` runs it, ``coefficients`` has the published sets, ``gram`` the form on the short side, ``products`` torch's
-arithmetic, ``forms`` the choice between it and the kernels, ``costs`` measured times.  Open ``iterations`` first.
+``iterations`` runs it, ``coefficients`` has the published sets, ``gram`` the form on the short side, ``products``
+torch's arithmetic, ``forms`` the choice between it and the kernels, ``costs`` measured times.  Open ``iterations``
+first.
 """
 
 from .coefficients import COEFFICIENTS, CoefficientSet

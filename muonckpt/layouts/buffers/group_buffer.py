@@ -10,7 +10,7 @@ from typing import Any
 from ...box import Index
 from ...errors import LayoutError, SourceError
 from ...layout import Fragment
-from . import recorded as buffer_record
+from . import recorded
 from .layout import BufferLayout
 from .recorded import BUFFER, Kinds, check_fields, ints
 
@@ -61,7 +61,7 @@ class GroupBuffer:
             "part": self.part,
             "group": list(self.group),
             "origins": list(map(list, self.origins)),
-            **buffer_record.to_json(self.layout),
+            **recorded.to_json(self.layout),
         }
 
 
@@ -74,7 +74,7 @@ def from_json(data: Mapping[str, Any]) -> GroupBuffer:
     try:
         own = {key: data[key] for key in GROUP}
         check_fields(own, GROUP)
-        layout = buffer_record.from_json({key: data[key] for key in BUFFER})
+        layout = recorded.from_json({key: data[key] for key in BUFFER})
         return GroupBuffer(own["slot"], own["part"], ints(own["group"]), tuple(map(ints, own["origins"])), layout)
     except (KeyError, TypeError, ValueError) as error:
         raise SourceError(f"damaged record of a flat buffer: {type(error).__name__}: {error}") from error

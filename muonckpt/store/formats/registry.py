@@ -13,8 +13,7 @@ from ...errors import SourceError
 from ...record import Manifest
 from ..io.location import Location
 from ..reading.payloads import Payloads
-from . import native as directory
-from . import signs
+from . import native, signs
 from .dcp import directory as dcp
 
 
@@ -48,7 +47,7 @@ class Format:
 
 
 def _directory() -> Reader:
-    return Reader(directory.read, lambda path: directory.read(path, payloads=True), Payloads)
+    return Reader(native.read, lambda path: native.read(path, payloads=True), Payloads)
 
 
 def _flat_buffers() -> Reader:

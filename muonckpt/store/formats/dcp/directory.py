@@ -21,7 +21,7 @@ from ...io.bounds import check_extents
 from ...io.location import Location, at_each
 from ...io.output import write_synced
 from ...io.regular import File, open_regular
-from ..torch_save import tensor_item as torch_zip
+from ..torch_save import tensor_item
 from .metadata_pickle import MAX_BYTES, Metadata, StoredItem, TensorMeta, dump, parse
 
 FILE = ".metadata"
@@ -217,7 +217,7 @@ def _with_payloads(path: Location, manifest: Manifest) -> Manifest:
 
 def _opened(file: File, tensor: StateRecord, chunk: Chunk) -> Chunk:
     """The chunk with the place and checksum of its payload, as the item itself says."""
-    found = torch_zip.read_tensor(file.read, chunk.item.offset, chunk.item.length)
+    found = tensor_item.read_tensor(file.read, chunk.item.offset, chunk.item.length)
     if (found.dtype, found.shape) != (tensor.dtype, chunk.box.shape):
         raise SourceError(
             f"expected {tensor.dtype} of shape {chunk.box.shape}, as {FILE} says; "

@@ -24,9 +24,9 @@ from ....record import Manifest, StateRecord
 from ...io.checksums import Bytes, Checksum
 from ...io.location import Location
 from ...io.output import write_synced
+from ...io.publish import sync_tree
 from ...reading.dtypes import itemsize
 from ..manifest_entry import facts_of
-from ..native import sync_tree
 from .array import INDEX_CHECKSUM, METADATA, OURS, ZarrArray, stored_as
 
 CHUNK_BYTES = 4 << 20
