@@ -2,8 +2,8 @@
 
 The source of each formula is the project's file named at its function (XTuner b934f4620, dion 0a059a4, VeOmni
 d9774494, torchtitan b5bcd76c6, Megatron-LM d98e8a64dd).  The figures say what the algorithm there does on these
-matrices, not what anybody measured on a cluster.  `tests/test_benchmark_models.py` holds them against byte counts of
-real runs of the same code and against an independent simulation.
+matrices, not what anybody measured on a cluster.  `tests/benchmarks/test_benchmark_models.py` holds them against byte
+counts of real runs of the same code and against an independent simulation.
 
 All functions are pure.  They take the matrices of a model layer by layer, in forward order, the number of ranks W and
 of expert-parallel groups EP.  Dense parameters are sharded by rows over all ranks.  Routed experts (a `Matrix` of E

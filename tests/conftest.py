@@ -16,7 +16,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, which torch does on some paths
 
-import workers
+from support import workers
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 torch.set_num_threads(1)

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.oracle import arange
+
+from muonckpt.box import Box, flat_boxes, row_major
+from muonckpt.errors import LayoutError
+from muonckpt.overlap import overlaps
+
+shapes = st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple)
+
+
+@given(shapes, st.data())
+def test_flat_boxes_are_the_range_in_order_and_few(shape, data):
+    numel = int(np.prod(shape, dtype=int))
+    start = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(start, numel))
+    boxes = list(flat_boxes(shape, start, stop))
+    elements = [arange(shape)[tuple(map(slice, box.lo, box.hi))].reshape(-1) for box in boxes]
+    assert np.concatenate([np.empty(0, int), *elements]).tolist() == list(range(start, stop))
+    assert len(boxes) <= max(2 * len(shape) - 1, 1)
+
+
+def test_flat_range_outside_the_tensor_is_refused():
+    with pytest.raises(LayoutError, match=r"3:7.*\(2, 3\)"):
+        list(flat_boxes((2, 3), 3, 7))
+
+
+def test_a_reversed_box_is_refused():
+    with pytest.raises(LayoutError, match="lo <= hi"):
+        Box((3,), (2,))
+
+
+@given(st.data())
+def test_intersection_is_the_common_elements(data):
+    def box():
+        ends = [sorted(data.draw(st.tuples(st.integers(0, 5), st.integers(0, 5)))) for _ in range(2)]
+        return Box(tuple(e[0] for e in ends), tuple(e[1] for e in ends))
+
+    def mask(b):
+        m = np.zeros((5, 5), bool)
+        m[tuple(map(slice, b.lo, b.hi))] = True
+        return m
+
+    a, b = box(), box()
+    common = a & b
+    assert np.array_equal(mask(common) if common else np.zeros((5, 5), bool), mask(a) & mask(b))
+
+
+@settings(max_examples=300)
+@given(st.integers(1, 3), st.integers(0, 12), st.integers(0, 12), st.integers(0, 2**31))
+def test_overlaps_equals_the_pairwise_comparison(dims, n, m, seed):
+    rng = np.random.default_rng(seed)
+
+    def boxes(count):
+        ends = np.sort(rng.integers(0, 9, size=(count, dims, 2)), axis=2)
+        return ends[..., 0], ends[..., 1] + 1
+
+    a, b = boxes(n), boxes(m)
+    found = list(zip(*(index.tolist() for index in overlaps(*a, *b)), strict=True))
+    expected = [
+        (i, j)
+        for i in range(n)
+        for j in range(m)
+        if (np.maximum(a[0][i], b[0][j]) < np.minimum(a[1][i], b[1][j])).all()
+    ]
+    assert found == expected
+
+
+def test_row_major_is_numpys():
+    assert row_major((3, 4, 5)) == tuple(s // 8 for s in np.empty((3, 4, 5)).strides)

@@ -1,0 +1,109 @@
+"""The plans that `benchmarks/step_plan.py` prints, against all ranks' wires and the lower bounds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from models import Model, Weight, llama3_8b, qwen3_30b
+from peers import lower_bound, undivided_bound
+from plans import Case, leaving, peak, plan, plan_of, sent_by
+from step_plan import Line, aims, cases
+
+from muonckpt.optimizer.planning.routes import NOTE, Route
+from muonckpt.optimizer.planning.schedule import Wave
+
+# Rows that do not divide, fused rows, experts that ranks hold whole (4 on 2 or 4 ranks) and experts that they cut.
+ODD = Model(
+    "odd",
+    2
+    * (
+        (
+            Weight("qkv", (40, 24), (24, 8, 8)),
+            Weight("o", (10, 36)),
+            Weight("two rows", (2, 24)),
+            Weight("experts", (4, 20, 12)),
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize(("ranks", "ep"), [(2, 1), (2, 2), (4, 2), (8, 1), (8, 2), (8, 4)])
+def test_what_is_on_the_wires_is_what_the_plan_says(ranks, ep):
+    case = Case(ODD, ranks, ep)
+    parts = [plan(case, rank) for rank in range(ranks)]
+    schedule, specs, *_ = parts[0]
+    sent = sent_by(schedule, specs)
+    assert len({part.digest for part, *_ in parts}) == 1
+    for rank, (part, *_) in enumerate(parts):
+        found = leaving(part.waves, rank)
+        assert 0 <= found - sent[rank] < 8 * 2 * len(part.waves) * ranks  # each rank's part ends at a multiple of 8
+    for route in ("gather", "scatter"):
+        for number in range(len(schedule.waves)):
+            table = [getattr(part.waves[number], route) for part, *_ in parts]
+            assert [[row.send_counts[to] for row in table] for to in range(ranks)] == [
+                list(row.receive_counts) for row in table
+            ]
+
+
+@pytest.mark.parametrize(("ranks", "ep"), [(2, 1), (4, 2), (8, 1), (8, 4)])
+def test_no_plan_is_below_the_bounds(ranks, ep):
+    numbers = plan_of(Case(ODD, ranks, ep))
+    bound = lower_bound(ODD.matrices, ranks, ep)
+    notes = 2 * numbers.waves * NOTE * (ranks - 1)
+    assert numbers.units == 2 * (3 + 1 + 1 + 4)
+    assert sum(numbers.sent) / ranks - notes >= bound.sent
+    assert max(numbers.flops) >= undivided_bound(ODD.matrices, ranks) >= bound.flops
+    assert numbers.serial >= max(numbers.flops)
+    assert sum(numbers.flops) == sum(m.copies * m.flops for layer in ODD.matrices for m in layer)
+    assert numbers.peak > 0
+
+
+def test_even_rows_are_sent_at_the_bound():
+    """Whatever the owners: each gets all but its own share of a matrix, and returns it."""
+    model = Model("even", (tuple(Weight(f"{n}", (16, 8)) for n in range(5)),))
+    numbers = plan_of(Case(model, 4, 1))
+    assert sum(numbers.sent) / 4 - 2 * numbers.waves * NOTE * 3 == lower_bound(model.matrices, 4).sent
+
+
+def wave(*counts: int) -> Wave:
+    """Sends and receives of the gather, then of the scatter, in bytes."""
+    there, arrived, results, back = counts
+    return Wave(Route({}, {}, {}, (there,), (arrived,)), Route({}, {}, {}, (results,), (back,)), (), ())
+
+
+def test_peak_of_one_wave_is_its_fullest_exchange():
+    assert peak([wave(10, 20, 40, 30)]) == 70
+    assert peak([wave(30, 50, 10, 10)]) == 80
+    assert peak([wave(1, 50, 60, 1)]) == 110  # what has arrived stays until the results are ready
+
+
+def test_peak_of_waves_counts_the_next_gather_and_the_last_scatter():
+    even = wave(1, 1, 1, 1)
+    assert [peak([even] * count) for count in (1, 2, 3, 9)] == [2, 4, 6, 6]
+
+
+def test_every_model_is_planned_whole_and_in_parts():
+    groups, alone = {8: (1, 8), 128: (), 512: (64,)}, {8: (1,), 512: (1,)}
+    found = list(cases(qwen3_30b(), groups, alone))
+    assert [(case.model.name.partition(", ")[2], case.ranks, case.ep) for case in found] == [
+        *[("", 8, 1), ("", 8, 8), ("", 512, 64)],
+        ("experts", 512, 1),
+        *[("dense", 8, 1), ("dense", 128, 1), ("dense", 512, 1)],
+    ]
+    assert [(case.ranks, case.ep) for case in cases(llama3_8b(), groups, alone)] == [(8, 1), (128, 1), (512, 1)]
+
+
+def test_an_aim_is_missed_by_the_worst_plan():
+    few, many = (Line.of(case, plan_of(case)) for case in (Case(ODD.experts, 8, 1), Case(ODD, 2, 1)))
+    rows = {what: (worst, verdict, missed, where) for what, worst, verdict, missed, where in aims([few, many])}
+    worst = max((few, many), key=lambda line: line.sent)
+    missed = sum(line.sent > 1.005 for line in (few, many))
+    verdict = "missed" if missed else "reached"
+    assert rows["bytes 1.00"] == (f"{worst.sent:.3f}", verdict, f"{missed} of 2", ", ".join(worst.where))
+    assert rows["NS <= 1.05 where units >= 4 W"][2:] == (f"{int(many.work > 1.05)} of 1", "odd, 2, 1")
+    assert rows["NS <= 1.05 for experts alone, W > E"][3] == "odd, experts, 8, 1"

@@ -1,0 +1,51 @@
+"""The benchmarks of `make gpu` run where there is no GPU, and say there what they did not measure."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import newton_schulz
+import step_gpu
+from support.interpreted import DEVICE
+
+from muonckpt.optimizer.newton_schulz.costs import CostTable
+from muonckpt.optimizer.newton_schulz.places import Places
+
+
+def test_a_step_is_measured_and_what_is_not_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    found = step_gpu.measure(step_gpu.SMALL, DEVICE, limit=0)
+    step_gpu.show(step_gpu.SMALL, found)
+    rows = capsys.readouterr().out
+    measured = [name for name, value in found.items() if value is not None]
+    assert measured[:3] == ["step", "Newton-Schulz alone", "torch.optim.Muon"]
+    assert all(f"| {name} | not measured |" in rows for name, value in found.items() if value is None)
+    assert set(step_gpu.ON_GPU) <= found.keys()
+    assert (len(measured) == 3) == (DEVICE.type == "cpu")
+
+
+def test_the_large_model_has_a_billion_and_a_half() -> None:
+    assert step_gpu.LARGE.numel == 28 * (2 * 1536**2 + 2 * 256 * 1536 + 3 * 8960 * 1536)
+    assert 1.2e9 < step_gpu.LARGE.numel < 1.6e9
+
+
+def test_methods_are_checked_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = newton_schulz.row(Places(((2, 16, 40), (1, 8, 8))), DEVICE, 1, until=0)
+    assert set(row["error"]) >= {"torch.optim.Muon", "ours"} and row["median"].keys() == row["faster"].keys()
+    far = {"torch.optim.Muon": newton_schulz.by_torch, "ours": lambda memory, places: torch.zeros_like(memory)}
+    monkeypatch.setattr(newton_schulz, "methods", lambda device: far)
+    with pytest.raises(SystemExit, match="too far"):
+        newton_schulz.row(Places(((1, 8, 8),)), DEVICE, 1, until=0)
+
+
+def test_gates_are_measured_and_stored(capsys: pytest.CaptureFixture[str]) -> None:
+    table = newton_schulz.gates(DEVICE, (8,))
+    assert list(table.nanoseconds) == [(8, 8), (8, 32)]
+    assert CostTable.from_json(json.dumps(json.loads(table.as_json()))) == table
+    assert "8 x 32: torch" in capsys.readouterr().out or DEVICE.type == "cuda"

@@ -1,0 +1,386 @@
+"""muonckpt.save and muonckpt.load on live tensors: exact on any mesh, atomic, and nothing passed over."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from optimizer.test_muon import assert_same_bits, build, snapshot, steps
+from safetensors.torch import save_file
+from support.golden import golden
+from support.workers import run
+from torch.distributed.checkpoint.state_dict import (
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import muonckpt
+from muonckpt.errors import DestinationError, LayoutError, SourceError
+from muonckpt.record import Manifest
+from muonckpt.store.formats import native
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool,
+          torch.complex64, torch.complex128, torch.float8_e4m3fn]  # fmt: skip
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """One of every kind: dtypes, ranks, uneven and empty shards."""
+    generator = torch.Generator().manual_seed(7)
+    made = {}
+    for dtype in DTYPES:
+        raw = torch.randint(0, 2 if dtype == torch.bool else 256, (13, 5, dtype.itemsize), generator=generator)
+        made[f"{dtype}".removeprefix("torch.")] = raw.to(torch.uint8).view(dtype).reshape(13, 5)
+    made |= {
+        "cube": torch.randn(3, 4, 5, generator=generator),
+        "vector": torch.randn(7, generator=generator),
+        "row": torch.randn(1, 9, generator=generator),
+        "none": torch.empty(0, 4),
+        "scalar": torch.tensor(3.5),
+    }
+    return made
+
+
+def placed(values: dict[str, torch.Tensor], mesh_shape: tuple[int, ...], dim: int) -> dict[str, torch.Tensor]:
+    """On a mesh: sharded along ``dim`` (or the last one) on the last axis, replicated on others, scalars plain."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    placements = [Replicate()] * (len(mesh_shape) - 1)
+
+    def place(value):
+        return distribute_tensor(value, mesh, [*placements, Shard(min(dim, value.ndim - 1))], src_data_rank=None)
+
+    return {name: place(value) if value.ndim else value for name, value in values.items()}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    local = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return local.reshape(-1).contiguous().view(torch.uint8)
+
+
+def full(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """float8 has no collectives on gloo: compare what this rank holds."""
+    return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in values.items()}
+
+
+def save_job(rank, world, path, mesh_shape, dim):
+    state = {"t": placed(tensors(), mesh_shape, dim), "hyper": {"lr": 0.5, "betas": (0.9, 0.95)}}
+    muonckpt.save(state, path, provenance={"step": 7})
+
+
+def load_job(rank, world, path, mesh_shape, dim, stock):
+    want = placed(tensors(), mesh_shape, dim)
+    blank = {name: torch.zeros_like(value) for name, value in want.items()}
+    state = {"t": blank, "hyper": {"lr": 0.0, "betas": None}}
+    if stock:
+        dcp.load(state, checkpoint_id=path)
+    else:
+        muonckpt.load(state, path)
+    assert state["hyper"] == {"lr": 0.5, "betas": (0.9, 0.95)}
+    for name, value in full(state["t"]).items():
+        assert torch.equal(bits(value), bits(full(want)[name])), name
+
+
+@pytest.mark.parametrize("source", [((1,), 0), ((4,), 0), ((3,), 1), ((2, 2), 0)], ids=str)
+def test_any_mesh_to_any_mesh_bit_for_bit_also_for_stock_dcp(source, tmp_path):
+    path = str(tmp_path / "checkpoint")
+    shape, dim = source
+    run(torch.Size(shape).numel(), save_job, path, shape, dim)
+    for target, stock in [((1,), True), ((1,), False), ((4,), False), ((3,), False), ((2, 2), False), ((4,), True)]:
+        for to_dim in (0, 1) if target == (3,) else (0,):
+            run(torch.Size(target).numel(), load_job, path, target, to_dim, stock)
+
+
+def test_fingerprints_do_not_depend_on_the_mesh(tmp_path):
+    found = []
+    for number, (shape, dim) in enumerate([((1,), 0), ((4,), 0), ((3,), 1), ((2, 2), 0)]):
+        path = tmp_path / str(number)
+        run(torch.Size(shape).numel(), save_job, str(path), shape, dim)
+        manifest = native.read(path)
+        assert manifest.provenance["step"] == 7
+        found.append({tensor.key: tensor.fingerprint for tensor in manifest.tensors})
+    assert all(prints == found[0] for prints in found) and None not in found[0].values()
+
+
+def test_an_empty_shard_writes_nothing_and_replicas_are_written_once(tmp_path):
+    run(4, save_job, str(tmp_path / "c"), (4,), 0)
+    chunks = {t.key: [chunk.item.file for chunk in t.chunks] for t in native.read(tmp_path / "c").tensors}
+    assert chunks["t.row"] == ["__0_0.distcp"] and chunks["t.none"] == [] and len(chunks["t.scalar"]) == 1
+    assert len(chunks["t.float32"]) == 4
+
+
+# --- the optimizer's state ----------------------------------------------------------------------------------------
+
+
+def resume_job(rank, world, path, first):
+    net, opt = build()
+    if first:
+        steps(net, opt, 0, 2)
+        model, state = get_state_dict(net, opt)
+        muonckpt.save({"model": model, "optimizer": state}, path)
+        steps(net, opt, 2, 4)
+    else:
+        model, state = get_state_dict(net, opt)
+        template = {"model": model, "optimizer": state}
+        muonckpt.load(template, path)
+        set_state_dict(net, opt, model_state_dict=template["model"], optim_state_dict=template["optimizer"])
+        steps(net, opt, 2, 4)
+    return snapshot(list(net.parameters()), opt)
+
+
+def test_resume_is_the_uninterrupted_run_and_state_is_annotated(tmp_path):
+    path = str(tmp_path / "checkpoint")
+    expected = run(4, resume_job, path, True)
+    for want, found in zip(expected, run(4, resume_job, path, False), strict=True):
+        assert_same_bits(found, want)
+    tensors = {(t.name, t.slot): t for t in native.read(Path(path)).tensors}
+    momentum = tensors["unused.weight", "momentum_buffer"]
+    assert momentum.convention == "ema" and momentum.layout["placements"] == ["Shard(0)"]
+    assert tensors["unused.bias", "step"].convention is None
+
+
+# --- refusals: nothing is touched, and all ranks hear of it ---------------------------------------------------------
+
+
+def plain(**changes):
+    return {"w": torch.arange(12.0).reshape(4, 3), "v": torch.ones(5), **changes}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    muonckpt.save({"s": plain(), "lr": 0.1}, tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+def zeros(state):
+    return {name: torch.zeros_like(value) for name, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t["s"].update(extra=torch.ones(2)), "missing key 's.extra'"),
+        (lambda t: t["s"].pop("v"), "extra key 's.v'"),
+        (lambda t: t["s"].update(v=torch.zeros(6)), r"'s\.v' has shape \(5,\), expected \(6,\)"),
+        (lambda t: t["s"].update(v=torch.zeros(5, dtype=torch.float16)), r"'s\.v' is float32, expected float16"),
+        (lambda t: t["s"].update(v=3), r"'s\.v' is a tensor in the checkpoint"),
+        (lambda t: t.update(lr=torch.ones(1)), "'lr' is no tensor in the checkpoint"),
+    ],
+)
+def test_a_template_that_does_not_fit_is_refused_before_anything_is_touched(change, message, saved):
+    template = {"s": zeros(plain()), "lr": 0.0}
+    change(template)
+    with pytest.raises(SourceError, match=message):
+        muonckpt.load(template, saved)
+    assert not any(
+        value.any() for value in template["s"].values() if isinstance(value, torch.Tensor) and value.numel() > 2
+    )
+
+
+def test_extra_keys_can_be_allowed(saved):
+    template = {"s": {"v": torch.zeros(5)}}
+    muonckpt.load(template, saved, allow_extra=True)
+    assert torch.equal(template["s"]["v"], torch.ones(5))
+
+
+def edit(path, change):
+    """Edit the manifest as JSON."""
+    data = json.loads((path / "muonckpt.json").read_text())
+    change({tensor["key"]: tensor for tensor in data["tensors"]})
+    (path / "muonckpt.json").write_text(json.dumps(data))
+
+
+def test_a_template_may_have_nothing_where_items_go(tmp_path):
+    def state(value, lr, params):
+        momentum = torch.full((2, 3), value)
+        return {
+            "optimizer": {"state": {"w": {"momentum_buffer": momentum}}, "param_groups": [{"lr": lr, "params": params}]}
+        }
+
+    muonckpt.save(state(1.0, 0.5, ["w"]), tmp_path / "ckpt")
+    loaded = state(0.0, None, None)
+    muonckpt.load(loaded, tmp_path / "ckpt")
+    assert str(loaded) == str(state(1.0, 0.5, ["w"]))
+
+
+def test_a_hole_in_the_checkpoint_is_an_error_naming_tensor_and_box(saved):
+    edit(saved, lambda tensors: tensors["s.w"].update(shape=[6, 3]))
+    with pytest.raises(LayoutError, match=r"s\.w.*nobody holds box \[4:6, 0:3\]"):
+        muonckpt.load({"s": {"w": torch.zeros(6, 3)}}, saved, allow_extra=True)
+
+
+def test_another_momentum_convention_is_refused(tmp_path):
+    net, opt = torch.nn.Linear(3, 4, bias=False), None
+    opt = muonckpt.optimizer.Muon(net.parameters())
+    _, state = get_state_dict(net, opt)
+    muonckpt.save({"optimizer": state}, tmp_path / "c")
+    edit(tmp_path / "c", lambda tensors: tensors["optimizer.state.weight.momentum_buffer"].update(convention="sum"))
+    with pytest.raises(SourceError, match="convention sum, expected ema"):
+        muonckpt.load({"optimizer": state}, tmp_path / "c")
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["manifest", "stock"])
+def test_a_flipped_bit_is_found_while_loading(stock, saved):
+    if stock:
+        (saved / "muonckpt.json").unlink()
+    chunk = native.read(saved, payloads=True).tensors[0].chunks[0]
+    file = saved / chunk.item.file
+    data = bytearray(file.read_bytes())
+    data[chunk.payload.offset + 5] ^= 0x10
+    file.write_bytes(data)
+    what = "CRC-32" if stock else "digest"
+    with pytest.raises(SourceError, match=rf"box .*{chunk.item.file} is damaged: {what}"):
+        muonckpt.load({"s": zeros(plain()), "lr": 0.0}, saved)
+
+
+def test_a_cut_file_is_found(saved):
+    file = saved / "__0_0.distcp"
+    os.truncate(file, 3000)
+    with pytest.raises(SourceError, match="it was cut"):
+        muonckpt.load({"s": zeros(plain()), "lr": 0.0}, saved)
+
+
+def test_no_checkpoint_is_a_clear_error(tmp_path):
+    with pytest.raises(SourceError, match="no directory"):
+        muonckpt.load({}, tmp_path / "nothing")
+    save_file({"a": torch.ones(1)}, tmp_path / "weights.safetensors")
+    with pytest.raises(SourceError, match=r"found safetensors at .*: make one of it with `muonckpt convert"):
+        muonckpt.load({}, tmp_path / "weights.safetensors")
+
+
+class Bomb:
+    """Unpickling this would make a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_code_in_a_stored_object_is_not_run(tmp_path):
+    dcp.save({"x": Bomb(tmp_path / "ran")}, checkpoint_id=tmp_path / "c", no_dist=True)
+    with pytest.raises(SourceError, match=r"refused 'x'.*more than plain data \(.*builtins.getattr"):
+        muonckpt.load({"x": 1}, tmp_path / "c")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_stock_checkpoint_loads_checked(tmp_path):
+    path = golden("torch_fsdp4")
+    manifest = native.read(path / "ckpt", payloads=True)
+    template = {}
+    for tensor in manifest.tensors:
+        template[tensor.key] = torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype))
+    flat = dict(template)
+    dcp.load(flat, checkpoint_id=path / "ckpt", no_dist=True)
+    nested: dict = {}
+    for tensor in manifest.tensors:
+        node = nested
+        for part in tensor.path[:-1]:
+            node = node.setdefault(part, {})
+        node[tensor.path[-1]] = torch.zeros_like(template[tensor.key])
+    muonckpt.load(nested, path / "ckpt", allow_extra=True)
+    for tensor in manifest.tensors:
+        node = nested
+        for part in tensor.path:
+            node = node[part]
+        assert torch.equal(node, flat[tensor.key]), tensor.key
+
+
+# --- saving: all or nothing -----------------------------------------------------------------------------------------
+
+
+def test_nothing_is_ever_overwritten(saved):
+    before = (saved / "muonckpt.json").read_bytes()
+    with pytest.raises(DestinationError, match="exists already"):
+        muonckpt.save({"s": plain()}, saved)
+    assert (saved / "muonckpt.json").read_bytes() == before
+
+
+def failing_job(rank, world, path):
+    """Rank 1's disk is full after 1 KiB."""
+    mesh = init_device_mesh("cpu", (world,))
+    state = {"w": distribute_tensor(torch.randn(999, 4), mesh, [Shard(0)], src_data_rank=None)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        muonckpt.save(state, path)
+    except DestinationError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return "no error"
+
+
+def test_if_one_rank_fails_all_hear_of_it_and_nothing_is_published(tmp_path):
+    for message in run(3, failing_job, str(tmp_path / "checkpoint")):
+        assert "rank 1" in message and "cannot write" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def differing_job(rank, world, path, tensor):
+    value = torch.full((3,), float(rank)) if tensor else rank
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            muonckpt.save({"same": torch.ones(2), "x": value}, path)
+    except LayoutError as error:
+        return str(error)
+    return " ".join(str(warning.message) for warning in caught)
+
+
+def test_replicas_that_differ_are_not_dropped_silently(tmp_path):
+    for message in run(3, differing_job, str(tmp_path / "a"), True):
+        assert "'x'" in message and "hold different data under one key" in message
+    assert not (tmp_path / "a").exists()
+    messages = run(3, differing_job, str(tmp_path / "b"), False)
+    assert "'x'" in messages[0] and "not a tensor" in messages[0]
+    assert (tmp_path / "b").exists()
+
+
+def test_what_is_published_is_what_the_manifest_says(saved):
+    """Files are stock items: torch reads each by itself, and `.metadata` has no path of this machine."""
+    manifest: Manifest = native.read(saved)
+    for tensor in manifest.tensors:
+        for chunk in tensor.chunks:
+            assert chunk.payload.offset % 64 == 0
+            with (saved / chunk.item.file).open("rb") as stream:
+                stream.seek(chunk.item.offset)
+                item = stream.read(chunk.item.length)
+            (saved.parent / "item").write_bytes(item)
+            stored = torch.load(saved.parent / "item", weights_only=True)
+            assert torch.equal(stored, plain()[tensor.path[-1]])
+    assert str(saved).encode() not in (saved / ".metadata").read_bytes()
+
+
+def test_a_moved_checkpoint_is_still_one(saved, tmp_path):
+    shutil.move(saved, tmp_path / "elsewhere")
+    template = {"s": zeros(plain()), "lr": 0.0}
+    muonckpt.load(template, tmp_path / "elsewhere")
+    assert torch.equal(template["s"]["w"], plain()["w"]) and template["lr"] == 0.1
+
+
+def test_column_major_tensors_are_saved_row_major(tmp_path):
+    value = torch.arange(12.0).reshape(3, 4).T
+    muonckpt.save({"w": value}, tmp_path / "c")
+    template = {"w": torch.zeros(4, 3)}
+    muonckpt.load(template, tmp_path / "c")
+    assert torch.equal(template["w"], value)
+    muonckpt.load(columns := {"w": torch.zeros(3, 4).T}, tmp_path / "c")
+    assert torch.equal(columns["w"], value)
+
+
+def test_a_process_without_a_group_needs_none(saved):
+    assert not dist.is_initialized()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        muonckpt.load({"s": zeros(plain()), "lr": 0.0}, saved)

@@ -1,0 +1,148 @@
+"""What save and load must refuse, or must know, on real state dicts: each of these once went wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.workers import run
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import muonckpt
+from muonckpt.errors import DestinationError, LayoutError, SourceError
+from muonckpt.optimizer import Muon
+from muonckpt.store.formats import native
+
+
+def several_boxes(rank, world, path):
+    """An interleaved shard: rank 0 holds elements 0, 2, 4, 6.  DCP would describe it by its first box."""
+    mesh = init_device_mesh("cpu", (world,))
+    x = DTensor.from_local(torch.zeros(4), mesh, [_StridedShard(0, split_factor=4)], run_check=False)
+    whole = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)], src_data_rank=None)
+    messages = []
+    muonckpt.save({"x": whole}, path)
+    for attempt in (lambda: muonckpt.load({"x": x}, path), lambda: muonckpt.save({"x": x}, path + "2")):
+        try:
+            attempt()
+        except LayoutError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_several_boxes_on_a_rank_are_refused_not_misread(tmp_path):
+    for messages in run(2, several_boxes, str(tmp_path / "c")):
+        assert len(messages) == 2 and all("tensor 'x': rank 0 holds 4 boxes" in message for message in messages)
+
+
+def contradicting(rank, world, path):
+    """Rows 3 + 5 of 8, and terms of a sum: neither is what the placements say a checkpoint could hold."""
+    mesh = init_device_mesh("cpu", (world,))
+    local = torch.ones(3 if rank == 0 else 5, 4)
+    uneven = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((8, 4)), stride=(4, 1))
+    partial = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
+    messages = []
+    for value in (uneven, partial):
+        try:
+            muonckpt.save({"x": value}, path)
+        except LayoutError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_tensor_that_could_not_be_read_back_is_not_saved(tmp_path):
+    for uneven, partial in run(2, contradicting, str(tmp_path / "c")):
+        assert "local tensor of shape" in uneven and "terms of a sum" in partial
+    assert list(tmp_path.iterdir()) == []
+
+
+def annotated(path) -> tuple[str | None, str | None, object, object]:
+    [tensor] = [t for t in native.read(path).tensors if "momentum_buffer" in t.key]
+    return tensor.name, tensor.slot, tensor.convention, tensor.pieces
+
+
+@pytest.mark.parametrize("form", ["nested", "flat", "raw", "object", "listed"])
+def test_momentum_is_annotated_in_every_form_in_which_optimizers_are_saved(form, tmp_path):
+    net = nn.Linear(3, 6, bias=False)
+    opt = Muon(net.parameters(), pieces=(4, 2))
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    states = {
+        "nested": lambda: {"o": get_optimizer_state_dict(net, opt)},
+        "flat": lambda: {"o": get_optimizer_state_dict(net, opt, options=flat)},
+        "raw": lambda: {"o": opt.state_dict()},
+        "object": lambda: {"o": opt},
+        "listed": lambda: {"o": [get_optimizer_state_dict(net, opt)]},
+    }
+    muonckpt.save(states[form](), tmp_path / "c")
+    name = "weight" if form in ("nested", "flat", "listed") else "0"
+    assert annotated(tmp_path / "c") == (name, "momentum_buffer", "ema", (4, 2))
+    muonckpt.load(states[form](), tmp_path / "c")
+
+
+def pipeline(rank, world, path):
+    """Two stages: each rank has parameters that the other does not."""
+    torch.manual_seed(0)
+    net = nn.Linear(3, 6, bias=False)
+    opt = Muon(net.parameters())
+    state = {f"stage{rank}": get_optimizer_state_dict(net, opt)}
+    muonckpt.save(state, path)
+    muonckpt.load(state, path)
+
+
+def test_stages_with_different_keys_save_annotated_and_load_strictly(tmp_path):
+    run(2, pipeline, str(tmp_path / "c"))
+    found = {t.key: t.convention for t in native.read(tmp_path / "c").tensors}
+    assert found == {f"stage{rank}.state.weight.momentum_buffer": "ema" for rank in range(2)}
+
+
+def test_something_that_only_looks_like_an_optimizer_is_saved_as_it_is(tmp_path):
+    state = {"x": {"state": torch.ones(2), "param_groups": 3}, "y": {"state": {"a": 1}, "param_groups": ["b"]}}
+    muonckpt.save(state, tmp_path / "c")
+    muonckpt.load(state, tmp_path / "c")
+
+
+def test_a_refused_object_is_refused_before_tensors_are_overwritten(tmp_path):
+    muonckpt.save({"w": torch.ones(3), "x": Path("somewhere")}, tmp_path / "c")
+    template = {"w": torch.zeros(3), "x": None}
+    with pytest.raises(SourceError, match="more than plain data"):
+        muonckpt.load(template, tmp_path / "c")
+    assert not template["w"].any()
+
+
+def test_counters_of_eight_bytes_are_saved(tmp_path):
+    net = nn.BatchNorm1d(3)
+    muonckpt.save({"model": net.state_dict()}, tmp_path / "c")
+    muonckpt.load({"model": net.state_dict()}, tmp_path / "c")
+
+
+def test_urls_and_bad_provenance_are_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DestinationError, match="is a URL"):
+        muonckpt.save({"w": torch.ones(1)}, "s3://bucket/checkpoint")
+    with pytest.raises(SourceError, match="is a URL"):
+        muonckpt.load({"w": torch.ones(1)}, "s3://bucket/checkpoint")
+    with pytest.raises(ValueError, match="JSON"):
+        muonckpt.save({"w": torch.ones(1)}, "c", provenance={"loss": float("nan")})
+    with pytest.raises(TypeError, match="JSON"):
+        muonckpt.save({"w": torch.ones(1)}, "c", provenance={"path": tmp_path})
+    assert list(tmp_path.iterdir()) == []
+
+
+def reshaped_replicas(rank, world, path):
+    try:
+        muonckpt.save({"x": torch.zeros((3, 2) if rank else (2, 3))}, path)
+    except LayoutError as error:
+        return str(error)
+    return "no error"
+
+
+def test_replicas_of_other_shapes_are_not_equal_even_if_their_bytes_are(tmp_path):
+    for message in run(2, reshaped_replicas, str(tmp_path / "c")):
+        assert "hold different data" in message

@@ -1,0 +1,129 @@
+"""A chunk that several ranks read in runs: none reads more than it needs, and damage is found all the same."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.workers import run
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import muonckpt
+from muonckpt.checkpoint.dcp_reader import CheckingReader
+from muonckpt.checkpoint.shared_check import Run, holds, run_of
+from muonckpt.errors import SourceError
+from muonckpt.store.formats import native
+from muonckpt.store.io.checksums import crc32_joined
+from muonckpt.store.reading.payloads import Payloads
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300), st.integers(0, 1 << 40))
+def test_the_sum_of_two_runs_is_that_of_both_end_to_end(first, second, far):
+    assert crc32_joined(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+    in_two_steps = crc32_joined(crc32_joined(zlib.crc32(first), 0, far), 0, 5)
+    assert crc32_joined(zlib.crc32(first), 0, far + 5) == in_two_steps
+
+
+@st.composite
+def windows(draw):
+    shape = draw(st.lists(st.integers(1, 4), max_size=4))
+    lo = [draw(st.integers(0, size - 1)) for size in shape]
+    return tuple(lo), tuple(draw(st.integers(1, size - at)) for at, size in zip(lo, shape, strict=True)), tuple(shape)
+
+
+@given(windows())
+def test_a_window_is_a_run_if_and_only_if_its_elements_follow_each_other(window):
+    lo, lengths, shape = window
+    numbers = np.arange(int(np.prod(shape))).reshape(shape)
+    mine = numbers[tuple(slice(at, at + n) for at, n in zip(lo, lengths, strict=True))].reshape(-1)
+    follow = mine[-1] - mine[0] == len(mine) - 1
+    assert run_of(lo, lengths, shape) == ((mine[0], mine[-1] + 1) if follow else None)
+
+
+DATA = bytes(range(200))
+
+
+def part(start: int, stop: int, flip: int = 0) -> Run:
+    return Run(start, stop, zlib.crc32(DATA[start:stop]) ^ flip)
+
+
+@pytest.mark.parametrize(
+    ("runs", "verdict"),
+    [
+        ([part(120, 200), part(0, 50), part(50, 120)], True),
+        ([part(0, 50), part(50, 200), part(0, 50)], True),  # replicas
+        ([part(0, 50), part(50, 200, flip=4)], False),
+        ([part(0, 50), part(50, 200), part(0, 50, flip=1)], False),  # replicas that differ
+        ([part(0, 50), part(60, 200)], None),
+        ([part(0, 50), part(40, 200)], None),
+        ([], None),
+    ],
+)
+def test_runs_tell_whether_they_are_the_payload_or_that_they_cannot(runs, verdict):
+    assert holds(runs, len(DATA), zlib.crc32(DATA)) is verdict
+
+
+def state(world: int, values: bool) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (world,))
+    sources = {"w": torch.arange(70.0).reshape(14, 5), "cube": torch.arange(3 * 7 * 2).reshape(3, 7, 2)}
+    state = {name: value if values else torch.zeros_like(value) for name, value in sources.items()}
+    placed = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in state.items()}
+    return {**placed, "all": distribute_tensor(state["w"], mesh, [Replicate()])}
+
+
+def save_job(rank, world, path):
+    muonckpt.save(state(world, values=True), path)
+
+
+def load_job(rank, world, path):
+    """Bytes of payloads that this rank needs and those that it looked at, or the error."""
+    seen, view = set(), Payloads.view
+    Payloads.view = lambda self, extent: seen.update(range(extent.offset, extent.end)) or view(self, extent)
+    mine = state(world, values=False)
+    try:
+        muonckpt.load(mine, path)
+    except SourceError as error:
+        return str(error)
+    finally:
+        Payloads.view = view
+    for name, wanted in state(world, values=True).items():
+        assert torch.equal(mine[name].to_local(), wanted.to_local()), name
+    return sum(value.to_local().nbytes for value in mine.values()), len(seen)
+
+
+def test_no_rank_reads_more_than_it_needs_when_there_are_more_ranks(tmp_path):
+    run(1, save_job, str(tmp_path / "c"))
+    for need, read in run(4, load_job, str(tmp_path / "c")):
+        assert read == need
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["manifest", "stock"])
+def test_every_rank_hears_of_damage_in_what_one_has_read(stock, tmp_path):
+    run(1, save_job, str(tmp_path / "c"))
+    tensor = next(t for t in native.read(tmp_path / "c").tensors if t.key == "w")
+    payload = tensor.chunks[0].payload
+    if stock:
+        (tmp_path / "c" / "muonckpt.json").unlink()
+    with (tmp_path / "c" / payload.file).open("r+b") as file:
+        file.seek(payload.end - 1)
+        file.write(b"?")
+    for message in run(4, load_job, str(tmp_path / "c")):
+        assert f"tensor 'w' box {tensor.chunks[0].box}" in message and payload.file in message
+        assert f"is damaged: {'CRC-32' if stock else 'digest'}" in message
+
+
+def test_what_a_rank_misread_is_an_error_although_the_file_is_whole(tmp_path):
+    muonckpt.save({"w": torch.arange(12.0).reshape(4, 3)}, tmp_path / "c")
+    reader = CheckingReader(tmp_path / "c")
+    manifest, _ = reader.describe()
+    chunk = manifest.tensors[0].chunks[0]
+    where = ("w", chunk.box.lo)
+    half = chunk.payload.length // 2
+    reader.judge([{where: [Run(0, half, 1)]}])  # they do not tile it: the file is looked at
+    with pytest.raises(SourceError, match=r"'w'.*a rank read other bytes"):
+        reader.judge([{where: [Run(0, half, 1)]}, {where: [Run(half, 2 * half, 2)]}])

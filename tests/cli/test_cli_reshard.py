@@ -1,0 +1,120 @@
+"""`muonckpt reshard` on the command line: its options, its plan, and how it is interrupted."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+from support.commands import arguments_of, called, cli, is_one_paragraph
+from support.sharded import elements_of
+
+from muonckpt.store.formats import native
+
+LAYOUTS = ("rows", "flat", "owned", "padded", "compact", "legacy")
+HUGE = "9" * 5000
+USAGE = [
+    "",
+    *(f"--mesh {mesh}" for mesh in ("dp=0", "dp=-2", "dp", "4", "dp=2,dp=2", "dp=HUGE")),
+    *(f"--mesh dp=2 --memory {memory}" for memory in ("much", "12parsec", "-1", "1.5GiB", "HUGE")),
+    *(f"--mesh dp=2 --shard {rule}" for rule in ("x", "=dp:0", "*=dp", "*=dp:-1", "*=dp:0,", "*=:0", "*=dp:HUGE")),
+    "--mesh dp=2 --jobs 0",
+    "--mesh dp=2 --layout diagonal",
+]
+
+
+@pytest.mark.parametrize("line", USAGE)
+def test_2_is_a_mistake_in_the_command_line(line):
+    done = called("reshard", "a", "b", *line.replace("HUGE", HUGE).split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Usage:" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--shard", "*=tp:0"), "expected axes out of dp"),
+        (("--shard", "*weight*=dp:0,dp:1"), "each at most once"),
+        (("--shard", "*=dp:1"), "does not have"),
+        (("--shard", "x*=dp:0"), "fits none of"),
+        (("--select", "x*"), "fits 'x*'"),
+    ],
+)
+def test_2_is_also_a_target_that_does_not_fit_the_checkpoint(more, message, tiny_checkpoint, tmp_path):
+    done = called(*arguments_of("reshard", tiny_checkpoint, tmp_path), *more)
+    assert (done.returncode, done.stdout) == (2, "") and message in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_mesh_rules_layout_selection_and_verify_in_one_pass(layout, tiny_checkpoint, tmp_path):
+    more = ["--shard", "*.weight*=tp:1", "--layout", layout, "--select", "optimizer.*", "--verify", "--json"]
+    done = called("reshard", tiny_checkpoint, tmp_path / "out", "--mesh", "dp=2,tp=2", *more)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    whole = {key: raw for key, raw in elements_of(tiny_checkpoint).items() if key.startswith("optimizer.")}
+    assert elements_of(tmp_path / "out") == whole and found["fingerprints"].keys() == whole.keys()
+    manifest = native.read(tmp_path / "out")
+    step = manifest.provenance["resharded"][-1]
+    assert [step[name] for name in ("mesh", "layout", "shard", "select")] == [
+        {"dp": 2, "tp": 2}, layout, ["*.weight*=tp:1"], ["optimizer.*"]]  # fmt: skip
+    [momentum] = [t for t in manifest.tensors if t.key == "optimizer.state.0.weight.momentum_buffer"]
+    assert all(chunk.box.hi[1] <= 8 or chunk.box.lo[1] >= 8 for chunk in momentum.chunks)
+
+
+@pytest.mark.parametrize("memory", ["0", "64kb", "1 GiB", "2gib", "300MB"])
+def test_memory_may_be_written_in_the_usual_ways(memory, tiny_checkpoint, tmp_path):
+    assert called(*arguments_of("reshard", tiny_checkpoint, tmp_path), "--memory", memory).returncode == 0
+
+
+def test_4_is_a_file_system_that_is_full(tiny_checkpoint, tmp_path):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+    done = cli(*arguments_of("reshard", tiny_checkpoint, tmp_path), preexec_fn=limit)
+    assert done.returncode == 4 and "File too large" in done.stderr and is_one_paragraph(done.stderr)
+    assert list(tmp_path.iterdir()) == []
+
+
+INTERRUPTED = """
+import os, signal, sys
+from muonckpt.cli.main import main
+from muonckpt.converters.mover import Mover
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+number, write_item, written = int(sys.argv.pop()), Mover._write_item, []
+def interrupted(self, *args):
+    written.append(args)
+    if len(written) == 5:
+        os.kill(os.getpid(), number)
+        self._stop.wait(60)
+    return write_item(self, *args)
+
+Mover._write_item = interrupted
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [2, 15], ids=["SIGINT", "SIGTERM"])
+def test_5_is_interrupted_and_resume_goes_on(number, tiny_checkpoint, tmp_path):
+    script = [sys.executable, "-c", INTERRUPTED, *arguments_of("reshard", tiny_checkpoint, tmp_path), str(number)]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (5, "")
+    assert "--resume" in done.stderr and is_one_paragraph(done.stderr)
+    again = cli(*arguments_of("reshard", tiny_checkpoint, tmp_path))
+    assert again.returncode == 4 and "--resume" in again.stderr
+    assert cli(*arguments_of("reshard", tiny_checkpoint, tmp_path), "--resume").returncode == 0
+    assert cli("verify", tmp_path / "out").returncode == 0
+
+
+def test_a_dry_run_says_what_would_be_written_and_a_run_writes_that(tiny_checkpoint, tmp_path):
+    arguments = arguments_of("reshard", tiny_checkpoint, tmp_path)
+    dry = called(*arguments, "--dry-run")
+    assert dry.returncode == 0 and "would check" in dry.stdout and list(tmp_path.iterdir()) == []
+    plan = json.loads(called(*arguments, "--dry-run", "--json").stdout)
+    assert called(*arguments).returncode == 0
+    sizes = {file.name: file.stat().st_size for file in (tmp_path / "out").glob("*.distcp")}
+    assert sizes == {file["file"]: file["bytes"] for file in plan["files"]}
+    assert plan["written"] == sum(sizes.values())

@@ -1,0 +1,193 @@
+"""What `inspect` says of layouts: their words, the flat buffers that are recorded, and whose keys a checkpoint has."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from optimizer.test_layer_wise import Net, groups
+from support.golden import golden
+from support.workers import run
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import muonckpt
+from muonckpt.cli.buffer_tables import recorded, summarise
+from muonckpt.cli.inspect import command
+from muonckpt.cli.main import run as muonckpt_command
+from muonckpt.layouts.buffers.balanced import balanced, newton_schulz
+from muonckpt.layouts.buffers.parameters import Parameter, Ranks
+from muonckpt.layouts.buffers.recorded import to_json
+from muonckpt.optimizer.layer_wise.optimizer import LayerWise
+
+MATRICES = ["qkv", "proj", "up", "down", "stack"]
+
+
+def inspected(path: Path, *options: str) -> str:
+    done = CliRunner().invoke(command, [str(path), *options], catch_exceptions=False, standalone_mode=False)
+    return done.output
+
+
+def summary(path: Path) -> dict:
+    return json.loads(inspected(path, "--json"))
+
+
+def saved(rank: int, world: int, path: str) -> None:
+    net = Net()
+    opt = LayerWise(net, groups(net), layout="padded", bucket_size=700)
+    model, optimizer = get_state_dict(net, opt)
+    muonckpt.save({"model": model, "optimizer": optimizer}, path, provenance=opt.provenance())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """Saved by a layer-wise run on 3 ranks."""
+    path = tmp_path_factory.mktemp("inspect") / "trained"
+    run(3, saved, str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def owned(trained) -> Path:
+    """The same with balanced owners, over 2 ranks for each of 2 halves of all matrices."""
+    rule = ["--shard", "*momentum_buffer=tp:0"]
+    arguments = [str(trained), str(trained.parent / "owned"), "--mesh", "dp=2,tp=2", "--layout", "owned", *rule]
+    assert muonckpt_command(["reshard", *arguments]) == 0
+    return trained.parent / "owned"
+
+
+def test_padding_and_balance_are_those_of_the_chunks(owned):
+    """An oracle that never looks at buffers: who holds what is in the files' names."""
+    manifest = json.loads((owned / "muonckpt.json").read_text())
+    elements, work = defaultdict(int), defaultdict(int)
+    for tensor in manifest["tensors"]:
+        for chunk in tensor["chunks"] if tensor["slot"] == "momentum_buffer" else ():
+            shape = tuple(hi - lo for lo, hi in zip(chunk["lo"], chunk["hi"], strict=True))
+            part, rank = Parameter("part", shape, "float32"), int(chunk["file"].split("_")[2])
+            elements[rank] += part.numel
+            work[rank] += newton_schulz(part)
+    [found] = [entry for entry in summary(owned)["buffers"] if entry["of"] == "momentum_buffer"]
+    assert found["ranks"] == [
+        {"rank": rank, "elements": elements[rank], "newton_schulz": work[rank]} for rank in range(4)
+    ]
+    mean = sum(work.values()) / 4
+    assert found["busiest"]["newton_schulz"] == round(max(work.values()) / mean, 3) > 1
+    assert found["elements"] == sum(elements.values()) and found["buffers"] == 2
+    recorded = [buffer for buffer in manifest["provenance"]["buffers"] if buffer["slot"] == "momentum_buffer"]
+    assert found["padding"] == sum(buffer["numel"] for buffer in recorded) - found["elements"] > 0
+    assert found["padding_bytes"] == 4 * found["padding"]
+
+
+def test_the_buffers_of_the_run_that_saved_are_shown_until_there_are_others(trained, owned):
+    found = summary(trained)["buffers"]
+    assert [(entry["algorithm"], entry["version"], len(entry["ranks"])) for entry in found] == [
+        ("padded-nscost", 1, 3),
+        ("distributed-optimizer", 1, 3),
+    ]
+    assert found[0]["padding"] > 0 and found[0]["busiest"]["newton_schulz"] > 1
+    assert found[1]["busiest"]["newton_schulz"] is None and found[1]["busiest"]["elements"] >= 1
+    assert {entry["algorithm"] for entry in summary(owned)["buffers"]} == {"balanced"}
+
+
+def test_balance_is_of_ranks_whose_experts_are_recorded():
+    """Two groups of experts; a run records those of rank 0, with ranks 0 and 2."""
+    shapes = {"a": (64, 16), "b": (32, 32), "c": (16, 16), "d": (8, 16)}
+    dense = [Parameter(name, shape, "float32") for name, shape in shapes.items()]
+    expert = [Parameter(f"expert {name}", shape, "float32", expert=True) for name, shape in shapes.items()]
+    buffers = balanced([*dense, *expert], Ranks(4, 2))
+    run = {"layout": "balanced", "buffers": [*map(to_json, buffers)], "ranks": [[0, 1, 2, 3], [0, 2]]}
+    [entry] = summarise(recorded({"layer_wise": run}))
+    owners = {name: owner for buffer in buffers for name, owner in buffer.owners.items()}
+    mine = {0: [p for p in dense if owners[p.name] == 0] + [p for p in expert if owners[p.name] == 0]}
+    mine[2] = [p for p in dense if owners[p.name] == 2] + [p for p in expert if owners[p.name] == 1]
+    assert entry["ranks"] == [
+        {"rank": rank, "elements": sum(p.numel for p in held), "newton_schulz": sum(map(newton_schulz, held))}
+        for rank, held in mine.items()
+    ]
+
+
+def test_owners_are_listed_with_tensors(trained, owned):
+    recorded = json.loads((trained / "muonckpt.json").read_text())["provenance"]["layer_wise"]["buffers"]
+    owners = {each["name"]: each["owner"] for buffer in recorded for each in buffer["parameters"]}
+    rows = [line.split("  ") for line in inspected(trained, "--tensors").splitlines()]
+    shown = {row[0]: row[-1].strip() for row in rows if row[0] in owners}
+    assert shown == {name: "-" if owner is None else str(owner) for name, owner in owners.items()}
+    assert all(shown[name] != "-" for name in MATRICES)
+    # Two halves of each matrix, with ranks 0 and 2 (tp 0) and 1 and 3.
+    rows = [line.split() for line in inspected(owned, "--tensors").splitlines() if "qkv.momentum_buffer" in line]
+    assert [int(row[-1]) % 2 for row in rows if "balanced" in row] == [0, 1]
+
+
+def test_layouts_are_said_in_words(owned, tmp_path):
+    layouts = [line.split(maxsplit=3)[3] for line in inspected(owned).splitlines() if line.startswith("layout ")]
+    assert sorted(layouts) == [
+        "by balanced v1 on mesh dp=2 x tp=2",
+        "by balanced v1 on mesh dp=2 x tp=2, tp cuts dim 0",
+    ]
+    arguments = [str(owned), str(tmp_path / "rows"), "--mesh", "dp=2,tp=2", "--shard", "*=tp:0,dp:0"]
+    assert muonckpt_command(["reshard", *arguments, "--select", "*.qkv*"]) == 0
+    assert "2 tensors on mesh tp=2 x dp=2: Shard(0), Shard(0)" in inspected(tmp_path / "rows")
+
+
+def test_a_line_for_every_rank_if_there_are_few_or_it_is_asked_for(trained, tmp_path):
+    assert muonckpt_command(["reshard", str(trained), str(tmp_path / "many"), "--mesh", "dp=30", "--layout=owned"]) == 0
+    many = tmp_path / "many"
+    for path, options, some in ((trained, (), True), (many, (), False), (many, ("--ranks",), True)):
+        rows = [line for line in inspected(path, *options).splitlines() if line.startswith(("0  ", "29 "))]
+        assert bool(rows) is some
+
+
+def test_what_is_recorded_of_buffers_is_printed_with_tensors_only(trained, owned):
+    for path, key in ((trained, "layer_wise"), (owned, "buffers")):
+        assert '"shards"' not in inspected(path) + inspected(path, "--json")
+        assert json.loads(inspected(path, "--json", "--tensors"))["manifest"]["provenance"][key]
+    assert summary(trained)["provenance"]["layer_wise"] == {"layout": "padded"}
+
+
+@pytest.mark.parametrize(
+    ("name", "reasons", "slot"),
+    [
+        ("xtuner_fsdp4/ckpt", ["xtuner (InternLM/XTuner)", "only it writes the slot 'lr_ratio'"], "momentum"),
+        ("titan_fsdp4/ckpt", ["titan (", "its parameters are at the top"], "momentum_buffer"),
+        ("megatron/fsdp_dtensor/dp4/iter_0000010", ["fsdp_dtensor (", "its state is under keys such as"], "exp_avg"),
+        ("megatron/layer_wise/ws4_padded/torch_dist", ["torch_dist ("], "momentum_buffer"),
+    ],
+)
+def test_the_dialect_of_keys_is_shown_with_the_reason_and_names_the_slots(name, reasons, slot):
+    shown = inspected(golden(name))
+    assert all(text in shown for text in reasons)
+    assert slot in {entry["slot"] for entry in summary(golden(name))["slots"]}
+
+
+def test_keys_of_nobody_are_no_error(tmp_path):
+    muonckpt.save({"w": torch.ones(3)}, tmp_path / "plain")
+    assert "not told apart" in inspected(tmp_path / "plain")
+    assert "name one with --from" in inspected(tmp_path / "plain")
+    assert summary(tmp_path / "plain")["dialect"]["name"] is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"buffers": 3},
+        {"buffers": [{}]},
+        {"layer_wise": {"layout": "padded"}},
+        lambda buffer: buffer.update(padding=0),
+        lambda buffer: buffer.update(group=[0]),
+        lambda buffer: buffer["shards"].pop(),
+        lambda buffer: buffer["parameters"][0].update(owner=7),
+    ],
+)
+def test_damaged_records_are_refused(damage, owned, tmp_path, capsys):
+    manifest = json.loads((owned / "muonckpt.json").read_text())
+    if callable(damage):
+        damage(manifest["provenance"]["buffers"][0])
+    else:
+        manifest["provenance"] = damage
+    (tmp_path / "muonckpt.json").write_text(json.dumps(manifest))
+    (tmp_path / ".metadata").write_bytes((owned / ".metadata").read_bytes())
+    assert muonckpt_command(["inspect", str(tmp_path)]) == 3
+    assert "damaged" in capsys.readouterr().err

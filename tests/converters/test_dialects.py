@@ -1,0 +1,175 @@
+"""Which program wrote a checkpoint: by its keys, with a reason, or a refusal with the choices."""
+
+from __future__ import annotations
+
+import pytest
+from support.translated import MEGATRON, W, nested, options, read, saved, truth_of
+
+from muonckpt.converters.engine.job import make_job
+from muonckpt.converters.engine.run import run
+from muonckpt.converters.target.topology import Target
+from muonckpt.converters.translate.conventions import Said
+from muonckpt.converters.translate.detection import annotate, detect
+from muonckpt.converters.translate.dialects import DIALECTS, Template
+from muonckpt.converters.translate.imports import Request
+from muonckpt.converters.translate.translator import translate
+from muonckpt.errors import SourceError
+from muonckpt.record import Convention
+from muonckpt.store.formats import native
+from muonckpt.store.reading.values import Values
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+DETECTED = {"torch_fsdp4/ckpt": "torch", "torch_hsdp2x2/ckpt": "torch", "dion_fsdp4/ckpt": "dion",
+            "xtuner_fsdp4/ckpt": "xtuner", "titan_fsdp4/ckpt": "titan", MEGATRON.format("dp4"): "fsdp_dtensor",
+            MEGATRON.format("dp4tp2ep2"): "fsdp_dtensor",
+            "megatron/layer_wise/ws4_padded/torch_dist": "torch_dist",
+            "megatron/layer_wise/ws4_pingpong/torch_dist": "torch_dist"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DETECTED)
+def test_real_checkpoints_are_recognised_with_a_reason(name):
+    found = detect(read(name)[1])
+    assert found.dialect.name == DETECTED[name]
+    assert found.reasons and all(found.reasons)
+
+
+@pytest.mark.parametrize("name", DETECTED)
+def test_the_keys_of_real_checkpoints_say_parameter_and_slot(name):
+    """Those of every tensor of state that its run had, and of nothing else."""
+    folder, had = name.rpartition("/")[0], set()
+    for key in truth_of(folder.removesuffix("/iter_0000010")):
+        if key.startswith("state/"):
+            had.add(tuple(key.split("/")[1:]))
+        elif key.startswith("optimizer.state.module.module.module."):
+            had.add(tuple(key.removeprefix("optimizer.state.module.module.module.").rsplit(".", 1)))
+        elif key.startswith("optimizer.state."):
+            had.add(tuple(key.removeprefix("optimizer.state.").split(".")[::-1]))
+    known = {(tensor.name, tensor.slot) for tensor in annotate(read(name)[1]).tensors if tensor.slot}
+    assert known == had
+
+
+def test_keys_that_tell_no_dialect_are_left_alone(tmp_path):
+    manifest = saved(tmp_path, {"something": {"else": W}})[0]
+    assert annotate(manifest) == manifest
+
+
+@pytest.mark.parametrize(
+    "state, name",
+    [
+        (nested({"momentum_buffer": W}, lr=0.1), "dcp"),
+        (nested({"momentum_buffer": W}, lr=0.1, ns_coefficients=[1.0]), "torch"),
+        (nested({"momentum_buffer": W}, lr=0.1, convention="ema"), "muonckpt"),
+        (nested({"momentum_buffer": W, "use_muon": True}, lr=0.1), "moonlight"),
+        ({"optimizer": {"state": {"0": {"momentum_buffer": W}}, "param_groups": [{"params": [0]}]}}, "fully_shard"),
+        ({"model": {"w": W}, "optimizer": {"state.w.momentum_buffer": W}}, "veomni"),
+        ({"w": W, "optimizer": {"state.w.momentum_buffer": W}}, "titan"),
+        ({"model": {"module.w": W}}, "fsdp_dtensor"),
+        ({"model": {"w": W}}, "dcp"),
+        ({"optimizer.state.momentum_buffer.w": W, "w": W}, "torch_dist"),
+        ({"chained_0.chained_1.optimizer.state.momentum_buffer.w": W, "w": W}, "torch_dist"),
+        ({"layer_wise": {"state": {"w": {"momentum_buffer": W}}}, "model": {"w": W}}, "layer_wise"),
+    ],
+)
+def test_keys_that_tell_a_dialect(state, name, tmp_path):
+    assert detect(saved(tmp_path, state)[0]).dialect.name == name
+
+
+@pytest.mark.parametrize(
+    "state, message",
+    [
+        (nested({"momentum": W, "lr_ratio": 1.0}, cautious_wd=False), r"dion \(.*'cautious_wd'\), xtuner \(.*--from"),
+        ({"optimizer": {"state.w.momentum_buffer": W}}, "titan from veomni: name one with --from"),
+        ({"something": {"else": W}}, "no keys of a known dialect"),
+        ({"optimizer.state.layers.w.momentum_buffer": W}, "no keys of a known dialect"),
+    ],
+)
+def test_keys_that_do_not_tell_are_refused_with_the_choices(state, message, tmp_path):
+    with pytest.raises(SourceError, match=message):
+        detect(saved(tmp_path, state)[0])
+
+
+@pytest.mark.parametrize(
+    "state, named, message",
+    [
+        ({"app": nested({"momentum_buffer": W}, lr=0.1)}, "torch", "found neither: keys of torch.*'app.model.w'"),
+        (nested({"momentum_buffer": W}, lr=0.1), "titan", "found neither: keys of titan.*'model.w'"),
+        ({"model": {"w": W}, "optim": nested({"momentum_buffer": W})["optimizer"]}, None,
+         "'optim.state.w.momentum_buffer' is state of an optimizer, under a key that cannot be translated"),
+    ],
+)  # fmt: skip
+def test_state_that_the_program_would_not_find_there_is_not_left_as_it_is(state, named, message, tmp_path):
+    manifest, path = saved(tmp_path, state)
+    with pytest.raises(SourceError, match=message):
+        translate(manifest, Values(path), DIALECTS["dion"], source=DIALECTS.get(named or ""))
+
+
+def test_normuon_whose_rows_are_dropped_is_muon(tmp_path):
+    state = nested({"momentum": W, "variance_neuron": W[:, :1]}, lr=0.1, mu=0.5, algorithm="normuon")
+    manifest, path = saved(tmp_path, state)
+    with pytest.raises(SourceError, match="no place for normuon with momentum, variance_neuron"):
+        translate(manifest, Values(path), DIALECTS["torch"])
+    made = translate(manifest, Values(path), DIALECTS["muonckpt"], drop=frozenset({"variance_neuron"}))
+    assert options(made)["optimizer.param_groups.0.algorithm"] == "muon"
+    assert [moved.scale for moved in made.moved if moved.record.slot == "momentum_buffer"] == [0.5]
+    lacking = nested({"momentum": W}, lr=0.1, cautious_wd=False, algorithm="normuon")
+    manifest, path = saved(tmp_path / "lacking", lacking)
+    with pytest.raises(SourceError, match="has momentum in a group of 'normuon': no method"):
+        translate(manifest, Values(path), DIALECTS["torch"])
+
+
+def test_the_sum_of_an_optimizer_beside_muon_is_not_taken_for_its_average(tmp_path):
+    """torch.optim.SGD has a momentum_buffer as well."""
+    state = nested({"momentum_buffer": W.clone()}, lr=0.1, momentum=0.9, nesterov=False, dampening=0.0)
+    manifest, path = saved(tmp_path, state)
+    with pytest.raises(SourceError, match=r"'dampening' of its group is of torch.optim.SGD.*--select"):
+        translate(manifest, Values(path), DIALECTS["dion"], source=DIALECTS["torch"])
+
+
+@pytest.mark.parametrize("source, said", [("dion", Said()), ("torch", Said(target=Convention.SUM))])
+def test_a_sum_under_the_keys_of_no_program_is_not_taken_for_the_average_of_one(source, said, tmp_path):
+    """What torch alone writes says as well that its momentum is an average."""
+    path = read(f"{source}_fsdp4/ckpt")[0]
+    run(
+        make_job(path, Target({"dp": 2}), translate=Request(target=DIALECTS["dcp"], said=said).of(path)),
+        tmp_path / "out",
+    )
+    (tmp_path / "out" / "muonckpt.json").unlink()
+    found = detect(native.read(tmp_path / "out"))
+    assert (found.dialect.name, found.dialect.convention) == ("dcp", None)
+
+
+@pytest.mark.parametrize("momentum, message", [(None, "give --mu"), ("x", "expected a number as momentum .*found 'x'")])
+def test_a_coefficient_that_is_no_number_is_not_one(momentum, message, tmp_path):
+    state = nested({"momentum_buffer": W.clone()}, lr=0.1, momentum=momentum, ns_coefficients=[1.0])
+    manifest, path = saved(tmp_path, state)
+    with pytest.raises(SourceError, match=message):
+        translate(manifest, Values(path), DIALECTS["dion"])
+
+
+# Templates.
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_what_a_template_writes_it_reads(name):
+    """Names with dots, with digits, and with parts that look like a slot."""
+    dialect = DIALECTS[name]
+    for param in ("7", "31") if dialect.numbered else ("w", "a.b.weight", "layers.0.state.exp_avg", "module.x.step"):
+        path = dialect.state.write(name=param, slot="momentum_buffer")
+        found = dialect.state.read(path)
+        assert found is not None and (found["name"], found["slot"]) == (param, "momentum_buffer")
+        assert dialect.model.read(dialect.model.write(name=param)) == {"name": param}
+
+
+@pytest.mark.parametrize(
+    "parts, fields",
+    [
+        (("optimizer", "state.{name}.{slot}"), {"name": "w", "slot": "a.b"}),
+        (("optimizer", "state", "{number}", "{slot}"), {"name": "w", "slot": "a"}),
+        (("optimizer", "state", "{name}", "{slot}"), {"name": "", "slot": "a"}),
+        (("{weight}",), {"name": "chained_0.optimizer.state.x"}),
+    ],
+)
+def test_what_could_not_be_read_back_is_not_written(parts, fields):
+    with pytest.raises(SourceError, match="cannot say"):
+        Template(parts).write(**fields)

@@ -1,0 +1,296 @@
+"""Offline resharding: every element where it belongs, bit for bit; or an error that names it, and nothing at all."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+import zlib
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from support import sharded
+from support.golden import golden
+from support.resharded import contents, nothing_but, once, reshard, saved
+from support.sharded import edit, elements_of, manifest_edited, raw_bytes
+
+import muonckpt
+from muonckpt.converters.engine.job import make_job
+from muonckpt.converters.engine.run import plan_job, run
+from muonckpt.converters.target.topology import Target
+from muonckpt.converters.translate.detection import annotate
+from muonckpt.errors import DestinationError, LayoutError, SourceError
+from muonckpt.record import Manifest
+from muonckpt.store import audit
+from muonckpt.store.formats import native
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+RANKS = (1, 2, 3, 4, 8)
+
+
+def described(manifest: Manifest) -> list[tuple]:
+    return [(t.key, t.path, t.shape, t.dtype, t.name, t.slot, t.convention) for t in manifest.tensors]
+
+
+def check_reshard(source: Path, destination: Path, ranks: int, expected: dict[str, bytes], oracle: bool = True) -> None:
+    before, after = native.read(source, payloads=True), native.read(destination)
+    assert sharded.stock_load(destination, before) == expected
+    if oracle:
+        assert elements_of(destination) == expected
+    assert described(annotate(before)) == described(after)
+    for old, new in zip(before.tensors, after.tensors, strict=True):
+        assert old.fingerprint in (None, new.fingerprint) and new.fingerprint
+        found = [(chunk.item.file, *chunk.box.lo[:1], *chunk.box.hi[:1]) for chunk in new.chunks]
+        if old.shape:
+            rows = enumerate(torch.arange(old.shape[0]).chunk(ranks) if math.prod(old.shape) else ())
+            assert found == [(f"__{rank}_0.distcp", int(part[0]), int(part[-1]) + 1) for rank, part in rows], old.key
+        else:
+            assert found == [("__0_0.distcp",)], old.key
+        for chunk in new.chunks:
+            assert (chunk.box.lo[1:], chunk.box.hi[1:]) == ((0,) * len(old.shape[1:]), old.shape[1:])
+            payload = raw_bytes(destination, chunk.payload)
+            assert (zlib.crc32(payload), xxhash.xxh3_128_hexdigest(payload)) == (chunk.crc32, chunk.digest)
+            assert chunk.payload.offset % 64 == 0
+            assert zipfile.ZipFile(BytesIO(raw_bytes(destination, chunk.item))).testzip() is None
+    for old, new in zip(before.blobs, after.blobs, strict=True):
+        assert (old.key, old.path) == (new.key, new.path)
+        assert raw_bytes(source, old.item) == raw_bytes(destination, new.item)
+    report = audit.audit(destination)
+    assert {finding.kind for finding in report.findings} <= {"nonfinite"} and report.notes == ()
+
+
+# --- exact ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sharded.SOURCES)
+def test_every_element_arrives_bit_for_bit_on_any_number_of_ranks(name, tmp_path):
+    source = saved(name)
+    expected = {f"t.{key}": sharded.bits(value) for key, value in sharded.small().items()}
+    for ranks in RANKS:
+        reshard(source, tmp_path / str(ranks), ranks)
+        check_reshard(source, tmp_path / str(ranks), ranks, expected)
+        state = {"hyper": {"lr": 0.0, "betas": None}, "step": 0}
+        dcp.load(state, checkpoint_id=tmp_path / str(ranks), no_dist=True)
+        assert state == {"hyper": {"lr": 0.5, "betas": (0.9, 0.95)}, "step": 3}
+
+
+def test_fingerprints_do_not_depend_on_the_source_mesh_and_survive_there_and_back(tmp_path):
+    def prints_of(manifest: Manifest) -> frozenset[tuple[str, str | None]]:
+        return frozenset((tensor.key, tensor.fingerprint) for tensor in manifest.tensors)
+
+    prints = {prints_of(reshard(saved(name), tmp_path / name, 3)) for name in sharded.SOURCES}
+    prints |= {prints_of(native.read(saved(name))) for name in sharded.SOURCES if name.startswith("own")}
+    assert len(prints) == 1
+    back = reshard(tmp_path / "own rows4", tmp_path / "made" / "too" / "back", 4)
+    assert prints_of(back) in prints and elements_of(tmp_path / "made" / "too" / "back") == elements_of(
+        saved("own rows4")
+    )
+    assert [step["mesh"] for step in back.provenance["resharded"]] == [{"dp": 3}, {"dp": 4}]
+
+
+@pytest.mark.parametrize("name", sharded.GOLDENS)
+def test_checkpoints_of_other_programs_keep_every_element_and_item(name, tmp_path):
+    source = golden(name)
+    expected = sharded.stock_load(source, native.read(source))
+    truth = sharded.truth_of(source)
+    known = {key: value for key in expected for end, value in truth.items() if f".{key}".endswith(f".{end}")}
+    assert all(key.endswith((".step", ".step_dev")) for key in expected.keys() - known.keys())
+    for ranks in (1, 3, 8):
+        reshard(source, tmp_path / str(ranks), ranks)
+        check_reshard(source, tmp_path / str(ranks), ranks, expected, oracle=ranks == 3)
+    found = elements_of(tmp_path / "3")
+    assert {key: found[key] for key in known} == known
+
+
+@pytest.mark.parametrize("name", ["own rows1", "own columns3", "stock rows3"])
+def test_rows_larger_than_a_band_are_exact_and_the_budget_changes_no_byte(name, tmp_path):
+    source = saved(name, "wide")
+    expected = {f"t.{key}": sharded.bits(value) for key, value in sharded.wide().items()}
+    for ranks in (1, 3):
+        reshard(source, tmp_path / f"tiny{ranks}", ranks, memory=1)
+        reshard(source, tmp_path / f"large{ranks}", ranks, threads=1)
+        check_reshard(source, tmp_path / f"tiny{ranks}", ranks, expected, oracle=False)
+        assert contents(tmp_path / f"tiny{ranks}") == contents(tmp_path / f"large{ranks}")
+
+
+MEASURED = """
+import re, sys
+from pathlib import Path
+from muonckpt.converters.reshard import make_job, run
+from muonckpt.converters.target import Rule, Target
+def watch(count):
+    seen.append(int(re.search(r"RssAnon:\\s*([0-9]+) kB", Path("/proc/self/status").read_text())[1]))
+rules = Rule("[mt]a*", (("dp", int(sys.argv[3])),)), Rule("row", (("dp", int(sys.argv[3])),))
+job, seen = make_job(Path(sys.argv[1]), Target({"dp": 3}, rules)), []
+watch(0)
+run(job, Path(sys.argv[2]), memory=16 << 20, progress=watch)
+print(max(seen) - seen[0])
+"""
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+def test_memory_stays_within_the_budget_whatever_the_shapes(dim, tmp_path):
+    shapes = {"matrix": (4096, 6400), "long": (12_000_000,), "tall": (6_000_000, 2), "row": (1, 2_000_000)}
+    muonckpt.save(
+        {n: torch.arange(math.prod(shape)).float().reshape(shape) for n, shape in shapes.items()}, tmp_path / "a"
+    )
+    assert sum(file.stat().st_size for file in (tmp_path / "a").iterdir()) > 200e6
+    script = [sys.executable, "-c", MEASURED, tmp_path / "a", tmp_path / "b", str(dim)]
+    grown = int(subprocess.run(script, capture_output=True, check=True).stdout)
+    assert grown < (16 << 10) + (24 << 10)  # KiB: the budget; and code, stacks and the weights of the fingerprint
+
+
+# --- nothing damaged passes -------------------------------------------------------------------------------------------
+
+
+def copy_of(source: Path, to: Path) -> Path:
+    shutil.copytree(source, to)
+    return to
+
+
+@pytest.mark.parametrize("name", ["own rows3", "stock rows3"])
+@pytest.mark.parametrize("key", ["t.bfloat16", "t.scalar", "t.complex128", "hyper.betas"])
+def test_a_flipped_bit_in_the_source_stops_everything(name, key, tmp_path):
+    source = copy_of(saved(name), tmp_path / "source")
+    manifest = native.read(source, payloads=True)
+    chunks = [tensor.chunks[-1] for tensor in manifest.tensors if tensor.key == key]
+    blobs = [blob for blob in manifest.blobs if blob.key == key]
+    file = (chunks or blobs)[0].item.file
+    edit(source / file, chunks[0].payload.end - 1 if chunks else blobs[0].item.offset + 70)
+    with pytest.raises(SourceError) as caught:
+        reshard(source, tmp_path / "out", 2)
+    assert all(part in str(caught.value) for part in (key, file, "is damaged", *(str(c.box) for c in chunks)))
+    assert nothing_but(tmp_path, "source")
+
+
+@pytest.mark.parametrize("name", ["own rows3", "stock rows3"])
+@pytest.mark.parametrize("how", ["missing", "cut", "link"])
+def test_a_file_that_is_not_there_whole_is_a_fault_of_the_source(name, how, tmp_path):
+    source = copy_of(saved(name), tmp_path / "source")
+    file = source / "__1_0.distcp"
+    if how == "cut":
+        os.truncate(file, file.stat().st_size // 2)
+    else:
+        file.rename(tmp_path / "elsewhere")
+    if how == "link":
+        file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SourceError, match=r"__1_0\.distcp"):
+        reshard(source, tmp_path / "out", 2)
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda cube: cube["chunks"].pop(1), LayoutError, r"'t\.cube'.*nobody holds box \[1:2, 0:4, 0:5\]"),
+        (lambda cube: cube.update(fingerprint="0" * 16), SourceError, r"'t\.cube'.*fingerprint [0-9a-f]{16}, .* 0{16}"),
+    ],
+)
+def test_a_manifest_that_is_not_true_is_found(change, error, message, tmp_path):
+    source = copy_of(saved("own rows3"), tmp_path / "source")
+    manifest_edited(source, lambda entries: change(entries["t.cube"]))
+    with pytest.raises(error, match=message):
+        reshard(source, tmp_path / "out", 2)
+    assert nothing_but(tmp_path, "source")
+
+
+CHANGES = {
+    "touched": lambda file: os.utime(file, ns=(0, 0)),
+    "longer": lambda file: file.open("ab").write(b"\0"),
+    "replaced": lambda file: (shutil.copy2(file, file.with_name("new")), file.with_name("new").rename(file)),
+    "removed": lambda file: file.unlink(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_source_that_changes_meanwhile_is_not_published(change, tmp_path):
+    source = copy_of(saved("stock rows3"), tmp_path / "source")
+    with pytest.raises(SourceError, match=r"changed|__1_0\.distcp"):
+        reshard(source, tmp_path / "out", 2, progress=once(lambda: CHANGES[change](source / "__1_0.distcp")))
+    assert nothing_but(tmp_path, "source")
+
+
+def test_a_source_that_is_cut_meanwhile_is_an_error_and_not_a_crash(tmp_path):
+    source = copy_of(saved("stock rows3", "wide"), tmp_path / "source")
+    job, told = plan_job(source, 2), [0]
+
+    def cut_when_all_is_checked(count: int) -> None:
+        told[0] += count
+        if told[0] > job.bytes_to_check:
+            os.truncate(source / "__1_0.distcp", 4096)
+
+    with pytest.raises(SourceError, match=r"__1_0\.distcp has 4096 bytes.*it was cut"):
+        run(job, tmp_path / "out", memory=1, threads=1, progress=cut_when_all_is_checked)
+    assert nothing_but(tmp_path, "source")
+
+
+# --- the destination --------------------------------------------------------------------------------------------------
+
+
+def in_place(change):
+    return lambda folder, source: change(folder / "out") or folder / "out"
+
+
+TAKEN = {
+    "folder": in_place(Path.mkdir),
+    "file": in_place(Path.touch),
+    "dangling link": in_place(lambda out: out.symlink_to("nowhere")),
+    "link to a folder": in_place(lambda out: out.symlink_to(out.parent)),
+    "source itself": lambda folder, source: source,
+    "inside the source": lambda folder, source: source / "out",
+    "inside by a link": lambda folder, source: (folder / "link").symlink_to(source) or folder / "link" / "deep" / "out",
+    "below a file": lambda folder, source: (folder / "plain").touch() or folder / "plain" / "out",
+}
+
+
+@pytest.mark.parametrize("kind", TAKEN)
+def test_a_destination_that_is_taken_or_inside_the_source_is_refused_and_nothing_is_touched(kind, tmp_path):
+    source = copy_of(saved("own rows3"), tmp_path / "source")
+    destination = TAKEN[kind](tmp_path, source)
+    before = (sorted(tmp_path.rglob("*")), contents(source))
+    with pytest.raises(DestinationError):
+        reshard(source, destination, 2)
+    assert (sorted(tmp_path.rglob("*")), contents(source)) == before
+
+
+SMALL = "mount -t tmpfs -o size=1m x {0} && {1} -c '{2}' reshard {3} {0}/out --mesh dp=2; echo code $?; ls -A {0}"
+
+
+def test_a_full_disk_fails_cleanly(tmp_path):
+    script = SMALL.format(
+        tmp_path, sys.executable, "from muonckpt.cli.main import main; main()", saved("own rows1", "wide")
+    )
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True)
+    if "code" not in done.stdout or "mount:" in done.stderr:
+        pytest.skip(f"no small file system can be mounted here: {done.stderr}")
+    assert done.stdout.split() == ["code", "4"] and "No space left" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_tensor_that_torch_saved_in_another_order_is_the_same_tensor(tmp_path: Path):
+    tensors = {
+        "transposed": torch.arange(35.0).reshape(7, 5).T,
+        "images": torch.arange(120.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "wide": torch.arange(24.0, dtype=torch.float64).view(torch.complex128).reshape(4, 3).T,
+    }
+    dcp.save(tensors, checkpoint_id=tmp_path / "source", no_dist=True)
+    plain = {key: sharded.bits(tensor) for key, tensor in tensors.items()}
+    whole = audit.audit(tmp_path / "source")
+    assert not whole.findings
+    for layout in ("rows", "flat"):
+        out = tmp_path / layout
+        run(make_job(tmp_path / "source", Target({"dp": 3}, layout=layout)), out)
+        assert elements_of(out) == plain and audit.audit(out).fingerprints == whole.fingerprints
+    loaded = {key: torch.zeros(tensor.shape, dtype=tensor.dtype) for key, tensor in tensors.items()}
+    muonckpt.load(loaded, tmp_path / "source")
+    assert {key: sharded.bits(tensor) for key, tensor in loaded.items()} == plain
+    payload = native.read(tmp_path / "source", payloads=True).tensors[0].chunks[0].payload
+    edit(tmp_path / "source" / payload.file, payload.offset + 7)
+    assert {finding.kind for finding in audit.audit(tmp_path / "source").findings} == {"crc32"}

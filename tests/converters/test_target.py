@@ -1,0 +1,263 @@
+"""Any mesh, any rule, any layout: which rank gets which element, and that each arrives bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import struct
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support import sharded
+from support.golden import golden
+from support.oracle import arange, scatter
+from support.resharded import contents, saved
+from support.sharded import elements_of, manifest_edited
+
+from muonckpt.converters.engine import mover
+from muonckpt.converters.engine.mover import Mover
+from muonckpt.converters.engine.outputs import Content, Entry, Wanted, as_they_are
+from muonckpt.converters.engine.run import make_job, run
+from muonckpt.converters.target.topology import LAYOUTS, Rule, Target, TargetError
+from muonckpt.errors import DestinationError
+from muonckpt.layout import stacked, through
+from muonckpt.layouts.buffers.group_buffer import from_json
+from muonckpt.layouts.owned import owned_layout
+from muonckpt.record import Blob, Extent, Manifest, StateRecord
+from muonckpt.store import audit
+from muonckpt.store.formats import native
+from muonckpt.store.formats.torch_save.plain_item import plain_item
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def tensor(key: str, *shape: int, slot: str | None = None) -> StateRecord:
+    return StateRecord(key, (key,), shape, "float32", (), slot=slot)
+
+
+# --- which rank gets what ---------------------------------------------------------------------------------------------
+
+
+def cut_by_torch(shape, mesh, cuts, rank) -> list[int]:
+    """What a rank has, as flat indices, by applying ``torch.chunk`` once for each cut."""
+    where = dict(zip(mesh, np.unravel_index(rank, tuple(mesh.values())), strict=True))
+    part = torch.from_numpy(arange(shape))
+    for axis, dim in cuts:
+        parts = part.chunk(mesh[axis], dim)
+        part = parts[where[axis]] if where[axis] < len(parts) else part.narrow(dim, 0, 0)
+    return part.reshape(-1).tolist()
+
+
+def test_rows_are_what_torch_chunk_gives_for_any_mesh_and_any_order_of_cuts():
+    choose = random.Random(7)
+    for _ in range(300):
+        mesh = {axis: choose.randint(1, 4) for axis in choose.sample(["dp", "ep", "tp", "x"], choose.randint(1, 3))}
+        shape = tuple(choose.randint(1, 9) for _ in range(choose.randint(1, 3)))
+        axes = choose.sample(list(mesh), choose.randint(0, len(mesh)))
+        cuts = tuple((axis, choose.randrange(len(shape))) for axis in axes)
+        laid = Target(mesh, (Rule("*", cuts),)).lay_out([tensor("w", *shape)])
+        held = scatter(arange(shape), laid.layouts["w"])
+        for rank in range(math.prod(mesh.values())):
+            mine = held.get(rank, {})
+            assert [mine[at] for at in sorted(mine)] == cut_by_torch(shape, mesh, cuts, rank), (mesh, shape, cuts)
+            assert sorted(mine) == list(range(len(mine)))
+
+
+def test_without_a_rule_every_axis_cuts_rows_and_the_first_rule_that_fits_wins():
+    mesh = {"dp": 2, "tp": 2}
+    rules = Rule("a.*", (("tp", 1),)), Rule("a.b*", (("tp", 0),)), Rule("kept", ())
+    laid = Target(mesh, rules).lay_out([tensor("a.b", 6, 4), tensor("c", 6, 4), tensor("kept", 6, 4), tensor("step")])
+    words = {key: (word["axes"], word["placements"]) for key, word in laid.words.items() if word}
+    assert words == {
+        "a.b": (["tp", "dp"], ["Shard(1)", "Replicate"]),
+        "c": (["dp", "tp"], ["Shard(0)", "Shard(0)"]),
+        "kept": (["dp", "tp"], ["Replicate", "Replicate"]),
+    }
+    assert laid.layouts["step"].buffers == (0,) and laid.words["step"] is None
+
+
+WRONG = {
+    "layout": (lambda: Target({"dp": 2}, (), "diagonal"), "no layout 'diagonal'; there are rows, flat"),
+    "axis": (lambda: Target({"dp": 2}, (Rule("*", (("tp", 0),)),)), "expected axes out of dp"),
+    "twice": (lambda: Target({"dp": 2}, (Rule("*", (("dp", 0), ("dp", 1))),)), "each at most once"),
+    "dim": (
+        lambda: Target({"dp": 2}, (Rule("*", (("dp", 1),)),)).lay_out([tensor("m", 2, 2), tensor("v", 2)]),
+        r"rule \*=dp:1 cuts a dim that tensor 'v' of shape \(2,\) does not have",
+    ),
+    "nothing": (
+        lambda: Target({"dp": 2}, (Rule("x*", (("dp", 0),)),)).lay_out([tensor("v", 2)]),
+        "fits none of 1 tensors",
+    ),
+    "selected": (lambda: make_job(saved("own rows3"), Target({"dp": 2}), ["x*"]), "nothing.*fits 'x"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_target_that_does_not_fit_is_an_error_that_says_why(case):
+    make, message = WRONG[case]
+    with pytest.raises(TargetError, match=message):
+        make()
+
+
+# --- every element arrives --------------------------------------------------------------------------------------------
+
+# Two axes that cut rows of everything but what has one row, in the order that torch's mesh cannot say without strides.
+TURNED = Rule("t.row", (("tp", 1),)), Rule("t.*", (("tp", 0), ("dp", 0)))
+EXPERTS = Rule("t.cube", (("ep", 0), ("dp", 1))), Rule("t.tower", (("dp", 3), ("ep", 0)))
+TARGETS = {
+    **{layout: Target({"dp": 3}, (), layout) for layout in LAYOUTS},
+    **{f"{layout} in parts": Target({"dp": 2, "ep": 2}, EXPERTS, layout) for layout in LAYOUTS},
+    "turned": Target({"dp": 2, "tp": 3}, TURNED),
+    "replicas": Target({"r": 3, "dp": 2}, (Rule("*", (("dp", 0),)),)),
+    "three axes": Target({"dp": 2, "ep": 2, "tp": 2}, EXPERTS),
+}
+
+
+def check(manifest: Manifest, target: Target) -> None:
+    """Every chunk lies in the file of a rank that the target gives its box to, no replica twice."""
+    laid = target.lay_out(manifest.tensors)
+    for written in manifest.tensors:
+        layout = laid.layouts[written.key]
+        owners = {replicas[0].box: {f.place.buffer for f in replicas} for replicas in layout.holders}
+        assert sorted(owners, key=str) == sorted((chunk.box for chunk in written.chunks), key=str)
+        for chunk in written.chunks:
+            assert chunk.item.file in {f"__{rank}_0.distcp" for rank in owners[chunk.box]}
+        assert written.layout == laid.words[written.key]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("source", ["stock grid2x2", "own rows4"])
+def test_every_element_arrives_bit_for_bit_in_any_layout_and_back(name, source, tmp_path):
+    expected = {f"t.{key}": sharded.bits(value) for key, value in sharded.small().items()}
+    done = run(make_job(saved(source), TARGETS[name]), tmp_path / "there")
+    check(done, TARGETS[name])
+    before = native.read(saved(source))
+    assert elements_of(tmp_path / "there") == sharded.stock_load(tmp_path / "there", before) == expected
+    report = audit.audit(tmp_path / "there")
+    assert {finding.kind for finding in report.findings} <= {"nonfinite"} and report.notes == ()
+    back = run(make_job(tmp_path / "there", Target({"dp": 4})), tmp_path / "back")
+    assert elements_of(tmp_path / "back") == expected
+    assert {t.fingerprint for t in back.tensors} == {t.fingerprint for t in done.tensors}
+    assert "buffers" not in back.provenance
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_fast_path_and_the_general_one_write_the_same_bytes(name, tmp_path, monkeypatch):
+    job = make_job(saved("own columns3", "wide"), Target({"dp": 3}, (), TARGETS[name].layout))
+    run(job, tmp_path / "source")
+    rules = tuple(rule for rule in TARGETS[name].rules if rule.glob == "*")
+    job = make_job(tmp_path / "source", Target(TARGETS[name].mesh, rules, TARGETS[name].layout))
+    assert any(mover.is_straight(item) for file in job.files for item in file.items)
+    run(job, tmp_path / "fast")
+    monkeypatch.setattr(mover, "is_straight", lambda item: False)
+    run(job, tmp_path / "general", memory=1)
+    assert contents(tmp_path / "fast") == contents(tmp_path / "general")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["torch_fsdp4/ckpt", "megatron/fsdp_dtensor/dp4tp2ep2/iter_0000010"])
+def test_checkpoints_of_other_programs_take_any_layout(name, layout, tmp_path):
+    source = golden(name)
+    expected = sharded.stock_load(source, native.read(source))
+    run(make_job(source, Target({"dp": 2, "ep": 3}, (), layout)), tmp_path / "out")
+    assert sharded.stock_load(tmp_path / "out", native.read(source)) == expected
+
+
+def test_buffers_are_recorded_with_their_owners_and_those_have_the_tensors(tmp_path):
+    for layout in ("owned", "padded", "padded-numel", "compact", "legacy"):
+        done = run(make_job(saved("own rows3"), Target({"dp": 3}, (), layout)), tmp_path / layout)
+        recorded = [from_json(entry) for entry in native.read(tmp_path / layout).provenance["buffers"]]
+        assert all(buffer.group == (0, 1, 2) and buffer.layout.whole for buffer in recorded)
+        owners = {name: owner for buffer in recorded for name, owner in buffer.layout.owners.items()}
+        with_elements = [t for t in done.tensors if math.prod(t.shape)]
+        assert owners.keys() == {t.key for t in with_elements}
+        for written in with_elements:
+            assert [chunk.item.file for chunk in written.chunks] == [f"__{owners[written.key]}_0.distcp"]
+
+
+def test_replicas_are_written_once_and_spread_over_their_holders(tmp_path):
+    job = make_job(saved("own rows3"), TARGETS["replicas"])
+    sizes = [file.payload for file in job.files]
+    largest = max(item.frame.payload_length for file in job.files for item in file.items)
+    assert len(sizes) == 6 and max(sizes) - min(sizes) <= 2 * largest
+    assert sum(sizes) == sum(map(len, elements_of(saved("own rows3")).values()))
+
+
+def test_what_is_not_selected_is_neither_read_nor_written(tmp_path):
+    whole = elements_of(saved("own rows3"))
+    job = make_job(saved("own rows3"), Target({"dp": 2}), ["t.cube", "*.bf*", "hyper.*"])
+    done = run(job, tmp_path / "out")
+    assert elements_of(tmp_path / "out") == {key: whole[key] for key in ("t.cube", "t.bfloat16")}
+    assert sorted(blob.key for blob in done.blobs) == ["hyper.betas", "hyper.lr"]
+    assert job.bytes_to_check == job.payload_to_write == len(whole["t.cube"]) + len(whole["t.bfloat16"])
+
+
+def test_reads_avoided_are_those_of_whole_chunks(tmp_path):
+    run(make_job(saved("own rows3"), Target({"dp": 1}), ["t.cube"]), tmp_path / "one")
+    assert make_job(tmp_path / "one", Target({"dp": 1})).reads_avoided == 0
+    assert make_job(tmp_path / "one", Target({"dp": 3})).reads_avoided == 2 * 3 * 4 * 5 * 4
+
+
+def halves_and_more(manifest: Manifest) -> Content:
+    """The upper half of a tensor renamed, the lower one scaled as well; a counter and an item that are new."""
+    source, tensors = as_they_are(manifest).selected(["t.float32", "hyper.betas"]), []
+    for each in source.tensors:
+        two = Target({"h": 2}).lay_out([each.record]).layouts[each.record.key]
+        for end, fragment, scale in zip(("_w", "_v"), two.fragments, (None, 0.1), strict=True):
+            part = through(stacked([fragment.box], 0), each.layout)
+            tensors.append(Wanted(tensor(each.record.key + end, *part.shape), part, each.chunks, scale=scale))
+    step = Wanted(tensor("step"), owned_layout((), "new"), {}, {"new": struct.pack("<f", 3)})
+    more = plain_item({"lr": 0.5})
+    carried = [Entry(dataclasses.replace(e.target, key="moved", path=("moved",)), e.target) for e in source.entries]
+    new = Entry(Blob("new", ("new",), Extent("new", 0, len(more))), None, more)
+    return Content([*tensors, step], [*carried, new])
+
+
+def test_a_translation_may_rename_split_scale_and_add(tmp_path):
+    """The seam for tables of names and conventions: it makes other layouts of the same buffers, and moves nothing.
+
+    Chosen by what it is to be called; nothing that only the rest needs is read."""
+    source = saved("stock columns3")
+    whole = elements_of(source)["t.float32"]
+    job = make_job(source, Target({"dp": 3}), ["t.float32*", "step", "moved", "new"], halves_and_more)
+    assert [tensor.key for tensor in job.manifest.tensors] == ["t.float32"]
+    done = run(job, tmp_path / "out", verify=True)
+    assert [(t.key, t.shape) for t in done.tensors] == [("t.float32_w", (7, 5)), ("t.float32_v", (6, 5)), ("step", ())]
+    found = elements_of(tmp_path / "out")
+    assert found["t.float32_w"] == whole[: 7 * 5 * 4] and struct.unpack("<f", found["step"]) == (3,)
+    values, scaled = (torch.frombuffer(bytearray(raw), dtype=torch.float32) for raw in (whole, found["t.float32_v"]))
+    once_rounded = (values[7 * 5 :].double() * 0.1).float()
+    torch.testing.assert_close(scaled, once_rounded, rtol=0, atol=0, equal_nan=True)
+    assert {finding.kind for finding in audit.audit(tmp_path / "out").findings} <= {"nonfinite"}
+    state = {"moved": None, "new": None}
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert state == {"moved": (0.9, 0.95), "new": {"lr": 0.5}}
+
+
+# --- verified ---------------------------------------------------------------------------------------------------------
+
+
+def test_verify_reads_back_what_was_written_and_publishes_nothing_that_differs(tmp_path, monkeypatch):
+    job, told = make_job(saved("own rows3"), Target({"dp": 2})), []
+    run(job, tmp_path / "fine", verify=True, progress=told.append)
+    assert sum(told) == job.bytes_to_check + 2 * job.payload_to_write
+    verify = Mover.verify
+
+    def spoilt(self, file, done):
+        sharded.edit(self.staged / file.name, file.items[-1].chunk.payload.end - 1)
+        verify(self, file, done)
+
+    monkeypatch.setattr(Mover, "verify", spoilt)
+    with pytest.raises(DestinationError, match=r"__[01]_0\.distcp does not hold what was written"):
+        run(job, tmp_path / "out", verify=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["fine"]
+
+
+def test_words_of_a_layout_that_is_given_up_do_not_stay_in_the_manifest(tmp_path):
+    run(make_job(saved("own rows3"), Target({"dp": 2}, (), "padded")), tmp_path / "padded")
+    manifest_edited(tmp_path / "padded", lambda entries: entries["t.cube"].update(layout={"algorithm": "old"}))
+    done = run(make_job(tmp_path / "padded", Target({"dp": 2})), tmp_path / "rows")
+    assert {t.layout["algorithm"] for t in done.tensors if t.layout} == {"mesh"}

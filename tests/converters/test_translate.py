@@ -1,0 +1,325 @@
+"""Checkpoints of any program in the keys of any other: against what each run itself had in memory."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from support.golden import golden
+from support.translated import (
+    FLAT,
+    MOMENTUM,
+    PEERS,
+    SUMS,
+    TARGETS,
+    W,
+    executed,
+    expected,
+    nested,
+    options,
+    read,
+    saved,
+    translated,
+    truth_of,
+    words_apart,
+)
+
+from muonckpt.converters.translate.conventions import Said
+from muonckpt.converters.translate.dialects import DIALECTS
+from muonckpt.converters.translate.names import Rule, Rules
+from muonckpt.converters.translate.tables import READY, ready
+from muonckpt.converters.translate.translator import translate
+from muonckpt.errors import SourceError
+from muonckpt.optimizer.muon import Muon
+from muonckpt.record import Convention
+from muonckpt.store.reading.values import Values
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("source", PEERS)
+def test_any_program_to_any_other(source, target):
+    """Bit for bit where the convention is the same; within one rounding where the momentum is scaled."""
+    folder = PEERS[source]
+    path, _ = read(f"{folder}/ckpt")
+    result = translated(f"{folder}/ckpt", target)
+    found, want = executed(path, result), expected(folder, target)
+    assert found.keys() == want.keys()
+    scales = {moved.record.key for moved in result.moved if moved.scale}
+    assert bool(scales) == (target != "dcp" and (source in SUMS) != (target in SUMS))
+    for key, words in want.items():
+        assert words_apart(found[key], words) <= 1 if key in scales else np.array_equal(found[key], words), key
+    for moved in result.moved:
+        path_of = moved.record.path
+        assert ".".join(map(str, path_of)) == moved.record.key
+        assert not moved.record.chunks
+        if ".state." in moved.record.key:
+            assert len(path_of) == (2 if target in FLAT else 4)
+        if moved.record.slot in ("momentum", "momentum_buffer") and moved.record.convention:
+            kept = "sum" if source in SUMS else "ema"
+            assert moved.record.convention == (kept if target == "dcp" else "sum" if target in SUMS else "ema")
+
+
+@pytest.mark.parametrize("source, target, like", [("dion", "torch", "torch"), ("dion", "titan", "titan"),
+                                                  ("torch", "dion", "dion"), ("titan", "dion", "dion")])  # fmt: skip
+def test_scaled_momentum_is_what_the_other_program_itself_computed(source, target, like):
+    """The runs saw the same gradients, so the other program's own checkpoint is the answer."""
+    path, _ = read(f"{PEERS[source]}/ckpt")
+    found, theirs = executed(path, translated(f"{PEERS[source]}/ckpt", target)), expected(PEERS[like], target)
+    metas = (json.loads((golden(PEERS[peer]) / "meta.json").read_text()) for peer in (source, like))
+    matrices = ({p["name"] for p in meta["params"] if p["group"] == "muon"} for meta in metas)
+    slot = MOMENTUM.get(target, "momentum_buffer")
+    keys = [f"optimizer.state.{name}.{slot}" for name in set.intersection(*matrices)]
+    assert len(keys) >= 7
+    for key in keys:
+        mine, other = found[key].view("<f4"), theirs[key].view("<f4")
+        np.testing.assert_allclose(mine, other, rtol=1e-6, atol=4e-7 * np.abs(other).max())  # three rounded steps each
+
+
+def test_groups_of_dion_in_the_words_of_torch():
+    meta = json.loads((golden("dion_fsdp4") / "meta.json").read_text())
+    said = options(translated("dion_fsdp4/ckpt", "torch"))
+    for number, group in enumerate(meta["param_groups"][0]):
+        at = f"optimizer.param_groups.{number}."
+        assert said[at + "params"] == group["params"]
+        assert (said[at + "lr"], said[at + "weight_decay"]) == (group["lr"], group["weight_decay"])
+        assert said[at + "eps"] == group["epsilon"]
+        if group["algorithm"] == "muon":
+            assert (said[at + "momentum"], said[at + "nesterov"]) == (group["mu"], group["nesterov"])
+            assert said[at + "adjust_lr_fn"] == "match_rms_adamw"
+        else:
+            assert said[at + "betas"] == (group["beta1"], group["beta2"])
+
+
+@pytest.mark.parametrize("source", ["dion", "xtuner"])
+def test_groups_have_exactly_the_options_of_a_new_optimizer(source):
+    """So that stock DCP, whose template is a new optimizer's, finds every key that it looks for."""
+    weight, bias = torch.nn.Parameter(torch.zeros(4, 3)), torch.nn.Parameter(torch.zeros(3))
+    ours = Muon([{"params": [weight]}, {"params": [bias], "algorithm": "adamw"}])
+    fresh = {
+        "torch": [torch.optim.Muon([weight]).param_groups[0], torch.optim.AdamW([bias]).param_groups[0]],
+        "muonckpt": ours.param_groups,
+    }
+    for target, groups in fresh.items():
+        said = options(translated(f"{PEERS[source]}/ckpt", target))
+        numbers = {key.split(".")[2] for key in said}
+        for number in numbers:
+            mine = {key.split(".", 3)[3] for key in said if key.split(".")[2] == number}
+            assert mine in [set(group) for group in groups], mine ^ set(groups[0])
+
+
+def test_groups_by_name_are_put_together_and_taken_apart():
+    """torchtitan's flat options, as torch's groups, and flat again."""
+    meta = json.loads((golden("titan_fsdp4") / "meta.json").read_text())
+    said = options(translated("titan_fsdp4/ckpt", "torch"))
+    groups = [group for optimizer in meta["param_groups"] for group in optimizer]
+    found = [said[key] for key in said if key.endswith(".params")]
+    assert sorted(map(sorted, found)) == sorted(sorted(group["params"]) for group in groups)
+    flat = options(translated("torch_fsdp4/ckpt", "titan"))
+    for group in (
+        group for o in json.loads((golden("torch_fsdp4") / "meta.json").read_text())["param_groups"] for group in o
+    ):
+        for name in group["params"]:
+            for option, value in group.items():
+                if option != "params":
+                    stored = flat[f"optimizer.param_groups.{name}.{option}"]
+                    assert (list(stored) if isinstance(stored, tuple) else stored) == value
+    assert not [key for key in flat if key.endswith(".params")]
+
+
+@pytest.mark.parametrize("source", PEERS)
+def test_in_its_own_words_nothing_changes(source):
+    folder = f"{PEERS[source]}/ckpt"
+    path, manifest = read(folder)
+    result = translated(folder, source.split()[0])
+    assert not (result.items or result.made or result.left or result.notes)
+    assert {c.key: c.source for c in result.carried} == {blob.key: blob for blob in manifest.blobs}
+    assert {m.record.key: (m.record.path, m.scale) for m in result.moved} == {
+        tensor.key: (tensor.path, None) for tensor in manifest.tensors
+    }
+    assert executed(path, result).keys() == {tensor.key for tensor in manifest.tensors}
+
+
+def test_what_is_not_state_is_carried_and_the_derived_is_listed():
+    result = translated("dion_fsdp4/ckpt", "torch")
+    assert {"step", "wandb_id", "train_loader.dataloader_world_size"} <= {carried.key for carried in result.carried}
+    left = translated("xtuner_fsdp4/ckpt", "torch").left
+    assert left and all(key.endswith(".lr_ratio") for key in left)
+    told = "\n".join(result.lines())
+    for words in ("source: dion", "target: torch", "9 momenta are multiplied by 0.05", "ns_coefficients"):
+        assert words in told
+
+
+# Conventions.
+
+
+@pytest.fixture
+def unknown(tmp_path):
+    return saved(tmp_path, nested({"momentum_buffer": W.clone()}, lr=0.1))
+
+
+def test_a_convention_that_nobody_declared_is_never_assumed(unknown):
+    manifest, path = unknown
+    with pytest.raises(SourceError, match=r"parameter 'w'.*--convention ema or --convention sum"):
+        translate(manifest, Values(path), DIALECTS["torch"])
+    with pytest.raises(SourceError, match=r"parameter 'w'.*sum into ema.*--mu"):
+        translate(manifest, Values(path), DIALECTS["torch"], said=Said(Convention.SUM))
+    same = translate(manifest, Values(path), DIALECTS["torch"], said=Said(Convention.EMA))
+    assert [moved.scale for moved in same.moved] == [None, None]
+    other = translate(manifest, Values(path), DIALECTS["torch"], said=Said(Convention.SUM, mu=0.75))
+    momentum = executed(path, other)["optimizer.state.w.momentum_buffer"].view("<f4")
+    assert np.array_equal(momentum, W.numpy() * np.float32(0.25))
+    kept = translate(manifest, Values(path), DIALECTS["dcp"])
+    assert {moved.record.convention for moved in kept.moved} == {None}
+
+
+def test_a_target_without_a_convention_of_its_own_takes_the_one_asked_for(unknown):
+    manifest, path = unknown
+    said = Said(Convention.EMA, target=Convention.SUM, mu=0.5)
+    (momentum,) = (m for m in translate(manifest, Values(path), DIALECTS["dcp"], said=said).moved if m.record.slot)
+    assert (momentum.scale, momentum.record.convention) == (2.0, Convention.SUM)
+
+
+def test_what_the_user_says_must_not_contradict_the_checkpoint():
+    with pytest.raises(SourceError, match="dion says sum, --convention says ema"):
+        translated("dion_fsdp4/ckpt", "torch", said=Said(Convention.EMA))
+    with pytest.raises(SourceError, match=r"mu=0.95, --mu says 0.9"):
+        translated("dion_fsdp4/ckpt", "torch", said=Said(mu=0.9))
+    with pytest.raises(SourceError, match="torch says ema, --target-convention says sum"):
+        translated("dion_fsdp4/ckpt", "torch", said=Said(target=Convention.SUM))
+
+
+def test_a_step_that_is_nowhere_must_be_given(tmp_path):
+    state = nested({"exp_avg": W.clone(), "exp_avg_sq": W.clone()})
+    state = {
+        "model": {"module.w": W},
+        "optimizer": {"state": {"module.module.module.w": state["optimizer"]["state"]["w"]}},
+    }
+    manifest, path = saved(tmp_path, state)
+    with pytest.raises(SourceError, match=r"'w'.*stores its step; give --step"):
+        translate(manifest, Values(path), DIALECTS["torch"])
+    (made,) = translate(manifest, Values(path), DIALECTS["torch"], said=Said(step=7)).made
+    assert (made.record.key, made.payload) == ("optimizer.state.w.step", np.float32(7).tobytes())
+
+
+def test_a_parameter_without_dims_keeps_all_of_its_state(tmp_path):
+    slots = {"exp_avg": torch.tensor(0.25), "exp_avg_sq": torch.tensor(0.5), "step": torch.tensor(3.0)}
+    manifest, path = saved(tmp_path, nested(slots))
+    result = translate(manifest, Values(path), DIALECTS["dion"], source=DIALECTS["torch"])
+    moved = {key: value.view("<f4").item() for key, value in executed(path, result).items() if value.ndim == 0}
+    assert moved == {f"optimizer.state.w.{slot}": value
+                     for slot, value in (("momentum", 0.25), ("variance", 0.5), ("step_dev", 3.0))}  # fmt: skip
+
+
+# What there is no place for.
+
+
+def test_state_without_a_place_in_the_target_is_refused(tmp_path):
+    name = "megatron/layer_wise/ws4_padded/torch_dist"
+    with pytest.raises(SourceError, match=r"no place for muon with fp32_param, momentum_buffer.*--drop"):
+        translated(name, "torch", said=Said(Convention.EMA))
+    result = translated(name, "torch", said=Said(Convention.EMA), drop=frozenset({"fp32_param"}))
+    path, _ = read(name)
+    found, truth = executed(path, result), truth_of("megatron/layer_wise/ws4_padded")
+    assert len(result.left) == 12 and all("fp32_param" in key for key in result.left)
+    for key, words in truth.items():
+        if "momentum_buffer" in key:
+            assert np.array_equal(found[f"optimizer.state.{key.rpartition('.')[2]}.momentum_buffer"], words)
+    with pytest.raises(SourceError, match="no method of torch"):
+        manifest, where = saved(tmp_path, nested({"exp_inf": W.clone()}, ns_coefficients=[1.0]))
+        translate(manifest, Values(where), DIALECTS["dion"])
+    with pytest.raises(SourceError, match="no tensor, expected one; leave it out with --drop momentum_buffer"):
+        manifest, where = saved(tmp_path / "none", nested({"momentum_buffer": None}, ns_coefficients=[1.0]))
+        translate(manifest, Values(where), DIALECTS["dion"])
+    with pytest.raises(SourceError, match="read, not written"):
+        translated("torch_fsdp4/ckpt", "moonlight")
+
+
+def test_two_things_under_one_key_are_refused(tmp_path):
+    """Left as it is, a tensor beside the model may have the name that a weight gets at the top."""
+    state = {"x": W, **nested({"momentum_buffer": W.clone()}, ns_coefficients=[1.0])}
+    state["model"] = {"x": W.clone()}
+    manifest, path = saved(tmp_path, state)
+    with pytest.raises(SourceError, match="two things would get the key 'x'"):
+        translate(manifest, Values(path), DIALECTS["titan"])
+
+
+@pytest.mark.parametrize("step", [None, "x", 2.5, float("nan"), [1]])
+def test_a_step_that_is_no_whole_number_is_refused(step, tmp_path):
+    state = nested({"exp_avg": W.clone(), "exp_avg_sq": W.clone(), "step": step}, lr=0.1, betas=(0.9, 0.9))
+    manifest, path = saved(tmp_path, state)
+    with pytest.raises(SourceError, match="expected a whole number of steps"):
+        translate(manifest, Values(path), DIALECTS["dion"], source=DIALECTS["torch"])
+
+
+@pytest.mark.parametrize("target", ["torch_dist", "muonckpt"])
+def test_masters_of_layer_wise_training_are_state_of_ours(target, tmp_path):
+    masters = {"momentum_buffer": W.clone(), "fp32_param": W.clone()}
+    manifest, path = saved(tmp_path, nested(masters, lr=0.1, momentum=0.9, algorithm="muon"))
+    made = translate(manifest, Values(path), DIALECTS[target], source=DIALECTS["muonckpt"])
+    assert {moved.record.slot for moved in made.moved} >= {"momentum_buffer", "fp32_param"}
+
+
+# Names.
+
+
+def test_a_rule_renames_a_parameter_its_state_and_its_groups():
+    rule = Rule(("layers.{i}.{rest*}",), ("model.layers.{i}.{rest*}",))
+    path, manifest = read("torch_fsdp4/ckpt")
+    result = translated("torch_fsdp4/ckpt", "torch", rules=Rules((rule,)))
+    found, plain = executed(path, result), executed(path, translated("torch_fsdp4/ckpt", "torch"))
+    renamed = {k.replace("model.layers.", "model.model.layers.").replace("state.layers.", "state.model.layers."): v
+               for k, v in plain.items()}  # fmt: skip
+    assert found.keys() == renamed.keys() and all(np.array_equal(found[key], renamed[key]) for key in found)
+    listed = {name for key, names in options(result).items() for name in names}
+    assert any(name.startswith("model.layers.1.") for name in listed) and "embed_tokens.weight" in listed
+    assert len(result.carried) + len(result.items) == len(manifest.blobs)
+
+
+@pytest.mark.parametrize("name", READY)
+def test_ready_made_tables_read_back_and_have_a_way_back(name):
+    rules = ready(name)
+    assert Rules.from_toml(rules.to_toml()) == rules
+    assert ready(f"inverse:{name}").inverse() == rules
+    with pytest.raises(SourceError, match="there are megatron-swiglu"):
+        ready("no such table")
+
+
+def two_groups(lr: float) -> dict:
+    slots = {"momentum_buffer": W.clone()}
+    groups = [
+        {"params": ["a"], "lr": 0.1, "ns_coefficients": [1.0]},
+        {"params": ["b"], "lr": lr, "ns_coefficients": [1.0]},
+    ]
+    return {"optimizer": {"state": {"a": slots, "b": slots}, "param_groups": groups}}
+
+
+def test_parts_of_groups_that_differ_are_not_joined(tmp_path):
+    rules = Rules((Rule(("a", "b"), ("ab",)),))
+    manifest, path = saved(tmp_path / "same", two_groups(0.1))
+    result = translate(manifest, Values(path), DIALECTS["torch"], rules=rules)
+    assert options(result) == {"optimizer.param_groups.0.params": ["ab"], "optimizer.param_groups.1.params": []}
+    manifest, path = saved(tmp_path / "other", two_groups(0.2))
+    with pytest.raises(SourceError, match=r"parts of 'ab' are in groups with lr=0.1 and lr=0.2"):
+        translate(manifest, Values(path), DIALECTS["torch"], rules=rules)
+
+
+def test_an_option_that_is_a_tensor_is_read_and_carried(tmp_path):
+    state = nested({"momentum_buffer": W.clone()}, lr=torch.tensor(0.25), ns_coefficients=[1.0], momentum=0.5)
+    manifest, path = saved(tmp_path, state)
+    same = translate(manifest, Values(path), DIALECTS["torch"])
+    assert executed(path, same)["optimizer.param_groups.0.lr"].view("<f4") == 0.25
+    assert options(translate(manifest, Values(path), DIALECTS["dion"]))["optimizer.param_groups.0.lr"] == 0.25
+
+
+def test_a_parameter_without_state_stays_in_its_group(tmp_path):
+    state = nested({"momentum_buffer": W.clone()}, lr=0.1, momentum=0.5, ns_coefficients=[1.0])
+    state["optimizer"]["param_groups"][0]["params"] = ["new", "w"]  # the one has not seen a gradient yet
+    manifest, path = saved(tmp_path, state)
+    for target in ("dion", "fsdp_dtensor", "torch_dist"):
+        said = options(translate(manifest, Values(path), DIALECTS[target]))
+        assert said.get("optimizer.param_groups.0.params", ["new", "w"]) == ["new", "w"]
+        assert target != "fsdp_dtensor" or said["optimizer.param_to_group_meta.module.module.module.new.lr"] == 0.1

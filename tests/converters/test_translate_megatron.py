@@ -1,0 +1,113 @@
+"""Megatron's fsdp_dtensor in the keys of any other program and back, with the ready-made tables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support.translated import MEGATRON, W, executed, options, read, saved, translated, truth_of, words_apart
+
+from muonckpt.converters.translate.conventions import Said
+from muonckpt.converters.translate.dialects import DIALECTS
+from muonckpt.converters.translate.tables import ready
+from muonckpt.converters.translate.translator import translate
+from muonckpt.errors import LayoutError, SourceError
+from muonckpt.optimizer.muon import Muon
+from muonckpt.record import Convention
+from muonckpt.store.reading.values import Values
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def megatron(name: str) -> tuple:
+    path, _ = read(MEGATRON.format(name))
+    return path, truth_of(f"megatron/fsdp_dtensor/{name}")
+
+
+@pytest.mark.parametrize("name", ["dp4", "dp4tp2ep2"])
+def test_megatron_halves_and_experts_are_joined_and_come_apart_again(name):
+    path, truth = megatron(name)
+    rules = ready("megatron-swiglu") + ready("megatron-experts")
+    result = translated(MEGATRON.format(name), "dcp", rules=rules)
+    found = executed(path, result)
+    seen = set()
+    for key, words in found.items():
+        if key.startswith("model."):
+            seen |= check_megatron(truth, key.removeprefix("model."), "model.module.{}", words)
+        elif key.startswith("optimizer.state."):
+            param, slot = key.removeprefix("optimizer.state.").rsplit(".", 1)
+            if slot == "step":  # in the metadata of the group there
+                assert words.view("<f4") == 10
+                continue
+            seen |= check_megatron(truth, param, f"optimizer.state.module.module.module.{{}}.{slot}", words)
+    assert seen == {key for key in truth if not key.startswith("rng_state")}
+    groups = options(result)
+    listed = [name for key, names in groups.items() if key.endswith(".params") for name in names]
+    params = {key.removeprefix("optimizer.state.").rsplit(".", 1)[0] for key in found if key.startswith("optimizer.")}
+    assert sorted(listed) == sorted(params)
+
+
+def check_megatron(truth, param, key, words) -> set[str]:
+    """Compare a joined tensor with its parts in the truth; the keys of those."""
+
+    def halves(name):
+        whole = key.format(name)
+        return [whole] if whole in truth else [key.format(f"{name}_{half}") for half in "wv"]
+
+    if ".experts.linear_" in param:
+        parts = [halves(f"{param}{expert}") for expert in range(4)]
+        assert np.array_equal(words, np.stack([np.concatenate([truth[k] for k in keys]) for keys in parts]))
+        return {k for keys in parts for k in keys}
+    keys = halves(param)
+    assert np.array_equal(words, np.concatenate([truth[k] for k in keys]))
+    return set(keys)
+
+
+@pytest.mark.parametrize("name", ["dp4", "dp4tp2ep2"])
+def test_megatron_there_and_back_is_the_same_checkpoint(name):
+    """Rules and their inverse in one table: every tensor under its key, every group as it was."""
+    path, truth = megatron(name)
+    _, manifest = read(MEGATRON.format(name))
+    forth = ready("megatron-swiglu") + ready("megatron-experts")
+    back = ready("inverse:megatron-experts") + ready("inverse:megatron-swiglu")
+    result = translated(MEGATRON.format(name), "fsdp_dtensor", rules=forth + back)
+    found = executed(path, result)
+    for key, words in truth.items():
+        if not key.startswith("rng_state"):
+            assert np.array_equal(found[key], words), key
+    assert {carried.key for carried in result.carried} == {blob.key for blob in manifest.blobs}
+
+
+def test_megatron_momentum_in_the_convention_of_another_program():
+    """The coefficient is in the metadata of the whole, the momentum in two halves."""
+    path, truth = megatron("dp4")
+    rules = ready("megatron-swiglu")
+    with pytest.raises(SourceError, match="--convention"):
+        translated(MEGATRON.format("dp4"), "dion", rules=rules)
+    result = translated(MEGATRON.format("dp4"), "dion", rules=rules, said=Said(Convention.EMA))
+    found = executed(path, result)
+    mlp = "decoder.layers.0.mlp.linear_fc1.weight"
+    state = f"optimizer.state.module.module.module.{mlp}"
+    whole = np.concatenate([truth[f"{state}_{half}.momentum_buffer"] for half in "wv"]).view("<f4").astype(np.float64)
+    meta = {blob.key: blob for blob in read(MEGATRON.format("dp4"))[1].blobs}
+    mu = Values(path).item(meta[f"optimizer.param_to_group_meta.module.module.module.{mlp}.momentum"])
+    want = (whole / (1 - mu)).astype("<f4").view("<u4")
+    assert words_apart(found[f"optimizer.state.{mlp}.momentum"], want) <= 1
+
+
+def test_megatron_groups_have_all_options_of_a_new_optimizer_of_ours():
+    """`load` looks for every one of them."""
+    said = Said(Convention.EMA)
+    found = options(translated(MEGATRON.format("dp4"), "muonckpt", rules=ready("megatron-swiglu"), said=said))
+    weight, bias = torch.nn.Parameter(torch.zeros(4, 3)), torch.nn.Parameter(torch.zeros(3))
+    fresh = Muon([{"params": [weight]}, {"params": [bias], "algorithm": "adamw"}]).param_groups
+    for number in {key.split(".")[2] for key in found}:
+        mine = {key.split(".", 3)[3] for key in found if key.split(".")[2] == number}
+        assert mine in [set(group) for group in fresh], [mine ^ set(group) for group in fresh]
+
+
+def test_a_state_that_lacks_a_half_is_refused(tmp_path):
+    state = {"optimizer": {"state": {"module.module.module.a.linear_fc1.weight_w": {"momentum_buffer": W.clone()}}}}
+    manifest, path = saved(tmp_path, state)
+    with pytest.raises(LayoutError, match=r"linear_fc1.weight_w.* without part 1"):
+        translate(manifest, Values(path), DIALECTS["fsdp_dtensor"], rules=ready("megatron-swiglu"))

@@ -1,0 +1,229 @@
+"""Every reader against the element-wise oracle, and the mesh reader against torch's own splits."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+import torch
+from support.oracle import arange, execute, scatter
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from muonckpt.box import Box
+from muonckpt.errors import LayoutError
+from muonckpt.layout import Fragment, Place, TensorLayout, dense, stacked, through
+from muonckpt.layouts.flat import FlatShard, even_shards, flat_layout
+from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, local_shape, mesh_layout, row_layout
+from muonckpt.layouts.owned import owned_layout
+from muonckpt.plan import Share, make_plan, make_plans, make_share
+
+
+def random_shape(rng, dims=None):
+    return tuple(int(n) for n in rng.integers(1, 8, size=dims or rng.integers(1, 5)))
+
+
+def random_placements(rng, axes, ndim):
+    kinds = [
+        lambda: Shard(int(rng.integers(ndim))),
+        lambda: StridedShard(int(rng.integers(ndim)), int(rng.integers(1, 4))),
+        Replicate,
+    ]
+    return tuple(kinds[rng.integers(3)]() for _ in range(axes))
+
+
+def random_mesh(rng):
+    shape = [(1,), (2,), (3,), (4,), (8,), (2, 2), (2, 3), (2, 4), (4, 2), (2, 2, 2)][rng.integers(10)]
+    ranks = rng.permutation(int(np.prod(shape))).tolist()
+    return Mesh(shape, tuple(ranks))
+
+
+def random_mesh_layout(rng, shape):
+    mesh = random_mesh(rng)
+    return mesh_layout(shape, mesh, random_placements(rng, len(mesh.shape), len(shape)))
+
+
+def random_flat_layout(rng, shape):
+    numel, ranks = int(np.prod(shape)), int(rng.integers(1, 9))
+    start, tail = (int(n) for n in rng.integers(0, 9, size=2))
+    end = start + numel + tail
+    cuts = sorted(rng.integers(0, end + 1, size=ranks - 1).tolist())
+    shards = tuple(FlatShard(r, a, b) for r, (a, b) in enumerate(zip([0, *cuts], [*cuts, end], strict=True)))
+    return flat_layout(shape, start, shards)
+
+
+def random_owned_layout(rng, shape):
+    return owned_layout(shape, int(rng.integers(8)), int(rng.integers(5)))
+
+
+def random_padded_layout(rng, shape):
+    padded = tuple(int(n + rng.integers(0, 4)) for n in shape)
+    return random_mesh_layout(rng, padded).clip(shape)
+
+
+READERS = [random_mesh_layout, random_flat_layout, random_owned_layout, random_padded_layout]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_layout_pairs_move_every_element_to_its_place(seed):
+    """4000 pairs over all readers, 1-4 dims, up to 8 ranks, with empty shards and replicas."""
+    rng = np.random.default_rng(seed)
+    for _ in range(500):
+        shape = random_shape(rng)
+        source, target = (READERS[rng.integers(len(READERS))](rng, shape) for _ in range(2))
+        values = arange(shape)
+        plan = make_plan(source, target)
+        for buffer in {*source.buffers, *target.buffers}:
+            assert make_share(source, target, buffer) == Share(
+                tuple(copy for copy in plan.copies if copy.source.buffer == buffer),
+                tuple(copy for copy in plan.copies if copy.target.buffer == buffer),
+            )
+        assert execute(plan, scatter(values, source)) == scatter(values, target)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_fused_rows_through_any_layout(seed):
+    """Unequal row blocks (q, k, v), each made of one or several runs of the fused rows, in any order."""
+    rng = np.random.default_rng(100 + seed)
+    for _ in range(200):
+        shape = random_shape(rng, dims=int(rng.integers(2, 4)))
+        dim = int(rng.integers(len(shape)))
+        cuts = sorted({0, shape[dim], *rng.integers(0, shape[dim] + 1, size=3).tolist()})
+        runs = list(pairwise(cuts))
+        chosen = [runs[i] for i in rng.permutation(len(runs))[: rng.integers(1, len(runs) + 1)]]
+        boxes = [
+            Box(
+                tuple(lo if d == dim else 0 for d in range(len(shape))),
+                tuple(hi if d == dim else n for d, n in enumerate(shape)),
+            )
+            for lo, hi in chosen
+        ]
+        layout = READERS[rng.integers(len(READERS))](rng, shape)
+        matrix = through(stacked(boxes, dim), layout)
+        values = arange(shape)
+        expected = np.concatenate([values[tuple(map(slice, box.lo, box.hi))] for box in boxes], axis=dim)
+        assert matrix.shape == expected.shape
+        held = scatter(values, layout)
+        owner = owned_layout(matrix.shape, "owner")
+        assert execute(make_plan(matrix, owner), held) == scatter(expected, owner)
+
+
+def torch_placement(placement):
+    match placement:
+        case StridedShard(dim, split):
+            return _StridedShard(dim, split_factor=split)
+        case Shard(dim):
+            return TorchShard(dim)
+    return TorchReplicate()
+
+
+def torch_local(values, mesh_shape, placements, coordinate):
+    """torch's own split of the data itself, one mesh axis after the other."""
+    for parts, placement, index in zip(mesh_shape, placements, coordinate, strict=True):
+        if not isinstance(placement, TorchReplicate):
+            shards, _ = placement._split_tensor(values, parts, with_padding=False, contiguous=False)
+            values = shards[index]
+    return values.contiguous()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mesh_reader_is_torchs_split(seed):
+    """Data, shape and first offset of every rank's local tensor, on thousands of shards."""
+    rng = np.random.default_rng(200 + seed)
+    shards = 0
+    for _ in range(300):
+        shape, mesh = random_shape(rng), random_mesh(rng)
+        placements = random_placements(rng, len(mesh.shape), len(shape))
+        theirs = tuple(map(torch_placement, placements))
+        held = scatter(arange(shape), mesh_layout(shape, mesh, placements))
+        for rank, coordinate in zip(mesh.ranks, product(*map(range, mesh.shape)), strict=True):
+            local = torch_local(torch.from_numpy(arange(shape)), mesh.shape, theirs, coordinate)
+            flat = local.flatten().tolist()
+            assert held.get(rank, {}) == dict(enumerate(flat))
+            assert local_shape(shape, mesh, placements, rank) == tuple(local.shape)
+            torch_shape, offset = _compute_local_shape_and_global_offset(shape, mesh.shape, list(coordinate), theirs)
+            assert tuple(local.shape) == torch_shape
+            if flat:
+                assert flat[0] == np.ravel_multi_index(offset, shape)
+            shards += 1
+    assert shards > 1000
+
+
+def test_rows_are_torch_chunks_also_uneven_and_empty():
+    for rows, ranks in [(8, 4), (13, 4), (3, 4), (9, 8), (0, 2), (1, 8)]:
+        held = scatter(arange((rows, 2)), row_layout((rows, 2), ranks))
+        chunks = torch.from_numpy(arange((rows, 2))).chunk(ranks)
+        assert {r: list(b.values()) for r, b in held.items()} == {
+            r: c.flatten().tolist() for r, c in enumerate(chunks) if c.numel()
+        }
+
+
+def test_a_zero_dim_tensor_has_one_element():
+    plan = make_plan(row_layout((), 3), owned_layout((), 1))
+    assert [copy.source.buffer for copy in plan.copies] == [1]
+
+
+def test_a_buffer_reads_its_own_replica_and_strangers_go_round():
+    source = mesh_layout((8, 4), Mesh.of(4), (Replicate(),))
+    onto_holders = make_plan(source, row_layout((8, 4), 4))
+    assert onto_holders.moved() == 0
+    far = make_plan(
+        source,
+        TensorLayout((8, 4), tuple(dense(f.box, f"file{f.place.buffer}") for f in row_layout((8, 4), 4).fragments)),
+    )
+    assert sorted(copy.source.buffer for copy in far.copies) == [0, 1, 2, 3]
+    hybrid = mesh_layout((8, 4), Mesh.of(2, 4), (Replicate(), Shard(0)))  # ranks 0-3 and 4-7 are replicas
+    onto_six = make_plan(hybrid, owned_layout((8, 4), 6))
+    assert [copy.source.buffer for copy in onto_six.copies] == [4, 5, 6, 7]
+
+
+def test_a_hole_names_tensor_box_and_holders():
+    with pytest.raises(LayoutError, match=r"nobody holds box \[2:4, 0:3\].*buffers: 7"):
+        TensorLayout((4, 3), (dense(Box((0, 0), (2, 3)), 7),))
+
+
+def test_a_partial_overlap_names_both_boxes_and_holders():
+    with pytest.raises(LayoutError, match=r"\[0:3\] in buffer 0.*\[2:4\] in buffer 1.*overlap in part"):
+        TensorLayout((4,), (dense(Box((0,), (3,)), 0), dense(Box((2,), (4,)), 1)))
+
+
+def test_a_box_out_of_bounds_is_refused():
+    with pytest.raises(LayoutError, match=r"\[0:5\] in buffer 0.*outside.*\(4,\)"):
+        TensorLayout((4,), (dense(Box((0,), (5,)), 0),))
+
+
+def test_one_buffer_cannot_hold_a_box_twice():
+    box = Box((0,), (4,))
+    with pytest.raises(LayoutError, match="twice"):
+        TensorLayout((4,), (dense(box, 0), dense(box, 0, 4)))
+
+
+def test_shapes_must_agree_and_the_tensor_is_named():
+    with pytest.raises(LayoutError, match=r"tensor 'w'.*\(4, 2\).*\(4, 3\)"):
+        make_plans({"w": row_layout((4, 2), 2)}, {"w": row_layout((4, 3), 2)})
+    with pytest.raises(LayoutError, match=r"source lacks \['v'\], target lacks \['w'\]"):
+        make_plans({"w": row_layout((4,), 2)}, {"v": row_layout((4,), 2)})
+
+
+def test_pieces_must_tile_their_matrix():
+    layout = row_layout((4, 4), 2)
+    pieces = stacked([Box((0, 0), (2, 4)), Box((2, 0), (4, 3))], dim=0)
+    with pytest.raises(LayoutError, match="nobody holds"):
+        through(pieces, layout)
+    with pytest.raises(LayoutError, match="outside the parameter"):
+        through(stacked([Box((0, 0), (5, 4))], 0), layout)
+
+
+def test_flat_shards_must_hold_the_tensor():
+    with pytest.raises(LayoutError, match="nobody holds"):
+        flat_layout((4, 4), 10, even_shards(24, 2))
+    with pytest.raises(LayoutError, match="does not divide"):
+        even_shards(25, 2)
+
+
+def test_a_fragment_cannot_be_empty():
+    with pytest.raises(LayoutError, match="empty"):
+        Fragment(Box((1,), (1,)), Place(0, 0, (1,)))

@@ -1,0 +1,219 @@
+"""The element-wise kernels have the bits of the torch form in `round`, for strips of any shape, in one launch."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.interpreted import DEVICE, kernels
+from torch import Tensor
+
+from muonckpt.optimizer.planning.encodings import Plain, ScaledHalf
+from muonckpt.optimizer.planning.routes import Strip
+from muonckpt.optimizer.scalar import decay
+
+e, cuts = kernels("triton.elementwise"), kernels("step.segments")
+
+BF16, FP32 = torch.bfloat16, torch.float32
+# Local tensors, and boxes that cut them: (sizes, strides, offset).  The last is not covered as a whole.
+CUTS: list[tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...], int]]]] = [
+    ((50, 37), [((50, 20), (37, 1), 0), ((50, 17), (37, 1), 20)]),
+    ((3, 8, 100), [((3, 8, 100), (800, 100, 1), 0)]),
+    ((4, 5, 6, 7), [((4, 5, 3, 7), (210, 42, 7, 1), 0), ((4, 5, 3, 7), (210, 42, 7, 1), 21)]),
+    ((), [((), (), 0)]),
+    ((30, 11), [((11, 29), (1, 11), 11)]),
+]
+
+
+def strips(dtype: torch.dtype) -> tuple[list[tuple[int, Strip]], int]:
+    """Every box with the number of its tensor, at places on a wire of so many bytes."""
+    found, at = [], 8
+    for number, (_, boxes) in enumerate(CUTS):
+        for sizes, strides, offset in boxes:
+            found.append((number, Strip(sizes, strides, offset, at, Plain(dtype))))
+            at += math.prod(sizes) * dtype.itemsize + 8
+    return found, at
+
+
+def on_wire(cut: Sequence[tuple[int, Strip]], dtype: torch.dtype, count: int = len(CUTS)) -> Any:
+    return cuts.Segments.of([cuts.Move.to_wire(number, strip) for number, strip in cut], count, dtype, DEVICE)
+
+
+def listed(some: Sequence[Tensor | None]) -> Any:
+    return cuts.Tensors.of(some, DEVICE)
+
+
+def rates(lr: float, scales: Sequence[float], weight_decay: float, cautious: bool) -> Any:
+    exact = torch.tensor([(lr, scale, weight_decay) for scale in scales], dtype=torch.float64, device=DEVICE)
+    return e.rates(*exact.unbind(1), torch.full((len(scales),), cautious, device=DEVICE))
+
+
+def tensors(dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(shape).to(dtype).to(DEVICE) for shape, _ in CUTS]
+
+
+def wire(size: int) -> Tensor:
+    return torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)  # NaN, of any dtype
+
+
+def table(rows: Sequence[Sequence[float]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float32, device=DEVICE)
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize(
+    ("momentum", "gradient", "sent"), [(FP32, FP32, BF16), (BF16, FP32, FP32), (FP32, BF16, BF16), (BF16, BF16, BF16)]
+)
+def test_send_is_lerp_lerp_and_copy(
+    momentum: torch.dtype, gradient: torch.dtype, sent: torch.dtype, accumulate: bool
+) -> None:
+    cut, size = strips(sent)
+    momenta, gradients = tensors(momentum), [*tensors(gradient)[:-1], None]
+    betas, nesterov = [0.95, 0.3, 0.9, 0.5, 0.95], [True, False, True, True, True]
+    want_momenta, want, found = [m.clone() for m in momenta], wire(size), wire(size)
+    for (number, strip), m in ((pair, want_momenta[pair[0]]) for pair in cut):
+        g, beta = gradients[number], betas[number]
+        if g is not None:
+            part, fresh = strip.of(m), strip.of(g).to(momentum)
+            if accumulate:
+                part.lerp_(fresh, 1 - beta)
+            strip.on(want)[0].copy_(torch.lerp(fresh, part, beta) if nesterov[number] else part)
+    weights = table([(1 - b, b if n else 1) for b, n in zip(betas, nesterov, strict=True)])
+    segments = on_wire(cut, sent)
+    e.send(segments, listed(momenta), listed(gradients), weights, found, sent, accumulate=accumulate)
+    assert torch.equal(found, want)
+    assert all(torch.equal(m, w) for m, w in zip(momenta, want_momenta, strict=True))
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize(("kind", "sent"), [(FP32, BF16), (BF16, BF16), (FP32, FP32), (FP32, torch.float16)])
+def test_apply_is_decay_and_add(kind: torch.dtype, sent: torch.dtype, cautious: bool) -> None:
+    cut, size = strips(sent)
+    params: list[Any] = [*tensors(kind)[:3], None, tensors(kind)[4]]
+    arrived = wire(size)
+    for _, strip in cut:
+        strip.on(arrived)[0].copy_(torch.randn(strip.sizes))
+    want = [None if p is None else p.clone() for p in params]
+    scales = [0.7, 1.0, 0.2, 1.0, 3.0]
+    for number, strip in cut:
+        if (p := want[number]) is not None:
+            part, change = strip.of(p), strip.on(arrived)[0].float()
+            exact = part.float()
+            decay([exact], [change], 0.02 * 0.1, cautious)
+            part.copy_(exact.add_(change, alpha=-0.02 * scales[number]))
+    segments = on_wire(cut, sent)
+    e.apply(segments, listed(params), rates(0.02, scales, 0.1, cautious), arrived, sent)
+    for p, w in zip(params, want, strict=True):
+        assert p is w is None or torch.equal(p, w)
+
+
+def test_long_rows_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut, size = strips(FP32)
+    momenta, whole, pieces = tensors(FP32), wire(size), wire(size)
+    weights = table([(0.0, 1.0)] * len(CUTS))
+    for found, longest in ((whole, 1 << 30), (pieces, 9)):
+        monkeypatch.setattr(cuts, "LONGEST", longest)
+        segments = on_wire(cut, FP32)
+        e.send(segments, listed(momenta), listed(momenta), weights, found, FP32, accumulate=False)
+    assert torch.equal(whole, pieces)
+    for number, strip in cut:
+        assert torch.equal(strip.on(whole)[0], strip.of(momenta[number]))
+
+
+def test_launches_do_not_grow_with_the_number_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+
+    class Counted:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            launched.append(grid)
+            return self.kernel[grid]
+
+    monkeypatch.setattr(e, "_send", Counted(e._send))
+    monkeypatch.setattr(e, "_apply", Counted(e._apply))
+    for count in (1, 12):
+        launched.clear()
+        some = [torch.ones(3, 4, device=DEVICE) for _ in range(count)]
+        cut = [(n, Strip((3, 4), (4, 1), 0, 48 * n, Plain(FP32))) for n in range(count)]
+        segments, buffer, where = on_wire(cut, FP32, count), wire(48 * count), listed(some)
+        e.send(segments, where, where, table([(0.1, 0.9)] * count), buffer, FP32, accumulate=True)
+        e.apply(segments, where, rates(0.5, [1.0] * count, 0.0, False), buffer, FP32)
+        assert len(launched) == 2
+        assert all((tensor == 0.5).all() for tensor in some)
+
+
+def test_carry_puts_strips_into_memories_and_takes_them_back() -> None:
+    """What a rank has for itself: from where it rests to another order in a memory that begins anywhere, bit by bit."""
+    sources = [torch.randn(6, 10, device=DEVICE).to(BF16), torch.full((4,), torch.nan, device=DEVICE, dtype=BF16)]
+    near, far = Strip((5, 2), (10, 1), 13, 0, Plain(BF16)), Strip((5, 2), (1, 7), 3, 0, Plain(BF16))
+    whole = Strip((4,), (1,), 0, 0, Plain(BF16))
+    moves = [cuts.Move.to_memory(0, near, far, 8), cuts.Move.to_memory(1, whole, whole, 0)]
+    segments = cuts.Segments.of(moves, 2, BF16, DEVICE)
+    buffer = wire(8 + 2 * 20)
+    e.carry(segments, listed(sources), buffer, back=False)
+    assert torch.equal(far.of(buffer[8:].view(BF16)), near.of(sources[0]))
+    assert torch.equal(buffer[:8].view(torch.int16), sources[1].view(torch.int16))
+    emptied = [torch.zeros_like(source) for source in sources]
+    e.carry(segments, listed(emptied), buffer, back=True)
+    assert torch.equal(near.of(emptied[0]), near.of(sources[0]))
+    assert emptied[0].count_nonzero() == 10 and emptied[1].isnan().all()
+
+
+def test_nothing_is_launched_for_nothing() -> None:
+    segments, none = on_wire([], FP32, 1), listed([None])
+    e.send(segments, listed([torch.ones(2, device=DEVICE)]), none, table([(0.1, 1.0)]), wire(0), FP32, accumulate=True)
+    e.apply(segments, none, table([(0.0, 1.0, 0.0)]), wire(0), FP32)
+    e.carry(segments, none, wire(0), back=True)
+
+
+def test_refusals() -> None:
+    strip = Strip((3,), (1,), 0, 0, Plain(FP32))
+    with pytest.raises(ValueError, match="not written in one pass"):
+        cuts.Move.to_wire(0, Strip((3,), (1,), 0, 0, ScaledHalf()))
+    with pytest.raises(ValueError, match="tensor 1, of 1"):
+        on_wire([(1, strip)], FP32, 1)
+    segments = on_wire([(0, strip), (1, strip)], FP32, 2)
+    ones = [torch.ones(3, device=DEVICE), torch.ones(3, dtype=BF16, device=DEVICE)]
+    with pytest.raises(ValueError, match="one dtype"):
+        listed(ones)
+    with pytest.raises(ValueError, match="tables of"):
+        e.apply(segments, listed(ones[:1]), table([(0.0, 1.0, 0.0)] * 2), wire(12), FP32)
+    with pytest.raises(ValueError, match="contiguous"):
+        listed([torch.ones(6, device=DEVICE)[::2], None])
+
+
+COMPILED = """
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from muonckpt.optimizer import elementwise
+
+def compiled(kernel, **fixed):
+    names, kinds = kernel.arg_names, {"weights": "*fp32", "rates": "*fp32", "buffer": "*u8"}
+    signature = {name: "constexpr" if name in fixed else kinds.get(name, "*i64") for name in names}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+
+kinds = dict(MOMENTUM=tl.float32, GRADIENT=tl.bfloat16, FAR=tl.bfloat16)
+send = compiled(elementwise._send, ACCUMULATE=True, BLOCK=1024, **kinds)
+apply = compiled(elementwise._apply, PARAM=tl.bfloat16, FAR=tl.float16, BLOCK=1024)
+compiled(elementwise._carry, KIND=tl.bfloat16, BACK=True, BLOCK=1024)
+assert "fma.rn.f32" in send and "fma.rn.f32" in apply  # as in torch's kernels
+"""
+
+
+def test_each_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+    """Without a GPU."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,152 @@
+"""What travels for a step, what it takes in memory, and what happens when ranks do not agree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from optimizer.test_muon import assert_same_bits, make, single, snapshot, train, values
+from support.workers import run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.profiler import ProfilerActivity, profile
+
+from muonckpt.optimizer import Muon
+from muonckpt.optimizer.planning.routes import ALIGN, NOTE
+
+
+def on_rows(shapes: list[tuple[int, int]], world: int, **options) -> tuple[list[torch.Tensor], Muon]:
+    mesh = init_device_mesh("cpu", (world,))
+    params = [nn.Parameter(distribute_tensor(torch.randn(s), mesh, [Shard(0)], src_data_rank=None)) for s in shapes]
+    opt = Muon(params, **options)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    return params, opt
+
+
+def counted_step(rank: int, world: int, shapes: list[tuple[int, int]], waves: int) -> tuple[int, int, int, int]:
+    """(all-to-alls of one step, waves, bytes that this rank sent to others, elements that the plan moves from it)."""
+    params, opt = on_rows(shapes, world, waves=waves)
+    opt.step()  # plans and compares them; from here on only the exchange itself talks
+    honest, sent = dist.all_to_all_single, []
+
+    def counting(output, send, receive_counts, send_counts, group, async_op):
+        sent.append(sum(n for peer, n in enumerate(send_counts) if peer != rank) * send.itemsize)
+        return honest(output, send, receive_counts, send_counts, group, async_op=async_op)
+
+    dist.all_to_all_single = counting
+    try:
+        opt.step()
+    finally:
+        dist.all_to_all_single = honest
+    [pipeline] = opt._pipelines()
+    local = {index: p.to_local().numel() for index, p in enumerate(params)}
+    gathered = sum(local[unit.param] for unit in pipeline.schedule.units if unit.owners != (rank,))
+    returned = sum(
+        p.numel() - local[index]
+        for index, p in enumerate(params)
+        for unit in pipeline.schedule.units
+        if unit.param == index and unit.owners == (rank,)
+    )
+    return len(sent), len(pipeline.schedule.waves), sum(sent), gathered + returned
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("waves", [1, 4])
+def test_a_wave_is_two_collectives_of_exactly_the_elements_that_must_move_in_16_bits(world, waves):
+    shapes = [(40, 16), (13, 16), (3, 16), (64, 24), (24, 64), (16, 16), (40, 16), (13, 16)]
+    for calls, made, sent, must in run(world, counted_step, shapes, waves):
+        assert calls == 2 * made and made <= waves
+        assert 2 * must <= sent <= 2 * must + calls * (world - 1) * (NOTE + ALIGN - 2)
+
+
+def peak_of_a_step(rank: int, world: int, waves: int) -> tuple[int, list[int], int]:
+    """(most bytes that a step had allocated at a time, bytes of each wave's wires, bytes of the largest matrix)."""
+    shapes = [(256, 64)] * 24
+    _, opt = on_rows(shapes, world, waves=waves)
+    opt.step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
+        opt.step()
+    changes = [(e.start_ns(), e.nbytes()) for e in events.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for _, change in sorted(changes):
+        live += change
+        peak = max(peak, live)
+    assert peak > 0
+    [pipeline] = opt._pipelines()
+    return peak, [wave.bytes for wave in pipeline.schedule.waves], 4 * 256 * 64
+
+
+def test_a_step_never_holds_more_than_two_waves():
+    """Besides the products of the one matrix that is being orthogonalised."""
+    for waves in (1, 2, 6):
+        for peak, wires, matrix in run(2, peak_of_a_step, waves):
+            assert len(wires) == waves
+            most = max(a + b for a, b in zip([*wires, 0], [0, *wires], strict=True))
+            assert peak <= most + 8 * matrix
+
+
+def gathered(rank: int, world: int, grid: tuple[int, ...]) -> list[torch.Tensor]:
+    mesh = init_device_mesh("cpu", grid)
+    placements = [Shard(0)] if len(grid) == 1 else [Replicate(), Shard(0)]
+
+    def place(tensor):
+        return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+    params = [nn.Parameter(place(v)) for v in values(0, torch.float32)]
+    opt = make(params, exchange="all_gather")
+    train(params, opt, place, torch.float32)
+    return snapshot(params, opt)
+
+
+@pytest.mark.parametrize("grid", [(1,), (3,), (2, 2)])
+def test_without_all_to_all_the_bits_are_the_same(grid):
+    expected = single(torch.float32)
+    for found in run(torch.Size(grid).numel(), gathered, grid):
+        assert_same_bits(found, expected)
+
+
+def differing_plans(rank: int, world: int) -> str:
+    """Rank 1 has its parameters in another order."""
+    shapes = [(8, 4), (4, 8)] if rank != 1 else [(4, 8), (8, 4)]
+    try:
+        on_rows(shapes, world)[1].step()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_planned_differently_stop_before_they_exchange():
+    for message in run(3, differing_plans):
+        assert "planned another exchange" in message
+
+
+def some_missing(rank: int, world: int) -> tuple[str, bool]:
+    """Rank 1 lacks one gradient of many; then all have all of them."""
+    params, opt = on_rows([(8, 4)] * 12, world)
+    if rank == 1:
+        params[7].grad = None
+    message = "no error"
+    try:
+        opt.step()
+    except RuntimeError as error:
+        message = str(error)
+    before = [p.to_local().clone() for p in params]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    return message, all(not torch.equal(a, p.to_local()) for a, p in zip(before, params, strict=True) if a.numel())
+
+
+def test_ranks_that_disagree_about_gradients_stop_and_can_go_on():
+    for message, moved in run(3, some_missing):
+        assert "gradient must be present on all ranks" in message and moved
+
+
+@pytest.mark.parametrize(
+    ("option", "message"), [({"exchange": "pigeons"}, "all_gather"), ({"waves": 0}, "at least one")]
+)
+def test_unknown_exchanges_are_refused(option, message):
+    with pytest.raises(ValueError, match=message):
+        Muon([nn.Parameter(torch.ones(2, 2))], **option)

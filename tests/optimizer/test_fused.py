@@ -1,0 +1,183 @@
+"""A step by kernels has the bits of a step by operators, in launches that do not grow with the number of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from optimizer.test_muon import TENSORS, assert_same_bits, make, snapshot, train, values
+from support.interpreted import DEVICE, kernels
+from support.workers import run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from muonckpt.optimizer import Muon
+from muonckpt.optimizer.newton_schulz.forms import Form
+from muonckpt.optimizer.step import pipeline
+from muonckpt.optimizer.step.batches import in_batches
+
+fused = kernels("step.fused")
+
+KERNELS = Form(kernels=True, gram=False)
+
+
+def by_kernels(device: torch.device, dtype: torch.dtype, rows: int, columns: int, copies: int) -> Form:
+    return KERNELS if dtype.itemsize == 2 else Form(kernels=False, gram=False)
+
+
+@pytest.fixture
+def swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Element-wise parts by kernels also where there is no GPU."""
+    monkeypatch.setattr(pipeline, "has_kernels", lambda device, dtype: True)
+
+
+def placed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(DEVICE)
+
+
+def stepped(dtype: torch.dtype, steps: int = 2, **options: Any) -> tuple[Muon, list[torch.Tensor]]:
+    params = [nn.Parameter(placed(v)) for v in values(0, dtype)]
+    opt = make(params, **options)
+    train(params, opt, placed, dtype, steps)
+    return opt, snapshot(params, opt)
+
+
+def test_a_swept_step_has_the_bits_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused rows, columns, query groups, stacks, NorMuon, fp16, matrices in blocks, cautious decay, no Nesterov."""
+    monkeypatch.setattr(pipeline, "has_kernels", lambda device, dtype: False)
+    _, expected = stepped(torch.float32)
+    monkeypatch.setattr(pipeline, "has_kernels", lambda device, dtype: True)
+    opt, found = stepped(torch.float32)
+    assert_same_bits(found, expected)
+    [made] = opt._pipelines()
+    matrices = [group for _, group in TENSORS if group.get("algorithm") not in ("adamw", "lion")]
+    half = [group.get("ns_dtype") == "float16" for group in matrices]
+    assert made.sweep.sends == made.sweep.accumulates == {n for n, travels in enumerate(half) if not travels}
+    assert made.sweep.applies == set(range(len(matrices)))
+
+
+@pytest.mark.usefixtures("swept")
+def test_batches_of_kernels_have_the_bits_of_one_matrix_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [(12, 16), (16, 12), (12, 40), (2, 12, 16)]
+
+    def trained() -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        params = [nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE)) for shape in shapes]
+        opt = Muon(params, form=by_kernels, ns_steps=1)
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).to(DEVICE)
+        opt.step()
+        units = opt._pipelines()[0].schedule.units
+        counts.append([len(batch.numbers) for batch in in_batches(units, range(5), lambda param: opt.param_groups[0])])
+        return snapshot(params, opt)
+
+    counts: list[list[int]] = []
+    together = trained()
+    monkeypatch.setattr("muonckpt.optimizer.step.batches.LARGEST", 1)
+    assert_same_bits(trained(), together)
+    assert counts == [[4, 1], [1] * 5]
+
+
+def swept_on_ranks(rank: int, world: int) -> list[torch.Tensor]:
+    mesh = init_device_mesh("cpu", (world,))
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        return distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
+
+    before, pipeline.has_kernels = pipeline.has_kernels, lambda device, dtype: True
+    try:
+        params = [nn.Parameter(place(v)) for v in values(0, torch.float32)]
+        opt = make(params)
+        train(params, opt, place, torch.float32, steps=2)
+    finally:
+        pipeline.has_kernels = before
+    assert all(made.sweep.applies for made in opt._pipelines())
+    return snapshot(params, opt)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the ranks of this test have no interpreter where there is a GPU")
+def test_swept_ranks_have_the_bits_of_one_process() -> None:
+    _, expected = stepped(torch.float32)
+    for found in run(2, swept_on_ranks):
+        assert_same_bits(found, expected)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The kernels of ours that are launched, by name."""
+    names: list[str] = []
+
+    class Counted:
+        def __init__(self, name: str, kernel: Any) -> None:
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            names.append(self.name)
+            return self.kernel[grid]
+
+    for module, ours in (
+        ("elementwise", ["_send", "_apply", "_carry"]),
+        ("multiply", ["_multiply"]),
+        ("normal", ["_squares", "_norms", "_divided", "_moved"]),
+    ):
+        found = kernels(module)
+        for name in ours:
+            monkeypatch.setattr(found, name, Counted(name, getattr(found, name)))
+    yield names
+
+
+def launches(launched: list[str], layers: int) -> list[str]:
+    """Of a second step with so many layers of three shapes; sorted, as a wave has its batches in any order."""
+    shapes = [(16, 48), (32, 64), (48, 16)] * layers
+    params = [nn.Parameter(torch.ones(shape, device=DEVICE)) for shape in shapes]
+    opt = Muon(params, form=by_kernels, ns_steps=1, waves=1)
+    for _ in range(2):
+        launched.clear()
+        for param in params:
+            param.grad = torch.ones_like(param)
+        opt.step()
+    return sorted(launched)
+
+
+@pytest.mark.usefixtures("swept")
+def test_launches_do_not_grow_with_the_number_of_layers(launched: list[str]) -> None:
+    few = launches(launched, 1)
+    assert few == launches(launched, 5)
+    # For wide and for tall ones: updates into a stack, three for the norm, three products, results applied.
+    assert len(few) == 2 * (1 + 3 + 3 + 1)
+
+
+@pytest.mark.usefixtures("swept")
+def test_rates_in_tensors_are_read_when_the_step_runs() -> None:
+    """Nothing of them is kept on the host, so a captured graph follows them; the bits are those of numbers."""
+    results = []
+    for tensor in (False, True):
+        generator = torch.Generator().manual_seed(2)
+        params = [nn.Parameter(torch.randn(9, 12, generator=generator).to(DEVICE)) for _ in range(2)]
+        rates = [torch.tensor(0.5, device=DEVICE), 0.125]
+        groups = [{"params": [p], "lr": r if tensor else float(r)} for p, r in zip(params, rates, strict=True)]
+        opt = Muon(groups)
+        for rate in (0.5, 0.25):
+            if tensor:
+                rates[0].fill_(rate)
+            else:
+                opt.param_groups[0]["lr"] = rate
+            for param in params:
+                param.grad = torch.randn(param.shape, generator=generator).to(DEVICE)
+            opt.step()
+        results.append(snapshot(params, opt))
+    assert_same_bits(*results)
+
+
+@pytest.mark.usefixtures("swept")
+def test_autograd_knows_that_kernels_wrote() -> None:
+    param = nn.Parameter(torch.ones(6, 8, device=DEVICE))
+    opt = Muon([param])
+    loss = param.square().sum()
+    loss.backward(retain_graph=True)
+    opt.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -1,0 +1,282 @@
+"""Which parameter is what: every parameter has one place, and what is unclear is refused, heads above all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.modules import HEAD, kinds, linear, placed_once, refusal, simple, stack, tree
+from support.workers import run
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from muonckpt.optimizer.groups import (
+    MODULE_TYPES,
+    NO_HEAD,
+    Decisions,
+    Rule,
+    Split,
+    sort_parameters,
+)
+
+SIMPLE = {"tokens.weight": "embedding", "up.weight": "matrix", "up.bias": "vector", "down.weight": "matrix",
+          "norm.weight": "vector", "norm.bias": "vector", "head.weight": "head"}  # fmt: skip
+
+
+def test_torch_modules_are_sorted_by_type_once_the_head_is_named():
+    model = simple()
+    decisions = sort_parameters(model, HEAD, MODULE_TYPES)
+    assert kinds(decisions) == SIMPLE
+    placed_once(model, decisions)
+
+
+def test_subclasses_count_as_their_type():
+    class Scaled(nn.Linear):
+        pass
+
+    model = tree({"proj": Scaled(4, 6), "bag": nn.EmbeddingBag(9, 4)})
+    found = sort_parameters(model, (NO_HEAD,), MODULE_TYPES)
+    assert kinds(found) == {"proj.weight": "matrix", "proj.bias": "vector", "bag.weight": "embedding"}
+
+
+# Output heads.
+
+
+def test_a_head_must_be_named_and_the_error_says_which_it_may_be():
+    asked, tall = refusal(simple(), MODULE_TYPES)
+    assert asked == "which matrix is the output head?  Add Rule('head', its name), or NO_HEAD if there is none"
+    assert tall.startswith("head.weight [20, 8] has as many rows as an embedding: is it an output head?")
+    assert tall.endswith("Rule('head', 'head.weight') or Rule('matrix', 'head.weight') in an earlier layer")
+
+
+def test_what_the_error_says_helps():
+    assert kinds(sort_parameters(simple(), HEAD, MODULE_TYPES))["head.weight"] == "head"
+    matrix = (NO_HEAD, Rule("matrix", "head.weight"))
+    assert kinds(sort_parameters(simple(), matrix, MODULE_TYPES))["head.weight"] == "matrix"
+
+
+@pytest.mark.parametrize("said", [(NO_HEAD,), (Rule("head", "up.weight"),)])
+def test_a_matrix_as_tall_as_an_embedding_is_refused_whatever_else_was_said(said):
+    [tall] = refusal(simple(), said, MODULE_TYPES)
+    assert tall.startswith("head.weight [20, 8] has as many rows")
+
+
+def test_frozen_embeddings_and_those_of_other_types_count_too():
+    frozen = simple()
+    frozen.tokens.weight.requires_grad_(False)
+    assert len(refusal(frozen, (NO_HEAD,), MODULE_TYPES)) == 1
+    custom = tree({"tokens.table": stack(20, 8), "head": linear(20, 8)})
+    assert len(refusal(custom, (NO_HEAD, Rule("embedding", "tokens.table")), MODULE_TYPES)) == 1
+
+
+def test_a_head_that_may_be_missing_is_no_answer_where_types_decide():
+    model = tree({"tokens": nn.Embedding(20, 8), "to_logits": linear(24, 8)})  # a padded vocabulary
+    [asked] = refusal(model, (Rule("head", "lm_head.weight", optional=True),), MODULE_TYPES)
+    assert "which matrix is the output head" in asked
+    [asked] = refusal(model, (Rule("matrix", "*"),), MODULE_TYPES)
+    assert "which matrix is the output head" in asked
+
+
+def test_models_without_matrices_have_no_head():
+    assert kinds(sort_parameters(nn.Embedding(4, 3), MODULE_TYPES)) == {"weight": "embedding"}
+
+
+# Shared parameters.
+
+
+def tied() -> nn.Module:
+    model = simple()
+    model.head.weight = model.tokens.weight
+    return model
+
+
+@pytest.mark.parametrize("layers", [(MODULE_TYPES,), ((*HEAD, *MODULE_TYPES),)])
+def test_a_tied_head_is_found_by_identity(layers):
+    model = tied()
+    decisions = sort_parameters(model, *layers)
+    [decision] = [decision for decision in decisions if decision.kind == "embedding"]
+    assert (decision.names, decision.why) == (("tokens.weight", "head.weight"), "Embedding.weight (tied)")
+    placed_once(model, decisions)
+
+
+def test_equal_values_do_not_tie():
+    model = simple()
+    with torch.no_grad():
+        model.head.weight.copy_(model.tokens.weight)
+    assert len(refusal(model, MODULE_TYPES)) == 2
+
+
+def test_what_a_rule_names_is_not_taken_for_a_tied_head():
+    [line] = refusal(tied(), (Rule("matrix", "head.weight"), *MODULE_TYPES))
+    assert line.startswith("tokens.weight = head.weight [20, 8] in Embedding and Linear: ") and "disagree" in line
+    earlier = sort_parameters(tied(), (Rule("matrix", "head.weight"),), MODULE_TYPES)
+    assert kinds(earlier)["tokens.weight"] == "matrix"
+
+
+def test_what_is_not_shared_is_not_tied():
+    [line] = refusal(simple(), (*HEAD, Rule("embedding", "head.weight")), MODULE_TYPES)
+    assert line.startswith("head.weight [20, 8] in Linear: ") and "disagree" in line
+
+
+def test_a_shared_module_is_one_parameter_with_all_its_names():
+    shared = linear(4, 4)
+    model = tree({"a.proj": shared, "b.proj": shared})
+    [decision] = sort_parameters(model, (NO_HEAD,), MODULE_TYPES)
+    assert decision.names == ("a.proj.weight", "b.proj.weight")
+    placed_once(model, Decisions((decision,)))
+    [line] = refusal(model, (NO_HEAD, Rule("matrix", "a.*"), Rule("other", "b.*")))
+    assert "disagree" in line
+
+
+# Models as they are trained.
+
+
+def block() -> nn.Module:
+    return tree({"up": linear(12, 8, bias=True), "down": linear(8, 12)})
+
+
+def nested() -> nn.Module:
+    return tree({"tokens": nn.Embedding(20, 8), "blocks": nn.ModuleList([block(), block()]), "head": linear(20, 8)})
+
+
+def checkpointed() -> nn.Module:
+    model = nested()
+    model.blocks[0].up = checkpoint_wrapper(model.blocks[0].up)
+    model.blocks[1] = checkpoint_wrapper(model.blocks[1])
+    return model
+
+
+BLOCKS = (Rule("matrix", "blocks.?.up.weight", split=Split(3)),)
+
+
+def test_names_are_without_what_wrappers_insert():
+    model = checkpointed()
+    model.blocks[1] = torch.compile(model.blocks[1])
+    plain = sort_parameters(nested(), HEAD, BLOCKS, MODULE_TYPES)
+    assert sort_parameters(torch.compile(model), HEAD, BLOCKS, MODULE_TYPES) == plain
+
+
+def sharded(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    model = checkpointed()
+    for part in (model.blocks[0].up, model.blocks[1], model):
+        fully_shard(part, mesh=mesh)
+    decisions = sort_parameters(model, HEAD, BLOCKS, MODULE_TYPES)
+    placed_once(model, decisions)
+    return str(decisions), sorted(name for decision in decisions for name in decision.names)
+
+
+def replicated(rank, world):
+    inner = nested()
+    inner.blocks[0] = DistributedDataParallel(inner.blocks[0])
+    return str(sort_parameters(DistributedDataParallel(inner), HEAD, BLOCKS, MODULE_TYPES))
+
+
+def flattened(rank, world):
+    found = []
+    for original in (False, True):
+        model = FullyShardedDataParallel(nested(), device_id=torch.device("cpu"), use_orig_params=original)
+        found.append(refusal(model, HEAD, MODULE_TYPES))
+    return found
+
+
+def test_sharded_and_replicated_models_are_sorted_alike():
+    plain = sort_parameters(nested(), HEAD, BLOCKS, MODULE_TYPES)
+    names = sorted(name for decision in plain for name in decision.names)
+    assert run(2, sharded) == [(str(plain), names)] * 2
+    assert run(2, replicated) == [str(plain)] * 2
+
+
+def test_parameters_flattened_by_fsdp1_are_refused():
+    for flat, original in run(2, flattened):
+        assert any("_flat_param" in line and "shard the model with fully_shard" in line for line in flat)
+        assert any("up.weight" in line and "disagree" in line for line in original)
+
+
+def test_lazy_parameters_are_refused():
+    with pytest.raises(ValueError, match=r"up\.weight is uninitialized"):
+        sort_parameters(tree({"up": nn.LazyLinear(3)}), (NO_HEAD,), MODULE_TYPES)
+
+
+# Any model and any rules: one place for every parameter, or an error.
+
+PARTS = {
+    "linear": lambda: linear(3, 4, bias=True),
+    "embedding": lambda: nn.Embedding(3, 4),
+    "conv": lambda: nn.Conv1d(2, 3, 2),
+    "experts": lambda: stack(2, 3, 4),
+    "norm": lambda: nn.RMSNorm(4),
+    "shared": None,
+}
+RULES = [
+    *MODULE_TYPES,
+    Rule("head", "*.0.weight"),
+    Rule("matrix", "*linear*.weight", split=Split(3)),
+    Rule("matrix", "linear.?.weight"),
+    Rule("experts", "experts.*"),
+    Rule("experts", dims=(3,)),
+    Rule("other", module=nn.Conv1d),
+    Rule("other", "*.1.*"),
+    NO_HEAD,
+]
+
+
+def naive(model: nn.Module, layers: list[list[Rule]]) -> dict[str, set[str]]:
+    """For every trainable parameter, by its first name, the kinds that its first layer with a rule gives it."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    found = {}
+    for several in names.values():
+        given = [{rule.kind for rule in layer for name in several if selects(rule, model, name)} for layer in layers]
+        found[several[0]] = next(filter(None, given), set())
+    return found
+
+
+def selects(rule: Rule, model: nn.Module, name: str) -> bool:
+    owner, _, attribute = name.rpartition(".")
+    patterns = [rule.names] if isinstance(rule.names, str) else rule.names
+    return (
+        (patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns))
+        and (rule.module is None or isinstance(model.get_submodule(owner), rule.module))
+        and rule.attribute in (None, attribute)
+        and (rule.dims is None or model.get_parameter(name).dim() in rule.dims)
+    )
+
+
+REST = [NO_HEAD, Rule("other", "*", optional=True)]
+
+
+@given(
+    parts=st.lists(st.tuples(st.sampled_from(sorted(PARTS)), st.booleans()), min_size=1, max_size=6),
+    layers=st.lists(st.lists(st.sampled_from(RULES), max_size=3), max_size=4),
+    lenient=st.booleans(),
+)
+def test_every_parameter_has_one_place_or_the_call_raises(parts, layers, lenient):
+    made: dict[str, nn.Module | nn.Parameter] = {}
+    for number, (kind, frozen) in enumerate(parts):
+        part = PARTS[kind]() if PARTS[kind] else next(iter(made.values()), linear(3, 4))
+        made[f"{kind}.{number}"] = part.requires_grad_(not frozen)
+    if lenient:
+        layers = [*([replace(rule, optional=True) for rule in layer] for layer in layers), REST]
+    model = tree(made)
+    expected = naive(model, layers)
+    try:
+        decisions = sort_parameters(model, *layers)
+    except ValueError:
+        return
+    placed_once(model, decisions)
+    kept = {decision.names[0]: decision.kind for decision in decisions if decision.kind != "frozen"}
+    assert kept.keys() == expected.keys()
+    # Several kinds are only reconciled where an embedding is tied.
+    assert all(
+        {kind} == expected[name] or (kind == "embedding" and kind in expected[name]) for name, kind in kept.items()
+    )

@@ -1,0 +1,335 @@
+"""The optimizer as users meet it: same bits on any number of ranks, complete state, resume through stock DCP."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support import workers
+from support.workers import run
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from muonckpt.errors import LayoutError
+from muonckpt.optimizer import ADJUST_LR, Muon, orthogonalize
+
+# (shape, group options): matrices of all kinds, among them some with fewer rows than ranks, and scalar parameters.
+TENSORS = [
+    ((40, 16), {"pieces": (24, 8, 8)}),
+    ((48, 16), {"pieces": (24, 24)}),
+    ((13, 16), {}),
+    ((3, 16), {}),
+    ((1, 16), {}),
+    ((33, 7), {}),
+    ((5, 12, 7), {}),
+    ((2, 6, 10), {}),
+    ((64, 64), {"nesterov": False}),
+    ((48, 16), {"pieces": (8, 2, 2), "interleaved": 4}),
+    ((12, 30), {"columns": (7, 11, 12), "adjust_lr": "spectral"}),
+    ((3, 10, 12), {"pieces": (4, 6), "columns": (9, 3), "cautious": True}),
+    ((40, 16), {"algorithm": "normuon", "pieces": (24, 8, 8)}),
+    ((4, 9, 11), {"algorithm": "normuon", "ns_dtype": "float32", "columns": (5, 6)}),
+    ((20, 50), {"ns_dtype": "float16", "gram": (2,)}),
+    ((64, 200), {"blocks": 8}),
+    ((9, 5), {"blocks": 8}),
+    ((22, 16), {"algorithm": "adamw"}),
+    ((41,), {"algorithm": "adamw"}),
+    ((7,), {"algorithm": "adamw"}),
+    ((19, 3), {"algorithm": "lion", "cautious": True}),
+]
+
+
+def values(seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape, _ in TENSORS]
+
+
+def make(params: list[torch.Tensor], **options) -> Muon:
+    groups = [{"params": [p], "lr": 0.02, **group} for p, (_, group) in zip(params, TENSORS, strict=True)]
+    return Muon(groups, **options)
+
+
+def train(params: list[torch.Tensor], opt: Muon, place, dtype: torch.dtype, steps: int = 5) -> None:
+    for step in range(1, steps + 1):
+        for p, g in zip(params, values(step, dtype), strict=True):
+            p.grad = place(g)
+        opt.step()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def snapshot(params: list[torch.Tensor], opt: Muon) -> list[torch.Tensor]:
+    return [whole(t).clone() for p in params for t in (p, *(opt.state[p][slot] for slot in sorted(opt.state[p])))]
+
+
+def assert_same_bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        assert x.dtype == y.dtype and torch.equal(x, y), f"{tuple(x.shape)}: differ by {(x - y).abs().max()}"
+
+
+def single(dtype: torch.dtype) -> list[torch.Tensor]:
+    params = [nn.Parameter(v) for v in values(0, dtype)]
+    opt = make(params)
+    train(params, opt, lambda g: g, dtype)
+    return snapshot(params, opt)
+
+
+def sharded(rank: int, world: int, dim: int | None, dtype: torch.dtype) -> list[torch.Tensor]:
+    mesh = init_device_mesh("cpu", (world,))
+
+    def place(tensor):
+        placement = Replicate() if dim is None else Shard(dim % tensor.ndim)
+        return distribute_tensor(tensor, mesh, [placement], src_data_rank=None)
+
+    params = [nn.Parameter(place(v)) for v in values(0, dtype)]
+    opt = make(params)
+    train(params, opt, place, dtype)
+    return snapshot(params, opt)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [0, 1, -1, None])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_same_bits_on_any_number_of_ranks(world, dim, dtype):
+    expected = single(dtype)
+    for found in run(world, sharded, dim, dtype):
+        assert_same_bits(found, expected)
+
+
+def replicated(rank: int, world: int, share: bool) -> tuple[list[torch.Tensor], list[tuple[int, ...]], int]:
+    """Plain tensors, as DDP leaves them."""
+    params = [nn.Parameter(v) for v in values(0, torch.float32)]
+    opt = make(params, replicas=dist.group.WORLD if share else None)
+    train(params, opt, lambda g: g, torch.float32)
+    [schedule] = (pipeline.schedule for pipeline in opt._pipelines())
+    return snapshot(params, opt), [unit.owners for unit in schedule.units], len(schedule.owned)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_plain_tensors_with_ddp_give_the_same_bits_and_share_the_work(share):
+    expected = single(torch.float32)
+    results = run(3, replicated, share)
+    for found, _, _ in results:
+        assert_same_bits(found, expected)
+    owners = results[0][1]
+    if share:
+        assert sum(count for _, _, count in results) == sum(map(len, owners)) and {len(o) for o in owners} == {1, 2}
+    else:
+        assert [count for _, _, count in results] == [len(owners)] * 3
+
+
+# --- state ------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """An FSDP2 model with rows that do not divide, an empty shard, and a layer that never sees a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(16, 37)
+        self.b = nn.Linear(37, 16)
+        self.router = nn.Linear(16, 3)
+        self.unused = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.b(self.a(x).relu())
+        return (x * self.router(x).sum(-1, keepdim=True)).square().mean()
+
+
+def build() -> tuple[Net, Muon]:
+    net = Net()
+    if dist.get_world_size() > 1:
+        fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    matrices = [p for p in net.parameters() if p.ndim == 2]
+    vectors = [p for p in net.parameters() if p.ndim == 1]
+    return net, Muon([{"params": matrices, "lr": 0.02}, {"params": vectors, "lr": 1e-3, "algorithm": "adamw"}])
+
+
+def steps(net: Net, opt: Muon, first: int, last: int) -> None:
+    for step in range(first, last):
+        opt.zero_grad()
+        net(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).backward()
+        opt.step()
+
+
+def interrupted(rank: int, world: int, path: str) -> list[torch.Tensor]:
+    net, opt = build()
+    steps(net, opt, 0, 2)
+    model, state = get_state_dict(net, opt)
+    dcp.save({"model": model, "optimizer": state}, checkpoint_id=path)
+    steps(net, opt, 2, 4)
+    return snapshot(list(net.parameters()), opt)
+
+
+def resumed(rank: int, world: int, path: str) -> tuple[list[torch.Tensor], list[str]]:
+    net, opt = build()
+    model, state = get_state_dict(net, opt)
+    keys = [f"{name}.{slot}" for name, slots in state["state"].items() for slot in slots]
+    dcp.load({"model": model, "optimizer": state}, checkpoint_id=path)
+    set_state_dict(net, opt, model_state_dict=model, optim_state_dict=state)
+    steps(net, opt, 2, 4)
+    return snapshot(list(net.parameters()), opt), keys
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_stock_dcp_resumes_in_fresh_processes_as_the_uninterrupted_run_also_without_gradients(world, tmp_path):
+    path = str(tmp_path / "checkpoint")
+    expected = run(world, interrupted, path)
+    workers.shutdown()
+    for want, (found, keys) in zip(expected, run(world, resumed, path), strict=True):
+        assert_same_bits(found, want)
+        assert "unused.weight.momentum_buffer" in keys and "unused.bias.exp_avg" in keys
+
+
+def test_state_is_complete_from_construction_on():
+    params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))]
+    opt = Muon([{"params": params[:1]}, {"params": params[1:], "algorithm": "adamw"}])
+    assert set(opt.state[params[0]]) == {"momentum_buffer"}
+    assert set(opt.state[params[1]]) == {"exp_avg", "exp_avg_sq", "step"}
+    assert opt.state[params[1]]["step"].dtype == torch.float32
+
+
+def test_loading_an_incomplete_state_is_an_error_not_a_restart_from_zero():
+    opt = Muon([nn.Parameter(torch.randn(4, 3))])
+    state = opt.state_dict()
+    state["state"] = {}
+    with pytest.raises(ValueError, match=r"group 0 parameter 0 \(4, 3\): lacks \['momentum_buffer'\]"):
+        opt.load_state_dict(state)
+
+
+def test_loading_a_sum_convention_is_refused():
+    opt = Muon([nn.Parameter(torch.randn(4, 3))])
+    state = opt.state_dict()
+    state["param_groups"][0]["convention"] = "sum"
+    with pytest.raises(ValueError, match="'sum'"):
+        opt.load_state_dict(state)
+
+
+def test_load_state_dict_keeps_torchs_keyword_and_step_counters_stay_float32():
+    params = [nn.Parameter(torch.randn(4, dtype=torch.bfloat16))]
+    opt = Muon([{"params": params, "algorithm": "adamw"}])
+    params[0].grad = torch.ones_like(params[0])
+    opt.step()
+    opt.load_state_dict(state_dict=opt.state_dict())
+    assert opt.state[params[0]]["step"].dtype == torch.float32 and opt.state[params[0]]["step"] == 1
+
+
+def test_an_optimizer_can_be_copied():
+    params = [nn.Parameter(torch.randn(4, 3))]
+    twin_params, twin = copy.deepcopy((params, Muon(params)))
+    twin_params[0].grad = torch.ones(4, 3)
+    twin.step()
+    assert not torch.equal(twin_params[0], params[0])
+
+
+# --- the step itself --------------------------------------------------------------------------------------------
+
+
+def test_the_update_is_decay_then_scaled_orthogonal_momentum():
+    torch.manual_seed(0)
+    start, gradient = torch.randn(24, 16), torch.randn(24, 16)
+    for adjust, scale in ADJUST_LR.items():
+        p = nn.Parameter(start.clone())
+        p.grad = gradient.clone()
+        Muon([p], lr=0.1, weight_decay=0.5, adjust_lr=adjust).step()
+        moment = 0.05 * gradient
+        update = orthogonalize(torch.lerp(gradient, moment, 0.95).bfloat16()).float() * scale(24, 16)
+        torch.testing.assert_close(p.detach(), start * (1 - 0.1 * 0.5) - 0.1 * update, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum_is_only_the_average_of_gradients(dtype, nesterov):
+    """Orthogonalising must never write into an alias of the momentum."""
+    torch.manual_seed(0)
+    gradient = torch.randn(24, 16).to(dtype)
+    p = nn.Parameter(torch.randn(24, 16).to(dtype))
+    p.grad = gradient.clone()
+    opt = Muon([p], nesterov=nesterov)
+    opt.step()
+    assert torch.equal(opt.state[p]["momentum_buffer"], torch.zeros_like(gradient).lerp_(gradient, 1 - 0.95))
+    assert torch.equal(p.grad, gradient)
+
+
+def test_each_fused_piece_is_orthogonalised_and_scaled_on_its_own():
+    torch.manual_seed(0)
+    start, gradient = torch.randn(40, 16), torch.randn(40, 16)
+    fused = nn.Parameter(start.clone())
+    fused.grad = gradient.clone()
+    Muon([fused], pieces=(24, 8, 8)).step()
+    parts = [nn.Parameter(part.clone()) for part in start.split((24, 8, 8))]
+    for part, g in zip(parts, gradient.split((24, 8, 8)), strict=True):
+        part.grad = g.clone()
+    Muon(parts).step()
+    assert torch.equal(fused, torch.cat(parts))
+
+
+def test_autocast_around_the_step_changes_nothing():
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(24, 16))
+        p.grad = torch.randn(24, 16)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            Muon([p], ns_dtype="float32").step()
+        found.append(p.detach())
+    assert torch.equal(*found)
+
+
+def test_a_parameter_without_a_gradient_is_left_alone():
+    params = [nn.Parameter(torch.randn(4, 3)) for _ in range(2)]
+    before = [p.detach().clone() for p in params]
+    opt = Muon(params)
+    params[0].grad = torch.ones(4, 3)
+    opt.step()
+    assert torch.equal(params[1], before[1]) and not torch.equal(params[0], before[0])
+    assert not opt.state[params[1]]["momentum_buffer"].any()
+
+
+def half_missing(rank: int, world: int) -> str:
+    mesh = init_device_mesh("cpu", (world,))
+    p = nn.Parameter(distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)], src_data_rank=None))
+    if rank != 1:
+        p.grad = torch.ones_like(p)
+    try:
+        Muon([p]).step()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_gradient_missing_on_some_ranks_stops_every_rank():
+    for message in run(3, half_missing):
+        assert "gradient must be present on all ranks" in message
+
+
+@pytest.mark.parametrize(
+    ("group", "error", "message"),
+    [
+        ({"algorithm": "sgd"}, ValueError, "'sgd'.*adamw.*muon"),
+        ({"ns": "magic"}, ValueError, "ns='magic'.*quintic"),
+        ({"ns_dtype": "float64"}, ValueError, "float64.*float16"),
+        ({"gram": ()}, ValueError, "gram"),
+        ({"adjust_lr": "x"}, ValueError, "match_rms_adamw"),
+        ({"momentum": 1.0}, ValueError, "momentum=1.0"),
+        ({"pieces": (2, 3)}, LayoutError, r"\(2, 3\).*4 rows"),
+    ],
+)
+def test_bad_groups_are_refused_when_the_optimizer_is_built(group, error, message):
+    with pytest.raises(error, match=message):
+        Muon([{"params": [nn.Parameter(torch.randn(4, 3))], **group}])
+
+
+def test_a_vector_is_not_a_matrix():
+    with pytest.raises(LayoutError, match="adamw"):
+        Muon([nn.Parameter(torch.randn(4))])

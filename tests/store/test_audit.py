@@ -1,0 +1,333 @@
+"""Auditing: what is whole has no findings, and each kind of damage is found and named."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.golden import golden
+from support.sharded import GOLDENS, edit, manifest_edited, no_checksums
+
+import muonckpt
+from muonckpt.converters.engine.run import plan_job, run
+from muonckpt.errors import SourceError
+from muonckpt.record import Chunk
+from muonckpt.store.audit import Report, audit, payload_bytes
+from muonckpt.store.formats import native
+from muonckpt.store.formats.dcp.metadata_pickle import Metadata, StoredItem, dump, parse
+
+KINDS = ["own", "stock", "torch"]
+"""With our manifest in three files; the same without it; written by torch in one."""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("audit")
+    state = {
+        "w": torch.arange(120.0).reshape(40, 3),
+        "h": torch.arange(32).reshape(8, 4).bfloat16(),
+        "z": torch.arange(14).reshape(7, 2).to(torch.complex128),
+        "n": -torch.arange(9),
+        "s": torch.tensor(3.5),
+        "e": torch.empty(0, 4),
+        "hyper": {"betas": (0.9, 0.95), "name": "muon"},
+    }
+    muonckpt.save(state, folder / "one")
+    run(plan_job(folder / "one", 3), folder / "own")
+    shutil.copytree(folder / "own", folder / "stock", ignore=shutil.ignore_patterns("muonckpt.json"))
+    dcp.save(state, checkpoint_id=folder / "torch", no_dist=True)
+    return {kind: folder / kind for kind in KINDS}
+
+
+@pytest.fixture
+def checkpoint(sources, tmp_path) -> Callable[[str], Path]:
+    return lambda kind: Path(shutil.copytree(sources[kind], tmp_path / "c"))
+
+
+def find(path: Path, key: str, part: int = -1) -> Chunk:
+    return next(t for t in native.read(path, payloads=True).tensors if t.key == key).chunks[part]
+
+
+def kinds(report: Report) -> set[str]:
+    return {finding.kind for finding in report.findings}
+
+
+def metadata_edited(path: Path, change: Callable[[Metadata], Metadata]) -> None:
+    (path / ".metadata").write_bytes(dump(change(parse((path / ".metadata").read_bytes()))))
+
+
+# --- whole ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_whole_checkpoint_has_no_findings(kind, sources):
+    report = audit(sources[kind])
+    assert (report.findings, report.notes, report.unchecked) == ((), (), 0)
+    assert (report.tensors, report.blobs) == (6, 2)
+    told: list[int] = []
+    assert audit(sources[kind], told.append, threads=1) == report
+    assert sum(told) == report.payload_bytes == payload_bytes(native.read(sources[kind]))
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_checkpoints_of_other_programs_have_no_findings(name):
+    report = audit(golden(name))
+    assert (report.findings, report.notes, report.unchecked) == ((), (), 0)
+    assert report.chunks and report.blobs and len(report.fingerprints) == report.tensors
+
+
+def test_fingerprints_do_not_depend_on_how_it_is_stored(sources):
+    prints = [audit(sources[kind]).fingerprints for kind in KINDS]
+    recorded = {tensor.key: tensor.fingerprint for tensor in native.read(sources["own"]).tensors}
+    assert prints == [recorded] * 3
+
+
+# --- damaged bytes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("key", ["w", "h", "z", "n", "s"])
+def test_a_flipped_bit_is_found_and_named(kind, key, checkpoint):
+    path = checkpoint(kind)
+    chunk = find(path, key)
+    edit(path / chunk.item.file, chunk.payload.end - 1, bit=0)
+    report = audit(path)
+    assert kinds(report) == ({"digest", "crc32", "fingerprint"} if kind == "own" else {"crc32"})
+    for finding in report.findings:
+        assert finding.key == key and repr(key) in finding.message and "expected" in finding.message
+        if finding.kind != "fingerprint":
+            assert str(chunk.box) in finding.message and chunk.item.file in finding.message
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_every_flipped_bit_of_content_is_found(stock, tmp_path):
+    muonckpt.save({"w": torch.arange(5.0), "lr": 0.5}, tmp_path / "c")
+    manifest = native.read(tmp_path / "c")
+    if stock:
+        (tmp_path / "c" / "muonckpt.json").unlink()
+    [blob], payload = manifest.blobs, manifest.tensors[0].chunks[0].payload
+    pickled = range(blob.item.offset + 64, blob.item.offset + 64 + 10)  # the blob's data.pkl
+    for at in (*range(payload.offset, payload.end), *pickled):
+        for bit in range(8):
+            edit(tmp_path / "c" / payload.file, at, bit)
+            assert audit(tmp_path / "c").findings, (at, bit)
+            edit(tmp_path / "c" / payload.file, at, bit)
+    assert not audit(tmp_path / "c").findings
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_zeroed_extent_is_found_also_where_it_spans_items(kind, checkpoint):
+    path = checkpoint(kind)
+    chunk = find(path, "w", 0)
+    data = bytearray((path / chunk.item.file).read_bytes())
+    data[chunk.payload.offset + 8 : chunk.payload.end] = bytes(chunk.payload.length - 8)
+    (path / chunk.item.file).write_bytes(data)
+    assert {f.key for f in audit(path).findings} == {"w"} and "crc32" in kinds(audit(path))
+    data[chunk.item.offset : chunk.item.end] = bytes(chunk.item.length)
+    (path / chunk.item.file).write_bytes(data)
+    if kind == "own":
+        assert {"metadata", "crc32", "digest", "fingerprint"} == kinds(audit(path))
+        assert str(chunk.box) in next(f.message for f in audit(path).findings if f.kind == "metadata")
+    else:
+        with pytest.raises(SourceError, match=rf"{chunk.item.file}.*'w' box"):
+            audit(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["cut", "missing", "link"])
+def test_a_file_that_is_not_there_whole_is_found_and_named(kind, how, checkpoint, tmp_path):
+    path = checkpoint(kind)
+    chunk = find(path, "w")
+    file = path / chunk.item.file
+    if how == "cut":
+        os.truncate(file, chunk.payload.offset + 5)
+    else:
+        file.rename(tmp_path / "elsewhere")
+    if how == "link":
+        file.symlink_to(tmp_path / "elsewhere")
+    if kind != "own":  # what a stock checkpoint holds is only known from its items
+        with pytest.raises(SourceError, match=file.name):
+            audit(path)
+        return
+    found = [f for f in audit(path).findings if f.key == "w"]
+    assert [f.kind for f in found] == ["unreadable"]
+    assert all(part in found[0].message for part in ("'w'", str(chunk.box), file.name))
+    assert "w" not in audit(path).fingerprints and "s" in audit(path).fingerprints
+    assert "metadata" in kinds(audit(path))
+
+
+def test_two_files_that_changed_places_are_found(checkpoint):
+    path = checkpoint("own")
+    one, other = path / "__0_0.distcp", path / "__1_0.distcp"
+    first = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(first)
+    assert {"w", "hyper.betas"} <= {f.key for f in audit(path).findings}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_in_an_item_that_is_no_tensor_is_found_and_named(kind, checkpoint):
+    path = checkpoint(kind)
+    blob = next(blob for blob in native.read(path).blobs if blob.key == "hyper.betas")
+    edit(path / blob.item.file, blob.item.offset + 64)
+    [finding] = audit(path).findings
+    assert (finding.kind, finding.key) == ("blob", "hyper.betas")
+    assert "'hyper.betas'" in finding.message and blob.item.file in finding.message
+
+
+@pytest.mark.parametrize("crc32", [True, False])
+def test_checksums_that_were_switched_off_are_unchecked_and_not_damage(crc32, tmp_path):
+    with nullcontext() if crc32 else no_checksums():
+        dcp.save({"w": torch.ones(4, 3), "v": torch.ones(2), "lr": 0.5}, checkpoint_id=tmp_path / "c", no_dist=True)
+    report = audit(tmp_path / "c")
+    assert (report.findings, report.unchecked) == ((), 0 if crc32 else 2)
+
+
+# --- what should be there ---------------------------------------------------------------------------------------------
+
+
+def without_a_chunk(metadata: Metadata) -> Metadata:
+    """`.metadata` without the second chunk of "w"."""
+    meta = metadata.tensors["w"]
+    gone = meta.chunks[1]
+    tensors = {**metadata.tensors, "w": replace(meta, chunks=tuple(c for c in meta.chunks if c != gone))}
+    storage = {place: item for place, item in metadata.storage.items() if place != ("w", gone[0])}
+    return replace(metadata, tensors=tensors, storage=storage)
+
+
+def moved(metadata: Metadata) -> Metadata:
+    """`.metadata` with the second chunk of "w" one row too early."""
+    meta = metadata.tensors["w"]
+    at, sizes = meta.chunks[1]
+    to = (at[0] - 1, 0)
+    chunks = (meta.chunks[0], (to, sizes), *meta.chunks[2:])
+    storage = {("w", to) if place == ("w", at) else place: item for place, item in metadata.storage.items()}
+    return replace(metadata, tensors={**metadata.tensors, "w": replace(meta, chunks=chunks)}, storage=storage)
+
+
+FAULTS = {
+    "hole": (without_a_chunk, lambda chunks: chunks.pop(1), r"'w'.*nobody holds box \[14:28, 0:3\]"),
+    "overlap": (
+        moved,
+        lambda chunks: chunks[1].update(lo=[13, 0], hi=[27, 3]),
+        r"'w'.*\[0:14, 0:3\].*\[13:27, 0:3\].*overlap",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", ["own", "stock"])
+def test_holes_and_overlaps_are_found_with_tensor_and_box(fault, kind, checkpoint):
+    path = checkpoint(kind)
+    in_metadata, in_manifest, message = FAULTS[fault]
+    metadata_edited(path, in_metadata)
+    if kind == "own":
+        manifest_edited(path, lambda entries: in_manifest(entries["w"]["chunks"]))
+    [finding] = (finding for finding in audit(path).findings if finding.kind == "coverage")
+    assert finding.key == "w" and re.search(message, finding.message)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda h: h.update(fingerprint="0123456789abcdef"), {"fingerprint"}),
+        (lambda h: h["chunks"][0].update(crc32=5), {"crc32", "metadata"}),
+        (lambda h: h["chunks"][0].update(digest="0" * 32), {"digest"}),
+    ],
+)
+def test_a_sum_in_the_manifest_that_is_not_the_one_of_the_bytes_is_found(change, expected, checkpoint):
+    path = checkpoint("own")
+    manifest_edited(path, lambda entries: change(entries["h"]))
+    assert kinds(audit(path)) == expected and {finding.key for finding in audit(path).findings} == {"h"}
+
+
+def elsewhere(metadata: Metadata) -> Metadata:
+    """`.metadata` that gives "h" the items of another chunk of it."""
+    storage, (one, other) = dict(metadata.storage), [("h", at) for at, _ in metadata.tensors["h"].chunks[:2]]
+    storage[one], storage[other] = storage[other], storage[one]
+    return replace(metadata, storage=storage)
+
+
+def changed(**changes) -> Callable[[Metadata], Metadata]:
+    return lambda metadata: replace(
+        metadata, tensors={**metadata.tensors, "h": replace(metadata.tensors["h"], **changes)}
+    )
+
+
+DISAGREEMENTS = {
+    "a tensor more": lambda m: replace(m, tensors={k: v for k, v in m.tensors.items() if k != "e"}),
+    "an item more": lambda m: replace(
+        m, blobs=("hyper.betas",), storage={at: item for at, item in m.storage.items() if at != ("hyper.name", None)}
+    ),
+    "an item less": lambda m: replace(
+        m, blobs=(*m.blobs, "more"), storage={**m.storage, ("more", None): StoredItem("__2_0.distcp", 0, 10)}
+    ),
+    "another dtype": changed(dtype="float16"),
+    "another shape": changed(size=(9, 4)),
+    "another path": lambda m: replace(m, paths={**m.paths, "h": ("model", "h")}),
+    "another place": elsewhere,
+}
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_a_manifest_and_a_metadata_that_disagree_are_found(what, checkpoint):
+    path = checkpoint("own")
+    metadata_edited(path, DISAGREEMENTS[what])
+    found = audit(path).findings
+    assert {f.kind for f in found} == {"metadata"}
+    key = {"a tensor more": "e", "an item more": "hyper.name", "an item less": "__2_0.distcp"}.get(what, "h")
+    assert all(key in f.message for f in found)
+
+
+@pytest.mark.parametrize("file", [".metadata", "muonckpt.json"])
+@pytest.mark.parametrize("content", [b"", b"\x80\x02.", b"{}", b"\0" * 40])
+def test_damaged_metadata_is_a_finding_or_an_unreadable_source(file, content, checkpoint):
+    path = checkpoint("own")
+    (path / file).write_bytes(content)
+    if file == ".metadata":
+        assert kinds(audit(path)) == {"metadata"}
+    else:
+        with pytest.raises(SourceError, match=r"manifest|muonckpt\.json"):
+            audit(path)
+
+
+def test_what_belongs_to_no_item_is_noted_and_no_finding(checkpoint):
+    path = checkpoint("own")
+    (path / "__7_0.distcp").write_bytes(b"of an older, wider save")
+    (path / "dangling").symlink_to("nowhere")
+    (path / "empty").touch()
+    report = audit(path)
+    assert report.findings == ()
+    assert [note.split()[0] for note in report.notes] == ["__7_0.distcp", "dangling"]
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128,
+          torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_infinite_and_nan_elements_are_found_and_the_largest_finite_ones_are_not(dtype, tmp_path):
+    real = dtype.to_real() if dtype.is_complex else dtype
+    finite = [torch.finfo(real).max, torch.finfo(real).min, torch.finfo(real).tiny, -0.0] * 4
+    good = torch.tensor(finite, dtype=torch.float64).reshape(8, 2).to(dtype)
+    bad = torch.zeros(8, 2).to(dtype)
+    bad[5, 1] = float("nan")
+    if not str(dtype).endswith(("fn", "fnuz")):  # these have no infinity
+        bad[6, 0], bad[7, 1] = float("inf"), float("-inf")
+    muonckpt.save({"good": good, "bad": bad}, tmp_path / "one")
+    run(plan_job(tmp_path / "one", 3), tmp_path / "three")
+    count = int((~torch.isfinite(bad.to(torch.complex128))).sum())
+    [finding] = audit(tmp_path / "three").findings
+    assert (finding.kind, finding.key) == ("nonfinite", "bad")
+    assert finding.message.startswith(f"{count} elements of tensor 'bad'")
+    assert "[3:6, 0:2] in __1_0.distcp" in finding.message

@@ -1,0 +1,361 @@
+"""Raw flat buffers on disk: every byte of every file where the recorded layout says, whatever they came from."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from optimizer.test_layer_wise import Net, groups
+from support.raw_buffers import (
+    INDEX,
+    MESHES,
+    NUMBERS,
+    PARAMETERS,
+    binaries,
+    dumped,
+    filled,
+    grouped,
+    index_of,
+    with_version,
+    written,
+)
+from support.sharded import edit, elements_of, raw_bytes
+from support.workers import run as on_ranks
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import muonckpt
+from muonckpt.cli.main import run as command
+from muonckpt.converters.engine.journal import Done
+from muonckpt.converters.engine.mover import LARGEST_BAND, _parts
+from muonckpt.converters.engine.output_files import TargetFile
+from muonckpt.converters.engine.run import make_job, run
+from muonckpt.converters.target.container import CONTAINERS
+from muonckpt.converters.target.topology import LAYOUTS, Target
+from muonckpt.errors import Interrupted, SourceError
+from muonckpt.layouts.buffers.megatron_compact import compact, pingpong_legacy
+from muonckpt.layouts.buffers.megatron_fsdp import fsdp_v1
+from muonckpt.layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
+from muonckpt.layouts.buffers.parameters import Ranks
+from muonckpt.optimizer.layer_wise.optimizer import LayerWise
+from muonckpt.record import Manifest
+from muonckpt.store import audit
+from muonckpt.store.formats import native
+from muonckpt.store.formats.registry import BUFFERS, format_of
+from muonckpt.store.reading.dtypes import itemsize
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+MATRICES = {"qkv": (9, 5), "experts": (4, 5, 3), "proj": (5, 9), "none": (0, 3)}
+OTHERS = {"embed": (13, 4)}
+
+
+def some(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """Weights in two dtypes, momentum, element-wise state, counters, items that are no tensors; ours, on one rank."""
+    state: dict[str, dict[str, Any]] = {name: {"momentum_buffer": some(*shape)} for name, shape in MATRICES.items()}
+    for name, shape in OTHERS.items():
+        state[name] = {"exp_avg": some(*shape), "exp_avg_sq": some(*shape) ** 2, "step": torch.tensor(7.0)}
+    model = {name: some(*shape, dtype=torch.bfloat16) for name, shape in (MATRICES | OTHERS).items()}
+    optimizer = {"state": state, "param_groups": [{"params": [*state], "lr": 0.5, "betas": (0.9, 0.95)}]}
+    path = tmp_path_factory.mktemp("source") / "dcp"
+    muonckpt.save({"model": {**model, "head": some(3, 8)}, "optimizer": optimizer}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def stored(source, tmp_path_factory):
+    """The source in a layout over dp ranks, as raw buffers, written once.  Do not change."""
+    folder = tmp_path_factory.mktemp("stored")
+
+    @cache
+    def at(layout: str, dp: int) -> Path:
+        written(source, folder / f"{layout}{dp}", layout, dp)
+        return folder / f"{layout}{dp}"
+
+    return at
+
+
+@pytest.fixture(scope="module")
+def values(source) -> dict[str, np.ndarray]:
+    """Each tensor, as raw elements in its shape."""
+    tensors = {t.key: t for t in native.read(source).tensors}
+    return {
+        key: np.frombuffer(raw, f"V{itemsize(tensors[key].dtype)}").reshape(tensors[key].shape)
+        for key, raw in elements_of(source).items()
+    }
+
+
+def prints(manifest: Manifest) -> dict[str, str | None]:
+    return {tensor.key: tensor.fingerprint for tensor in manifest.tensors}
+
+
+# --- every pair -------------------------------------------------------------------------------------------------------
+
+PLACES = [*product(("padded", "compact", "legacy", "flat", "rows", "owned"), MESHES)]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]}{place[1]}")
+def test_each_layout_goes_to_each_other_one_byte_for_byte(place, source, stored, values, tmp_path):
+    """From DCP, to buffers, to buffers, to DCP."""
+    expected = binaries(stored(*place))
+    assert filled(index_of(stored(*place)), values) == expected
+    for other in PLACES:
+        done = written(stored(*other), tmp_path / "out", *place, threads=1)
+        assert binaries(tmp_path / "out") == expected, other
+        assert prints(done) == prints(native.read(source))
+        shutil.rmtree(tmp_path / "out")
+    back = run(make_job(stored(*place), Target({"dp": 2})), tmp_path / "back")
+    assert elements_of(tmp_path / "back") == {key: value.tobytes() for key, value in values.items()}
+    before, after = native.read(source), native.read(tmp_path / "back")
+    assert prints(before) == prints(after) and "buffers" not in back.provenance
+    for old, new in zip(before.blobs, after.blobs, strict=True):
+        assert (old.path, raw_bytes(source, old.item)) == (new.path, raw_bytes(tmp_path / "back", new.item))
+
+
+def test_what_an_owner_must_have_whole_is_whole_and_the_rest_as_the_layout_says(stored):
+    found = {
+        layout: {
+            entry["slot"]: (entry["algorithm"], entry["whole"])
+            for entry in index_of(stored(layout, 3))["provenance"]["buffers"]
+        }
+        for layout in LAYOUTS
+    }
+    cut = ("distributed-optimizer", False)
+    for layout, algorithm, elementwise in (
+        ("padded", "padded-nscost", cut),
+        ("padded-numel", "padded-numel", cut),
+        ("compact", "decoupled-total-order", cut),
+        ("legacy", "legacy-pingpong", ("legacy-pingpong", True)),
+        ("owned", "balanced", ("balanced", True)),
+    ):
+        slots = dict.fromkeys((None, "momentum_buffer", "step"), (algorithm, True))
+        assert found[layout] == slots | dict.fromkeys(("exp_avg", "exp_avg_sq"), elementwise), layout
+
+
+# --- padding ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["padded", "owned", "flat"])
+def test_what_lies_in_padding_is_ignored(layout, stored, values, tmp_path):
+    clean, spoilt = stored(layout, 3), tmp_path / "spoilt"
+    shutil.copytree(clean, spoilt)
+    for name, content in filled(index_of(clean), values, padding=b"\xff").items():
+        (spoilt / name).write_bytes(content)
+    assert binaries(spoilt) != binaries(clean)
+    assert audit.audit(spoilt).findings == ()
+    done = written(spoilt, tmp_path / "again", layout, 3)
+    assert binaries(tmp_path / "again") == binaries(clean) and prints(done) == prints(format_of(clean).read(clean))
+
+
+def test_padding_is_read_back_in_bounded_parts():
+    """A padded buffer may be mostly zeros."""
+    parts = [extent for extent, _ in _parts(TargetFile("rank_0.bin", (), (), 1 << 30), Done((), ()))]
+    assert max(extent.length for extent in parts) <= LARGEST_BAND
+    assert [extent.offset for extent in parts[1:]] == [extent.end for extent in parts[:-1]] and parts[-1].end == 1 << 30
+
+
+# --- owners are recorded, never computed again ------------------------------------------------------------------------
+
+
+def owners(manifest: Manifest) -> dict[str, str]:
+    return {tensor.key: tensor.chunks[0].item.file for tensor in manifest.tensors}
+
+
+def test_the_same_layout_on_the_same_ranks_keeps_recorded_owners_and_their_version(tmp_path):
+    groups = [[p.name for p in reversed(PARAMETERS)]]  # another order of equal ones: other owners than by default
+    (layout,) = pingpong_legacy(PARAMETERS, Ranks(3), None, groups)
+    assert layout.owners != pingpong_legacy(PARAMETERS, Ranks(3))[0].owners
+    source = dumped(tmp_path / "source", grouped([layout]), NUMBERS)
+    with_version(source, 7)
+    expected = {name: f"rank_{owner}.bin" for name, owner in layout.owners.items()}
+    same = written(source, tmp_path / "same", "legacy", 3)
+    assert owners(same) == expected and {t.layout["version"] for t in same.tensors} == {7}
+    for other, dp in ("legacy", 1), ("compact", 3):
+        assert {t.layout["version"] for t in written(source, tmp_path / other, other, dp).tensors} == {1}
+    run(make_job(source, Target({"dp": 3}, (), "legacy")), tmp_path / "dcp")
+    assert owners(written(tmp_path / "dcp", tmp_path / "through dcp", "legacy", 3)) == expected
+
+
+KEPT = ("padded", "padded-numel", "compact", "legacy")
+
+
+def save_runs(rank: int, world: int, folder: str) -> None:
+    """A layer-wise run of each layout, in buckets that no converter would choose."""
+    for layout in KEPT:
+        net = Net(("embedding", "qkv", "proj", "down", "bias"))
+        opt = LayerWise(net, groups(net), layout=layout, bucket_size=700)
+        state = {"optimizer": get_optimizer_state_dict(net, opt)}
+        muonckpt.save(state, f"{folder}/{layout}", provenance=opt.provenance())
+        opt.close()
+
+
+def test_the_owners_of_the_run_that_saved_are_kept(tmp_path):
+    on_ranks(2, save_runs, str(tmp_path))
+    for layout in KEPT:
+        source = native.read(tmp_path / layout)
+        names = {tensor.key: tensor.name for tensor in source.tensors}
+        run_of = {p["name"]: p for buffer in source.provenance["layer_wise"]["buffers"] for p in buffer["parameters"]}
+        job = make_job(tmp_path / layout, Target({"dp": 2}, (), layout), container=CONTAINERS["buffers"])
+        kept = [buffer for buffer in job.buffers if buffer["options"]["bucket_size"] == 700]
+        assert {buffer["slot"] for buffer in kept} == {"momentum_buffer", "exp_avg", "exp_avg_sq"}
+        for parameter in (parameter for buffer in kept for parameter in buffer["parameters"]):
+            of_run = run_of[names[parameter["name"]]]
+            assert all(parameter[what] == of_run[what] for what in ("start", "stop", "bucket", "owner"))
+
+
+# --- buffers of others ------------------------------------------------------------------------------------------------
+
+OTHERS_LAYOUTS = {
+    "replicated": lambda: compact(PARAMETERS, Ranks(3), 60),
+    "padded by cost": lambda: padded_nscost(PARAMETERS, Ranks(3), 60),
+    "padded by elements": lambda: padded_numel(PARAMETERS, Ranks(3), 60),
+    "cut anywhere": lambda: distributed_optimizer(PARAMETERS, Ranks(3), 60),
+    "of Megatron-FSDP": lambda: fsdp_v1(PARAMETERS, Ranks(3)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS_LAYOUTS)
+def test_any_recorded_layout_is_read_without_chunks_or_sums(name, tmp_path):
+    source = dumped(tmp_path / "source", grouped(OTHERS_LAYOUTS[name](), (2, 0, 1)), NUMBERS)
+    assert command(["verify", str(source)]) == 0
+    assert command(["reshard", str(source), str(tmp_path / "out"), "--mesh", "dp=2", "--format", "dcp"]) == 0
+    assert elements_of(tmp_path / "out") == {key: value.tobytes() for key, value in NUMBERS.items()}
+
+
+# --- the tools --------------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_take_it(source, stored, tmp_path, capsys):
+    out = tmp_path / "out"
+    convert = ["convert", str(source), str(out), "--format", "buffers", "--layout", "padded", "--mesh", "dp=3"]
+    assert command([*convert, "--verify"]) == 0 and command(["verify", str(out)]) == 0
+    assert binaries(out) == binaries(stored("padded", 3)) and format_of(out) is BUFFERS
+    jsonschema.validate(index_of(out), json.loads(files("muonckpt").joinpath("manifest.schema.json").read_text()))
+    capsys.readouterr()
+    assert command(["inspect", str(out), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["kind"], summary["files"]) == ("flat buffers", 4)
+
+
+def test_what_has_no_tensors_has_no_buffers_and_is_read_back(tmp_path):
+    muonckpt.save({"lr": 0.1}, tmp_path / "options")
+    assert command(["convert", str(tmp_path / "options"), str(tmp_path / "raw"), "--format", "buffers"]) == 0
+    assert command(["convert", str(tmp_path / "raw"), str(tmp_path / "back"), "--format", "dcp"]) == 0
+    state = {"lr": None}
+    muonckpt.load(state, tmp_path / "back")
+    assert state == {"lr": 0.1}
+
+
+def test_a_flipped_bit_is_found(stored, tmp_path):
+    path = tmp_path / "damaged"
+    shutil.copytree(stored("flat", 3), path)
+    tensor = next(t for t in format_of(path).read(path).tensors if t.key == "model.qkv")
+    edit(path / tensor.chunks[0].payload.file, tensor.chunks[0].payload.offset)
+    kinds = {(finding.kind, finding.key) for finding in audit.audit(path).findings}
+    assert kinds >= {("digest", "model.qkv"), ("fingerprint", "model.qkv")}
+    assert command(["reshard", str(path), str(tmp_path / "out"), "--mesh", "dp=2"]) == 3
+
+
+@pytest.mark.parametrize("damage", [lambda file: None, lambda file: edit(file, file.stat().st_size - 1)])
+def test_stopped_work_is_resumed_and_what_lies_in_padding_then_is_not_trusted(damage, source, stored, tmp_path):
+    target = Target(MESHES[3][0], (), "padded")
+    job = make_job(source, target, container=CONTAINERS["buffers"])
+    left = [job.bytes_to_check + sum(file.payload for file in job.files[:-1]) + 1]
+
+    def stop(count: int) -> None:
+        left[0] -= count
+        if left[0] < 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        run(job, tmp_path / "out", threads=1, progress=stop)
+    damage(tmp_path / ".out.reshard.tmp" / "rank_0.bin")
+    run(job, tmp_path / "out", resume=True, memory=1)
+    assert binaries(tmp_path / "out") == binaries(stored("padded", 3))
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def momentum(*path: str | int, to: Any) -> Callable[[Path, dict[str, Any]], None]:
+    """Puts a value into the record of the momentum's buffer."""
+
+    def change(folder: Path, index: dict[str, Any]) -> None:
+        node = next(entry for entry in index["provenance"]["buffers"] if entry["slot"] == "momentum_buffer")
+        for part in path[:-1]:
+            node = node[part]
+        node[path[-1]] = to
+
+    return change
+
+
+def replaced_by_a_link(folder: Path, index: dict[str, Any]) -> None:
+    (folder / "rank_1.bin").rename(folder / "elsewhere")
+    (folder / "rank_1.bin").symlink_to("elsewhere")
+
+
+DAMAGE = {
+    "out of bounds": (momentum("files", 1, 1, to=1 << 20), "it was cut"),
+    "overlap": (momentum("files", 1, 1, to=0), "begins there already"),
+    "too long": (momentum("files", 1, 2, to=1 << 12), "expected places of"),
+    "no places": (momentum("files", to=[]), "expected places of"),
+    "places of another kind": (momentum("files", to=3), "TypeError"),
+    "escape": (momentum("files", 0, 0, to="../rank_0.bin"), "refused file name"),
+    "negative": (momentum("files", 0, 1, to=-8), "refused byte range"),
+    "group": (momentum("group", 0, to=2), "ranks that share"),
+    "origins": (momentum("origins", to=[]), "origins"),
+    "an origin": (momentum("origins", 0, 0, to=1), "momentum_buffer.*outside"),
+    "numel": (momentum("numel", to=1), "do not agree"),
+    "a stranger": (momentum("parameters", 0, "name", to="x"), "lists it as None"),
+    "two dtypes": (momentum("parameters", 0, "dtype", to="float16"), "one dtype"),
+    "of another dtype": (lambda path, index: index["tensors"][0].update(dtype="float16"), "lists it as float16"),
+    "a chunk": (lambda path, index: index["tensors"][0]["chunks"][0].update(payload=[2, 90]), "where the buffers say"),
+    "a buffer": (lambda path, index: index["provenance"]["buffers"].pop(), "nobody holds"),
+    "no buffers": (lambda path, index: index["provenance"].pop("buffers"), "buffers"),
+    "buffers": (lambda path, index: index["provenance"].update(buffers=3), "TypeError"),
+    "version": (lambda path, index: index.update(version=2), "version"),
+    "missing": (lambda path, index: (path / "rank_1.bin").unlink(), "1 missing"),
+    "link": (replaced_by_a_link, "symbolic link"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_index_is_refused(name, stored, tmp_path, capsys):
+    damage, message = DAMAGE[name]
+    path = tmp_path / "damaged"
+    shutil.copytree(stored("padded", 3), path)
+    index = index_of(path)
+    damage(path, index)
+    for tensor in index["tensors"]:
+        if name != "a chunk":  # else all would disagree with the chunks, too
+            tensor["chunks"] = []
+    (path / INDEX).write_text(json.dumps(index))
+    assert command(["reshard", str(path), str(tmp_path / "out"), "--mesh", "dp=2"]) == 3
+    shown = capsys.readouterr().err
+    assert re.search(message, shown), shown
+    assert [entry.name for entry in tmp_path.iterdir()] == ["damaged"]
+
+
+def test_an_index_that_is_a_link_or_no_json_is_refused(stored, tmp_path):
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / INDEX).symlink_to(stored("padded", 3) / INDEX)
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / INDEX).write_bytes((stored("padded", 3) / INDEX).read_bytes()[:-100])
+    for name in ("link", "cut"):
+        with pytest.raises(SourceError, match=INDEX):
+            format_of(tmp_path / name).read(tmp_path / name)

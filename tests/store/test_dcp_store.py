@@ -1,0 +1,385 @@
+"""DCP directories: what torch writes we read, what we write torch reads, and what is wrong is said."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from isal import isal_zlib
+from support.golden import golden
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from muonckpt.box import Box, flat_boxes
+from muonckpt.errors import DestinationError, LayoutError, SourceError
+from muonckpt.record import Blob, Chunk, Extent, Manifest, StateRecord
+from muonckpt.store.formats.dcp import directory as dcp
+from muonckpt.store.formats.torch_save import stored_zip
+from muonckpt.store.formats.torch_save import tensor_item as torch_zip
+from muonckpt.store.reading.dtypes import DTYPES
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+State = dict[str, Any]
+KeyPath = tuple[str | int, ...]
+
+
+def bits(tensor: Tensor) -> bytes:
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+
+
+def raw(path: Path, extent: Extent) -> bytes:
+    with (path / extent.file).open("rb") as stream:
+        stream.seek(extent.offset)
+        return stream.read(extent.length)
+
+
+def assemble(path: Path, tensor: StateRecord) -> bytes:
+    """The whole tensor in row-major order, put together from its payloads, each checked with its CRC-32."""
+    kind = DTYPES[tensor.dtype]
+    whole = np.zeros((*tensor.shape, kind.itemsize), np.uint8)
+    seen = np.zeros(tensor.shape, np.uint8)
+    for chunk in tensor.chunks:
+        assert chunk.payload is not None
+        payload = raw(path, chunk.payload)
+        assert isal_zlib.crc32(payload) == chunk.crc32
+        window = tuple(map(slice, chunk.box.lo, chunk.box.hi))
+        whole[window] = np.frombuffer(payload, np.uint8).reshape(*chunk.box.shape, kind.itemsize)
+        seen[window] += 1
+    assert (seen == 1).all()
+    return whole.tobytes()
+
+
+def example() -> State:
+    parameters = {"layer.weight": torch.arange(20.0).reshape(4, 5), "layer.bias": torch.zeros(3, dtype=torch.bfloat16)}
+    state = {name: {"momentum_buffer": value + 1, "step": torch.tensor(3.0)} for name, value in parameters.items()}
+    return {
+        "model": parameters,
+        "optimizer": {"state": state, "param_groups": [{"lr": 0.5, "params": list(parameters)}]},
+        "other": {"state": {"layer.weight": {"x": torch.zeros(2)}}},
+        "epoch": 7,
+    }
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    stock.save(example(), checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    return tmp_path / "ckpt"
+
+
+def test_what_torch_saves_is_read(saved: Path) -> None:
+    manifest = dcp.read(saved, payloads=True)
+    tensors = {tensor.path: tensor for tensor in manifest.tensors}
+    for name, value in example()["model"].items():
+        assert assemble(saved, tensors["model", name]) == bits(value)
+        found = tensors["optimizer", "state", name, "momentum_buffer"]
+        assert assemble(saved, found) == bits(value + 1)
+        assert (found.name, found.slot, found.shape) == (name, "momentum_buffer", tuple(value.shape))
+        assert (found.convention, found.fingerprint) == (None, None)
+    assert tensors["optimizer", "state", "layer.bias", "step"].shape == ()
+    # A "state" without "param_groups" beside it is not an optimizer's.
+    others = [tensors["other", "state", "layer.weight", "x"], tensors["model", "layer.bias"]]
+    assert {(tensor.name, tensor.slot) for tensor in others} == {(None, None)}
+    blobs = {blob.path: blob for blob in manifest.blobs}
+    group = ("optimizer", "param_groups", 0)
+    assert blobs.keys() == {("epoch",), (*group, "lr"), (*group, "params")}
+    assert raw(saved, blobs[("epoch",)].item).startswith(b"PK")
+    assert manifest.provenance["version"] == "1.0.0"
+
+
+def test_without_payloads_items_stay_closed(saved: Path) -> None:
+    closed, opened = dcp.read(saved), dcp.read(saved, payloads=True)
+    assert all(c.payload is None and c.crc32 is None for t in closed.tensors for c in t.chunks)
+    assert [[c.item for c in t.chunks] for t in closed.tensors] == [[c.item for c in t.chunks] for t in opened.tensors]
+    assert closed.blobs == opened.blobs
+
+
+def write(path: Path, boxes: dict[str, list[Box]], tensors: dict[str, Tensor], gap: int) -> Manifest:
+    """The items of a checkpoint of our own: each box of each tensor, in turn in one of two files, with gaps."""
+    path.mkdir()
+    ends = [0, 0]
+    records = []
+    for number, (key, tensor) in enumerate(tensors.items()):
+        name = str(tensor.dtype).removeprefix("torch.")
+        chunks = []
+        for box in boxes[key]:
+            file = (number + len(chunks)) % 2
+            payload = bits(tensor[tuple(map(slice, box.lo, box.hi))])
+            made, start = torch_zip.frame(name, box.shape), ends[file] + gap
+            with (path / f"__{file}_0.distcp").open("ab") as stream:
+                stream.write(bytes(gap) + made.head + payload + made.tail(isal_zlib.crc32(payload)))
+            item = Extent(f"__{file}_0.distcp", start, made.length)
+            ends[file] = item.end
+            place = Extent(item.file, start + made.payload_offset, made.payload_length)
+            chunks.append(Chunk(box, item, place, crc32=isal_zlib.crc32(payload)))
+        records.append(StateRecord(key, ("a", key.removeprefix("a.")), tuple(tensor.shape), name, tuple(chunks)))
+    return Manifest(tuple(records))
+
+
+def cut(rng: random.Random, shape: tuple[int, ...]) -> list[Box]:
+    """The boxes of a tensor that lies in a flat buffer cut at random."""
+    numel = math.prod(shape)
+    cuts = sorted(rng.randrange(numel + 1) for _ in range(rng.randrange(4)))
+    return [box for lo, hi in zip([0, *cuts], [*cuts, numel], strict=True) for box in flat_boxes(shape, lo, hi)]
+
+
+@pytest.mark.parametrize("gap", [0, 100])
+def test_what_we_write_torch_loads(tmp_path: Path, gap: int) -> None:
+    rng = random.Random(gap)
+    names = ["float32", "bfloat16", "float16", "float64", "int64", "uint8", "float8_e4m3fn", "complex64"]
+    tensors = {}
+    for number in range(24):
+        shape = tuple(rng.randrange(1, 7) for _ in range(rng.randrange(4)))
+        count = math.prod(shape) * DTYPES[name := names[number % len(names)]].itemsize
+        values = torch.frombuffer(bytearray(rng.randbytes(count)), dtype=torch.uint8)
+        tensors[f"a.{number}é"] = values.view(getattr(torch, name)).reshape(shape)
+    manifest = write(tmp_path / "ckpt", {k: cut(rng, tuple(t.shape)) for k, t in tensors.items()}, tensors, gap=gap)
+    dcp.write_metadata(manifest, tmp_path / "ckpt")
+    target = {"a": {key.removeprefix("a."): torch.zeros_like(value) for key, value in tensors.items()}}
+    stock.load(target, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    assert {f"a.{key}": bits(value) for key, value in target["a"].items()} == {k: bits(t) for k, t in tensors.items()}
+    assert replace(dcp.read(tmp_path / "ckpt", payloads=True), provenance={}) == manifest
+
+
+def test_blobs_and_metadata_survive_a_rewrite(saved: Path, tmp_path: Path) -> None:
+    manifest = dcp.read(saved)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "__0_0.distcp").write_bytes((saved / "__0_0.distcp").read_bytes())
+    dcp.write_metadata(manifest, copy)
+    assert dcp.read(copy) == manifest
+    target = example()
+    target["model"]["layer.weight"].zero_()
+    target["epoch"], target["optimizer"]["param_groups"][0]["lr"] = 0, 0.0
+    stock.load(target, checkpoint_id=copy, no_dist=True)
+    assert target["epoch"] == 7 and target["optimizer"]["param_groups"][0]["lr"] == 0.5
+    assert torch.equal(target["model"]["layer.weight"], example()["model"]["layer.weight"])
+    with pytest.raises(DestinationError, match="exists"):
+        dcp.write_metadata(manifest, copy)
+
+
+def test_ambiguous_manifests_are_not_written(tmp_path: Path) -> None:
+    chunk = Chunk(Box((0,), (2,)), Extent("f", 0, 1))
+    tensor = StateRecord("w", ("w",), (2,), "float32", (chunk,))
+    for manifest in (
+        Manifest((tensor, tensor)),
+        Manifest((tensor,), (Blob("w", ("w",), Extent("f", 1, 1)),)),
+        Manifest((replace(tensor, chunks=(chunk, chunk)),)),
+    ):
+        with pytest.raises(LayoutError, match="twice"):
+            dcp.write_metadata(manifest, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+# Golden checkpoints.
+
+
+def safetensors(file: Path) -> dict[str, bytes]:
+    """Name to raw bytes."""
+    data = file.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    header.pop("__metadata__", None)
+    ranges = {name: entry["data_offsets"] for name, entry in header.items()}
+    return {name: data[start + lo : start + hi] for name, (lo, hi) in ranges.items()}
+
+
+def contents(path: Path) -> dict[KeyPath, bytes]:
+    manifest = dcp.read(path, payloads=True)
+    for blob in manifest.blobs:
+        data = raw(path, blob.item)
+        for member in stored_zip.read_members(lambda at, n, data=data: data[at : at + n], 0, len(data)):
+            assert isal_zlib.crc32(data[member.offset : member.offset + member.length]) == member.crc32
+    return {tensor.path: assemble(path, tensor) for tensor in manifest.tensors}
+
+
+@pytest.mark.parametrize("name", ["torch_fsdp4", "torch_hsdp2x2", "dion_fsdp4", "xtuner_fsdp4", "titan_fsdp4"])
+def test_golden_optimizer_states_are_read_exactly(name: str) -> None:
+    found = contents(golden(name) / "ckpt")
+    truth = safetensors(golden(name) / "truth.safetensors")
+    compared = 0
+    for key, value in truth.items():
+        kind, _, rest = key.partition("/")
+        parameter, _, slot = rest.partition("/")
+        if kind == "param":
+            places: list[KeyPath] = [("model", parameter), (parameter,)]
+        else:
+            places = [("optimizer", "state", parameter, slot), ("optimizer", f"state.{parameter}.{slot}")]
+        stored = [found[place] for place in places if place in found]
+        if stored:  # some programs keep small numbers as plain objects
+            assert stored == [value], key
+            compared += 1
+    assert compared >= len(found) - 4 and compared > 30
+
+
+@pytest.mark.parametrize("name", ["torch_fsdp4", "torch_hsdp2x2", "dion_fsdp4", "xtuner_fsdp4"])
+def test_golden_optimizer_slots_are_recognised(name: str) -> None:
+    manifest = dcp.read(golden(name) / "ckpt")
+    slots = {(t.name, t.slot) for t in manifest.tensors if t.slot is not None}
+    assert slots == {(t.path[2], t.path[3]) for t in manifest.tensors if t.path[:2] == ("optimizer", "state")}
+    expected = {"torch": "momentum_buffer", "dion_": "momentum", "xtune": "momentum"}[name[:5]]
+    assert ("layers.0.mlp.down.weight", expected) in slots
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("fsdp_dtensor/dp4/iter_0000010", "fsdp_dtensor/dp4tp2ep2/iter_0000010"),
+        *("layer_wise/ws4_padded/torch_dist", "layer_wise/ws4_pingpong/torch_dist"),
+    ],
+)
+def test_golden_megatron_checkpoints_are_read_exactly(name: str) -> None:
+    path = golden("megatron") / name
+    found = {".".join(map(str, key)): value for key, value in contents(path).items()}
+    assert found == safetensors(path.parent / "truth.safetensors")
+
+
+# What is refused.
+
+
+def edit(path: Path, change: Callable[[Any], object]) -> None:
+    """Change the stock metadata of a checkpoint."""
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+KEY = "model.layer.weight"
+AT = MetadataIndex(KEY, torch.Size((0, 0)))
+
+
+def place(**changes: object) -> Callable[[Path], None]:
+    """Change where the item of a tensor is said to be."""
+
+    def change(metadata: Any) -> None:
+        info = metadata.storage_data[AT]
+        metadata.storage_data[AT] = _StorageInfo(**{**vars(info), **changes})
+
+    return lambda path: edit(path, change)
+
+
+def chunk(**changes: tuple[int, ...]) -> Callable[[Path], None]:
+    def change(metadata: Any) -> None:
+        for name, value in changes.items():
+            setattr(metadata.state_dict_metadata[KEY].chunks[0], name, torch.Size(value))
+
+    return lambda path: edit(path, change)
+
+
+def drop(key: str) -> Callable[[Path], None]:
+    return lambda path: edit(path, lambda m: m.state_dict_metadata.pop(key))
+
+
+def relink(path: Path) -> None:
+    (path / "__0_0.distcp").rename(path / "elsewhere")
+    (path / "__0_0.distcp").symlink_to("elsewhere")
+
+
+def pipe(path: Path) -> None:
+    (path / "__0_0.distcp").unlink()
+    os.mkfifo(path / "__0_0.distcp")
+
+
+def link_metadata(path: Path) -> None:
+    (path / ".metadata").rename(path / "metadata")
+    (path / ".metadata").symlink_to("metadata")
+
+
+def pipe_metadata(path: Path) -> None:
+    (path / ".metadata").unlink()
+    os.mkfifo(path / ".metadata")
+
+
+def rank_local(path: Path) -> None:
+    (path / ".metadata").rename(path / "__3.metadata")
+
+
+def unfinished(path: Path) -> None:
+    (path / ".metadata").rename(path / ".metadata.tmp")
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path / "__0_0.distcp", (path / "__0_0.distcp").stat().st_size - 1)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no file": (lambda path: (path / "__0_0.distcp").unlink(), "1 missing: __0_0.distcp"),
+    "cut file": (truncate, "the file has [0-9]+: it was cut"),
+    "link": (relink, "expected a regular file"),
+    "pipe": (pipe, "expected a regular file"),
+    "linked metadata": (link_metadata, "symbolic link"),
+    "piped metadata": (pipe_metadata, "expected a regular file"),
+    "rank-local": (rank_local, "use_collectives=False"),
+    "unfinished": (unfinished, "did not finish"),
+    "no metadata": (lambda path: (path / ".metadata").unlink(), "expected .metadata in .*, found none$"),
+    "cut metadata": (lambda path: os.truncate(path / ".metadata", 900), "cut or damaged"),
+    "parent": (place(relative_path="../x"), "file name '../x'"),
+    "absolute": (place(relative_path="/etc/passwd"), "file name '/etc/passwd'"),
+    "hidden": (place(relative_path=".metadata"), "file name '.metadata'"),
+    "outside": (place(length=1 << 40), "begins there already|it was cut"),
+    "overlap": (place(offset=10), "begins there already"),
+    "encoded": (place(transform_descriptors=["stream.zstd/1"]), "encoded with .*zstd"),
+    "box": (chunk(sizes=(5, 5)), r"within shape \(4, 5\), found \[0:5, 0:5\]"),
+    "rank of box": (chunk(sizes=(20,)), "expected 2 dims"),
+    "moved box": (chunk(offsets=(1, 0), sizes=(3, 5)), "found one for 'model.layer.weight' at offsets"),
+    "not stored": (lambda path: edit(path, lambda m: m.storage_data.pop(AT)), "none: its writer did not finish"),
+    "not listed": (drop(KEY), "items of known tensors only"),
+    "blob not listed": (drop("epoch"), "found one for 'epoch' at offsets None"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_broken_directories_are_refused(saved: Path, case: str) -> None:
+    damage, message = REFUSED[case]
+    damage(saved)
+    with pytest.raises(SourceError, match=message) as caught:
+        dcp.read(saved)
+    assert str(saved) in str(caught.value)
+
+
+def test_nothing_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="no directory"):
+        dcp.read(tmp_path / "none")
+    (tmp_path / "iter_0000010").mkdir()
+    (tmp_path / "iter_0000010" / ".metadata").touch()
+    with pytest.raises(SourceError, match=r"found none; there is one in iter_0000010$"):
+        dcp.read(tmp_path)
+
+
+REFUSED_ITEMS: dict[str, tuple[Tensor, str]] = {
+    "dtype": (torch.zeros(4, 5, dtype=torch.float64), "expected float32 .*found float64"),
+    "shape": (torch.zeros(5, 4), r"expected float32 of shape \(4, 5\).*found float32 of shape \(5, 4\)"),
+    "conjugate": (torch.zeros(4, 5, dtype=torch.complex64).conj(), "flags"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_ITEMS)
+def test_items_that_contradict_the_metadata_are_refused(saved: Path, case: str) -> None:
+    tensor, message = REFUSED_ITEMS[case]
+    torch.save(tensor, saved / "item")
+    place(relative_path="item", offset=0, length=(saved / "item").stat().st_size)(saved)
+    dcp.read(saved)
+    with pytest.raises(SourceError, match=message) as caught:
+        dcp.read(saved, payloads=True)
+    assert KEY in str(caught.value) and "[0:4, 0:5]" in str(caught.value)
+
+
+def test_a_damaged_item_is_named(saved: Path) -> None:
+    tensor = next(t for t in dcp.read(saved).tensors if t.key == KEY)
+    with (saved / "__0_0.distcp").open("r+b") as stream:
+        stream.seek(tensor.chunks[0].item.offset + 70)
+        stream.write(b"?")
+    with pytest.raises(SourceError, match=r"at byte \d+: tensor 'model.layer.weight'.*checksum .* for data.pkl"):
+        dcp.read(saved, payloads=True)

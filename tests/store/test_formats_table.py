@@ -1,0 +1,117 @@
+"""Every format into every other, through the command: each element and each fingerprint arrives."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support import sharded
+from support.golden import golden
+from support.sharded import bits
+from support.translated import PEERS, SUMS, expected, words_apart
+from support.whole import assemble
+
+import muonckpt
+from muonckpt.box import Box
+from muonckpt.cli.main import run
+from muonckpt.record import FILE, Manifest
+from muonckpt.store.formats.registry import format_of
+
+# Of every format some topology or arrangement of files; what `--format` and the other options say of it.
+KINDS = {
+    "rows": "--format dcp --mesh dp=3",
+    "columns": "--format dcp --mesh dp=2,tp=2 --shard q*=tp:1,dp:0 --shard *=dp:0,tp:0",
+    "experts and replicas": "--format dcp --mesh dp=2,ep=2 --shard e*=ep:0,dp:1 --shard *=dp:0",
+    "flat": "--format dcp --mesh dp=4 --layout flat",
+    "owned": "--format dcp --mesh dp=2 --layout owned",
+    "padded buffers": "--format buffers --mesh dp=3 --layout padded",
+    "compact buffers": "--format buffers --mesh dp=2,tp=2 --shard q*=tp:1 --layout compact",
+    "flat buffers": "--format buffers --mesh dp=4 --layout flat",
+    "torch_dist": "--format torch_dist --mesh dp=3",
+    "a safetensors file": "--format safetensors --tensors-only",
+    "safetensors in shards": "--format safetensors --shard-size 600 --tensors-only",
+    "zarr": "--format zarr --tensors-only",
+    "zarr in parts": "--format zarr --shard-size 300 --tensors-only",
+}
+SOURCES = (*KINDS, "stock")
+_FOLDER = tempfile.TemporaryDirectory(prefix="muonckpt-tests-")
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """A stack of experts, a matrix of another type, one that no mesh divides, a vector and a number."""
+    shapes = {"experts": (4, 6, 5), "q": (12, 8), "uneven": (7, 3), "bias": (9,), "step": ()}
+    made = {name: sharded.some(shape, torch.float32, seed) for seed, (name, shape) in enumerate(shapes.items())}
+    return made | {"q.half": sharded.some((10, 6), torch.bfloat16, 9)}
+
+
+def convert(*arguments: object) -> None:
+    assert run(["convert", *map(str, arguments)]) == 0
+
+
+@cache
+def source(kind: str) -> Path:
+    """A checkpoint of this kind, made of our own, which one process saved.  Do not change."""
+    path = Path(_FOLDER.name) / kind.replace(" ", "-")
+    if kind in KINDS:
+        convert(source("own"), path, *KINDS[kind].split())
+        return path
+    muonckpt.save(tensors(), path)
+    if kind == "stock":
+        (path / FILE).unlink()
+    return path
+
+
+def held(path: Path) -> tuple[Manifest, dict[str, bytes]]:
+    """What a checkpoint of any format says, and every element of it in row-major order."""
+    found = format_of(path)
+    manifest = found.read(path)
+    with found.payloads(path) as payloads:
+        return manifest, {t.key: assemble(payloads, t, Box.of(t.shape)).tobytes() for t in manifest.tensors}
+
+
+@pytest.mark.parametrize("target", KINDS)
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_format_becomes_every_other(kind, target, tmp_path):
+    convert(source(kind), tmp_path / "out", *KINDS[target].split())
+    manifest, elements = held(tmp_path / "out")
+    assert elements == {key: bits(value) for key, value in tensors().items()}
+    own = {tensor.key: tensor.fingerprint for tensor in held(source("own"))[0].tensors}
+    assert {tensor.key: tensor.fingerprint for tensor in manifest.tensors} == own
+
+
+# --- in other words as well -------------------------------------------------------------------------------------------
+
+FORMATS = (
+    "dcp --mesh dp=3",
+    "buffers --mesh dp=2 --layout padded",
+    "safetensors --tensors-only",
+    "dcp --mesh dp=2 --layout flat",
+    "zarr --tensors-only",
+)
+PROGRAMS = ("torch", "dion", "xtuner", "titan")
+PAIRS = [(one, other) for one in PROGRAMS for other in (*PROGRAMS, "veomni", "muonckpt") if one != other]
+TRANSLATED = [(*pair, written) for pair, written in zip(PAIRS, cycle(FORMATS), strict=False)]
+
+
+@pytest.mark.parametrize(("peer", "target", "written"), TRANSLATED, ids=map(" ".join, TRANSLATED))
+def test_checkpoints_of_other_programs_become_each_other_in_any_format(peer, target, written, tmp_path):
+    """Against what each run had in memory: bit for bit, or within one rounding where the momentum is scaled."""
+    convert(golden(PEERS[peer]) / "ckpt", tmp_path / "out", "--to", target, "--format", *written.split())
+    manifest, found = held(tmp_path / "out")
+    want = expected(PEERS[peer], target)
+    assert found.keys() == want.keys()
+    slot = "momentum" if target in SUMS else "momentum_buffer"
+    matrices = {t.key for t in manifest.tensors if t.slot == slot and t.convention}
+    for key, words in want.items():
+        close = key in matrices and (peer in SUMS) != (target in SUMS)
+        mine = np.frombuffer(found[key], words.dtype)
+        apart = words_apart(mine, words.reshape(-1)) if close else int(not np.array_equal(mine, words.reshape(-1)))
+        assert apart <= close, key
+    assert matrices and {t.convention for t in manifest.tensors if t.key in matrices} == {
+        "sum" if target in SUMS else "ema"
+    }

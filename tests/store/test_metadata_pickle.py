@@ -1,0 +1,319 @@
+"""DCP's .metadata: read like torch reads it, written so that torch reads it, and nothing in it is ever run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import random
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path, PosixPath, PureWindowsPath
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.golden import golden
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan
+
+from muonckpt.errors import SourceError
+from muonckpt.store.formats.dcp import metadata_pickle
+from muonckpt.store.formats.dcp.metadata_pickle import Metadata, StoredItem, TensorMeta, dump, parse
+from muonckpt.store.formats.torch_save import inert_pickle
+from muonckpt.store.formats.torch_save.inert_pickle import unpickle
+from muonckpt.store.reading.dtypes import DTYPES
+
+GOLDEN = [
+    *("torch_fsdp4/ckpt", "torch_hsdp2x2/ckpt", "dion_fsdp4/ckpt", "xtuner_fsdp4/ckpt", "titan_fsdp4/ckpt"),
+    *("megatron/fsdp_dtensor/dp4/iter_0000010", "megatron/fsdp_dtensor/dp4tp2ep2/iter_0000010"),
+    *("megatron/layer_wise/ws4_padded/torch_dist", "megatron/layer_wise/ws4_pingpong/torch_dist"),
+]
+
+
+def plain(stock: dcp.Metadata) -> Metadata:
+    """The same content, taken from torch's own objects."""
+    entries = stock.state_dict_metadata.items()
+    return Metadata(
+        {
+            key: TensorMeta(
+                str(entry.properties.dtype).removeprefix("torch."),
+                tuple(entry.size),
+                tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks),
+            )
+            for key, entry in entries
+            if isinstance(entry, dcp.TensorStorageMetadata)
+        },
+        tuple(key for key, entry in entries if isinstance(entry, dcp.BytesStorageMetadata)),
+        {
+            (index.fqn, None if index.offset is None else tuple(index.offset)): StoredItem(
+                info.relative_path, info.offset, info.length, tuple(info.transform_descriptors or ())
+            )
+            for index, info in stock.storage_data.items()
+        },
+        dict(stock.planner_data or {}),
+        stock.version,
+    )
+
+
+def small() -> dcp.Metadata:
+    """Stock metadata of a 5x4 tensor in two boxes, a scalar and a blob."""
+    boxes = [((0, 0), (3, 4)), ((3, 0), (2, 4))]
+    chunks = [dcp.ChunkStorageMetadata(torch.Size(lo), torch.Size(sizes)) for lo, sizes in boxes]
+    properties = dcp.TensorProperties(dtype=torch.bfloat16)
+    scalar = [dcp.ChunkStorageMetadata(torch.Size([]), torch.Size([]))]
+    return dcp.Metadata(
+        {
+            "w": dcp.TensorStorageMetadata(properties, torch.Size((5, 4)), chunks),
+            "step": dcp.TensorStorageMetadata(dcp.TensorProperties(torch.float32), torch.Size(()), scalar),
+            "lr": dcp.BytesStorageMetadata(),
+        },
+        {"w": ("w",), "lr": ("groups", 0, "lr")},
+        {
+            dcp.MetadataIndex("w", torch.Size((0, 0)), 0): _StorageInfo("__0_0.distcp", 0, 1500),
+            dcp.MetadataIndex("w", torch.Size((3, 0)), 1): _StorageInfo("__1_0.distcp", 0, 1500, ["stream.zstd/1"]),
+            dcp.MetadataIndex("step", torch.Size(())): _StorageInfo("__0_0.distcp", 1500, 1500),
+            dcp.MetadataIndex("lr"): _StorageInfo("__0_0.distcp", 5_000_000_000, 1261),
+        },
+        dcp.StorageMeta(PosixPath("/a/b"), "id"),
+        "1.0.0",
+    )
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_metadata_is_read_as_torch_reads_it(name: str) -> None:
+    data = (golden(name) / ".metadata").read_bytes()
+    found = parse(data)
+    stock = pickle.loads(data)
+    assert found.extra == (("all_local_plans",) if "torch_dist" in name else ())
+    expected = plain(stock)
+    assert found == Metadata(*(getattr(expected, field) for field in Metadata.__slots__[:-1]), extra=found.extra)
+    assert list(found.storage) == list(expected.storage)
+    assert plain(pickle.loads(dump(found))) == expected
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_pickle_protocol_is_read(protocol: int) -> None:
+    assert parse(pickle.dumps(small(), protocol)) == plain(small())
+
+
+def test_the_directory_of_the_save_may_come_from_any_system() -> None:
+    metadata = small()
+    data = pickle.dumps(metadata)
+    newer = data.replace(b"\x8c\x07pathlib", b"\x8c\x0epathlib._local")  # as Python 3.13 names it
+    assert newer != data and parse(newer) == plain(metadata)
+    metadata.storage_meta = dcp.StorageMeta(PureWindowsPath("C:/run"), "id")
+    assert parse(pickle.dumps(metadata)) == plain(metadata)
+    metadata.storage_meta = None
+    assert parse(pickle.dumps(metadata)) == plain(metadata)
+
+
+def test_attributes_of_other_programs_are_named() -> None:
+    metadata = small()
+    metadata.mcore_data = {"w": {"shape": (5, 4), "scale": 0.5, "big": 1 << 70, "flag": True, "none": [None]}}
+    metadata.all_local_plans = [SavePlan([])]
+    assert parse(pickle.dumps(metadata)).extra == ("mcore_data", "all_local_plans")
+
+
+names = st.text(min_size=1, max_size=12)
+index = st.integers(0, 1 << 40)
+boxes = st.lists(st.tuples(index, index), max_size=4)
+
+
+@st.composite
+def metadata(draw: st.DrawFn) -> Metadata:
+    keys = draw(st.lists(names, unique=True, max_size=6))
+    split = draw(st.integers(0, len(keys)))
+    tensors = {}
+    for key in keys[:split]:
+        shape = tuple(draw(st.lists(index, max_size=5)))
+        offsets = draw(st.lists(st.tuples(*(index for _ in shape)), unique=True, max_size=3))
+        tensors[key] = TensorMeta(draw(st.sampled_from(list(DTYPES))), shape, tuple((lo, shape) for lo in offsets))
+    places = [(key, lo) for key, tensor in tensors.items() for lo, _ in tensor.chunks]
+    item = st.builds(StoredItem, names, index, index)
+    return Metadata(
+        tensors,
+        tuple(keys[split:]),
+        {place: draw(item) for place in (*places, *((key, None) for key in keys[split:]))},
+        {key: tuple(draw(st.lists(st.one_of(names, index), max_size=4))) for key in keys},
+        draw(st.none() | names),
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(metadata())
+def test_dump_and_parse_are_inverse_and_torch_agrees(value: Metadata) -> None:
+    data = dump(value)
+    assert parse(data) == value
+    assert plain(pickle.loads(data)) == value
+
+
+def test_many_keys_take_few_bytes_each() -> None:
+    key = "optimizer.state.model.layers.{}.mlp.experts.linear_fc1.weight.momentum_buffer"
+    tensors = {
+        key.format(n): TensorMeta("float32", (640, 64), tuple(((r * 10, 0), (10, 64)) for r in range(64)))
+        for n in range(80)
+    }
+    places = [(key, lo) for key, tensor in tensors.items() for lo, _ in tensor.chunks]
+    value = Metadata(tensors, (), {place: StoredItem("__0_0.distcp", 0, 1000) for place in places})
+    data = dump(value)
+    assert len(data) < 160 * len(places)
+    assert parse(data) == value
+
+
+def test_what_cannot_be_read_is_not_written() -> None:
+    with pytest.raises(SourceError, match="float31"):
+        dump(Metadata({"w": TensorMeta("float31", (), ())}, (), {}))
+    with pytest.raises(SourceError, match="zstd"):
+        dump(Metadata({}, ("b",), {("b", None): StoredItem("f", 0, 1, ("stream.zstd/1",))}))
+
+
+class Call:
+    """Pickles as the call of a function."""
+
+    def __init__(self, function: Callable[..., Any], *args: object) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, ...]]:
+        return self.call
+
+
+def changed(change: Callable[[dcp.Metadata], object]) -> bytes:
+    value = small()
+    change(value)
+    return pickle.dumps(value)
+
+
+def sharing_chunks(copies: int) -> bytes:
+    """One list of two chunks that stands for the chunks of many tensors."""
+    value = small()
+    value.state_dict_metadata |= {f"w{n}": value.state_dict_metadata["w"] for n in range(copies)}
+    return pickle.dumps(value)
+
+
+def set_size(size: object) -> Callable[[dcp.Metadata], object]:
+    return lambda value: setattr(value.state_dict_metadata["w"], "size", size)
+
+
+DEEP = 300_000
+REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
+    "eval": (lambda: pickle.dumps(Call(eval, "1")), "'builtins eval'; nothing was run"),
+    "system": (lambda: changed(lambda m: setattr(m, "extra", Call(os.system, "true"))), "'posix system'"),
+    "torch.load": (lambda: changed(lambda m: setattr(m, "extra", Call(torch.load, "f"))), "torch.serialization load"),
+    "getattr": (lambda: pickle.dumps(Call(getattr, small, "x")), "'builtins getattr'"),
+    "dotted": (lambda: b"\x80\4\x8c\5torch\x8c\x0cSize.__new__\x93.", "Size.__new__"),
+    "text opcode": (lambda: b"cos\nsystem\n(Vtrue\ntR.", "'os system'"),
+    "inst opcode": (lambda: b"(Vtrue\nios\nsystem\n.", "only opcodes of plain data"),
+    "extension": (lambda: b"\x80\4\x82\1.", "only opcodes of plain data"),
+    "persistent": (lambda: b"\x80\4NQ.", "'persistent id'"),
+    "memo bomb": (lambda: b"\x80\4Nr\xff\xff\xff\x7f.", "number 0 for the next memo entry"),
+    "text bomb": (lambda: b"\x80\4X\xff\xff\xff\xff.", "cut or damaged"),
+    "bytes bomb": (lambda: b"\x80\4\x8e" + b"\xff" * 7 + b"\x7f.", "only opcodes of plain data"),
+    "deep key": (lambda: b"\x80\4})" + b"\x85" * DEEP + b"Ns.", "as a dict key, found tuple"),
+    "deep tuple": (lambda: b"\x80\4)" + b"\x85" * DEEP + b".", "expected Record, found tuple"),
+    "deep list": (lambda: b"\x80\2" + b"]" * DEEP + b"a" * (DEEP - 1) + b".", "expected Record, found list"),
+    "deep name": (lambda: b"\x80\4)" + b"\x85" * DEEP + b"N\x93.", "expected str"),
+    "no key": (lambda: b"\x80\4}NNs.", "as a dict key, found NoneType"),
+    "empty": (lambda: b"", "cut or damaged"),
+    "no pickle": (lambda: b"{}", "expected only opcodes"),
+    "underflow": (lambda: b"\x80\4\x85.", "cut or damaged"),
+    "unmarked": (lambda: b"\x80\4}u.", "cut or damaged"),
+    "odd pairs": (lambda: b"\x80\4}(\x8c\1au.", "cut or damaged"),
+    "extend a dict": (lambda: b"\x80\4}(Ne.", "expected list, found dict"),
+    "fill a dict": (lambda: b"\x80\4}}b.", "expected Record, found dict"),
+    "call a string": (lambda: b"\x80\4\x8c\1a)R.", "expected Global, found str"),
+    "longer": (lambda: pickle.dumps(small()) + b"N", "end of the pickle"),
+    "other object": (lambda: pickle.dumps(torch.Size([2])), "class Metadata, found torch Size"),
+    "no storage": (lambda: changed(lambda m: delattr(m, "storage_data")), "part missing .'storage_data'"),
+    "null storage": (lambda: changed(lambda m: setattr(m, "storage_data", None)), "expected dict, found NoneType"),
+    "negative": (lambda: changed(set_size((5, -4))), ">= 0, found -4"),
+    "bool": (lambda: changed(set_size((True, 4))), "expected int, found bool"),
+    "float": (lambda: changed(set_size((5.0, 4))), "expected int, found float"),
+    "text size": (lambda: changed(set_size("54")), "expected a sequence, found str"),
+    "many dims": (lambda: changed(set_size((1,) * 65)), "at most 64 items"),
+    "wrong object": (lambda: changed(set_size(torch.float32)), "expected a sequence"),
+    "shared chunks": (lambda: sharing_chunks(1), "2 chunks and 1 items"),
+    "bad path": (lambda: changed(lambda m: m.planner_data.update(w=("a", None))), "expected str, found NoneType"),
+    "dtype": (lambda: changed(lambda m: setattr(m.state_dict_metadata["w"].properties, "dtype", 3)), "Global"),
+    "no dtype": (lambda: pickle.dumps(small()).replace(b"bfloat16", b"Xfloat16"), "'torch Xfloat16'"),
+    "no such": (lambda: changed(lambda m: m.state_dict_metadata.update(w=3)), "expected Record, found int"),
+    "version": (lambda: changed(lambda m: setattr(m, "version", 1)), "expected str, found int"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_hostile_or_damaged_metadata_is_refused(case: str) -> None:
+    make, message = REFUSED[case]
+    with pytest.raises(SourceError, match=message):
+        parse(make())
+
+
+def test_one_item_stored_twice_is_refused() -> None:
+    value = Metadata({}, ("a", "b"), {("a", None): StoredItem("f", 0, 1), ("b", None): StoredItem("f", 1, 1)})
+    data = dump(value).replace(b"X\1\0\0\0b\x94", b"X\1\0\0\0a\x94")
+    with pytest.raises(SourceError, match="one stored item for 'a' at offset None, found two"):
+        parse(data)
+
+
+def test_code_is_not_run(tmp_path: Path) -> None:
+    trap = tmp_path / "run"
+    data = changed(lambda m: setattr(m, "extra", Call(os.mkdir, str(trap))))
+    with pytest.raises(SourceError, match="mkdir"):
+        parse(data)
+    assert not trap.exists()
+    pickle.loads(data)
+    assert trap.exists()  # the trap works
+
+
+def test_damage_is_refused_or_read_but_never_a_crash() -> None:
+    rng = random.Random(0)
+    data = pickle.dumps(small())
+    for length in range(len(data)):
+        with pytest.raises(SourceError):
+            parse(data[:length])
+    for _ in range(4000):
+        damaged = bytearray(data)
+        for _ in range(rng.randrange(1, 4)):
+            damaged[rng.randrange(len(data))] = rng.randrange(256)
+        try:
+            parse(bytes(damaged))
+        except SourceError as error:
+            assert str(error)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from([bytes([n]) for n in range(128, 150)] + [bytes([n]) for n in b")]}(.0tuesabRNKXq"])))
+def test_random_opcodes_are_refused_or_read_but_never_a_crash(opcodes: list[bytes]) -> None:
+    with contextlib.suppress(SourceError):
+        unpickle(b"\x80\4" + b"".join(opcodes) + b".", frozenset())
+
+
+def test_the_size_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata_pickle, "MAX_BYTES", 100)
+    with pytest.raises(SourceError, match="at most 100 bytes"):
+        parse(pickle.dumps(small()))
+
+
+def test_reading_needs_neither_torch_nor_numpy(tmp_path: Path) -> None:
+    (tmp_path / "metadata").write_bytes(pickle.dumps(small()))
+    code = (
+        "import sys, pathlib; from muonckpt.store.formats.dcp.metadata_pickle import parse\n"
+        "found = parse(pathlib.Path(sys.argv[1]).read_bytes())\n"
+        "print(len(found.storage), 'torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "metadata")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["4", "False", "False"]
+
+
+def test_long_integers_keep_their_value() -> None:
+    for value in (0, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32, 2**63, 2**100):
+        data = b"\x80\4" + inert_pickle.integer(value) + b"."
+        assert unpickle(data, ()) == pickle.loads(data) == value
+    assert unpickle(b"\x80\2G" + struct.pack(">d", 0.5) + b".", ()) == 0.5

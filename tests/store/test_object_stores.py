@@ -1,0 +1,350 @@
+"""Object stores: the same files as in a directory, by ranges and in parts, and nothing to be seen of a failed run."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import uuid
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import store_server
+from support.commands import called, cli
+from support.resharded import once, reshard
+from support.sharded import elements_of
+
+import muonckpt
+from muonckpt.box import row_major
+from muonckpt.cli.asked import FORMATS
+from muonckpt.converters.engine.job import make_job
+from muonckpt.converters.engine.run import run
+from muonckpt.converters.target.container import WHOLE_TENSORS
+from muonckpt.converters.target.topology import Target
+from muonckpt.errors import DestinationError, SourceError
+from muonckpt.layout import Place
+from muonckpt.record import Extent
+from muonckpt.store.formats.registry import format_of
+from muonckpt.store.io import location as remote
+from muonckpt.store.io.location import PART, Remote, location, part_bytes
+from muonckpt.store.reading.payloads import Payloads
+from muonckpt.store.reading.strided import batches, blocks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+MATRIX = "optimizer.state.0.weight.momentum_buffer"
+S3 = f"s3://{store_server.BUCKET}"
+
+
+@pytest.fixture(scope="session")
+def served():
+    """The server; this process and those that it starts find it by their environment."""
+    for name in ("moto", "flask", "flask_cors", "s3fs"):
+        pytest.importorskip(name, reason=f"a real S3 server needs {name}: pip install -e '.[dev]'")
+    with store_server.running() as (server, address), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", address)
+        patch.setenv("AWS_ACCESS_KEY_ID", "of-a-test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "of-a-test")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        fsspec.filesystem("s3", use_listings_cache=False).mkdir(store_server.BUCKET)
+        yield server
+
+
+@pytest.fixture
+def server(served):
+    served.requests.clear()
+    return served
+
+
+@pytest.fixture(params=["memory", "s3"])
+def store(request) -> Remote:
+    """An empty place in each kind of store."""
+    if request.param == "s3":
+        request.getfixturevalue("server")
+    return location(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else f"{S3}/{uuid.uuid4().hex}")
+
+
+@pytest.fixture
+def memory() -> Remote:
+    return location(f"memory://{uuid.uuid4().hex}")
+
+
+@pytest.fixture(scope="module")
+def source(tiny_checkpoint, tmp_path_factory):
+    """A checkpoint in a directory, on three ranks.  Do not change."""
+    path = tmp_path_factory.mktemp("source") / "run"
+    reshard(tiny_checkpoint, path, 3)
+    return path
+
+
+def files(place) -> dict[str, bytes]:
+    """What stands in the files of ranks and for stock programs; our manifest names its source."""
+    found = {}
+    for each in place.iterdir():
+        if each.name != "muonckpt.json":
+            found[each.name] = each.fs.cat_file(each.path) if isinstance(each, Remote) else each.read_bytes()
+    return found
+
+
+def objects(place: Remote) -> list[str]:
+    """All that lies in a place, or beside it under a name that begins with a dot."""
+    return [name.removeprefix(place.path) for name in place.fs.find(place.path)]
+
+
+def is_checkpoint(place: Remote) -> bool:
+    try:
+        format_of(place).read(place)
+    except SourceError:
+        return False
+    return True
+
+
+# --- exact ------------------------------------------------------------------------------------------------------------
+
+
+def test_there_within_and_back_give_the_files_that_a_directory_has(source, store, tmp_path):
+    cut = ["--mesh", "dp=2,tp=2", "--shard", f"{MATRIX}=tp:1,dp:0"]
+    assert called("reshard", source, store / "up", "--mesh", "dp=3", "--verify").returncode == 0
+    assert called("reshard", store / "up", store / "across", *cut).returncode == 0
+    assert called("reshard", store / "across", tmp_path / "down", "--mesh", "dp=3").returncode == 0
+    assert called("reshard", source, tmp_path / "local", "--mesh", "dp=3").returncode == 0
+    assert called("reshard", source, tmp_path / "local4", *cut).returncode == 0
+    assert files(store / "up") == files(tmp_path / "down") == files(tmp_path / "local")
+    assert files(store / "across") == files(tmp_path / "local4")
+    assert elements_of(tmp_path / "down") == elements_of(source)
+    assert sorted(name.split("/")[1] for name in objects(store)).count("up") == 5  # and no journal is left
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_is_written_and_read(source, form, memory, tmp_path):
+    with_all = [] if form in ("dcp", "buffers", "torch_dist") else ["--tensors-only", "--shard-size", "1KiB"]
+    with_all += ["--select", "model.*"]
+    done = called("convert", source, memory / "out", "--format", form, *with_all)
+    assert done.returncode == 0, done.stderr
+    assert called("verify", memory / "out").returncode == 0
+    assert called("inspect", memory / "out").returncode == 0
+    assert called("convert", memory / "out", tmp_path / "back", "--format", "dcp").returncode == 0
+    whole = elements_of(source)
+    assert elements_of(tmp_path / "back") == {key: raw for key, raw in whole.items() if key.startswith("model.")}
+
+
+def test_one_file_of_safetensors_and_a_hierarchy_of_zarr_in_s3_and_stock_zarr_reads_it(source, server):
+    zarr = pytest.importorskip("zarr")
+    place = location(f"{S3}/{uuid.uuid4().hex}")
+    for form, name in (("safetensors", "one.safetensors"), ("zarr", "tree")):
+        done = called("export", source, place / name, "--format", form, "--select", MATRIX)
+        assert done.returncode == 0, done.stderr
+        assert called("verify", place / name).returncode == 0
+    found = zarr.open_array(f"{place / 'tree'}/optimizer/state/0.weight/momentum_buffer", mode="r")[...]
+    assert found.tobytes() == elements_of(source)[MATRIX]
+    assert [name.split("/")[1] for name in objects(place) if "tree" not in name] == ["one.safetensors"]
+
+
+# --- what is read and written -----------------------------------------------------------------------------------------
+
+
+def test_only_the_ranges_that_are_needed_are_read(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote.RemoteFile, "gap", 0)
+    place = location(f"{S3}/{uuid.uuid4().hex}")
+    muonckpt.save({"a": torch.randn(64, 96), "b": torch.randn(300, 100)}, tmp_path / "run")
+    reshard(tmp_path / "run", place / "rows", 4)
+    for more in (["--mesh", "dp=3"], ["--mesh", "tp=3", "--shard", "*=tp:1"]):
+        server.requests.clear()
+        assert called("reshard", place / "rows", tmp_path / more[1], "--select", "a", *more).returncode == 0
+        need = 64 * 96 * 4
+        assert server.read(".distcp") <= 2 * need  # once to check, once to copy
+    assert called("verify", tmp_path / "tp=3").returncode == 0
+
+
+def test_a_large_file_goes_up_in_parts_and_a_failed_one_leaves_none(server, tmp_path, monkeypatch):
+    place = location(f"{S3}/{uuid.uuid4().hex}")
+    muonckpt.save({"w": torch.arange(5 << 20, dtype=torch.float32).reshape(-1, 1024)}, tmp_path / "run")
+    reshard(tmp_path / "run", place / "whole", 1)
+    parts = server.parts("whole/__0_0.distcp")
+    assert (
+        len(parts) == 3 and max(parts) <= PART + (2 << 20) and sum(parts) == len(files(place / "whole")["__0_0.distcp"])
+    )
+
+    write = remote.Upload.write
+
+    def failing(upload, data, at):
+        if at > PART + (1 << 20):
+            raise OSError("the network is gone")
+        return write(upload, data, at)
+
+    monkeypatch.setattr(remote.Upload, "write", failing)
+    with pytest.raises(DestinationError, match="the network is gone"):
+        reshard(tmp_path / "run", place / "failed", 1)
+    assert len(server.parts("failed/__0_0.distcp")) == 1 and objects(place / "failed") == []
+    assert "Uploads" not in place.fs.call_s3("list_multipart_uploads", Bucket=store_server.BUCKET)
+
+
+@pytest.mark.parametrize("length", [0, 1, PART, 9_000 * PART, 9_000 * PART + 1, 5 << 40])
+def test_parts_are_few_enough_and_whole_mebibytes(length):
+    part = part_bytes(length)
+    assert part >= PART and part % (1 << 20) == 0 and -(-length // part) <= 10_000
+
+
+def test_a_budget_that_is_too_small_is_refused_before_anything_is_written(source, memory):
+    done = called("reshard", source, memory / "out", "--mesh", "dp=2", "--memory", "119MiB")
+    assert done.returncode == 4 and "raise --memory, or lower --jobs" in done.stderr
+    assert objects(memory) == []
+    for more in (["--memory", "120MiB"], ["--memory", "40MiB", "--jobs", "1"]):
+        memory = memory / "x"
+        assert called("reshard", source, memory / "out", "--mesh", "dp=2", *more).returncode == 0
+
+
+boxes = st.integers(0, 3).flatmap(
+    lambda ndim: st.tuples(*[st.tuples(st.integers(1, 5), st.integers(0, 2), st.integers(0, 2)) for _ in range(ndim)])
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(boxes, st.integers(0, 40), st.integers(1, 60))
+def test_blocks_tile_a_box_and_keep_to_their_bounds(dims, gap, most):
+    outer = tuple(before + length + after for length, before, after in dims)
+    shape, strides = tuple(length for length, _, _ in dims), row_major(outer)
+    found = list(blocks(shape, strides, gap, most))
+    count = np.zeros(shape, int)
+    for block in found:
+        count[block.slices] += 1
+        places = [0]
+        for length, stride in zip(block.shape, strides, strict=True):
+            places = [place + step * stride for place in places for step in range(length)]
+        assert block.span(strides) == max(places) + 1 <= most
+        assert max(np.diff(sorted(places)), default=1) - 1 <= gap
+    assert (count == 1).all()
+    together = list(batches(found, strides, most))
+    assert [block for batch in together for block in batch] == found
+    assert all(sum(block.span(strides) for block in batch) <= most for batch in together)
+
+
+@pytest.mark.parametrize(("gap", "most"), [(0, 64), (8, 64), (1 << 20, 64), (0, 1 << 20), (1 << 20, 1 << 20)])
+@pytest.mark.parametrize("dtype", ["uint8", "float32", "complex128"])
+def test_what_is_gathered_from_an_object_is_what_lies_there(gap, most, dtype, memory, monkeypatch):
+    monkeypatch.setattr(remote.RemoteFile, "gap", gap)
+    monkeypatch.setattr(remote.RemoteFile, "most", most)
+    whole = np.arange(7 * 6 * 5).astype(dtype).reshape(7, 6, 5)
+    (memory / "x").write(b"head" + whole.tobytes())
+    payload, size = Extent("x", 4, whole.nbytes), whole.itemsize
+    with Payloads(memory) as payloads:
+        for lo, hi in (((0, 0, 0), (7, 6, 5)), ((1, 2, 3), (6, 5, 5)), ((3, 0, 0), (4, 6, 1)), ((6, 5, 4), (7, 6, 5))):
+            shape = tuple(np.subtract(hi, lo))
+            place = Place("x", int(np.dot(lo, row_major(whole.shape))), row_major(whole.shape))
+            found = payloads.gather(payload, dtype, place, shape)
+            assert found.tobytes() == whole[tuple(map(slice, lo, hi))].tobytes()
+            assert found.itemsize * found.size == size * np.prod(shape)
+
+
+# --- nothing in between -----------------------------------------------------------------------------------------------
+
+
+def test_there_is_no_checkpoint_before_the_last_object(source, store):
+    seen, calls = [], itertools.count()
+
+    def looking(name):
+        return lambda count: next(calls) % 8 or seen.append(is_checkpoint(store / name))
+
+    reshard(source, store / "out", 3, progress=looking("out"))
+    assert seen and not any(seen) and is_checkpoint(store / "out")
+    for form, shard_bytes in (("zarr", None), ("safetensors", None), ("safetensors", 1)):
+        name = f"{form}{shard_bytes}"
+        job = make_job(source, Target({"dp": 1}), [MATRIX], container=WHOLE_TENSORS[form](shard_bytes))
+        run(job, store / name, progress=looking(name))
+        assert not any(seen) and is_checkpoint(store / name)
+        assert not [found for found in objects(store) if found.startswith(f".{name}")]
+
+
+def test_a_damaged_object_is_found_and_nothing_is_made_of_it(source, memory):
+    reshard(source, memory / "good", 2)
+    tensor = next(tensor for tensor in format_of(memory / "good").read(memory / "good").tensors if tensor.key == MATRIX)
+    victim = memory / "good" / tensor.chunks[1].item.file
+    data = bytearray(files(memory / "good")[victim.name])
+    data[tensor.chunks[1].payload.offset] ^= 1
+    victim.write(bytes(data))
+    assert called("verify", memory / "good").returncode == 1
+    done = called("reshard", memory / "good", memory / "bad", "--mesh", "dp=3")
+    assert done.returncode == 3 and "is damaged" in done.stderr
+    assert objects(memory / "bad") == [] and len(objects(memory)) == 4
+
+    victim.write(bytes(data[:-200]))
+    done = called("reshard", memory / "good", memory / "bad", "--mesh", "dp=3")
+    assert done.returncode == 3 and str(victim) in done.stderr
+
+
+def test_a_source_that_changes_meanwhile_is_not_published(source, store):
+    reshard(source, store / "source", 2)
+    victim = store / "source" / "__0_0.distcp"
+    data = files(store / "source")[victim.name]
+    with pytest.raises(SourceError, match="changed while it was read"):
+        change = once(lambda: victim.write(data[:-1] + b"!"))
+        reshard(store / "source", store / "out", 3, progress=lambda count: change(count))
+    assert objects(store / "out") == []
+
+
+def test_a_destination_is_never_overwritten(source, memory):
+    reshard(source, memory / "out", 2)
+    before = files(memory / "out")
+    for command in (["reshard", "--mesh", "dp=1"], ["export", "--format", "zarr", "--tensors-only"]):
+        done = called(command[0], source, memory / "out", *command[1:])
+        assert done.returncode == 4 and "exists already" in done.stderr
+    assert files(memory / "out") == before
+    done = called("reshard", memory / "out", memory / "out" / "inside", "--mesh", "dp=1")
+    assert done.returncode == 4 and "inside the source" in done.stderr
+
+
+def test_an_interrupted_run_goes_on(source, store, tmp_path):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    calls = []
+
+    def progress(count):
+        calls.append(count)
+        if len(calls) == 60:
+            interrupt()
+
+    with pytest.raises(muonckpt.errors.Interrupted, match="--resume"):
+        reshard(source, store / "out", 4, threads=1, progress=progress)
+    assert not is_checkpoint(store / "out")
+    reshard(source, store / "out", 4, resume=True)
+    reshard(source, tmp_path / "local", 4)
+    assert files(store / "out") == files(tmp_path / "local")
+    assert len(objects(store)) == 6
+
+
+def test_names_are_no_patterns(store):
+    for name in ("a1", "a*/a*", "a*/b[1]", "a?"):
+        (store / name).write(name.encode())
+    assert sorted(each.name for each in (store / "a*").iterdir()) == ["a*", "b[1]"]
+    (store / "a*" / "b[1]").copy_to(store / "copy*")
+    (store / "a*").remove()
+    assert objects(store) == ["/a1", "/a?", "/copy*"]
+
+
+# --- who may ----------------------------------------------------------------------------------------------------------
+
+
+def test_without_credentials_it_says_so_and_anonymous_works_if_asked_for(source, server, tmp_path):
+    place = location(f"{S3}/{uuid.uuid4().hex}")
+    reshard(source, place, 2)
+    place.fs.call_s3("put_bucket_acl", Bucket=store_server.BUCKET, ACL="public-read")
+    for name in place.fs.find(place.path):
+        place.fs.chmod(name, "public-read")
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    env = {name: value for name, value in os.environ.items() if name not in names} | {"HOME": str(tmp_path)}
+    done = cli("inspect", place, env=env)
+    assert done.returncode == 3 and "credentials" in done.stderr and "Traceback" not in done.stderr
+    assert cli("inspect", place, env=env | {"FSSPEC_S3_ANON": "true"}).returncode == 0
+
+
+def test_places_that_are_none(source, memory, tmp_path):
+    done = called("inspect", "nosuch://bucket/x")
+    assert done.returncode == 2 and "nosuch" in done.stderr
+    assert called("inspect", memory / "nothing").returncode == 3
+    assert called("reshard", memory / "nothing", memory / "out", "--mesh", "dp=1").returncode == 3
+    assert called("inspect", f"file://{source}").returncode == 0

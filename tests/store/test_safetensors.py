@@ -1,0 +1,336 @@
+"""safetensors: what we write the stock library loads, what it writes we read, and nothing damaged passes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors as stock
+import safetensors.torch as stock_torch
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from support.sharded import SHAPES, bits, raw_bytes, small, some
+from support.whole import assemble, record, write, write_values
+
+from muonckpt.box import Box
+from muonckpt.converters.engine import mover
+from muonckpt.converters.engine.job import make_job
+from muonckpt.converters.engine.run import run
+from muonckpt.converters.target.container import WHOLE_TENSORS
+from muonckpt.converters.target.topology import Target
+from muonckpt.errors import SourceError
+from muonckpt.record import Convention, Manifest, StateRecord
+from muonckpt.store.audit import nonfinite
+from muonckpt.store.formats.registry import SAFETENSORS, format_of
+from muonckpt.store.formats.safetensors import folder as safetensors
+from muonckpt.store.formats.safetensors import header as safetensors_header
+from muonckpt.store.formats.safetensors.header import CODES
+from muonckpt.store.io.location import location
+from muonckpt.store.reading.dtypes import DTYPES
+from muonckpt.store.reading.payloads import Payloads
+
+LOADABLE = sorted(CODES.keys() - {"float8_e8m0fnu"})
+"""What the stock library loads into torch: F8_E8M0 it can write only."""
+
+
+def values() -> dict[str, torch.Tensor]:
+    made = {name: some((13, 5), getattr(torch, name), seed) for seed, name in enumerate(LOADABLE)}
+    return made | {name: some(shape, torch.float32, 99) for name, shape in SHAPES.items()}
+
+
+def stored(path: Path) -> dict[str, bytes]:
+    manifest = safetensors.read(path)
+    return {t.key: raw_bytes(safetensors.folder(path), t.chunks[0].payload) for t in manifest.tensors}
+
+
+def expected(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {key: bits(value) for key, value in tensors.items()}
+
+
+# --- both ways --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("band_bytes", [8, 1 << 20])
+def test_the_stock_library_loads_what_we_write(band_bytes, tmp_path, monkeypatch):
+    tensors = values()
+    monkeypatch.setattr(mover, "LARGEST_BAND", band_bytes)
+    write_values(tmp_path / "a.safetensors", "safetensors", tensors)
+    loaded = stock_torch.load_file(tmp_path / "a.safetensors")
+    assert {key: (v.shape, v.dtype) for key, v in loaded.items()} == {k: (v.shape, v.dtype) for k, v in tensors.items()}
+    assert expected(loaded) == expected(tensors) == stored(tmp_path / "a.safetensors")
+    with stock.safe_open(tmp_path / "a.safetensors", "pt") as opened:
+        assert opened.metadata()["format"] == "pt"
+        assert bits(opened.get_slice("cube")[1:3, :2]) == bits(tensors["cube"][1:3, :2])
+    mode = (tmp_path / "a.safetensors").stat().st_mode & 0o777
+    umask = os.umask(0)
+    os.umask(umask)
+    assert mode == 0o666 & ~umask
+
+
+def test_we_read_what_the_stock_library_writes(tmp_path):
+    tensors = values() | {"float8_e8m0fnu": some((3, 3), torch.float8_e8m0fnu, 4)}
+    stock_torch.save_file(tensors, tmp_path / "a.safetensors", {"author": "somebody"})
+    assert stored(tmp_path / "a.safetensors") == expected(tensors)
+    for tensor in safetensors.read(tmp_path / "a.safetensors").tensors:
+        value = tensors[tensor.key]
+        assert (tensor.shape, tensor.dtype) == (tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        assert (tensor.path, tensor.name, tensor.slot, tensor.fingerprint) == ((tensor.key,), None, None, None)
+
+
+def test_elements_are_read_by_box_even_where_they_are_not_aligned(tmp_path):
+    """Old writers did not pad the header."""
+    data = np.arange(60, dtype="<f4")
+    head = json.dumps({"w": {"dtype": "F32", "shape": [3, 4, 5], "data_offsets": [0, 240]}}).encode()
+    head += b" " * (1 - len(head) % 2)
+    (tmp_path / "a").write_bytes(len(head).to_bytes(8, "little") + head + data.tobytes())
+    (tensor,) = safetensors.read(tmp_path / "a").tensors
+    assert tensor.chunks[0].payload.offset % 4
+    with Payloads(tmp_path) as payloads:
+        part = assemble(payloads, tensor, Box((1, 0, 2), (3, 4, 4)))
+    assert (part.view("<f4") == data.reshape(3, 4, 5)[1:3, :, 2:4]).all()
+    assert nonfinite(part, "float32") == 0
+
+
+def test_an_index_and_its_files_are_read_and_written_as_hugging_face_libraries_do(tmp_path):
+    tensors = values()
+    write_values(tmp_path / "a", "safetensors", tensors, 500)
+    index = json.loads((tmp_path / "a" / "model.safetensors.index.json").read_text())
+    files = {file.name for file in (tmp_path / "a").glob("*.safetensors")}
+    assert files == set(index["weight_map"].values()) and len(files) > 3
+    assert all(re.fullmatch(rf"model-\d{{5}}-of-{len(files):05d}\.safetensors", name) for name in files)
+    assert index["metadata"]["total_size"] == sum(v.numel() * v.itemsize for v in tensors.values())
+    loaded = {}
+    for name in files:
+        part = stock_torch.load_file(tmp_path / "a" / name)
+        assert {key for key, file in index["weight_map"].items() if file == name} == part.keys()
+        total = sum(v.numel() * v.itemsize for v in part.values())
+        assert total <= 500 or len([v for v in part.values() if v.numel()]) == 1
+        loaded |= part
+    assert expected(loaded) == expected(tensors) == stored(tmp_path / "a")
+    assert [t.key for t in safetensors.read(tmp_path / "a").tensors if t.dtype == "float32"] == [
+        key for key, value in tensors.items() if value.dtype == torch.float32
+    ]
+
+
+def test_a_folder_with_one_file_needs_no_index(tmp_path):
+    stock_torch.save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    assert format_of(tmp_path) is format_of(tmp_path / "model.safetensors") is SAFETENSORS
+    assert stored(tmp_path) == stored(tmp_path / "model.safetensors") == {"w": bits(torch.ones(3))}
+
+
+def test_nothing_that_is_known_of_a_tensor_is_lost(tmp_path):
+    value = torch.arange(12.0).reshape(4, 3)
+    facts = {"name": "w", "slot": "momentum_buffer", "convention": Convention.EMA, "pieces": (3, 1)}
+    tensor = record("état.w", value, **facts, layout={"algorithm": "mesh", "version": 1})
+    write(tmp_path / "a", "safetensors", [(tensor, bits(value))])
+    manifest = safetensors.read(tmp_path / "a")
+    (found,) = manifest.tensors
+    assert manifest.provenance["step"] == 3
+    for field in ("key", "path", "shape", "dtype", "name", "slot", "convention", "pieces", "layout"):
+        assert getattr(found, field) == getattr(tensor, field)
+    assert len(found.fingerprint) == 16 and found.fingerprint != "0" * 16
+    assert len(found.chunks[0].digest) == 32
+    with stock.safe_open(tmp_path / "a", "pt") as opened:
+        assert Manifest.from_json(opened.metadata()["muonckpt"]).tensors[0].slot == "momentum_buffer"
+
+
+@pytest.mark.parametrize("name", sorted(DTYPES.keys() - CODES.keys()))
+def test_what_the_format_cannot_say_is_refused_by_name(name):
+    with pytest.raises(SourceError, match=rf"'x': safetensors has no dtype {name}; it has F64|.*{name}"):
+        safetensors.refuse([StateRecord("x", ("x",), (2,), name, ())])
+
+
+@pytest.mark.parametrize("key", ["__metadata__", "\ud800"])
+def test_names_that_the_format_cannot_say_are_refused(key):
+    with pytest.raises(SourceError, match="name"):
+        safetensors.refuse([StateRecord(key, ("x",), (2,), "float32", ())])
+
+
+# --- damaged and hostile files ----------------------------------------------------------------------------------------
+
+
+def file_of(head: bytes, data: bytes = bytes(8)) -> bytes:
+    return len(head).to_bytes(8, "little") + head + data
+
+
+def entry(dtype="F32", shape=(2,), offsets=(0, 8), **more) -> dict:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets), **more}
+
+
+def header_of(**entries) -> bytes:
+    return json.dumps(entries).encode()
+
+
+DAMAGED = {
+    "nothing": b"",
+    "less than a length": b"\1\0\0",
+    "length beyond the file": (1 << 40).to_bytes(8, "little") + b"{}",
+    "longest length": b"\xff" * 8 + b"{}",
+    "no JSON": file_of(b"{", b""),
+    "not UTF-8": file_of(b'{"\xff": 1}', b""),
+    "a list": file_of(b"[]", b""),
+    "deep": file_of(b'{"a":' * 100_000, b""),
+    "a long number": file_of(b'{"w": {"dtype": "F32", "shape": [' + b"9" * 10_000 + b'], "data_offsets": [0, 8]}}'),
+    "twice": file_of(b'{"w": ' + json.dumps(entry()).encode() + b', "w": ' + json.dumps(entry()).encode() + b"}"),
+    "no entry": file_of(header_of(w=3)),
+    "a missing field": file_of(header_of(w={"dtype": "F32", "shape": [2]})),
+    "one field more": file_of(header_of(w=entry(what=1))),
+    "an unknown dtype": file_of(header_of(w=entry("F128"))),
+    "parts of bytes": file_of(header_of(w=entry("F4", (16,)))),
+    "a dtype that is none": file_of(header_of(w=entry(["F32"]))),
+    "a negative dim": file_of(header_of(w=entry(shape=(-1, -2)))),
+    "a fraction": file_of(header_of(w=entry(shape=(2.0,)))),
+    "a truth for a number": file_of(header_of(w=entry(shape=(2, True)))),
+    "a text for a number": file_of(header_of(w=entry(offsets=("0", 8)))),
+    "a wrong length": file_of(header_of(w=entry(shape=(3,)))),
+    "a length that wraps": file_of(header_of(w=entry(shape=(2**62, 4, 2)))),
+    "many dims": file_of(header_of(w=entry(shape=[2] + [1] * 5000))),
+    "reversed": file_of(header_of(w=entry(shape=(), offsets=(8, 4)))),
+    "negative": file_of(header_of(w=entry(offsets=(-8, 0)))),
+    "a gap": file_of(header_of(w=entry(offsets=(4, 12))), bytes(12)),
+    "an overlap": file_of(header_of(v=entry(), w=entry(offsets=(4, 12))), bytes(12)),
+    "data behind": file_of(header_of(w=entry()), bytes(9)),
+    "data cut": file_of(header_of(w=entry()), bytes(7)),
+    "metadata of numbers": file_of(header_of(w=entry(), __metadata__={"a": 1})),
+    "metadata that is none": file_of(header_of(w=entry(), __metadata__=[])),
+    "our manifest damaged": file_of(header_of(w=entry(), __metadata__={"muonckpt": "{}"})),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_damaged_file_is_refused(kind, tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(DAMAGED[kind])
+    with pytest.raises(SourceError, match=r"a\.safetensors"):
+        safetensors.read(tmp_path / "a.safetensors")
+
+
+@given(st.data())
+def test_whatever_we_accept_the_stock_library_accepts_and_reads_alike(data):
+    whole = bytearray(file_of(header_of(v=entry("U8", (2, 4)), w=entry(offsets=(8, 16))), bytes(16)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        whole[data.draw(st.integers(0, len(whole) - 17))] = data.draw(st.sampled_from(b' "0123456789,:[]{}-.eFU'))
+    length = int.from_bytes(whole[:8], "little")
+    try:
+        ours = safetensors_header.parse(bytes(whole[8 : 8 + length]))
+        accepted = length <= len(whole) - 8 and ours.data_length == len(whole) - 8 - length
+    except SourceError:
+        return
+    if accepted:
+        theirs = {name: (CODES_OF[e["dtype"]], tuple(e["shape"])) for name, e in stock.deserialize(bytes(whole))}
+        assert theirs == {name: (e.dtype, e.shape) for name, e in ours.entries.items()}
+
+
+CODES_OF = {code: name for name, code in CODES.items()}
+
+
+def test_a_description_that_is_not_of_this_file_is_refused(tmp_path):
+    write_values(tmp_path / "a", "safetensors", {"v": torch.ones(4), "w": torch.ones(2, 2)})
+    with stock.safe_open(tmp_path / "a", "pt") as opened:
+        ours = opened.metadata()
+    for other in ({}, {"w": torch.ones(4)}, {"w": torch.ones(2, 2).int()}):
+        stock_torch.save_file({"v": torch.ones(4), **other}, tmp_path / "b", ours)
+        with pytest.raises(SourceError, match=r"/b: .*'w'"):
+            safetensors.read(tmp_path / "b")
+
+
+INDEX = "model.safetensors.index.json"
+INDICES = {
+    "a file that is not there": {"v": "a.safetensors", "w": "c.safetensors"},
+    "a tensor that is not there": {"v": "a.safetensors", "w": "b.safetensors", "x": "b.safetensors"},
+    "a tensor too little": {"v": "a.safetensors", "w": "b.safetensors"},
+    "the wrong file": {"v": "b.safetensors", "w": "a.safetensors"},
+    "a path": {"v": "../a.safetensors", "w": "b.safetensors"},
+    "an absolute path": {"v": "/etc/passwd", "w": "b.safetensors"},
+    "numbers": {"v": 1, "w": 2},
+}
+
+
+@pytest.mark.parametrize("kind", INDICES)
+def test_an_index_that_is_not_true_is_refused(kind, tmp_path):
+    stock_torch.save_file({"v": torch.ones(2)}, tmp_path / "a.safetensors")
+    stock_torch.save_file({"w": torch.ones(2), "u": torch.ones(2)}, tmp_path / "b.safetensors")
+    good = {"v": "a.safetensors", "w": "b.safetensors", "u": "b.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": good}))
+    assert {t.key for t in safetensors.read(tmp_path).tensors} == good.keys()
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": INDICES[kind]}))
+    with pytest.raises(SourceError):
+        safetensors.read(tmp_path)
+
+
+def test_files_without_an_index_or_with_two_are_refused(tmp_path):
+    for name in ("a", "b"):
+        stock_torch.save_file({name: torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(SourceError, match="expected one index"):
+        safetensors.read(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(SourceError, match="expected one index"):
+        safetensors.read(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', "[" * 100_000])
+def test_a_damaged_index_is_refused(text, tmp_path):
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(SourceError, match="damaged index"):
+        safetensors.read(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_one_shard_without_an_index_is_not_a_whole_checkpoint(tmp_path):
+    stock_torch.save_file({"w": torch.ones(3)}, tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(SourceError, match="expected one index"):
+        safetensors.read(tmp_path)
+
+
+def test_a_header_that_tells_of_other_elements_is_not_published(tmp_path, monkeypatch):
+    """In an object store the header comes first: its sums are those of an earlier reading."""
+    stock_torch.save_file({"w": torch.arange(64.0)}, tmp_path / "source.safetensors")
+    job = make_job(tmp_path / "source.safetensors", Target({"dp": 1}), container=WHOLE_TENSORS["safetensors"](None))
+    readings = iter([bytes(256)])
+    bytes_of = mover.bytes_of
+    monkeypatch.setattr(mover, "bytes_of", lambda *given: memoryview(next(readings, None) or bytes_of(*given)))
+    out = location(f"memory://{tmp_path.name}/out.safetensors")
+    with pytest.raises(SourceError, match="not the same when it was read again"):
+        run(job, out)
+    assert not out.exists()
+
+
+def test_what_one_rank_had_of_a_tensor_is_not_taken_for_all_of_it(tmp_path):
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "parts"), save_distributed=True)
+    dcp.save({"a": torch.ones(2, 3)}, storage_writer=writer, no_dist=True)
+    (file,) = (tmp_path / "parts").iterdir()
+    for place in (tmp_path / "parts", file):
+        with pytest.raises(SourceError, match="what one rank had of them"):
+            safetensors.read(place)
+    dcp.save(
+        {"a": torch.ones(2, 3)}, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path / "whole")), no_dist=True
+    )
+    assert [tensor.shape for tensor in safetensors.read(tmp_path / "whole").tensors] == [(2, 3)]
+
+
+def test_the_same_tensor_in_two_files_is_refused(tmp_path):
+    for name in ("a", "b"):
+        stock_torch.save_file({"v": torch.ones(2), name: torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    names = {"v": "a.safetensors", "a": "a.safetensors", "b": "b.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(SourceError, match="'v' is in another file"):
+        safetensors.read(tmp_path)
+
+
+def test_links_and_pipes_are_not_opened(tmp_path):
+    stock_torch.save_file({"v": torch.ones(2)}, tmp_path / "a")
+    (tmp_path / "link").symlink_to("a")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe", "nothing"):
+        with pytest.raises(SourceError, match=name):
+            safetensors.read(tmp_path / name)
+
+
+def test_every_type_of_the_small_values_is_known():
+    assert {str(v.dtype).removeprefix("torch.") for v in small().values()} - CODES.keys() == {"complex128"}

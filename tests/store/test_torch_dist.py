@@ -1,0 +1,201 @@
+"""Megatron's ``torch_dist``, written: its structure, and Megatron itself loading it where the package is installed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.golden import golden
+from support.rank_files import MODEL, value_of, written
+from support.translated import W, nested, truth_of
+
+from muonckpt.cli.main import run
+from muonckpt.converters.translate.detection import annotate
+from muonckpt.store.formats import native
+from muonckpt.store.formats.dcp.directory import COMMON_FILE
+from muonckpt.store.formats.dcp.metadata_pickle import parse
+from muonckpt.store.formats.megatron.torch_dist import COMMON_STATE, CONFIG
+from muonckpt.store.reading.values import Values
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+NAMES = ("ws4_padded", "ws4_pingpong")
+
+
+def resharded(source, path, *more: str) -> Path:
+    assert run(["reshard", str(source), str(path), "--mesh", "dp=3", "--format", "torch_dist", *more]) == 0
+    return path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_has_what_megatrons_own_has(name, tmp_path):
+    """The same keys, shapes, dtypes and items; other boxes, since the matrices are now cut by rows."""
+    theirs = golden(f"megatron/layer_wise/{name}") / "torch_dist"
+    mine = resharded(theirs, tmp_path / "out")
+    assert json.loads((mine / CONFIG).read_text()) == json.loads((theirs / CONFIG).read_text())
+    ours, other = (parse((path / ".metadata").read_bytes()) for path in (mine, theirs))
+    assert {key: (t.dtype, t.size) for key, t in ours.tensors.items()} == {
+        key: (t.dtype, t.size) for key, t in other.tensors.items()
+    }
+    assert ours.blobs == other.blobs == (COMMON_STATE,)
+    (blob,), (same,) = native.read(mine).blobs, native.read(theirs).blobs
+    raw, want = ((p / b.item.file).read_bytes()[b.item.offset : b.item.end] for p, b in ((mine, blob), (theirs, same)))
+    assert raw == want
+    state = {key: torch.zeros(t.size, dtype=getattr(torch, t.dtype)) for key, t in other.tensors.items()}
+    dcp.load(state, checkpoint_id=mine, no_dist=True)
+    for key, words in truth_of(f"megatron/layer_wise/{name}").items():
+        assert np.array_equal(state[key].view(torch.int16).numpy(), words.view("<i2")), key
+    assert {tensor.slot for tensor in annotate(native.read(theirs)).tensors} == {
+        None,
+        "momentum_buffer",
+        "fp32_param",
+    }
+
+
+@pytest.mark.parametrize("source", ["torch_dist", "torch"])
+def test_megatron_loads_it(source, tmp_path):
+    """Into its real optimizer on one rank, strictly: weights, masters, momentum and groups, bit for bit."""
+    folder = golden("megatron/layer_wise/ws4_padded")
+    path, more = folder / source, ()
+    if source == "torch":  # the ranks' files, without names; and the weights as a model's file
+        path, more = shutil.copytree(path, tmp_path / "files"), ("--to", "torch_dist")
+        words = {key: w for key, w in truth_of("megatron/layer_wise/ws4_padded").items() if "." not in key}
+        weights = {key: torch.from_numpy(w.view("<i2").copy()).view(torch.bfloat16) for key, w in words.items()}
+        listed = json.loads((folder / "meta.json").read_text())["model_params"]
+        torch.save({"model": {name: weights[name] for name, _ in listed}}, path / "model_optim_rng.pt")
+        (path / "layer_wise.toml").write_text(
+            "algorithm = 'padded-numel'\nmodel = 'model_optim_rng.pt'\n[[group]]\nnames = ['l*']\n"
+        )
+    memory = loaded_by_megatron(resharded(path, tmp_path / "out", *more))
+    truth = truth_of("megatron/layer_wise/ws4_padded")
+    assert memory["tensors"].keys() == truth.keys()
+    for key, words in truth.items():
+        assert np.array_equal(memory["tensors"][key].contiguous().view(torch.int16).numpy(), words.view("<i2")), key
+    (group,) = memory["groups"]
+    assert (group["lr"], group["momentum"], group["weight_decay"], group["max_lr"]) == (0.1, 0.9, 0.0, 0.1)
+
+
+def test_megatron_loads_two_optimizers(tmp_path):
+    """Muon and AdamW, behind its prefixes, from the files of three ranks; with the step."""
+    checkpoint = resharded(written(tmp_path, "legacy-pingpong", 3), tmp_path / "out", "--to", "torch_dist_chained")
+    memory = loaded_by_megatron(checkpoint)
+    found = memory["tensors"]
+    assert found.pop("optimizer.state.step.norm") == 3.0
+    for name, shape in MODEL:
+        assert torch.equal(found.pop(name), value_of(name, "fp32_param", shape).bfloat16())
+        for slot in ("fp32_param", *(("exp_avg", "exp_avg_sq") if len(shape) == 1 else ("momentum_buffer",))):
+            assert torch.equal(found.pop(f"optimizer.state.{slot}.{name}"), value_of(name, slot, shape))
+    assert not found
+    assert [group["lr"] for group in memory["groups"]] == [0.1, 0.5]
+
+
+def loaded_by_megatron(checkpoint: Path) -> dict:
+    """What its optimizer has in memory then; skips the test where it is not installed."""
+    program, out = Path(__file__).parents[1] / "support" / "upstream_torch_dist.py", checkpoint.parent / "memory.pt"
+    done = subprocess.run([sys.executable, "-P", program, checkpoint, out], capture_output=True, text=True)
+    if done.returncode == 3:
+        pytest.skip(f"megatron-core cannot be imported: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+    return torch.load(out)
+
+
+def test_a_program_without_megatrons_words_gets_its_fresh_ones(tmp_path):
+    state = nested({"momentum_buffer": W.clone()}, lr=0.25, momentum=0.9, ns_coefficients=[1.0]) | {"iteration": 7}
+    dcp.save(state, checkpoint_id=tmp_path / "in", no_dist=True)
+    out = resharded(tmp_path / "in", tmp_path / "out", "--to", "torch_dist")
+    blobs = {blob.key: blob for blob in native.read(out).blobs}
+    assert blobs.keys() == {COMMON_STATE, "iteration/shard_0_1"}  # as Megatron calls what is in one piece
+    (common,) = Values(out).read(blobs[COMMON_STATE])
+    (group,) = common["optimizer"]["optimizer"]["param_groups"]
+    assert group == {"lr": 0.25, "momentum": 0.9, "wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False,
+                     "is_decoupled_lr": False}  # fmt: skip
+    assert {tensor.key for tensor in native.read(out).tensors} == {"w", "optimizer.state.momentum_buffer.w"}
+
+
+def test_weights_alone_get_an_empty_common_state(tmp_path):
+    """Without one Megatron loads nothing."""
+    dcp.save({"w": W}, checkpoint_id=tmp_path / "in", no_dist=True)
+    out = resharded(tmp_path / "in", tmp_path / "out")
+    assert torch.load(out / COMMON_FILE, weights_only=True) == {}
+    assert set(parse((out / ".metadata").read_bytes()).tensors) == {"w"}
+    assert run(["verify", str(out)]) == 0
+    (blob,) = native.read(resharded(out, tmp_path / "again")).blobs
+    assert blob.item.file == COMMON_FILE
+
+
+def test_common_state_in_a_file_stays_one_and_is_never_lost(tmp_path):
+    """As Megatron wrote it before core 0.19; what DCP does not know of is an item all the same."""
+    common = {"iteration": 10, "optimizer": {"param_groups": [{"lr": 0.1}]}}
+    dcp.save({"w": W}, checkpoint_id=tmp_path / "in", no_dist=True)
+    torch.save(common, tmp_path / "in" / COMMON_FILE)
+    plain = tmp_path / "plain"
+    assert run(["reshard", str(tmp_path / "in"), str(plain), "--mesh", "dp=2"]) == 0
+    assert not (plain / COMMON_FILE).exists()
+    out = resharded(plain, tmp_path / "out")
+    assert (out / COMMON_FILE).read_bytes() == (tmp_path / "in" / COMMON_FILE).read_bytes()
+    assert not parse((out / ".metadata").read_bytes()).blobs
+    for path in (tmp_path / "in", plain, out):
+        (blob,) = native.read(path).blobs
+        assert Values(path).read(blob) == common
+        assert run(["verify", str(path)]) == 0
+
+
+def test_another_program_gets_its_groups(tmp_path):
+    """Of each optimizer that has one group only; whatever else is in the common state is neither read nor run."""
+    two = resharded(written(tmp_path, "legacy-pingpong", 2), tmp_path / "two", "--to", "torch_dist_chained")
+    for source in (golden("megatron/layer_wise/ws4_padded/torch_dist"), two):
+        out = tmp_path / f"{source.name} in torch"
+        assert run(["reshard", str(source), str(out), "--mesh", "dp=2", "--to", "dion", "--convention", "ema",
+                    "--drop", "fp32_param", "--step", "3"]) == 0  # fmt: skip
+        manifest = native.read(out, payloads=True)
+        values, blobs = Values(out), {blob.key: blob for blob in manifest.blobs}
+        assert values.read(blobs["optimizer.param_groups.0.mu"]) == 0.9
+        assert len(values.read(blobs["optimizer.param_groups.0.params"])) == len(
+            [tensor for tensor in manifest.tensors if tensor.slot == "momentum" and len(tensor.shape) == 2]
+        )
+    assert values.read(blobs["optimizer.param_groups.1.beta2"]) == 0.95
+    assert values.read(blobs["optimizer.param_groups.1.params"]) == ["norm"]
+
+
+def test_a_common_state_of_megatrons_objects_is_read_but_not_run(tmp_path):
+    class Danger:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "run"), "w"))
+
+    groups = [{"lr": 0.5, "momentum": 0.75}]
+    common = {"args": Danger(), "optimizer": {"optimizer": {"param_groups": groups, "state": {}}}}
+    dcp.save({"w": W, "optimizer.state.momentum_buffer.w": W.clone()}, checkpoint_id=tmp_path / "in", no_dist=True)
+    torch.save(common, tmp_path / "in" / COMMON_FILE)
+    out = tmp_path / "out"
+    assert (
+        run(["reshard", str(tmp_path / "in"), str(out), "--mesh", "dp=1", "--to", "dion", "--convention", "ema"]) == 0
+    )
+    tensors = {"optimizer.state.w.momentum": torch.zeros(2, 3)}
+    dcp.load(tensors, checkpoint_id=out, no_dist=True)
+    assert torch.equal(tensors["optimizer.state.w.momentum"], W / 0.25)
+    assert not (tmp_path / "run").exists()
+
+
+def test_megatron_fsdps_options_and_halves_become_its_groups_and_wholes(tmp_path):
+    """One vocabulary: no option is lost.  Groups that differ stay apart, such as that of experts."""
+    source = golden("megatron/fsdp_dtensor/dp4/iter_0000010")
+    out = resharded(source, tmp_path / "out", "--to", "torch_dist_chained", "--rules", "megatron-swiglu")
+    named = {}
+    for blob in native.read(source).blobs:
+        if blob.path[:2] == ("optimizer", "param_to_group_meta"):
+            named.setdefault(blob.path[2], {})[blob.path[3]] = Values(source).read(blob)
+    manifest = native.read(out)
+    (common,) = (Values(out).read(blob)[0] for blob in manifest.blobs if blob.key == COMMON_STATE)
+    groups = [group for child in common["optimizer"].values() for group in child["optimizer"]["param_groups"]]
+    assert sorted(map(repr, map(sorted, map(dict.items, groups)))) == sorted(
+        {repr(sorted(options.items())) for options in named.values()}
+    )
+    fc1 = "chained_0.optimizer.state.momentum_buffer.decoder.layers.0.mlp.linear_fc1.weight"
+    assert {tensor.key: tensor.shape for tensor in manifest.tensors}[fc1] == (80, 16)

@@ -1,0 +1,39 @@
+"""Sources for tests of offline resharding, each saved once, and words that these tests share."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from muonckpt.converters.engine.run import plan_job, run
+from muonckpt.record import Manifest
+from support import sharded
+
+_FOLDER = tempfile.TemporaryDirectory(prefix="muonckpt-tests-")
+
+
+@cache
+def saved(name: str, values: str = "small") -> Path:
+    """A checkpoint of `sharded.save_all`, saved when first asked for.  Do not change."""
+    path = Path(_FOLDER.name) / f"{name} {values}".replace(" ", "-")
+    sharded.save_all(name, values, path)
+    return path
+
+
+def reshard(source: Path, destination: Path, ranks: int, **how) -> Manifest:
+    return run(plan_job(source, ranks), destination, **how)
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def nothing_but(folder: Path, *names: str) -> bool:
+    return sorted(file.name for file in folder.iterdir()) == sorted(names)
+
+
+def once(action):
+    """A progress callback that acts on the first call only."""
+    actions = [action]
+    return lambda count: actions.pop()() if actions else None

@@ -1,0 +1,139 @@
+"""Translations carried out, and what must come of them: by means that are not those under test."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+
+from muonckpt.converters.translate.conventions import scaled
+from muonckpt.converters.translate.dialects import DIALECTS
+from muonckpt.converters.translate.translation import Translation
+from muonckpt.converters.translate.translator import translate
+from muonckpt.store.formats import native
+from muonckpt.store.formats.torch_save.plain_item import plain_value
+from muonckpt.store.reading.payloads import Payloads, elements
+from muonckpt.store.reading.values import Values
+from support.golden import golden
+
+PEERS = {"torch": "torch_fsdp4", "dion": "dion_fsdp4", "xtuner": "xtuner_fsdp4", "titan": "titan_fsdp4",
+         "torch on hsdp": "torch_hsdp2x2"}  # fmt: skip
+TARGETS = ("torch", "veomni", "titan", "dion", "xtuner", "muonckpt", "dcp")
+
+# What each program calls the state, written down once more and not taken from the tables under test.
+MOMENTUM = {"dion": "momentum", "xtuner": "momentum"}
+FIRST = MOMENTUM
+SECOND = {"dion": "variance", "xtuner": "variance"}
+SUMS = {"dion", "xtuner"}
+FLAT = {"titan", "veomni"}
+MEGATRON = "megatron/fsdp_dtensor/{}/iter_0000010"
+
+
+@cache
+def read(name: str):
+    path = golden(name)
+    return path, native.read(path, payloads=True)
+
+
+def translated(name: str, target: str, **how) -> Translation:
+    path, manifest = read(name)
+    return translate(manifest, Values(path), DIALECTS[target], **how)
+
+
+def executed(path, translation: Translation) -> dict[str, np.ndarray]:
+    """Every target tensor as unsigned words, moved by following the layouts, an element at a time."""
+    found = {}
+    with Payloads(path) as payloads:
+        for moved in translation.moved:
+            itemsize = getattr(torch, moved.record.dtype).itemsize
+            out = np.zeros(moved.record.shape, f"<u{itemsize}")
+            seen = np.zeros(moved.record.shape, bool)
+            for fragment in moved.layout.fragments:
+                tensor, chunk = translation.chunk(fragment.place.buffer)
+                assert tensor.dtype == moved.record.dtype
+                words = elements(payloads, tensor, chunk).reshape(-1)
+                for index in np.ndindex(*fragment.box.shape):
+                    at = sum(i * stride for i, stride in zip(index, fragment.place.strides, strict=True))
+                    where = tuple(lo + i for lo, i in zip(fragment.box.lo, index, strict=True))
+                    assert not seen[where]
+                    seen[where] = True
+                    out[where] = words[fragment.place.offset + at]
+            assert seen.all()
+            found[moved.record.key] = scaled(out, moved.record.dtype, moved.scale) if moved.scale else out
+        for made in translation.made:
+            found[made.record.key] = np.frombuffer(made.payload, "<u4").reshape(made.record.shape)
+    return found
+
+
+@cache
+def truth_of(folder: str) -> dict[str, np.ndarray]:
+    """The tensors of the safetensors file beside a checkpoint, as words."""
+    data = (golden(folder) / "truth.safetensors").read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    found = {}
+    for name, entry in json.loads(data[8:start]).items():
+        if name != "__metadata__":
+            lo, hi = (start + offset for offset in entry["data_offsets"])
+            words = {"F32": "<u4", "BF16": "<u2", "U8": "<u1", "I64": "<u8"}[entry["dtype"]]
+            found[name] = np.frombuffer(data[lo:hi], words).reshape(entry["shape"])
+    return found
+
+
+def expected(folder: str, target: str) -> dict[str, np.ndarray]:
+    """What the run had in memory, under the target's keys and in its convention."""
+    meta = json.loads((golden(folder) / "meta.json").read_text())
+    slots, mu = meta["slots"], meta["momentum"]["mu"]
+    was, becomes = meta["momentum"]["convention"], "sum" if target in SUMS else "ema"
+    becomes = was if target == "dcp" else becomes
+    out = {}
+    for name, words in truth_of(folder).items():
+        kind, _, rest = name.partition("/")
+        if kind == "param":
+            out[rest if target == "titan" else f"model.{rest}"] = words
+            continue
+        param, slot = rest.rsplit("/", 1)
+        entry = next(p for p in meta["params"] if p["name"] == param)
+        if entry["group"] == "muon":
+            values = words.view("<f4").astype(np.float64)
+            if was != becomes:
+                values = values * (1 - mu) if becomes == "ema" else values / (1 - mu)
+            out[f"optimizer.state.{param}.{MOMENTUM.get(target, 'momentum_buffer')}"] = values.astype("<f4").view("<u4")
+        elif slot == slots["adamw"]["first"]:
+            out[f"optimizer.state.{param}.{FIRST.get(target, 'exp_avg')}"] = words
+        elif slot == slots["adamw"]["second"]:
+            out[f"optimizer.state.{param}.{SECOND.get(target, 'exp_avg_sq')}"] = words
+    if target != "xtuner":
+        step = np.array(meta["steps"], "<f4").view("<u4")
+        for entry in meta["params"]:
+            if entry["group"] == "adamw":
+                out[f"optimizer.state.{entry['name']}.{'step_dev' if target == 'dion' else 'step'}"] = step
+    return out
+
+
+def words_apart(a: np.ndarray, b: np.ndarray) -> int:
+    """The most that two arrays of float32 words are apart, in steps of the representation."""
+
+    def ordered(words):
+        signed = words.view("<i4").astype(np.int64)
+        return np.where(signed < 0, -(signed & 0x7FFFFFFF), signed)
+
+    return int(np.abs(ordered(a) - ordered(b)).max(initial=0))
+
+
+def saved(tmp_path, state):
+    dcp.save(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    return native.read(tmp_path / "checkpoint", payloads=True), tmp_path / "checkpoint"
+
+
+W = torch.arange(6.0).reshape(2, 3)
+
+
+def nested(slots, **group) -> dict:
+    return {"model": {"w": W}, "optimizer": {"state": {"w": slots}, "param_groups": [{"params": ["w"], **group}]}}
+
+
+def options(result: Translation) -> dict[str, object]:
+    return {item.key: plain_value(item.data) for item in result.items}

@@ -1,0 +1,56 @@
+"""Checkpoints of formats of whole tensors for tests: written by the engine out of memory, read by box."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from muonckpt.box import Box
+from muonckpt.converters.engine.job import make_job
+from muonckpt.converters.engine.outputs import Content, Wanted
+from muonckpt.converters.engine.run import run
+from muonckpt.converters.target.container import WHOLE_TENSORS
+from muonckpt.converters.target.topology import Target
+from muonckpt.layout import dense
+from muonckpt.layouts.owned import owned_layout
+from muonckpt.record import FILE, Manifest, StateRecord
+from muonckpt.store.reading.bands import within
+from muonckpt.store.reading.dtypes import dtype
+from muonckpt.store.reading.payloads import Payloads, payload_of
+from support.sharded import bits
+
+
+def record(key: str, value: torch.Tensor, **facts) -> StateRecord:
+    return StateRecord(key, (key,), tuple(value.shape), str(value.dtype).removeprefix("torch."), (), **facts)
+
+
+def write(
+    path: Path, form: str, tensors: Iterable[tuple[StateRecord, bytes]], shard_bytes: int | None = None
+) -> Manifest:
+    """These tensors and their elements in that format, from a source whose provenance is ``{"step": 3}``."""
+    made = [Wanted(each, owned_layout(each.shape, "raw"), {}, {"raw": raw}) for each, raw in tensors]
+    source = path.with_name(f"{path.name}-source")
+    source.mkdir(parents=True)
+    (source / FILE).write_text(Manifest((), (), {"step": 3}).to_json())
+    container = WHOLE_TENSORS[form](shard_bytes)
+    return run(make_job(source, Target({"dp": 1}), translate=lambda _: Content(made, []), container=container), path)
+
+
+def write_values(path: Path, form: str, tensors: dict[str, torch.Tensor], shard_bytes: int | None = None) -> Manifest:
+    return write(path, form, [(record(key, value), bits(value)) for key, value in tensors.items()], shard_bytes)
+
+
+def assemble(payloads: Payloads, tensor: StateRecord, box: Box) -> np.ndarray:
+    """The elements of a box from the chunks that hold them; `StateRecord.chunk_layout` proves that some do."""
+    kind = dtype(tensor.dtype)
+    words = np.empty((*box.shape, *(2,) * (kind.itemsize > 8)), kind.bits)
+    for chunk in tensor.chunks:
+        common = chunk.box & box
+        if common is not None:
+            place = dense(chunk.box, chunk.item.file).at(common.lo)
+            found = payloads.gather(payload_of(tensor, chunk), tensor.dtype, place, common.shape)
+            words[within(common, box.lo)] = found
+    return words
