@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from optimizer.test_muon import assert_same_bits, build, snapshot, steps
 from safetensors.torch import save_file
 from support.golden import golden
 from support.workers import run
+from test_muon import assert_same_bits, build, snapshot, steps
 from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,

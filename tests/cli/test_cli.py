@@ -135,7 +135,7 @@ BROKEN = """
 import sys
 from muonckpt.cli import main
 from muonckpt.errors import SourceError
-from muonckpt.store import directory
+from muonckpt.store.formats import native
 def broken(*args, **kwargs):
     raise {error}
 native.read = broken

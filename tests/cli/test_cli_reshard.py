@@ -81,7 +81,7 @@ def test_4_is_a_file_system_that_is_full(tiny_checkpoint, tmp_path):
 INTERRUPTED = """
 import os, signal, sys
 from muonckpt.cli.main import main
-from muonckpt.converters.mover import Mover
+from muonckpt.converters.engine.mover import Mover
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 number, write_item, written = int(sys.argv.pop()), Mover._write_item, []

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from optimizer.test_layer_wise import Net, groups
 from support.golden import golden
 from support.workers import run
+from test_layer_wise import Net, groups
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import muonckpt

@@ -161,10 +161,10 @@ def test_wide_rows_and_many_chunks(tmp_path):
 MEASURED = """
 import re, sys
 from pathlib import Path
-from muonckpt.converters.container import WHOLE_TENSORS
-from muonckpt.converters.job import make_job
-from muonckpt.converters.reshard import run
-from muonckpt.converters.target import Target
+from muonckpt.converters.target.container import WHOLE_TENSORS
+from muonckpt.converters.engine.job import make_job
+from muonckpt.converters.engine.run import run
+from muonckpt.converters.target.topology import Target
 def watch(count):
     seen.append(int(re.search(r"RssAnon:\\s*([0-9]+) kB", Path("/proc/self/status").read_text())[1]))
 job, seen = make_job(Path(sys.argv[1]), Target({"dp": 1}), container=WHOLE_TENSORS[sys.argv[3]](None)), []

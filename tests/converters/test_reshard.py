@@ -124,8 +124,8 @@ def test_rows_larger_than_a_band_are_exact_and_the_budget_changes_no_byte(name, 
 MEASURED = """
 import re, sys
 from pathlib import Path
-from muonckpt.converters.reshard import make_job, run
-from muonckpt.converters.target import Rule, Target
+from muonckpt.converters.engine.run import make_job, run
+from muonckpt.converters.target.topology import Rule, Target
 def watch(count):
     seen.append(int(re.search(r"RssAnon:\\s*([0-9]+) kB", Path("/proc/self/status").read_text())[1]))
 rules = Rule("[mt]a*", (("dp", int(sys.argv[3])),)), Rule("row", (("dp", int(sys.argv[3])),))

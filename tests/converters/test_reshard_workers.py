@@ -251,7 +251,7 @@ def test_without_a_leader_or_with_another_job_or_rank_nobody_works(source, tmp_p
 VICTIM = """
 import os, sys
 from muonckpt.cli.main import main
-from muonckpt.converters.mover import Mover
+from muonckpt.converters.engine.mover import Mover
 
 number, write, written = int(sys.argv.pop()), Mover.write, []
 def stopped(self, file):

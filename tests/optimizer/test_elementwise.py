@@ -195,7 +195,7 @@ COMPILED = """
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from muonckpt.optimizer import elementwise
+from muonckpt.optimizer.triton import elementwise
 
 def compiled(kernel, **fixed):
     names, kinds = kernel.arg_names, {"weights": "*fp32", "rates": "*fp32", "buffer": "*u8"}

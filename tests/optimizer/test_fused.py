@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer.test_muon import TENSORS, assert_same_bits, make, snapshot, train, values
 from support.interpreted import DEVICE, kernels
 from support.workers import run
+from test_muon import TENSORS, assert_same_bits, make, snapshot, train, values
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor

@@ -227,7 +227,7 @@ COMPILED = """
 import json, re, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from muonckpt.optimizer import multiply, tiles
+from muonckpt.optimizer.triton import multiply, tiles
 
 def compiled(dtype, mirror, tile):
     kernel = multiply._multiply

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from optimizer.test_layer_wise import LAYOUTS, Net, alone, check, gradients, groups, pieces, run_each
 from support.workers import run
+from test_layer_wise import LAYOUTS, Net, alone, check, gradients, groups, pieces, run_each
 from torch import nn
 
 from muonckpt.optimizer import Muon

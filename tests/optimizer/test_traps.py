@@ -12,8 +12,8 @@ import re
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from optimizer.test_muon import assert_same_bits, whole
 from support.workers import run
+from test_muon import assert_same_bits, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
