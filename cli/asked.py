@@ -17,10 +17,10 @@ from ..converters.translate.conventions import Said
 from ..converters.translate.dialects import DIALECTS
 from ..converters.translate.imports import Request
 from ..converters.translate.names import Rules
-from ..record import Convention
 from ..store.formats.registry import BUFFERS, format_of
 from ..store.formats.signs import is_torch_dist
 from ..store.io.location import Location
+from ..vocabulary import Convention
 from .argument_types import CHECKPOINT, JOBS, Bytes, RuleTable, ShardRule
 
 FORMATS = (*CONTAINERS, *WHOLE_TENSORS)

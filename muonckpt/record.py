@@ -10,13 +10,13 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import lru_cache
 from typing import Any, TypeVar
 
 from .box import Box, Index
 from .errors import LayoutError, SourceError, about
 from .layout import Buffer, Fragment, Place, TensorLayout, dense
+from .vocabulary import Convention
 
 FILE = "muonckpt.json"
 """Name of the manifest in a checkpoint directory."""
@@ -27,15 +27,6 @@ VERSION = 1
 _COMPONENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}")
-
-
-class Convention(StrEnum):
-    """How a momentum buffer accumulates gradients."""
-
-    EMA = "ema"
-    """``m = mu * m + (1 - mu) * g``"""
-    SUM = "sum"
-    """``m = mu * m + g``"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from ..layout import TensorLayout
 from ..layouts.tensors import layout_of
+from ..vocabulary import MOMENTUM, MUON, OURS, STEP
 from .newton_schulz.coefficients import COEFFICIENTS
 from .newton_schulz.costs import Cost, flops
 from .newton_schulz.forms import Choice, in_company
@@ -28,7 +29,7 @@ from .planning.encodings import Plain
 from .planning.precision import PRECISIONS
 from .planning.schedule import make_schedule
 from .planning.units import Slot, Spec
-from .scalar import COUNT, SCALARS, counted_on
+from .scalar import SCALARS, counted_on
 from .state import as_numbers, check_gradient, fault, fitting, fresh_state, fused_of
 from .step.exchange import LINKS
 from .step.methods import MATRICES
@@ -100,22 +101,22 @@ class Muon(Optimizer):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor = MUON.lr,
         *,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        weight_decay: float = 0.1,
-        cautious: bool = False,
-        adjust_lr: str | Scale = "original",
-        ns: str = "quintic",
-        ns_steps: int = 5,
-        ns_dtype: str = "bfloat16",
-        gram: tuple[int, ...] | None = None,
-        eps: float = 1e-7,
-        pieces: tuple[int, ...] | None = None,
-        columns: tuple[int, ...] | None = None,
-        interleaved: int = 1,
-        blocks: int = 1,
+        momentum: float = MUON.momentum,
+        nesterov: bool = MUON.nesterov,
+        weight_decay: float = MUON.weight_decay,
+        cautious: bool = MUON.cautious,
+        adjust_lr: str | Scale = MUON.adjust_lr,
+        ns: str = MUON.ns,
+        ns_steps: int = MUON.ns_steps,
+        ns_dtype: str = MUON.ns_dtype,
+        gram: tuple[int, ...] | None = MUON.gram,
+        eps: float = MUON.eps,
+        pieces: tuple[int, ...] | None = MUON.pieces,
+        columns: tuple[int, ...] | None = MUON.columns,
+        interleaved: int = MUON.interleaved,
+        blocks: int = MUON.blocks,
         cost: Cost = flops,
         form: Choice = in_company,
         replicas: dist.ProcessGroup | None = None,
@@ -145,7 +146,7 @@ class Muon(Optimizer):
             "columns": columns,
             "interleaved": interleaved,
             "blocks": blocks,
-            "convention": "ema",
+            "convention": OURS.value,
         }
         super().__init__(params, {"algorithm": "muon", "lr": lr, "weight_decay": weight_decay, "cautious": cautious})
         self.defaults["momentum"] = momentum  # so that schedulers know that there is one to cycle
@@ -223,7 +224,7 @@ class Muon(Optimizer):
             params = [param for group in self.param_groups for param in group["params"]]
             for param, key in zip(params, keys, strict=True):
                 for slot, dtype in dtypes[param].items():
-                    held, device = self.state[param][slot], counted_on(param) if slot == COUNT else param.device
+                    held, device = self.state[param][slot], counted_on(param) if slot == STEP else param.device
                     if (held.dtype, held.device) != (dtype, device):
                         self.state[param][slot] = fits[0]["state"][key][slot].to(device, dtype, copy=True)
 
@@ -289,7 +290,7 @@ class Muon(Optimizer):
 
     def _spec(self, param: Tensor, group: dict[str, Any], ranks: Ranks) -> Spec:
         precision, fused = PRECISIONS[group["ns_dtype"]], fused_of(group)
-        update = Slot("momentum_buffer", self._resting(param, ranks), fused, precision.there, precision.back)
+        update = Slot(MOMENTUM, self._resting(param, ranks), fused, precision.there, precision.back)
         extras = [
             Slot(name, layout_of(self.state[param][name], ranks), fused.reduced(), EXACT, EXACT)
             for name in MATRICES[group["algorithm"]].slots

@@ -23,15 +23,13 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from ..layouts.tensors import local_of
+from ..vocabulary import ADAMW, EXP_AVG, EXP_AVG_SQ, LION, STEP
 from .cuda_graphs import capturable, capturing, refuse_absent, refuse_host
 
 Group = Mapping[str, Any]
 Tensors = list[Tensor] | tuple[Tensor, ...]
 Slots = Mapping[str, list[Tensor]]
 Update = Callable[[list[Tensor], list[Tensor], Slots, Group], None]
-
-COUNT = "step"
-"""The slot that counts steps.  torch's ``Optimizer.load_state_dict`` leaves it where it was saved; see `counted_on`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class Scalar:
 
     Args:
         slots: the state of a parameter: by name, what makes it for a new parameter.
-        defaults: options of its groups besides ``lr`` and ``weight_decay``.
+        defaults: options of its groups besides ``lr``, ``weight_decay`` and ``cautious``.
         on_host, on_device: one step of local tensors of one device and dtype: parameters, gradients, state by slot, all
             in the same order, and the group.  On a device, tensors are of at least 32 bits, and nothing is read back.
     """
@@ -133,15 +131,15 @@ def _adamw_on_host(params: list[Tensor], gradients: list[Tensor], slots: Slots, 
     beta1, beta2 = map(float, group["betas"])
     if group["cautious"]:
         # The sign of Adam's update is the one of its first moment as the kernel will have it.
-        decay(params, torch._foreach_lerp(slots["exp_avg"], gradients, 1 - beta1), lr * weight_decay, cautious=True)
+        decay(params, torch._foreach_lerp(slots[EXP_AVG], gradients, 1 - beta1), lr * weight_decay, cautious=True)
         weight_decay = 0.0
     adamw(
         params,
         gradients,
-        slots["exp_avg"],
-        slots["exp_avg_sq"],
+        slots[EXP_AVG],
+        slots[EXP_AVG_SQ],
         [],
-        slots[COUNT],
+        slots[STEP],
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
@@ -156,9 +154,9 @@ def _lion_on_host(params: list[Tensor], gradients: list[Tensor], slots: Slots, g
     """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2): the sign of a mean of momentum and gradient."""
     lr = float(group["lr"])
     beta1, beta2 = map(float, group["betas"])
-    updates = torch._foreach_lerp(slots["exp_avg"], gradients, 1 - beta1)
+    updates = torch._foreach_lerp(slots[EXP_AVG], gradients, 1 - beta1)
     torch._foreach_sign_(updates)
-    torch._foreach_lerp_(slots["exp_avg"], gradients, 1 - beta2)
+    torch._foreach_lerp_(slots[EXP_AVG], gradients, 1 - beta2)
     decay(params, updates, lr * float(group["weight_decay"]), group["cautious"])
     torch._foreach_add_(params, updates, alpha=-lr)
 
@@ -169,12 +167,12 @@ def _lion_on_host(params: list[Tensor], gradients: list[Tensor], slots: Slots, g
 def _adamw_on_device(params: list[Tensor], gradients: list[Tensor], slots: Slots, group: Group) -> None:
     """As `_adamw_on_host`.  A list is one launch, but for two a tensor, each of which has its own count of steps."""
     lr, weight_decay, beta1, beta2 = _live(group, params[0].device)
-    means, squares = slots["exp_avg"], slots["exp_avg_sq"]
-    torch._foreach_add_(slots[COUNT], 1)
+    means, squares = slots[EXP_AVG], slots[EXP_AVG_SQ]
+    torch._foreach_add_(slots[STEP], 1)
     _mix(means, gradients, beta1)
     _mix(squares, torch._foreach_mul(gradients, gradients), beta2)
     _decay_on_device(params, means, lr * weight_decay, group["cautious"])
-    count = torch.stack(slots[COUNT]).double()
+    count = torch.stack(slots[STEP]).double()
     divisors = torch._foreach_sqrt(squares)
     torch._foreach_div_(divisors, _each((1 - beta2**count).sqrt(), params))
     torch._foreach_add_(divisors, group["eps"])
@@ -186,10 +184,10 @@ def _adamw_on_device(params: list[Tensor], gradients: list[Tensor], slots: Slots
 def _lion_on_device(params: list[Tensor], gradients: list[Tensor], slots: Slots, group: Group) -> None:
     """As `_lion_on_host`."""
     lr, weight_decay, beta1, beta2 = _live(group, params[0].device)
-    updates = _times(slots["exp_avg"], beta1)
+    updates = _times(slots[EXP_AVG], beta1)
     torch._foreach_add_(updates, _times(gradients, 1 - beta1))
     torch._foreach_sign_(updates)
-    _mix(slots["exp_avg"], gradients, beta2)
+    _mix(slots[EXP_AVG], gradients, beta2)
     _decay_on_device(params, updates, lr * weight_decay, group["cautious"])
     torch._foreach_sub_(params, _times(updates, lr))
 
@@ -254,14 +252,14 @@ def _counter(param: Tensor) -> Tensor:
 
 SCALARS: Mapping[str, Scalar] = {
     "adamw": Scalar(
-        slots={COUNT: _counter, "exp_avg": _moment, "exp_avg_sq": _moment},
-        defaults={"betas": (0.9, 0.95), "eps": 1e-8, "cautious": False},
+        slots={STEP: _counter, EXP_AVG: _moment, EXP_AVG_SQ: _moment},
+        defaults=ADAMW,
         on_host=_adamw_on_host,
         on_device=_adamw_on_device,
     ),
     "lion": Scalar(
-        slots={"exp_avg": _moment},
-        defaults={"betas": (0.9, 0.99), "cautious": False},
+        slots={EXP_AVG: _moment},
+        defaults=LION,
         on_host=_lion_on_host,
         on_device=_lion_on_device,
     ),

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..layout import TensorLayout
+from ..vocabulary import MOMENTUM, OURS
 from .planning.matrices import Fused, matrices_of
 from .scalar import SCALARS
 from .step.methods import MATRICES
@@ -30,7 +31,7 @@ def fresh_state(param: Tensor, layout: TensorLayout, group: dict[str, Any]) -> d
     matrices_of(layout.shape, fused)
     momentum = torch.zeros_like(param, memory_format=torch.contiguous_format)
     extras = MATRICES[group["algorithm"]].slots
-    return {"momentum_buffer": momentum, **{name: make(param, fused) for name, make in extras.items()}}
+    return {MOMENTUM: momentum, **{name: make(param, fused) for name, make in extras.items()}}
 
 
 def fused_of(group: Mapping[str, Any]) -> Fused:
@@ -45,10 +46,10 @@ def merged(number: int, mine: dict[str, Any], saved: dict[str, Any]) -> dict[str
         raise ValueError(
             f"group {number} was saved by {saved['algorithm']!r}, this optimizer has {mine['algorithm']!r}"
         )
-    if saved.get("convention", "ema") != "ema":
+    if saved.get("convention", OURS) != OURS:
         raise ValueError(
             f"the state of group {number} was saved with momentum convention {saved['convention']!r}, this optimizer "
-            "keeps 'ema'; convert it first: m_ema = (1 - momentum) * m_sum"
+            f"keeps {OURS.value!r}; convert it first: m_ema = (1 - momentum) * m_sum"
         )
     code = {key: value for key, value in mine.items() if key not in (*RESTORED, "params", "param_names")}
     differing = sorted(key for key in code.keys() & saved.keys() if _plain(saved[key]) != _plain(code[key]))

@@ -31,31 +31,33 @@ RULES = {
     "layout": "errors box overlap",
     "plan": "errors box overlap layout",
     "fingerprint": "box",
-    "record": "errors box layout",
+    "vocabulary": "",
+    "record": "errors box layout vocabulary",
     "layouts": "errors box layout",
     "layouts/buffers": "errors box layout layouts",
     "store/io": "errors box fingerprint record",
     "store/reading": "errors box layout record store/io store/formats",
-    "store/formats": "errors box fingerprint record layouts/buffers store/io store/reading",
+    "store/formats": "errors box fingerprint record vocabulary layouts/buffers store/io store/reading",
     "store": "errors fingerprint record store/io store/reading store/formats",
-    "checkpoint": "errors box layout fingerprint record version layouts store/io store/reading store/formats",
+    "checkpoint": "errors box layout fingerprint record version vocabulary layouts store/io store/reading "
+    "store/formats",
     "optimizer/groups": "optimizer optimizer/planning optimizer/step",
     "optimizer/newton_schulz": "optimizer/triton",
     "optimizer/triton": "optimizer optimizer/newton_schulz optimizer/step",
     "optimizer/planning": "errors box overlap layout plan layouts optimizer/newton_schulz",
-    "optimizer/step": "box layouts optimizer optimizer/newton_schulz optimizer/planning optimizer/triton",
-    "optimizer/layer_wise": "errors box layouts layouts/buffers optimizer optimizer/step",
-    "optimizer": "errors box layout layouts optimizer/layer_wise optimizer/newton_schulz optimizer/planning "
+    "optimizer/step": "box layouts vocabulary optimizer optimizer/newton_schulz optimizer/planning optimizer/triton",
+    "optimizer/layer_wise": "errors box vocabulary layouts layouts/buffers optimizer optimizer/step",
+    "optimizer": "errors box layout layouts vocabulary optimizer/layer_wise optimizer/newton_schulz optimizer/planning "
     "optimizer/step",
     "converters/engine": "errors box layout plan fingerprint record store/io store/reading store/formats "
     "converters/target converters/translate",
-    "converters/target": "errors box layout plan record version layouts layouts/buffers store/io store/reading "
-    "store/formats converters/engine",
-    "converters/translate": "errors box layout record store/io store/reading store/formats converters/engine "
-    "converters/target",
+    "converters/target": "errors box layout plan record version vocabulary layouts layouts/buffers store/io "
+    "store/reading store/formats converters/engine",
+    "converters/translate": "errors box layout record vocabulary store/io store/reading store/formats "
+    "converters/engine converters/target",
     "converters": "",
-    "cli": "errors record version layouts/buffers store store/io store/reading store/formats converters/engine "
-    "converters/target converters/translate",
+    "cli": "errors record version vocabulary layouts/buffers store store/io store/reading store/formats "
+    "converters/engine converters/target converters/translate",
     "": "checkpoint",
 }
 TORCH = ("layouts/tensors", "checkpoint/", "optimizer/")

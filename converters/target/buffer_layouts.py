@@ -19,6 +19,7 @@ from ...layouts.buffers.parameters import Parameter, Ranks, split
 from ...layouts.buffers.ranges import divided, end_to_end
 from ...layouts.mesh import Mesh, Shard, mesh_layout
 from ...record import StateRecord
+from ...vocabulary import ELEMENTWISE
 from .source_buffers import recorded
 from .topology import Cut, Laid, Target
 
@@ -51,9 +52,6 @@ PLACES: Mapping[str, tuple[Place, Place]] = MappingProxyType(
 Flat buffers cut evenly; whole tensors with balanced owners, ours; in Megatron's padded buffers, by the rules of its
 main branch or by those of core 0.18 and 0.19; in its compact ones; in those of its legacy mode, which owns element-wise
 state whole too, where the three before cut that evenly."""
-
-ELEMENTWISE = frozenset({"exp_avg", "exp_avg_sq"})
-"""The slots of AdamW and Lion: their tensors are never orthogonalised, so nobody needs all of one."""
 
 
 def lay_out(target: Target, tensors: Sequence[StateRecord], provenance: Mapping[str, Any]) -> Laid:

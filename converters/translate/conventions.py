@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import SourceError
-from ...record import Convention
+from ...vocabulary import Convention
 
 Words = NDArray[Any]
 

@@ -11,14 +11,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
 
 from ...errors import SourceError
-from ...record import Convention
 from ...store.formats.dcp.directory import COMMON_FILE
 from ...store.formats.megatron.torch_dist import COMMON_STATE, item_key
+from ...vocabulary import (
+    ADAMW,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    MOMENTUM,
+    MUON,
+    OURS,
+    SECOND_MOMENT,
+    STEP,
+    Convention,
+)
 
 KeyPath = tuple[str | int, ...]
 
@@ -238,10 +249,11 @@ _SHARED_SCALES: Mapping[str, tuple[object, ...]] = {
     "rms": ("rms_norm",),
 }
 
-_OUR_FRESH: Mapping[str, object] = {"cautious": False, "nesterov": True, "ns": "quintic", "ns_steps": 5,
-                                    "ns_dtype": "bfloat16", "gram": None, "eps": 1e-7, "pieces": None, "columns": None,
-                                    "interleaved": 1, "blocks": 1, "convention": "ema",
-                                    "adjust_lr": "original"}  # fmt: skip
+# Rates and momentum are the run's: what the source does not have of these is left out, and shows.
+_OUR_FRESH: Mapping[str, object] = {
+    **{name: value for name, value in asdict(MUON).items() if name not in ("lr", "weight_decay", "momentum")},
+    "convention": OURS.value,
+}
 
 _OUR_SCALES: Mapping[str, tuple[object, ...]] = {"original": ("original",), "rms": ("match_rms_adamw",),
                                                  "spectral": ("spectral",), "none": ("none",)}  # fmt: skip
@@ -256,7 +268,7 @@ _MEGATRON: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
 }
 _MEGATRON_FRESH: Mapping[str, object] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False,
                                          "is_decoupled_lr": False}  # fmt: skip
-_MASTER, _STEP = {"master": "fp32_param"}, {"step": "step"}
+_MASTER, _STEP = {"master": MASTER}, {"step": "step"}
 
 
 def _ours(*more: Mapping[str, str]) -> tuple[Method, ...]:
@@ -267,15 +279,15 @@ def _ours(*more: Mapping[str, str]) -> tuple[Method, ...]:
         method
         for extra in more
         for method in (
-            Method("muon", {"momentum": "momentum_buffer", **extra}, muon, _OUR_FRESH),
-            Method("normuon", {"momentum": "momentum_buffer", "rows": "second_moment", **extra}),
+            Method("muon", {"momentum": MOMENTUM, **extra}, muon, _OUR_FRESH),
+            Method("normuon", {"momentum": MOMENTUM, "rows": SECOND_MOMENT, **extra}),
             Method(
                 "adamw",
-                {"first": "exp_avg", "second": "exp_avg_sq", "step": "step", **extra},
+                {"first": EXP_AVG, "second": EXP_AVG_SQ, "step": STEP, **extra},
                 {**betas, "eps": "eps"},
-                {"cautious": False, "eps": 1e-8},
+                {"cautious": MUON.cautious, "eps": ADAMW["eps"]},
             ),
-            Method("lion", {"first": "exp_avg", **extra}, betas, {"cautious": False}),
+            Method("lion", {"first": EXP_AVG, **extra}, betas, {"cautious": MUON.cautious}),
         )
     )
 
@@ -332,7 +344,7 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
                 derived=frozenset({"lr_ratio"}), method_option="algorithm", scales=_SHARED_SCALES,
             ),
             Dialect(
-                "muonckpt", "muonckpt.optimizer.Muon", _MODEL, _NESTED, _LIST, Convention.EMA,
+                "muonckpt", "muonckpt.optimizer.Muon", _MODEL, _NESTED, _LIST, OURS,
                 _ours({}, _MASTER),
                 method_option="algorithm", scales=_OUR_SCALES,
             ),

@@ -10,8 +10,9 @@ from collections import defaultdict
 
 from ...errors import SourceError
 from ...layout import Fragment, TensorLayout
-from ...record import Blob, Convention, Manifest, StateRecord
+from ...record import Blob, Manifest, StateRecord
 from ...store.reading.values import Values, scalar_bytes
+from ...vocabulary import Convention
 from ..target.topology import TargetError
 from .conventions import Said, agreed, factor
 from .detection import Detected, detect

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import about
 from ..layouts.tensors import check_one_box, describe
-from ..record import Convention
+from ..vocabulary import MOMENTUM, Convention
 
 KeyPath = tuple[str | int, ...]
 
@@ -74,5 +74,5 @@ def _optimizer(path: KeyPath, node: Mapping[Any, Any]) -> Iterator[tuple[KeyPath
 
 def _of_slot(name: str, slot: str, group: Mapping[str, Any]) -> Annotation:
     convention, pieces = group.get("convention"), group.get("pieces")
-    declared = [known for known in Convention if slot == "momentum_buffer" and known == convention]
+    declared = [known for known in Convention if slot == MOMENTUM and known == convention]
     return Annotation(name, slot, declared[0] if declared else None, tuple(pieces) if pieces else None)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ...layouts.buffers.layout import BufferLayout
 from ...layouts.buffers.recorded import to_json
+from ...vocabulary import MUON
 from ..muon import Muon
 from ..state import as_numbers
 from .buffer_memory import BucketMemory, FlatBuffer, Part, laid_out
@@ -126,7 +127,7 @@ class LayerWise(Optimizer):
         self,
         model: nn.Module,
         groups: Iterable[Any],
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor = MUON.lr,
         *,
         layout: str | Sequence[BufferLayout] = "padded",
         bucket_size: int | None = BUCKET,

@@ -18,13 +18,11 @@ from torch.optim import Optimizer
 
 from ...box import Box, row_major
 from ...layouts.tensors import local_of
+from ...vocabulary import MASTER
 from ..held_boxes import said_boxes, say_boxes
 from ..state import fault, fitting
 from .buffer_memory import Part
 from .members import options_of
-
-MASTER = "fp32_param"
-"""The slot of a float32 master; the name is Megatron's."""
 
 
 def state_of(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...layouts.tensors import zeros_placed_as
+from ...vocabulary import NORMUON, SECOND_MOMENT
 from ..planning.matrices import Fused, reduced_shape
 
 Group = Mapping[str, Any]
@@ -55,7 +56,7 @@ def _normalized_rows(matrix: Tensor, slots: Mapping[str, Tensor], group: Group) 
     zero without a correction: it is common to all rows, and the norm takes it out.
     """
     exact = matrix.float()
-    moment = slots["second_moment"]
+    moment = slots[SECOND_MOMENT]
     moment.lerp_(exact.square().mean(dim=1, keepdim=True), 1 - group["beta2"])
     normal = exact / moment.sqrt().add_(EPS)
     size = torch.linalg.vector_norm(normal).clamp_(min=torch.finfo(torch.float32).tiny)
@@ -64,5 +65,5 @@ def _normalized_rows(matrix: Tensor, slots: Mapping[str, Tensor], group: Group) 
 
 MATRICES: Mapping[str, Method] = {
     "muon": Method({}, {}, _as_it_is),
-    "normuon": Method({"second_moment": _row_zeros}, {"beta2": 0.95}, _normalized_rows),
+    "normuon": Method({SECOND_MOMENT: _row_zeros}, NORMUON, _normalized_rows),
 }

@@ -9,7 +9,8 @@ import pytest
 
 from muonckpt.box import Box
 from muonckpt.errors import LayoutError, SourceError
-from muonckpt.record import Blob, Chunk, Convention, Extent, Manifest, StateRecord
+from muonckpt.record import Blob, Chunk, Extent, Manifest, StateRecord
+from muonckpt.vocabulary import Convention
 
 SCHEMA = json.loads(files("muonckpt").joinpath("manifest.schema.json").read_text())
 

@@ -10,7 +10,7 @@ import torch
 
 from muonckpt.converters.translate.conventions import Said, agreed, factor, scaled
 from muonckpt.errors import SourceError
-from muonckpt.record import Convention
+from muonckpt.vocabulary import Convention
 
 EMA, SUM = Convention.EMA, Convention.SUM
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -14,9 +14,9 @@ from muonckpt.converters.translate.dialects import DIALECTS, Template
 from muonckpt.converters.translate.imports import Request
 from muonckpt.converters.translate.translator import translate
 from muonckpt.errors import SourceError
-from muonckpt.record import Convention
 from muonckpt.store.formats import native
 from muonckpt.store.reading.values import Values
+from muonckpt.vocabulary import Convention
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -33,8 +33,8 @@ from muonckpt.converters.translate.tables import READY, ready
 from muonckpt.converters.translate.translator import translate
 from muonckpt.errors import SourceError
 from muonckpt.optimizer.muon import Muon
-from muonckpt.record import Convention
 from muonckpt.store.reading.values import Values
+from muonckpt.vocabulary import Convention
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

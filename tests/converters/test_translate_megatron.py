@@ -13,8 +13,8 @@ from muonckpt.converters.translate.tables import ready
 from muonckpt.converters.translate.translator import translate
 from muonckpt.errors import LayoutError, SourceError
 from muonckpt.optimizer.muon import Muon
-from muonckpt.record import Convention
 from muonckpt.store.reading.values import Values
+from muonckpt.vocabulary import Convention
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -101,9 +101,12 @@ def test_megatron_groups_have_all_options_of_a_new_optimizer_of_ours():
     found = options(translated(MEGATRON.format("dp4"), "muonckpt", rules=ready("megatron-swiglu"), said=said))
     weight, bias = torch.nn.Parameter(torch.zeros(4, 3)), torch.nn.Parameter(torch.zeros(3))
     fresh = Muon([{"params": [weight]}, {"params": [bias], "algorithm": "adamw"}]).param_groups
+    of_megatron = {"lr", "weight_decay", "momentum", "betas", "eps", "params"}
     for number in {key.split(".")[2] for key in found}:
-        mine = {key.split(".", 3)[3] for key in found if key.split(".")[2] == number}
-        assert mine in [set(group) for group in fresh], [mine ^ set(group) for group in fresh]
+        mine = {key.split(".", 3)[3]: value for key, value in found.items() if key.split(".")[2] == number}
+        assert set(mine) in [set(group) for group in fresh], [set(mine) ^ set(group) for group in fresh]
+        made_up = {option: value for option, value in mine.items() if option not in of_megatron}
+        assert any(made_up == {option: group.get(option) for option in made_up} for group in fresh)
 
 
 def test_a_state_that_lacks_a_half_is_refused(tmp_path):

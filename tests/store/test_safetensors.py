@@ -25,7 +25,7 @@ from muonckpt.converters.engine.run import run
 from muonckpt.converters.target.container import WHOLE_TENSORS
 from muonckpt.converters.target.topology import Target
 from muonckpt.errors import SourceError
-from muonckpt.record import Convention, Manifest, StateRecord
+from muonckpt.record import Manifest, StateRecord
 from muonckpt.store.audit import nonfinite
 from muonckpt.store.formats.registry import SAFETENSORS, format_of
 from muonckpt.store.formats.safetensors import folder as safetensors
@@ -34,6 +34,7 @@ from muonckpt.store.formats.safetensors.header import CODES
 from muonckpt.store.io.location import location
 from muonckpt.store.reading.dtypes import DTYPES
 from muonckpt.store.reading.payloads import Payloads
+from muonckpt.vocabulary import Convention
 
 LOADABLE = sorted(CODES.keys() - {"float8_e8m0fnu"})
 """What the stock library loads into torch: F8_E8M0 it can write only."""

@@ -16,7 +16,7 @@ from support.whole import assemble, write, write_values
 from muonckpt.box import Box
 from muonckpt.converters.engine import mover
 from muonckpt.errors import SourceError
-from muonckpt.record import Convention, StateRecord
+from muonckpt.record import StateRecord
 from muonckpt.store.audit import audit
 from muonckpt.store.formats.registry import ZARR, format_of
 from muonckpt.store.formats.zarr import hierarchy as store
@@ -24,6 +24,7 @@ from muonckpt.store.formats.zarr import writer as zarr_writer
 from muonckpt.store.formats.zarr.array import NAMES, stored_as
 from muonckpt.store.reading.dtypes import DTYPES, itemsize
 from muonckpt.store.reading.payloads import elements
+from muonckpt.vocabulary import Convention
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 

@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from ....box import Box, Index
 from ....errors import SourceError
 from ....record import Chunk, StateRecord
+from ....vocabulary import MASTER
 from ...io.location import Location
 from ...reading.payloads import Payloads, as_words, elements
 from ..dcp import directory as dcp
 from ..torch_save import torch_file
 from ..torch_save.inert_pickle import Record
 from ..torch_save.torch_file import SavedTensor
-from .rank_file import MASTER, State
+from .rank_file import State
 
 MOST = 1 << 14
 """Elements of a parameter that are compared."""

@@ -1,0 +1,78 @@
+"""What several rooms must agree on: slots of optimizer state, momentum conventions, and the defaults of our optimizer.
+
+A *slot* is a tensor that an optimizer keeps for a parameter.  Other programs' words are in `converters.translate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+MOMENTUM = "momentum_buffer"
+"""Of Muon and NorMuon: shaped like the parameter; what it accumulates is a `Convention`."""
+
+SECOND_MOMENT = "second_moment"
+"""Of NorMuon: the mean square of each row of an orthogonalised matrix, as a moving average; float32."""
+
+EXP_AVG = "exp_avg"
+"""Of AdamW and Lion: the moving average of gradients, shaped like the parameter."""
+
+EXP_AVG_SQ = "exp_avg_sq"
+"""Of AdamW: the moving average of squared gradients, shaped like the parameter."""
+
+STEP = "step"
+"""Of AdamW: how many updates the parameter has had; a tensor without dims."""
+
+MASTER = "fp32_param"
+"""The float32 copy of a 16-bit parameter that the optimizer updates, shaped like the parameter; Megatron's name."""
+
+ELEMENTWISE = frozenset({EXP_AVG, EXP_AVG_SQ})
+"""Slots of which no rank needs a whole tensor, because no element's update depends on another element."""
+
+
+class Convention(StrEnum):
+    """How a momentum buffer ``m`` accumulates gradients ``g``, given the momentum coefficient ``mu``."""
+
+    EMA = "ema"
+    """``m = mu * m + (1 - mu) * g``"""
+    SUM = "sum"
+    """``m = mu * m + g``"""
+
+
+OURS = Convention.EMA
+"""The convention of `muonckpt.optimizer.Muon`."""
+
+
+@dataclass(frozen=True, slots=True)
+class MuonDefaults:
+    """Options of a group of matrices that `muonckpt.optimizer.Muon` uses unless it is told otherwise."""
+
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    cautious: bool = False
+    momentum: float = 0.95
+    nesterov: bool = True
+    adjust_lr: str = "original"
+    ns: str = "quintic"
+    ns_steps: int = 5
+    ns_dtype: str = "bfloat16"
+    gram: tuple[int, ...] | None = None
+    eps: float = 1e-7
+    pieces: tuple[int, ...] | None = None
+    columns: tuple[int, ...] | None = None
+    interleaved: int = 1
+    blocks: int = 1
+
+
+MUON = MuonDefaults()
+
+NORMUON: Mapping[str, object] = MappingProxyType({"beta2": 0.95})
+"""Options of a NorMuon group besides those of `MUON`."""
+
+ADAMW: Mapping[str, object] = MappingProxyType({"betas": (0.9, 0.95), "eps": 1e-8})
+"""Options of an AdamW group besides ``lr``, ``weight_decay`` and ``cautious``, which are those of `MUON`."""
+
+LION: Mapping[str, object] = MappingProxyType({"betas": (0.9, 0.99)})
+"""Options of a Lion group besides the same three."""
