@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_layouts import READERS, random_shape
+from support.random_layouts import READERS, random_shape
 
 from muonckpt.fingerprint import _COLUMNS, as_hex, combine, fingerprint
 

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from support.every_kind import assert_same_bits, snapshot
+from support.fsdp_model import build, steps
 from support.golden import golden
 from support.workers import run
-from test_muon import assert_same_bits, build, snapshot, steps
 from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 from support.golden import golden
+from support.layer_wise_training import Net, groups
 from support.workers import run
-from test_layer_wise import Net, groups
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import muonckpt

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from support.every_kind import assert_same_bits, make, single, snapshot, train, values
 from support.workers import run
-from test_muon import assert_same_bits, make, single, snapshot, train, values
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor

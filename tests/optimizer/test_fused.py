@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.every_kind import TENSORS, assert_same_bits, make, snapshot, train, values
 from support.interpreted import DEVICE, kernels
 from support.workers import run
-from test_muon import TENSORS, assert_same_bits, make, snapshot, train, values
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -119,9 +119,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             return self.kernel[grid]
 
     for module, ours in (
-        ("elementwise", ["_send", "_apply", "_carry"]),
-        ("multiply", ["_multiply"]),
-        ("normal", ["_squares", "_norms", "_divided", "_moved"]),
+        ("triton.elementwise", ["_send", "_apply", "_carry"]),
+        ("triton.multiply", ["_multiply"]),
+        ("triton.normalize", ["_squares", "_norms", "_divided", "_moved"]),
     ):
         found = kernels(module)
         for name in ours:

@@ -7,8 +7,19 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from support.layer_wise_training import (
+    LAYOUTS,
+    Net,
+    alone,
+    check,
+    gradients,
+    groups,
+    of_dense,
+    of_pair,
+    pieces,
+    run_each,
+)
 from support.workers import run
-from test_layer_wise import LAYOUTS, Net, alone, check, gradients, groups, pieces, run_each
 from torch import nn
 
 from muonckpt.optimizer import Muon
@@ -156,17 +167,6 @@ def mixed(rank: int, world: int) -> dict[str, tuple[dict, float]]:
             opt.step()
         found[layout] = pieces(net, opt), norm
     return found
-
-
-def of_pair(which: int) -> dict[str, torch.Tensor]:
-    """What the experts come to that ranks ``which`` and ``which + 2`` share."""
-    shared = alone(2, 2, of=lambda net, step, rank: gradients(net, step, which + 2 * rank))
-    return {key: value for key, value in shared.items() if key.split(".")[0] in ("up", "down")}
-
-
-def of_dense(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What belongs to no expert."""
-    return {key: value for key, value in state.items() if key.split(".")[0] not in ("up", "down")}
 
 
 def test_experts_are_reduced_and_owned_in_their_own_group():

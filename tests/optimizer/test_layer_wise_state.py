@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.layer_wise_training import PARAMETERS, Net, alone, gradients, groups, of_dense, of_pair
 from support.workers import run
-from test_layer_wise import PARAMETERS, Net, alone, gradients, groups
-from test_layer_wise_gradients import of_dense, of_pair
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import (

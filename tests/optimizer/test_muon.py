@@ -9,78 +9,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support import workers
+from support.every_kind import assert_same_bits, make, single, snapshot, train, values
+from support.fsdp_model import build, steps
 from support.workers import run
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from muonckpt.errors import LayoutError
 from muonckpt.optimizer import ADJUST_LR, Muon, orthogonalize
-
-# (shape, group options): matrices of all kinds, among them some with fewer rows than ranks, and scalar parameters.
-TENSORS = [
-    ((40, 16), {"pieces": (24, 8, 8)}),
-    ((48, 16), {"pieces": (24, 24)}),
-    ((13, 16), {}),
-    ((3, 16), {}),
-    ((1, 16), {}),
-    ((33, 7), {}),
-    ((5, 12, 7), {}),
-    ((2, 6, 10), {}),
-    ((64, 64), {"nesterov": False}),
-    ((48, 16), {"pieces": (8, 2, 2), "interleaved": 4}),
-    ((12, 30), {"columns": (7, 11, 12), "adjust_lr": "spectral"}),
-    ((3, 10, 12), {"pieces": (4, 6), "columns": (9, 3), "cautious": True}),
-    ((40, 16), {"algorithm": "normuon", "pieces": (24, 8, 8)}),
-    ((4, 9, 11), {"algorithm": "normuon", "ns_dtype": "float32", "columns": (5, 6)}),
-    ((20, 50), {"ns_dtype": "float16", "gram": (2,)}),
-    ((64, 200), {"blocks": 8}),
-    ((9, 5), {"blocks": 8}),
-    ((22, 16), {"algorithm": "adamw"}),
-    ((41,), {"algorithm": "adamw"}),
-    ((7,), {"algorithm": "adamw"}),
-    ((19, 3), {"algorithm": "lion", "cautious": True}),
-]
-
-
-def values(seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape, _ in TENSORS]
-
-
-def make(params: list[torch.Tensor], **options) -> Muon:
-    groups = [{"params": [p], "lr": 0.02, **group} for p, (_, group) in zip(params, TENSORS, strict=True)]
-    return Muon(groups, **options)
-
-
-def train(params: list[torch.Tensor], opt: Muon, place, dtype: torch.dtype, steps: int = 5) -> None:
-    for step in range(1, steps + 1):
-        for p, g in zip(params, values(step, dtype), strict=True):
-            p.grad = place(g)
-        opt.step()
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def snapshot(params: list[torch.Tensor], opt: Muon) -> list[torch.Tensor]:
-    return [whole(t).clone() for p in params for t in (p, *(opt.state[p][slot] for slot in sorted(opt.state[p])))]
-
-
-def assert_same_bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
-    assert len(a) == len(b)
-    for x, y in zip(a, b, strict=True):
-        assert x.dtype == y.dtype and torch.equal(x, y), f"{tuple(x.shape)}: differ by {(x - y).abs().max()}"
-
-
-def single(dtype: torch.dtype) -> list[torch.Tensor]:
-    params = [nn.Parameter(v) for v in values(0, dtype)]
-    opt = make(params)
-    train(params, opt, lambda g: g, dtype)
-    return snapshot(params, opt)
 
 
 def sharded(rank: int, world: int, dim: int | None, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -128,38 +66,6 @@ def test_plain_tensors_with_ddp_give_the_same_bits_and_share_the_work(share):
 
 
 # --- state ------------------------------------------------------------------------------------------------------
-
-
-class Net(nn.Module):
-    """An FSDP2 model with rows that do not divide, an empty shard, and a layer that never sees a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a = nn.Linear(16, 37)
-        self.b = nn.Linear(37, 16)
-        self.router = nn.Linear(16, 3)
-        self.unused = nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.b(self.a(x).relu())
-        return (x * self.router(x).sum(-1, keepdim=True)).square().mean()
-
-
-def build() -> tuple[Net, Muon]:
-    net = Net()
-    if dist.get_world_size() > 1:
-        fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    matrices = [p for p in net.parameters() if p.ndim == 2]
-    vectors = [p for p in net.parameters() if p.ndim == 1]
-    return net, Muon([{"params": matrices, "lr": 0.02}, {"params": vectors, "lr": 1e-3, "algorithm": "adamw"}])
-
-
-def steps(net: Net, opt: Muon, first: int, last: int) -> None:
-    for step in range(first, last):
-        opt.zero_grad()
-        net(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).backward()
-        opt.step()
 
 
 def interrupted(rank: int, world: int, path: str) -> list[torch.Tensor]:

@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
+from support.every_kind import whole
 from support.interpreted import DEVICE, on_gpu
 from support.workers import run
-from test_muon import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor

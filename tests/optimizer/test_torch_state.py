@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.least_squares import ALGORITHMS, MATRIX, Line, contents, groups, normal, run_steps, same
 from support.workers import run
-from test_torch_contract import ALGORITHMS, MATRIX, Line, contents, groups, normal, run_steps, same
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

@@ -16,6 +16,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from support.layer_wise_training import Net, groups
 from support.raw_buffers import (
     INDEX,
     MESHES,
@@ -31,7 +32,6 @@ from support.raw_buffers import (
 )
 from support.sharded import edit, elements_of, raw_bytes
 from support.workers import run as on_ranks
-from test_layer_wise import Net, groups
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import muonckpt

@@ -10,9 +10,9 @@ from typing import Any
 
 import jsonschema
 import pytest
+from support.layer_wise_training import LAYOUTS as RUNS
+from support.layer_wise_training import Net, groups
 from support.workers import run
-from test_layer_wise import LAYOUTS as RUNS
-from test_layer_wise import Net, groups
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh

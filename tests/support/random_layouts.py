@@ -1,0 +1,54 @@
+"""Random layouts of every kind, of tensors of random shapes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from muonckpt.layouts.flat import FlatShard, flat_layout
+from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, mesh_layout
+from muonckpt.layouts.owned import owned_layout
+
+
+def random_shape(rng, dims=None):
+    return tuple(int(n) for n in rng.integers(1, 8, size=dims or rng.integers(1, 5)))
+
+
+def random_placements(rng, axes, ndim):
+    kinds = [
+        lambda: Shard(int(rng.integers(ndim))),
+        lambda: StridedShard(int(rng.integers(ndim)), int(rng.integers(1, 4))),
+        Replicate,
+    ]
+    return tuple(kinds[rng.integers(3)]() for _ in range(axes))
+
+
+def random_mesh(rng):
+    shape = [(1,), (2,), (3,), (4,), (8,), (2, 2), (2, 3), (2, 4), (4, 2), (2, 2, 2)][rng.integers(10)]
+    ranks = rng.permutation(int(np.prod(shape))).tolist()
+    return Mesh(shape, tuple(ranks))
+
+
+def random_mesh_layout(rng, shape):
+    mesh = random_mesh(rng)
+    return mesh_layout(shape, mesh, random_placements(rng, len(mesh.shape), len(shape)))
+
+
+def random_flat_layout(rng, shape):
+    numel, ranks = int(np.prod(shape)), int(rng.integers(1, 9))
+    start, tail = (int(n) for n in rng.integers(0, 9, size=2))
+    end = start + numel + tail
+    cuts = sorted(rng.integers(0, end + 1, size=ranks - 1).tolist())
+    shards = tuple(FlatShard(r, a, b) for r, (a, b) in enumerate(zip([0, *cuts], [*cuts, end], strict=True)))
+    return flat_layout(shape, start, shards)
+
+
+def random_owned_layout(rng, shape):
+    return owned_layout(shape, int(rng.integers(8)), int(rng.integers(5)))
+
+
+def random_padded_layout(rng, shape):
+    padded = tuple(int(n + rng.integers(0, 4)) for n in shape)
+    return random_mesh_layout(rng, padded).clip(shape)
+
+
+READERS = [random_mesh_layout, random_flat_layout, random_owned_layout, random_padded_layout]
