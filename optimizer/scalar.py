@@ -1,9 +1,9 @@
 """Algorithms that work element by element, for every parameter that is not a matrix: AdamW and Lion.
 
 No element needs another, so a sharded parameter is stepped where it rests, without communication.  All arithmetic is
-torch's: its AdamW kernels and its ``_foreach_`` operators.  Those compute an element alike wherever a shard begins or
-ends, so the bits do not depend on the layout.  torch's fused AdamW does not on the CPU (the last elements of a tensor
-are rounded otherwise than the vectors before them), so it is not used.
+torch's: its AdamW kernels and its ``_foreach_`` operators, in float32 at least (`rounding`).  Those compute an element
+alike wherever a shard begins or ends, so the bits do not depend on the layout.  torch's fused AdamW does not on the CPU
+(the last elements of a tensor are rounded otherwise than the vectors before them), so it is not used.
 
 Each algorithm has two forms: with rates and counts of steps on the host, and, for devices whose steps can be captured
 (`capture.capturable`), with all of them on the device, where a CUDA graph finds today's at every replay.  torch's
@@ -25,6 +25,7 @@ from torch.optim.adamw import adamw
 from ..layouts.tensors import local_of
 from ..vocabulary import ADAMW, EXP_AVG, EXP_AVG_SQ, LION, STEP
 from .cuda_graphs import capturable, capturing, refuse_absent, refuse_host
+from .rounding import exact_dtype, rounded_once
 
 Group = Mapping[str, Any]
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -39,8 +40,8 @@ class Scalar:
     Args:
         slots: the state of a parameter: by name, what makes it for a new parameter.
         defaults: options of its groups besides ``lr``, ``weight_decay`` and ``cautious``.
-        on_host, on_device: one step of local tensors of one device and dtype: parameters, gradients, state by slot, all
-            in the same order, and the group.  On a device, tensors are of at least 32 bits, and nothing is read back.
+        on_host, on_device: one step of local tensors of one device and dtype, of at least 32 bits: parameters,
+            gradients, state by slot, all in the same order, and the group.  On a device nothing is read back.
     """
 
     slots: Mapping[str, Callable[[Tensor], Tensor]]
@@ -76,23 +77,14 @@ class Scalar:
         for param in compress(group["params"], active):
             alike[param.device, param.dtype].append(param)
         for (device, _), params in alike.items():
-            weights = [local_of(param) for param in params]
-            # A gradient may have a dtype of its own (`Tensor.grad_dtype`).
-            gradients = [local_of(param.grad).to(param.dtype) for param in params]
-            slots = {slot: [local_of(state[param][slot]) for param in params] for slot in self.slots}
-            if capturable(device):
-                self._step_on_device(weights, gradients, slots, group)
-            else:
+            if not capturable(device):
                 refuse_host(group["algorithm"], device)
-                self.on_host(weights, gradients, slots, group)
-
-    def _step_on_device(self, params: list[Tensor], gradients: list[Tensor], slots: Slots, group: Group) -> None:
-        """In 32 bits at least, as a rate that is a tensor would be rounded to the dtype of what it is multiplied by."""
-        exact, changes = _exact(params), {slot: _exact(tensors) for slot, tensors in slots.items()}
-        self.on_device(exact, _exact(gradients), changes, group)
-        for held, changed in zip((params, *slots.values()), (exact, *changes.values()), strict=True):
-            if held[0] is not changed[0]:
-                torch._foreach_copy_(held, changed)
+            update = self.on_device if capturable(device) else self.on_host
+            # A gradient may have a dtype of its own (`Tensor.grad_dtype`).
+            gradients = [local_of(param.grad).to(exact_dtype(param)) for param in params]
+            held = [[local_of(state[param][slot]) for param in params] for slot in self.slots]
+            with rounded_once(list(map(local_of, params)), *held) as (weights, *changed):
+                update(weights, gradients, dict(zip(self.slots, changed, strict=True)), group)
 
 
 def decay(params: list[Tensor], updates: Tensors, rate: float, cautious: bool) -> None:
@@ -224,11 +216,6 @@ def _times(tensors: Tensors, factor: Tensor) -> tuple[Tensor, ...]:
 def _each(numbers: Tensor, like: Tensors) -> list[Tensor]:
     """One number for each tensor, 0-d, in the tensors' dtype."""
     return list(numbers.to(like[0].dtype).unbind())
-
-
-def _exact(tensors: list[Tensor]) -> list[Tensor]:
-    """In 32 bits at least: the very tensors, or copies."""
-    return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
 
 
 # State.

@@ -16,6 +16,7 @@ from ...layouts.buffers.megatron_compact import pingpong_legacy, pingpong_total_
 from ...layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
 from ...layouts.buffers.parameters import Parameter, Ranks
 from ...layouts.buffers.ranges import Slot
+from ..rounding import exact_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ class FlatBuffer:
         shape = slot.parameter.shape if stop - start == slot.parameter.numel else (stop - start,)
         weight, gradient = (whole[start:stop].view(shape) for whole in (self.weights, self.gradients))
         boxes = flat_boxes(slot.parameter.shape, start - slot.start, stop - slot.start) if start < stop else ()
-        return Part(tuple(boxes), weight, gradient, _stepped(weight))
+        return Part(tuple(boxes), weight, gradient, weight.to(exact_dtype(weight)))
 
 
 class BucketMemory:
@@ -204,8 +205,3 @@ class BucketMemory:
 
 def _view(memory: Tensor, slot: Slot) -> Tensor:
     return memory[slot.start : slot.stop].view(slot.parameter.shape)
-
-
-def _stepped(weight: Tensor) -> Tensor:
-    exact = torch.promote_types(weight.dtype, torch.float32)
-    return weight if exact == weight.dtype else weight.to(exact)

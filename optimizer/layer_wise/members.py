@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -124,11 +123,6 @@ def groups_with(stepped: Mapping[Tensor, Tensor], groups: Iterable[Mapping[str, 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """All of a parameter group but its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def exact_dtype(param: Tensor) -> torch.dtype:
-    """What a parameter is stepped in."""
-    return torch.promote_types(param.dtype, torch.float32)
 
 
 def size_of(group: Group) -> int:

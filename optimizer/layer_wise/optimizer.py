@@ -19,10 +19,11 @@ from ...layouts.buffers.layout import BufferLayout
 from ...layouts.buffers.recorded import to_json
 from ...vocabulary import MUON
 from ..muon import Muon
+from ..rounding import exact_dtype, rounded_once
 from ..state import as_numbers
 from .buffer_memory import BucketMemory, FlatBuffer, Part, laid_out
 from .gradients import Gathers, Gradients
-from .members import Group, Members, exact_dtype, groups_with, options_of, ranks_of, size_of
+from .members import Group, Members, groups_with, options_of, ranks_of, size_of
 from .owned_state import restore, state_of
 
 EPS = 1e-6
@@ -191,7 +192,8 @@ class LayerWise(Optimizer):
         self._gradients.finish()
         self._active = self._agreed(self._gradients.seen)
         for part in self._parts.values():
-            part.gradient.div_(self._divisor)
+            with rounded_once([part.gradient]) as [[gradient]]:
+                gradient.div_(self._divisor)
 
     def _agreed(self, seen: Collection[str]) -> set[str]:
         """Names of the parameters that have a gradient on any of the ranks that share them."""
@@ -221,7 +223,8 @@ class LayerWise(Optimizer):
         norm = total.sqrt().float()
         factor = (max_norm / (norm + EPS)).clamp(max=1.0)
         for part in self._parts.values():
-            part.gradient.mul_(factor)
+            with rounded_once([part.gradient]) as [[gradient]]:
+                gradient.mul_(factor)
         return norm
 
     @torch.no_grad()

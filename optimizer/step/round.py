@@ -18,6 +18,7 @@ from ..newton_schulz.iterations import orthogonalize_parts
 from ..planning.routes import Own, Strip
 from ..planning.schedule import Wave
 from ..planning.units import Slot
+from ..rounding import exact_dtype, rounded_once
 from ..scalar import decay
 from .batches import Batch, Group, Options, in_batches
 from .exchange import Wire, kept, opened
@@ -142,8 +143,8 @@ class Round:
     def _accumulate(self) -> None:
         for param, (tensor, group) in enumerate(zip(self.pipeline.params, self.groups, strict=True)):
             if tensor.grad is not None and param not in self.sweep.accumulates:
-                momentum = local_of(self.state[tensor]["momentum_buffer"])
-                momentum.lerp_(local_of(tensor.grad).to(momentum.dtype), 1 - group["momentum"])
+                with rounded_once([local_of(self.state[tensor]["momentum_buffer"])]) as [[momentum]]:
+                    momentum.lerp_(local_of(tensor.grad).to(momentum.dtype), 1 - group["momentum"])
 
     def _group(self, param: int) -> Group:
         return self.groups[param]
@@ -160,7 +161,8 @@ class Round:
         if slot is not self.pipeline.specs[param].slots[0] or not group["nesterov"]:
             return values
         assert gradient is not None, "an active parameter has a gradient"
-        return torch.lerp(strip.of(gradient).to(values.dtype), values, group["momentum"])
+        exact = exact_dtype(values)
+        return torch.lerp(strip.of(gradient).to(exact), values.to(exact), group["momentum"])
 
     def _finished(self, batch: Batch, number: int, wave: Wave, arrived: Wire, back: Wire) -> Tensor:
         """Orthogonalise a batch, and do with each matrix what its algorithm does besides; end to end."""
@@ -236,23 +238,19 @@ class Round:
         return torch.cat([(part.mT if tall else part).reshape(-1) for part in done])
 
     def _apply(self, unit: int, slot: Slot, results: Iterable[tuple[Strip, Tensor]]) -> None:
-        """Take in strips of a result: of the update, decay, scale and subtract, in float32 at least, whatever the
-        parameter's dtype; of another slot, what it is."""
+        """Take in strips of a result: of the update, decay, scale and subtract; of another slot, what it is."""
         param = self.units[unit].param
         if slot is not self.pipeline.specs[param].slots[0]:
             for strip, values in results:
                 strip.of(self.slots[param][slot.name]).copy_(values)
             return
         group, weight = self.groups[param], self.dense[param]
-        precision = torch.promote_types(weight.dtype, torch.float32)
         rate, scale = float(group["lr"]), self.scale(param, *self.units[unit].rows_columns)
         for strip, values in results:
-            part = strip.of(weight)
-            exact, change = part.to(precision), values.to(precision)
-            decay([exact], [change], rate * group["weight_decay"], group["cautious"])
-            exact.add_(change, alpha=-rate * scale)
-            if exact is not part:
-                part.copy_(exact)
+            with rounded_once([strip.of(weight)]) as [[exact]]:
+                change = values.to(exact.dtype)
+                decay([exact], [change], rate * group["weight_decay"], group["cautious"])
+                exact.add_(change, alpha=-rate * scale)
 
     def finish(self) -> None:
         """Copy back what is not contiguous in its own memory."""

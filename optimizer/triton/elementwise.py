@@ -156,14 +156,13 @@ def _send(
     if gradient != 0:
         momentum = tl.load(momenta + tensor).to(tl.pointer_type(MOMENTUM))
         g = widened(tl.load(gradient.to(tl.pointer_type(GRADIENT)) + rest, mask=here, other=0.0))
-        g = widened(narrowed(g, MOMENTUM))
         m = widened(tl.load(momentum + rest, mask=here, other=0.0))
         if ACCUMULATE:
             kept = narrowed(_lerp(m, g, tl.load(weights + tensor * 2)), MOMENTUM)
             tl.store(momentum + rest, kept, mask=here)
             m = widened(kept)
         ahead = tl.load(weights + tensor * 2 + 1)
-        update = tl.where(ahead == 1.0, m, widened(narrowed(_lerp(g, m, ahead), MOMENTUM)))
+        update = tl.where(ahead == 1.0, m, _lerp(g, m, ahead))
         there = (buffer + at).to(tl.pointer_type(FAR), bitcast=True)
         tl.store(there + far, narrowed(update, FAR), mask=here)
 

@@ -81,10 +81,10 @@ def test_send_is_lerp_lerp_and_copy(
     for (number, strip), m in ((pair, want_momenta[pair[0]]) for pair in cut):
         g, beta = gradients[number], betas[number]
         if g is not None:
-            part, fresh = strip.of(m), strip.of(g).to(momentum)
+            part, fresh = strip.of(m), strip.of(g).float()
             if accumulate:
-                part.lerp_(fresh, 1 - beta)
-            strip.on(want)[0].copy_(torch.lerp(fresh, part, beta) if nesterov[number] else part)
+                part.copy_(part.float().lerp_(fresh, 1 - beta))
+            strip.on(want)[0].copy_(torch.lerp(fresh, part.float(), beta) if nesterov[number] else part)
     weights = table([(1 - b, b if n else 1) for b, n in zip(betas, nesterov, strict=True)])
     segments = on_wire(cut, sent)
     e.send(segments, listed(momenta), listed(gradients), weights, found, sent, accumulate=accumulate)

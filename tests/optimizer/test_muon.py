@@ -167,6 +167,23 @@ def test_momentum_is_only_the_average_of_gradients(dtype, nesterov):
     assert torch.equal(p.grad, gradient)
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_a_16_bit_momentum_and_update_are_float32_rounded_once(nesterov):
+    """With a float32 gradient, which is not rounded to the momentum's dtype before."""
+    torch.manual_seed(0)
+    start, gradient, momentum = (torch.randn(24, 16) for _ in range(3))
+    p = nn.Parameter(start.bfloat16())
+    p.grad_dtype = torch.float32
+    p.grad = gradient.clone()
+    opt = Muon([p], nesterov=nesterov, lr=0.1, weight_decay=0.0, adjust_lr="none", ns_dtype="float32")
+    opt.state[p]["momentum_buffer"].copy_(momentum)
+    opt.step()
+    kept = momentum.bfloat16().float().lerp_(gradient, 0.05).bfloat16()
+    assert torch.equal(opt.state[p]["momentum_buffer"], kept)
+    update = orthogonalize(torch.lerp(gradient, kept.float(), 0.95) if nesterov else kept.float(), dtype=torch.float32)
+    assert torch.equal(p.detach(), start.bfloat16().float().add_(update, alpha=-0.1).bfloat16())
+
+
 def test_each_fused_piece_is_orthogonalised_and_scaled_on_its_own():
     torch.manual_seed(0)
     start, gradient = torch.randn(40, 16), torch.randn(40, 16)
