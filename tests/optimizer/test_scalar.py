@@ -37,6 +37,7 @@ def group_of(params: list[torch.Tensor], algorithm: str, **options) -> dict:
         "algorithm": algorithm,
         "lr": 0.01,
         "weight_decay": 0.1,
+        "cautious": False,
         **SCALARS[algorithm].defaults,
         **options,
     }
