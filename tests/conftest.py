@@ -16,10 +16,15 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, which torch does on some paths
 
+from hypothesis import settings
 from support import workers
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 torch.set_num_threads(1)
+
+# The same examples in every run, however slow the machine is.
+settings.register_profile("house", deadline=None, derandomize=True, database=None)
+settings.load_profile("house")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.leaves import leaves
 from support.workers import run
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -68,44 +66,63 @@ def annotated(path) -> tuple[str | None, str | None, object, object]:
     return tensor.name, tensor.slot, tensor.convention, tensor.pieces
 
 
-@pytest.mark.parametrize("form", ["nested", "flat", "raw", "object", "listed"])
-def test_momentum_is_annotated_in_every_form_in_which_optimizers_are_saved(form, tmp_path):
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+FORMS = {
+    "nested": lambda net, opt: {"o": get_optimizer_state_dict(net, opt)},
+    "flat": lambda net, opt: {"o": get_optimizer_state_dict(net, opt, options=FLAT)},
+    "raw": lambda net, opt: {"o": opt.state_dict()},
+    "object": lambda net, opt: {"o": opt},
+    "listed": lambda net, opt: {"o": [get_optimizer_state_dict(net, opt)]},
+}
+
+
+def stepped(seed: int) -> tuple[nn.Module, Muon]:
+    """A matrix with a momentum of its own."""
     net = nn.Linear(3, 6, bias=False)
-    opt = Muon(net.parameters(), pieces=(4, 2))
-    flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    states = {
-        "nested": lambda: {"o": get_optimizer_state_dict(net, opt)},
-        "flat": lambda: {"o": get_optimizer_state_dict(net, opt, options=flat)},
-        "raw": lambda: {"o": opt.state_dict()},
-        "object": lambda: {"o": opt},
-        "listed": lambda: {"o": [get_optimizer_state_dict(net, opt)]},
-    }
-    muonckpt.save(states[form](), tmp_path / "c")
+    opt = Muon(net.parameters(), pieces=(4, 2), lr=0.1 * (1 + seed))
+    net.weight.grad = torch.randn(6, 3, generator=torch.Generator().manual_seed(seed))
+    opt.step()
+    return net, opt
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_momentum_is_annotated_in_every_form_in_which_optimizers_are_saved(form, tmp_path):
+    (net, opt), (other_net, other_opt) = stepped(0), stepped(1)
+    muonckpt.save(FORMS[form](net, opt), tmp_path / "c")
     name = "weight" if form in ("nested", "flat", "listed") else "0"
     assert annotated(tmp_path / "c") == (name, "momentum_buffer", "ema", (4, 2))
-    muonckpt.load(states[form](), tmp_path / "c")
+    template = FORMS[form](other_net, other_opt)
+    muonckpt.load(template, tmp_path / "c")
+    assert leaves(template) == leaves(FORMS[form](net, opt)) != leaves(FORMS[form](*stepped(1)))
 
 
 def pipeline(rank, world, path):
     """Two stages: each rank has parameters that the other does not."""
-    torch.manual_seed(0)
-    net = nn.Linear(3, 6, bias=False)
-    opt = Muon(net.parameters())
-    state = {f"stage{rank}": get_optimizer_state_dict(net, opt)}
-    muonckpt.save(state, path)
-    muonckpt.load(state, path)
+    net, opt = stepped(rank)
+    muonckpt.save({f"stage{rank}": get_optimizer_state_dict(net, opt)}, path)
+    template = {f"stage{rank}": get_optimizer_state_dict(*stepped(2))}
+    muonckpt.load(template, path)
+    return leaves(template[f"stage{rank}"]), leaves(get_optimizer_state_dict(net, opt))
 
 
 def test_stages_with_different_keys_save_annotated_and_load_strictly(tmp_path):
-    run(2, pipeline, str(tmp_path / "c"))
+    (first, expected), (second, other) = run(2, pipeline, str(tmp_path / "c"))
+    assert first == expected != second == other
     found = {t.key: t.convention for t in native.read(tmp_path / "c").tensors}
     assert found == {f"stage{rank}.state.weight.momentum_buffer": "ema" for rank in range(2)}
 
 
 def test_something_that_only_looks_like_an_optimizer_is_saved_as_it_is(tmp_path):
-    state = {"x": {"state": torch.ones(2), "param_groups": 3}, "y": {"state": {"a": 1}, "param_groups": ["b"]}}
-    muonckpt.save(state, tmp_path / "c")
-    muonckpt.load(state, tmp_path / "c")
+    def state(value, item):
+        return {
+            "x": {"state": torch.full((2,), value), "param_groups": item},
+            "y": {"state": {"a": item}, "param_groups": [f"b{item}"]},
+        }
+
+    muonckpt.save(state(1.0, 3), tmp_path / "c")
+    template = state(0.0, 0)
+    muonckpt.load(template, tmp_path / "c")
+    assert leaves(template) == leaves(state(1.0, 3))
 
 
 def test_a_refused_object_is_refused_before_tensors_are_overwritten(tmp_path):
@@ -117,9 +134,11 @@ def test_a_refused_object_is_refused_before_tensors_are_overwritten(tmp_path):
 
 
 def test_counters_of_eight_bytes_are_saved(tmp_path):
-    net = nn.BatchNorm1d(3)
+    net, other = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    net.num_batches_tracked += 2**40
     muonckpt.save({"model": net.state_dict()}, tmp_path / "c")
-    muonckpt.load({"model": net.state_dict()}, tmp_path / "c")
+    muonckpt.load({"model": other.state_dict()}, tmp_path / "c")
+    assert other.num_batches_tracked == 2**40
 
 
 def test_urls_and_bad_provenance_are_refused_before_anything_is_written(tmp_path, monkeypatch):

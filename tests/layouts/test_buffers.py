@@ -256,7 +256,6 @@ def test_a_damaged_description_is_refused():
     for edited in damaged:
         with pytest.raises(SourceError, match="damaged buffer layout"):
             from_json(edited)
-            print(edited)
     assert from_json({**data, "options": options}) == layout
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.interpreted import DEVICE, kernels
+from support.launches import launches
 from torch import Tensor
 
 from muonckpt.optimizer.planning.encodings import Plain, ScaledHalf
@@ -127,26 +128,14 @@ def test_long_rows_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(strip.on(whole)[0], strip.of(momenta[number]))
 
 
-def test_launches_do_not_grow_with_the_number_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = []
-
-    class Counted:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            launched.append(grid)
-            return self.kernel[grid]
-
-    monkeypatch.setattr(e, "_send", Counted(e._send))
-    monkeypatch.setattr(e, "_apply", Counted(e._apply))
+def test_launches_do_not_grow_with_the_number_of_tensors() -> None:
     for count in (1, 12):
-        launched.clear()
         some = [torch.ones(3, 4, device=DEVICE) for _ in range(count)]
         cut = [(n, Strip((3, 4), (4, 1), 0, 48 * n, Plain(FP32))) for n in range(count)]
         segments, buffer, where = on_wire(cut, FP32, count), wire(48 * count), listed(some)
-        e.send(segments, where, where, table([(0.1, 0.9)] * count), buffer, FP32, accumulate=True)
-        e.apply(segments, where, rates(0.5, [1.0] * count, 0.0, False), buffer, FP32)
+        with launches() as launched:
+            e.send(segments, where, where, table([(0.1, 0.9)] * count), buffer, FP32, accumulate=True)
+            e.apply(segments, where, rates(0.5, [1.0] * count, 0.0, False), buffer, FP32)
         assert len(launched) == 2
         assert all((tensor == 0.5).all() for tensor in some)
 
@@ -169,10 +158,12 @@ def test_carry_puts_strips_into_memories_and_takes_them_back() -> None:
 
 
 def test_nothing_is_launched_for_nothing() -> None:
-    segments, none = on_wire([], FP32, 1), listed([None])
-    e.send(segments, listed([torch.ones(2, device=DEVICE)]), none, table([(0.1, 1.0)]), wire(0), FP32, accumulate=True)
-    e.apply(segments, none, table([(0.0, 1.0, 0.0)]), wire(0), FP32)
-    e.carry(segments, none, wire(0), back=True)
+    segments, none, momentum = on_wire([], FP32, 1), listed([None]), torch.ones(2, device=DEVICE)
+    with launches() as launched:
+        e.send(segments, listed([momentum]), none, table([(0.1, 1.0)]), wire(0), FP32, accumulate=True)
+        e.apply(segments, none, table([(0.0, 1.0, 0.0)]), wire(0), FP32)
+        e.carry(segments, none, wire(0), back=True)
+    assert not launched and (momentum == 1).all()
 
 
 def test_refusals() -> None:

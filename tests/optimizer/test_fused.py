@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.every_kind import TENSORS, assert_same_bits, make, snapshot, train, values
 from support.interpreted import DEVICE, kernels
+from support.launches import launches
 from support.workers import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -105,47 +105,23 @@ def test_swept_ranks_have_the_bits_of_one_process() -> None:
         assert_same_bits(found, expected)
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The kernels of ours that are launched, by name."""
-    names: list[str] = []
-
-    class Counted:
-        def __init__(self, name: str, kernel: Any) -> None:
-            self.name, self.kernel = name, kernel
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            names.append(self.name)
-            return self.kernel[grid]
-
-    for module, ours in (
-        ("triton.elementwise", ["_send", "_apply", "_carry"]),
-        ("triton.multiply", ["_multiply"]),
-        ("triton.normalize", ["_squares", "_norms", "_divided", "_moved"]),
-    ):
-        found = kernels(module)
-        for name in ours:
-            monkeypatch.setattr(found, name, Counted(name, getattr(found, name)))
-    yield names
-
-
-def launches(launched: list[str], layers: int) -> list[str]:
+def launched(layers: int) -> list[str]:
     """Of a second step with so many layers of three shapes; sorted, as a wave has its batches in any order."""
     shapes = [(16, 48), (32, 64), (48, 16)] * layers
     params = [nn.Parameter(torch.ones(shape, device=DEVICE)) for shape in shapes]
     opt = Muon(params, form=by_kernels, ns_steps=1, waves=1)
     for _ in range(2):
-        launched.clear()
         for param in params:
             param.grad = torch.ones_like(param)
-        opt.step()
-    return sorted(launched)
+        with launches() as names:
+            opt.step()
+    return sorted(names)
 
 
 @pytest.mark.usefixtures("swept")
-def test_launches_do_not_grow_with_the_number_of_layers(launched: list[str]) -> None:
-    few = launches(launched, 1)
-    assert few == launches(launched, 5)
+def test_launches_do_not_grow_with_the_number_of_layers() -> None:
+    few = launched(1)
+    assert few == launched(5)
     # For wide and for tall ones: updates into a stack, three for the norm, three products, results applied.
     assert len(few) == 2 * (1 + 3 + 3 + 1)
 

@@ -145,7 +145,7 @@ def metadata(draw: st.DrawFn) -> Metadata:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(metadata())
 def test_dump_and_parse_are_inverse_and_torch_agrees(value: Metadata) -> None:
     data = dump(value)
@@ -286,7 +286,7 @@ def test_damage_is_refused_or_read_but_never_a_crash() -> None:
             assert str(error)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from([bytes([n]) for n in range(128, 150)] + [bytes([n]) for n in b")]}(.0tuesabRNKXq"])))
 def test_random_opcodes_are_refused_or_read_but_never_a_crash(opcodes: list[bytes]) -> None:
     with contextlib.suppress(SourceError):

@@ -203,7 +203,7 @@ boxes = st.integers(0, 3).flatmap(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(boxes, st.integers(0, 40), st.integers(1, 60))
 def test_blocks_tile_a_box_and_keep_to_their_bounds(dims, gap, most):
     outer = tuple(before + length + after for length, before, after in dims)
