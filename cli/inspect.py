@@ -13,8 +13,8 @@ import click
 from ..converters.translate.detection import annotate, detect
 from ..errors import SourceError
 from ..record import Extent, Manifest, StateRecord
-from ..store.formats.registry import format_of
 from ..store.io.location import Location
+from ..store.open_checkpoint import OpenCheckpoint
 from ..store.reading.dtypes import itemsize
 from . import buffer_tables
 from .argument_types import CHECKPOINT
@@ -32,10 +32,10 @@ def command(checkpoint: Location, tensors: bool, ranks: bool, as_json: bool) -> 
 
     Reads metadata only; the checkpoint may be one of ours or any that torch.distributed.checkpoint wrote.
     """
-    found = format_of(checkpoint)
-    manifest = annotate(found.outline(checkpoint))
+    with OpenCheckpoint(checkpoint) as opened:
+        manifest = annotate(opened.outline)
     records = recorded(manifest.provenance)
-    summary = summarise(checkpoint, found.name, manifest, records)
+    summary = summarise(checkpoint, opened.format.name, manifest, records)
     if as_json:
         if tensors:
             summary["manifest"] = json.loads(manifest.to_json())

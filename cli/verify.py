@@ -7,9 +7,9 @@ import json
 
 import click
 
-from ..store import audit
-from ..store.formats.registry import format_of
+from ..store.audit import audit, payload_bytes
 from ..store.io.location import Location
+from ..store.open_checkpoint import OpenCheckpoint
 from .argument_types import CHECKPOINT, JOBS
 from .output import printable, progress, size
 
@@ -24,8 +24,8 @@ def command(checkpoint: Location, jobs: int, as_json: bool) -> int:
     Coverage, bounds, digests, CRC-32s, fingerprints, and infinite or NaN values.  A stock
     torch.distributed.checkpoint directory without our manifest is checked by the CRC-32 that every item carries.
     """
-    with progress("verify", audit.payload_bytes(format_of(checkpoint).outline(checkpoint))) as advance:
-        report = audit.audit(checkpoint, advance, jobs)
+    with OpenCheckpoint(checkpoint) as opened, progress("verify", payload_bytes(opened.outline)) as advance:
+        report = audit(opened, advance, jobs)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report), indent=1))
         return 1 if report.findings else 0

@@ -1,7 +1,6 @@
 """Muon momentum that survives any change of topology, and a Muon that runs on every one of them.
 
-``muonckpt.save`` and ``muonckpt.load`` are imported when first used, so that tools which only look at checkpoints
-start without torch.
+What is not an error is imported when first used, so that programs which only look at checkpoints start without torch.
 """
 
 from __future__ import annotations
@@ -9,13 +8,36 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .errors import DestinationError, Interrupted, LayoutError, MuonckptError, SourceError
+from .version import VERSION as __version__
+
 if TYPE_CHECKING:
     from .checkpoint.save_load import load, save
+    from .store.audit import verify
+    from .store.open_checkpoint import open
 
-__all__ = ["load", "save"]
+__all__ = [
+    "DestinationError",
+    "Interrupted",
+    "LayoutError",
+    "MuonckptError",
+    "SourceError",
+    "__version__",
+    "load",
+    "open",
+    "save",
+    "verify",
+]
+
+_HOMES = {
+    "load": ".checkpoint.save_load",
+    "open": ".store.open_checkpoint",
+    "save": ".checkpoint.save_load",
+    "verify": ".store.audit",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(import_module(".checkpoint", __name__), name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -38,7 +38,7 @@ RULES = {
     "store/io": "errors box fingerprint record",
     "store/reading": "errors box layout record store/io store/formats",
     "store/formats": "errors box fingerprint record vocabulary layouts/buffers store/io store/reading",
-    "store": "errors fingerprint record store/io store/reading store/formats",
+    "store": "errors box fingerprint record vocabulary store/io store/reading store/formats",
     "checkpoint": "errors box layout fingerprint record version vocabulary layouts store/io store/reading "
     "store/formats",
     "optimizer/groups": "optimizer optimizer/planning optimizer/step",
@@ -53,12 +53,12 @@ RULES = {
     "converters/target converters/translate",
     "converters/target": "errors box layout plan record version vocabulary layouts layouts/buffers store/io "
     "store/reading store/formats converters/engine",
-    "converters/translate": "errors box layout record vocabulary store/io store/reading store/formats "
+    "converters/translate": "errors box layout record vocabulary store store/io store/formats "
     "converters/engine converters/target",
     "converters": "",
     "cli": "errors record version vocabulary layouts/buffers store store/io store/reading store/formats "
     "converters/engine converters/target converters/translate",
-    "": "checkpoint",
+    "": "errors version store checkpoint",
 }
 TORCH = ("layouts/tensors", "checkpoint/", "optimizer/")
 TRITON = ("optimizer/triton/",)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ...errors import SourceError
 from ...record import Blob, Manifest, StateRecord
-from ...store.reading.values import Values
+from ...store.stored_items import Values
 from .dialects import Dialect, Method
 
 PARAMS = "params"

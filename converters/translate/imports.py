@@ -10,7 +10,7 @@ from ...box import Box
 from ...layout import TensorLayout, dense
 from ...record import Blob, Extent, Manifest
 from ...store.io.location import Location
-from ...store.reading.values import Values
+from ...store.open_checkpoint import OpenCheckpoint
 from ..engine.outputs import Content, Entry, Translate, Wanted, as_they_are
 from .conventions import Said
 from .dialects import Dialect
@@ -39,7 +39,7 @@ class Request:
         def translated(manifest: Manifest) -> Content:
             from .translator import translate
 
-            values = Values(path)
+            values = OpenCheckpoint(path).values  # TODO
             found = translate(
                 manifest, values, self.target, source=self.source, rules=self.rules, said=self.said, drop=self.drop
             )

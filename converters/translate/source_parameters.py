@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import SourceError
 from ...record import Manifest
-from ...store.reading.values import Values
+from ...store.stored_items import Values
 from .conventions import Said
 from .dialects import FOREIGN, Dialect, Method
 from .group_options import Group

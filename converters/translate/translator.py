@@ -11,7 +11,7 @@ from collections import defaultdict
 from ...errors import SourceError
 from ...layout import Fragment, TensorLayout
 from ...record import Blob, Manifest, StateRecord
-from ...store.reading.values import Values, scalar_bytes
+from ...store.stored_items import Values, scalar_bytes
 from ...vocabulary import Convention
 from ..target.topology import TargetError
 from .conventions import Said, agreed, factor

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,11 @@ from ..fingerprint import as_hex, combine
 from ..record import Blob, Chunk, Extent, Manifest, StateRecord
 from .formats.dcp import directory as dcp
 from .formats.megatron import torch_dist
-from .formats.registry import DCP, OWN, format_of
+from .formats.registry import DCP, OWN
 from .io.checksums import Sums, crc32
 from .io.location import Location
 from .io.regular import open_regular
+from .open_checkpoint import OpenCheckpoint, open
 from .reading.bands import bands
 from .reading.dtypes import dtype, itemsize
 from .reading.payloads import BAND, Payloads, as_words, check_blob, payload_of
@@ -77,22 +79,37 @@ def payload_bytes(manifest: Manifest) -> int:
     return sum(chunk.box.numel * itemsize(t.dtype) for t in manifest.tensors for chunk in t.chunks)
 
 
-def audit(path: Location, progress: Progress = lambda count: None, threads: int = 2) -> Report:
-    """Check coverage, bounds, digests, checksums, fingerprints and values of a checkpoint with or without a manifest.
+def verify(path: str | os.PathLike[str], *, threads: int = 2, progress: Progress = lambda count: None) -> Report:
+    """Check that a checkpoint of any format is whole: what ``muonckpt verify`` prints.
 
-    Findings are collected, not raised.
+    Coverage, bounds, digests, checksums, fingerprints, and infinite or NaN values.  What is wrong is listed in the
+    report, not raised.  Needs no torch.
+
+    Args:
+        path: a path, or a URL such as ``s3://bucket/step1000``.
+        threads: that read and check.
+        progress: told the bytes that have been read since the last call, from any of the threads.
+
+    Raises:
+        SourceError: there is no checkpoint, or its metadata cannot be read at all.
+    """
+    with open(path) as checkpoint:
+        return audit(checkpoint, progress, threads)
+
+
+def audit(checkpoint: OpenCheckpoint, progress: Progress = lambda count: None, threads: int = 2) -> Report:
+    """The same for an open checkpoint.
 
     Raises:
         SourceError: the metadata cannot be read at all.
     """
-    found = format_of(path)
-    manifest = found.read(path)
-    findings: list[Finding] = list(_against_metadata(path, manifest))
-    strangers = _orphans(path, manifest) if found in (OWN, DCP) else []
+    path, manifest, payloads = checkpoint.path, checkpoint.manifest, checkpoint.payloads
+    findings: list[Finding] = list(_against_metadata(checkpoint))
+    strangers = _orphans(path, manifest) if checkpoint.format in (OWN, DCP) else []
     notes = [f"{name} belongs to no item of this checkpoint" for name in strangers]
     fingerprints = {}
     jobs = [(tensor, chunk) for tensor in manifest.tensors for chunk in tensor.chunks if chunk.box.numel]
-    with found.payloads(path) as payloads, ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         results = pool.map(lambda job: _audit_chunk(payloads, job[0], job[1], progress), jobs)
         by_key: defaultdict[str, list[_ChunkResult]] = defaultdict(list)
         for (tensor, _), result in zip(jobs, results, strict=True):
@@ -187,16 +204,17 @@ def _audit_blob(payloads: Payloads, blob: Blob) -> Iterator[Finding]:
         yield Finding("blob", blob.key, str(error))
 
 
-def _against_metadata(path: Location, manifest: Manifest) -> Iterator[Finding]:
+def _against_metadata(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
     """What stock programs would read must be what the manifest describes."""
-    if not (path / record.FILE).exists():
+    if checkpoint.format is not OWN:
         return
     try:
-        theirs = _facts(dcp.read(path, payloads=True))
+        stock = dcp.DcpReader(checkpoint.path)
+        theirs = _facts(replace(stock.outline, tensors=stock.locate(stock.outline.tensors)))
     except MuonckptError as error:
-        yield Finding("metadata", None, f"{path / dcp.FILE}: {error}")
+        yield Finding("metadata", None, f"{checkpoint.path / dcp.FILE}: {error}")
         return
-    ours = _facts(manifest)
+    ours = _facts(checkpoint.manifest)
     for key in sorted(ours.keys() | theirs.keys()):
         if key not in ours or key not in theirs:
             where = record.FILE if key in ours else dcp.FILE

@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import muonckpt
 from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.record import Manifest
-from muonckpt.store.formats import native
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool,
           torch.complex64, torch.complex128, torch.float8_e4m3fn]  # fmt: skip
@@ -105,7 +104,7 @@ def test_fingerprints_do_not_depend_on_the_mesh(tmp_path):
     for number, (shape, dim) in enumerate([((1,), 0), ((4,), 0), ((3,), 1), ((2, 2), 0)]):
         path = tmp_path / str(number)
         run(torch.Size(shape).numel(), save_job, str(path), shape, dim)
-        manifest = native.read(path)
+        manifest = muonckpt.open(path).outline
         assert manifest.provenance["step"] == 7
         found.append({tensor.key: tensor.fingerprint for tensor in manifest.tensors})
     assert all(prints == found[0] for prints in found) and None not in found[0].values()
@@ -113,7 +112,7 @@ def test_fingerprints_do_not_depend_on_the_mesh(tmp_path):
 
 def test_an_empty_shard_writes_nothing_and_replicas_are_written_once(tmp_path):
     run(4, save_job, str(tmp_path / "c"), (4,), 0)
-    chunks = {t.key: [chunk.item.file for chunk in t.chunks] for t in native.read(tmp_path / "c").tensors}
+    chunks = {t.key: [chunk.item.file for chunk in t.chunks] for t in muonckpt.open(tmp_path / "c").outline.tensors}
     assert chunks["t.row"] == ["__0_0.distcp"] and chunks["t.none"] == [] and len(chunks["t.scalar"]) == 1
     assert len(chunks["t.float32"]) == 4
 
@@ -142,7 +141,7 @@ def test_resume_is_the_uninterrupted_run_and_state_is_annotated(tmp_path):
     expected = run(4, resume_job, path, True)
     for want, found in zip(expected, run(4, resume_job, path, False), strict=True):
         assert_same_bits(found, want)
-    tensors = {(t.name, t.slot): t for t in native.read(Path(path)).tensors}
+    tensors = {(t.name, t.slot): t for t in muonckpt.open(Path(path)).outline.tensors}
     momentum = tensors["unused.weight", "momentum_buffer"]
     assert momentum.convention == "ema" and momentum.layout["placements"] == ["Shard(0)"]
     assert tensors["unused.bias", "step"].convention is None
@@ -232,7 +231,7 @@ def test_another_momentum_convention_is_refused(tmp_path):
 def test_a_flipped_bit_is_found_while_loading(stock, saved):
     if stock:
         (saved / "muonckpt.json").unlink()
-    chunk = native.read(saved, payloads=True).tensors[0].chunks[0]
+    chunk = muonckpt.open(saved).manifest.tensors[0].chunks[0]
     file = saved / chunk.item.file
     data = bytearray(file.read_bytes())
     data[chunk.payload.offset + 5] ^= 0x10
@@ -276,7 +275,7 @@ def test_code_in_a_stored_object_is_not_run(tmp_path):
 
 def test_a_stock_checkpoint_loads_checked(tmp_path):
     path = golden("torch_fsdp4")
-    manifest = native.read(path / "ckpt", payloads=True)
+    manifest = muonckpt.open(path / "ckpt").manifest
     template = {}
     for tensor in manifest.tensors:
         template[tensor.key] = torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype))
@@ -350,7 +349,7 @@ def test_replicas_that_differ_are_not_dropped_silently(tmp_path):
 
 def test_what_is_published_is_what_the_manifest_says(saved):
     """Files are stock items: torch reads each by itself, and `.metadata` has no path of this machine."""
-    manifest: Manifest = native.read(saved)
+    manifest: Manifest = muonckpt.open(saved).outline
     for tensor in manifest.tensors:
         for chunk in tensor.chunks:
             assert chunk.payload.offset % 64 == 0

@@ -17,7 +17,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import muonckpt
 from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.optimizer import Muon
-from muonckpt.store.formats import native
 
 
 def several_boxes(rank, world, path):
@@ -62,7 +61,7 @@ def test_a_tensor_that_could_not_be_read_back_is_not_saved(tmp_path):
 
 
 def annotated(path) -> tuple[str | None, str | None, object, object]:
-    [tensor] = [t for t in native.read(path).tensors if "momentum_buffer" in t.key]
+    [tensor] = [t for t in muonckpt.open(path).outline.tensors if "momentum_buffer" in t.key]
     return tensor.name, tensor.slot, tensor.convention, tensor.pieces
 
 
@@ -108,7 +107,7 @@ def pipeline(rank, world, path):
 def test_stages_with_different_keys_save_annotated_and_load_strictly(tmp_path):
     (first, expected), (second, other) = run(2, pipeline, str(tmp_path / "c"))
     assert first == expected != second == other
-    found = {t.key: t.convention for t in native.read(tmp_path / "c").tensors}
+    found = {t.key: t.convention for t in muonckpt.open(tmp_path / "c").outline.tensors}
     assert found == {f"stage{rank}.state.weight.momentum_buffer": "ema" for rank in range(2)}
 
 

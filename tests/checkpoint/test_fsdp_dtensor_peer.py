@@ -16,7 +16,6 @@ import muonckpt
 from muonckpt.cli.main import run as command
 from muonckpt.converters.translate.detection import detect
 from muonckpt.layouts.tensors import local_of
-from muonckpt.store.formats import native
 
 EXPERTS = 3
 """On each expert-parallel rank."""
@@ -104,7 +103,7 @@ def they_load(rank: int, world: int, topology: Topology, paths: list[str]) -> in
 def test_they_load_what_we_wrote_and_we_what_they_wrote(source, target, tmp_path):
     source, target, theirs = TOPOLOGIES[source], TOPOLOGIES[target], tmp_path / "theirs"
     run(source.world, they_save, source, str(theirs))
-    manifest = native.read(theirs, payloads=True)
+    manifest = muonckpt.open(theirs).manifest
     assert detect(manifest).dialect.name == "fsdp_dtensor"
     for tensor in manifest.tensors:
         tensor.chunk_layout()  # no hole, no overlap

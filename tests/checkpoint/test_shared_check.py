@@ -17,7 +17,6 @@ import muonckpt
 from muonckpt.checkpoint.dcp_reader import CheckingReader
 from muonckpt.checkpoint.shared_check import Run, holds, run_of
 from muonckpt.errors import SourceError
-from muonckpt.store.formats import native
 from muonckpt.store.io.checksums import crc32_joined
 from muonckpt.store.reading.payloads import Payloads
 
@@ -105,7 +104,7 @@ def test_no_rank_reads_more_than_it_needs_when_there_are_more_ranks(tmp_path):
 @pytest.mark.parametrize("stock", [False, True], ids=["manifest", "stock"])
 def test_every_rank_hears_of_damage_in_what_one_has_read(stock, tmp_path):
     run(1, save_job, str(tmp_path / "c"))
-    tensor = next(t for t in native.read(tmp_path / "c").tensors if t.key == "w")
+    tensor = next(t for t in muonckpt.open(tmp_path / "c").outline.tensors if t.key == "w")
     payload = tensor.chunks[0].payload
     if stock:
         (tmp_path / "c" / "muonckpt.json").unlink()

@@ -21,7 +21,6 @@ from support.golden import golden
 from support.sharded import edit, manifest_edited, no_checksums
 
 import muonckpt
-from muonckpt.store.formats import native
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ KEY = "optimizer.state.0.weight.momentum_buffer"
 
 
 def flip(path: Path) -> Path:
-    [chunk] = next(t for t in native.read(path, payloads=True).tensors if t.key == KEY).chunks
+    [chunk] = next(t for t in muonckpt.open(path).manifest.tensors if t.key == KEY).chunks
     edit(path / chunk.item.file, chunk.payload.offset + 3)
     return path
 
@@ -135,10 +134,10 @@ BROKEN = """
 import sys
 from muonckpt.cli import main
 from muonckpt.errors import SourceError
-from muonckpt.store.formats import native
+from muonckpt.store import open_checkpoint
 def broken(*args, **kwargs):
     raise {error}
-native.read = broken
+open_checkpoint.format_of = broken
 main.main()
 """
 

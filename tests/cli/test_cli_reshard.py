@@ -11,7 +11,7 @@ import pytest
 from support.commands import arguments_of, called, cli, is_one_paragraph
 from support.sharded import elements_of
 
-from muonckpt.store.formats import native
+import muonckpt
 
 LAYOUTS = ("rows", "flat", "owned", "padded", "compact", "legacy")
 HUGE = "9" * 5000
@@ -56,7 +56,7 @@ def test_mesh_rules_layout_selection_and_verify_in_one_pass(layout, tiny_checkpo
     found = json.loads(done.stdout)
     whole = {key: raw for key, raw in elements_of(tiny_checkpoint).items() if key.startswith("optimizer.")}
     assert elements_of(tmp_path / "out") == whole and found["fingerprints"].keys() == whole.keys()
-    manifest = native.read(tmp_path / "out")
+    manifest = muonckpt.open(tmp_path / "out").outline
     step = manifest.provenance["resharded"][-1]
     assert [step[name] for name in ("mesh", "layout", "shard", "select")] == [
         {"dp": 2, "tp": 2}, layout, ["*.weight*=tp:1"], ["optimizer.*"]]  # fmt: skip
@@ -80,6 +80,7 @@ def test_4_is_a_file_system_that_is_full(tiny_checkpoint, tmp_path):
 
 INTERRUPTED = """
 import os, signal, sys
+import muonckpt
 from muonckpt.cli.main import main
 from muonckpt.converters.engine.mover import Mover
 

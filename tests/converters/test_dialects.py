@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from support.translated import MEGATRON, W, nested, options, read, saved, truth_of
 
+import muonckpt
 from muonckpt.converters.engine.job import make_job
 from muonckpt.converters.engine.run import run
 from muonckpt.converters.target.topology import Target
@@ -14,8 +15,6 @@ from muonckpt.converters.translate.dialects import DIALECTS, Template
 from muonckpt.converters.translate.imports import Request
 from muonckpt.converters.translate.translator import translate
 from muonckpt.errors import SourceError
-from muonckpt.store.formats import native
-from muonckpt.store.reading.values import Values
 from muonckpt.vocabulary import Convention
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -101,21 +100,21 @@ def test_keys_that_do_not_tell_are_refused_with_the_choices(state, message, tmp_
 def test_state_that_the_program_would_not_find_there_is_not_left_as_it_is(state, named, message, tmp_path):
     manifest, path = saved(tmp_path, state)
     with pytest.raises(SourceError, match=message):
-        translate(manifest, Values(path), DIALECTS["dion"], source=DIALECTS.get(named or ""))
+        translate(manifest, muonckpt.open(path).values, DIALECTS["dion"], source=DIALECTS.get(named or ""))
 
 
 def test_normuon_whose_rows_are_dropped_is_muon(tmp_path):
     state = nested({"momentum": W, "variance_neuron": W[:, :1]}, lr=0.1, mu=0.5, algorithm="normuon")
     manifest, path = saved(tmp_path, state)
     with pytest.raises(SourceError, match="no place for normuon with momentum, variance_neuron"):
-        translate(manifest, Values(path), DIALECTS["torch"])
-    made = translate(manifest, Values(path), DIALECTS["muonckpt"], drop=frozenset({"variance_neuron"}))
+        translate(manifest, muonckpt.open(path).values, DIALECTS["torch"])
+    made = translate(manifest, muonckpt.open(path).values, DIALECTS["muonckpt"], drop=frozenset({"variance_neuron"}))
     assert options(made)["optimizer.param_groups.0.algorithm"] == "muon"
     assert [moved.scale for moved in made.moved if moved.record.slot == "momentum_buffer"] == [0.5]
     lacking = nested({"momentum": W}, lr=0.1, cautious_wd=False, algorithm="normuon")
     manifest, path = saved(tmp_path / "lacking", lacking)
     with pytest.raises(SourceError, match="has momentum in a group of 'normuon': no method"):
-        translate(manifest, Values(path), DIALECTS["torch"])
+        translate(manifest, muonckpt.open(path).values, DIALECTS["torch"])
 
 
 def test_the_sum_of_an_optimizer_beside_muon_is_not_taken_for_its_average(tmp_path):
@@ -123,7 +122,7 @@ def test_the_sum_of_an_optimizer_beside_muon_is_not_taken_for_its_average(tmp_pa
     state = nested({"momentum_buffer": W.clone()}, lr=0.1, momentum=0.9, nesterov=False, dampening=0.0)
     manifest, path = saved(tmp_path, state)
     with pytest.raises(SourceError, match=r"'dampening' of its group is of torch.optim.SGD.*--select"):
-        translate(manifest, Values(path), DIALECTS["dion"], source=DIALECTS["torch"])
+        translate(manifest, muonckpt.open(path).values, DIALECTS["dion"], source=DIALECTS["torch"])
 
 
 @pytest.mark.parametrize("source, said", [("dion", Said()), ("torch", Said(target=Convention.SUM))])
@@ -135,7 +134,7 @@ def test_a_sum_under_the_keys_of_no_program_is_not_taken_for_the_average_of_one(
         tmp_path / "out",
     )
     (tmp_path / "out" / "muonckpt.json").unlink()
-    found = detect(native.read(tmp_path / "out"))
+    found = detect(muonckpt.open(tmp_path / "out").outline)
     assert (found.dialect.name, found.dialect.convention) == ("dcp", None)
 
 
@@ -144,7 +143,7 @@ def test_a_coefficient_that_is_no_number_is_not_one(momentum, message, tmp_path)
     state = nested({"momentum_buffer": W.clone()}, lr=0.1, momentum=momentum, ns_coefficients=[1.0])
     manifest, path = saved(tmp_path, state)
     with pytest.raises(SourceError, match=message):
-        translate(manifest, Values(path), DIALECTS["dion"])
+        translate(manifest, muonckpt.open(path).values, DIALECTS["dion"])
 
 
 # Templates.

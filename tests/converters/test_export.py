@@ -31,8 +31,6 @@ from muonckpt.converters.target.container import WHOLE_TENSORS
 from muonckpt.converters.target.topology import Target
 from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.record import Manifest
-from muonckpt.store.formats import native
-from muonckpt.store.formats.registry import format_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -92,8 +90,8 @@ def source(own, tmp_path):
 @pytest.mark.parametrize("memory", [1, 256 << 20])
 def test_every_element_and_fact_arrives_and_the_budget_changes_no_byte(kind, memory, own, tmp_path):
     manifest = export(own, tmp_path / "out", kind, memory=memory)
-    again = format_of(tmp_path / "out").read(tmp_path / "out")
-    assert described(manifest) == described(native.read(own)) == described(again)
+    again = muonckpt.open(tmp_path / "out").manifest
+    assert described(manifest) == described(muonckpt.open(own).outline) == described(again)
     tensors = {f"t.{key}": value for key, value in sharded.small().items() if key != "complex128"}
     expected = {key: bits(value) for key, value in tensors.items()}
     assert stock_read(tmp_path / "out") == expected | {"odd.ä b/c": bits(torch.ones(3))}
@@ -120,7 +118,7 @@ def test_any_layout_of_any_type_becomes_zarr(name, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoints_of_other_programs_keep_every_element(name, kind, tmp_path):
     source = golden(name)
-    expected = sharded.stock_load(source, native.read(source))
+    expected = sharded.stock_load(source, muonckpt.open(source).outline)
     export(source, tmp_path / "out", kind)
     assert stock_read(tmp_path / "out") == expected
 
@@ -130,9 +128,9 @@ def test_formats_become_each_other_and_keep_their_fingerprints(own, tmp_path):
     for number, kind in enumerate(["zarr", "shards", "zarr in parts", "file", "shards", "zarr"]):
         chain.append(tmp_path / str(number))
         export(chain[-2], chain[-1], kind)
-        assert described(format_of(chain[-1]).read(chain[-1])) == described(native.read(own))
+        assert described(muonckpt.open(chain[-1]).manifest) == described(muonckpt.open(own).outline)
         assert stock_read(chain[-1]) == stock_read(chain[1])
-    step = format_of(chain[-1]).read(chain[-1]).provenance
+    step = muonckpt.open(chain[-1]).manifest.provenance
     assert step["exported"]["source"] == "4" and "resharded" in step
 
 
@@ -154,7 +152,7 @@ def test_wide_rows_and_many_chunks(tmp_path):
         found = stock_read(tmp_path / kind)
         assert {key: found[key] for key in wide} == {key: bits(value) for key, value in wide.items()}
         assert np.frombuffer(found["big"], "<f4")[-1] == 2_999_999
-    manifest = format_of(tmp_path / "zarr").read(tmp_path / "zarr")
+    manifest = muonckpt.open(tmp_path / "zarr").manifest
     assert {t.key: len(t.chunks) for t in manifest.tensors}["big"] == 3  # of 4 MiB at most
 
 
@@ -206,7 +204,7 @@ def test_a_type_that_the_format_lacks_is_refused_by_name_before_anything_is_writ
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("key", ["t.bfloat16", "t.scalar"])
 def test_a_flipped_bit_in_the_source_stops_everything(kind, key, source, tmp_path):
-    (tensor,) = (tensor for tensor in native.read(source).tensors if tensor.key == key)
+    (tensor,) = (tensor for tensor in muonckpt.open(source).outline.tensors if tensor.key == key)
     edit(source / tensor.chunks[-1].item.file, tensor.chunks[-1].payload.end - 1)
     with pytest.raises(SourceError, match=rf"'{re.escape(key)}'.*is damaged"):
         export(source, tmp_path / "out", kind)
@@ -299,7 +297,7 @@ def test_the_command_says_what_it_did(own, tmp_path):
     assert done.exit_code == 0 and "left out: lr\n" in done.output
     done = CliRunner().invoke(command, [str(tmp_path / "c"), str(tmp_path / "d"), *more[:2], "--json"])
     result = json.loads(done.stdout)
-    assert result["fingerprints"] == {t.key: t.fingerprint for t in native.read(tmp_path / "b").tensors}
+    assert result["fingerprints"] == {t.key: t.fingerprint for t in muonckpt.open(tmp_path / "b").outline.tensors}
     assert (result["read"], result["left_out"], result["format"]) == (12, [], "safetensors")
 
 

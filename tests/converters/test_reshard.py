@@ -28,8 +28,6 @@ from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.detection import annotate
 from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.record import Manifest
-from muonckpt.store import audit
-from muonckpt.store.formats import native
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -41,7 +39,7 @@ def described(manifest: Manifest) -> list[tuple]:
 
 
 def check_reshard(source: Path, destination: Path, ranks: int, expected: dict[str, bytes], oracle: bool = True) -> None:
-    before, after = native.read(source, payloads=True), native.read(destination)
+    before, after = muonckpt.open(source).manifest, muonckpt.open(destination).outline
     assert sharded.stock_load(destination, before) == expected
     if oracle:
         assert elements_of(destination) == expected
@@ -63,7 +61,7 @@ def check_reshard(source: Path, destination: Path, ranks: int, expected: dict[st
     for old, new in zip(before.blobs, after.blobs, strict=True):
         assert (old.key, old.path) == (new.key, new.path)
         assert raw_bytes(source, old.item) == raw_bytes(destination, new.item)
-    report = audit.audit(destination)
+    report = muonckpt.verify(destination)
     assert {finding.kind for finding in report.findings} <= {"nonfinite"} and report.notes == ()
 
 
@@ -87,7 +85,7 @@ def test_fingerprints_do_not_depend_on_the_source_mesh_and_survive_there_and_bac
         return frozenset((tensor.key, tensor.fingerprint) for tensor in manifest.tensors)
 
     prints = {prints_of(reshard(saved(name), tmp_path / name, 3)) for name in sharded.SOURCES}
-    prints |= {prints_of(native.read(saved(name))) for name in sharded.SOURCES if name.startswith("own")}
+    prints |= {prints_of(muonckpt.open(saved(name)).outline) for name in sharded.SOURCES if name.startswith("own")}
     assert len(prints) == 1
     back = reshard(tmp_path / "own rows4", tmp_path / "made" / "too" / "back", 4)
     assert prints_of(back) in prints and elements_of(tmp_path / "made" / "too" / "back") == elements_of(
@@ -99,7 +97,7 @@ def test_fingerprints_do_not_depend_on_the_source_mesh_and_survive_there_and_bac
 @pytest.mark.parametrize("name", sharded.GOLDENS)
 def test_checkpoints_of_other_programs_keep_every_element_and_item(name, tmp_path):
     source = golden(name)
-    expected = sharded.stock_load(source, native.read(source))
+    expected = sharded.stock_load(source, muonckpt.open(source).outline)
     truth = sharded.truth_of(source)
     known = {key: value for key in expected for end, value in truth.items() if f".{key}".endswith(f".{end}")}
     assert all(key.endswith((".step", ".step_dev")) for key in expected.keys() - known.keys())
@@ -160,7 +158,7 @@ def copy_of(source: Path, to: Path) -> Path:
 @pytest.mark.parametrize("key", ["t.bfloat16", "t.scalar", "t.complex128", "hyper.betas"])
 def test_a_flipped_bit_in_the_source_stops_everything(name, key, tmp_path):
     source = copy_of(saved(name), tmp_path / "source")
-    manifest = native.read(source, payloads=True)
+    manifest = muonckpt.open(source).manifest
     chunks = [tensor.chunks[-1] for tensor in manifest.tensors if tensor.key == key]
     blobs = [blob for blob in manifest.blobs if blob.key == key]
     file = (chunks or blobs)[0].item.file
@@ -282,15 +280,15 @@ def test_a_tensor_that_torch_saved_in_another_order_is_the_same_tensor(tmp_path:
     }
     dcp.save(tensors, checkpoint_id=tmp_path / "source", no_dist=True)
     plain = {key: sharded.bits(tensor) for key, tensor in tensors.items()}
-    whole = audit.audit(tmp_path / "source")
+    whole = muonckpt.verify(tmp_path / "source")
     assert not whole.findings
     for layout in ("rows", "flat"):
         out = tmp_path / layout
         run(make_job(tmp_path / "source", Target({"dp": 3}, layout=layout)), out)
-        assert elements_of(out) == plain and audit.audit(out).fingerprints == whole.fingerprints
+        assert elements_of(out) == plain and muonckpt.verify(out).fingerprints == whole.fingerprints
     loaded = {key: torch.zeros(tensor.shape, dtype=tensor.dtype) for key, tensor in tensors.items()}
     muonckpt.load(loaded, tmp_path / "source")
     assert {key: sharded.bits(tensor) for key, tensor in loaded.items()} == plain
-    payload = native.read(tmp_path / "source", payloads=True).tensors[0].chunks[0].payload
+    payload = muonckpt.open(tmp_path / "source").manifest.tensors[0].chunks[0].payload
     edit(tmp_path / "source" / payload.file, payload.offset + 7)
-    assert {finding.kind for finding in audit.audit(tmp_path / "source").findings} == {"crc32"}
+    assert {finding.kind for finding in muonckpt.verify(tmp_path / "source").findings} == {"crc32"}

@@ -17,6 +17,7 @@ from support.oracle import arange, scatter
 from support.resharded import contents, saved
 from support.sharded import elements_of, manifest_edited
 
+import muonckpt
 from muonckpt.converters.engine import mover
 from muonckpt.converters.engine.mover import Mover
 from muonckpt.converters.engine.outputs import Content, Entry, Wanted, as_they_are
@@ -27,8 +28,6 @@ from muonckpt.layout import stacked, through
 from muonckpt.layouts.buffers.group_buffer import from_json
 from muonckpt.layouts.owned import owned_layout
 from muonckpt.record import Blob, Extent, Manifest, StateRecord
-from muonckpt.store import audit
-from muonckpt.store.formats import native
 from muonckpt.store.formats.torch_save.plain_item import plain_item
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -134,9 +133,9 @@ def test_every_element_arrives_bit_for_bit_in_any_layout_and_back(name, source, 
     expected = {f"t.{key}": sharded.bits(value) for key, value in sharded.small().items()}
     done = run(make_job(saved(source), TARGETS[name]), tmp_path / "there")
     check(done, TARGETS[name])
-    before = native.read(saved(source))
+    before = muonckpt.open(saved(source)).outline
     assert elements_of(tmp_path / "there") == sharded.stock_load(tmp_path / "there", before) == expected
-    report = audit.audit(tmp_path / "there")
+    report = muonckpt.verify(tmp_path / "there")
     assert {finding.kind for finding in report.findings} <= {"nonfinite"} and report.notes == ()
     back = run(make_job(tmp_path / "there", Target({"dp": 4})), tmp_path / "back")
     assert elements_of(tmp_path / "back") == expected
@@ -161,15 +160,15 @@ def test_the_fast_path_and_the_general_one_write_the_same_bytes(name, tmp_path, 
 @pytest.mark.parametrize("name", ["torch_fsdp4/ckpt", "megatron/fsdp_dtensor/dp4tp2ep2/iter_0000010"])
 def test_checkpoints_of_other_programs_take_any_layout(name, layout, tmp_path):
     source = golden(name)
-    expected = sharded.stock_load(source, native.read(source))
+    expected = sharded.stock_load(source, muonckpt.open(source).outline)
     run(make_job(source, Target({"dp": 2, "ep": 3}, (), layout)), tmp_path / "out")
-    assert sharded.stock_load(tmp_path / "out", native.read(source)) == expected
+    assert sharded.stock_load(tmp_path / "out", muonckpt.open(source).outline) == expected
 
 
 def test_buffers_are_recorded_with_their_owners_and_those_have_the_tensors(tmp_path):
     for layout in ("owned", "padded", "padded-numel", "compact", "legacy"):
         done = run(make_job(saved("own rows3"), Target({"dp": 3}, (), layout)), tmp_path / layout)
-        recorded = [from_json(entry) for entry in native.read(tmp_path / layout).provenance["buffers"]]
+        recorded = [from_json(entry) for entry in muonckpt.open(tmp_path / layout).outline.provenance["buffers"]]
         assert all(buffer.group == (0, 1, 2) and buffer.layout.whole for buffer in recorded)
         owners = {name: owner for buffer in recorded for name, owner in buffer.layout.owners.items()}
         with_elements = [t for t in done.tensors if math.prod(t.shape)]
@@ -231,7 +230,7 @@ def test_a_translation_may_rename_split_scale_and_add(tmp_path):
     values, scaled = (torch.frombuffer(bytearray(raw), dtype=torch.float32) for raw in (whole, found["t.float32_v"]))
     once_rounded = (values[7 * 5 :].double() * 0.1).float()
     torch.testing.assert_close(scaled, once_rounded, rtol=0, atol=0, equal_nan=True)
-    assert {finding.kind for finding in audit.audit(tmp_path / "out").findings} <= {"nonfinite"}
+    assert {finding.kind for finding in muonckpt.verify(tmp_path / "out").findings} <= {"nonfinite"}
     state = {"moved": None, "new": None}
     dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
     assert state == {"moved": (0.9, 0.95), "new": {"lr": 0.5}}

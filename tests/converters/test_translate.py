@@ -26,6 +26,7 @@ from support.translated import (
     words_apart,
 )
 
+import muonckpt
 from muonckpt.converters.translate.conventions import Said
 from muonckpt.converters.translate.dialects import DIALECTS
 from muonckpt.converters.translate.names import Rule, Rules
@@ -33,7 +34,6 @@ from muonckpt.converters.translate.tables import READY, ready
 from muonckpt.converters.translate.translator import translate
 from muonckpt.errors import SourceError
 from muonckpt.optimizer.muon import Muon
-from muonckpt.store.reading.values import Values
 from muonckpt.vocabulary import Convention
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -164,22 +164,24 @@ def unknown(tmp_path):
 def test_a_convention_that_nobody_declared_is_never_assumed(unknown):
     manifest, path = unknown
     with pytest.raises(SourceError, match=r"parameter 'w'.*--convention ema or --convention sum"):
-        translate(manifest, Values(path), DIALECTS["torch"])
+        translate(manifest, muonckpt.open(path).values, DIALECTS["torch"])
     with pytest.raises(SourceError, match=r"parameter 'w'.*sum into ema.*--mu"):
-        translate(manifest, Values(path), DIALECTS["torch"], said=Said(Convention.SUM))
-    same = translate(manifest, Values(path), DIALECTS["torch"], said=Said(Convention.EMA))
+        translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], said=Said(Convention.SUM))
+    same = translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], said=Said(Convention.EMA))
     assert [moved.scale for moved in same.moved] == [None, None]
-    other = translate(manifest, Values(path), DIALECTS["torch"], said=Said(Convention.SUM, mu=0.75))
+    other = translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], said=Said(Convention.SUM, mu=0.75))
     momentum = executed(path, other)["optimizer.state.w.momentum_buffer"].view("<f4")
     assert np.array_equal(momentum, W.numpy() * np.float32(0.25))
-    kept = translate(manifest, Values(path), DIALECTS["dcp"])
+    kept = translate(manifest, muonckpt.open(path).values, DIALECTS["dcp"])
     assert {moved.record.convention for moved in kept.moved} == {None}
 
 
 def test_a_target_without_a_convention_of_its_own_takes_the_one_asked_for(unknown):
     manifest, path = unknown
     said = Said(Convention.EMA, target=Convention.SUM, mu=0.5)
-    (momentum,) = (m for m in translate(manifest, Values(path), DIALECTS["dcp"], said=said).moved if m.record.slot)
+    (momentum,) = (
+        m for m in translate(manifest, muonckpt.open(path).values, DIALECTS["dcp"], said=said).moved if m.record.slot
+    )
     assert (momentum.scale, momentum.record.convention) == (2.0, Convention.SUM)
 
 
@@ -200,15 +202,15 @@ def test_a_step_that_is_nowhere_must_be_given(tmp_path):
     }
     manifest, path = saved(tmp_path, state)
     with pytest.raises(SourceError, match=r"'w'.*stores its step; give --step"):
-        translate(manifest, Values(path), DIALECTS["torch"])
-    (made,) = translate(manifest, Values(path), DIALECTS["torch"], said=Said(step=7)).made
+        translate(manifest, muonckpt.open(path).values, DIALECTS["torch"])
+    (made,) = translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], said=Said(step=7)).made
     assert (made.record.key, made.payload) == ("optimizer.state.w.step", np.float32(7).tobytes())
 
 
 def test_a_parameter_without_dims_keeps_all_of_its_state(tmp_path):
     slots = {"exp_avg": torch.tensor(0.25), "exp_avg_sq": torch.tensor(0.5), "step": torch.tensor(3.0)}
     manifest, path = saved(tmp_path, nested(slots))
-    result = translate(manifest, Values(path), DIALECTS["dion"], source=DIALECTS["torch"])
+    result = translate(manifest, muonckpt.open(path).values, DIALECTS["dion"], source=DIALECTS["torch"])
     moved = {key: value.view("<f4").item() for key, value in executed(path, result).items() if value.ndim == 0}
     assert moved == {f"optimizer.state.w.{slot}": value
                      for slot, value in (("momentum", 0.25), ("variance", 0.5), ("step_dev", 3.0))}  # fmt: skip
@@ -230,10 +232,10 @@ def test_state_without_a_place_in_the_target_is_refused(tmp_path):
             assert np.array_equal(found[f"optimizer.state.{key.rpartition('.')[2]}.momentum_buffer"], words)
     manifest, where = saved(tmp_path, nested({"exp_inf": W.clone()}, ns_coefficients=[1.0]))
     with pytest.raises(SourceError, match="no method of torch"):
-        translate(manifest, Values(where), DIALECTS["dion"])
+        translate(manifest, muonckpt.open(where).values, DIALECTS["dion"])
     manifest, where = saved(tmp_path / "none", nested({"momentum_buffer": None}, ns_coefficients=[1.0]))
     with pytest.raises(SourceError, match="no tensor, expected one; leave it out with --drop momentum_buffer"):
-        translate(manifest, Values(where), DIALECTS["dion"])
+        translate(manifest, muonckpt.open(where).values, DIALECTS["dion"])
     with pytest.raises(SourceError, match="read, not written"):
         translated("torch_fsdp4/ckpt", "moonlight")
 
@@ -244,7 +246,7 @@ def test_two_things_under_one_key_are_refused(tmp_path):
     state["model"] = {"x": W.clone()}
     manifest, path = saved(tmp_path, state)
     with pytest.raises(SourceError, match="two things would get the key 'x'"):
-        translate(manifest, Values(path), DIALECTS["titan"])
+        translate(manifest, muonckpt.open(path).values, DIALECTS["titan"])
 
 
 @pytest.mark.parametrize("step", [None, "x", 2.5, float("nan"), [1]])
@@ -252,14 +254,14 @@ def test_a_step_that_is_no_whole_number_is_refused(step, tmp_path):
     state = nested({"exp_avg": W.clone(), "exp_avg_sq": W.clone(), "step": step}, lr=0.1, betas=(0.9, 0.9))
     manifest, path = saved(tmp_path, state)
     with pytest.raises(SourceError, match="expected a whole number of steps"):
-        translate(manifest, Values(path), DIALECTS["dion"], source=DIALECTS["torch"])
+        translate(manifest, muonckpt.open(path).values, DIALECTS["dion"], source=DIALECTS["torch"])
 
 
 @pytest.mark.parametrize("target", ["torch_dist", "muonckpt"])
 def test_masters_of_layer_wise_training_are_state_of_ours(target, tmp_path):
     masters = {"momentum_buffer": W.clone(), "fp32_param": W.clone()}
     manifest, path = saved(tmp_path, nested(masters, lr=0.1, momentum=0.9, algorithm="muon"))
-    made = translate(manifest, Values(path), DIALECTS[target], source=DIALECTS["muonckpt"])
+    made = translate(manifest, muonckpt.open(path).values, DIALECTS[target], source=DIALECTS["muonckpt"])
     assert {moved.record.slot for moved in made.moved} >= {"momentum_buffer", "fp32_param"}
 
 
@@ -300,19 +302,22 @@ def two_groups(lr: float) -> dict:
 def test_parts_of_groups_that_differ_are_not_joined(tmp_path):
     rules = Rules((Rule(("a", "b"), ("ab",)),))
     manifest, path = saved(tmp_path / "same", two_groups(0.1))
-    result = translate(manifest, Values(path), DIALECTS["torch"], rules=rules)
+    result = translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], rules=rules)
     assert options(result) == {"optimizer.param_groups.0.params": ["ab"], "optimizer.param_groups.1.params": []}
     manifest, path = saved(tmp_path / "other", two_groups(0.2))
     with pytest.raises(SourceError, match=r"parts of 'ab' are in groups with lr=0.1 and lr=0.2"):
-        translate(manifest, Values(path), DIALECTS["torch"], rules=rules)
+        translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], rules=rules)
 
 
 def test_an_option_that_is_a_tensor_is_read_and_carried(tmp_path):
     state = nested({"momentum_buffer": W.clone()}, lr=torch.tensor(0.25), ns_coefficients=[1.0], momentum=0.5)
     manifest, path = saved(tmp_path, state)
-    same = translate(manifest, Values(path), DIALECTS["torch"])
+    same = translate(manifest, muonckpt.open(path).values, DIALECTS["torch"])
     assert executed(path, same)["optimizer.param_groups.0.lr"].view("<f4") == 0.25
-    assert options(translate(manifest, Values(path), DIALECTS["dion"]))["optimizer.param_groups.0.lr"] == 0.25
+    assert (
+        options(translate(manifest, muonckpt.open(path).values, DIALECTS["dion"]))["optimizer.param_groups.0.lr"]
+        == 0.25
+    )
 
 
 def test_a_parameter_without_state_stays_in_its_group(tmp_path):
@@ -320,6 +325,6 @@ def test_a_parameter_without_state_stays_in_its_group(tmp_path):
     state["optimizer"]["param_groups"][0]["params"] = ["new", "w"]  # the one has not seen a gradient yet
     manifest, path = saved(tmp_path, state)
     for target in ("dion", "fsdp_dtensor", "torch_dist"):
-        said = options(translate(manifest, Values(path), DIALECTS[target]))
+        said = options(translate(manifest, muonckpt.open(path).values, DIALECTS[target]))
         assert said.get("optimizer.param_groups.0.params", ["new", "w"]) == ["new", "w"]
         assert target != "fsdp_dtensor" or said["optimizer.param_to_group_meta.module.module.module.new.lr"] == 0.1

@@ -7,13 +7,13 @@ import pytest
 import torch
 from support.translated import MEGATRON, W, executed, options, read, saved, translated, truth_of, words_apart
 
+import muonckpt
 from muonckpt.converters.translate.conventions import Said
 from muonckpt.converters.translate.dialects import DIALECTS
 from muonckpt.converters.translate.tables import ready
 from muonckpt.converters.translate.translator import translate
 from muonckpt.errors import LayoutError, SourceError
 from muonckpt.optimizer.muon import Muon
-from muonckpt.store.reading.values import Values
 from muonckpt.vocabulary import Convention
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -90,7 +90,7 @@ def test_megatron_momentum_in_the_convention_of_another_program():
     state = f"optimizer.state.module.module.module.{mlp}"
     whole = np.concatenate([truth[f"{state}_{half}.momentum_buffer"] for half in "wv"]).view("<f4").astype(np.float64)
     meta = {blob.key: blob for blob in read(MEGATRON.format("dp4"))[1].blobs}
-    mu = Values(path).item(meta[f"optimizer.param_to_group_meta.module.module.module.{mlp}.momentum"])
+    mu = muonckpt.open(path).values.item(meta[f"optimizer.param_to_group_meta.module.module.module.{mlp}.momentum"])
     want = (whole / (1 - mu)).astype("<f4").view("<u4")
     assert words_apart(found[f"optimizer.state.{mlp}.momentum"], want) <= 1
 
@@ -113,4 +113,4 @@ def test_a_state_that_lacks_a_half_is_refused(tmp_path):
     state = {"optimizer": {"state": {"module.module.module.a.linear_fc1.weight_w": {"momentum_buffer": W.clone()}}}}
     manifest, path = saved(tmp_path, state)
     with pytest.raises(LayoutError, match=r"linear_fc1.weight_w.* without part 1"):
-        translate(manifest, Values(path), DIALECTS["fsdp_dtensor"], rules=ready("megatron-swiglu"))
+        translate(manifest, muonckpt.open(path).values, DIALECTS["fsdp_dtensor"], rules=ready("megatron-swiglu"))

@@ -20,8 +20,7 @@ import muonckpt
 from muonckpt.converters.engine.run import plan_job, run
 from muonckpt.errors import SourceError
 from muonckpt.record import Chunk
-from muonckpt.store.audit import Report, audit, payload_bytes
-from muonckpt.store.formats import native
+from muonckpt.store.audit import Report, payload_bytes
 from muonckpt.store.formats.dcp.metadata_pickle import Metadata, StoredItem, dump, parse
 
 KINDS = ["own", "stock", "torch"]
@@ -53,7 +52,7 @@ def checkpoint(sources, tmp_path) -> Callable[[str], Path]:
 
 
 def find(path: Path, key: str, part: int = -1) -> Chunk:
-    return next(t for t in native.read(path, payloads=True).tensors if t.key == key).chunks[part]
+    return next(t for t in muonckpt.open(path).manifest.tensors if t.key == key).chunks[part]
 
 
 def kinds(report: Report) -> set[str]:
@@ -69,24 +68,24 @@ def metadata_edited(path: Path, change: Callable[[Metadata], Metadata]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_whole_checkpoint_has_no_findings(kind, sources):
-    report = audit(sources[kind])
+    report = muonckpt.verify(sources[kind])
     assert (report.findings, report.notes, report.unchecked) == ((), (), 0)
     assert (report.tensors, report.blobs) == (6, 2)
     told: list[int] = []
-    assert audit(sources[kind], told.append, threads=1) == report
-    assert sum(told) == report.payload_bytes == payload_bytes(native.read(sources[kind]))
+    assert muonckpt.verify(sources[kind], progress=told.append, threads=1) == report
+    assert sum(told) == report.payload_bytes == payload_bytes(muonckpt.open(sources[kind]).outline)
 
 
 @pytest.mark.parametrize("name", GOLDENS)
 def test_checkpoints_of_other_programs_have_no_findings(name):
-    report = audit(golden(name))
+    report = muonckpt.verify(golden(name))
     assert (report.findings, report.notes, report.unchecked) == ((), (), 0)
     assert report.chunks and report.blobs and len(report.fingerprints) == report.tensors
 
 
 def test_fingerprints_do_not_depend_on_how_it_is_stored(sources):
-    prints = [audit(sources[kind]).fingerprints for kind in KINDS]
-    recorded = {tensor.key: tensor.fingerprint for tensor in native.read(sources["own"]).tensors}
+    prints = [muonckpt.verify(sources[kind]).fingerprints for kind in KINDS]
+    recorded = {tensor.key: tensor.fingerprint for tensor in muonckpt.open(sources["own"]).outline.tensors}
     assert prints == [recorded] * 3
 
 
@@ -99,7 +98,7 @@ def test_a_flipped_bit_is_found_and_named(kind, key, checkpoint):
     path = checkpoint(kind)
     chunk = find(path, key)
     edit(path / chunk.item.file, chunk.payload.end - 1, bit=0)
-    report = audit(path)
+    report = muonckpt.verify(path)
     assert kinds(report) == ({"digest", "crc32", "fingerprint"} if kind == "own" else {"crc32"})
     for finding in report.findings:
         assert finding.key == key and repr(key) in finding.message and "expected" in finding.message
@@ -110,7 +109,7 @@ def test_a_flipped_bit_is_found_and_named(kind, key, checkpoint):
 @pytest.mark.parametrize("stock", [False, True])
 def test_every_flipped_bit_of_content_is_found(stock, tmp_path):
     muonckpt.save({"w": torch.arange(5.0), "lr": 0.5}, tmp_path / "c")
-    manifest = native.read(tmp_path / "c")
+    manifest = muonckpt.open(tmp_path / "c").outline
     if stock:
         (tmp_path / "c" / "muonckpt.json").unlink()
     [blob], payload = manifest.blobs, manifest.tensors[0].chunks[0].payload
@@ -118,9 +117,9 @@ def test_every_flipped_bit_of_content_is_found(stock, tmp_path):
     for at in (*range(payload.offset, payload.end), *pickled):
         for bit in range(8):
             edit(tmp_path / "c" / payload.file, at, bit)
-            assert audit(tmp_path / "c").findings, (at, bit)
+            assert muonckpt.verify(tmp_path / "c").findings, (at, bit)
             edit(tmp_path / "c" / payload.file, at, bit)
-    assert not audit(tmp_path / "c").findings
+    assert not muonckpt.verify(tmp_path / "c").findings
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,15 +129,15 @@ def test_a_zeroed_extent_is_found_also_where_it_spans_items(kind, checkpoint):
     data = bytearray((path / chunk.item.file).read_bytes())
     data[chunk.payload.offset + 8 : chunk.payload.end] = bytes(chunk.payload.length - 8)
     (path / chunk.item.file).write_bytes(data)
-    assert {f.key for f in audit(path).findings} == {"w"} and "crc32" in kinds(audit(path))
+    assert {f.key for f in muonckpt.verify(path).findings} == {"w"} and "crc32" in kinds(muonckpt.verify(path))
     data[chunk.item.offset : chunk.item.end] = bytes(chunk.item.length)
     (path / chunk.item.file).write_bytes(data)
     if kind == "own":
-        assert {"metadata", "crc32", "digest", "fingerprint"} == kinds(audit(path))
-        assert str(chunk.box) in next(f.message for f in audit(path).findings if f.kind == "metadata")
+        assert {"metadata", "crc32", "digest", "fingerprint"} == kinds(muonckpt.verify(path))
+        assert str(chunk.box) in next(f.message for f in muonckpt.verify(path).findings if f.kind == "metadata")
     else:
         with pytest.raises(SourceError, match=rf"{chunk.item.file}.*'w' box"):
-            audit(path)
+            muonckpt.verify(path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,13 +154,13 @@ def test_a_file_that_is_not_there_whole_is_found_and_named(kind, how, checkpoint
         file.symlink_to(tmp_path / "elsewhere")
     if kind != "own":  # what a stock checkpoint holds is only known from its items
         with pytest.raises(SourceError, match=file.name):
-            audit(path)
+            muonckpt.verify(path)
         return
-    found = [f for f in audit(path).findings if f.key == "w"]
+    found = [f for f in muonckpt.verify(path).findings if f.key == "w"]
     assert [f.kind for f in found] == ["unreadable"]
     assert all(part in found[0].message for part in ("'w'", str(chunk.box), file.name))
-    assert "w" not in audit(path).fingerprints and "s" in audit(path).fingerprints
-    assert "metadata" in kinds(audit(path))
+    assert "w" not in muonckpt.verify(path).fingerprints and "s" in muonckpt.verify(path).fingerprints
+    assert "metadata" in kinds(muonckpt.verify(path))
 
 
 def test_two_files_that_changed_places_are_found(checkpoint):
@@ -170,15 +169,15 @@ def test_two_files_that_changed_places_are_found(checkpoint):
     first = one.read_bytes()
     one.write_bytes(other.read_bytes())
     other.write_bytes(first)
-    assert {"w", "hyper.betas"} <= {f.key for f in audit(path).findings}
+    assert {"w", "hyper.betas"} <= {f.key for f in muonckpt.verify(path).findings}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_damage_in_an_item_that_is_no_tensor_is_found_and_named(kind, checkpoint):
     path = checkpoint(kind)
-    blob = next(blob for blob in native.read(path).blobs if blob.key == "hyper.betas")
+    blob = next(blob for blob in muonckpt.open(path).outline.blobs if blob.key == "hyper.betas")
     edit(path / blob.item.file, blob.item.offset + 64)
-    [finding] = audit(path).findings
+    [finding] = muonckpt.verify(path).findings
     assert (finding.kind, finding.key) == ("blob", "hyper.betas")
     assert "'hyper.betas'" in finding.message and blob.item.file in finding.message
 
@@ -187,7 +186,7 @@ def test_damage_in_an_item_that_is_no_tensor_is_found_and_named(kind, checkpoint
 def test_checksums_that_were_switched_off_are_unchecked_and_not_damage(crc32, tmp_path):
     with nullcontext() if crc32 else no_checksums():
         dcp.save({"w": torch.ones(4, 3), "v": torch.ones(2), "lr": 0.5}, checkpoint_id=tmp_path / "c", no_dist=True)
-    report = audit(tmp_path / "c")
+    report = muonckpt.verify(tmp_path / "c")
     assert (report.findings, report.unchecked) == ((), 0 if crc32 else 2)
 
 
@@ -231,7 +230,7 @@ def test_holes_and_overlaps_are_found_with_tensor_and_box(fault, kind, checkpoin
     metadata_edited(path, in_metadata)
     if kind == "own":
         manifest_edited(path, lambda entries: in_manifest(entries["w"]["chunks"]))
-    [finding] = (finding for finding in audit(path).findings if finding.kind == "coverage")
+    [finding] = (finding for finding in muonckpt.verify(path).findings if finding.kind == "coverage")
     assert finding.key == "w" and re.search(message, finding.message)
 
 
@@ -246,7 +245,9 @@ def test_holes_and_overlaps_are_found_with_tensor_and_box(fault, kind, checkpoin
 def test_a_sum_in_the_manifest_that_is_not_the_one_of_the_bytes_is_found(change, expected, checkpoint):
     path = checkpoint("own")
     manifest_edited(path, lambda entries: change(entries["h"]))
-    assert kinds(audit(path)) == expected and {finding.key for finding in audit(path).findings} == {"h"}
+    assert kinds(muonckpt.verify(path)) == expected and {finding.key for finding in muonckpt.verify(path).findings} == {
+        "h"
+    }
 
 
 def elsewhere(metadata: Metadata) -> Metadata:
@@ -281,7 +282,7 @@ DISAGREEMENTS = {
 def test_a_manifest_and_a_metadata_that_disagree_are_found(what, checkpoint):
     path = checkpoint("own")
     metadata_edited(path, DISAGREEMENTS[what])
-    found = audit(path).findings
+    found = muonckpt.verify(path).findings
     assert {f.kind for f in found} == {"metadata"}
     key = {"a tensor more": "e", "an item more": "hyper.name", "an item less": "__2_0.distcp"}.get(what, "h")
     assert all(key in f.message for f in found)
@@ -293,10 +294,10 @@ def test_damaged_metadata_is_a_finding_or_an_unreadable_source(file, content, ch
     path = checkpoint("own")
     (path / file).write_bytes(content)
     if file == ".metadata":
-        assert kinds(audit(path)) == {"metadata"}
+        assert kinds(muonckpt.verify(path)) == {"metadata"}
     else:
         with pytest.raises(SourceError, match=r"manifest|muonckpt\.json"):
-            audit(path)
+            muonckpt.verify(path)
 
 
 def test_what_belongs_to_no_item_is_noted_and_no_finding(checkpoint):
@@ -304,7 +305,7 @@ def test_what_belongs_to_no_item_is_noted_and_no_finding(checkpoint):
     (path / "__7_0.distcp").write_bytes(b"of an older, wider save")
     (path / "dangling").symlink_to("nowhere")
     (path / "empty").touch()
-    report = audit(path)
+    report = muonckpt.verify(path)
     assert report.findings == ()
     assert [note.split()[0] for note in report.notes] == ["__7_0.distcp", "dangling"]
 
@@ -327,7 +328,7 @@ def test_infinite_and_nan_elements_are_found_and_the_largest_finite_ones_are_not
     muonckpt.save({"good": good, "bad": bad}, tmp_path / "one")
     run(plan_job(tmp_path / "one", 3), tmp_path / "three")
     count = int((~torch.isfinite(bad.to(torch.complex128))).sum())
-    [finding] = audit(tmp_path / "three").findings
+    [finding] = muonckpt.verify(tmp_path / "three").findings
     assert (finding.kind, finding.key) == ("nonfinite", "bad")
     assert finding.message.startswith(f"{count} elements of tensor 'bad'")
     assert "[3:6, 0:2] in __1_0.distcp" in finding.message

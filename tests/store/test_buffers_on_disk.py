@@ -49,8 +49,6 @@ from muonckpt.layouts.buffers.megatron_padded import distributed_optimizer, padd
 from muonckpt.layouts.buffers.parameters import Ranks
 from muonckpt.optimizer.layer_wise.optimizer import LayerWise
 from muonckpt.record import Manifest
-from muonckpt.store import audit
-from muonckpt.store.formats import native
 from muonckpt.store.formats.registry import BUFFERS, format_of
 from muonckpt.store.reading.dtypes import itemsize
 
@@ -93,7 +91,7 @@ def stored(source, tmp_path_factory):
 @pytest.fixture(scope="module")
 def values(source) -> dict[str, np.ndarray]:
     """Each tensor, as raw elements in its shape."""
-    tensors = {t.key: t for t in native.read(source).tensors}
+    tensors = {t.key: t for t in muonckpt.open(source).outline.tensors}
     return {
         key: np.frombuffer(raw, f"V{itemsize(tensors[key].dtype)}").reshape(tensors[key].shape)
         for key, raw in elements_of(source).items()
@@ -117,11 +115,11 @@ def test_each_layout_goes_to_each_other_one_byte_for_byte(place, source, stored,
     for other in PLACES:
         done = written(stored(*other), tmp_path / "out", *place, threads=1)
         assert binaries(tmp_path / "out") == expected, other
-        assert prints(done) == prints(native.read(source))
+        assert prints(done) == prints(muonckpt.open(source).outline)
         shutil.rmtree(tmp_path / "out")
     back = run(make_job(stored(*place), Target({"dp": 2})), tmp_path / "back")
     assert elements_of(tmp_path / "back") == {key: value.tobytes() for key, value in values.items()}
-    before, after = native.read(source), native.read(tmp_path / "back")
+    before, after = muonckpt.open(source).outline, muonckpt.open(tmp_path / "back").outline
     assert prints(before) == prints(after) and "buffers" not in back.provenance
     for old, new in zip(before.blobs, after.blobs, strict=True):
         assert (old.path, raw_bytes(source, old.item)) == (new.path, raw_bytes(tmp_path / "back", new.item))
@@ -157,9 +155,9 @@ def test_what_lies_in_padding_is_ignored(layout, stored, values, tmp_path):
     for name, content in filled(index_of(clean), values, padding=b"\xff").items():
         (spoilt / name).write_bytes(content)
     assert binaries(spoilt) != binaries(clean)
-    assert audit.audit(spoilt).findings == ()
+    assert muonckpt.verify(spoilt).findings == ()
     done = written(spoilt, tmp_path / "again", layout, 3)
-    assert binaries(tmp_path / "again") == binaries(clean) and prints(done) == prints(format_of(clean).read(clean))
+    assert binaries(tmp_path / "again") == binaries(clean) and prints(done) == prints(muonckpt.open(clean).manifest)
 
 
 def test_padding_is_read_back_in_bounded_parts():
@@ -207,7 +205,7 @@ def save_runs(rank: int, world: int, folder: str) -> None:
 def test_the_owners_of_the_run_that_saved_are_kept(tmp_path):
     on_ranks(2, save_runs, str(tmp_path))
     for layout in KEPT:
-        source = native.read(tmp_path / layout)
+        source = muonckpt.open(tmp_path / layout).outline
         names = {tensor.key: tensor.name for tensor in source.tensors}
         run_of = {p["name"]: p for buffer in source.provenance["layer_wise"]["buffers"] for p in buffer["parameters"]}
         job = make_job(tmp_path / layout, Target({"dp": 2}, (), layout), container=CONTAINERS["buffers"])
@@ -264,9 +262,9 @@ def test_what_has_no_tensors_has_no_buffers_and_is_read_back(tmp_path):
 def test_a_flipped_bit_is_found(stored, tmp_path):
     path = tmp_path / "damaged"
     shutil.copytree(stored("flat", 3), path)
-    tensor = next(t for t in format_of(path).read(path).tensors if t.key == "model.qkv")
+    tensor = next(t for t in muonckpt.open(path).manifest.tensors if t.key == "model.qkv")
     edit(path / tensor.chunks[0].payload.file, tensor.chunks[0].payload.offset)
-    kinds = {(finding.kind, finding.key) for finding in audit.audit(path).findings}
+    kinds = {(finding.kind, finding.key) for finding in muonckpt.verify(path).findings}
     assert kinds >= {("digest", "model.qkv"), ("fingerprint", "model.qkv")}
     assert command(["reshard", str(path), str(tmp_path / "out"), "--mesh", "dp=2"]) == 3
 
@@ -358,4 +356,4 @@ def test_an_index_that_is_a_link_or_no_json_is_refused(stored, tmp_path):
     (tmp_path / "cut" / INDEX).write_bytes((stored("padded", 3) / INDEX).read_bytes()[:-100])
     for name in ("link", "cut"):
         with pytest.raises(SourceError, match=INDEX):
-            format_of(tmp_path / name).read(tmp_path / name)
+            muonckpt.open(tmp_path / name)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+import muonckpt
 from muonckpt.box import Box, flat_boxes
 from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.record import Blob, Chunk, Extent, Manifest, StateRecord
@@ -73,6 +74,11 @@ def example() -> State:
     }
 
 
+def manifest_of(path: Path) -> Manifest:
+    """All that is known of a checkpoint, its items opened."""
+    return muonckpt.open(path).manifest
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     stock.save(example(), checkpoint_id=tmp_path / "ckpt", no_dist=True)
@@ -80,7 +86,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_what_torch_saves_is_read(saved: Path) -> None:
-    manifest = dcp.read(saved, payloads=True)
+    manifest = manifest_of(saved)
     tensors = {tensor.path: tensor for tensor in manifest.tensors}
     for name, value in example()["model"].items():
         assert assemble(saved, tensors["model", name]) == bits(value)
@@ -100,7 +106,7 @@ def test_what_torch_saves_is_read(saved: Path) -> None:
 
 
 def test_without_payloads_items_stay_closed(saved: Path) -> None:
-    closed, opened = dcp.read(saved), dcp.read(saved, payloads=True)
+    closed, opened = muonckpt.open(saved).outline, manifest_of(saved)
     assert all(c.payload is None and c.crc32 is None for t in closed.tensors for c in t.chunks)
     assert [[c.item for c in t.chunks] for t in closed.tensors] == [[c.item for c in t.chunks] for t in opened.tensors]
     assert closed.blobs == opened.blobs
@@ -150,16 +156,16 @@ def test_what_we_write_torch_loads(tmp_path: Path, gap: int) -> None:
     target = {"a": {key.removeprefix("a."): torch.zeros_like(value) for key, value in tensors.items()}}
     stock.load(target, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     assert {f"a.{key}": bits(value) for key, value in target["a"].items()} == {k: bits(t) for k, t in tensors.items()}
-    assert replace(dcp.read(tmp_path / "ckpt", payloads=True), provenance={}) == manifest
+    assert replace(manifest_of(tmp_path / "ckpt"), provenance={}) == manifest
 
 
 def test_blobs_and_metadata_survive_a_rewrite(saved: Path, tmp_path: Path) -> None:
-    manifest = dcp.read(saved)
+    manifest = muonckpt.open(saved).outline
     copy = tmp_path / "copy"
     copy.mkdir()
     (copy / "__0_0.distcp").write_bytes((saved / "__0_0.distcp").read_bytes())
     dcp.write_metadata(manifest, copy)
-    assert dcp.read(copy) == manifest
+    assert muonckpt.open(copy).outline == manifest
     target = example()
     target["model"]["layer.weight"].zero_()
     target["epoch"], target["optimizer"]["param_groups"][0]["lr"] = 0, 0.0
@@ -197,7 +203,7 @@ def safetensors(file: Path) -> dict[str, bytes]:
 
 
 def contents(path: Path) -> dict[KeyPath, bytes]:
-    manifest = dcp.read(path, payloads=True)
+    manifest = manifest_of(path)
     for blob in manifest.blobs:
         data = raw(path, blob.item)
         for member in stored_zip.read_members(lambda at, n, data=data: data[at : at + n], 0, len(data)):
@@ -226,7 +232,7 @@ def test_golden_optimizer_states_are_read_exactly(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["torch_fsdp4", "torch_hsdp2x2", "dion_fsdp4", "xtuner_fsdp4"])
 def test_golden_optimizer_slots_are_recognised(name: str) -> None:
-    manifest = dcp.read(golden(name) / "ckpt")
+    manifest = muonckpt.open(golden(name) / "ckpt").outline
     slots = {(t.name, t.slot) for t in manifest.tensors if t.slot is not None}
     assert slots == {(t.path[2], t.path[3]) for t in manifest.tensors if t.path[:2] == ("optimizer", "state")}
     expected = {"torch": "momentum_buffer", "dion_": "momentum", "xtune": "momentum"}[name[:5]]
@@ -345,17 +351,17 @@ def test_broken_directories_are_refused(saved: Path, case: str) -> None:
     damage, message = REFUSED[case]
     damage(saved)
     with pytest.raises(SourceError, match=message) as caught:
-        dcp.read(saved)
+        muonckpt.open(saved)
     assert str(saved) in str(caught.value)
 
 
 def test_nothing_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="no directory"):
-        dcp.read(tmp_path / "none")
+        muonckpt.open(tmp_path / "none")
     (tmp_path / "iter_0000010").mkdir()
     (tmp_path / "iter_0000010" / ".metadata").touch()
     with pytest.raises(SourceError, match=r"found none; there is one in iter_0000010$"):
-        dcp.read(tmp_path)
+        muonckpt.open(tmp_path)
 
 
 REFUSED_ITEMS: dict[str, tuple[Tensor, str]] = {
@@ -370,16 +376,16 @@ def test_items_that_contradict_the_metadata_are_refused(saved: Path, case: str) 
     tensor, message = REFUSED_ITEMS[case]
     torch.save(tensor, saved / "item")
     place(relative_path="item", offset=0, length=(saved / "item").stat().st_size)(saved)
-    dcp.read(saved)
+    muonckpt.open(saved)
     with pytest.raises(SourceError, match=message) as caught:
-        dcp.read(saved, payloads=True)
+        manifest_of(saved)
     assert KEY in str(caught.value) and "[0:4, 0:5]" in str(caught.value)
 
 
 def test_a_damaged_item_is_named(saved: Path) -> None:
-    tensor = next(t for t in dcp.read(saved).tensors if t.key == KEY)
+    tensor = next(t for t in muonckpt.open(saved).outline.tensors if t.key == KEY)
     with (saved / "__0_0.distcp").open("r+b") as stream:
         stream.seek(tensor.chunks[0].item.offset + 70)
         stream.write(b"?")
     with pytest.raises(SourceError, match=r"at byte \d+: tensor 'model.layer.weight'.*checksum .* for data.pkl"):
-        dcp.read(saved, payloads=True)
+        manifest_of(saved)

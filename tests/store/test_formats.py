@@ -14,8 +14,6 @@ from support.sharded import bits, edit
 
 import muonckpt
 from muonckpt.cli.main import run
-from muonckpt.store import audit
-from muonckpt.store.formats import native
 from muonckpt.store.formats.registry import DCP, OWN, SAFETENSORS, ZARR, format_of
 
 KINDS = {
@@ -42,11 +40,12 @@ def test_what_was_exported_is_inspected_verified_and_resharded(name, made, tmp_p
     assert format_of(made / "own") is OWN and format_of(made / name) is KINDS[name][0]
     assert run(["inspect", str(made / name), "--json", "--tensors"]) == 0
     summary = json.loads(capsys.readouterr().out)
-    assert summary["kind"] == KINDS[name][0].name and summary["tensors"] == len(native.read(made / "own").tensors)
+    assert summary["kind"] == KINDS[name][0].name
+    assert summary["tensors"] == len(muonckpt.open(made / "own").tensors)
     assert run(["verify", str(made / name)]) == 0
     assert "cannot be judged" not in capsys.readouterr().out
     assert run(["reshard", str(made / name), str(tmp_path / "out"), "--mesh", "dp=3"]) == 0
-    before, after = native.read(made / "own"), native.read(tmp_path / "out")
+    before, after = muonckpt.open(made / "own").outline, muonckpt.open(tmp_path / "out").outline
     assert {t.key: t.fingerprint for t in before.tensors} == {t.key: t.fingerprint for t in after.tensors}
     assert sharded.elements_of(tmp_path / "out") == sharded.elements_of(made / "own")
 
@@ -54,10 +53,10 @@ def test_what_was_exported_is_inspected_verified_and_resharded(name, made, tmp_p
 @pytest.mark.parametrize("name", KINDS)
 def test_a_flipped_bit_is_a_finding_in_every_format(name, made, tmp_path):
     assert run(["export", str(made / "own"), str(tmp_path / "a"), *KINDS[name][1]]) == 0
-    found = format_of(tmp_path / "a")
-    payload = next(t for t in found.read(tmp_path / "a").tensors if t.key == "float32").chunks[0].payload
-    edit(found.payloads(tmp_path / "a").directory / payload.file, payload.end - 1, bit=0)
-    assert {"fingerprint"} <= {finding.kind for finding in audit.audit(tmp_path / "a").findings}
+    checkpoint = muonckpt.open(tmp_path / "a")
+    payload = checkpoint.tensors["float32"].record.chunks[0].payload
+    edit(checkpoint.payloads.directory / payload.file, payload.end - 1, bit=0)
+    assert {"fingerprint"} <= {finding.kind for finding in muonckpt.verify(tmp_path / "a").findings}
     assert run(["verify", str(tmp_path / "a")]) == 1
     assert run(["reshard", str(tmp_path / "a"), str(tmp_path / "b"), "--mesh", "dp=2"]) == 3
     assert not (tmp_path / "b").exists()

@@ -20,7 +20,6 @@ import muonckpt
 from muonckpt.box import Box
 from muonckpt.cli.main import run
 from muonckpt.record import FILE, Manifest
-from muonckpt.store.formats.registry import format_of
 
 # Of every format some topology or arrangement of files; what `--format` and the other options say of it.
 KINDS = {
@@ -68,10 +67,9 @@ def source(kind: str) -> Path:
 
 def held(path: Path) -> tuple[Manifest, dict[str, bytes]]:
     """What a checkpoint of any format says, and every element of it in row-major order."""
-    found = format_of(path)
-    manifest = found.read(path)
-    with found.payloads(path) as payloads:
-        return manifest, {t.key: assemble(payloads, t, Box.of(t.shape)).tobytes() for t in manifest.tensors}
+    with muonckpt.open(path) as checkpoint:
+        manifest = checkpoint.manifest
+        return manifest, {t.key: assemble(checkpoint.payloads, t, Box.of(t.shape)).tobytes() for t in manifest.tensors}
 
 
 @pytest.mark.parametrize("target", KINDS)

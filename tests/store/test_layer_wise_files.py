@@ -17,15 +17,13 @@ from support.golden import golden
 from support.rank_files import MODEL, WORDS, described, value_of, written
 from support.translated import truth_of
 
+import muonckpt
 from muonckpt.cli.main import run
 from muonckpt.errors import SourceError
 from muonckpt.layouts.buffers import group_buffer
 from muonckpt.layouts.buffers.parameters import Parameter
-from muonckpt.store.formats import native
 from muonckpt.store.formats.megatron.layer_wise_names import Description, Member, deal
 from muonckpt.store.formats.registry import LAYER_WISE, format_of
-from muonckpt.store.reading.payloads import as_words, payload_of
-from muonckpt.store.reading.values import Values
 
 GOLDEN = {"ws4_padded": "padded-numel", "ws4_pingpong": "legacy-pingpong"}
 PUBLISHED = {"padded-numel": "padded_numel", "padded-nscost": "padded_ns_cost", "legacy-pingpong": "pingpong_legacy",
@@ -34,14 +32,7 @@ PUBLISHED = {"padded-numel": "padded_numel", "padded-nscost": "padded_ns_cost", 
 
 def elements_of(path) -> dict[str, np.ndarray]:
     """Every tensor, as words, read through its format."""
-    found = format_of(path)
-    manifest = found.read(path)
-    with found.payloads(path) as payloads:
-        return {
-            tensor.key: as_words(payloads.view(payload_of(tensor, chunk)), tensor.dtype, chunk.box.shape).copy()
-            for tensor in manifest.tensors
-            for chunk in tensor.chunks
-        }
+    return {key: tensor.bits() for key, tensor in muonckpt.open(path).tensors.items()}
 
 
 def real(name: str, tmp_path, **other):
@@ -86,8 +77,8 @@ def test_the_command_makes_of_them_what_megatron_itself_saved(name, tmp_path, ca
                 "--format", "torch_dist", "--layout", "owned"])  # fmt: skip
     assert code == 0, capsys.readouterr().err
     mine, theirs = tmp_path / "out", golden(f"megatron/layer_wise/{name}") / "torch_dist"
-    (ours,), (other,) = (native.read(each, payloads=True).blobs for each in (mine, theirs))
-    assert ours.key == other.key and Values(mine).read(ours) == Values(theirs).read(other)
+    (ours,), (other,) = (muonckpt.open(each).manifest.blobs for each in (mine, theirs))
+    assert ours.key == other.key and muonckpt.open(mine).values.read(ours) == muonckpt.open(theirs).values.read(other)
     found, want = elements_of(mine), elements_of(theirs)
     assert found.keys() == {key for key in want if "optimizer" in key}
     assert all(np.array_equal(found[key], want[key]) for key in found)
@@ -164,7 +155,7 @@ def test_every_algorithm_and_a_model_beside_the_files(algorithm, ranks, tmp_path
             want = value_of(name, slot, shape).view(torch.int32).numpy().view("<u4")
             assert np.array_equal(found.pop(f"layer_wise.state.{name}.{slot}"), want), (name, slot)
     assert all(key.endswith(".step") for key in found)
-    values = Values(path)
+    values = muonckpt.open(path).values
     options = {blob.path[2:]: values.read(blob) for blob in LAYER_WISE.read(path).blobs}
     assert options[0, "params"] == [name for name, shape in MODEL if len(shape) == 2]
     assert options[0, "momentum"] == 0.9
@@ -202,7 +193,7 @@ def test_two_optimizers_become_megatrons_chained_ones(tmp_path):
     path, out = written(tmp_path, "legacy-pingpong", 3), tmp_path / "out"
     assert run(["reshard", str(path), str(out), "--mesh", "dp=2", "--to", "torch_dist_chained",
                 "--format", "torch_dist"]) == 0  # fmt: skip
-    manifest = native.read(out)
+    manifest = muonckpt.open(out).outline
     keys = {tensor.key for tensor in manifest.tensors}
     assert keys >= {
         "norm",
@@ -210,7 +201,7 @@ def test_two_optimizers_become_megatrons_chained_ones(tmp_path):
         "chained_1.optimizer.state.exp_avg.norm",
     }
     assert not [key for key in keys if key.endswith("step")]
-    (common,) = (Values(out).read(blob)[0] for blob in manifest.blobs)
+    (common,) = (muonckpt.open(out).values.read(blob)[0] for blob in manifest.blobs)
     muon, adam = common["optimizer"][0]["optimizer"], common["optimizer"][1]["optimizer"]
     assert muon == {"param_groups": [{"lr": 0.1, "momentum": 0.9, **WORDS}]}
     assert adam == {"param_groups": [{"lr": 0.5, "betas": (0.9, 0.95), **WORDS}], "state": {"common_step": 3}}
@@ -218,7 +209,7 @@ def test_two_optimizers_become_megatrons_chained_ones(tmp_path):
     rules = tmp_path / "rules.toml"
     rules.write_text("[[rule]]\nfrom = 'layers.{i}.fc'\nto = 'layers.fc'\neach = 'i'\nstacked = true\n")
     assert run(["reshard", str(out), str(tmp_path / "more"), "--mesh", "dp=3", "--rules", str(rules)]) == 0
-    stacked = {tensor.key: tensor for tensor in native.read(tmp_path / "more").tensors}
+    stacked = {tensor.key: tensor for tensor in muonckpt.open(tmp_path / "more").outline.tensors}
     assert stacked["chained_0.optimizer.state.momentum_buffer.layers.fc"].shape == (3, 8, 3)
     assert "chained_1.optimizer.state.exp_avg.norm" in stacked and stacked["layers.fc"].dtype == "bfloat16"
 
@@ -227,8 +218,8 @@ def test_another_program_gets_the_groups_too(tmp_path):
     path, out = written(tmp_path, "legacy-pingpong", 2), tmp_path / "out"
     assert run(["reshard", str(path), str(out), "--mesh", "dp=2", "--to", "torch", "--convention", "ema",
                 "--drop", "fp32_param"]) == 0  # fmt: skip
-    manifest = native.read(out, payloads=True)
-    values, blobs = Values(out), {blob.key: blob for blob in manifest.blobs}
+    manifest = muonckpt.open(out).manifest
+    values, blobs = muonckpt.open(out).values, {blob.key: blob for blob in manifest.blobs}
     assert values.read(blobs["optimizer.param_groups.0.momentum"]) == 0.9
     assert values.read(blobs["optimizer.param_groups.1.betas"]) == (0.9, 0.95)
     steps = [values.read(tensor) for tensor in manifest.tensors if tensor.slot == "step"]
@@ -281,7 +272,7 @@ def test_what_does_not_fit_is_refused(change, message, tmp_path):
     path, _ = real("ws4_padded", tmp_path)
     change(path)
     with pytest.raises(SourceError, match=message):
-        format_of(path).read(path)
+        muonckpt.open(path)
 
 
 def test_ranks_that_disagree_about_an_option_are_refused(tmp_path):
@@ -356,5 +347,5 @@ def test_what_was_made_of_them_is_a_checkpoint_like_any_other(tmp_path, capsys):
 
 def record_of(path) -> list[dict]:
     """What a checkpoint of flat buffers records of them, without where they are."""
-    stored = format_of(path).read(path).provenance["buffers"]
+    stored = muonckpt.open(path).manifest.provenance["buffers"]
     return [{key: value for key, value in each.items() if key != "files"} for each in stored]

@@ -27,7 +27,6 @@ from muonckpt.converters.target.topology import Target
 from muonckpt.errors import DestinationError, SourceError
 from muonckpt.layout import Place
 from muonckpt.record import Extent
-from muonckpt.store.formats.registry import format_of
 from muonckpt.store.io import location as remote
 from muonckpt.store.io.location import PART, Remote, location, part_bytes
 from muonckpt.store.reading.payloads import Payloads
@@ -97,7 +96,7 @@ def objects(place: Remote) -> list[str]:
 
 def is_checkpoint(place: Remote) -> bool:
     try:
-        format_of(place).read(place)
+        muonckpt.open(place)
     except SourceError:
         return False
     return True
@@ -261,7 +260,7 @@ def test_there_is_no_checkpoint_before_the_last_object(source, store):
 
 def test_a_damaged_object_is_found_and_nothing_is_made_of_it(source, memory):
     reshard(source, memory / "good", 2)
-    tensor = next(tensor for tensor in format_of(memory / "good").read(memory / "good").tensors if tensor.key == MATRIX)
+    tensor = next(tensor for tensor in muonckpt.open(memory / "good").manifest.tensors if tensor.key == MATRIX)
     victim = memory / "good" / tensor.chunks[1].item.file
     data = bytearray(files(memory / "good")[victim.name])
     data[tensor.chunks[1].payload.offset] ^= 1

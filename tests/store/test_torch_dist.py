@@ -16,13 +16,12 @@ from support.golden import golden
 from support.rank_files import MODEL, value_of, written
 from support.translated import W, nested, truth_of
 
+import muonckpt
 from muonckpt.cli.main import run
 from muonckpt.converters.translate.detection import annotate
-from muonckpt.store.formats import native
 from muonckpt.store.formats.dcp.directory import COMMON_FILE
 from muonckpt.store.formats.dcp.metadata_pickle import parse
 from muonckpt.store.formats.megatron.torch_dist import COMMON_STATE, CONFIG
-from muonckpt.store.reading.values import Values
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -45,14 +44,14 @@ def test_it_has_what_megatrons_own_has(name, tmp_path):
         key: (t.dtype, t.size) for key, t in other.tensors.items()
     }
     assert ours.blobs == other.blobs == (COMMON_STATE,)
-    (blob,), (same,) = native.read(mine).blobs, native.read(theirs).blobs
+    (blob,), (same,) = muonckpt.open(mine).outline.blobs, muonckpt.open(theirs).outline.blobs
     raw, want = ((p / b.item.file).read_bytes()[b.item.offset : b.item.end] for p, b in ((mine, blob), (theirs, same)))
     assert raw == want
     state = {key: torch.zeros(t.size, dtype=getattr(torch, t.dtype)) for key, t in other.tensors.items()}
     dcp.load(state, checkpoint_id=mine, no_dist=True)
     for key, words in truth_of(f"megatron/layer_wise/{name}").items():
         assert np.array_equal(state[key].view(torch.int16).numpy(), words.view("<i2")), key
-    assert {tensor.slot for tensor in annotate(native.read(theirs)).tensors} == {
+    assert {tensor.slot for tensor in annotate(muonckpt.open(theirs).outline).tensors} == {
         None,
         "momentum_buffer",
         "fp32_param",
@@ -110,13 +109,13 @@ def test_a_program_without_megatrons_words_gets_its_fresh_ones(tmp_path):
     state = nested({"momentum_buffer": W.clone()}, lr=0.25, momentum=0.9, ns_coefficients=[1.0]) | {"iteration": 7}
     dcp.save(state, checkpoint_id=tmp_path / "in", no_dist=True)
     out = resharded(tmp_path / "in", tmp_path / "out", "--to", "torch_dist")
-    blobs = {blob.key: blob for blob in native.read(out).blobs}
+    blobs = {blob.key: blob for blob in muonckpt.open(out).outline.blobs}
     assert blobs.keys() == {COMMON_STATE, "iteration/shard_0_1"}  # as Megatron calls what is in one piece
-    (common,) = Values(out).read(blobs[COMMON_STATE])
+    (common,) = muonckpt.open(out).values.read(blobs[COMMON_STATE])
     (group,) = common["optimizer"]["optimizer"]["param_groups"]
     assert group == {"lr": 0.25, "momentum": 0.9, "wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False,
                      "is_decoupled_lr": False}  # fmt: skip
-    assert {tensor.key for tensor in native.read(out).tensors} == {"w", "optimizer.state.momentum_buffer.w"}
+    assert {tensor.key for tensor in muonckpt.open(out).outline.tensors} == {"w", "optimizer.state.momentum_buffer.w"}
 
 
 def test_weights_alone_get_an_empty_common_state(tmp_path):
@@ -126,7 +125,7 @@ def test_weights_alone_get_an_empty_common_state(tmp_path):
     assert torch.load(out / COMMON_FILE, weights_only=True) == {}
     assert set(parse((out / ".metadata").read_bytes()).tensors) == {"w"}
     assert run(["verify", str(out)]) == 0
-    (blob,) = native.read(resharded(out, tmp_path / "again")).blobs
+    (blob,) = muonckpt.open(resharded(out, tmp_path / "again")).outline.blobs
     assert blob.item.file == COMMON_FILE
 
 
@@ -142,8 +141,8 @@ def test_common_state_in_a_file_stays_one_and_is_never_lost(tmp_path):
     assert (out / COMMON_FILE).read_bytes() == (tmp_path / "in" / COMMON_FILE).read_bytes()
     assert not parse((out / ".metadata").read_bytes()).blobs
     for path in (tmp_path / "in", plain, out):
-        (blob,) = native.read(path).blobs
-        assert Values(path).read(blob) == common
+        (blob,) = muonckpt.open(path).outline.blobs
+        assert muonckpt.open(path).values.read(blob) == common
         assert run(["verify", str(path)]) == 0
 
 
@@ -154,8 +153,8 @@ def test_another_program_gets_its_groups(tmp_path):
         out = tmp_path / f"{source.name} in torch"
         assert run(["reshard", str(source), str(out), "--mesh", "dp=2", "--to", "dion", "--convention", "ema",
                     "--drop", "fp32_param", "--step", "3"]) == 0  # fmt: skip
-        manifest = native.read(out, payloads=True)
-        values, blobs = Values(out), {blob.key: blob for blob in manifest.blobs}
+        manifest = muonckpt.open(out).manifest
+        values, blobs = muonckpt.open(out).values, {blob.key: blob for blob in manifest.blobs}
         assert values.read(blobs["optimizer.param_groups.0.mu"]) == 0.9
         assert len(values.read(blobs["optimizer.param_groups.0.params"])) == len(
             [tensor for tensor in manifest.tensors if tensor.slot == "momentum" and len(tensor.shape) == 2]
@@ -188,11 +187,11 @@ def test_megatron_fsdps_options_and_halves_become_its_groups_and_wholes(tmp_path
     source = golden("megatron/fsdp_dtensor/dp4/iter_0000010")
     out = resharded(source, tmp_path / "out", "--to", "torch_dist_chained", "--rules", "megatron-swiglu")
     named = {}
-    for blob in native.read(source).blobs:
+    for blob in muonckpt.open(source).outline.blobs:
         if blob.path[:2] == ("optimizer", "param_to_group_meta"):
-            named.setdefault(blob.path[2], {})[blob.path[3]] = Values(source).read(blob)
-    manifest = native.read(out)
-    (common,) = (Values(out).read(blob)[0] for blob in manifest.blobs if blob.key == COMMON_STATE)
+            named.setdefault(blob.path[2], {})[blob.path[3]] = muonckpt.open(source).values.read(blob)
+    manifest = muonckpt.open(out).outline
+    (common,) = (muonckpt.open(out).values.read(blob)[0] for blob in manifest.blobs if blob.key == COMMON_STATE)
     groups = [group for child in common["optimizer"].values() for group in child["optimizer"]["param_groups"]]
     assert sorted(map(repr, map(sorted, map(dict.items, groups)))) == sorted(
         {repr(sorted(options.items())) for options in named.values()}

@@ -13,13 +13,12 @@ import zarr
 from support.sharded import SHAPES, bits, some
 from support.whole import assemble, write, write_values
 
+import muonckpt
 from muonckpt.box import Box
 from muonckpt.converters.engine import mover
 from muonckpt.errors import SourceError
 from muonckpt.record import StateRecord
-from muonckpt.store.audit import audit
 from muonckpt.store.formats.registry import ZARR, format_of
-from muonckpt.store.formats.zarr import hierarchy as store
 from muonckpt.store.formats.zarr import writer as zarr_writer
 from muonckpt.store.formats.zarr.array import NAMES, stored_as
 from muonckpt.store.reading.dtypes import DTYPES, itemsize
@@ -51,8 +50,8 @@ def written(request, tmp_path, monkeypatch):
 
 def read_back(path: Path) -> dict[str, bytes]:
     """All elements of a hierarchy, as we read them."""
-    with store.ZarrPayloads(path) as payloads:
-        return {t.key: assemble(payloads, t, Box.of(t.shape)).tobytes() for t in store.read(path).tensors}
+    with muonckpt.open(path).payloads as payloads:
+        return {t.key: assemble(payloads, t, Box.of(t.shape)).tobytes() for t in muonckpt.open(path).manifest.tensors}
 
 
 # --- both ways --------------------------------------------------------------------------------------------------------
@@ -74,7 +73,7 @@ def test_the_stock_library_opens_what_we_write(written):
 
 def test_we_read_what_we_write(written):
     assert format_of(written) is ZARR
-    manifest = store.read(written)
+    manifest = muonckpt.open(written).manifest
     assert manifest.provenance["step"] == 3
     assert [(t.key, t.dtype, t.shape) for t in sorted(manifest.tensors, key=lambda t: t.key)] == sorted(
         (key, str(v.dtype).removeprefix("torch."), tuple(v.shape)) for key, v in values().items()
@@ -84,14 +83,14 @@ def test_we_read_what_we_write(written):
         tensor.chunk_layout()
         for chunk in tensor.chunks:  # straight from the file
             raw = (written / chunk.payload.file).read_bytes()[chunk.payload.offset : chunk.payload.end]
-            with store.ZarrPayloads(written) as payloads:
+            with muonckpt.open(written).payloads as payloads:
                 assert elements(payloads, tensor, chunk).tobytes() == raw
 
 
 def test_small_chunks_really_are_small(tmp_path, monkeypatch):
     monkeypatch.setattr(zarr_writer, "CHUNK_BYTES", SMALL["chunk"])
     write_values(tmp_path / "z", "zarr", values(), SMALL["shard"])
-    for tensor in store.read(tmp_path / "z").tensors:
+    for tensor in muonckpt.open(tmp_path / "z").manifest.tensors:
         sizes = [chunk.payload.length for chunk in tensor.chunks]
         assert max(sizes, default=0) <= max(SMALL["chunk"], itemsize(tensor.dtype))
         files = {chunk.item.file for chunk in tensor.chunks}
@@ -109,7 +108,7 @@ def test_nothing_that_is_known_of_a_tensor_is_lost(tmp_path):
     path = ("optimizer", "state", "w", "momentum_buffer")
     tensor = StateRecord("o.w", path, (4, 3), "bfloat16", (), **facts, layout={"algorithm": "mesh", "version": 1})
     write(tmp_path / "a", "zarr", [(tensor, np.ones(12, "<u2").tobytes())])
-    (found,) = store.read(tmp_path / "a").tensors
+    (found,) = muonckpt.open(tmp_path / "a").manifest.tensors
     for field in ("key", "path", "shape", "dtype", "name", "slot", "convention", "pieces", "layout"):
         assert getattr(found, field) == getattr(tensor, field)
     attributes = zarr.open_array(tmp_path / "a" / "optimizer" / "state" / "w" / "momentum_buffer").attrs["muonckpt"]
@@ -145,11 +144,11 @@ def foreign(path: Path, kind: str, data: np.ndarray = NUMBERS) -> None:
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_arrays_that_others_wrote_are_read_by_box(kind, tmp_path):
     foreign(tmp_path, kind)
-    (tensor,) = store.read(tmp_path).tensors
+    (tensor,) = muonckpt.open(tmp_path).manifest.tensors
     assert (tensor.key, tensor.path, tensor.shape, tensor.dtype) == ("a/b/w", ("a", "b", "w"), (7, 6, 5), "float32")
     tensor.chunk_layout()
     assert read_back(tmp_path) == {"a/b/w": NUMBERS.tobytes()}
-    with store.ZarrPayloads(tmp_path) as payloads:
+    with muonckpt.open(tmp_path).payloads as payloads:
         part = assemble(payloads, tensor, Box((2, 1, 3), (7, 5, 4)))
     assert (part.view("<f4") == NUMBERS[2:7, 1:5, 3:4]).all()
 
@@ -157,7 +156,7 @@ def test_arrays_that_others_wrote_are_read_by_box(kind, tmp_path):
 @pytest.mark.parametrize(("kind", "chunks"), [("plain", 3), ("shards", 7), ("plain in tiles", 18), ("gzip", 3)])
 def test_only_what_is_stored_as_it_is_is_read_without_the_library(kind, chunks, tmp_path, monkeypatch):
     foreign(tmp_path, kind)
-    assert len(store.read(tmp_path).tensors[0].chunks) == chunks
+    assert len(muonckpt.open(tmp_path).manifest.tensors[0].chunks) == chunks
     monkeypatch.setattr(zarr, "open_array", lambda *a, **k: pytest.fail("opened"))
     if kind in ("plain", "shards"):
         assert read_back(tmp_path) == {"a/b/w": NUMBERS.tobytes()}
@@ -174,13 +173,13 @@ def test_every_type_and_shape_of_others_is_read(name, codec, shape, tmp_path):
     group = zarr.open_group(tmp_path, mode="w")
     how = {"chunks": tuple(max(n // 2, 1) for n in shape), "config": {"write_empty_chunks": True}}
     group.create_array("w", shape=shape, dtype=name, compressors=codec, **how)[...] = data
-    assert store.read(tmp_path).tensors[0].dtype == name
+    assert muonckpt.open(tmp_path).manifest.tensors[0].dtype == name
     assert read_back(tmp_path) == {"w": data.tobytes()}
 
 
 def test_an_array_at_the_root_is_a_checkpoint_of_one_tensor(tmp_path):
     zarr.create_array(tmp_path / "w", shape=(3,), dtype="i4", chunks=(2,))[:] = [1, 2, 3]
-    (tensor,) = store.read(tmp_path / "w").tensors
+    (tensor,) = muonckpt.open(tmp_path / "w").manifest.tensors
     assert tensor.key == "w" and read_back(tmp_path / "w") == {"w": np.array([1, 2, 3], "<i4").tobytes()}
 
 
@@ -206,7 +205,9 @@ def test_a_slot_lies_in_the_group_of_its_parameter_and_any_name_has_a_place(tmp_
     names = {node.attrs["muonckpt"]["key"]: int(node[0]) for _, node in zarr.open_group(tmp_path / "z").members(None)
              if isinstance(node, zarr.Array)}  # fmt: skip
     assert names == {t.key: len(t.key) % 251 for t in tensors}
-    assert {(t.key, t.path) for t in store.read(tmp_path / "z").tensors} == {(t.key, t.path) for t in tensors}
+    assert {(t.key, t.path) for t in muonckpt.open(tmp_path / "z").manifest.tensors} == {
+        (t.key, t.path) for t in tensors
+    }
 
 
 @pytest.mark.parametrize(
@@ -272,14 +273,14 @@ CHANGES = {
 def test_a_damaged_description_is_refused(kind, ours):
     edit(ours / "w" / "value" / "zarr.json", CHANGES[kind])
     with pytest.raises(SourceError, match=r"w/value"):
-        store.read(ours)
+        muonckpt.open(ours)
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"\xff", b'{"a":' * 100_000, b"{}"])
 def test_a_description_that_is_no_json_is_refused(text, ours):
     (ours / "w" / "value" / "zarr.json").write_bytes(text)
     with pytest.raises(SourceError, match=r"w/value"):
-        store.read(ours)
+        muonckpt.open(ours)
 
 
 DAMAGE = {
@@ -310,10 +311,10 @@ def linked(path: Path) -> None:
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_hierarchy_is_refused(kind, ours):
-    store.read(ours)
+    muonckpt.open(ours)
     DAMAGE[kind](ours)
     with pytest.raises(SourceError):
-        store.read(ours)
+        muonckpt.open(ours)
 
 
 def reindexed(file: Path, entry: int, place: tuple[int, int], count: int) -> None:
@@ -331,7 +332,7 @@ def reindexed(file: Path, entry: int, place: tuple[int, int], count: int) -> Non
 def test_an_index_that_is_not_true_is_refused(place, ours):
     reindexed(ours / "w" / "value" / "c" / "0" / "0", 1, place, 3)
     with pytest.raises(SourceError, match=r"c/0/0: box \[2:4, 0:3\]"):
-        store.read(ours)
+        muonckpt.open(ours)
 
 
 def test_a_flipped_bit_is_found_by_stock_zarr_and_by_our_fingerprint(ours):
@@ -343,10 +344,10 @@ def test_a_flipped_bit_is_found_by_stock_zarr_and_by_our_fingerprint(ours):
 
 def test_verify_judges_by_the_checksums_of_the_format_too(ours, tmp_path):
     flip(ours / "w" / "value" / "c" / "0" / "0", 5)
-    assert {finding.kind for finding in audit(ours).findings} == {"crc32c", "fingerprint"}
+    assert {finding.kind for finding in muonckpt.verify(ours).findings} == {"crc32c", "fingerprint"}
     for kind, unchecked in {"checked": 0, "plain": 3}.items():
         foreign(tmp_path / kind, kind)
-        assert audit(tmp_path / kind).unchecked == unchecked and not audit(tmp_path / kind).findings
+        assert muonckpt.verify(tmp_path / kind).unchecked == unchecked and not muonckpt.verify(tmp_path / kind).findings
 
 
 @pytest.mark.parametrize(("kind", "at"), [("gzip", -6), ("checked", 8), ("shards, zstd", 8)])
@@ -363,4 +364,4 @@ def test_a_chunk_that_others_left_out_is_no_zero(kind, tmp_path):
     how = {**FOREIGN[kind], "config": {"write_empty_chunks": False}}
     group.create_array("w", shape=(6, 6, 5), dtype="f4", **how)[:2] = NUMBERS[:2] + 1
     with pytest.raises(SourceError, match="may have been lost; write it with write_empty_chunks"):
-        store.read(tmp_path)
+        muonckpt.open(tmp_path)

@@ -16,7 +16,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonckpt
 from muonckpt.record import Extent, Manifest
-from muonckpt.store.formats import native
 from muonckpt.store.reading.dtypes import itemsize
 from support.workers import run as on_ranks
 
@@ -91,7 +90,7 @@ def raw_bytes(path: Path, extent: Extent) -> bytes:
 def elements_of(path: Path) -> dict[str, bytes]:
     """Each tensor's elements in row-major order, one at a time; fails where one is missing or there twice."""
     found = {}
-    for tensor in native.read(path, payloads=True).tensors:
+    for tensor in muonckpt.open(path).manifest.tensors:
         size = itemsize(tensor.dtype)
         cells: list[bytes | None] = [None] * math.prod(tensor.shape)
         for chunk in tensor.chunks:

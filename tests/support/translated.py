@@ -9,14 +9,13 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 
+import muonckpt
 from muonckpt.converters.translate.conventions import scaled
 from muonckpt.converters.translate.dialects import DIALECTS
 from muonckpt.converters.translate.translation import Translation
 from muonckpt.converters.translate.translator import translate
-from muonckpt.store.formats import native
 from muonckpt.store.formats.torch_save.plain_item import plain_value
 from muonckpt.store.reading.payloads import Payloads, elements
-from muonckpt.store.reading.values import Values
 from support.golden import golden
 
 PEERS = {"torch": "torch_fsdp4", "dion": "dion_fsdp4", "xtuner": "xtuner_fsdp4", "titan": "titan_fsdp4",
@@ -35,12 +34,12 @@ MEGATRON = "megatron/fsdp_dtensor/{}/iter_0000010"
 @cache
 def read(name: str):
     path = golden(name)
-    return path, native.read(path, payloads=True)
+    return path, muonckpt.open(path).manifest
 
 
 def translated(name: str, target: str, **how) -> Translation:
     path, manifest = read(name)
-    return translate(manifest, Values(path), DIALECTS[target], **how)
+    return translate(manifest, muonckpt.open(path).values, DIALECTS[target], **how)
 
 
 def executed(path, translation: Translation) -> dict[str, np.ndarray]:
@@ -125,7 +124,7 @@ def words_apart(a: np.ndarray, b: np.ndarray) -> int:
 
 def saved(tmp_path, state):
     dcp.save(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
-    return native.read(tmp_path / "checkpoint", payloads=True), tmp_path / "checkpoint"
+    return muonckpt.open(tmp_path / "checkpoint").manifest, tmp_path / "checkpoint"
 
 
 W = torch.arange(6.0).reshape(2, 3)

@@ -1,6 +1,8 @@
-"""Checkpoint directories: which manifest describes one, and how a finished one appears."""
+"""Our own format: a DCP directory that a manifest describes as well."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from ... import record
 from ...errors import SourceError
@@ -12,18 +14,16 @@ from .dcp import directory as dcp
 
 
 def read(path: Location, *, payloads: bool = False) -> Manifest:
-    """The manifest of a checkpoint: its own, or one made from a stock DCP ``.metadata``.
-
-    Args:
-        payloads: also open every item of a stock checkpoint, to learn where its raw bytes and checksums are.
+    """The manifest of a checkpoint of ours.
 
     Raises:
-        SourceError: there is no checkpoint, or its metadata is damaged or refused.
+        SourceError: it is damaged or refused.
     """
     file = path / record.FILE
+    if not file.exists():  # for callers that do not take an open checkpoint yet
+        reader = dcp.DcpReader(path)
+        return replace(reader.outline, tensors=reader.locate(reader.outline.tensors)) if payloads else reader.outline
     try:
-        if not file.exists():
-            return dcp.read(path, payloads=payloads)
         with open_regular(file) as opened:
             return Manifest.from_json(opened.read(0, opened.size).decode())
     except (OSError, UnicodeDecodeError) as error:

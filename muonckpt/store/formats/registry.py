@@ -1,81 +1,74 @@
-"""Which format a checkpoint is in, told by what is there, and how it is read: the door of every command.
+"""Which format a checkpoint is in, told by what is there, and what reads it.
 
-A format's reader is imported when a checkpoint of that format is opened.
+What reads a format is imported when a checkpoint of that format is opened.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ... import record
 from ...errors import SourceError
 from ...record import Manifest
 from ..io.location import Location
 from ..reading.payloads import Payloads
+from ..reading.reader import LocatedReader, Reader
 from . import native, signs
 from .dcp import directory as dcp
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
-    """How a format is read.  ``read`` gives the manifest with the places of all elements, ``payloads`` their bytes.
-
-    ``outline`` gives the manifest from metadata alone: nothing else is opened, and places may be missing.
-    """
-
-    outline: Callable[[Location], Manifest]
-    read: Callable[[Location], Manifest]
-    payloads: Callable[[Location], Payloads]
-
-
-@dataclass(frozen=True, slots=True)
 class Format:
-    """One format; ``reader`` imports what reads it.  The methods are those of its `Reader`."""
+    """One format: its name in words, and what reads the metadata of a checkpoint of it."""
 
     name: str
-    reader: Callable[[], Reader]
+    reader: Callable[[Location], Reader]
 
     def outline(self, path: Location) -> Manifest:
-        return self.reader().outline(path)
+        """For callers that do not take an open checkpoint yet."""
+        return self.reader(path).outline
 
     def read(self, path: Location) -> Manifest:
-        return self.reader().read(path)
+        """For callers that do not take an open checkpoint yet."""
+        reader = self.reader(path)
+        return replace(reader.outline, tensors=reader.locate(reader.outline.tensors))
 
     def payloads(self, path: Location) -> Payloads:
-        return self.reader().payloads(path)
+        """For callers that do not take an open checkpoint yet."""
+        return self.reader(path).payloads
 
 
-def _directory() -> Reader:
-    return Reader(native.read, lambda path: native.read(path, payloads=True), Payloads)
+def _own(path: Location) -> Reader:
+    return LocatedReader(native.read(path), Payloads(path))
 
 
-def _flat_buffers() -> Reader:
+def _flat_buffers(path: Location) -> Reader:
     from . import flat_buffers
 
-    return Reader(flat_buffers.read, flat_buffers.read, Payloads)
+    return LocatedReader(flat_buffers.read(path), Payloads(path))
 
 
-def _safetensors() -> Reader:
+def _safetensors(path: Location) -> Reader:
     from .safetensors import folder as safetensors
 
-    return Reader(safetensors.read, safetensors.read, lambda path: Payloads(safetensors.folder(path)))
+    return LocatedReader(safetensors.read(path), Payloads(safetensors.folder(path)))
 
 
-def _zarr() -> Reader:
-    from .zarr import hierarchy as zarr
+def _zarr(path: Location) -> Reader:
+    from .zarr import hierarchy
 
-    return Reader(zarr.read, zarr.read, zarr.ZarrPayloads)
+    return hierarchy.reader(path)
 
 
-def _layer_wise() -> Reader:
+def _layer_wise(path: Location) -> Reader:
     from .megatron import layer_wise
 
-    return Reader(layer_wise.read, layer_wise.read, layer_wise.LayerWisePayloads)
+    return layer_wise.reader(path)
 
 
-OWN = Format("muonckpt", _directory)
-DCP = Format("stock DCP", _directory)
+OWN = Format("muonckpt", _own)
+DCP = Format("stock DCP", dcp.DcpReader)
 BUFFERS = Format("flat buffers", _flat_buffers)
 SAFETENSORS = Format("safetensors", _safetensors)
 ZARR = Format("zarr", _zarr)

@@ -6,6 +6,7 @@ come from where the store's own library looks for them, that is from the environ
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -180,15 +181,18 @@ def at_each(place: Location, function: Callable[[T], R], things: Iterable[T]) ->
         return list(pool.map(function, things))
 
 
-def location(text: str) -> Location:
-    """What a user calls a place: a path, or a URL of any protocol that fsspec knows.
+def location(name: str | os.PathLike[str] | Remote) -> Location:
+    """What a user calls a place: a path, in which ``~`` is expanded, or a URL of any protocol that fsspec knows.
 
     Raises:
         ValueError: no such protocol, or the library that speaks it is not installed.
     """
+    if isinstance(name, Remote):
+        return name
+    text = os.fspath(name)
     protocol, separator, _ = text.partition("://")
     if not separator:
-        return Path(text)
+        return Path(text).expanduser()
     if protocol in ("file", "local"):
         return Path(unquote(urlsplit(text).path))
     try:

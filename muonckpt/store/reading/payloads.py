@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from ...record import Blob, Chunk, Extent, StateRecord
 from ..formats.torch_save import stored_zip
 from ..io.checksums import crc32, xxh3_128
 from ..io.location import Location
-from ..io.regular import Bytes, open_regular
+from ..io.regular import Bytes, Held, open_regular
 from .dtypes import dtype, itemsize
 from .strided import batches, blocks, span, strided
 
@@ -26,10 +26,15 @@ BAND = 4 << 20
 
 
 class Payloads:
-    """The bytes of the files of one checkpoint directory, opened when first used: mapped, or read by ranges."""
+    """The bytes of the files of one checkpoint directory, opened when first used: mapped, or read by ranges.
 
-    def __init__(self, directory: Location) -> None:
+    Args:
+        made: the bytes of files that are not taken from the directory, by name.
+    """
+
+    def __init__(self, directory: Location, made: Mapping[str, bytes] = MappingProxyType({})) -> None:
         self.directory = directory
+        self._made = {name: Held(data) for name, data in made.items()}
         self._files: dict[str, Bytes] = {}
 
     def __enter__(self) -> Payloads:
@@ -38,6 +43,10 @@ class Payloads:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the files; to read on opens them again."""
         # Arrays handed out may still refer to the maps, so they are left to the garbage collector.
         self._files.clear()
 
@@ -103,7 +112,7 @@ class Payloads:
 
     def _bytes(self, name: str) -> Bytes:
         if name not in self._files:
-            self._files[name] = _opened(self.directory, name)
+            self._files[name] = self._made.get(name) or _opened(self.directory, name)
         return self._files[name]
 
 

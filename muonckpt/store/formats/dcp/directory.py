@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import groupby
 
 from ....box import Box
 from ....errors import DestinationError, LayoutError, SourceError
 from ....record import Blob, Chunk, Extent, Manifest, StateRecord
 from ...io.bounds import check_extents
-from ...io.location import Location, at_each
+from ...io.location import Location
 from ...io.output import write_synced
-from ...io.regular import File, open_regular
-from ..torch_save import tensor_item
+from ...io.regular import open_regular
+from ...reading.payloads import Payloads
+from .items import located
 from .metadata_pickle import MAX_BYTES, Metadata, StoredItem, TensorMeta, dump, parse
 
 FILE = ".metadata"
@@ -33,28 +33,31 @@ COMMON_FILE = "common.pt"
 KeyPath = tuple[str | int, ...]
 
 
-def read(path: Location, *, payloads: bool = False) -> Manifest:
-    """What a DCP checkpoint holds.
-
-    Args:
-        path: the checkpoint's directory.
-        payloads: also open every item, in the order of files and offsets, and fill ``payload`` and ``crc32`` of
-            each chunk.  Without it only ``.metadata`` is read, and the files are only asked for their size.
+class DcpReader:
+    """Reads ``.metadata`` and asks the files for their size; opens an item when its elements are located.
 
     Raises:
         SourceError: there is no checkpoint; its metadata is damaged, refused or contradicts itself; a file is
-            missing, cut, or no regular file; items overlap; or, with ``payloads``, an item is not the dense
-            tensor that the metadata promises.
+            missing, cut, or no regular file; or items overlap.
     """
-    try:
-        data = _read_metadata(path)
-        with _at(path / FILE):
-            manifest = _manifest(parse(data))
-        manifest = replace(manifest, blobs=(*manifest.blobs, *common_file(path)))
-        check_extents(path, _named(manifest))
-        return _with_payloads(path, manifest) if payloads else manifest
-    except OSError as error:
-        raise SourceError(f"cannot read {path}: {error}") from error
+
+    def __init__(self, path: Location) -> None:
+        self.payloads = Payloads(path)
+        try:
+            data = _read_metadata(path)
+            with _at(path / FILE):
+                manifest = _manifest(parse(data))
+            self.outline = replace(manifest, blobs=(*manifest.blobs, *common_file(path)))
+            check_extents(path, _named(self.outline))
+        except OSError as error:
+            raise SourceError(f"cannot read {path}: {error}") from error
+
+    def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
+        """The tensors with the place and the CRC-32 of each chunk, as its item says; in the order of files."""
+        try:
+            return located(self.payloads.directory, tensors)
+        except OSError as error:
+            raise SourceError(f"cannot read {self.payloads.directory}: {error}") from error
 
 
 def write_metadata(manifest: Manifest, directory: Location) -> None:
@@ -190,42 +193,6 @@ def _named(manifest: Manifest) -> Iterator[tuple[Extent, str]]:
     for tensor in manifest.tensors:
         yield from ((chunk.item, f"{tensor.key!r} box {chunk.box}") for chunk in tensor.chunks)
     yield from ((blob.item, repr(blob.key)) for blob in manifest.blobs)
-
-
-def _with_payloads(path: Location, manifest: Manifest) -> Manifest:
-    jobs = [
-        (chunk.item, at, part) for at, tensor in enumerate(manifest.tensors) for part, chunk in enumerate(tensor.chunks)
-    ]
-    jobs.sort(key=lambda job: (job[0].file, job[0].offset))
-    chunks = [list(tensor.chunks) for tensor in manifest.tensors]
-
-    def read_items(of_one_file: list[tuple[Extent, int, int]]) -> None:
-        name = of_one_file[0][0].file
-        with open_regular(path / name) as file:
-            for item, at, part in of_one_file:
-                tensor, chunk = manifest.tensors[at], chunks[at][part]
-                try:
-                    chunks[at][part] = _opened(file, tensor, chunk)
-                except SourceError as error:
-                    where = f"{path / name} at byte {item.offset}: tensor {tensor.key!r} box {chunk.box}"
-                    raise SourceError(f"{where}: {error}") from error
-
-    at_each(path, read_items, [list(mine) for _, mine in groupby(jobs, key=lambda job: job[0].file)])
-    tensors = (replace(t, chunks=tuple(opened)) for t, opened in zip(manifest.tensors, chunks, strict=True))
-    return replace(manifest, tensors=tuple(tensors))
-
-
-def _opened(file: File, tensor: StateRecord, chunk: Chunk) -> Chunk:
-    """The chunk with the place and checksum of its payload, as the item itself says."""
-    found = tensor_item.read_tensor(file.read, chunk.item.offset, chunk.item.length)
-    if (found.dtype, found.shape) != (tensor.dtype, chunk.box.shape):
-        raise SourceError(
-            f"expected {tensor.dtype} of shape {chunk.box.shape}, as {FILE} says; "
-            f"found {found.dtype} of shape {found.shape}"
-        )
-    strides = None if found.row_major else found.strides  # it was transposed or channels-last when it was saved
-    payload = Extent(chunk.item.file, found.offset, found.length)
-    return replace(chunk, payload=payload, crc32=found.crc32, strides=strides)
 
 
 @contextmanager

@@ -19,8 +19,8 @@ from ....layouts.buffers.group_buffer import GroupBuffer
 from ....layouts.buffers.ranges import Slot
 from ....record import Blob, Extent, Manifest, StateRecord
 from ...io.location import Location
-from ...io.regular import Held
 from ...reading.payloads import Payloads
+from ...reading.reader import LocatedReader
 from .. import signs
 from ..torch_save.plain_item import plain_item
 from ..torch_save.torch_file import SavedTensor
@@ -37,28 +37,16 @@ OPTION = ("layer_wise", "param_groups")
 """Paths of keys: state by parameter and slot, options by group and name.  Weights are under ``model``."""
 
 
-def read(path: Location) -> Manifest:
+def reader(path: Location) -> LocatedReader:
     """What the files of a directory hold, under names.
 
     Reads no elements, but where there are weights to compare with the first few thousand of each parameter.  Options
-    of groups are items without bytes of their own: their extents count in what `LayerWisePayloads` makes of them, and
-    name the description.
+    of groups are items without bytes of their own: their extents count in what is made of them in memory, and name the
+    description.
 
     Raises:
         SourceError: there is no description, a file is missing or damaged, or contradicts the description.
     """
-    return _read(path)[0]
-
-
-class LayerWisePayloads(Payloads):
-    """The bytes of the elements, and the items made of the options of groups."""
-
-    def __init__(self, directory: Location) -> None:
-        super().__init__(directory)
-        self._files[_description_file(directory)] = Held(_read(directory)[1])
-
-
-def _read(path: Location) -> tuple[Manifest, bytes]:
     told = load(path)
     if told is None:
         raise SourceError(
@@ -85,7 +73,8 @@ def _read(path: Location) -> tuple[Manifest, bytes]:
         "not_kept": sorted(set().union(*(file.others for file in files))),
         "buffers": [buffer.to_json() for buffer in _buffers(dealt, states)],
     }
-    return Manifest((*_records(dealt, states), *weights), blobs, provenance), made
+    manifest = Manifest((*_records(dealt, states), *weights), blobs, provenance)
+    return LocatedReader(manifest, Payloads(path, {_description_file(path): made}))
 
 
 def _files(path: Location) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from ....record import Chunk, StateRecord
 from ....vocabulary import MASTER
 from ...io.location import Location
 from ...reading.payloads import Payloads, as_words, elements
-from ..dcp import directory as dcp
+from ..dcp.directory import DcpReader
 from ..torch_save import torch_file
 from ..torch_save.inert_pickle import Record
 from ..torch_save.torch_file import SavedTensor
@@ -77,8 +77,9 @@ def read(path: Location, where: str) -> Model:
         SourceError: there is neither, or it is damaged.
     """
     if (path / where).is_dir():
-        tensors = dcp.read(path / where, payloads=True).tensors
-        return Model(path / where, {tensor.key: tensor for tensor in tensors if not _OF_OPTIMIZER.match(tensor.key)})
+        stored = DcpReader(path / where)
+        of_model = [tensor for tensor in stored.outline.tensors if not _OF_OPTIMIZER.match(tensor.key)]
+        return Model(path / where, {tensor.key: tensor for tensor in stored.locate(of_model)})
     file = torch_file.read(path, where)
     content = file.content.get("model") if isinstance(file.content, dict) else None
     named = content.items if isinstance(content, Record) else content

@@ -7,7 +7,7 @@ other codec, whole files are decoded by the zarr library, which is imported then
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -21,6 +21,7 @@ from ...io.location import Location
 from ...io.regular import Bytes, Held, open_regular
 from ...reading.dtypes import itemsize
 from ...reading.payloads import Payloads
+from ...reading.reader import LocatedReader
 from ..manifest_entry import tensor_of
 from .array import INDEX_CHECKSUM, METADATA, OURS, ZarrArray, parse_array, parse_node, stored_as
 
@@ -34,9 +35,8 @@ _DECODED_FILES = 4
 class ZarrPayloads(Payloads):
     """The bytes of the elements: those of the files, or where they are encoded what is decoded of a whole file."""
 
-    def __init__(self, directory: Location) -> None:
+    def __init__(self, directory: Location, arrays: Sequence[ZarrArray]) -> None:
         super().__init__(directory)
-        arrays = list(_arrays(directory))
         self._encoded = {
             file: (array, box) for array in arrays if not _is_read_raw(array) for file, box in array.files()
         }
@@ -72,7 +72,7 @@ class ZarrPayloads(Payloads):
         return np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
 
 
-def read(path: Location) -> Manifest:
+def reader(path: Location) -> LocatedReader:
     """What a hierarchy holds.  Reads metadata and the indices of shards.
 
     ``item`` of a chunk is what is stored, ``payload`` its elements; of encoded arrays the payload counts in the
@@ -82,34 +82,40 @@ def read(path: Location) -> Manifest:
         SourceError: there is none, it is damaged or refused; or a chunk is missing, which zarr would read as zeros.
     """
     try:
-        root = parse_node(_read_file(path, METADATA))
-        tensors = tuple(_record(path, array) for array in _arrays(path))
+        attributes, arrays = _nodes(path)
+        tensors = tuple(_record(path, array) for array in arrays)
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error}") from error
-    match root["attributes"].get(OURS):
+    match attributes.get(OURS):
         case None:
-            return Manifest(tensors, (), {"format": "zarr"})
+            provenance: Mapping[str, Any] = {"format": "zarr"}
         case {"tensors": int(count), "provenance": dict(provenance)} if count == len(tensors):
-            return Manifest(tensors, (), provenance)
+            pass
         case {"tensors": int(count)}:
             raise SourceError(f"{path}: expected {count} arrays, found {len(tensors)}")
-    raise SourceError(f"{path / METADATA}: damaged attribute {OURS!r}")
+        case _:
+            raise SourceError(f"{path / METADATA}: damaged attribute {OURS!r}")
+    return LocatedReader(Manifest(tensors, (), provenance), ZarrPayloads(path, arrays))
 
 
-def _arrays(path: Location) -> Iterator[ZarrArray]:
-    """All arrays below a group, or the one that it is, sorted by name.  Links are not followed."""
-    pending = [""]
+def _nodes(path: Location) -> tuple[Mapping[str, Any], list[ZarrArray]]:
+    """The attributes of the root, and all arrays below it, or the one that it is, by name.  Links are not followed."""
+    attributes: Mapping[str, Any] = {}
+    arrays, pending = [], [""]
     while pending:
         node = pending.pop()
         place = path / node
         with _at(place / METADATA):
             fields = parse_node(_read_file(path, f"{node}/{METADATA}" if node else METADATA))
+            if not node:
+                attributes = fields["attributes"]
             if fields["node_type"] == "array":
-                yield parse_array(node, fields)
+                arrays.append(parse_array(node, fields))
                 continue
         inside = [entry.name for entry in place.iterdir() if entry.is_dir() and not entry.is_symlink()]
         members = [f"{node}/{name}" if node else name for name in sorted(inside, reverse=True)]
         pending += [member for member in members if (path / member / METADATA).exists()]
+    return attributes, arrays
 
 
 def _record(path: Location, array: ZarrArray) -> StateRecord:

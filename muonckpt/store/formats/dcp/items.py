@@ -1,0 +1,50 @@
+"""The items of a DCP checkpoint: each says dtype, shape and strides of its elements once more, and where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from ....errors import SourceError
+from ....record import Chunk, Extent, StateRecord
+from ...io.location import Location, at_each
+from ...io.regular import File, open_regular
+from ..torch_save import tensor_item
+
+
+def located(path: Location, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
+    """These tensors with ``payload``, ``crc32`` and ``strides`` of each chunk, as its item says.
+
+    Raises:
+        SourceError: an item is not the dense tensor that the metadata promise; names the tensor, the box and the file.
+    """
+    chunks = [list(tensor.chunks) for tensor in tensors]
+    jobs = [(chunk.item, number, part) for number, mine in enumerate(chunks) for part, chunk in enumerate(mine)]
+    jobs.sort(key=lambda job: (job[0].file, job[0].offset))
+
+    def read_items(of_one_file: list[tuple[Extent, int, int]]) -> None:
+        name = of_one_file[0][0].file
+        with open_regular(path / name) as file:
+            for item, number, part in of_one_file:
+                tensor, chunk = tensors[number], chunks[number][part]
+                try:
+                    chunks[number][part] = _located(file, tensor, chunk)
+                except SourceError as error:
+                    where = f"{path / name} at byte {item.offset}: tensor {tensor.key!r} box {chunk.box}"
+                    raise SourceError(f"{where}: {error}") from error
+
+    at_each(path, read_items, [list(mine) for _, mine in groupby(jobs, key=lambda job: job[0].file)])
+    return tuple(replace(tensor, chunks=tuple(mine)) for tensor, mine in zip(tensors, chunks, strict=True))
+
+
+def _located(file: File, tensor: StateRecord, chunk: Chunk) -> Chunk:
+    item = tensor_item.read_tensor(file.read, chunk.item.offset, chunk.item.length)
+    if (item.dtype, item.shape) != (tensor.dtype, chunk.box.shape):
+        raise SourceError(
+            f"expected {tensor.dtype} of shape {chunk.box.shape}, as .metadata says; "
+            f"found {item.dtype} of shape {item.shape}"
+        )
+    strides = None if item.row_major else item.strides  # it was transposed or channels-last when it was saved
+    payload = Extent(chunk.item.file, item.offset, item.length)
+    return replace(chunk, payload=payload, crc32=item.crc32, strides=strides)

@@ -1,0 +1,142 @@
+"""A checkpoint, opened and parsed once: what every command reads from, and what ``muonckpt.open`` gives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from types import TracebackType
+from typing import Any, TypeVar
+
+from ..errors import SourceError
+from ..record import Blob, Manifest, StateRecord
+from .formats.registry import Format, format_of
+from .io.gc_paused import not_collecting
+from .io.location import Location, Remote, location
+from .reading.payloads import Payloads
+from .stored_items import Items, Values, read_groups
+from .stored_tensor import StoredTensor, TensorReader
+
+
+class OpenCheckpoint:
+    """A checkpoint of any format whose metadata have been read; its items and elements are read when asked for.
+
+    A context manager: leaving it gives the files back.  Arrays that were read stay.
+
+    Args:
+        path: where it is.
+
+    Raises:
+        SourceError: there is no checkpoint, or its metadata are damaged or refused.
+    """
+
+    @not_collecting()
+    def __init__(self, path: Location) -> None:
+        self.path = path
+        self.format: Format = format_of(path)
+        """Which format it is in; ``format.name`` says it in words."""
+        self._reader = self.format.reader(path)
+        self._tensors = TensorReader(self._reader)
+
+    def __enter__(self) -> OpenCheckpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{self.format.name} checkpoint at {self.path}: {len(self.outline.tensors)} tensors>"
+
+    def close(self) -> None:
+        """Give the files back.  What is read afterwards opens them again."""
+        self.payloads.close()
+
+    # What a user asks.
+
+    @cached_property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """The tensors by their flat keys, in the order of the checkpoint."""
+        return {
+            key: StoredTensor(tensor, self._tensors) for key, tensor in _by_key(self.path, self.outline.tensors).items()
+        }
+
+    @cached_property
+    def items(self) -> Mapping[str, Any]:
+        """What is no tensor, by flat keys, as plain data; each item is decoded, safely, when it is asked for."""
+        return Items(_by_key(self.path, self.outline.blobs), self.values)
+
+    @cached_property
+    def groups(self) -> Mapping[str, Mapping[str, Any]]:
+        """The options of the parameter groups, by the group's key such as ``"optimizer.param_groups.0"``.
+
+        Groups that are stored under other keys than torch's, as Megatron's are, are not here.
+
+        Raises:
+            SourceError: an option is damaged, or no plain data.
+        """
+        return read_groups(self.outline, self.values)
+
+    @property
+    def provenance(self) -> Mapping[str, Any]:
+        """Who made it and how, as its metadata say: JSON data."""
+        return self.outline.provenance
+
+    # What works on whole checkpoints.
+
+    @property
+    def outline(self) -> Manifest:
+        """What the metadata say; where the elements of a chunk are may be unknown."""
+        return self._reader.outline
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The same, and where all elements are: the items of a stock DCP checkpoint are opened to learn it.
+
+        Raises:
+            SourceError: an item is damaged, or not what the metadata promise.
+        """
+        return replace(self.outline, tensors=self._reader.locate(self.outline.tensors))
+
+    @property
+    def payloads(self) -> Payloads:
+        """The bytes of its files."""
+        return self._reader.payloads
+
+    @cached_property
+    def values(self) -> Values:
+        """Its small items and 0-d tensors as plain data."""
+        return Values(self.payloads, self._tensors)
+
+
+def open(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:
+    """Open a checkpoint of any format that is read here, in a folder, a file, or an object store.
+
+    Reads its metadata; needs no torch.
+
+    Args:
+        path: a path, or a URL such as ``s3://bucket/step1000``.
+
+    Raises:
+        SourceError: there is no checkpoint, its metadata are damaged or refused, or no library speaks the protocol.
+    """
+    try:
+        return OpenCheckpoint(location(path))
+    except ValueError as error:
+        raise SourceError(str(error)) from error
+
+
+Entry = TypeVar("Entry", StateRecord, Blob)
+
+
+def _by_key(path: Location, entries: Iterable[Entry]) -> dict[str, Entry]:
+    """Raises:
+    SourceError: a key occurs twice.
+    """
+    found: dict[str, Entry] = {}
+    for entry in entries:
+        if found.setdefault(entry.key, entry) is not entry:
+            raise SourceError(f"{path}: expected each key once, found {entry.key!r} twice")
+    return found

@@ -1,0 +1,46 @@
+"""What a format does for a checkpoint that is opened: one protocol, which every format implements whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...record import Manifest, StateRecord
+from .payloads import Payloads
+
+
+class Reader(Protocol):
+    """One checkpoint, as its format reads it.  Its metadata are read once, when the reader is made."""
+
+    @property
+    def outline(self) -> Manifest:
+        """What the metadata say.  Where the elements of a chunk are in its item may still be unknown."""
+        ...
+
+    @property
+    def payloads(self) -> Payloads:
+        """The bytes of the checkpoint's files."""
+        ...
+
+    def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
+        """These tensors of the outline, with the place of the elements of each chunk; chunks may have been left out.
+
+        Opens the items of the chunks that do not know it.
+
+        Raises:
+            SourceError: an item is damaged, or not what the metadata promise; names the tensor, the box and the file.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LocatedReader:
+    """The reader of a format whose metadata say where every element is."""
+
+    outline: Manifest
+    payloads: Payloads
+
+    def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
+        """The tensors themselves."""
+        return tuple(tensors)

@@ -1,0 +1,170 @@
+"""The tensors of an open checkpoint, read as numpy arrays: whole, or a box of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..box import Box, Index
+from ..errors import SourceError
+from ..record import Chunk, StateRecord
+from ..vocabulary import Convention
+from .reading.bands import within
+from .reading.dtypes import dtype
+from .reading.payloads import check_chunk, payload_of
+from .reading.reader import Reader
+
+Selection = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
+"""What numpy calls basic indexing, with steps of one."""
+
+_WIDER = "bfloat16"
+"""The type that numpy lacks and whose numbers float32 has: its bits are the upper half of theirs."""
+
+
+class TensorReader:
+    """Reads boxes of tensors.  A chunk is located, and checked whole, before anything of it is used for the first time.
+
+    Not for several threads.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._checked: dict[tuple[str, Index], Chunk] = {}
+        """Chunks that have been located and checked, by the tensor's key and their first index."""
+
+    def words(self, tensor: StateRecord, box: Box) -> NDArray[Any]:
+        """The elements of a box, as raw bits, in an array of its own (one more dim of 2 for 16-byte elements).
+
+        Raises:
+            SourceError: a chunk is damaged.
+            LayoutError: the chunks of the tensor leave a hole or overlap.
+        """
+        tensor.chunk_layout()
+        kind = dtype(tensor.dtype)
+        words = np.empty((*box.shape, *(2,) * (kind.itemsize > 8)), kind.bits)
+        for chunk in self._chunks(tensor, box):
+            common = chunk.box & box
+            assert common is not None, "the chunk was chosen because they have elements in common"
+            place = chunk.stored("").at(common.lo)
+            part = self._reader.payloads.gather(payload_of(tensor, chunk), tensor.dtype, place, common.shape)
+            words[within(common, box.lo)] = part
+        return words
+
+    def _chunks(self, tensor: StateRecord, box: Box) -> list[Chunk]:
+        """The chunks that have elements of a box, located and checked."""
+        chunks = [chunk for chunk in tensor.chunks if chunk.box & box]
+        fresh = tuple(chunk for chunk in chunks if (tensor.key, chunk.box.lo) not in self._checked)
+        (located,) = self._reader.locate((replace(tensor, chunks=fresh),))
+        for chunk in located.chunks:
+            check_chunk(self._reader.payloads, tensor, chunk)
+            self._checked[tensor.key, chunk.box.lo] = chunk
+        return [self._checked[tensor.key, chunk.box.lo] for chunk in chunks]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of an open checkpoint.
+
+    ``tensor[10:20]`` reads a box of it, as numpy would index it; negative indices count from the end, steps are one.
+    A chunk is checked whole against what is recorded of it when something of it is read for the first time.
+    """
+
+    record: StateRecord
+    reader: TensorReader
+
+    @property
+    def key(self) -> str:
+        """The flat key in the checkpoint."""
+        return self.record.key
+
+    @property
+    def shape(self) -> Index:
+        """The logical shape."""
+        return self.record.shape
+
+    @property
+    def dtype(self) -> str:
+        """Torch's name of the element type without the prefix, such as ``"bfloat16"``."""
+        return self.record.dtype
+
+    @property
+    def name(self) -> str | None:
+        """The parameter whose optimizer state it is, where that is recorded."""
+        return self.record.name
+
+    @property
+    def slot(self) -> str | None:
+        """The slot of optimizer state that it is, where that is recorded."""
+        return self.record.slot
+
+    @property
+    def convention(self) -> Convention | None:
+        """How it accumulates gradients, if it is a momentum and that is recorded."""
+        return self.record.convention
+
+    @property
+    def layout(self) -> Mapping[str, Any] | None:
+        """How the program that wrote it had it on its ranks, where that is recorded."""
+        return self.record.layout
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The recorded fingerprint, 16 hex digits."""
+        return self.record.fingerprint
+
+    def numpy(self) -> NDArray[Any]:
+        """All elements; those of bfloat16 as float32, exactly, because numpy has no bfloat16.
+
+        Raises:
+            SourceError: a chunk is damaged; or numpy has no such type, and `bits` gives the raw elements.
+            LayoutError: the chunks leave a hole or overlap.
+        """
+        return self[...]
+
+    def bits(self) -> NDArray[Any]:
+        """All elements as unsigned integers of their size; of 16-byte elements two of 8 bytes, on one more dim.
+
+        Raises:
+            SourceError: a chunk is damaged.
+            LayoutError: the chunks leave a hole or overlap.
+        """
+        return self.reader.words(self.record, Box.of(self.shape))
+
+    def __getitem__(self, selection: Selection) -> NDArray[Any]:
+        indices = [range(size)[index] for index, size in zip(self._indices(selection), self.shape, strict=True)]
+        ranges = [range(index, index + 1) if isinstance(index, int) else index for index in indices]
+        if any(along.step != 1 for along in ranges):
+            raise IndexError(f"tensor {self.key!r}: expected slices with a step of 1, found {selection}")
+        lo = tuple(along.start for along in ranges)
+        box = Box(lo, tuple(start + len(along) for start, along in zip(lo, ranges, strict=True)))
+        elements: NDArray[Any] = _typed(self.reader.words(self.record, box), self.record)
+        return elements[tuple(0 if isinstance(index, int) else slice(None) for index in indices)]
+
+    def _indices(self, selection: Selection) -> list[Any]:
+        """An integer or a slice for each dim."""
+        indices = list(selection) if isinstance(selection, tuple) else [selection]
+        indices += [] if Ellipsis in indices else [Ellipsis]
+        before = indices.index(Ellipsis)
+        missing = len(self.shape) - len(indices) + 1
+        if missing < 0 or indices.count(Ellipsis) > 1:
+            raise IndexError(f"tensor {self.key!r} has {len(self.shape)} dims, found {len(indices) - 1} indices")
+        return [*indices[:before], *[slice(None)] * missing, *indices[before + 1 :]]
+
+
+def _typed(words: NDArray[Any], tensor: StateRecord) -> NDArray[Any]:
+    """Raw bits as numbers."""
+    if tensor.dtype == _WIDER:
+        return (words.astype(np.uint32) << 16).view(np.float32)
+    try:
+        kind = np.dtype(tensor.dtype).newbyteorder("<")
+    except TypeError:
+        raise SourceError(
+            f"tensor {tensor.key!r}: numpy has no {tensor.dtype}; bits() gives the raw bits of its elements"
+        ) from None
+    numbers: NDArray[Any] = words.view(kind)
+    return numbers[..., 0] if kind.itemsize > 8 else numbers

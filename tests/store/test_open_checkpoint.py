@@ -1,0 +1,236 @@
+"""``muonckpt.open``: tensors, items and groups of a checkpoint of any format, read once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.golden import golden
+from support.sharded import edit
+
+import muonckpt
+from muonckpt import LayoutError, SourceError
+from muonckpt.cli.main import run
+from muonckpt.store.io.location import location
+
+STATE = {
+    "w": torch.arange(120.0).reshape(12, 10) / 7,
+    "half": torch.linspace(-3, 3, 30, dtype=torch.bfloat16).reshape(3, 2, 5),
+    "wide": torch.arange(6).reshape(2, 3) * torch.tensor(1 + 2j, dtype=torch.complex128),
+    "mask": torch.tensor([True, False, True]),
+    "small": torch.zeros(4, dtype=torch.float8_e4m3fn),
+    "none": torch.zeros(0, 4),
+    "step": torch.tensor(3),
+}
+OPTIMIZER = {
+    "state": {"w": {"momentum_buffer": torch.ones(12, 10)}},
+    "param_groups": [{"params": ["w"], "lr": 0.02, "betas": (0.9, 0.95), "weight_decay": torch.tensor(0.5)}],
+}
+NUMBERS = {key: value for key, value in STATE.items() if key not in ("wide", "small")}
+"""Those that every format has a type for."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A checkpoint of ours, a stock one, and its tensors in the formats of whole tensors.  Do not change."""
+    folder = tmp_path_factory.mktemp("saved")
+    muonckpt.save({"model": STATE, "optimizer": OPTIMIZER, "epoch": 2}, folder / "own", provenance={"step": 7})
+    dcp.save({"model": STATE, "optimizer": OPTIMIZER, "epoch": 2}, checkpoint_id=folder / "stock", no_dist=True)
+    muonckpt.save(NUMBERS, folder / "numbers")
+    for form in ("safetensors", "zarr"):
+        assert run(["export", str(folder / "numbers"), str(folder / form), "--format", form]) == 0
+    assert run(["convert", str(folder / "own"), str(folder / "buffers"), "--format", "buffers"]) == 0
+    for name in ("own", "stock"):
+        assert run(["reshard", str(folder / name), str(folder / f"{name} columns"), *COLUMNS]) == 0
+    return folder
+
+
+COLUMNS = ["--mesh", "dp=2,tp=2", "--shard", "model.w=dp:0,tp:1", "--shard", "*="]
+KINDS = {"own": "muonckpt", "stock": "stock DCP", "own columns": "muonckpt", "buffers": "flat buffers"}
+
+
+def values(tensor: torch.Tensor) -> np.ndarray:
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_items_and_groups(kind, saved):
+    with muonckpt.open(saved / kind) as checkpoint:
+        assert checkpoint.format.name == KINDS[kind]
+        assert checkpoint.tensors.keys() == {f"model.{key}" for key in STATE} | {
+            "optimizer.state.w.momentum_buffer",
+            "optimizer.param_groups.0.weight_decay",
+        }
+        for key in STATE.keys() - {"small"}:
+            tensor = checkpoint.tensors[f"model.{key}"]
+            assert (tensor.shape, f"torch.{tensor.dtype}") == (tuple(STATE[key].shape), str(STATE[key].dtype))
+            array = tensor.numpy()
+            assert array.dtype == values(STATE[key]).dtype and np.array_equal(array, values(STATE[key])), key
+        momentum = checkpoint.tensors["optimizer.state.w.momentum_buffer"]
+        assert (momentum.name, momentum.slot) == ("w", "momentum_buffer")
+        assert checkpoint.items["epoch"] == 2 and checkpoint.items["optimizer.param_groups.0.betas"] == (0.9, 0.95)
+        assert sorted(checkpoint.items) == [
+            "epoch",
+            *(f"optimizer.param_groups.0.{o}" for o in ("betas", "lr", "params")),
+        ]
+        assert checkpoint.groups == {
+            "optimizer.param_groups.0": {"params": ["w"], "lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.5}
+        }
+        assert checkpoint.provenance.get("step") == (None if kind == "stock" else 7)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "zarr"])
+def test_formats_of_whole_tensors(kind, saved):
+    checkpoint = muonckpt.open(str(saved / kind))
+    assert checkpoint.format.name == kind and not checkpoint.items and not checkpoint.groups
+    own = muonckpt.open(saved / "numbers").tensors
+    for key, value in NUMBERS.items():
+        assert np.array_equal(checkpoint.tensors[key].numpy(), values(value))
+        assert checkpoint.tensors[key].fingerprint == own[key].fingerprint
+        assert checkpoint.tensors[key].layout == own[key].layout
+
+
+SELECTIONS = [
+    np.s_[:],
+    np.s_[...],
+    np.s_[3],
+    np.s_[-1, -2],
+    np.s_[2:7],
+    np.s_[2:7, ...],
+    np.s_[..., 4:6],
+    np.s_[5:5],
+    np.s_[9:3, :2],
+    np.s_[3:100, -4:],
+    np.s_[4, 2:9],
+]
+
+
+@pytest.mark.parametrize("kind", ["own", "stock", "own columns", "stock columns", "buffers"])
+@pytest.mark.parametrize("selection", SELECTIONS, ids=str)
+def test_a_box_is_read_as_numpy_indexes_it(selection, kind, saved):
+    box = muonckpt.open(saved / kind).tensors["model.w"][selection]
+    expected = STATE["w"].numpy()[selection]
+    assert box.shape == expected.shape and np.array_equal(box, expected)
+
+
+def test_what_numpy_would_not_index_is_refused(saved):
+    tensor = muonckpt.open(saved / "own").tensors["model.w"]
+    for selection in (12, np.s_[0, 10], np.s_[::2], np.s_[1, 2, 3], np.s_[..., 1, ...]):
+        with pytest.raises(IndexError):
+            tensor[selection]
+    assert muonckpt.open(saved / "own").tensors["model.step"][()] == 3
+
+
+def test_types_that_numpy_lacks_are_given_as_bits(saved):
+    tensors = muonckpt.open(saved / "own").tensors
+    with pytest.raises(SourceError, match=r"'model.small': numpy has no float8_e4m3fn; bits\(\)"):
+        tensors["model.small"].numpy()
+    assert tensors["model.small"].bits().dtype == np.uint8
+    assert np.array_equal(tensors["model.half"].bits(), STATE["half"].view(torch.uint16).numpy())
+
+
+def test_damage_is_seen_when_the_chunk_is_read(saved, tmp_path):
+    muonckpt.save({"w": STATE["w"], "v": torch.ones(5), "lr": 0.5}, tmp_path / "c")
+    chunk = muonckpt.open(tmp_path / "c").tensors["w"].record.chunks[0]
+    edit(tmp_path / "c" / chunk.payload.file, chunk.payload.offset + 4 * 70)
+    damaged = muonckpt.open(tmp_path / "c")
+    assert damaged.tensors["v"].numpy().sum() == 5 and damaged.items["lr"] == 0.5
+    with pytest.raises(SourceError, match=r"tensor 'w' box \[0:12, 0:10\] .* is damaged: digest"):
+        damaged.tensors["w"][0, :2]  # these bytes are right, and nobody can know it
+
+
+def test_a_hole_is_refused(saved, tmp_path):
+    text = (saved / "own columns" / "muonckpt.json").read_text()
+    (tmp_path / "muonckpt.json").write_text(
+        text.replace('"lo": [6, 5], "hi": [12, 10]', '"lo": [6, 6], "hi": [12, 10]')
+    )
+    with pytest.raises(LayoutError, match=r"model\.w"):
+        muonckpt.open(tmp_path).tensors["model.w"].numpy()
+
+
+def test_an_item_that_holds_more_than_plain_data_is_refused_and_not_run(tmp_path):
+    dcp.save({"w": torch.ones(2), "when": Path("x")}, checkpoint_id=tmp_path, no_dist=True)
+    checkpoint = muonckpt.open(tmp_path)
+    assert "when" in checkpoint.items
+    with pytest.raises(SourceError, match=r"item 'when': .*pathlib"):
+        checkpoint.items["when"]
+
+
+def test_flattened_groups_go_by_their_parameter(tmp_path):
+    muonckpt.save({"param_groups.a.b.weight.lr": 0.5, "param_groups.a.b.weight.betas": [1.0], "x": 1}, tmp_path / "c")
+    groups = muonckpt.open(tmp_path / "c").groups
+    assert groups == {"param_groups.a.b.weight": {"lr": 0.5, "betas": [1.0]}}
+
+
+def test_what_is_not_there_and_what_nobody_speaks_is_said(tmp_path):
+    with pytest.raises(SourceError, match="no directory"):
+        muonckpt.open(tmp_path / "nothing")
+    with pytest.raises(SourceError, match="cannot open nonsense://x/y"):
+        muonckpt.open("nonsense://x/y")
+
+
+def test_the_home_directory_and_urls_are_places(saved, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(saved))
+    assert muonckpt.open("~/own").tensors.keys() == muonckpt.open((saved / "own").as_uri()).tensors.keys()
+    assert run(["reshard", str(saved / "own"), "memory://bucket/opened", "--mesh", "dp=3"]) == 0
+    with muonckpt.open("memory://bucket/opened") as remote:
+        assert np.array_equal(remote.tensors["model.w"].numpy(), STATE["w"].numpy())
+    assert not muonckpt.verify("memory://bucket/opened").findings
+    location("memory://bucket/opened").remove()
+
+
+def test_golden_checkpoints_of_others_open(tmp_path):
+    checkpoint = muonckpt.open(golden("torch_fsdp4") / "ckpt")
+    assert checkpoint.groups and all(group["lr"] > 0 for group in checkpoint.groups.values())
+    assert all(np.isfinite(tensor.numpy()).all() for tensor in checkpoint.tensors.values())
+
+
+def test_opening_needs_no_torch(saved):
+    script = (
+        "import sys, muonckpt\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)\n"
+        "for name in sys.argv[1:]:\n"
+        "    with muonckpt.open(name) as checkpoint:\n"
+        "        {key: tensor.bits() for key, tensor in checkpoint.tensors.items()}\n"
+        "        dict(checkpoint.items), checkpoint.groups\n"
+        "    assert not [f for f in muonckpt.verify(name).findings if f.kind != 'nonfinite']\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    names = [str(saved / name) for name in (*KINDS, "safetensors", "zarr")]
+    subprocess.run([sys.executable, "-c", script, *names], check=True)
+
+
+# --- what is read -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reads(monkeypatch) -> Counter:
+    """Every read of an open file: (name, offset) and how often."""
+    counted: Counter = Counter()
+    read = os.pread
+
+    def counting(handle: int, length: int, offset: int) -> bytes:
+        counted[Path(f"/proc/self/fd/{handle}").readlink().name, offset] += 1
+        return read(handle, length, offset)
+
+    monkeypatch.setattr(os, "pread", counting)
+    return counted
+
+
+def test_to_look_at_the_tensors_of_a_stock_checkpoint_opens_no_item(saved, reads):
+    checkpoint = muonckpt.open(saved / "stock")
+    assert checkpoint.tensors["model.w"].shape == (12, 10) and len(checkpoint.items) == 4
+    assert {name for name, _ in reads} == {".metadata"} and set(reads.values()) == {1}
+    checkpoint.tensors["model.w"].numpy()
+    item = checkpoint.tensors["model.w"].record.chunks[0].item
+    assert all(item.offset <= offset < item.end for name, offset in reads if name != ".metadata")
+    seen = reads.total()
+    checkpoint.tensors["model.w"][3:]
+    assert reads.total() == seen
