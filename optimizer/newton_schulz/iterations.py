@@ -19,7 +19,7 @@ from .coefficients import COEFFICIENTS, CoefficientSet, Triple, coefficient_set
 from .forms import Form, arithmetic, by_shape
 from .gram import compound, spans
 from .places import Places
-from .products import M, Products, bounded, by_torch, frobenius, widened
+from .products import REDUCTIONS, M, Products, bounded, by_torch, frobenius, reduction, widened
 
 __all__ = [
     "COEFFICIENTS",
@@ -78,8 +78,8 @@ def orthogonalize(
         form: how; None: by shape alone (:func:`.forms.by_shape`).
 
     Returns:
-        ``[m, n]`` of ``dtype``, of any strides.  Zeros for zeros.  All NaN if an element is not finite or the
-        norm overflows (elements beyond 1e19 in fp32): a diverged momentum is not hidden.
+        ``[m, n]`` of ``dtype``, of any strides.  Zeros for zeros.  All NaN if an element is not finite, in fp32 or
+        the wider of the two dtypes: a diverged momentum is not hidden.
 
     Raises:
         ValueError: not a matrix of floats, an unknown name, no step, another dtype, restarts that are out of order or
@@ -246,7 +246,7 @@ def orthogonalize_parts(
         parts: blocks ``[s, l_i]`` in order, at least one, where ``s`` is the short side of the whole matrix; ``l_i``
             may differ, be less than ``s``, or 0.
         total: is given what this rank's blocks add to a sum, one tensor per part, in order, of fp32 (fp64 for fp64):
-            ``[1, 1]`` once, then ``[s, s]`` at every step.  Each is computed when it is asked for.  It returns the sum
+            ``[2]`` once, then ``[s, s]`` at every step.  Each is computed when it is asked for.  It returns the sum
             over the blocks of all ranks, the same bits on every rank: :func:`tree_sum` of what :func:`tree_sum` gave
             on each rank, or that alone if this rank has all.
 
@@ -265,8 +265,12 @@ def orthogonalize_parts(
     kind = by_torch(parts[0].device, dtype, 0, 0)
     exact = [widened(part, dtype) for part in parts]
     # The root of a rounded square is what was squared (radix 2): one block has the norm that it has alone.
-    norm = bounded(total(frobenius(x).square().view(1, 1) for x in exact).sqrt(), eps, scale)
-    xs = [(x / norm).to(kind.dtype) for x in exact]
+    norm, reduced = total(
+        torch.stack([frobenius(x), frobenius(x / REDUCTIONS[x.dtype][1])]).square() for x in exact
+    ).sqrt()
+    divisor = reduction(norm)
+    norm = bounded(torch.where(divisor > 1, reduced, norm), eps / divisor, scale)
+    xs = [(x / divisor / norm).to(kind.dtype) for x in exact]
     for a, b, c in triples:
         gram = total(_unrounded_gram(x) for x in xs).to(kind.dtype)
         p = kind.square(gram, b, c)

@@ -20,14 +20,17 @@ from torch import Tensor
 
 from ..cuda_graphs import settled
 from ..newton_schulz.places import Places
+from ..newton_schulz.products import REDUCTIONS
 from .launches import INTERPRETED, narrowed, on_device, widened
 
 CHUNK, WIDTH = (1024, 256) if INTERPRETED else (8192, 1024)
 """Elements of a program, and how many of them it does at a time."""
 
+_, REDUCTION = REDUCTIONS[torch.float32]
+
 
 def normalized(memory: Tensor, places: Places, dtype: torch.dtype, eps: float, scale: float) -> Tensor:
-    """Each matrix divided by ``max(its Frobenius norm, eps) · scale``; all NaN if the norm is not finite.
+    """Each matrix divided by ``max(its Frobenius norm, eps) · scale``; all NaN if an element is not finite.
 
     Args:
         memory: ``[places.numel]``, any floating dtype up to fp32, at an address that is a multiple of 16.
@@ -40,12 +43,12 @@ def normalized(memory: Tensor, places: Places, dtype: torch.dtype, eps: float, s
     if not places.numel:
         return result
     parts, firsts = _parts(places, memory.device)
-    sums = torch.empty(len(parts), dtype=torch.float32, device=memory.device)
-    norms = torch.empty(len(places), dtype=torch.float32, device=memory.device)
+    sums = torch.empty((2, len(parts)), dtype=torch.float32, device=memory.device)
+    norms = torch.empty((2, len(places)), dtype=torch.float32, device=memory.device)
     with on_device(memory):
-        _squares[(len(parts),)](memory, parts, sums, CHUNK, WIDTH)
-        _norms[(len(places),)](sums, firsts, norms, eps, scale, WIDTH)
-        _divided[(len(parts),)](memory, parts, norms, result, CHUNK, WIDTH)
+        _squares[(len(parts),)](memory, parts, *sums, REDUCTION, CHUNK, WIDTH)
+        _norms[(len(places),)](*sums, firsts, *norms, eps, scale, REDUCTION, WIDTH)
+        _divided[(len(parts),)](memory, parts, *norms, result, CHUNK, WIDTH)
     return result
 
 
@@ -90,42 +93,53 @@ def _pairs(here: Places, there: Places, device: torch.device) -> Tensor:
 
 
 @triton.jit
-def _squares(x, parts, sums, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """The sum of squares of a chunk."""
+def _squares(x, parts, sums, reduced, REDUCTION: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """The sum of squares of a chunk, as it is and divided by the reduction."""
     part = parts + tl.program_id(0).to(tl.int64) * 3
     begin, count = tl.multiple_of(tl.load(part), 16), tl.multiple_of(tl.load(part + 1).to(tl.int32), 16)
     total = tl.zeros((WIDTH,), dtype=tl.float32)
+    total_reduced = tl.zeros((WIDTH,), dtype=tl.float32)
     for start in range(0, CHUNK, WIDTH):
         at = start + tl.arange(0, WIDTH)
         value = widened(tl.load(x + begin + at, mask=at < count, other=0.0))
         total += value * value
+        value *= 1.0 / REDUCTION
+        total_reduced += value * value
     tl.store(sums + tl.program_id(0), tl.sum(total))
+    tl.store(reduced + tl.program_id(0), tl.sum(total_reduced))
 
 
 @triton.jit
-def _norms(sums, firsts, norms, eps, scale, WIDTH: tl.constexpr):
-    """``max(norm, eps) · scale`` of one matrix; NaN if the norm is not finite."""
+def _norms(sums, reduced, firsts, norms, factors, eps, scale, REDUCTION: tl.constexpr, WIDTH: tl.constexpr):
+    """Of one matrix, what it is multiplied by, 1 or a power of two if its squares overflow; and ``max(norm, eps) ·
+    scale`` of that, NaN if an element is not finite."""
     matrix = tl.program_id(0)
     first, end = tl.load(firsts + matrix), tl.load(firsts + matrix + 1)
     total = tl.zeros((WIDTH,), dtype=tl.float32)
+    total_reduced = tl.zeros((WIDTH,), dtype=tl.float32)
     for start in range(first, end, WIDTH):
         at = start + tl.arange(0, WIDTH)
         total += tl.load(sums + at, mask=at < end, other=0.0)
+        total_reduced += tl.load(reduced + at, mask=at < end, other=0.0)
     norm = tl.sqrt_rn(tl.sum(total))
+    overflows = norm == float("inf")
+    factor = tl.where(overflows, 1.0 / REDUCTION, 1.0)
+    norm = tl.where(overflows, tl.sqrt_rn(tl.sum(total_reduced)), norm)
     # Written so that NaN fails the first test: an infinite norm would divide finite elements to zero.
     norm = tl.where(norm < float("inf"), norm, float("nan"))
-    tl.store(norms + matrix, tl.where(norm < eps, eps, norm) * scale)
+    tl.store(factors + matrix, factor)
+    tl.store(norms + matrix, tl.where(norm < eps * factor, eps * factor, norm) * scale)
 
 
 @triton.jit
-def _divided(x, parts, norms, out, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+def _divided(x, parts, norms, factors, out, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
     """A chunk over the norm of its matrix."""
     part = parts + tl.program_id(0).to(tl.int64) * 3
     begin, count = tl.multiple_of(tl.load(part), 16), tl.multiple_of(tl.load(part + 1).to(tl.int32), 16)
-    norm = tl.load(norms + tl.load(part + 2))
+    norm, factor = tl.load(norms + tl.load(part + 2)), tl.load(factors + tl.load(part + 2))
     for start in range(0, CHUNK, WIDTH):
         at = start + tl.arange(0, WIDTH)
-        value = widened(tl.load(x + begin + at, mask=at < count, other=0.0))
+        value = widened(tl.load(x + begin + at, mask=at < count, other=0.0)) * factor
         done = narrowed(tl.div_rn(value, norm), out.dtype.element_ty)
         tl.store(out + begin + at, done, mask=at < count)
 

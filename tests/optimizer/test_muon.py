@@ -184,6 +184,19 @@ def test_a_16_bit_momentum_and_update_are_float32_rounded_once(nesterov):
     assert torch.equal(p.detach(), start.bfloat16().float().add_(update, alpha=-0.1).bfloat16())
 
 
+@pytest.mark.parametrize("options", [{}, {"blocks": 4}, {"algorithm": "normuon"}, {"ns_dtype": "float16"}], ids=str)
+def test_a_finite_gradient_of_any_size_leaves_a_finite_parameter_and_momentum(options):
+    """Above 1.8e19 the square of an element is beyond float32."""
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(24, 16))
+    opt = Muon([{"params": [p], **options}], lr=0.1)
+    for size in (1.0, 1e25, 1.0):
+        before, p.grad = p.detach().clone(), size * torch.randn(24, 16)
+        opt.step()
+        assert p.isfinite().all() and 0.1 < (p - before).norm() < 1
+        assert opt.state[p]["momentum_buffer"].isfinite().all()
+
+
 def test_each_fused_piece_is_orthogonalised_and_scaled_on_its_own():
     torch.manual_seed(0)
     start, gradient = torch.randn(40, 16), torch.randn(40, 16)

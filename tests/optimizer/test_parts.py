@@ -127,6 +127,16 @@ def test_divergence_in_one_block_is_hidden_in_none() -> None:
     assert all(part.isnan().all() for part in orthogonalize_parts([one, two], total=tree_sum))
 
 
+@pytest.mark.parametrize("power", [61, 66, 90, 126])
+def test_a_norm_that_overflows_is_no_divergence(power: int) -> None:
+    one, two = gauss(6, 10).split(5, dim=1)
+    expected = orthogonalize_parts([one, two], total=tree_sum)
+    found = orthogonalize_parts([one * 2.0**power, two * 2.0**power], total=tree_sum)
+    assert all(map(torch.equal, found, expected))
+    mixed = orthogonalize_parts([one, two * 2.0**power], total=tree_sum)
+    assert all(part.isfinite().all() for part in mixed) and mixed[0].abs().max() < 1e-12
+
+
 def test_tree_sum_adds_neighbours_first() -> None:
     """In fp32 the order shows: each pair cancels, where a running sum would lose the ones."""
     big = torch.tensor(2.0**30)
