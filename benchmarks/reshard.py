@@ -131,10 +131,10 @@ def floor(job: Job, to: Path) -> Run:
 def _copy_ranges(job, file, to: Path) -> None:
     handle, at = os.open(to / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), 0
     os.posix_fallocate(handle, 0, file.length)
-    for item in file.items:
-        for part in item.copies:
-            chunk = item.wanted.chunks[part.source.buffer]
-            source = os.open(job.source / chunk.payload.file, os.O_RDONLY)
+    for written in file.chunks:
+        for part in written.copies:
+            chunk = written.output.chunks[part.source.buffer]
+            source = os.open(job.source.path / chunk.payload.file, os.O_RDONLY)
             start, left = chunk.payload.offset + 4 * part.source.offset, 4 * part.box.numel
             while left:
                 moved = os.copy_file_range(source, handle, left, start, at)

@@ -9,22 +9,20 @@ from typing import Any, TypeVar
 import click
 
 from ..converters.engine.crew import PATIENCE
-from ..converters.engine.outputs import Translate, tensors_only
+from ..converters.engine.outputs import Outputs
 from ..converters.engine.run import THREADS
-from ..converters.target.container import CONTAINERS, WHOLE_TENSORS
+from ..converters.target.formats import FORMATS
 from ..converters.target.topology import LAYOUTS, Cut
-from ..converters.translate.conventions import Said
+from ..converters.translate.conventions import Overrides
 from ..converters.translate.dialects import DIALECTS
-from ..converters.translate.imports import Request
 from ..converters.translate.names import Rules
+from ..converters.translate.request import Request
 from ..store.formats.registry import BUFFERS, format_of
 from ..store.formats.signs import is_torch_dist
 from ..store.io.location import Location
+from ..store.open_checkpoint import OpenCheckpoint
 from ..vocabulary import Convention
 from .argument_types import CHECKPOINT, JOBS, Bytes, RuleTable, ShardRule
-
-FORMATS = (*CONTAINERS, *WHOLE_TENSORS)
-"""Names of the formats that can be written: those whose files are of ranks, and those of whole tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +54,13 @@ class Asked:
     patience: float = PATIENCE
     as_json: bool = False
 
-    def translate(self) -> Translate:
-        """What is to be made of the source."""
-        said = Said(_convention(self.convention), _convention(self.target_convention), self.mu, self.step)
-        source, target = DIALECTS.get(self.dialect or ""), DIALECTS.get(self.target_dialect or "")
-        made = Request(source, target, sum(self.rules, Rules()), said, frozenset(self.drop)).of(self.source)
-        return tensors_only(made) if self.tensors_only else made
+    def outputs(self, source: OpenCheckpoint) -> Outputs:
+        """What is made of the source."""
+        overrides = Overrides(_convention(self.convention), _convention(self.target_convention), self.mu, self.step)
+        dialect, target = DIALECTS.get(self.dialect or ""), DIALECTS.get(self.target_dialect or "")
+        request = Request(dialect, target, sum(self.rules, Rules()), overrides, frozenset(self.drop))
+        outputs = request.outputs(source)
+        return outputs.tensors_only() if self.tensors_only else outputs
 
 
 def _convention(name: str | None) -> Convention | None:

@@ -14,10 +14,11 @@ import click
 from ..converters.engine import run as reshard
 from ..converters.engine.job import Job, check_destination, make_job
 from ..converters.engine.workers import LaunchError, worker_of
-from ..converters.target.container import CONTAINERS, WHOLE_TENSORS, Container
-from ..converters.target.topology import Rule, Target, TargetError
+from ..converters.target.container import Container
+from ..converters.target.formats import OF_RANKS, OF_WHOLE_TENSORS, container_of
+from ..converters.target.topology import Rule, Target
+from ..errors import TargetError
 from ..record import Manifest
-from ..store.formats.registry import format_of
 from .asked import Asked
 from .output import counted, printable, progress, size, some_of, table
 
@@ -49,17 +50,17 @@ def _of_ranks(job: Job) -> Mapping[str, Any]:
 
 CUT = Way(
     ("shard_size",),
-    lambda asked: CONTAINERS[asked.format],
+    lambda asked: container_of(asked.format),
     _of_ranks,
     lambda job: f"over {counted(job.target.ranks, 'rank')}",
 )
 WHOLE = Way(
     ("shard", "layout"),
-    lambda asked: WHOLE_TENSORS[asked.format](asked.shard_size),
+    lambda asked: container_of(asked.format, asked.shard_size),
     lambda job: {},
     lambda job: f"whole in {counted(len(job.files), 'file')}",
 )
-WAYS: Mapping[str, Way] = {**dict.fromkeys(CONTAINERS, CUT), **dict.fromkeys(WHOLE_TENSORS, WHOLE)}
+WAYS: Mapping[str, Way] = {**dict.fromkeys(OF_RANKS, CUT), **dict.fromkeys(OF_WHOLE_TENSORS, WHOLE)}
 """By the name of the format."""
 
 
@@ -72,7 +73,7 @@ def carry_out(asked: Asked, doing: str) -> None:
         container = way.container(asked)
         check_destination(asked.source, asked.destination, container)
         target = Target(asked.mesh or {"dp": 1}, tuple(Rule(*rule) for rule in asked.shard), asked.layout)
-        job = make_job(asked.source, target, asked.select, asked.translate(), container)
+        job = make_job(asked.source, target, asked.select, asked.outputs, container)
     if worker.leads and way is WHOLE and asked.mesh:
         click.echo(f"note: {asked.format} holds whole tensors, on any mesh alike", err=True)
     if asked.dry_run:
@@ -109,7 +110,7 @@ def _refuse(asked: Asked, way: Way) -> None:
 def describe(job: Job, way: Way, asked: Asked) -> dict[str, Any]:
     """The plan as JSON data; bytes.  ``avoided`` is what a reader of whole chunks would read besides ``read``."""
     return {
-        "source": str(job.source),
+        "source": str(job.source.path),
         "format": asked.format,
         **way.where(job),
         "checked": job.bytes_to_check,
@@ -133,7 +134,7 @@ def describe(job: Job, way: Way, asked: Asked) -> dict[str, Any]:
 
 def _unchecked(job: Job) -> int:
     """Chunks of the source of which nothing says what their bytes should be."""
-    with format_of(job.source).payloads(job.source) as payloads:
+    with job.source.payloads as payloads:
         chunks = (chunk for tensor in job.manifest.tensors for chunk in tensor.chunks if chunk.box.numel)
         return sum(not payloads.is_checked(chunk) for chunk in chunks)
 
@@ -151,8 +152,8 @@ def _show(job: Job, way: Way, asked: Asked) -> None:
     buffer_tables.show(found.get("buffers", ()))
     _tell_left_out(job)
     click.echo(
-        f"would check {size(found['checked'])} of {job.source}, read {size(found['read'])} of it again (whole chunks "
-        f"would be {size(found['avoided'])} more), and write {size(found['written'])}"
+        f"would check {size(found['checked'])} of {job.source.path}, read {size(found['read'])} of it again "
+        f"(whole chunks would be {size(found['avoided'])} more), and write {size(found['written'])}"
     )
 
 

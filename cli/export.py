@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ..converters.target.container import WHOLE_TENSORS
+from ..converters.target.formats import OF_WHOLE_TENSORS
 from .asked import CONTENT, CREW, PLACES, WHOLE, WORK, Asked, taking
 from .conversion import carry_out
 
@@ -14,7 +14,7 @@ from .conversion import carry_out
 @click.command("export")
 @PLACES
 @taking(
-    click.option("--format", type=click.Choice(list(WHOLE_TENSORS)), required=True, help="The format to write."),
+    click.option("--format", type=click.Choice(list(OF_WHOLE_TENSORS)), required=True, help="The format to write."),
     WHOLE,
     CONTENT,
     CREW,

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ..converters.target.container import CONTAINERS
+from ..converters.target.formats import OF_RANKS
 from .argument_types import MeshSizes
 from .asked import CONTENT, CREW, FORMAT, PLACES, RANKS, WHOLE, WORK, Asked, kept, taking
 from .conversion import carry_out
@@ -40,6 +40,6 @@ def command(**options: Any) -> None:
     padded-numel  padded, as core 0.18 and 0.19 had it
     """
     options = kept(options)
-    if options["mesh"] is None and options["format"] in CONTAINERS:
+    if options["mesh"] is None and options["format"] in OF_RANKS:
         raise click.UsageError("Missing option '--mesh': the ranks to write for, such as dp=8")
     carry_out(Asked(**options), "reshard")

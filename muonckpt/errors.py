@@ -18,6 +18,10 @@ class LayoutError(MuonckptError, ValueError):
     """A layout or a plan is impossible: a hole, a partial overlap, a box out of bounds, a wrong shape."""
 
 
+class TargetError(LayoutError):
+    """What is asked for does not fit the checkpoint, whatever its state: an unknown axis, a dim that is not there."""
+
+
 class SourceError(MuonckptError):
     """A checkpoint cannot be read: missing, refused, corrupt or incomplete."""
 

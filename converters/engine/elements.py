@@ -1,4 +1,4 @@
-"""The elements of a wanted tensor, from wherever they lie: the one way from a source's bytes to what is written."""
+"""The elements of an output tensor, from wherever they lie: the one way from a source's bytes to what is written."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from ...store.reading.dtypes import dtype, itemsize
 from ...store.reading.payloads import Payloads, as_words, payload_of
 from ...store.reading.strided import span, strided
 from ..translate.conventions import scaled
-from .outputs import Wanted
+from .outputs import OutputTensor
 
 Words = NDArray[Any]
 """Elements as unsigned words; of 16-byte elements, whose halves are a last dim of 2."""
 
 
-def bytes_of(payloads: Payloads, wanted: Wanted, buffer: Buffer, start: int, numel: int) -> memoryview:
+def bytes_of(payloads: Payloads, tensor: OutputTensor, buffer: Buffer, start: int, numel: int) -> memoryview:
     """The bytes of ``numel`` elements from element ``start`` of a buffer, not copied."""
-    size = itemsize(wanted.record.dtype)
-    if buffer in wanted.made:
-        return memoryview(wanted.made[buffer])[start * size : (start + numel) * size]
-    payload = payload_of(wanted.record, wanted.chunks[buffer])
+    size = itemsize(tensor.record.dtype)
+    if buffer in tensor.made:
+        return memoryview(tensor.made[buffer])[start * size : (start + numel) * size]
+    payload = payload_of(tensor.record, tensor.chunks[buffer])
     return payloads.view(Extent(payload.file, payload.offset + start * size, numel * size))
 
 
-def gathered(payloads: Payloads, wanted: Wanted, fragments: Iterable[Fragment], box: Box) -> Words:
+def gathered(payloads: Payloads, tensor: OutputTensor, fragments: Iterable[Fragment], box: Box) -> Words:
     """The elements of a box, dense and scaled.  ``fragments`` are some of the tensor's that cover it, each once."""
-    kind, scale = dtype(wanted.record.dtype), wanted.scale
+    kind, scale = dtype(tensor.record.dtype), tensor.scale
     halves = (2,) if kind.itemsize > 8 else ()
     words = np.empty((*box.shape, *halves), kind.bits)
     for fragment in fragments:
         common = fragment.box & box
         if common is not None:
-            words[within(common, box.lo)] = _at(payloads, wanted, fragment.at(common.lo), common.shape)
-    return words if scale is None else scaled(words, wanted.record.dtype, scale)
+            words[within(common, box.lo)] = _at(payloads, tensor, fragment.at(common.lo), common.shape)
+    return words if scale is None else scaled(words, tensor.record.dtype, scale)
 
 
-def _at(payloads: Payloads, wanted: Wanted, place: Place, shape: Index) -> Words:
+def _at(payloads: Payloads, tensor: OutputTensor, place: Place, shape: Index) -> Words:
     """The elements of a box of this shape at a place; nothing beyond its first and last is looked at."""
-    name = wanted.record.dtype
-    if place.buffer not in wanted.made:
-        return payloads.gather(payload_of(wanted.record, wanted.chunks[place.buffer]), name, place, shape)
+    name = tensor.record.dtype
+    if place.buffer not in tensor.made:
+        return payloads.gather(payload_of(tensor.record, tensor.chunks[place.buffer]), name, place, shape)
     numel = span(shape, place.strides)
-    made = as_words(bytes_of(payloads, wanted, place.buffer, place.offset, numel), name, (numel,))
+    made = as_words(bytes_of(payloads, tensor, place.buffer, place.offset, numel), name, (numel,))
     return strided(made, place.strides, shape)

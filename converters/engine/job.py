@@ -1,6 +1,6 @@
 """What a reshard will do, decided without the data: which boxes go into which file, and where in it.
 
-The way of a tensor: the source's manifest says where its elements are; a *translation* may rename, split or join
+The way of a tensor: the source's manifest says where its elements are; a translation may rename, split or join
 tensors, which only makes other layouts of the same buffers; the container says which boxes lie in which file, by what
 the target says of ranks if its files are those of ranks; one plan per tensor says which bytes go where.
 """
@@ -13,17 +13,19 @@ from typing import Any
 
 from ...errors import DestinationError
 from ...record import Extent, Manifest, StateRecord
-from ...store.formats.registry import format_of
 from ...store.io import publish
 from ...store.io.checksums import xxh3_128
 from ...store.io.gc_paused import not_collecting
 from ...store.io.location import Location, at_each
 from ...store.io.regular import open_regular
+from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize
-from ..target.container import DCP, Container
+from ..target.container import Container
+from ..target.rank_files import DcpFiles
 from ..target.topology import Target
-from .output_files import TargetFile, Task
-from .outputs import Translate, as_they_are
+from ..translate.request import unchanged
+from .output_files import OutputFile, Task
+from .outputs import MakeOutputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +39,10 @@ class Job:
         select: what the tensors and items were chosen by.
         tensors: to write, without their chunks.
         words, provenance: for the manifest: each tensor's layout, by key; where everything comes from.
-        left_out, notes: as `Content` has them.
+        left_out, notes: as `Outputs` has them.
     """
 
-    source: Location
+    source: OpenCheckpoint
     manifest: Manifest
     state: tuple[object, ...]
     target: Target
@@ -49,7 +51,7 @@ class Job:
     tensors: tuple[StateRecord, ...]
     words: Mapping[str, Mapping[str, Any] | None]
     provenance: Mapping[str, Any]
-    files: tuple[TargetFile, ...]
+    files: tuple[OutputFile, ...]
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -75,13 +77,13 @@ class Job:
 
     @property
     def reads_avoided(self) -> int:
-        """Bytes that need not be read to fill the items, but that a reader of whole chunks, as stock DCP is, would."""
+        """Bytes that need not be read to fill the chunks, but that a reader of whole chunks, as stock DCP is, would."""
         whole = 0
         for file in self.files:
             touched: dict[Extent, int] = {}
-            for item in file.items:
-                chunks, size = item.wanted.chunks, itemsize(item.tensor.dtype)
-                read = [copy for copy in item.copies if copy.source.buffer in chunks]
+            for written in file.chunks:
+                chunks, size = written.output.chunks, itemsize(written.tensor.dtype)
+                read = [copy for copy in written.copies if copy.source.buffer in chunks]
                 whole_chunks = [chunks[copy.source.buffer] for copy in read]
                 touched |= {chunk.item: chunk.box.numel * size for chunk in whole_chunks}
                 whole -= sum(copy.box.numel * size for copy in read)
@@ -90,19 +92,19 @@ class Job:
 
     def digest(self) -> str:
         """Equal for two jobs that would write the same files from the same source."""
-        return xxh3_128(text.encode(errors="surrogatepass") for text in self._said())
+        return xxh3_128(text.encode(errors="surrogatepass") for text in self._described())
 
-    def _said(self) -> Iterator[str]:
+    def _described(self) -> Iterator[str]:
         """All that makes two jobs differ, in parts."""
         yield self.manifest.to_json()
         yield Manifest(self.tensors, (), self.provenance).to_json()
         yield repr((self.state, self.target, self.container.name, self.select))
-        for each in {id(item.wanted): item.wanted for file in self.files for item in file.items}.values():
-            places = (each.layout.fragments, [(buffer, chunk.item) for buffer, chunk in each.chunks.items()])
-            yield repr((each.record.key, places, each.made, each.scale))
+        for output in {id(chunk.output): chunk.output for file in self.files for chunk in file.chunks}.values():
+            places = (output.layout.fragments, [(buffer, chunk.item) for buffer, chunk in output.chunks.items()])
+            yield repr((output.key, places, output.made, output.scale))
         for file in self.files:
-            targets = [(item.tensor.key, item.chunk) for item in file.items]
-            yield repr((file.name, file.length, file.entries, targets))
+            chunks = [(chunk.tensor.key, chunk.stored) for chunk in file.chunks]
+            yield repr((file.name, file.length, file.items, chunks))
 
 
 @not_collecting()
@@ -110,12 +112,13 @@ def make_job(
     source: Location,
     target: Target,
     select: Sequence[str] = (),
-    translate: Translate = as_they_are,
-    container: Container = DCP,
+    make_outputs: MakeOutputs = unchanged,
+    container: Container | None = None,
 ) -> Job:
     """Plan to write a checkpoint's tensors as ``target`` says, in files as ``container`` makes them.
 
     Args:
+        make_outputs: says what is made of the source; without it, a copy of everything.
         select: shell patterns; what is to be called a key that fits none of them is not written, and nothing that
             only it needs is read.  Empty: everything.
 
@@ -124,23 +127,24 @@ def make_job(
         TargetError: the target does not fit the tensors, or a pattern fits nothing.
         LayoutError: a tensor of the source has a hole or an overlap.
     """
-    manifest = format_of(source).read(source)
-    content = translate(manifest).selected(select)
-    manifest = content.used(manifest)
-    made = container.arrange(Task(source.resolve().name, manifest.provenance, content, target, tuple(select)))
+    container = container or DcpFiles()
+    opened = OpenCheckpoint(source)
+    outputs = make_outputs(opened).selected(select)
+    manifest = outputs.used(opened.manifest)
+    arranged = container.arrange(Task(source.resolve().name, manifest.provenance, outputs, target, tuple(select)))
     return Job(
-        source,
+        opened,
         manifest,
         state_of(source, manifest),
         target,
         container,
         tuple(select),
-        tuple(each.record for each in content.tensors),
-        made.words,
-        made.provenance,
-        made.files,
-        content.left_out,
-        content.notes,
+        tuple(output.record for output in outputs.tensors),
+        arranged.words,
+        arranged.provenance,
+        arranged.files,
+        outputs.left_out,
+        outputs.notes,
     )
 
 

@@ -26,8 +26,7 @@ from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Payloads, as_words, check_blob, check_chunk, payload_of
 from .elements import Words, bytes_of, gathered
 from .journal import Done, Sum
-from .output_files import Item, TargetFile
-from .outputs import Entry
+from .output_files import OutputChunk, OutputFile, PlacedItem
 
 LARGEST_BAND = 2 << 20
 """Bytes moved at a time, at most: few enough to stay in cache from the copy to the checksums to the write."""
@@ -73,7 +72,7 @@ class Mover:
             check_chunk(self._payloads, *found)
             self._progress(payload_of(*found).length)
 
-    def write(self, file: TargetFile) -> Done:
+    def write(self, file: OutputFile) -> Done:
         """One file, synced.  A chunk is checked right before an item is copied from it: if all were checked first the
         disk would have nothing to do, and the source would be read from it twice."""
         self._go_on()
@@ -82,11 +81,11 @@ class Mover:
         with created(self.staged / file.name, file.length) as output:
             told: tuple[Sum, ...] | None = None
             if file.front and not output.rewinds:  # what tells the sums comes first: they need a pass of their own
-                told = tuple(self._pass(item) for item in file.items)
+                told = tuple(self._pass(chunk) for chunk in file.chunks)
                 output.write(file.front(told), 0)
             done = Done(
-                tuple(self._write_entry(output, entry) for entry in file.entries),
                 tuple(self._write_item(output, item) for item in file.items),
+                tuple(self._write_chunk(output, chunk) for chunk in file.chunks),
             )
             if told not in (None, done.items):
                 raise SourceError(f"the source of {file.name} was not the same when it was read again")
@@ -94,16 +93,16 @@ class Mover:
                 output.write(file.front(done.items), 0)
             return done
 
-    def is_finished(self, file: TargetFile, done: Done | None) -> bool:
+    def is_finished(self, file: OutputFile, done: Done | None) -> bool:
         """Whether a file that the journal claims holds, in every byte, what was written."""
-        if done is None or (len(done.blobs), len(done.items)) != (len(file.entries), len(file.items)):
+        if done is None or (len(done.blobs), len(done.items)) != (len(file.items), len(file.chunks)):
             return False
         whole = self._holds(file, done)
         if whole:
             self._progress(file.payload)
         return whole
 
-    def verify(self, file: TargetFile, done: Done) -> None:
+    def verify(self, file: OutputFile, done: Done) -> None:
         """Read a written file back, from the disk if the system lets its pages go, and compare every byte's sum.
 
         Raises:
@@ -117,7 +116,7 @@ class Mover:
             raise DestinationError(f"{name} does not hold what was written into it: the disk or its driver lost data")
         self._progress(file.payload)
 
-    def _holds(self, file: TargetFile, done: Done) -> bool:
+    def _holds(self, file: OutputFile, done: Done) -> bool:
         try:
             with open_regular(self.staged / file.name) as written, Payloads(self.staged) as mine:
                 return written.size == file.length and all(
@@ -126,55 +125,56 @@ class Mover:
         except SourceError:  # gone, too short, or no file of ours
             return False
 
-    def _write_entry(self, output: Writing, entry: Entry) -> str:
-        raw = entry.data if entry.source is None else check_blob(self._payloads, entry.source)
-        output.write(raw, entry.target.item.offset)
+    def _write_item(self, output: Writing, item: PlacedItem) -> str:
+        source = item.output.source
+        raw = item.output.data if source is None else check_blob(self._payloads, source)
+        output.write(raw, item.blob.item.offset)
         return xxh3_128([raw])
 
-    def _write_item(self, output: Writing, item: Item) -> Sum:
-        at = item.chunk.item.offset
-        output.write(item.frame.head, at)
-        at += len(item.frame.head)
+    def _write_chunk(self, output: Writing, chunk: OutputChunk) -> Sum:
+        at = chunk.stored.item.offset
+        output.write(chunk.frame.head, at)
+        at += len(chunk.frame.head)
 
         def put(raw: memoryview) -> None:
             nonlocal at
             at = output.write(raw, at)
             self._progress(len(raw))
 
-        passed = self._pass(item, put)
-        output.write(item.frame.tail(passed.checksum), at)
+        passed = self._pass(chunk, put)
+        output.write(chunk.frame.tail(passed.checksum), at)
         return passed
 
-    def _pass(self, item: Item, put: Callable[[memoryview], None] = lambda raw: None) -> Sum:
-        """Sum the elements of an item, and hand on their bytes in order."""
-        for source in sorted(item.sources, key=lambda source: (source.file, source.offset)):
+    def _pass(self, chunk: OutputChunk, put: Callable[[memoryview], None] = lambda raw: None) -> Sum:
+        """Sum the elements of a chunk, and hand on their bytes in order."""
+        for source in sorted(chunk.sources, key=lambda source: (source.file, source.offset)):
             self.check(source)
-        sums = Sums(item.frame.checksum_of)
-        parts = self._straight(item) if is_straight(item) else self._assembled(item)
+        sums = Sums(chunk.frame.checksum_of)
+        parts = self._straight(chunk) if is_straight(chunk) else self._assembled(chunk)
         for words, origin in parts:
             self._go_on()
             put(sums.add(words, origin))
-        for source in item.sources:
+        for source in chunk.sources:
             self._payloads.release(source)
         return Sum(sums.digest, sums.checksum, sums.share)
 
-    def _straight(self, item: Item) -> Iterator[tuple[Words, Index]]:
-        """The elements of an item in order, as views of the source, with the global index of each view's first."""
-        size = itemsize(item.tensor.dtype)
-        for copy in sorted(item.copies, key=lambda copy: copy.target.offset):
+    def _straight(self, chunk: OutputChunk) -> Iterator[tuple[Words, Index]]:
+        """The elements of a chunk in order, as views of the source, with the global index of each view's first."""
+        size = itemsize(chunk.tensor.dtype)
+        for copy in sorted(chunk.copies, key=lambda copy: copy.target.offset):
             at = copy.source.offset
             for band in bands(copy.box, self._most(copy.box, size)):
                 for box in band.boxes:
-                    found = bytes_of(self._payloads, item.wanted, copy.source.buffer, at, box.numel)
-                    yield as_words(found, item.tensor.dtype, box.shape), box.lo
+                    found = bytes_of(self._payloads, chunk.output, copy.source.buffer, at, box.numel)
+                    yield as_words(found, chunk.tensor.dtype, box.shape), box.lo
                     at += box.numel
 
-    def _assembled(self, item: Item) -> Iterator[tuple[Words, Index]]:
-        """The elements of an item in order, gathered from wherever they lie."""
-        fragments = [Fragment(copy.box, copy.source) for copy in item.copies]
-        for band in bands(item.chunk.box, self._most(item.chunk.box, itemsize(item.tensor.dtype))):
+    def _assembled(self, chunk: OutputChunk) -> Iterator[tuple[Words, Index]]:
+        """The elements of a chunk in order, gathered from wherever they lie."""
+        fragments = [Fragment(copy.box, copy.source) for copy in chunk.copies]
+        for band in bands(chunk.stored.box, self._most(chunk.stored.box, itemsize(chunk.tensor.dtype))):
             for box in band.boxes:
-                yield gathered(self._payloads, item.wanted, fragments, box), box.lo
+                yield gathered(self._payloads, chunk.output, fragments, box), box.lo
 
     def _most(self, box: Box, size: int) -> int:
         """Elements of a band of this box, at most."""
@@ -186,11 +186,11 @@ class Mover:
             raise Interrupted("stopped")
 
 
-def is_straight(item: Item) -> bool:
-    """Whether elements are only moved, and each copy is one run of them, in the source as in the item."""
-    plain = item.wanted.scale is None
+def is_straight(chunk: OutputChunk) -> bool:
+    """Whether elements are only moved, and each copy is one run of them, in the source as in what is written."""
+    plain = chunk.output.scale is None
     return plain and all(
-        _is_run(copy.source, copy.box.shape) and _is_run(copy.target, copy.box.shape) for copy in item.copies
+        _is_run(copy.source, copy.box.shape) and _is_run(copy.target, copy.box.shape) for copy in chunk.copies
     )
 
 
@@ -198,7 +198,7 @@ def _is_run(place: Place, shape: Index) -> bool:
     return all(n == 1 or a == b for n, a, b in zip(shape, place.strides, row_major(shape), strict=True))
 
 
-def _parts(file: TargetFile, done: Done) -> Iterator[tuple[Extent, str]]:
+def _parts(file: OutputFile, done: Done) -> Iterator[tuple[Extent, str]]:
     """A written file from its first byte to its last, with the digest of each part."""
     at = 0
 
@@ -209,19 +209,19 @@ def _parts(file: TargetFile, done: Done) -> Iterator[tuple[Extent, str]]:
         front = file.front(done.items)
         yield known(front)
         at = len(front)
-    for entry, digest in zip(file.entries, done.blobs, strict=True):
-        yield from _zeros(file.name, at, entry.target.item.offset)
-        yield entry.target.item, digest
-        at = entry.target.item.end
-    for item, passed in zip(file.items, done.items, strict=True):
-        payload = payload_of(item.tensor, item.chunk)
-        yield from _zeros(file.name, at, item.chunk.item.offset)
-        at = item.chunk.item.offset
-        yield known(item.frame.head)
+    for item, digest in zip(file.items, done.blobs, strict=True):
+        yield from _zeros(file.name, at, item.blob.item.offset)
+        yield item.blob.item, digest
+        at = item.blob.item.end
+    for chunk, passed in zip(file.chunks, done.items, strict=True):
+        payload = payload_of(chunk.tensor, chunk.stored)
+        yield from _zeros(file.name, at, chunk.stored.item.offset)
+        at = chunk.stored.item.offset
+        yield known(chunk.frame.head)
         yield payload, passed.digest
         at = payload.end
-        yield known(item.frame.tail(passed.checksum))
-        at = item.chunk.item.end
+        yield known(chunk.frame.tail(passed.checksum))
+        at = chunk.stored.item.end
     yield from _zeros(file.name, at, file.length)
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from ...plan import Copy
-from ...record import Chunk, Extent, StateRecord
+from ...record import Blob, Chunk, Extent, StateRecord
 from ...store.formats.torch_save.stored_zip import ALIGNMENT
 from ...store.io.checksums import Checksum, crc32_of
 from ..target.topology import Target
 from .journal import Sum
-from .outputs import Content, Entry, Wanted
+from .outputs import OutputItem, Outputs, OutputTensor
 
 
 class Frame(Protocol):
@@ -62,70 +62,78 @@ class Bare:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """One tensor item to write: where it goes (``chunk``), its frame, and the copies that fill it.
+class OutputChunk:
+    """One chunk of a tensor to write: where it goes (``stored``), its frame, and the copies that fill it.
 
-    The places of the copies: the source's in a buffer of ``wanted``, the target's in the payload of this item.
+    The places of the copies: the source's in a buffer of ``output``, the target's in the payload of this chunk.
     """
 
-    wanted: Wanted
-    chunk: Chunk
+    output: OutputTensor
+    stored: Chunk
     frame: Frame
     copies: tuple[Copy, ...]
 
     @property
     def tensor(self) -> StateRecord:
-        return self.wanted.record
+        return self.output.record
 
     @property
     def sources(self) -> set[Extent]:
         """The items of the source that it is copied from."""
-        chunks = self.wanted.chunks
+        chunks = self.output.chunks
         return {chunks[copy.source.buffer].item for copy in self.copies if copy.source.buffer in chunks}
 
     def written(self, passed: Sum) -> Chunk:
         """The chunk, with what is known when its elements have passed."""
         carried = passed.checksum if self.frame.checksum_of is crc32_of else None
-        return dataclasses.replace(self.chunk, digest=passed.digest, crc32=carried)
-
-
-Front = Callable[[Sequence[Sum]], bytes]
-"""What a file begins with, made of the sums of its items; as long whatever they are."""
+        return dataclasses.replace(self.stored, digest=passed.digest, crc32=carried)
 
 
 @dataclass(frozen=True, slots=True)
-class TargetFile:
-    """One file to write: its front, entries, then items, in the order of their places; zeros elsewhere.
+class PlacedItem:
+    """An item that is no tensor, and where it goes (``blob``)."""
+
+    output: OutputItem
+    blob: Blob
+
+
+Front = Callable[[Sequence[Sum]], bytes]
+"""What a file begins with, made of the sums of its chunks; as long whatever they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """One file to write: its front, items, then chunks of tensors, in the order of their places; zeros elsewhere.
 
     ``length`` in bytes.  A name with slashes lies in folders.
     """
 
     name: str
-    entries: tuple[Entry, ...]
-    items: tuple[Item, ...]
+    items: tuple[PlacedItem, ...]
+    chunks: tuple[OutputChunk, ...]
     length: int
     front: Front | None = None
 
     @property
     def count(self) -> int:
-        """Of items, tensors and others."""
-        return len(self.entries) + len(self.items)
+        """Of chunks and items."""
+        return len(self.items) + len(self.chunks)
 
     @property
     def payload(self) -> int:
         """Bytes of elements in it."""
-        return sum(item.frame.payload_length for item in self.items)
+        return sum(chunk.frame.payload_length for chunk in self.chunks)
 
 
-def entries_in(name: str, entries: Sequence[Entry]) -> tuple[tuple[Entry, ...], int]:
-    """The entries one after the other in the file of this name, each aligned; and the byte behind the last."""
-    at = 0
+def place_items(name: str, items: Sequence[OutputItem]) -> tuple[tuple[PlacedItem, ...], int]:
+    """The items one after the other in the file of this name, each aligned; and the byte behind the last."""
+    end = 0
     placed = []
-    for entry in entries:
-        blob = dataclasses.replace(entry.target, item=Extent(name, at, entry.target.item.length))
-        placed.append(dataclasses.replace(entry, target=blob))
-        at = aligned(blob.item.end)
-    return tuple(placed), at
+    for item in items:
+        blob = Blob(item.key, item.path, Extent(name, end, item.length))
+        placed.append(PlacedItem(item, blob))
+        end = aligned(blob.item.end)
+    return tuple(placed), end
 
 
 def aligned(offset: int) -> int:
@@ -134,12 +142,12 @@ def aligned(offset: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is asked for: ``content``, made of a source (its name and provenance), chosen by ``select``, to lie as
+    """What is asked for: ``outputs``, made of a source (its name and provenance), chosen by ``select``, to lie as
     ``target`` says."""
 
     source: str
     provenance: Mapping[str, Any]
-    content: Content
+    outputs: Outputs
     target: Target
     select: tuple[str, ...]
 
@@ -148,7 +156,7 @@ class Task:
 class Arranged:
     """The files to write, and what the manifest says of them: ``words`` is the layout of each tensor, by key."""
 
-    files: tuple[TargetFile, ...]
+    files: tuple[OutputFile, ...]
     words: Mapping[str, Mapping[str, Any] | None]
     provenance: Mapping[str, Any]
 

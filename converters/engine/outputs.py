@@ -1,40 +1,43 @@
-"""What a destination is to hold: tensors made of the source's chunks, and items that are no tensors."""
+"""What a destination holds: tensors made of the source's elements, and items that are no tensors."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from ...box import Box
-from ...errors import about
+from ...errors import SourceError, TargetError, about
 from ...layout import Buffer, TensorLayout, dense
 from ...plan import Copy, make_plan
 from ...record import Blob, Chunk, Manifest, StateRecord
-from ..target.topology import TargetError
-from ..translate.detection import annotate
+from ...store.open_checkpoint import OpenCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class OutputTensor:
     """A tensor to write: ``record`` says what it is (its chunks do not count), ``layout`` where its elements lie.
 
-    A buffer of the layout is the payload of a source chunk, or raw bytes in memory (``made``); both dense elements of
-    ``record.dtype``.  Elements are multiplied by ``scale``, or if it is None moved bit for bit.
+    A buffer of the layout is the payload of a chunk of the source (``chunks``), or bytes in memory (``made``); both
+    hold elements of ``record.dtype``.  Elements are multiplied by ``scale``, or if it is None copied bit for bit.
     """
 
     record: StateRecord
     layout: TensorLayout
-    chunks: Mapping[Buffer, Chunk]
+    chunks: Mapping[Buffer, Chunk] = field(default_factory=dict)
     made: Mapping[Buffer, bytes] = field(default_factory=dict)
     scale: float | None = None
 
+    @property
+    def key(self) -> str:
+        return self.record.key
+
     def copies(self, boxes: Sequence[Box]) -> tuple[tuple[Copy, ...], ...]:
         """For each of the boxes, which together are the tensor, the copies that make it, dense from element 0."""
-        with about(self.record.key):
+        with about(self.key):
             return _copies(self.layout, tuple(boxes))
 
 
@@ -49,28 +52,46 @@ def _copies(source: TensorLayout, boxes: tuple[Box, ...]) -> tuple[tuple[Copy, .
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """An item that is no tensor: ``target`` says what it is called and how long it is; its bytes are those of an item
-    of the source, or if that is None ``data``."""
+class OutputItem:
+    """An item that is no tensor: its bytes are those of an item of the source, or if that is None ``data``."""
 
-    target: Blob
-    source: Blob | None
+    key: str
+    path: tuple[str | int, ...]
+    source: Blob | None = None
     data: bytes = b""
+
+    @property
+    def length(self) -> int:
+        """Bytes of the item."""
+        return len(self.data) if self.source is None else self.source.item.length
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
-    """Everything that a destination is to hold.
+class Outputs:
+    """Everything that a destination holds.
 
     ``left_out`` are the keys of what the source has and this has not; ``notes`` sentences about what was decided.
+
+    Raises:
+        SourceError: two of the tensors and items have one key.
     """
 
-    tensors: Sequence[Wanted]
-    entries: Sequence[Entry]
+    tensors: Sequence[OutputTensor]
+    items: Sequence[OutputItem] = ()
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def selected(self, globs: Sequence[str]) -> Content:
+    def __post_init__(self) -> None:
+        twice = [key for key, count in Counter(self.keys).items() if count > 1]
+        if twice:
+            raise SourceError(f"two things would get the key {twice[0]!r}; a rule must rename one of them")
+
+    @property
+    def keys(self) -> list[str]:
+        """Of all tensors and items."""
+        return [tensor.key for tensor in self.tensors] + [item.key for item in self.items]
+
+    def selected(self, globs: Sequence[str]) -> Outputs:
         """What has a key that fits one of these shell patterns; everything if there are none.
 
         Raises:
@@ -78,26 +99,24 @@ class Content:
         """
         if not globs:
             return self
-        keys = [each.record.key for each in self.tensors] + [each.target.key for each in self.entries]
         for glob in globs:
-            if not any(fnmatchcase(key, glob) for key in keys):
+            if not any(fnmatchcase(key, glob) for key in self.keys):
                 raise TargetError(f"nothing in the checkpoint has a key that fits {glob!r}")
-        kept = {key for key in keys if any(fnmatchcase(key, glob) for glob in globs)}
+        chosen = {key for key in self.keys if any(fnmatchcase(key, glob) for glob in globs)}
         return dataclasses.replace(
             self,
-            tensors=[each for each in self.tensors if each.record.key in kept],
-            entries=[each for each in self.entries if each.target.key in kept],
+            tensors=[tensor for tensor in self.tensors if tensor.key in chosen],
+            items=[item for item in self.items if item.key in chosen],
         )
 
-    def tensors_only(self) -> Content:
+    def tensors_only(self) -> Outputs:
         """Without what is no tensor."""
-        left = (*self.left_out, *(each.target.key for each in self.entries))
-        return dataclasses.replace(self, entries=(), left_out=left)
+        return dataclasses.replace(self, items=(), left_out=(*self.left_out, *(item.key for item in self.items)))
 
     def used(self, manifest: Manifest) -> Manifest:
-        """As much of the source's manifest as this content is made of."""
-        chunks = {chunk.item for each in self.tensors for chunk in each.chunks.values()}
-        blobs = {each.source for each in self.entries}
+        """As much of the source's manifest as these outputs are made of."""
+        chunks = {chunk.item for tensor in self.tensors for chunk in tensor.chunks.values()}
+        blobs = {item.source for item in self.items}
         return dataclasses.replace(
             manifest,
             tensors=tuple(t for t in manifest.tensors if any(chunk.item in chunks for chunk in t.chunks)),
@@ -105,25 +124,5 @@ class Content:
         )
 
 
-Translate = Callable[[Manifest], Content]
-"""What is made of a source."""
-
-
-def as_they_are(manifest: Manifest) -> Content:
-    """Every tensor and every item under its own name; slots, by which layouts sort tensors, are those of the keys
-    where nothing is recorded.
-
-    Raises:
-        LayoutError: a tensor has a hole or an overlap.
-    """
-    recorded = any(tensor.slot is not None for tensor in manifest.tensors)
-    tensors = (manifest if recorded else annotate(manifest)).tensors
-    return Content(
-        [Wanted(t, t.chunk_layout(), {str(i): c for i, c in enumerate(t.chunks)}) for t in tensors],
-        [Entry(blob, blob) for blob in manifest.blobs],
-    )
-
-
-def tensors_only(translate: Translate) -> Translate:
-    """The same, leaving out what is no tensor."""
-    return lambda manifest: translate(manifest).tensors_only()
+MakeOutputs = Callable[[OpenCheckpoint], Outputs]
+"""Says what is made of a source."""

@@ -19,7 +19,6 @@ from typing import TypeVar
 from ...errors import DestinationError, Interrupted, SourceError
 from ...fingerprint import as_hex, combine
 from ...record import Chunk, Extent, Manifest, StateRecord
-from ...store.formats.registry import format_of
 from ...store.io import publish
 from ...store.io.gc_paused import not_collecting
 from ...store.io.location import Location, check_memory
@@ -29,7 +28,7 @@ from .crew import PATIENCE, Crew
 from .job import Job, check_destination, make_job, state_of
 from .journal import Done
 from .mover import Mover, Progress
-from .output_files import TargetFile
+from .output_files import OutputFile
 from .workers import Worker
 
 THREADS = 3
@@ -50,7 +49,7 @@ class Part:
     """What one worker does of a job: the chunks of the source that it checks, the files that it sees to."""
 
     chunks: tuple[tuple[StateRecord, Chunk], ...]
-    files: tuple[TargetFile, ...]
+    files: tuple[OutputFile, ...]
 
 
 def part_of(job: Job, worker: Worker, finished: Collection[str] = ()) -> Part:
@@ -73,9 +72,9 @@ def part_of(job: Job, worker: Worker, finished: Collection[str] = ()) -> Part:
     )
 
 
-def _sources(files: Iterable[TargetFile]) -> set[Extent]:
+def _sources(files: Iterable[OutputFile]) -> set[Extent]:
     """The items of the source that these files are copied from."""
-    return {source for file in files for item in file.items for source in item.sources}
+    return {source for file in files for chunk in file.chunks for source in chunk.sources}
 
 
 def run(
@@ -109,12 +108,12 @@ def run(
         Interrupted: Ctrl-C, or a worker was lost; finished files are kept beside the destination for ``resume``.
         MuonckptError: another worker failed; the kind of error that it met.
     """
-    check_destination(job.source, destination, job.container)
+    check_destination(job.source.path, destination, job.container)
     worker, stop = worker or Worker(), threading.Event()
-    check_memory(job.source, destination, max((file.length for file in job.files), default=0), threads, memory)
+    check_memory(job.source.path, destination, max((file.length for file in job.files), default=0), threads, memory)
     crew = Crew(destination, job.container.staged(destination), job.digest(), worker, resume, patience, stop)
     try:
-        with crew, _writing(destination), format_of(job.source).payloads(job.source) as payloads:
+        with crew, _writing(destination), job.source.payloads as payloads:
             part = part_of(job, worker, crew.history)
             band_bytes = max(memory // (2 * threads), 1 << 16)
             mover = Mover(payloads, crew.staged, part.chunks, band_bytes, stop, progress)
@@ -135,11 +134,11 @@ def _writing(destination: Location) -> Iterator[None]:
 
 
 def _work(
-    mover: Mover, files: Sequence[TargetFile], crew: Crew, threads: int, verify: bool, stop: threading.Event
+    mover: Mover, files: Sequence[OutputFile], crew: Crew, threads: int, verify: bool, stop: threading.Event
 ) -> None:
     """Write those of the files that are not finished, and check the mover's chunks; who returns has seen all whole."""
 
-    def is_finished(file: TargetFile) -> bool:
+    def is_finished(file: OutputFile) -> bool:
         return mover.is_finished(file, crew.history.get(file.name))
 
     with ThreadPoolExecutor(threads) as pool:
@@ -185,7 +184,7 @@ def _next(queue: SimpleQueue[T]) -> T:
 def _publish(job: Job, crew: Crew, destination: Location) -> Manifest:
     """Describe the finished files and give them their name."""
     if not _is_unchanged(job):
-        raise SourceError(f"{job.source} changed while it was read; nothing was published")
+        raise SourceError(f"{job.source.path} changed while it was read; nothing was published")
     done = crew.gathered()
     for file in job.files:
         if file.name not in done or _length(crew.staged / file.name) != file.length:
@@ -210,7 +209,7 @@ def _length(file: Location) -> int | None:
 
 def _is_unchanged(job: Job) -> bool:
     try:
-        return state_of(job.source, job.manifest) == job.state
+        return state_of(job.source.path, job.manifest) == job.state
     except SourceError:
         return False
 
@@ -226,10 +225,10 @@ def _describe(job: Job, done_files: Mapping[str, Done]) -> Manifest:
     blobs = []
     for file in job.files:
         done = done_files[file.name]
-        blobs += [dataclasses.replace(e.target, digest=d) for e, d in zip(file.entries, done.blobs, strict=True)]
-        for item, passed in zip(file.items, done.items, strict=True):
-            key = item.tensor.key
-            chunks[key].append(item.written(passed))
+        blobs += [dataclasses.replace(item.blob, digest=d) for item, d in zip(file.items, done.blobs, strict=True)]
+        for chunk, passed in zip(file.chunks, done.items, strict=True):
+            key = chunk.tensor.key
+            chunks[key].append(chunk.written(passed))
             shares[key] = combine(shares[key], passed.share)
     tensors = []
     for tensor in job.tensors:

@@ -4,43 +4,59 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 from ...layouts.buffers.group_buffer import GroupBuffer
 from ...layouts.buffers.layout import BufferLayout
 from ...layouts.buffers.parameters import Parameter
 from ...layouts.buffers.ranges import divided, end_to_end
+from ...record import Manifest
 from ...store.formats import flat_buffers
-from ...store.formats.flat_buffers import FILE, ITEMS
-from ..engine.output_files import Bare, Item, TargetFile, entries_in
-from ..engine.outputs import Entry
-from .rank_files import Filled, Part
+from ...store.formats.flat_buffers import FILE, INDEX, ITEMS
+from ...store.io.location import Location
+from ..engine.output_files import Bare, OutputChunk, OutputFile, place_items
+from ..engine.outputs import OutputItem
+from .rank_files import Filled, LocalBox, RankFiles
 
 
-def raw(buffers: Sequence[GroupBuffer], entries: Sequence[Entry], parts: Sequence[Sequence[Part]]) -> Filled:
-    """One file a rank, each tensor at its place in the buffers; items that are no tensors end to end in one more."""
-    stored = flat_buffers.place(buffers or tuple(_own(parts)))
-    ends = flat_buffers.ends(stored)
-    places = {(rank, key, chunk.box): chunk for each in stored for rank, key, chunk in each.chunks()}
-    carried, length = entries_in(ITEMS, entries)
-    found = [TargetFile(ITEMS, carried, (), length)]
-    for rank, mine in enumerate(parts):
-        items = []
-        for wanted, box, copies in mine:
-            chunk = places[rank, wanted.record.key, box]
-            items.append(Item(wanted, chunk, Bare(chunk.item.length), copies))
-        items.sort(key=lambda item: item.chunk.item.offset)
-        found.append(TargetFile(FILE(rank), (), tuple(items), ends.get(FILE(rank), 0)))
-    return Filled(tuple(file for file in found if file.length), tuple(each.to_json() for each in stored))
+class BufferFiles(RankFiles):
+    """Flat buffers as they lie in the memory of ranks, and an index: docs/formats/flat_buffers.md.
+
+    Each tensor is at its place in the buffers; what is no tensor is end to end in a file of its own.
+    """
+
+    name: ClassVar[str] = "buffers"
+    descriptions: ClassVar[tuple[str, ...]] = (INDEX,)
+
+    def fill(
+        self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[Sequence[LocalBox]]
+    ) -> Filled:
+        stored = flat_buffers.place(buffers or tuple(_own(boxes)))
+        ends = flat_buffers.ends(stored)
+        places = {(rank, key, chunk.box): chunk for buffer in stored for rank, key, chunk in buffer.chunks()}
+        placed, length = place_items(ITEMS, items)
+        files = [OutputFile(ITEMS, placed, (), length)]
+        for rank, mine in enumerate(boxes):
+            chunks = []
+            for local in mine:
+                place = places[rank, local.output.key, local.box]
+                chunks.append(OutputChunk(local.output, place, Bare(place.item.length), local.copies))
+            chunks.sort(key=lambda chunk: chunk.stored.item.offset)
+            files.append(OutputFile(FILE(rank), (), tuple(chunks), ends.get(FILE(rank), 0)))
+        return Filled(tuple(files), tuple(buffer.to_json() for buffer in stored))
+
+    def describe(self, manifest: Manifest, folder: Location) -> None:
+        flat_buffers.write_index(manifest, folder)
 
 
-def _own(parts: Sequence[Sequence[Part]]) -> Iterator[GroupBuffer]:
+def _own(boxes: Sequence[Sequence[LocalBox]]) -> Iterator[GroupBuffer]:
     """What each rank has of a layout without buffers, such as rows, end to end in buffers of its own."""
-    for rank, mine in enumerate(parts):
-        members: defaultdict[tuple[str | None, str], list[Part]] = defaultdict(list)
-        for part in mine:
-            members[part[0].record.slot, part[0].record.dtype].append(part)
+    for rank, mine in enumerate(boxes):
+        members: defaultdict[tuple[str | None, str], list[LocalBox]] = defaultdict(list)
+        for local in mine:
+            members[local.output.record.slot, local.output.record.dtype].append(local)
         for (slot, dtype), own in members.items():
-            parameters = [Parameter(wanted.record.key, box.shape, dtype) for wanted, box, _ in own]
+            parameters = [Parameter(local.output.key, local.box.shape, dtype) for local in own]
             slots, buckets = end_to_end([parameters])
             layout = BufferLayout("end-to-end", 1, 1, tuple(slots.values()), buckets, divided(buckets, 1))
-            yield GroupBuffer(slot, rank, (rank,), tuple(box.lo for _, box, _ in own), layout)
+            yield GroupBuffer(slot, rank, (rank,), tuple(local.box.lo for local in own), layout)

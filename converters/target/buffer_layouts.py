@@ -54,7 +54,7 @@ main branch or by those of core 0.18 and 0.19; in its compact ones; in those of 
 state whole too, where the three before cut that evenly."""
 
 
-def lay_out(target: Target, tensors: Sequence[StateRecord], provenance: Mapping[str, Any]) -> Laid:
+def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenance: Mapping[str, Any]) -> Laid:
     """Buffers of their own for each slot of state, and for each part that the cut axes leave."""
     whole, elementwise = PLACES[target.layout]
     groups: defaultdict[tuple[str | None, tuple[str, ...]], list[StateRecord]] = defaultdict(list)

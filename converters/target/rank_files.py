@@ -2,110 +2,152 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...box import Box, Index
+from ...box import Box
 from ...layout import Buffer
 from ...plan import Copy
-from ...record import Chunk, Extent
+from ...record import Chunk, Extent, Manifest
+from ...store.formats import native
+from ...store.formats.dcp.directory import COMMON_FILE
+from ...store.formats.megatron import torch_dist
+from ...store.formats.torch_save import tensor_item
+from ...store.io.location import Location
 from ...store.reading.dtypes import itemsize
-from ...version import PROGRAM
-from ..engine.output_files import Arrange, Arranged, Frame, Item, TargetFile, Task, aligned, entries_in
-from ..engine.outputs import Entry, Wanted
+from ..engine.output_files import Arranged, OutputChunk, OutputFile, Task, aligned, place_items
+from ..engine.outputs import OutputItem, OutputTensor
+from .container import Container, provenance
+from .layouts import lay_out
 from .topology import Laid
 
 if TYPE_CHECKING:
     from ...layouts.buffers.group_buffer import GroupBuffer
 
-Part = tuple[Wanted, Box, tuple[Copy, ...]]
-"""A box of a tensor that some rank has, and the copies that make it."""
+_frame = lru_cache(maxsize=1024)(tensor_item.frame)  # few dtypes and shapes
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBox:
+    """A box of a tensor that some rank has, and the copies that make it."""
+
+    output: OutputTensor
+    box: Box
+    copies: tuple[Copy, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Filled:
     """The files to write, and the flat buffers used, as the manifest records them."""
 
-    files: tuple[TargetFile, ...]
+    files: tuple[OutputFile, ...]
     buffers: tuple[Mapping[str, Any], ...]
 
 
-Fill = Callable[[Sequence["GroupBuffer"], Sequence[Entry], Sequence[Sequence[Part]]], Filled]
-"""Makes files of the flat buffers that ranks share, if the layout has any, of items that are no tensors, and of what
-each rank has."""
+class RankFiles(Container):
+    """Everything where the target says, in files of its ranks."""
+
+    of_ranks: ClassVar[bool] = True
+
+    def arrange(self, task: Task) -> Arranged:
+        outputs, target = task.outputs, task.target
+        laid = lay_out(target, [output.record for output in outputs.tensors], task.provenance)
+        filled = self.fill(laid.buffers, outputs.items, _by_rank(outputs.tensors, laid, target.ranks))
+        step = {
+            "mesh": dict(target.mesh),
+            "layout": target.layout,
+            "shard": list(map(str, target.rules)),
+            "select": list(task.select),
+        }
+        earlier = task.provenance.get("resharded", [])
+        files = tuple(file for file in filled.files if file.length)
+        return Arranged(files, laid.words, provenance(task, "resharded", step, earlier, filled.buffers))
+
+    @abstractmethod
+    def fill(
+        self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[Sequence[LocalBox]]
+    ) -> Filled:
+        """Make the files.
+
+        Args:
+            buffers: the flat buffers that ranks share, if the layout has any.
+            items: what is no tensor.
+            boxes: what each rank has, in the order of the ranks.
+        """
 
 
-def over_ranks(fill: Fill) -> Arrange:
-    """Everything where the target says, in files that ``fill`` makes."""
+class DcpFiles(RankFiles):
+    """A directory that `torch.distributed.checkpoint` reads, with our manifest.
 
-    def arrange(task: Task) -> Arranged:
-        content = task.content
-        laid = task.target.lay_out([each.record for each in content.tensors], task.provenance)
-        filled = fill(laid.buffers, content.entries, _parts(content.tensors, laid, task.target.ranks))
-        return Arranged(filled.files, laid.words, _provenance(task, filled.buffers))
+    Each chunk is an item as torch saves it; what is no tensor is in the first rank's file.
+    """
 
-    return arrange
+    name: ClassVar[str] = "dcp"
+    descriptions: ClassVar[tuple[str, ...]] = ("muonckpt.json", ".metadata")
 
+    def fill(
+        self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[Sequence[LocalBox]]
+    ) -> Filled:
+        first: list[Sequence[OutputItem]] = [items, *[()] * (len(boxes) - 1)]
+        files = (_items_of(f"__{rank}_0.distcp", first[rank], mine) for rank, mine in enumerate(boxes))
+        return Filled(tuple(files), tuple(buffer.to_json() for buffer in buffers))
 
-def framed(name_of: Callable[[int], str], frame_of: Callable[[str, Index], Frame]) -> Fill:
-    """One file a rank, every item in a frame, made for its dtype and shape; items that are no tensors in the first."""
-
-    def fill(buffers: Sequence[GroupBuffer], entries: Sequence[Entry], parts: Sequence[Sequence[Part]]) -> Filled:
-        first = [entries, *[()] * (len(parts) - 1)]
-        files = (_file(name_of(rank), first[rank], mine, frame_of) for rank, mine in enumerate(parts))
-        return Filled(tuple(file for file in files if file.length), tuple(each.to_json() for each in buffers))
-
-    return fill
+    def describe(self, manifest: Manifest, folder: Location) -> None:
+        native.write_manifest(manifest, folder)
 
 
-def _file(
-    name: str, entries: Sequence[Entry], parts: Sequence[Part], frame_of: Callable[[str, Index], Frame]
-) -> TargetFile:
+class TorchDistFiles(DcpFiles):
+    """A directory that Megatron's `dist_checkpointing` reads as well: docs/formats/torch_dist.md.
+
+    The common state stays where Megatron looks for it, if the source had it in a file of its own.
+    """
+
+    name: ClassVar[str] = "torch_dist"
+    descriptions: ClassVar[tuple[str, ...]] = torch_dist.DESCRIPTIONS
+
+    def fill(
+        self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[Sequence[LocalBox]]
+    ) -> Filled:
+        inside = super().fill(buffers, [item for item in items if item.key != COMMON_FILE], boxes)
+        common = [item for item in items if item.key == COMMON_FILE]
+        files = (OutputFile(COMMON_FILE, place_items(COMMON_FILE, [item])[0], (), item.length) for item in common)
+        return Filled((*inside.files, *files), inside.buffers)
+
+    def describe(self, manifest: Manifest, folder: Location) -> None:
+        torch_dist.write_manifest(manifest, folder)
+
+
+def _items_of(name: str, items: Sequence[OutputItem], boxes: Sequence[LocalBox]) -> OutputFile:
     """Items end to end, each aligned; those that are no tensors first, as DCP does."""
-    placed, at = entries_in(name, entries)
-    items = []
-    for wanted, box, copies in parts:
-        frame = frame_of(wanted.record.dtype, box.shape)
-        item = Extent(name, at, frame.length)
-        payload = Extent(name, at + frame.payload_offset, frame.payload_length)
-        items.append(Item(wanted, Chunk(box, item, payload), frame, copies))
-        at = aligned(item.end)
-    return TargetFile(name, placed, tuple(items), at)
+    placed, end = place_items(name, items)
+    chunks = []
+    for local in boxes:
+        frame = _frame(local.output.record.dtype, local.box.shape)
+        item = Extent(name, end, frame.length)
+        payload = Extent(name, item.offset + frame.payload_offset, frame.payload_length)
+        chunks.append(OutputChunk(local.output, Chunk(local.box, item, payload), frame, local.copies))
+        end = aligned(item.end)
+    return OutputFile(name, placed, tuple(chunks), end)
 
 
-def _parts(tensors: Sequence[Wanted], laid: Laid, ranks: int) -> list[list[Part]]:
+def _by_rank(tensors: Sequence[OutputTensor], laid: Laid, ranks: int) -> list[list[LocalBox]]:
     """What each rank has.  Of replicas, that of the rank that has the least to write so far is written."""
-    parts: list[list[Part]] = [[] for _ in range(ranks)]
+    boxes: list[list[LocalBox]] = [[] for _ in range(ranks)]
     written = [0] * ranks
-    for each in tensors:
-        holders = laid.layouts[each.record.key].holders
-        copies = each.copies([replicas[0].box for replicas in holders])
+    for output in tensors:
+        holders = laid.layouts[output.key].holders
+        copies = output.copies([replicas[0].box for replicas in holders])
         for replicas, mine in zip(holders, copies, strict=True):
+            box = replicas[0].box
             rank = min((written[_rank(f.place.buffer)], _rank(f.place.buffer)) for f in replicas)[1]
-            written[rank] += replicas[0].box.numel * itemsize(each.record.dtype)
-            parts[rank].append((each, replicas[0].box, mine))
-    return parts
+            written[rank] += box.numel * itemsize(output.record.dtype)
+            boxes[rank].append(LocalBox(output, box, mine))
+    return boxes
 
 
 def _rank(buffer: Buffer) -> int:
     assert isinstance(buffer, int), "the buffers of a target are ranks"
     return buffer
-
-
-def _provenance(task: Task, buffers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """That of the source, with what is done now; flat buffers are those of this layout."""
-    content, target = task.content, task.target
-    step = {
-        "program": PROGRAM,
-        "source": task.source,
-        "mesh": dict(target.mesh),
-        "layout": target.layout,
-        "shard": list(map(str, target.rules)),
-        "select": list(task.select),
-        **({"notes": list(content.notes)} if content.notes else {}),
-        **({"left_out": list(content.left_out)} if content.left_out else {}),
-    }
-    found = {**task.provenance, "resharded": [*task.provenance.get("resharded", []), step]}
-    found.pop("buffers", None)
-    return {**found, "buffers": list(buffers)} if buffers else found

@@ -7,18 +7,16 @@ which tensors, in that order; the first rule whose pattern fits a tensor's key w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...box import row_major
-from ...errors import LayoutError
+from ...errors import TargetError
 from ...layout import TensorLayout
-from ...layouts.mesh import Mesh, Placement, Replicate, Shard, mesh_layout
-from ...layouts.owned import owned_layout
+from ...layouts.mesh import Mesh
 from ...record import StateRecord
 
 if TYPE_CHECKING:
@@ -27,9 +25,11 @@ if TYPE_CHECKING:
 Cut = tuple[str, int]
 """An axis of the mesh and the dim of a tensor that it cuts."""
 
+ROWS = "rows"
+"""The layout without flat buffers: tensors are cut by rows, or as the rules say."""
 
-class TargetError(LayoutError):
-    """What was asked for cannot be done, whatever the checkpoint's state: an unknown axis, a dim that is not there."""
+LAYOUTS = (ROWS, "flat", "owned", "padded", "padded-numel", "compact", "legacy")
+"""The names of all layouts; those after the first are in flat buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +98,6 @@ class Target:
         places = product(*(range(0, self.mesh[axis] * steps[axis], steps[axis]) for axis in axes))
         return Mesh(tuple(self.mesh[axis] for axis in axes), tuple(map(sum, places))), tuple(axes)
 
-    def lay_out(self, tensors: Sequence[StateRecord], provenance: Mapping[str, Any] = MappingProxyType({})) -> Laid:
-        """Where each of these tensors goes.
-
-        Args:
-            provenance: of their source.  Where it records buffers (`recorded`) in which the same ranks share the same
-                tensors, placed by the algorithm that is asked for, these are kept as they are, whatever the version
-                of its rules: owners are never computed again.
-
-        Raises:
-            TargetError: a rule does not fit a tensor that it matches, or matches none.
-            SourceError: the provenance is damaged.
-        """
-        for rule in self.rules:
-            if not any(fnmatchcase(tensor.key, rule.glob) for tensor in tensors):
-                raise TargetError(f"rule {rule} fits none of {len(tensors)} tensors")
-        return LAYOUTS[self.layout](self, tensors, provenance)
-
 
 @dataclass(frozen=True, slots=True)
 class Laid:
@@ -123,46 +106,3 @@ class Laid:
     layouts: Mapping[str, TensorLayout]
     words: Mapping[str, Mapping[str, Any] | None]
     buffers: tuple[GroupBuffer, ...] = ()
-
-
-LayOut = Callable[[Target, Sequence[StateRecord], Mapping[str, Any]], Laid]
-"""Lays out tensors; the last argument is their source's provenance."""
-
-
-def _rows(target: Target, tensors: Sequence[StateRecord], provenance: Mapping[str, Any]) -> Laid:
-    layouts: dict[str, TensorLayout] = {}
-    words: dict[str, Mapping[str, Any] | None] = {}
-    every = tuple((axis, 0) for axis in target.mesh)
-    for tensor in tensors:
-        if not tensor.shape:
-            layouts[tensor.key], words[tensor.key] = owned_layout((), 0), None
-            continue
-        cuts = target.cuts(tensor, every)
-        mesh, axes = target.grid(cuts)
-        placements: list[Placement] = [Shard(dim) for _, dim in cuts]
-        placements += [Replicate()] * (len(axes) - len(cuts))
-        layouts[tensor.key] = mesh_layout(tensor.shape, mesh, tuple(placements))
-        words[tensor.key] = {
-            "algorithm": "mesh",
-            "version": 1,
-            "mesh": list(mesh.shape),
-            "axes": list(axes),
-            "ranks": list(mesh.ranks),
-            "placements": list(map(str, placements)),
-        }
-    return Laid(layouts, words)
-
-
-def _in_buffers(target: Target, tensors: Sequence[StateRecord], provenance: Mapping[str, Any]) -> Laid:
-    from .buffer_layouts import lay_out
-
-    return lay_out(target, tensors, provenance)
-
-
-LAYOUTS: Mapping[str, LayOut] = MappingProxyType(
-    {
-        "rows": _rows,
-        **dict.fromkeys(("flat", "owned", "padded", "padded-numel", "compact", "legacy"), _in_buffers),
-    }
-)
-"""By name: cut by rows (or as the rules say), or in flat buffers (`in_buffers.PLACES`)."""

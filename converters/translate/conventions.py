@@ -26,7 +26,7 @@ Words = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Overrides:
     """What the user says of the momentum where the checkpoint does not.
 
     Attributes:

@@ -33,6 +33,12 @@ from ...vocabulary import (
 
 KeyPath = tuple[str | int, ...]
 
+
+def key_of(path: KeyPath) -> str:
+    """The flat key of a path in the nested state dict."""
+    return ".".join(map(str, path))
+
+
 _FIELDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "name": ("name", ".+"),

@@ -6,60 +6,52 @@ import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ...errors import SourceError
 from ...record import StateRecord
 from ...store.formats.torch_save.plain_item import plain_item
-from .dialects import Dialect, KeyPath
+from ..engine.outputs import OutputItem, Outputs, OutputTensor
+from .context import Context
+from .dialects import Dialect, KeyPath, key_of
 from .group_options import PARAMS, Group, Written, merged, say, understand
-from .source_parameters import Columns, Param, Side
-from .translation import CarriedItem, MadeItem
-
-
-@dataclass(frozen=True, slots=True)
-class Regrouped:
-    """The target's groups: items that are carried, items that are made, and options that are tensors."""
-
-    carried: tuple[CarriedItem, ...] = ()
-    made: tuple[MadeItem, ...] = ()
-    tensors: tuple[tuple[StateRecord, KeyPath], ...] = ()
+from .output_tensors import carried
+from .source_parameters import Param, SlotTensors
 
 
 def regroup(
-    side: Side, groups: tuple[Group, ...], columns: Columns, params: Mapping[str, Param], notes: set[str]
-) -> Regrouped:
-    """The target's groups; ``notes`` gets a sentence for each thing that is not the source's.
+    context: Context, groups: tuple[Group, ...], by_slot: SlotTensors, params: Mapping[str, Param], notes: set[str]
+) -> Outputs:
+    """The target's groups, as items and as tensors; ``notes`` gets a sentence for each thing that is not the source's.
 
     Raises:
         SourceError: parts of one parameter are in groups with different options.
     """
-    if any(side.target.holds_groups(item.path) for item in side.has.items):
-        if side.target.chains:
-            raise SourceError(f"the groups in {side.target.common} cannot be rewritten for {side.target.name}")
+    if any(context.target.holds_groups(item.path) for item in context.roles.items):
+        if context.target.chains:
+            raise SourceError(f"the groups in {context.target.common} cannot be rewritten for {context.target.name}")
         notes.add("the common state is carried as it is, with its groups")
-        return Regrouped()
+        return Outputs(())
     if not groups:
         notes.add("the source does not say which parameters are in which group: none are written")
-        return Regrouped()
-    names = _names(side, groups, columns)
-    if side.target is side.dialect:
-        return _same(side, groups, names)
+        return Outputs(())
+    names = _names(context, groups, by_slot)
+    if context.same_dialect:
+        return _same(context, groups, names)
     by_group = {
-        tensor.group: params[name] for tensors in columns.values() for name, tensor in tensors.items() if name in params
+        tensor.group: params[name] for tensors in by_slot.values() for name, tensor in tensors.items() if name in params
     }
     pairs = zip(groups, names, strict=True)
-    written = merged(group for old, mine in pairs for group in _written(side, old, mine, by_group, notes))
-    if side.target.common is not None:
-        return Regrouped(made=(_item(side.target.common, [_common(written, by_group)]),))
-    return Regrouped(made=tuple(_items(side.target, written)))
+    written = merged(group for old, mine in pairs for group in _written(context, old, mine, by_group, notes))
+    if context.target.common is not None:
+        return Outputs((), [_item(context.target.common, [_common(written, by_group)])])
+    return Outputs((), list(_items(context.target, written)))
 
 
-def _names(side: Side, groups: tuple[Group, ...], columns: Columns) -> list[tuple[str, ...]]:
+def _names(context: Context, groups: tuple[Group, ...], by_slot: SlotTensors) -> list[tuple[str, ...]]:
     """The target's names of each group's parameters, each name in the first group that has a part of it."""
     after: defaultdict[str, dict[str, None]] = defaultdict(dict)
-    for tensors in columns.values():
+    for tensors in by_slot.values():
         for tensor in tensors.values():
             for alias in tensor.aliases:
                 after[alias][tensor.group] = None
@@ -68,29 +60,29 @@ def _names(side: Side, groups: tuple[Group, ...], columns: Columns) -> list[tupl
     for group in groups:
         found = dict.fromkeys(new for name in group.params for new in after.get(name, {name: None}))
         for name in found.keys() & first.keys():
-            _check_alike(side, name, first[name], group)
+            _check_alike(context, name, first[name], group)
         names.append(tuple(name for name in found if name not in first))
         first |= dict.fromkeys(names[-1], group)
     return names
 
 
-def _check_alike(side: Side, name: str, one: Group, other: Group) -> None:
+def _check_alike(context: Context, name: str, one: Group, other: Group) -> None:
     """Raises `SourceError` if two groups that hold parts of one parameter differ."""
     for option in (one.items.keys() | other.items.keys()) - {PARAMS}:
-        values = [side.values.read(group.items[option]) if option in group.items else None for group in (one, other)]
+        values = [context.values.read(group.items[option]) if option in group.items else None for group in (one, other)]
         if repr(values[0]) != repr(values[1]):
             raise SourceError(f"parts of {name!r} are in groups with {option}={values[0]!r} and {option}={values[1]!r}")
 
 
 def _written(
-    side: Side, group: Group, names: tuple[str, ...], by_group: Mapping[str, Param], notes: set[str]
+    context: Context, group: Group, names: tuple[str, ...], by_group: Mapping[str, Param], notes: set[str]
 ) -> Iterator[Written]:
     """A source's group in the target's words; one for each method and step that its parameters have.
 
     A parameter without state goes with the others, if these are all alike.
     """
     kinds = {
-        name: (param.theirs.name, param.step if "step" in param.ours.options else None)
+        name: (param.source_method.name, param.step if "step" in param.target_method.options else None)
         for name in names
         if (param := by_group.get(name))
     }
@@ -103,21 +95,21 @@ def _written(
             notes.add(f"{name} has no state: it is in no group of the target")
     for (_, step), members in alike.items():
         first = next(by_group[name] for name in members if name in kinds)
-        yield Written(tuple(members), _said(side, group, first, step, notes), group.number is not None)
+        yield Written(tuple(members), _options(context, group, first, step, notes), group.number is not None)
 
 
-def _said(side: Side, group: Group, param: Param, step: int | None, notes: set[str]) -> dict[str, object]:
+def _options(context: Context, group: Group, param: Param, step: int | None, notes: set[str]) -> dict[str, object]:
     """The options of a group in the target's words."""
-    if param.theirs.speaks_like(param.ours):  # the same optimizer under other keys: every option is as it was
-        rescaled = side.said.target not in (None, side.dialect.convention)
-        leave = {PARAMS, *(side.target.unsaid if rescaled else ())}
-        return {option: side.values.read(item) for option, item in group.items.items() if option not in leave}
-    words = understand(group, side.dialect, param.theirs, side.values)
+    if param.source_method.speaks_like(param.target_method):  # one optimizer under other keys: options are as they were
+        rescaled = context.overrides.target not in (None, context.dialect.convention)
+        leave = {PARAMS, *(context.target.unsaid if rescaled else ())}
+        return {option: context.values.read(item) for option, item in group.items.items() if option not in leave}
+    words = understand(group, context.dialect, param.source_method, context.values)
     known = words.known if step is None else {**words.known, "step": step}
-    return say(dataclasses.replace(words, known=known), side.target, param.ours, notes)
+    return say(dataclasses.replace(words, known=known), context.target, param.target_method, notes)
 
 
-def _items(target: Dialect, groups: list[Written]) -> Iterator[MadeItem]:
+def _items(target: Dialect, groups: list[Written]) -> Iterator[OutputItem]:
     """The items of groups, in a list or by name."""
     assert target.option is not None
     listed = "{group}" in target.option.parts
@@ -142,7 +134,7 @@ def _common(groups: list[Written], by_group: Mapping[str, Param]) -> dict[str, o
         params = [by_group[name] for name in group.params if name in by_group]
         mine = optimizers[tuple(map(int, re.findall("[0-9]+", params[0].chain["chain"])))]
         mine.setdefault("param_groups", []).append(dict(group.options))
-        for step in {param.step for param in params if param.step is not None and "first" in param.theirs.slots}:
+        for step in {param.step for param in params if param.step is not None and "first" in param.source_method.slots}:
             if mine.setdefault("state", {"common_step": step}) != {"common_step": step}:
                 raise SourceError(f"Megatron keeps one step for an optimizer, found {mine['state']} and {step}")
     whole: dict[Any, Any] = {}
@@ -158,27 +150,26 @@ def _listing(target: Dialect, names: tuple[str, ...]) -> list[str] | list[int]:
     return [int(name) for name in names] if target.numbered else list(names)
 
 
-def _item(path: KeyPath, value: object) -> MadeItem:
-    return MadeItem(".".join(map(str, path)), path, plain_item(value))
+def _item(path: KeyPath, value: object) -> OutputItem:
+    return OutputItem(key_of(path), path, data=plain_item(value))
 
 
-def _same(side: Side, groups: tuple[Group, ...], names: list[tuple[str, ...]]) -> Regrouped:
+def _same(context: Context, groups: tuple[Group, ...], names: list[tuple[str, ...]]) -> Outputs:
     """Groups in the dialect that they are in: every option as it is, only the parameters' names are new."""
-    carried: list[CarriedItem] = []
-    made: list[MadeItem] = []
-    tensors: list[tuple[StateRecord, KeyPath]] = []
-    assert side.target.option is not None
+    items: list[OutputItem] = []
+    tensors: list[OutputTensor] = []
+    assert context.target.option is not None
     for group, params in zip(groups, names, strict=True):
         for option, item in group.items.items():
             if group.number is None:
-                paths = [side.target.option.write(name=name, option=option) for name in params]
+                paths = [context.target.option.write(name=name, option=option) for name in params]
             elif option == PARAMS and params != group.params:
-                made.append(_item(item.path, _listing(side.target, params)))
+                items.append(_item(item.path, _listing(context.target, params)))
                 continue
             else:
                 paths = [item.path]
             if isinstance(item, StateRecord):
-                tensors += [(item, path) for path in paths]
+                tensors += [carried(context, item, path) for path in paths]
             else:
-                carried += [CarriedItem(item, ".".join(map(str, path)), path) for path in paths]
-    return Regrouped(tuple(carried), tuple(made), tuple(tensors))
+                items += [OutputItem(key_of(path), path, item) for path in paths]
+    return Outputs(tensors, items)

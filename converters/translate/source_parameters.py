@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ...errors import SourceError
-from ...record import Manifest
-from ...store.stored_items import Values
-from .conventions import Said
-from .dialects import FOREIGN, Dialect, Method
+from .context import Context
+from .dialects import FOREIGN, Method
 from .group_options import Group
-from .roles import Contents
 from .structure import Tensor
 
-Columns = Mapping[str | None, Mapping[str, Tensor]]
+SlotTensors = Mapping[str | None, Mapping[str, Tensor]]
 """The weights (None) and each slot's tensors, by the target's names of parameters."""
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """What is known of the source while it is translated."""
-
-    manifest: Manifest
-    dialect: Dialect
-    target: Dialect
-    values: Values
-    said: Said
-    has: Contents
-    groups: Mapping[str, Group]
-    dropped: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,70 +26,70 @@ class Param:
 
     name: str
     aliases: tuple[str, ...]
-    theirs: Method
-    ours: Method
+    source_method: Method
+    target_method: Method
     group: Group | None
     step: int | None
     chain: Mapping[str, str]
 
 
-def params_of(side: Side, columns: Columns) -> Iterator[Param]:
+def params_of(context: Context, by_slot: SlotTensors) -> Iterator[Param]:
     """The parameters of the target that have state."""
     aliases: defaultdict[str, list[str]] = defaultdict(list)
     slots: defaultdict[str, set[str]] = defaultdict(set)
-    for slot, tensors in columns.items():
+    for slot, tensors in by_slot.items():
         for name, tensor in tensors.items():
             aliases[name] += tensor.aliases
             slots[name] |= {slot} - {None} if slot is not None else set()
     for name, known in aliases.items():
-        slots[name].update(slot for alias in known for slot in side.has.counters.get(alias, ()))
+        slots[name].update(slot for alias in known for slot in context.roles.counters.get(alias, ()))
         if slots[name]:
-            yield _param(side, name, tuple(dict.fromkeys(known)), frozenset(slots[name]))
+            yield _param(context, name, tuple(dict.fromkeys(known)), frozenset(slots[name]))
 
 
-def _param(side: Side, name: str, aliases: tuple[str, ...], slots: frozenset[str]) -> Param:
-    group = next((side.groups[alias] for alias in aliases if alias in side.groups), None)
+def _param(context: Context, name: str, aliases: tuple[str, ...], slots: frozenset[str]) -> Param:
+    group = next((context.groups[alias] for alias in aliases if alias in context.groups), None)
     if group and (foreign := next(iter(FOREIGN.keys() & group.items.keys()), None)):
         raise SourceError(
             f"parameter {name!r}: the {foreign!r} of its group is of {FOREIGN[foreign]}, which no program here takes: "
             "first make a copy without its state, by reshard with --select"
         )
-    option = side.dialect.method_option or ""
-    named = side.values.read(group.items[option]) if group and option in group.items else None
-    theirs = side.dialect.method(slots, named, name, side.dropped)
-    ours = theirs if side.target is side.dialect else side.target.writes(theirs)
-    step, chain = _step(side, name, aliases, theirs, group), _chain(side, name, aliases, ours)
-    return Param(name, aliases, theirs, ours, group, step, chain)
+    option = context.dialect.method_option or ""
+    named = context.values.read(group.items[option]) if group and option in group.items else None
+    source_method = context.dialect.method(slots, named, name, context.dropped)
+    target_method = source_method if context.same_dialect else context.target.writes(source_method)
+    step, chain = _step(context, name, aliases, source_method, group), _chain(context, name, aliases, target_method)
+    return Param(name, aliases, source_method, target_method, group, step, chain)
 
 
-def _chain(side: Side, name: str, aliases: tuple[str, ...], method: Method) -> Mapping[str, str]:
+def _chain(context: Context, name: str, aliases: tuple[str, ...], method: Method) -> Mapping[str, str]:
     """What the target puts in front of the state: what it always does, or else what the source had there.
 
     Raises:
         SourceError: parts of the parameter belong to different optimizers.
     """
-    if not side.target.chained:
+    if not context.target.chained:
         return {}
-    chains: set[str] = set().union(*(side.has.chains[alias] for alias in aliases if alias in side.has.chains))
+    chains: set[str] = set().union(*(context.roles.chains[alias] for alias in aliases if alias in context.roles.chains))
     if len(chains) > 1:
         raise SourceError(f"parameter {name!r} is made of state of more than one optimizer: {sorted(chains)}")
-    return {"chain": side.target.chains.get(method.name, next(iter(chains), ""))}
+    return {"chain": context.target.chains.get(method.name, next(iter(chains), ""))}
 
 
-def _step(side: Side, name: str, aliases: tuple[str, ...], method: Method, group: Group | None) -> int | None:
+def _step(context: Context, name: str, aliases: tuple[str, ...], method: Method, group: Group | None) -> int | None:
     """How many steps the parameter has taken, if the source says so.
 
     Raises:
         SourceError: its parts have taken different numbers.
     """
     slot, option = method.slots.get("step", ""), method.options.get("step", "")
-    entries: list[Any] = [side.has.counters[a][slot] for a in aliases if slot in side.has.counters.get(a, ())]
+    entries: list[Any] = [context.roles.counters[a][slot] for a in aliases if slot in context.roles.counters.get(a, ())]
     if not entries and group is not None and option in group.items:
         entries = [group.items[option]]
-    steps = {_whole(side.values.read(entry), name) for entry in entries}
+    steps = {_whole(context.values.read(entry), name) for entry in entries}
     if len(steps) > 1:
         raise SourceError(f"parameter {name!r} is made of parts that have taken {sorted(steps)} steps")
-    return steps.pop() if steps else side.said.step
+    return steps.pop() if steps else context.overrides.step
 
 
 def _whole(value: object, name: str) -> int:

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from muonckpt.converters.engine.job import make_job
 from muonckpt.converters.engine.run import run
 from muonckpt.converters.target.topology import Target
-from muonckpt.converters.translate.imports import content
 from muonckpt.converters.translate.tables import ready
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -34,7 +33,7 @@ CASES = [
 def written(name: str, target: str, path, ranks: int = 3, **how):
     """The translation, after a reshard has written it to ``path``."""
     result = translated(name, target, **how)
-    run(make_job(read(name)[0], Target({"dp": ranks}), translate=lambda manifest: content(result)), path)
+    run(make_job(read(name)[0], Target({"dp": ranks}), make_outputs=lambda source: result), path)
     return result
 
 
@@ -42,7 +41,7 @@ def written(name: str, target: str, path, ranks: int = 3, **how):
 def test_what_is_written_is_what_was_translated(name, target, how, ranks, tmp_path):
     result = written(name, target, tmp_path / "out", ranks, **how)
     want = executed(read(name)[0], result)
-    records = [entry.record for entry in (*result.moved, *result.made)]
+    records = [output.record for output in result.tensors]
     state = {record.key: torch.zeros(record.shape, dtype=getattr(torch, record.dtype)) for record in records}
     dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
     for key, tensor in state.items():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from muonckpt.converters.translate.conventions import Said, agreed, factor, scaled
+from muonckpt.converters.translate.conventions import Overrides, agreed, factor, scaled
 from muonckpt.errors import SourceError
 from muonckpt.vocabulary import Convention
 
@@ -105,7 +105,7 @@ def test_a_coefficient_that_cannot_be_converted_with_is_refused(mu):
     with pytest.raises(SourceError, match=r"in \[0, 1\)"):
         factor(EMA, SUM, mu, "w")
     with pytest.raises(SourceError, match="--mu"):
-        Said(mu=mu)
+        Overrides(mu=mu)
 
 
 def test_contradictions_are_refused():

@@ -9,10 +9,10 @@ import muonckpt
 from muonckpt.converters.engine.job import make_job
 from muonckpt.converters.engine.run import run
 from muonckpt.converters.target.topology import Target
-from muonckpt.converters.translate.conventions import Said
+from muonckpt.converters.translate.conventions import Overrides
 from muonckpt.converters.translate.detection import annotate, detect
 from muonckpt.converters.translate.dialects import DIALECTS, Template
-from muonckpt.converters.translate.imports import Request
+from muonckpt.converters.translate.request import Request
 from muonckpt.converters.translate.translator import translate
 from muonckpt.errors import SourceError
 from muonckpt.vocabulary import Convention
@@ -110,7 +110,7 @@ def test_normuon_whose_rows_are_dropped_is_muon(tmp_path):
         translate(manifest, muonckpt.open(path).values, DIALECTS["torch"])
     made = translate(manifest, muonckpt.open(path).values, DIALECTS["muonckpt"], drop=frozenset({"variance_neuron"}))
     assert options(made)["optimizer.param_groups.0.algorithm"] == "muon"
-    assert [moved.scale for moved in made.moved if moved.record.slot == "momentum_buffer"] == [0.5]
+    assert [output.scale for output in made.tensors if output.record.slot == "momentum_buffer"] == [0.5]
     lacking = nested({"momentum": W}, lr=0.1, cautious_wd=False, algorithm="normuon")
     manifest, path = saved(tmp_path / "lacking", lacking)
     with pytest.raises(SourceError, match="has momentum in a group of 'normuon': no method"):
@@ -125,12 +125,12 @@ def test_the_sum_of_an_optimizer_beside_muon_is_not_taken_for_its_average(tmp_pa
         translate(manifest, muonckpt.open(path).values, DIALECTS["dion"], source=DIALECTS["torch"])
 
 
-@pytest.mark.parametrize("source, said", [("dion", Said()), ("torch", Said(target=Convention.SUM))])
-def test_a_sum_under_the_keys_of_no_program_is_not_taken_for_the_average_of_one(source, said, tmp_path):
+@pytest.mark.parametrize("source, overrides", [("dion", Overrides()), ("torch", Overrides(target=Convention.SUM))])
+def test_a_sum_under_the_keys_of_no_program_is_not_taken_for_the_average_of_one(source, overrides, tmp_path):
     """What torch alone writes says as well that its momentum is an average."""
     path = read(f"{source}_fsdp4/ckpt")[0]
     run(
-        make_job(path, Target({"dp": 2}), translate=Request(target=DIALECTS["dcp"], said=said).of(path)),
+        make_job(path, Target({"dp": 2}), make_outputs=Request(target=DIALECTS["dcp"], overrides=overrides).outputs),
         tmp_path / "out",
     )
     (tmp_path / "out" / "muonckpt.json").unlink()

@@ -19,16 +19,17 @@ import zarr
 from click.testing import CliRunner
 from support import sharded
 from support.golden import golden
+from support.resharded import tensors_only
 from support.sharded import bits, edit
 from support.trees import tree
 
 import muonckpt
 from muonckpt.cli.export import command
 from muonckpt.converters.engine.job import Job, make_job
-from muonckpt.converters.engine.outputs import as_they_are, tensors_only
 from muonckpt.converters.engine.run import plan_job, run
-from muonckpt.converters.target.container import WHOLE_TENSORS
+from muonckpt.converters.target.formats import OF_WHOLE_TENSORS, container_of
 from muonckpt.converters.target.topology import Target
+from muonckpt.converters.translate.request import unchanged
 from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.record import Manifest
 
@@ -42,13 +43,13 @@ KINDS = {
 }
 
 
-def plan(source: Path, kind: str, translate=as_they_are) -> Job:
+def plan(source: Path, kind: str, make_outputs=unchanged) -> Job:
     form, shard_bytes = KINDS[kind]
-    return make_job(source, Target({"dp": 1}), translate=translate, container=WHOLE_TENSORS[form](shard_bytes))
+    return make_job(source, Target({"dp": 1}), make_outputs=make_outputs, container=container_of(form, shard_bytes))
 
 
 def export(source: Path, destination: Path, kind: str, **how) -> Manifest:
-    return run(plan(source, kind, tensors_only(as_they_are)), destination, **how)
+    return run(plan(source, kind, tensors_only), destination, **how)
 
 
 def stock_read(path: Path) -> dict[str, bytes]:
@@ -96,7 +97,7 @@ def test_every_element_and_fact_arrives_and_the_budget_changes_no_byte(kind, mem
     expected = {key: bits(value) for key, value in tensors.items()}
     assert stock_read(tmp_path / "out") == expected | {"odd.ä b/c": bits(torch.ones(3))}
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
-    assert manifest.provenance["exported"]["left_out"] == []
+    assert "left_out" not in manifest.provenance["exported"]
 
 
 def test_the_budget_changes_no_byte(own, tmp_path):
@@ -159,20 +160,20 @@ def test_wide_rows_and_many_chunks(tmp_path):
 MEASURED = """
 import re, sys
 from pathlib import Path
-from muonckpt.converters.target.container import WHOLE_TENSORS
 from muonckpt.converters.engine.job import make_job
 from muonckpt.converters.engine.run import run
+from muonckpt.converters.target.formats import container_of
 from muonckpt.converters.target.topology import Target
 def watch(count):
     seen.append(int(re.search(r"RssAnon:\\s*([0-9]+) kB", Path("/proc/self/status").read_text())[1]))
-job, seen = make_job(Path(sys.argv[1]), Target({"dp": 1}), container=WHOLE_TENSORS[sys.argv[3]](None)), []
+job, seen = make_job(Path(sys.argv[1]), Target({"dp": 1}), container=container_of(sys.argv[3])), []
 watch(0)
 run(job, Path(sys.argv[2]), memory=16 << 20, progress=watch)
 print(max(seen) - seen[0])
 """
 
 
-@pytest.mark.parametrize("target", WHOLE_TENSORS)
+@pytest.mark.parametrize("target", OF_WHOLE_TENSORS)
 def test_memory_stays_within_the_budget_whatever_the_shapes(target, tmp_path):
     shapes = {"matrix": (4096, 3200), "long": (12_000_000,), "tall": (6_000_000, 2), "row": (1, 2_000_000)}
     muonckpt.save({n: torch.ones(shape) for n, shape in shapes.items()}, tmp_path / "a")
@@ -309,7 +310,7 @@ print(sorted({"torch", "zarr", "safetensors"} & set(sys.modules)))
 """
 
 
-@pytest.mark.parametrize("target", WHOLE_TENSORS)
+@pytest.mark.parametrize("target", OF_WHOLE_TENSORS)
 def test_neither_torch_nor_the_formats_own_libraries_are_needed(target, own, tmp_path):
     script = [sys.executable, "-c", LOADED, own, tmp_path / "a", "--format", target]
     out = subprocess.run(script, capture_output=True, text=True, check=True).stdout

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.commands import COMMAND
-from support.resharded import contents, nothing_but
+from support.resharded import contents, nothing_but, tensors_only
 from support.sharded import edit
 from support.trees import tree
 
@@ -25,10 +25,9 @@ import muonckpt
 from muonckpt.cli import main
 from muonckpt.converters.engine import crew
 from muonckpt.converters.engine.job import Job, make_job
-from muonckpt.converters.engine.outputs import as_they_are, tensors_only
 from muonckpt.converters.engine.run import Part, part_of, plan_job, run
 from muonckpt.converters.engine.workers import LaunchError, Worker, cuts, worker_of
-from muonckpt.converters.target.container import WHOLE_TENSORS
+from muonckpt.converters.target.formats import container_of
 from muonckpt.converters.target.topology import Target
 from muonckpt.errors import DestinationError, Interrupted, SourceError
 from muonckpt.record import Manifest
@@ -86,8 +85,8 @@ def test_every_file_is_somebodys_and_every_chunk_is_checked_by_all_who_copy_from
 
     assert set().union(*map(checked, parts)) == everything
     for part in parts:
-        items = [item for file in part.files for item in file.items]
-        assert {i.wanted.chunks[c.source.buffer].item for i in items for c in i.copies} <= checked(part)
+        chunks = [chunk for file in part.files for chunk in file.chunks]
+        assert {w.output.chunks[c.source.buffer].item for w in chunks for c in w.copies} <= checked(part)
     for these in (set(finished), {file.name for file in job.files} - set(finished)):
         loads = [sum(file.length for file in part.files if file.name in these) for part in parts]
         assert max(loads) <= sum(loads) / world + max(file.length for file in job.files)
@@ -161,8 +160,8 @@ def planned(source, tmp_path, monkeypatch):
     def plan(form: str) -> tuple[Job, dict[str, bytes]]:
         job = plan_job(source, RANKS)
         if form in FORMS:
-            container = WHOLE_TENSORS[FORMS[form][0]](FORMS[form][1])
-            job = make_job(source, Target({"dp": 1}), translate=tensors_only(as_they_are), container=container)
+            container = container_of(*FORMS[form])
+            job = make_job(source, Target({"dp": 1}), make_outputs=tensors_only, container=container)
         alone = tmp_path / "alone" / "out"
         run(job, alone)
         found = tree(alone)

@@ -18,10 +18,10 @@ from support.trees import tree
 
 import muonckpt
 from muonckpt.converters.engine.job import make_job
-from muonckpt.converters.engine.outputs import as_they_are
 from muonckpt.converters.engine.run import plan_job, run
-from muonckpt.converters.target.container import WHOLE_TENSORS
+from muonckpt.converters.target.formats import container_of
 from muonckpt.converters.target.topology import Target
+from muonckpt.converters.translate.request import unchanged
 from muonckpt.errors import DestinationError, Interrupted
 from muonckpt.store.io import publish
 
@@ -132,7 +132,7 @@ def test_resume_trusts_nothing_that_it_does_not_check(left, twice, unfinished, t
 
 @pytest.mark.parametrize(("form", "at"), [("safetensors", 20), ("safetensors", -1), ("zarr", 20), ("zarr", -1)])
 def test_resume_looks_at_headers_and_indices_as_well(form, at, tmp_path):
-    container = WHOLE_TENSORS[form](700)
+    container = container_of(form, 700)
     job = make_job(saved("own rows4"), Target({"dp": 1}), ["t.float*", "t.int64"], container=container)
     run(job, tmp_path / "whole")
     with pytest.raises(Interrupted):
@@ -182,15 +182,16 @@ def test_a_source_without_checksums_that_changed_in_between_is_another_job(tmp_p
 
 
 def test_the_same_names_made_of_other_elements_are_another_job(tmp_path):
-    def swapped(manifest):
-        content = as_they_are(manifest)
-        one, other = content.tensors
+    def swapped(source):
+        outputs = unchanged(source)
+        one, other = outputs.tensors
         tensors = [replace(a, layout=b.layout, chunks=b.chunks) for a, b in ((one, other), (other, one))]
-        return replace(content, tensors=tensors)
+        return replace(outputs, tensors=tensors)
 
     muonckpt.save({"q": torch.zeros(4, 3), "k": torch.ones(4, 3)}, tmp_path / "source")
-    jobs = [make_job(tmp_path / "source", Target({"dp": 2}), translate=how) for how in (as_they_are, swapped)]
-    assert jobs[0].digest() != jobs[1].digest() == make_job(jobs[1].source, jobs[1].target, translate=swapped).digest()
+    jobs = [make_job(tmp_path / "source", Target({"dp": 2}), make_outputs=how) for how in (unchanged, swapped)]
+    again = make_job(tmp_path / "source", Target({"dp": 2}), make_outputs=swapped)
+    assert jobs[0].digest() != jobs[1].digest() == again.digest()
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 import struct
@@ -20,15 +19,18 @@ from support.sharded import elements_of, manifest_edited
 import muonckpt
 from muonckpt.converters.engine import mover
 from muonckpt.converters.engine.mover import Mover
-from muonckpt.converters.engine.outputs import Content, Entry, Wanted, as_they_are
+from muonckpt.converters.engine.outputs import OutputItem, Outputs, OutputTensor
 from muonckpt.converters.engine.run import make_job, run
-from muonckpt.converters.target.topology import LAYOUTS, Rule, Target, TargetError
-from muonckpt.errors import DestinationError
+from muonckpt.converters.target.layouts import lay_out
+from muonckpt.converters.target.topology import LAYOUTS, Rule, Target
+from muonckpt.converters.translate.request import unchanged
+from muonckpt.errors import DestinationError, TargetError
 from muonckpt.layout import stacked, through
 from muonckpt.layouts.buffers.group_buffer import from_json
 from muonckpt.layouts.owned import owned_layout
-from muonckpt.record import Blob, Extent, Manifest, StateRecord
+from muonckpt.record import Manifest, StateRecord
 from muonckpt.store.formats.torch_save.plain_item import plain_item
+from muonckpt.store.open_checkpoint import OpenCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -57,7 +59,7 @@ def test_rows_are_what_torch_chunk_gives_for_any_mesh_and_any_order_of_cuts():
         shape = tuple(choose.randint(1, 9) for _ in range(choose.randint(1, 3)))
         axes = choose.sample(list(mesh), choose.randint(0, len(mesh)))
         cuts = tuple((axis, choose.randrange(len(shape))) for axis in axes)
-        laid = Target(mesh, (Rule("*", cuts),)).lay_out([tensor("w", *shape)])
+        laid = lay_out(Target(mesh, (Rule("*", cuts),)), [tensor("w", *shape)])
         held = scatter(arange(shape), laid.layouts["w"])
         for rank in range(math.prod(mesh.values())):
             mine = held.get(rank, {})
@@ -68,7 +70,7 @@ def test_rows_are_what_torch_chunk_gives_for_any_mesh_and_any_order_of_cuts():
 def test_without_a_rule_every_axis_cuts_rows_and_the_first_rule_that_fits_wins():
     mesh = {"dp": 2, "tp": 2}
     rules = Rule("a.*", (("tp", 1),)), Rule("a.b*", (("tp", 0),)), Rule("kept", ())
-    laid = Target(mesh, rules).lay_out([tensor("a.b", 6, 4), tensor("c", 6, 4), tensor("kept", 6, 4), tensor("step")])
+    laid = lay_out(Target(mesh, rules), [tensor("a.b", 6, 4), tensor("c", 6, 4), tensor("kept", 6, 4), tensor("step")])
     words = {key: (word["axes"], word["placements"]) for key, word in laid.words.items() if word}
     assert words == {
         "a.b": (["tp", "dp"], ["Shard(1)", "Replicate"]),
@@ -83,11 +85,11 @@ WRONG = {
     "axis": (lambda: Target({"dp": 2}, (Rule("*", (("tp", 0),)),)), "expected axes out of dp"),
     "twice": (lambda: Target({"dp": 2}, (Rule("*", (("dp", 0), ("dp", 1))),)), "each at most once"),
     "dim": (
-        lambda: Target({"dp": 2}, (Rule("*", (("dp", 1),)),)).lay_out([tensor("m", 2, 2), tensor("v", 2)]),
+        lambda: lay_out(Target({"dp": 2}, (Rule("*", (("dp", 1),)),)), [tensor("m", 2, 2), tensor("v", 2)]),
         r"rule \*=dp:1 cuts a dim that tensor 'v' of shape \(2,\) does not have",
     ),
     "nothing": (
-        lambda: Target({"dp": 2}, (Rule("x*", (("dp", 0),)),)).lay_out([tensor("v", 2)]),
+        lambda: lay_out(Target({"dp": 2}, (Rule("x*", (("dp", 0),)),)), [tensor("v", 2)]),
         "fits none of 1 tensors",
     ),
     "selected": (lambda: make_job(saved("own rows3"), Target({"dp": 2}), ["x*"]), "nothing.*fits 'x"),
@@ -117,7 +119,7 @@ TARGETS = {
 
 def check(manifest: Manifest, target: Target) -> None:
     """Every chunk lies in the file of a rank that the target gives its box to, no replica twice."""
-    laid = target.lay_out(manifest.tensors)
+    laid = lay_out(target, manifest.tensors)
     for written in manifest.tensors:
         layout = laid.layouts[written.key]
         owners = {replicas[0].box: {f.place.buffer for f in replicas} for replicas in layout.holders}
@@ -149,7 +151,7 @@ def test_the_fast_path_and_the_general_one_write_the_same_bytes(name, tmp_path, 
     run(job, tmp_path / "source")
     rules = tuple(rule for rule in TARGETS[name].rules if rule.glob == "*")
     job = make_job(tmp_path / "source", Target(TARGETS[name].mesh, rules, TARGETS[name].layout))
-    assert any(mover.is_straight(item) for file in job.files for item in file.items)
+    assert any(mover.is_straight(item) for file in job.files for item in file.chunks)
     run(job, tmp_path / "fast")
     monkeypatch.setattr(mover, "is_straight", lambda item: False)
     run(job, tmp_path / "general", memory=1)
@@ -180,7 +182,7 @@ def test_buffers_are_recorded_with_their_owners_and_those_have_the_tensors(tmp_p
 def test_replicas_are_written_once_and_spread_over_their_holders(tmp_path):
     job = make_job(saved("own rows3"), TARGETS["replicas"])
     sizes = [file.payload for file in job.files]
-    largest = max(item.frame.payload_length for file in job.files for item in file.items)
+    largest = max(chunk.frame.payload_length for file in job.files for chunk in file.chunks)
     assert len(sizes) == 6 and max(sizes) - min(sizes) <= 2 * largest
     assert sum(sizes) == sum(map(len, elements_of(saved("own rows3")).values()))
 
@@ -200,19 +202,17 @@ def test_reads_avoided_are_those_of_whole_chunks(tmp_path):
     assert make_job(tmp_path / "one", Target({"dp": 3})).reads_avoided == 2 * 3 * 4 * 5 * 4
 
 
-def halves_and_more(manifest: Manifest) -> Content:
+def halves_and_more(source: OpenCheckpoint) -> Outputs:
     """The upper half of a tensor renamed, the lower one scaled as well; a counter and an item that are new."""
-    source, tensors = as_they_are(manifest).selected(["t.float32", "hyper.betas"]), []
-    for each in source.tensors:
-        two = Target({"h": 2}).lay_out([each.record]).layouts[each.record.key]
+    plain, tensors = unchanged(source).selected(["t.float32", "hyper.betas"]), []
+    for each in plain.tensors:
+        two = lay_out(Target({"h": 2}), [each.record]).layouts[each.key]
         for end, fragment, scale in zip(("_w", "_v"), two.fragments, (None, 0.1), strict=True):
             part = through(stacked([fragment.box], 0), each.layout)
-            tensors.append(Wanted(tensor(each.record.key + end, *part.shape), part, each.chunks, scale=scale))
-    step = Wanted(tensor("step"), owned_layout((), "new"), {}, {"new": struct.pack("<f", 3)})
-    more = plain_item({"lr": 0.5})
-    carried = [Entry(dataclasses.replace(e.target, key="moved", path=("moved",)), e.target) for e in source.entries]
-    new = Entry(Blob("new", ("new",), Extent("new", 0, len(more))), None, more)
-    return Content([*tensors, step], [*carried, new])
+            tensors.append(OutputTensor(tensor(each.key + end, *part.shape), part, each.chunks, scale=scale))
+    step = OutputTensor(tensor("step"), owned_layout((), "new"), made={"new": struct.pack("<f", 3)})
+    moved = [OutputItem("moved", ("moved",), item.source) for item in plain.items]
+    return Outputs([*tensors, step], [*moved, OutputItem("new", ("new",), data=plain_item({"lr": 0.5}))])
 
 
 def test_a_translation_may_rename_split_scale_and_add(tmp_path):
@@ -246,7 +246,7 @@ def test_verify_reads_back_what_was_written_and_publishes_nothing_that_differs(t
     verify = Mover.verify
 
     def spoilt(self, file, done):
-        sharded.edit(self.staged / file.name, file.items[-1].chunk.payload.end - 1)
+        sharded.edit(self.staged / file.name, file.chunks[-1].stored.payload.end - 1)
         verify(self, file, done)
 
     monkeypatch.setattr(Mover, "verify", spoilt)

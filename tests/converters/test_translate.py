@@ -15,6 +15,7 @@ from support.translated import (
     SUMS,
     TARGETS,
     W,
+    copied,
     executed,
     expected,
     nested,
@@ -27,7 +28,7 @@ from support.translated import (
 )
 
 import muonckpt
-from muonckpt.converters.translate.conventions import Said
+from muonckpt.converters.translate.conventions import Overrides
 from muonckpt.converters.translate.dialects import DIALECTS
 from muonckpt.converters.translate.names import Rule, Rules
 from muonckpt.converters.translate.tables import READY, ready
@@ -48,19 +49,19 @@ def test_any_program_to_any_other(source, target):
     result = translated(f"{folder}/ckpt", target)
     found, want = executed(path, result), expected(folder, target)
     assert found.keys() == want.keys()
-    scales = {moved.record.key for moved in result.moved if moved.scale}
+    scales = {output.key for output in result.tensors if output.scale}
     assert bool(scales) == (target != "dcp" and (source in SUMS) != (target in SUMS))
     for key, words in want.items():
         assert words_apart(found[key], words) <= 1 if key in scales else np.array_equal(found[key], words), key
-    for moved in result.moved:
-        path_of = moved.record.path
-        assert ".".join(map(str, path_of)) == moved.record.key
-        assert not moved.record.chunks
-        if ".state." in moved.record.key:
+    for record in (output.record for output in result.tensors if not output.made):
+        path_of = record.path
+        assert ".".join(map(str, path_of)) == record.key
+        assert not record.chunks
+        if ".state." in record.key:
             assert len(path_of) == (2 if target in FLAT else 4)
-        if moved.record.slot in ("momentum", "momentum_buffer") and moved.record.convention:
+        if record.slot in ("momentum", "momentum_buffer") and record.convention:
             kept = "sum" if source in SUMS else "ema"
-            assert moved.record.convention == (kept if target == "dcp" else "sum" if target in SUMS else "ema")
+            assert record.convention == (kept if target == "dcp" else "sum" if target in SUMS else "ema")
 
 
 @pytest.mark.parametrize("source, target, like", [("dion", "torch", "torch"), ("dion", "titan", "titan"),
@@ -135,9 +136,9 @@ def test_in_its_own_words_nothing_changes(source):
     folder = f"{PEERS[source]}/ckpt"
     path, manifest = read(folder)
     result = translated(folder, source.split()[0])
-    assert not (result.items or result.made or result.left or result.notes)
-    assert {c.key: c.source for c in result.carried} == {blob.key: blob for blob in manifest.blobs}
-    assert {m.record.key: (m.record.path, m.scale) for m in result.moved} == {
+    assert not (options(result) or result.left_out or any(note.startswith("note: ") for note in result.notes))
+    assert copied(result) == {blob.key: blob for blob in manifest.blobs}
+    assert {output.key: (output.record.path, output.scale) for output in result.tensors if not output.made} == {
         tensor.key: (tensor.path, None) for tensor in manifest.tensors
     }
     assert executed(path, result).keys() == {tensor.key for tensor in manifest.tensors}
@@ -145,10 +146,10 @@ def test_in_its_own_words_nothing_changes(source):
 
 def test_what_is_not_state_is_carried_and_the_derived_is_listed():
     result = translated("dion_fsdp4/ckpt", "torch")
-    assert {"step", "wandb_id", "train_loader.dataloader_world_size"} <= {carried.key for carried in result.carried}
-    left = translated("xtuner_fsdp4/ckpt", "torch").left
+    assert {"step", "wandb_id", "train_loader.dataloader_world_size"} <= copied(result).keys()
+    left = translated("xtuner_fsdp4/ckpt", "torch").left_out
     assert left and all(key.endswith(".lr_ratio") for key in left)
-    told = "\n".join(result.lines())
+    told = "\n".join(result.notes)
     for words in ("source: dion", "target: torch", "9 momenta are multiplied by 0.05", "ns_coefficients"):
         assert words in told
 
@@ -166,32 +167,33 @@ def test_a_convention_that_nobody_declared_is_never_assumed(unknown):
     with pytest.raises(SourceError, match=r"parameter 'w'.*--convention ema or --convention sum"):
         translate(manifest, muonckpt.open(path).values, DIALECTS["torch"])
     with pytest.raises(SourceError, match=r"parameter 'w'.*sum into ema.*--mu"):
-        translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], said=Said(Convention.SUM))
-    same = translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], said=Said(Convention.EMA))
-    assert [moved.scale for moved in same.moved] == [None, None]
-    other = translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], said=Said(Convention.SUM, mu=0.75))
+        translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], overrides=Overrides(Convention.SUM))
+    same = translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], overrides=Overrides(Convention.EMA))
+    assert [output.scale for output in same.tensors] == [None, None]
+    other = translate(
+        manifest, muonckpt.open(path).values, DIALECTS["torch"], overrides=Overrides(Convention.SUM, mu=0.75)
+    )
     momentum = executed(path, other)["optimizer.state.w.momentum_buffer"].view("<f4")
     assert np.array_equal(momentum, W.numpy() * np.float32(0.25))
     kept = translate(manifest, muonckpt.open(path).values, DIALECTS["dcp"])
-    assert {moved.record.convention for moved in kept.moved} == {None}
+    assert {output.record.convention for output in kept.tensors} == {None}
 
 
 def test_a_target_without_a_convention_of_its_own_takes_the_one_asked_for(unknown):
     manifest, path = unknown
-    said = Said(Convention.EMA, target=Convention.SUM, mu=0.5)
-    (momentum,) = (
-        m for m in translate(manifest, muonckpt.open(path).values, DIALECTS["dcp"], said=said).moved if m.record.slot
-    )
+    overrides = Overrides(Convention.EMA, target=Convention.SUM, mu=0.5)
+    outputs = translate(manifest, muonckpt.open(path).values, DIALECTS["dcp"], overrides=overrides)
+    (momentum,) = (output for output in outputs.tensors if output.record.slot)
     assert (momentum.scale, momentum.record.convention) == (2.0, Convention.SUM)
 
 
 def test_what_the_user_says_must_not_contradict_the_checkpoint():
     with pytest.raises(SourceError, match="dion says sum, --convention says ema"):
-        translated("dion_fsdp4/ckpt", "torch", said=Said(Convention.EMA))
+        translated("dion_fsdp4/ckpt", "torch", overrides=Overrides(Convention.EMA))
     with pytest.raises(SourceError, match=r"mu=0.95, --mu says 0.9"):
-        translated("dion_fsdp4/ckpt", "torch", said=Said(mu=0.9))
+        translated("dion_fsdp4/ckpt", "torch", overrides=Overrides(mu=0.9))
     with pytest.raises(SourceError, match="torch says ema, --target-convention says sum"):
-        translated("dion_fsdp4/ckpt", "torch", said=Said(target=Convention.SUM))
+        translated("dion_fsdp4/ckpt", "torch", overrides=Overrides(target=Convention.SUM))
 
 
 def test_a_step_that_is_nowhere_must_be_given(tmp_path):
@@ -203,8 +205,10 @@ def test_a_step_that_is_nowhere_must_be_given(tmp_path):
     manifest, path = saved(tmp_path, state)
     with pytest.raises(SourceError, match=r"'w'.*stores its step; give --step"):
         translate(manifest, muonckpt.open(path).values, DIALECTS["torch"])
-    (made,) = translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], said=Said(step=7)).made
-    assert (made.record.key, made.payload) == ("optimizer.state.w.step", np.float32(7).tobytes())
+    outputs = translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], overrides=Overrides(step=7))
+    (counter,) = (output for output in outputs.tensors if output.made)
+    assert counter.key == "optimizer.state.w.step"
+    assert executed(path, outputs)[counter.key].tobytes() == np.float32(7).tobytes()
 
 
 def test_a_parameter_without_dims_keeps_all_of_its_state(tmp_path):
@@ -222,11 +226,11 @@ def test_a_parameter_without_dims_keeps_all_of_its_state(tmp_path):
 def test_state_without_a_place_in_the_target_is_refused(tmp_path):
     name = "megatron/layer_wise/ws4_padded/torch_dist"
     with pytest.raises(SourceError, match=r"no place for muon with fp32_param, momentum_buffer.*--drop"):
-        translated(name, "torch", said=Said(Convention.EMA))
-    result = translated(name, "torch", said=Said(Convention.EMA), drop=frozenset({"fp32_param"}))
+        translated(name, "torch", overrides=Overrides(Convention.EMA))
+    result = translated(name, "torch", overrides=Overrides(Convention.EMA), drop=frozenset({"fp32_param"}))
     path, _ = read(name)
     found, truth = executed(path, result), truth_of("megatron/layer_wise/ws4_padded")
-    assert len(result.left) == 12 and all("fp32_param" in key for key in result.left)
+    assert len(result.left_out) == 12 and all("fp32_param" in key for key in result.left_out)
     for key, words in truth.items():
         if "momentum_buffer" in key:
             assert np.array_equal(found[f"optimizer.state.{key.rpartition('.')[2]}.momentum_buffer"], words)
@@ -262,7 +266,7 @@ def test_masters_of_layer_wise_training_are_state_of_ours(target, tmp_path):
     masters = {"momentum_buffer": W.clone(), "fp32_param": W.clone()}
     manifest, path = saved(tmp_path, nested(masters, lr=0.1, momentum=0.9, algorithm="muon"))
     made = translate(manifest, muonckpt.open(path).values, DIALECTS[target], source=DIALECTS["muonckpt"])
-    assert {moved.record.slot for moved in made.moved} >= {"momentum_buffer", "fp32_param"}
+    assert {output.record.slot for output in made.tensors} >= {"momentum_buffer", "fp32_param"}
 
 
 # Names.
@@ -278,7 +282,7 @@ def test_a_rule_renames_a_parameter_its_state_and_its_groups():
     assert found.keys() == renamed.keys() and all(np.array_equal(found[key], renamed[key]) for key in found)
     listed = {name for key, names in options(result).items() for name in names}
     assert any(name.startswith("model.layers.1.") for name in listed) and "embed_tokens.weight" in listed
-    assert len(result.carried) + len(result.items) == len(manifest.blobs)
+    assert len(result.items) == len(manifest.blobs)
 
 
 @pytest.mark.parametrize("name", READY)

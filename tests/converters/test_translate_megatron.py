@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.translated import MEGATRON, W, executed, options, read, saved, translated, truth_of, words_apart
+from support.translated import MEGATRON, W, copied, executed, options, read, saved, translated, truth_of, words_apart
 
 import muonckpt
-from muonckpt.converters.translate.conventions import Said
+from muonckpt.converters.translate.conventions import Overrides
 from muonckpt.converters.translate.dialects import DIALECTS
 from muonckpt.converters.translate.tables import ready
 from muonckpt.converters.translate.translator import translate
@@ -75,7 +75,7 @@ def test_megatron_there_and_back_is_the_same_checkpoint(name):
     for key, words in truth.items():
         if not key.startswith("rng_state"):
             assert np.array_equal(found[key], words), key
-    assert {carried.key for carried in result.carried} == {blob.key for blob in manifest.blobs}
+    assert copied(result).keys() == {blob.key for blob in manifest.blobs}
 
 
 def test_megatron_momentum_in_the_convention_of_another_program():
@@ -84,7 +84,7 @@ def test_megatron_momentum_in_the_convention_of_another_program():
     rules = ready("megatron-swiglu")
     with pytest.raises(SourceError, match="--convention"):
         translated(MEGATRON.format("dp4"), "dion", rules=rules)
-    result = translated(MEGATRON.format("dp4"), "dion", rules=rules, said=Said(Convention.EMA))
+    result = translated(MEGATRON.format("dp4"), "dion", rules=rules, overrides=Overrides(Convention.EMA))
     found = executed(path, result)
     mlp = "decoder.layers.0.mlp.linear_fc1.weight"
     state = f"optimizer.state.module.module.module.{mlp}"
@@ -97,8 +97,8 @@ def test_megatron_momentum_in_the_convention_of_another_program():
 
 def test_megatron_groups_have_all_options_of_a_new_optimizer_of_ours():
     """`load` looks for every one of them."""
-    said = Said(Convention.EMA)
-    found = options(translated(MEGATRON.format("dp4"), "muonckpt", rules=ready("megatron-swiglu"), said=said))
+    overrides = Overrides(Convention.EMA)
+    found = options(translated(MEGATRON.format("dp4"), "muonckpt", rules=ready("megatron-swiglu"), overrides=overrides))
     weight, bias = torch.nn.Parameter(torch.zeros(4, 3)), torch.nn.Parameter(torch.zeros(3))
     fresh = Muon([{"params": [weight]}, {"params": [bias], "algorithm": "adamw"}]).param_groups
     of_megatron = {"lr", "weight_decay", "momentum", "betas", "eps", "params"}

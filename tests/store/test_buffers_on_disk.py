@@ -38,9 +38,9 @@ import muonckpt
 from muonckpt.cli.main import run as command
 from muonckpt.converters.engine.journal import Done
 from muonckpt.converters.engine.mover import LARGEST_BAND, _parts
-from muonckpt.converters.engine.output_files import TargetFile
+from muonckpt.converters.engine.output_files import OutputFile
 from muonckpt.converters.engine.run import make_job, run
-from muonckpt.converters.target.container import CONTAINERS
+from muonckpt.converters.target.formats import container_of
 from muonckpt.converters.target.topology import LAYOUTS, Target
 from muonckpt.errors import Interrupted, SourceError
 from muonckpt.layouts.buffers.megatron_compact import compact, pingpong_legacy
@@ -162,7 +162,7 @@ def test_what_lies_in_padding_is_ignored(layout, stored, values, tmp_path):
 
 def test_padding_is_read_back_in_bounded_parts():
     """A padded buffer may be mostly zeros."""
-    parts = [extent for extent, _ in _parts(TargetFile("rank_0.bin", (), (), 1 << 30), Done((), ()))]
+    parts = [extent for extent, _ in _parts(OutputFile("rank_0.bin", (), (), 1 << 30), Done((), ()))]
     assert max(extent.length for extent in parts) <= LARGEST_BAND
     assert [extent.offset for extent in parts[1:]] == [extent.end for extent in parts[:-1]] and parts[-1].end == 1 << 30
 
@@ -208,7 +208,7 @@ def test_the_owners_of_the_run_that_saved_are_kept(tmp_path):
         source = muonckpt.open(tmp_path / layout).outline
         names = {tensor.key: tensor.name for tensor in source.tensors}
         run_of = {p["name"]: p for buffer in source.provenance["layer_wise"]["buffers"] for p in buffer["parameters"]}
-        job = make_job(tmp_path / layout, Target({"dp": 2}, (), layout), container=CONTAINERS["buffers"])
+        job = make_job(tmp_path / layout, Target({"dp": 2}, (), layout), container=container_of("buffers"))
         kept = [buffer for buffer in job.buffers if buffer["options"]["bucket_size"] == 700]
         assert {buffer["slot"] for buffer in kept} == {"momentum_buffer", "exp_avg", "exp_avg_sq"}
         for parameter in (parameter for buffer in kept for parameter in buffer["parameters"]):
@@ -272,7 +272,7 @@ def test_a_flipped_bit_is_found(stored, tmp_path):
 @pytest.mark.parametrize("damage", [lambda file: None, lambda file: edit(file, file.stat().st_size - 1)])
 def test_stopped_work_is_resumed_and_what_lies_in_padding_then_is_not_trusted(damage, source, stored, tmp_path):
     target = Target(MESHES[3][0], (), "padded")
-    job = make_job(source, target, container=CONTAINERS["buffers"])
+    job = make_job(source, target, container=container_of("buffers"))
     left = [job.bytes_to_check + sum(file.payload for file in job.files[:-1]) + 1]
 
     def stop(count: int) -> None:

@@ -19,10 +19,9 @@ from support.sharded import elements_of
 
 import muonckpt
 from muonckpt.box import row_major
-from muonckpt.cli.asked import FORMATS
 from muonckpt.converters.engine.job import make_job
 from muonckpt.converters.engine.run import run
-from muonckpt.converters.target.container import WHOLE_TENSORS
+from muonckpt.converters.target.formats import FORMATS, container_of
 from muonckpt.converters.target.topology import Target
 from muonckpt.errors import DestinationError, SourceError
 from muonckpt.layout import Place
@@ -252,7 +251,7 @@ def test_there_is_no_checkpoint_before_the_last_object(source, store):
     assert seen and not any(seen) and is_checkpoint(store / "out")
     for form, shard_bytes in (("zarr", None), ("safetensors", None), ("safetensors", 1)):
         name = f"{form}{shard_bytes}"
-        job = make_job(source, Target({"dp": 1}), [MATRIX], container=WHOLE_TENSORS[form](shard_bytes))
+        job = make_job(source, Target({"dp": 1}), [MATRIX], container=container_of(form, shard_bytes))
         run(job, store / name, progress=looking(name))
         assert not any(seen) and is_checkpoint(store / name)
         assert not [found for found in objects(store) if found.startswith(f".{name}")]

@@ -22,7 +22,7 @@ from muonckpt.box import Box
 from muonckpt.converters.engine import mover
 from muonckpt.converters.engine.job import make_job
 from muonckpt.converters.engine.run import run
-from muonckpt.converters.target.container import WHOLE_TENSORS
+from muonckpt.converters.target.formats import container_of
 from muonckpt.converters.target.topology import Target
 from muonckpt.errors import SourceError
 from muonckpt.record import Manifest, StateRecord
@@ -292,7 +292,7 @@ def test_one_shard_without_an_index_is_not_a_whole_checkpoint(tmp_path):
 def test_a_header_that_tells_of_other_elements_is_not_published(tmp_path, monkeypatch):
     """In an object store the header comes first: its sums are those of an earlier reading."""
     stock_torch.save_file({"w": torch.arange(64.0)}, tmp_path / "source.safetensors")
-    job = make_job(tmp_path / "source.safetensors", Target({"dp": 1}), container=WHOLE_TENSORS["safetensors"](None))
+    job = make_job(tmp_path / "source.safetensors", Target({"dp": 1}), container=container_of("safetensors"))
     readings = iter([bytes(256)])
     bytes_of = mover.bytes_of
     monkeypatch.setattr(mover, "bytes_of", lambda *given: memoryview(next(readings, None) or bytes_of(*given)))

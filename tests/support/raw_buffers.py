@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from muonckpt.converters.engine.run import make_job, run
-from muonckpt.converters.target.container import CONTAINERS
+from muonckpt.converters.target.formats import container_of
 from muonckpt.converters.target.topology import Rule, Target
 from muonckpt.layouts.buffers.group_buffer import GroupBuffer
 from muonckpt.layouts.buffers.parameters import Parameter
@@ -24,7 +24,7 @@ MESHES = {1: ({"dp": 1}, ()), 3: ({"dp": 3}, ()), 4: ({"dp": 2, "ep": 2}, (EXPER
 
 def written(source: Path, path: Path, layout: str, dp: int, **how: Any) -> Manifest:
     mesh, rules = MESHES[dp]
-    done = run(make_job(source, Target(mesh, rules, layout), container=CONTAINERS["buffers"]), path, **how)
+    done = run(make_job(source, Target(mesh, rules, layout), container=container_of("buffers")), path, **how)
     assert done is not None
     return done
 

@@ -6,8 +6,11 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from muonckpt.converters.engine.outputs import Outputs
 from muonckpt.converters.engine.run import plan_job, run
+from muonckpt.converters.translate.request import unchanged
 from muonckpt.record import Manifest
+from muonckpt.store.open_checkpoint import OpenCheckpoint
 from support import sharded
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="muonckpt-tests-")
@@ -23,6 +26,11 @@ def saved(name: str, values: str = "small") -> Path:
 
 def reshard(source: Path, destination: Path, ranks: int, **how) -> Manifest:
     return run(plan_job(source, ranks), destination, **how)
+
+
+def tensors_only(source: OpenCheckpoint) -> Outputs:
+    """Everything but what is no tensor."""
+    return unchanged(source).tensors_only()
 
 
 def contents(path: Path) -> dict[str, bytes]:

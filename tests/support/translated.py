@@ -10,10 +10,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import muonckpt
+from muonckpt.converters.engine.outputs import Outputs
 from muonckpt.converters.translate.conventions import scaled
 from muonckpt.converters.translate.dialects import DIALECTS
-from muonckpt.converters.translate.translation import Translation
 from muonckpt.converters.translate.translator import translate
+from muonckpt.record import Blob
 from muonckpt.store.formats.torch_save.plain_item import plain_value
 from muonckpt.store.reading.payloads import Payloads, elements
 from support.golden import golden
@@ -37,23 +38,29 @@ def read(name: str):
     return path, muonckpt.open(path).manifest
 
 
-def translated(name: str, target: str, **how) -> Translation:
+def translated(name: str, target: str, **how) -> Outputs:
     path, manifest = read(name)
     return translate(manifest, muonckpt.open(path).values, DIALECTS[target], **how)
 
 
-def executed(path, translation: Translation) -> dict[str, np.ndarray]:
+def executed(path, outputs: Outputs) -> dict[str, np.ndarray]:
     """Every target tensor as unsigned words, moved by following the layouts, an element at a time."""
+    manifest = muonckpt.open(path).manifest
+    owners = {chunk: tensor for tensor in manifest.tensors for chunk in tensor.chunks}
     found = {}
     with Payloads(path) as payloads:
-        for moved in translation.moved:
-            itemsize = getattr(torch, moved.record.dtype).itemsize
-            out = np.zeros(moved.record.shape, f"<u{itemsize}")
-            seen = np.zeros(moved.record.shape, bool)
-            for fragment in moved.layout.fragments:
-                tensor, chunk = translation.chunk(fragment.place.buffer)
-                assert tensor.dtype == moved.record.dtype
-                words = elements(payloads, tensor, chunk).reshape(-1)
+        for output in outputs.tensors:
+            if output.made:
+                [payload] = output.made.values()
+                found[output.key] = np.frombuffer(payload, "<u4").reshape(output.record.shape)
+                continue
+            itemsize = getattr(torch, output.record.dtype).itemsize
+            out = np.zeros(output.record.shape, f"<u{itemsize}")
+            seen = np.zeros(output.record.shape, bool)
+            for fragment in output.layout.fragments:
+                chunk = output.chunks[fragment.place.buffer]
+                assert owners[chunk].dtype == output.record.dtype
+                words = elements(payloads, owners[chunk], chunk).reshape(-1)
                 for index in np.ndindex(*fragment.box.shape):
                     at = sum(i * stride for i, stride in zip(index, fragment.place.strides, strict=True))
                     where = tuple(lo + i for lo, i in zip(fragment.box.lo, index, strict=True))
@@ -61,9 +68,7 @@ def executed(path, translation: Translation) -> dict[str, np.ndarray]:
                     seen[where] = True
                     out[where] = words[fragment.place.offset + at]
             assert seen.all()
-            found[moved.record.key] = scaled(out, moved.record.dtype, moved.scale) if moved.scale else out
-        for made in translation.made:
-            found[made.record.key] = np.frombuffer(made.payload, "<u4").reshape(made.record.shape)
+            found[output.key] = scaled(out, output.record.dtype, output.scale) if output.scale else out
     return found
 
 
@@ -134,5 +139,11 @@ def nested(slots, **group) -> dict:
     return {"model": {"w": W}, "optimizer": {"state": {"w": slots}, "param_groups": [{"params": ["w"], **group}]}}
 
 
-def options(result: Translation) -> dict[str, object]:
-    return {item.key: plain_value(item.data) for item in result.items}
+def options(outputs: Outputs) -> dict[str, object]:
+    """The options that are written anew."""
+    return {item.key: plain_value(item.data) for item in outputs.items if item.source is None}
+
+
+def copied(outputs: Outputs) -> dict[str, Blob]:
+    """The items that are copied as they are."""
+    return {item.key: item.source for item in outputs.items if item.source is not None}

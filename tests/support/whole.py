@@ -10,9 +10,9 @@ import torch
 
 from muonckpt.box import Box
 from muonckpt.converters.engine.job import make_job
-from muonckpt.converters.engine.outputs import Content, Wanted
+from muonckpt.converters.engine.outputs import Outputs, OutputTensor
 from muonckpt.converters.engine.run import run
-from muonckpt.converters.target.container import WHOLE_TENSORS
+from muonckpt.converters.target.formats import container_of
 from muonckpt.converters.target.topology import Target
 from muonckpt.layout import dense
 from muonckpt.layouts.owned import owned_layout
@@ -31,12 +31,12 @@ def write(
     path: Path, form: str, tensors: Iterable[tuple[StateRecord, bytes]], shard_bytes: int | None = None
 ) -> Manifest:
     """These tensors and their elements in that format, from a source whose provenance is ``{"step": 3}``."""
-    made = [Wanted(each, owned_layout(each.shape, "raw"), {}, {"raw": raw}) for each, raw in tensors]
+    made = [OutputTensor(each, owned_layout(each.shape, "raw"), made={"raw": raw}) for each, raw in tensors]
     source = path.with_name(f"{path.name}-source")
     source.mkdir(parents=True)
     (source / FILE).write_text(Manifest((), (), {"step": 3}).to_json())
-    container = WHOLE_TENSORS[form](shard_bytes)
-    return run(make_job(source, Target({"dp": 1}), translate=lambda _: Content(made, []), container=container), path)
+    container = container_of(form, shard_bytes)
+    return run(make_job(source, Target({"dp": 1}), make_outputs=lambda _: Outputs(made), container=container), path)
 
 
 def write_values(path: Path, form: str, tensors: dict[str, torch.Tensor], shard_bytes: int | None = None) -> Manifest:

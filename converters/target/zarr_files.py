@@ -1,0 +1,49 @@
+"""A zarr hierarchy as a destination: a file for each shard of each array, with its chunks end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ...record import Chunk, Extent, Manifest
+from ...store.formats.zarr import writer as zarr_writer
+from ...store.formats.zarr.array import METADATA, ZarrArray
+from ...store.io.location import Location
+from ...store.reading.dtypes import itemsize
+from ..engine.output_files import OutputChunk, OutputFile
+from ..engine.outputs import OutputTensor
+from .whole_files import WholeFiles
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrFiles(WholeFiles):
+    """A zarr hierarchy."""
+
+    name: ClassVar[str] = "zarr"
+    descriptions: ClassVar[tuple[str, ...]] = (METADATA,)
+
+    def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
+        arrays = zarr_writer.arrays([output.record for output in tensors], self.shard_bytes)
+        return [file for output, array in zip(tensors, arrays, strict=True) for file in _files(output, array)]
+
+    def describe(self, manifest: Manifest, folder: Location) -> None:
+        zarr_writer.describe(manifest, folder, self.shard_bytes)
+
+
+def _files(output: OutputTensor, array: ZarrArray) -> Iterator[OutputFile]:
+    files = [(name, list(array.chunks(box))) for name, box in array.files()]
+    boxes = [box for _, chunks in files for _, box in chunks]
+    copies = iter(output.copies(boxes) if boxes else ())
+    for name, chunks in files:
+        index = zarr_writer.index_of(array, [number for number, _ in chunks])
+        written: list[OutputChunk] = []
+        end = 0
+        for number, box in chunks:
+            behind = index if number == chunks[-1][0] else b""
+            payload = Extent(name, end, box.numel * itemsize(array.dtype))
+            frame = zarr_writer.ChunkFrame(payload.length, array.chunk_bytes, behind)
+            stored = Chunk(box, Extent(name, end, frame.length), payload)
+            written.append(OutputChunk(output, stored, frame, next(copies)))
+            end += frame.length
+        yield OutputFile(name, (), tuple(written), end)

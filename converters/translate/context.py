@@ -1,0 +1,75 @@
+"""What is known of a source while it is translated, and the tensors that are made of its elements."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from ...errors import about
+from ...layout import Buffer, TensorLayout
+from ...record import Chunk, Manifest, StateRecord
+from ...store.stored_items import Values
+from ..engine.outputs import OutputTensor
+from .conventions import Overrides
+from .dialects import Dialect
+from .group_options import Group
+from .roles import Roles
+
+
+@dataclass(frozen=True, slots=True)
+class SourceChunks:
+    """The chunks of a source, each a buffer with a name of its own: parts of several tensors can be joined.
+
+    Attributes:
+        by_buffer: every chunk.
+        buffers: of each tensor, by its key, the names of its chunks in their order.
+    """
+
+    by_buffer: Mapping[Buffer, Chunk]
+    buffers: Mapping[str, tuple[Buffer, ...]]
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> SourceChunks:
+        """Of all tensors of a checkpoint."""
+        by_buffer: dict[Buffer, Chunk] = {}
+        buffers: dict[str, tuple[Buffer, ...]] = {}
+        for tensor in manifest.tensors:
+            names = [f"chunk {number}" for number in range(len(by_buffer), len(by_buffer) + len(tensor.chunks))]
+            buffers[tensor.key] = tuple(names)
+            by_buffer.update(zip(names, tensor.chunks, strict=True))
+        return cls(by_buffer, buffers)
+
+    def layout(self, tensor: StateRecord) -> TensorLayout:
+        """Where a tensor lies in its chunks.
+
+        Raises:
+            LayoutError: it has a hole or an overlap.
+        """
+        stored = zip(self.buffers[tensor.key], tensor.chunks, strict=True)
+        with about(tensor.key):
+            return TensorLayout(
+                tensor.shape, tuple(chunk.stored(buffer) for buffer, chunk in stored if chunk.box.numel)
+            )
+
+    def output(self, record: StateRecord, layout: TensorLayout, scale: float | None = None) -> OutputTensor:
+        """The tensor that is made of the elements that ``layout`` names."""
+        return OutputTensor(record, layout, {buffer: self.by_buffer[buffer] for buffer in layout.buffers}, scale=scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What is known of the source while it is translated: ``groups`` by the parameters in them, ``dropped`` slots."""
+
+    dialect: Dialect
+    target: Dialect
+    values: Values
+    overrides: Overrides
+    chunks: SourceChunks
+    roles: Roles
+    groups: Mapping[str, Group]
+    dropped: Collection[str] = ()
+
+    @property
+    def same_dialect(self) -> bool:
+        """Whether only names, structure or the convention change."""
+        return self.target is self.dialect

@@ -1,0 +1,121 @@
+"""The tensors of a translated checkpoint: under which key, in which convention, made of which elements."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+
+from ...box import Box
+from ...errors import SourceError
+from ...layout import TensorLayout, dense
+from ...record import StateRecord
+from ...store.stored_items import scalar_bytes
+from ...vocabulary import Convention
+from ..engine.outputs import OutputItem, OutputTensor
+from .context import Context
+from .conventions import agreed, factor
+from .dialects import KeyPath, key_of
+from .names import Rules
+from .source_parameters import Param, SlotTensors
+from .structure import Tensor, apply
+
+_COUNTER = "counter"
+_ONE_ELEMENT = TensorLayout((), (dense(Box((), ()), _COUNTER),))
+
+
+def tensors_by_slot(context: Context, rules: Rules) -> SlotTensors:
+    """The weights and the state of the source, renamed, split and joined as the rules say."""
+    by_slot: defaultdict[str | None, dict[str, Tensor]] = defaultdict(dict)
+    for (slot, name), tensor in context.roles.tensors.items():
+        by_slot[slot][name] = Tensor(tensor.dtype, context.chunks.layout(tensor), name, (name,))
+    return {slot: apply(rules, tensors) for slot, tensors in by_slot.items()}
+
+
+def carried(context: Context, tensor: StateRecord, path: KeyPath) -> OutputTensor:
+    """A tensor of the source as it is, under this path."""
+    return context.chunks.output(_under(tensor, path), context.chunks.layout(tensor))
+
+
+def weight(context: Context, name: str, tensor: Tensor) -> OutputTensor:
+    """A parameter."""
+    record = _record(context, None, tensor, context.target.model.write(name=name))
+    return context.chunks.output(record, tensor.layout)
+
+
+def state(context: Context, slot: str, tensor: Tensor, param: Param) -> OutputTensor:
+    """What the source has in this slot for a parameter; momentum in the convention that the target follows.
+
+    Raises:
+        SourceError: a convention or a coefficient is needed and not known, or they contradict each other.
+    """
+    word = next(word for word, own in param.source_method.slots.items() if own == slot)
+    target_slot = param.target_method.slots[word]
+    path = context.target.state.write(name=param.name, slot=target_slot, **param.chain)
+    record = dataclasses.replace(_record(context, slot, tensor, path), name=param.name, slot=target_slot)
+    if word != "momentum":
+        return context.chunks.output(record, tensor.layout)
+    source, target = _conventions(context, slot, tensor, param)
+    scale = factor(source, target, _mu(context, param), f"parameter {param.name!r}")
+    fingerprint = record.fingerprint if scale is None else None
+    record = dataclasses.replace(record, convention=target, fingerprint=fingerprint)
+    return context.chunks.output(record, tensor.layout, scale)
+
+
+def counter(context: Context, param: Param) -> OutputTensor | OutputItem:
+    """The step of a parameter: moved if it is a tensor in the source, else made one where the dialect is another.
+
+    Raises:
+        SourceError: nobody knows it.
+    """
+    slot = param.target_method.slots["step"]
+    path = context.target.state.write(name=param.name, slot=slot, **param.chain)
+    own = context.roles.counters.get(param.aliases[0], {}).get(param.source_method.slots.get("step", ""))
+    if isinstance(own, StateRecord):
+        record = dataclasses.replace(_under(own, path), name=param.name, slot=slot)
+        return context.chunks.output(record, context.chunks.layout(own))
+    if own is not None and context.same_dialect:
+        return OutputItem(key_of(path), path, own)
+    if param.step is None:
+        raise SourceError(f"parameter {param.name!r}: {context.target.name} stores its step; give --step")
+    record = StateRecord(key_of(path), path, (), "float32", (), name=param.name, slot=slot)
+    return OutputTensor(record, _ONE_ELEMENT, made={_COUNTER: scalar_bytes("float32", param.step)})
+
+
+def _under(record: StateRecord, path: KeyPath) -> StateRecord:
+    """The record of a tensor that is to be stored anew, under this path."""
+    return dataclasses.replace(record, key=key_of(path), path=path, chunks=(), layout=None)
+
+
+def _record(context: Context, slot: str | None, tensor: Tensor, path: KeyPath) -> StateRecord:
+    """The record of a target tensor; what rests on the source's structure is kept where that is."""
+    if tensor.restructured:
+        return StateRecord(key_of(path), path, tensor.shape, tensor.dtype, ())
+    return _under(context.roles.tensors[slot, tensor.aliases[0]], path)
+
+
+def _conventions(
+    context: Context, slot: str, tensor: Tensor, param: Param
+) -> tuple[Convention | None, Convention | None]:
+    """What the momentum follows, and what the target's is to follow."""
+    about, tensors, overrides = f"parameter {param.name!r}", context.roles.tensors, context.overrides
+    parts = [tensors[slot, alias] for alias in tensor.aliases if (slot, alias) in tensors]
+    recorded = {f"the manifest ({part.key})": part.convention for part in parts}
+    known = {context.dialect.name: context.dialect.convention, "--convention": overrides.convention}
+    source = agreed(about, "--convention", recorded | known)
+    asked = {context.target.name: context.target.convention, "--target-convention": overrides.target}
+    return source, agreed(about, "--target-convention", asked) or source
+
+
+def _mu(context: Context, param: Param) -> float | None:
+    """The momentum coefficient of the parameter's group, or what the user says where that has none."""
+    option, told = param.source_method.options.get("momentum", ""), context.overrides.mu
+    if param.group is None or option not in param.group.items:
+        return told
+    stored = context.values.read(param.group.items[option])
+    if stored is None:
+        return told
+    if not isinstance(stored, float | int):
+        raise SourceError(f"parameter {param.name!r}: expected a number as {option} of its group, found {stored!r}")
+    if told not in (None, stored):
+        raise SourceError(f"parameter {param.name!r}: its group says {option}={stored!r}, --mu says {told!r}")
+    return float(stored)

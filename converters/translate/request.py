@@ -1,0 +1,59 @@
+"""What a user asks of names, structure and conventions: the way from a source to its outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ...store.open_checkpoint import OpenCheckpoint
+from ..engine.outputs import OutputItem, Outputs, OutputTensor
+from .conventions import Overrides
+from .detection import annotate
+from .dialects import Dialect
+from .names import Rules
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The arguments of :func:`.translator.translate`; the defaults ask for nothing."""
+
+    source: Dialect | None = None
+    target: Dialect | None = None
+    rules: Rules = field(default_factory=Rules)
+    overrides: Overrides = field(default_factory=Overrides)
+    drop: frozenset[str] = frozenset()
+
+    def outputs(self, source: OpenCheckpoint) -> Outputs:
+        """What is made of a checkpoint.  Nothing is translated where nothing is asked for.
+
+        Raises:
+            SourceError, TargetError, LayoutError: as `translate` and `unchanged`.
+        """
+        if self == Request():
+            return unchanged(source)
+        from .translator import translate  # few commands translate
+
+        return translate(
+            source.manifest,
+            source.values,
+            self.target,
+            source=self.source,
+            rules=self.rules,
+            overrides=self.overrides,
+            drop=self.drop,
+        )
+
+
+def unchanged(source: OpenCheckpoint) -> Outputs:
+    """Every tensor and every item under its own name; slots, by which layouts sort tensors, are those of the keys
+    where nothing is recorded.
+
+    Raises:
+        LayoutError: a tensor has a hole or an overlap.
+    """
+    manifest = source.manifest
+    recorded = any(tensor.slot is not None for tensor in manifest.tensors)
+    tensors = (manifest if recorded else annotate(manifest)).tensors
+    return Outputs(
+        [OutputTensor(t, t.chunk_layout(), {str(i): chunk for i, chunk in enumerate(t.chunks)}) for t in tensors],
+        [OutputItem(blob.key, blob.path, blob) for blob in manifest.blobs],
+    )
