@@ -29,9 +29,17 @@ def test_flat_range_outside_the_tensor_is_refused():
         list(flat_boxes((2, 3), 3, 7))
 
 
-def test_a_reversed_box_is_refused():
+def test_what_is_no_box_is_refused():
     with pytest.raises(LayoutError, match="lo <= hi"):
         Box((3,), (2,))
+    with pytest.raises(LayoutError, match="as many upper as lower bounds"):
+        Box((0,), (2, 3))
+
+
+def test_a_box_contains_its_parts_and_whatever_is_empty():
+    box = Box((1, 0), (3, 4))
+    assert box in box and Box((1, 2), (2, 4)) in box and Box((9, 9), (9, 12)) in box
+    assert Box((0, 0), (3, 4)) not in box and Box((1, 0), (3, 5)) not in box and Box((7, 7), (8, 8)) not in box
 
 
 @given(st.data())

@@ -19,7 +19,7 @@ from muonckpt.errors import LayoutError
 from muonckpt.layout import Fragment, Place, TensorLayout, dense, stacked, through
 from muonckpt.layouts.flat import even_shards, flat_layout
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, local_shape, mesh_layout, row_layout
-from muonckpt.layouts.owned import owned_layout
+from muonckpt.layouts.owned import blocks_layout, blocks_of, owned_layout
 from muonckpt.plan import Share, make_plan, make_plans, make_share
 
 
@@ -178,6 +178,30 @@ def test_flat_shards_must_hold_the_tensor():
         flat_layout((4, 4), 10, even_shards(24, 2))
     with pytest.raises(LayoutError, match="does not divide"):
         even_shards(25, 2)
+
+
+def test_a_mesh_has_distinct_ranks_and_a_placement_per_axis_that_fits_the_tensor():
+    for shape, ranks in [((2, 2), (0, 1, 2)), ((2,), (1, 1)), ((3,), (0, 1))]:
+        with pytest.raises(LayoutError, match="that many distinct ranks"):
+            Mesh(shape, ranks)
+    for placements in [(Shard(0),), (Shard(0), Replicate(), Replicate())]:
+        with pytest.raises(LayoutError, match="needs 2 placements"):
+            mesh_layout((4, 4), Mesh.of(2, 2), placements)
+    for dim in (-1, 2):
+        with pytest.raises(LayoutError, match=r"does not fit a tensor of shape \(4, 4\)"):
+            mesh_layout((4, 4), Mesh.of(2), (Shard(dim),))
+
+
+def test_blocks_of_a_matrix_are_along_its_longer_side_and_lie_end_to_end_at_their_owners():
+    wide = [Box((0, 0), (4, 2)), Box((0, 2), (4, 4)), Box((0, 4), (4, 5)), Box((0, 5), (4, 5))]
+    assert blocks_of((4, 5), 4) == wide
+    assert blocks_of((1, 7, 4), 2) == [Box((0, 0, 0), (1, 4, 4)), Box((0, 4, 0), (1, 7, 4))]
+    assert blocks_of((4, 4), 2) == [Box((0, 0), (4, 2)), Box((0, 2), (4, 4))]
+    held = (dense(wide[0], 5), dense(wide[1], 5, 8), dense(wide[2], 3))
+    assert blocks_layout((4, 5), (5, 3), 4).fragments == held
+    for blocks in (0, 3):
+        with pytest.raises(LayoutError, match=f"{blocks} blocks do not divide over 2 owners"):
+            blocks_layout((4, 5), (5, 3), blocks)
 
 
 def test_a_fragment_cannot_be_empty():

@@ -1,0 +1,80 @@
+"""What a layout proves of itself, and how two are told apart."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from muonckpt.box import Box
+from muonckpt.errors import LayoutError
+from muonckpt.layout import Fragment, Place, TensorLayout, dense
+from muonckpt.plan import Copy, Plan
+
+ROWS = TensorLayout((4, 3), (dense(Box((0, 0), (2, 3)), 0), dense(Box((2, 0), (4, 3)), 1, 7)))
+
+
+def test_a_place_fits_its_box():
+    box = Box((0, 0), (2, 3))
+    for place in (Place(0, 0, (1,)), Place(0, 0, (6, 3, 1)), Place(0, -1, (3, 1))):
+        with pytest.raises(LayoutError, match="one stride per dim and an offset >= 0"):
+            Fragment(box, place)
+
+
+def test_a_box_has_as_many_dims_as_the_tensor():
+    with pytest.raises(LayoutError, match=r"box \[0:4\] has 1 dims, the tensor of shape \(4, 1\) has 2"):
+        TensorLayout((4, 1), (dense(Box((0,), (4,)), 0),))
+
+
+def test_equal_layouts_are_one_key_and_have_one_digest_in_every_process():
+    again = TensorLayout(ROWS.shape, ROWS.fragments)
+    assert again == ROWS and {ROWS: 1}[again] == 1 and again.digest() == ROWS.digest()
+    code = (
+        "from muonckpt.box import Box; from muonckpt.layout import TensorLayout, dense\n"
+        "rows = TensorLayout((4, 3), (dense(Box((0, 0), (2, 3)), 0), dense(Box((2, 0), (4, 3)), 1, 7)))\n"
+        "print(rows.digest().hex())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ROWS.digest().hex()
+
+
+def variants() -> dict[str, TensorLayout]:
+    first, second = ROWS.fragments
+
+    def moved(**changes) -> TensorLayout:
+        return TensorLayout((4, 3), (first, replace(second, place=replace(second.place, **changes))))
+
+    return {
+        "the same": ROWS,
+        "another buffer": moved(buffer=2),
+        "a buffer of another type": moved(buffer="1"),
+        "another offset": moved(offset=8),
+        "other strides": moved(strides=(1, 2)),
+        "a replica": TensorLayout((4, 3), (*ROWS.fragments, replace(second, place=replace(second.place, buffer=2)))),
+        "another cut": TensorLayout((4, 3), (dense(Box((0, 0), (3, 3)), 0), dense(Box((3, 0), (4, 3)), 1, 7))),
+        "another order": TensorLayout((4, 3), (second, first)),
+        "another shape": TensorLayout((0, 3), ()),
+        "another empty shape": TensorLayout((3, 0), ()),
+    }
+
+
+def test_layouts_that_differ_in_anything_are_different_and_have_other_digests():
+    layouts = variants()
+    assert len(set(layouts.values())) == len({layout.digest() for layout in layouts.values()}) == len(layouts)
+
+
+def test_a_layout_is_clipped_to_what_it_has():
+    assert ROWS.clip((3, 3)).fragments == (dense(Box((0, 0), (2, 3)), 0), dense(Box((2, 0), (3, 3)), 1, 7))
+    assert ROWS.clip((0, 3)) == TensorLayout((0, 3), ())
+    with pytest.raises(LayoutError, match=r"cannot clip a tensor of shape \(4, 3\) to the larger shape \(4, 4\)"):
+        ROWS.clip((4, 4))
+
+
+def test_a_plan_writes_all_of_its_target():
+    box = Box((0,), (3,))
+    copy = Copy(box, Place(0, 0, (1,)), Place(1, 0, (1,)))
+    assert Plan((4,), (copy,), 3).moved() == 3
+    with pytest.raises(LayoutError, match="writes 3 of the 4 elements"):
+        Plan((4,), (copy,), 4)
