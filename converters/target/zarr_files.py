@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...record import Chunk, Extent, Manifest
+from ...record import Chunk, Extent, Manifest, StateRecord
 from ...store.formats.zarr import writer as zarr_writer
 from ...store.formats.zarr.array import METADATA, ZarrArray
 from ...store.io.location import Location
@@ -18,17 +18,21 @@ from .whole_files import WholeFiles
 
 @dataclass(frozen=True, slots=True)
 class ZarrFiles(WholeFiles):
-    """A zarr hierarchy."""
+    """A zarr hierarchy with chunks of at most ``chunk_bytes``, the smallest part that zarr reads."""
 
+    chunk_bytes: int = zarr_writer.CHUNK_BYTES
     name: ClassVar[str] = "zarr"
     descriptions: ClassVar[tuple[str, ...]] = (METADATA,)
 
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
-        arrays = zarr_writer.arrays([output.record for output in tensors], self.shard_bytes)
+        arrays = self._arrays([output.record for output in tensors])
         return [file for output, array in zip(tensors, arrays, strict=True) for file in _files(output, array)]
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
-        zarr_writer.describe(manifest, folder, self.shard_bytes)
+        zarr_writer.describe(manifest, self._arrays(manifest.tensors), folder)
+
+    def _arrays(self, tensors: Sequence[StateRecord]) -> list[ZarrArray]:
+        return zarr_writer.arrays(tensors, self.shard_bytes, self.chunk_bytes)
 
 
 def _files(output: OutputTensor, array: ZarrArray) -> Iterator[OutputFile]:

@@ -126,6 +126,9 @@ def test_a_buffer_reads_its_own_replica_and_strangers_go_round():
     source = mesh_layout((8, 4), Mesh.of(4), (Replicate(),))
     onto_holders = make_plan(source, row_layout((8, 4), 4))
     assert onto_holders.moved() == 0
+    front, back = Box((0,), (2,)), Box((2,), (4,))
+    chained = TensorLayout((4,), (dense(front, 0), dense(front, 1), dense(back, 1, 2), dense(back, 2)))
+    assert make_plan(chained, owned_layout((4,), 1)).moved() == 0  # the second of one box, the first of the other
     far = make_plan(
         source,
         TensorLayout((8, 4), tuple(dense(f.box, f"file{f.place.buffer}") for f in row_layout((8, 4), 4).fragments)),
@@ -190,6 +193,12 @@ def test_a_mesh_has_distinct_ranks_and_a_placement_per_axis_that_fits_the_tensor
     for dim in (-1, 2):
         with pytest.raises(LayoutError, match=r"does not fit a tensor of shape \(4, 4\)"):
             mesh_layout((4, 4), Mesh.of(2), (Shard(dim),))
+
+
+def test_a_share_without_gaps_is_one_box():
+    """A checkpoint takes one box a rank, so a strided shard over one rank must not be several."""
+    layout = mesh_layout((12, 3), Mesh.of(1, 2), (StridedShard(0, 4), Shard(1)))
+    assert [fragment.box for fragment in layout.fragments] == [Box((0, 0), (12, 2)), Box((0, 2), (12, 3))]
 
 
 def test_blocks_of_a_matrix_are_along_its_longer_side_and_lie_end_to_end_at_their_owners():

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from support.sharded import SHAPES, bits, some
+from support.sharded import SHAPES, bits, some, wide
 from support.whole import assemble, write, write_values
 
 import muonckpt
 from muonckpt.box import Box
-from muonckpt.converters.engine import mover
+from muonckpt.converters.target.zarr_files import ZarrFiles
 from muonckpt.errors import SourceError
 from muonckpt.record import StateRecord
 from muonckpt.store.formats.registry import ZARR, format_of
@@ -27,8 +27,8 @@ from muonckpt.vocabulary import Convention
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
-SMALL = {"chunk": 40, "shard": 200}
-"""Bytes, so that small tensors have several chunks in several files, and chunks beyond their edges."""
+SMALL = ZarrFiles(shard_bytes=200, chunk_bytes=40)
+"""Small tensors have several chunks in several files, and chunks beyond their edges."""
 MORE_SHAPES = {"long": (301,), "prime": (13, 7), "wide": (2, 97), "deep": (3, 5, 7, 2), "one": (1, 1, 1)}
 
 
@@ -38,14 +38,20 @@ def values() -> dict[str, torch.Tensor]:
     return made | {name: some(shape, torch.float32, 99) for name, shape in (SHAPES | MORE_SHAPES).items()}
 
 
-@pytest.fixture(params=["usual", "small"])
-def written(request, tmp_path, monkeypatch):
-    """A hierarchy that we wrote, with chunks of usual size or tiny ones."""
-    if request.param == "small":
-        monkeypatch.setattr(zarr_writer, "CHUNK_BYTES", SMALL["chunk"])
-        monkeypatch.setattr(mover, "LARGEST_BAND", 16)
-    write_values(tmp_path / "z", "zarr", values(), SMALL["shard"] if request.param == "small" else None)
-    return tmp_path / "z"
+WRITTEN = {
+    "usual": (values, ZarrFiles(), {}),
+    "small": (values, SMALL, {}),
+    "in bands": (wide, ZarrFiles(shard_bytes=1 << 20, chunk_bytes=200_000), {"memory": 1}),
+}
+"""Tensors, and how they are written: the last ones have chunks that go through memory in parts."""
+
+
+@pytest.fixture(params=WRITTEN)
+def written(request, tmp_path):
+    """A hierarchy that we wrote, and what it holds."""
+    tensors, container, how = WRITTEN[request.param]
+    write_values(tmp_path / "z", container, tensors(), **how)
+    return tmp_path / "z", tensors()
 
 
 def read_back(path: Path) -> dict[str, bytes]:
@@ -58,10 +64,11 @@ def read_back(path: Path) -> dict[str, bytes]:
 
 
 def test_the_stock_library_opens_what_we_write(written):
-    group = zarr.open_group(written, mode="r")
+    path, values = written
+    group = zarr.open_group(path, mode="r")
     names = [name for name, node in group.members(max_depth=None) if isinstance(node, zarr.Array)]
-    assert sorted(names) == sorted(f"{key}/value" for key in values())
-    for key, value in values().items():
+    assert sorted(names) == sorted(f"{key}/value" for key in values)
+    for key, value in values.items():
         array = group[f"{key}/value"]
         name = str(value.dtype).removeprefix("torch.")
         assert (array.shape, str(array.dtype)) == (tuple(value.shape), stored_as(name))
@@ -72,30 +79,30 @@ def test_the_stock_library_opens_what_we_write(written):
 
 
 def test_we_read_what_we_write(written):
-    assert format_of(written) is ZARR
-    manifest = muonckpt.open(written).manifest
+    path, values = written
+    assert format_of(path) is ZARR
+    manifest = muonckpt.open(path).manifest
     assert manifest.provenance["step"] == 3
     assert [(t.key, t.dtype, t.shape) for t in sorted(manifest.tensors, key=lambda t: t.key)] == sorted(
-        (key, str(v.dtype).removeprefix("torch."), tuple(v.shape)) for key, v in values().items()
+        (key, str(v.dtype).removeprefix("torch."), tuple(v.shape)) for key, v in values.items()
     )
-    assert read_back(written) == {key: bits(value) for key, value in values().items()}
+    assert read_back(path) == {key: bits(value) for key, value in values.items()}
     for tensor in manifest.tensors:
         tensor.chunk_layout()
         for chunk in tensor.chunks:  # straight from the file
-            raw = (written / chunk.payload.file).read_bytes()[chunk.payload.offset : chunk.payload.end]
-            with muonckpt.open(written).payloads as payloads:
+            raw = (path / chunk.payload.file).read_bytes()[chunk.payload.offset : chunk.payload.end]
+            with muonckpt.open(path).payloads as payloads:
                 assert elements(payloads, tensor, chunk).tobytes() == raw
 
 
-def test_small_chunks_really_are_small(tmp_path, monkeypatch):
-    monkeypatch.setattr(zarr_writer, "CHUNK_BYTES", SMALL["chunk"])
-    write_values(tmp_path / "z", "zarr", values(), SMALL["shard"])
+def test_small_chunks_really_are_small(tmp_path):
+    write_values(tmp_path / "z", SMALL, values())
     for tensor in muonckpt.open(tmp_path / "z").manifest.tensors:
         sizes = [chunk.payload.length for chunk in tensor.chunks]
-        assert max(sizes, default=0) <= max(SMALL["chunk"], itemsize(tensor.dtype))
+        assert max(sizes, default=0) <= max(SMALL.chunk_bytes, itemsize(tensor.dtype))
         files = {chunk.item.file for chunk in tensor.chunks}
         stored = sum((tmp_path / "z" / file).stat().st_size for file in files)
-        assert len(files) >= sum(sizes) / (2 * SMALL["shard"]) and stored < 3 * sum(sizes) + 100
+        assert len(files) >= sum(sizes) / (2 * SMALL.shard_bytes) and stored < 3 * sum(sizes) + 100
 
 
 def test_what_zarr_has_keeps_its_type_and_the_rest_its_bits():
@@ -107,7 +114,7 @@ def test_nothing_that_is_known_of_a_tensor_is_lost(tmp_path):
     facts = {"name": "w", "slot": "momentum_buffer", "convention": Convention.SUM, "pieces": (3, 1)}
     path = ("optimizer", "state", "w", "momentum_buffer")
     tensor = StateRecord("o.w", path, (4, 3), "bfloat16", (), **facts, layout={"algorithm": "mesh", "version": 1})
-    write(tmp_path / "a", "zarr", [(tensor, np.ones(12, "<u2").tobytes())])
+    write(tmp_path / "a", ZarrFiles(), [(tensor, np.ones(12, "<u2").tobytes())])
     (found,) = muonckpt.open(tmp_path / "a").manifest.tensors
     for field in ("key", "path", "shape", "dtype", "name", "slot", "convention", "pieces", "layout"):
         assert getattr(found, field) == getattr(tensor, field)
@@ -201,7 +208,7 @@ def test_a_slot_lies_in_the_group_of_its_parameter_and_any_name_has_a_place(tmp_
     ]
     found = zarr_writer.nodes(tensors)
     assert found[:3] == ["opt/state/layers.0.w/exp_avg", "opt/state/layers.0.w/exp_avg_sq", "model/layers.0.w/value"]
-    write(tmp_path / "z", "zarr", [(tensor, bytes([len(tensor.key) % 251])) for tensor in tensors])
+    write(tmp_path / "z", ZarrFiles(), [(tensor, bytes([len(tensor.key) % 251])) for tensor in tensors])
     names = {node.attrs["muonckpt"]["key"]: int(node[0]) for _, node in zarr.open_group(tmp_path / "z").members(None)
              if isinstance(node, zarr.Array)}  # fmt: skip
     assert names == {t.key: len(t.key) % 251 for t in tensors}
@@ -223,9 +230,9 @@ def test_two_tensors_in_one_place_are_refused(tensors):
 
 
 @pytest.fixture
-def ours(tmp_path, monkeypatch):
-    monkeypatch.setattr(zarr_writer, "CHUNK_BYTES", 24)
-    write_values(tmp_path / "z", "zarr", {"w": torch.arange(30.0).reshape(10, 3), "v": torch.arange(3)}, 72)
+def ours(tmp_path):
+    tensors = {"w": torch.arange(30.0).reshape(10, 3), "v": torch.arange(3)}
+    write_values(tmp_path / "z", ZarrFiles(shard_bytes=72, chunk_bytes=24), tensors)
     return tmp_path / "z"
 
 

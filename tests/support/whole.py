@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from muonckpt.box import Box
 from muonckpt.converters.engine.job import make_job
 from muonckpt.converters.engine.outputs import Outputs, OutputTensor
 from muonckpt.converters.engine.run import run
-from muonckpt.converters.target.formats import container_of
+from muonckpt.converters.target.container import Container
 from muonckpt.converters.target.topology import Target
 from muonckpt.layout import dense
 from muonckpt.layouts.owned import owned_layout
@@ -27,20 +28,18 @@ def record(key: str, value: torch.Tensor, **facts) -> StateRecord:
     return StateRecord(key, (key,), tuple(value.shape), str(value.dtype).removeprefix("torch."), (), **facts)
 
 
-def write(
-    path: Path, form: str, tensors: Iterable[tuple[StateRecord, bytes]], shard_bytes: int | None = None
-) -> Manifest:
-    """These tensors and their elements in that format, from a source whose provenance is ``{"step": 3}``."""
+def write(path: Path, container: Container, tensors: Iterable[tuple[StateRecord, bytes]], **how: Any) -> Manifest:
+    """These tensors and their elements in a container, from a source whose provenance is ``{"step": 3}``."""
     made = [OutputTensor(each, owned_layout(each.shape, "raw"), made={"raw": raw}) for each, raw in tensors]
     source = path.with_name(f"{path.name}-source")
     source.mkdir(parents=True)
     (source / FILE).write_text(Manifest((), (), {"step": 3}).to_json())
-    container = container_of(form, shard_bytes)
-    return run(make_job(source, Target({"dp": 1}), make_outputs=lambda _: Outputs(made), container=container), path)
+    job = make_job(source, Target({"dp": 1}), make_outputs=lambda _: Outputs(made), container=container)
+    return run(job, path, **how)
 
 
-def write_values(path: Path, form: str, tensors: dict[str, torch.Tensor], shard_bytes: int | None = None) -> Manifest:
-    return write(path, form, [(record(key, value), bits(value)) for key, value in tensors.items()], shard_bytes)
+def write_values(path: Path, container: Container, tensors: dict[str, torch.Tensor], **how: Any) -> Manifest:
+    return write(path, container, [(record(key, value), bits(value)) for key, value in tensors.items()], **how)
 
 
 def assemble(payloads: Payloads, tensor: StateRecord, box: Box) -> np.ndarray:

@@ -101,18 +101,20 @@ def index_of(array: ZarrArray, numbers: Sequence[int]) -> bytes:
     return raw + _crc32c(raw, 0).to_bytes(INDEX_CHECKSUM, "little")
 
 
-def arrays(tensors: Sequence[StateRecord], shard_bytes: int | None) -> list[ZarrArray]:
-    """The array of each tensor, with ``shard_bytes`` of chunks in a file (None: `SHARD_BYTES`).
+def arrays(tensors: Sequence[StateRecord], shard_bytes: int | None, chunk_bytes: int = CHUNK_BYTES) -> list[ZarrArray]:
+    """The array of each tensor, with ``shard_bytes`` of chunks in a file (None: `SHARD_BYTES`), but one at least.
 
     Raises:
         SourceError: as `nodes`.
     """
-    return [_array(tensor, node, shard_bytes) for tensor, node in zip(tensors, nodes(tensors), strict=True)]
+    shard_bytes = SHARD_BYTES if shard_bytes is None else shard_bytes
+    return [
+        _array(tensor, node, shard_bytes, chunk_bytes) for tensor, node in zip(tensors, nodes(tensors), strict=True)
+    ]
 
 
-def describe(manifest: Manifest, directory: Location, shard_bytes: int | None) -> None:
-    """Write what describes finished files, groups and arrays, and wait until all is on disk."""
-    made = arrays(manifest.tensors, shard_bytes)
+def describe(manifest: Manifest, made: Sequence[ZarrArray], directory: Location) -> None:
+    """Write what describes finished files, groups and the ``arrays`` of the tensors, and wait until all is on disk."""
     for tensor, array in zip(manifest.tensors, made, strict=True):
         _write(directory / array.node, dataclasses.replace(array, attributes={OURS: facts_of(tensor)}).to_json())
     ours = {OURS: {"version": 1, "tensors": len(made), "provenance": dict(manifest.provenance)}}
@@ -129,10 +131,10 @@ def _write(folder: Location, text: str) -> None:
     write_synced(folder / METADATA, text.encode())
 
 
-def _array(tensor: StateRecord, node: str, shard_bytes: int | None) -> ZarrArray:
+def _array(tensor: StateRecord, node: str, shard_bytes: int, chunk_bytes: int) -> ZarrArray:
     size = itemsize(tensor.dtype)
-    chunk = _block(tensor.shape, CHUNK_BYTES // size)
-    shard = _block(tensor.shape, max((shard_bytes or SHARD_BYTES) // size, math.prod(chunk)))
+    chunk = _block(tensor.shape, chunk_bytes // size)
+    shard = _block(tensor.shape, max(shard_bytes // size, math.prod(chunk)))
     whole = tuple(-(-length // part) * part for length, part in zip(shard, chunk, strict=True))
     # Stock zarr 3.1 cannot read a shard without dims.
     return ZarrArray(node, tensor.shape, stored_as(tensor.dtype), whole, chunk, INDEX_CHECKSUM, bool(tensor.shape))
