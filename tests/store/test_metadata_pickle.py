@@ -22,9 +22,9 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan
 
+import muonckpt
 from muonckpt.errors import SourceError
-from muonckpt.store.formats.dcp import metadata_pickle
-from muonckpt.store.formats.dcp.metadata_pickle import Metadata, StoredItem, TensorMeta, dump, parse
+from muonckpt.store.formats.dcp.metadata_pickle import MAX_BYTES, Metadata, StoredItem, TensorMeta, dump, parse
 from muonckpt.store.formats.torch_save import inert_pickle
 from muonckpt.store.formats.torch_save.inert_pickle import unpickle
 from muonckpt.store.reading.dtypes import DTYPES
@@ -293,10 +293,12 @@ def test_random_opcodes_are_refused_or_read_but_never_a_crash(opcodes: list[byte
         unpickle(b"\x80\4" + b"".join(opcodes) + b".", frozenset())
 
 
-def test_the_size_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata_pickle, "MAX_BYTES", 100)
-    with pytest.raises(SourceError, match="at most 100 bytes"):
-        parse(pickle.dumps(small()))
+def test_the_size_is_bounded(tmp_path: Path) -> None:
+    """A file of holes: nothing of it is read."""
+    with (tmp_path / ".metadata").open("wb") as file:
+        file.truncate(MAX_BYTES + 1)
+    with pytest.raises(SourceError, match=f"at most {MAX_BYTES} bytes, found {MAX_BYTES + 1}"):
+        muonckpt.open(tmp_path)
 
 
 def test_reading_needs_neither_torch_nor_numpy(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs
@@ -28,13 +28,24 @@ class Server:
 
     app: object
     requests: list[Request] = field(default_factory=list)
+    refused: Callable[[dict[str, list[str]]], bool] = lambda query: False
 
     def __call__(self, environ, start_response):
-        body = b"".join(self.app(environ, start_response))
         query = parse_qs(environ["QUERY_STRING"], keep_blank_values=True)
+        answer = denied if self.refused(query) else self.app
+        body = b"".join(answer(environ, start_response))
         sent, key = int(environ.get("CONTENT_LENGTH") or 0), environ["PATH_INFO"].removeprefix(f"/{BUCKET}/")
         self.requests.append(Request(environ["REQUEST_METHOD"], key, query, sent, len(body)))
         return [body]
+
+    @contextmanager
+    def refusing(self, refused: Callable[[dict[str, list[str]]], bool]) -> Iterator[None]:
+        """Meanwhile requests with such queries are denied."""
+        before, self.refused = self.refused, refused
+        try:
+            yield
+        finally:
+            self.refused = before
 
     def read(self, suffix: str = "") -> int:
         """Bytes of objects that were fetched whose keys end so."""
@@ -43,6 +54,11 @@ class Server:
     def parts(self, suffix: str) -> list[int]:
         """Bytes of the parts of multipart uploads."""
         return [r.sent for r in self.requests if "partNumber" in r.query and r.key.endswith(suffix)]
+
+
+def denied(environ, start_response):
+    start_response("403 Forbidden", [("Content-Type", "application/xml")])
+    return [b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"]
 
 
 @contextmanager

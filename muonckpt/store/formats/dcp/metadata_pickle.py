@@ -89,14 +89,12 @@ class Metadata:
 
 
 def parse(data: bytes) -> Metadata:
-    """What a ``.metadata`` file says.  Reads at most :data:`MAX_BYTES`, runs nothing, imports nothing.
+    """What a ``.metadata`` file says.  Runs nothing, imports nothing.
 
     Raises:
-        SourceError: it is not such a file, is cut or too large, names anything that a stock file does not have, or
+        SourceError: it is not such a file, is cut, names anything that a stock file does not have, or
             gives a size that is no integer >= 0, or one item twice.  File names are not checked here.
     """
-    if len(data) > MAX_BYTES:
-        raise SourceError(f"expected at most {MAX_BYTES} bytes of metadata, found {len(data)}")
     with not_collecting():
         content = unpickle(data, _KNOWN)
         try:
