@@ -5,8 +5,20 @@ an update, ``newton_schulz/`` is the arithmetic, ``triton/`` its kernels, and ``
 matrices with owners.  Open ``muon`` first.
 """
 
+from .clipping import clip_grad_norm_
 from .layer_wise import LayerWise
 from .muon import ADJUST_LR, Muon
 from .newton_schulz import COEFFICIENTS, orthogonalize, orthogonalize_batch
+from .qk_clip import Projection, qk_clip
 
-__all__ = ["ADJUST_LR", "COEFFICIENTS", "LayerWise", "Muon", "orthogonalize", "orthogonalize_batch"]
+__all__ = [
+    "ADJUST_LR",
+    "COEFFICIENTS",
+    "LayerWise",
+    "Muon",
+    "Projection",
+    "clip_grad_norm_",
+    "orthogonalize",
+    "orthogonalize_batch",
+    "qk_clip",
+]

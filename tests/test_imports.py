@@ -47,8 +47,8 @@ RULES = {
     "optimizer/planning": "errors box overlap layout plan layouts optimizer/newton_schulz",
     "optimizer/step": "box layouts vocabulary optimizer optimizer/newton_schulz optimizer/planning optimizer/triton",
     "optimizer/layer_wise": "errors box vocabulary layouts layouts/buffers optimizer optimizer/step",
-    "optimizer": "errors box layout layouts vocabulary optimizer/layer_wise optimizer/newton_schulz optimizer/planning "
-    "optimizer/step",
+    "optimizer": "errors box layout layouts vocabulary optimizer/groups optimizer/layer_wise optimizer/newton_schulz "
+    "optimizer/planning optimizer/step",
     "converters/engine": "errors box layout plan fingerprint record store store/io store/reading store/formats "
     "converters/target converters/translate",
     "converters/target": "errors box layout plan record version vocabulary layouts layouts/buffers store/io "

@@ -43,6 +43,35 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
+def is_first_copy(tensor: torch.Tensor) -> bool:
+    """Whether this rank is the first of those that hold the same part of ``tensor``: one rank for every element.
+
+    A plain tensor is its own first copy.
+
+    Raises:
+        LayoutError: a ``Partial`` or unknown placement.
+    """
+    if not isinstance(tensor, DTensor):
+        return True
+    sharding = {axis for axis, placement in enumerate(_placements_of(tensor)) if placement.dim is not None}
+    coordinate = tensor.device_mesh.get_coordinate()
+    return coordinate is not None and not any(index for axis, index in enumerate(coordinate) if axis not in sharding)
+
+
+def rows_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """The rows (of the first dim) of which this rank holds a part, as ranges in the order of its memory.
+
+    Raises:
+        LayoutError: as `layout_of`.
+    """
+    if not isinstance(tensor, DTensor):
+        return [(0, tensor.shape[0])]
+    layout = layout_of(tensor)
+    boxes = [layout.holders[number][0].box for number in layout.held.get(torch.distributed.get_rank(), ())]
+    # No placement turns rows around.
+    return sorted({(box.lo[0], box.hi[0]) for box in boxes})
+
+
 def zeros_placed_as(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros of another shape of the same rank, on the mesh and with the placements of ``tensor`` if it has any.
 

@@ -18,16 +18,15 @@ from torch.optim import Optimizer
 from ...layouts.buffers.layout import BufferLayout
 from ...layouts.buffers.recorded import to_json
 from ...vocabulary import MUON
+from ..clipping import clip_with, sum_of_squares
 from ..muon import Muon
 from ..rounding import exact_dtype, rounded_once
 from ..state import as_numbers
+from ..step.exchange import add_up
 from .buffer_memory import BucketMemory, FlatBuffer, Part, laid_out
 from .gradients import Gathers, Gradients
 from .members import Group, Members, groups_with, options_of, ranks_of, size_of
 from .owned_state import restore, state_of
-
-EPS = 1e-6
-"""Added to the norm that clipping divides by, as `torch.nn.utils.clip_grad_norm_` does."""
 
 BUCKET = 40_000_000
 """Megatron's smallest bucket, in elements."""
@@ -208,24 +207,16 @@ class LayerWise(Optimizer):
         return agreed
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.  Collective.
 
-        Returns:
-            The 2-norm before, float32, 0-d, the same on every rank of ``group``.  Squares are added up in float64, so
-            that the rounded norm does not depend on who holds what (but for one rounding in about ten million).
+        What it returns and raises, and what does not depend on who holds what, is as in `clipping.clip_grad_norm_`.
         """
         self.finish_gradients()
-        norms = [torch.linalg.vector_norm(part.gradient, dtype=torch.float64) for part in self._parts.values()]
-        total = torch.stack(norms).square().sum()
-        if self._group is not None:
-            dist.all_reduce(total, group=self._group)
-        norm = total.sqrt().float()
-        factor = (max_norm / (norm + EPS)).clamp(max=1.0)
-        for part in self._parts.values():
-            with rounded_once([part.gradient]) as [[gradient]]:
-                gradient.mul_(factor)
-        return norm
+        gradients = [part.gradient for part in self._parts.values()]
+        squares = sum_of_squares(gradients, gradients[0].device)
+        add_up(squares, self._group)
+        return clip_with(gradients, squares, max_norm, error_if_nonfinite)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

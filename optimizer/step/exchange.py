@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..cuda_graphs import uploaded
 from ..newton_schulz.iterations import tree_sum
@@ -208,6 +209,25 @@ def shared_sum(ranks: Ranks) -> Callable[[Iterator[Tensor]], Tensor]:
         return tree_sum(everyone)
 
     return total
+
+
+def add_up(number: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Add up a number over a group, in place; all ranks get the same bits, as it is added up in one place."""
+    if group is not None:
+        dist.all_reduce(number, group=group)
+
+
+def add_in_order(number: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of a number over a small group, in the order of its ranks: other groups get the same bits from the same
+    numbers."""
+    everyone = [torch.empty_like(number) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, number, group)
+    return torch.stack(everyone).sum(dim=0)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """All of a tensor on every rank of its mesh; a ``Partial`` one is reduced.  Collective if it is a DTensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def agree(digest: bytes, group: dist.ProcessGroup | None, device: torch.device) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 Ranks = tuple[int, ...]
+
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[Ranks, dist.ProcessGroup]] = WeakKeyDictionary()
+"""The groups that `group_of` has made, by the default process group of their time: they end with it."""
 
 
 def ranks_of(param: Tensor, replicas: dist.ProcessGroup | None) -> Ranks:
@@ -20,7 +25,7 @@ def ranks_of(param: Tensor, replicas: dist.ProcessGroup | None) -> Ranks:
 
 
 def group_of(ranks: Ranks, param: Tensor) -> dist.ProcessGroup | None:
-    """A process group of exactly these ranks, one of which is ours; made if there is none at hand.
+    """A process group of exactly these ranks, one of which is ours; made once if there is none at hand.
 
     Collective over ``ranks`` (and no others) when it has to be made.
 
@@ -34,11 +39,15 @@ def group_of(ranks: Ranks, param: Tensor) -> dist.ProcessGroup | None:
             f"rank {dist.get_rank()} is not on the mesh (ranks {ranks}) of a parameter of shape {tuple(param.shape)}; "
             "give each rank's optimizer only parameters that it holds"
         )
-    if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
+    world = dist.group.WORLD
+    if world is None or len(ranks) == world.size():
+        return world
     if isinstance(param, DTensor) and param.device_mesh.ndim == 1:
         return param.device_mesh.get_group()
-    return new_group(ranks)
+    made = _made.setdefault(world, {})
+    if ranks not in made:
+        made[ranks] = new_group(ranks)
+    return made[ranks]
 
 
 def new_group(ranks: Ranks) -> dist.ProcessGroup:

@@ -1,0 +1,116 @@
+"""Clipping gradients by the norm of all of them, each element counted once, on whatever meshes they are."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..layouts.tensors import is_first_copy, local_of
+from .rounding import rounded_once
+from .state import check_gradient
+from .step.exchange import add_in_order, add_up
+from .step.process_groups import Ranks, group_of, ranks_of
+
+EPS = 1e-6
+"""Added to the norm that clipping divides by, as `torch.nn.utils.clip_grad_norm_` does."""
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    *,
+    error_if_nonfinite: bool = False,
+    pipeline: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Scale gradients in place so that their common 2-norm is at most ``max_norm``.
+
+    Parameters may be plain tensors and DTensors on any meshes, in any mixture: FSDP, HSDP, tensor and expert
+    parallelism; torch's function of this name refuses several meshes.  Every element counts once, however many ranks
+    hold it.  A plain tensor counts as it is on this rank: it is the same on all (DDP), or belongs to this rank's
+    pipeline stage.
+
+    Collective: one sum of one number over every set of ranks that share a parameter.  All ranks that hold a parameter
+    must call it, whether they have its gradient or not.
+
+    All ranks get the same bits.  Squares are added up in float64 and the norm is rounded to float32, so another
+    sharding of the same gradients gives the same norm but for one rounding in about ten million, and then its
+    neighbour; the gradients are scaled alike wherever they lie, 16-bit ones in float32 and rounded once.
+
+    Args:
+        parameters: the same ones, in the same order, on every rank that shares them.
+        error_if_nonfinite: raise if the norm is infinite or not a number, which reads it back from the device; else the
+            gradients are scaled by it, as torch does.
+        pipeline: process group of ranks whose parameters are different ones, one rank of each pipeline stage; their
+            squares are added up too.
+
+    Returns:
+        The norm before clipping, float32, 0-d.
+
+    Raises:
+        RuntimeError: the norm is not finite and ``error_if_nonfinite``, on all ranks alike, with the gradients as they
+            were; or a gradient is not laid out as its parameter.
+    """
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for param in params:
+        check_gradient(param, param.grad)
+    squares = _sum_over_ranks(params)
+    if pipeline is not None:
+        squares = add_in_order(squares, pipeline)
+    gradients = [local_of(param.grad) for param in params if param.grad is not None]
+    return clip_with(gradients, squares, max_norm, error_if_nonfinite)
+
+
+def clip_with(gradients: Sequence[Tensor], squares: Tensor, max_norm: float, error_if_nonfinite: bool) -> Tensor:
+    """Scale what this rank has of the gradients, given the sum of the squares of all of them; returns their norm."""
+    norm = squares.sqrt().float()
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the norm of the gradients is {norm.item()}, so they cannot be clipped; skip this step, or give "
+            "error_if_nonfinite=False to scale them by it anyway"
+        )
+    factor = (max_norm / (norm + EPS)).clamp(max=1.0)
+    for gradient in gradients:
+        with rounded_once([gradient]) as [[exact]]:
+            exact.mul_(factor.to(gradient.device))
+    return norm
+
+
+def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Of all elements of tensors: float64, 0-d, on ``device``."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
+    return torch.stack([norm.to(device) for norm in norms]).square().sum()
+
+
+def _sum_over_ranks(params: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all gradients, on the device of the first parameter."""
+    by_mesh: defaultdict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
+    for param in params:
+        by_mesh[param.device_mesh if isinstance(param, DTensor) else None].append(param)
+    sharing: defaultdict[Ranks, list[Tensor]] = defaultdict(list)
+    for members in by_mesh.values():
+        sharing[ranks_of(members[0], None)] += members
+    device = params[0].device if params else torch.device("cpu")
+    terms = [torch.zeros((), dtype=torch.float64, device=device)]
+    # Sorted: every rank uses the groups that it shares with others in one global order.
+    for ranks, members in sorted(sharing.items(), key=lambda item: item[0]):
+        squares = sum_of_squares(list(_counted(members)), members[0].device)
+        add_up(squares, group_of(ranks, members[0]))
+        terms.append(squares.to(device))
+    # From the smallest to the largest: ranks that share this list may have its parts with other ranks.
+    return torch.stack(terms).sort().values.sum()
+
+
+def _counted(params: Iterable[Tensor]) -> Iterator[Tensor]:
+    """What this rank holds of gradients, where it is the first to hold it."""
+    for param in params:
+        if param.grad is not None and is_first_copy(param.grad):
+            yield local_of(param.grad)
