@@ -49,6 +49,7 @@ RULES = {
     "optimizer/layer_wise": "errors box vocabulary layouts layouts/buffers optimizer optimizer/step",
     "optimizer": "errors box layout layouts vocabulary optimizer/groups optimizer/layer_wise optimizer/newton_schulz "
     "optimizer/planning optimizer/step",
+    "compat": "vocabulary layouts optimizer",
     "converters/engine": "errors box layout plan fingerprint record store store/io store/reading store/formats "
     "converters/target converters/translate",
     "converters/target": "errors box layout plan record version vocabulary layouts layouts/buffers store/io "
@@ -59,7 +60,7 @@ RULES = {
     "converters/engine converters/target converters/translate",
     "": "errors version store checkpoint",
 }
-TORCH = ("layouts/tensors", "checkpoint/", "optimizer/")
+TORCH = ("layouts/tensors", "checkpoint/", "compat/", "optimizer/")
 TRITON = ("optimizer/triton/",)
 NUMPY_FREE = ("box", "errors")
 COLLECTIVES = {

@@ -1,0 +1,254 @@
+"""``Muon`` with the arguments of microsoft/dion, and updates equal to its own up to rounding, on any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import optimizer
+from ..layouts.tensors import local_of
+from ..vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM, OURS, STEP
+
+Group = Mapping[str, Any]
+
+SCALES: Mapping[str | None, str] = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: "none"}
+"""Values of ``adjust_lr`` there, and ours."""
+
+OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "muon": {"mu": "momentum", "epsilon": "eps", "nesterov": "nesterov", "cautious_wd": "cautious"},
+    "adamw": {"epsilon": "eps", "cautious_wd": "cautious"},
+    "lion": {"cautious_wd": "cautious"},
+}
+"""What each algorithm there reads of a group, and our name of it; besides what has the same name in both."""
+
+SHAPES = {"flatten", "num_heads", "split_sizes"}
+"""Options of a group there that say what its matrices are."""
+
+WORDS = {*SHAPES, *OPTIONS["muon"], "beta1", "beta2", "adjust_lr", "step"}
+"""Every option of a group there that has another name or meaning here, or that some algorithms do not read."""
+
+WRITTEN = WORDS - SHAPES - {"nesterov", "adjust_lr"}
+"""Those that may be written into a group later, and that a group here has under another name."""
+
+SLOTS: Mapping[str, Mapping[str, str]] = {
+    "muon": {"momentum": MOMENTUM},
+    "adamw": {"momentum": EXP_AVG, "variance": EXP_AVG_SQ, "step_dev": STEP},
+    "lion": {"momentum": EXP_AVG},
+}
+"""State of a parameter there, and our names of it."""
+
+
+class Muon(optimizer.Muon):
+    """``dion.Muon``, drop-in.
+
+    Groups take the options that they take there (``mu``, ``epsilon``, ``cautious_wd``, ``beta1``, ``beta2``,
+    ``num_heads``, ``split_sizes``, …) and those of `optimizer.Muon`.  ``param_groups`` then has our names; an option
+    that is written there under its name in dion is taken over by the next step.
+
+    What differs: momentum is kept as an average instead of a sum, which gives the same updates (`load_state_dict`
+    converts); ``epsilon`` is the smallest norm of a matrix instead of being added to it; and every mesh is supported,
+    with several sharded dims, and shards of any sizes.
+
+    Args:
+        params, lr, weight_decay: as for `optimizer.Muon`, but with dion's defaults.
+        distributed_mesh: a process group or a mesh of one axis over which plain tensors are replicated, so that ranks
+            share their matrices out.  DTensors say themselves where they are.
+        mu, epsilon, nesterov, cautious_wd: ``momentum``, ``eps``, ``nesterov`` and ``cautious`` of `optimizer.Muon`.
+        betas: of AdamW and Lion groups; in a group ``beta1`` and ``beta2``.
+        adjust_lr: "spectral_norm", "rms_norm" or None.
+        flatten: as there for parameters of two dims, which it leaves as they are; refused for more.
+        use_gram_newton_schulz: the Gram form in float16, with the coefficients of that package.
+        use_triton: kernels are chosen by the GPU, whatever this says; results are the same up to rounding.
+        use_polar_express: its coefficients, or those of the quintic iteration.
+        newton_schulz_func: refused.
+
+    Raises:
+        ValueError: what cannot be had here, by name, with what to do instead; and what `optimizer.Muon` refuses.
+        TypeError: ``distributed_mesh`` is something else.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        distributed_mesh: DeviceMesh | dist.ProcessGroup | None = None,
+        lr: float | Tensor = 0.01,
+        mu: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float | Tensor = 0.01,
+        cautious_wd: bool = False,
+        epsilon: float = 1e-8,
+        nesterov: bool = False,
+        adjust_lr: str | None = "spectral_norm",
+        flatten: bool = False,
+        use_gram_newton_schulz: bool = False,
+        use_triton: bool = False,
+        use_polar_express: bool = True,
+        newton_schulz_func: Callable[..., Tensor] | None = None,
+    ) -> None:
+        if newton_schulz_func is not None:
+            raise ValueError(
+                "newton_schulz_func: a function of one's own cannot be planned for; choose coefficients of "
+                "muonckpt.optimizer.COEFFICIENTS with muonckpt.optimizer.Muon(ns=...)"
+            )
+        self._betas, self._epsilon, self._flatten = betas, epsilon, flatten
+        super().__init__(
+            params,
+            lr,
+            momentum=mu,
+            nesterov=nesterov,
+            weight_decay=weight_decay,  # type: ignore[arg-type]  # a tensor, as in groups
+            cautious=cautious_wd,
+            adjust_lr=_scale(adjust_lr),
+            eps=epsilon,
+            replicas=_replicas(distributed_mesh),
+            **_newton_schulz(use_gram_newton_schulz, use_polar_express),
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group whose options have dion's names, or ours."""
+        given = param_group["params"]
+        members = [given] if isinstance(given, Tensor) else list(given)
+        params = [member[1] if isinstance(member, tuple) else member for member in members]
+        group = {"flatten": self._flatten, **param_group}
+        super().add_param_group(
+            {**self._defaults(_algorithm(group)), **_ours(group, params, self._betas), "params": members}
+        )
+
+    def _defaults(self, algorithm: str) -> dict[str, Any]:
+        """Options of element-wise groups that are given to the optimizer there."""
+        match algorithm:
+            case "adamw":
+                return {"betas": self._betas, "eps": self._epsilon}
+            case "lion":
+                return {"betas": self._betas}
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("_betas", "_epsilon", "_flatten")}
+        return {**super().__getstate__(), **own}
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update, as that of `optimizer.Muon`.
+
+        Options that were written into groups under dion's names since the last step are taken over before.
+
+        Raises:
+            ValueError: an option that says what the matrices are was written into a group.
+        """
+        for group in self.param_groups:
+            if changed := SHAPES & group.keys():
+                raise ValueError(f"{', '.join(sorted(changed))}: a group's matrices are fixed when it is added")
+            written = {name: group.pop(name) for name in WRITTEN & group.keys()}
+            if written:
+                written["algorithm"] = group["algorithm"]
+                group.update(_ours(written, group["params"], group.get("betas", self._betas)))
+        return super().step(closure)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimizer, or one of dion's own, whose momentum becomes an average.
+
+        A checkpoint in files is translated by ``muonckpt convert OLD NEW --to muonckpt``.
+
+        Raises:
+            ValueError: as `optimizer.Muon.load_state_dict`.
+        """
+        if any("mu" in group for group in state_dict["param_groups"]):
+            state_dict = self._converted(state_dict)
+        super().load_state_dict(state_dict)
+
+    def _converted(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict of dion in our names and convention; the tensors given are left as they are."""
+        groups, state = [], {}
+        for mine, group in zip(self.param_groups, saved["param_groups"], strict=False):
+            ours = _ours(group, mine["params"], self._betas)
+            groups.append({**ours, "convention": OURS.value} if ours["algorithm"] == "muon" else ours)
+            for key in group["params"]:
+                slots = dict(saved["state"].get(key, {}))
+                if group["algorithm"] == "adamw":
+                    slots.setdefault("step_dev", torch.tensor(float(group["step"])))
+                state[key] = {SLOTS[group["algorithm"]][name]: value for name, value in slots.items()}
+                if group["algorithm"] == "muon" and MOMENTUM in state[key]:
+                    state[key][MOMENTUM] = _average(state[key][MOMENTUM], group["mu"])
+        return {"state": state, "param_groups": [*groups, *saved["param_groups"][len(groups) :]]}
+
+
+def _average(total: Tensor, mu: float) -> Tensor:
+    """Momentum as an average: the sum times ``1 - mu``, rounded once."""
+    average = torch.empty_like(total)
+    local_of(average).copy_(local_of(total).double() * (1 - mu))
+    return average
+
+
+def _algorithm(group: Group) -> str:
+    algorithm = group.get("algorithm", "muon")
+    if algorithm not in OPTIONS:
+        raise ValueError(f"algorithm={algorithm!r}: expected one of {', '.join(OPTIONS)}, as in dion.Muon")
+    return str(algorithm)
+
+
+def _ours(group: Group, params: Sequence[Tensor], betas: tuple[float, float]) -> dict[str, Any]:
+    """A group's options in our names; those that its algorithm does not read there are left out."""
+    algorithm = _algorithm(group)
+    ours = {name: value for name, value in group.items() if name not in WORDS}
+    ours |= {ours_name: group[name] for name, ours_name in OPTIONS[algorithm].items() if name in group}
+    if algorithm == "muon":
+        if "adjust_lr" in group:
+            ours["adjust_lr"] = _scale(group["adjust_lr"])
+        return ours | _pieces(group, params)
+    if "beta1" in group or "beta2" in group:
+        ours["betas"] = (group.get("beta1", betas[0]), group.get("beta2", betas[1]))
+    return ours
+
+
+def _scale(adjust_lr: str | None) -> str:
+    if adjust_lr not in SCALES:
+        raise ValueError(f"adjust_lr={adjust_lr!r}: expected 'spectral_norm', 'rms_norm' or None, as in dion.Muon")
+    return SCALES[adjust_lr]
+
+
+def _pieces(group: Group, params: Sequence[Tensor]) -> dict[str, Any]:
+    """What a group says about the matrices in its parameters, as ``pieces``."""
+    shapes = {tuple(param.shape) for param in params}
+    if group.get("flatten") and (deep := [shape for shape in shapes if len(shape) > 2]):
+        raise ValueError(
+            f"flatten=True: a parameter of shape {deep[0]} is a stack of matrices here; keep the weight in two dims "
+            "and view it in the forward pass, or put it into an 'adamw' group"
+        )
+    heads, split = group.get("num_heads") or 1, group.get("split_sizes")
+    if heads > 1 and split is not None:
+        raise ValueError(f"num_heads={heads} and split_sizes={split}: expected one of them")
+    if heads > 1:
+        heights = {shape[0] for shape in shapes}
+        if len(heights) > 1 or any(len(shape) != 2 or shape[0] % heads for shape in shapes):
+            raise ValueError(
+                f"num_heads={heads}: expected matrices of one height, a multiple of it, got shapes {sorted(shapes)}; "
+                "make a group for each height"
+            )
+        return {"pieces": tuple(height // heads for height in heights) * heads}
+    return {"pieces": tuple(split)} if split is not None else {}
+
+
+def _newton_schulz(gram: bool, polar_express: bool) -> dict[str, Any]:
+    """The iteration that dion would run, as options of `optimizer.Muon`."""
+    if gram:
+        return {"ns": "polar_express_gram", "ns_dtype": "float16", "gram": (2,)}
+    return {"ns": "polar_express_dion" if polar_express else "quintic"}
+
+
+def _replicas(mesh: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The process group over which plain tensors are replicated."""
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"distributed_mesh: expected a mesh of one axis, got {mesh.ndim}; give the one over which plain "
+                "tensors are replicated, or None if there are none: DTensors say themselves where they are"
+            )
+        return mesh.get_group()
+    if mesh is not None and not isinstance(mesh, dist.ProcessGroup):
+        raise TypeError(f"distributed_mesh: expected a DeviceMesh or a ProcessGroup, got {type(mesh).__name__}")
+    return mesh
