@@ -28,7 +28,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from muonckpt.layouts.buffers.balanced import balanced, newton_schulz
-from muonckpt.layouts.buffers.megatron_compact import pingpong_legacy, pingpong_total_order
+from muonckpt.layouts.buffers.megatron_compact import decoupled_total_order, legacy_pingpong
 from muonckpt.layouts.buffers.megatron_padded import padded_nscost, padded_numel
 from muonckpt.layouts.buffers.parameters import Parameter, numel
 from muonckpt.optimizer.layer_wise.optimizer import LayerWise
@@ -38,8 +38,8 @@ T = TypeVar("T")
 LAYOUTS = {
     "padded-numel": padded_numel,
     "padded": padded_nscost,
-    "compact": pingpong_total_order,
-    "legacy": pingpong_legacy,
+    "compact": decoupled_total_order,
+    "legacy": legacy_pingpong,
     "balanced": balanced,
 }
 """By the name that `LayerWise` has for it, who places matrices."""

@@ -18,7 +18,7 @@ from models import Model, Weight, deepseek_v3, llama3_8b, llama3_70b, qwen3_235b
 from muonckpt.layouts.buffers.balanced import balanced, newton_schulz
 from muonckpt.layouts.buffers.layout import BufferLayout
 from muonckpt.layouts.buffers.megatron_padded import padded_nscost, padded_numel
-from muonckpt.layouts.buffers.parameters import Parameter, Ranks, numel
+from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter, numel
 
 MODELS = (llama3_8b, llama3_70b, qwen3_235b, deepseek_v3)
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -48,8 +48,8 @@ def _of_layer(number: int, layer: Sequence[Weight]) -> Iterator[Parameter]:
             yield Parameter(f"{number}.{name}.{expert}", shape, expert=True)
 
 
-def ranks_of(dp: int) -> Ranks:
-    return Ranks(dp, dp // EXPERT_PARALLEL)
+def ranks_of(dp: int) -> GroupSizes:
+    return GroupSizes(dp, dp // EXPERT_PARALLEL)
 
 
 def bucket_size(dp: int) -> int:
@@ -65,7 +65,9 @@ def padding(parameters: Sequence[Parameter], buffers: Buffers) -> float:
     return sum(layout.padding for layout in buffers) / numel(parameters)
 
 
-def busiest(parameters: Sequence[Parameter], ranks: Ranks, buffers: Buffers, cost: Callable[[Parameter], int]) -> float:
+def busiest(
+    parameters: Sequence[Parameter], ranks: GroupSizes, buffers: Buffers, cost: Callable[[Parameter], int]
+) -> float:
     load = np.zeros(ranks.dense)
     owners = owners_of(buffers)
     for parameter in parameters:
@@ -73,7 +75,7 @@ def busiest(parameters: Sequence[Parameter], ranks: Ranks, buffers: Buffers, cos
     return float(load.max() / load.mean())
 
 
-def least_busiest(parameters: Sequence[Parameter], ranks: Ranks) -> float:
+def least_busiest(parameters: Sequence[Parameter], ranks: GroupSizes) -> float:
     """What no assignment of whole parameters can go below: the mean, or the largest parameter."""
     mean = sum(newton_schulz(p) / ranks.of(p) for p in parameters)
     return max(1.0, max(map(newton_schulz, parameters)) / mean)

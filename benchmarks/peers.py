@@ -25,9 +25,9 @@ import numpy as np
 from models import Matrix
 
 from muonckpt.layouts.buffers.layout import BufferLayout
-from muonckpt.layouts.buffers.megatron_compact import pingpong_total_order
+from muonckpt.layouts.buffers.megatron_compact import decoupled_total_order
 from muonckpt.layouts.buffers.megatron_padded import padded_nscost
-from muonckpt.layouts.buffers.parameters import Parameter, Ranks
+from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter
 
 HALF, FULL = 2, 4
 """Bytes of an element: of what Newton-Schulz needs (bfloat16), and of a float32 parameter."""
@@ -205,10 +205,10 @@ def megatron_padded(layers: Layers, ranks: int, ep: int = 1) -> Cost:
 def megatron_compact(layers: Layers, ranks: int, ep: int = 1) -> Cost:
     """The same file on its development branch (#5388): owners to and fro by size (:671-761), no padding; but gradients
     are all-reduced, and what counts here is what that sends beyond a reduce-scatter."""
-    return _megatron(layers, ranks, ep, pingpong_total_order, lambda buffer: buffer.numel)
+    return _megatron(layers, ranks, ep, decoupled_total_order, lambda buffer: buffer.numel)
 
 
-Rule = Callable[[list[Parameter], Ranks, int], tuple[BufferLayout, ...]]
+Rule = Callable[[list[Parameter], GroupSizes, int], tuple[BufferLayout, ...]]
 
 
 def _megatron(layers: Layers, ranks: int, ep: int, rule: Rule, extra: Callable[[BufferLayout], int]) -> Cost:
@@ -216,7 +216,7 @@ def _megatron(layers: Layers, ranks: int, ep: int, rule: Rule, extra: Callable[[
     own = [*_dense(layers), *(expert for stack in _experts(layers) for expert in [stack] * (stack.copies // ep))]
     named = [Parameter(f"{n}", (m.rows, m.columns), expert=m.copies > 1) for n, m in enumerate(own)]
     loads, sent = np.zeros(ranks, np.int64), 0.0
-    for buffer in rule(named, Ranks(ranks, ranks // ep), max(40_000_000, 1_000_000 * ranks)):
+    for buffer in rule(named, GroupSizes(ranks, ranks // ep), max(40_000_000, 1_000_000 * ranks)):
         work = np.zeros(buffer.ranks, np.int64)
         for name, owner in buffer.owners.items():
             work[owner] += own[int(name)].flops

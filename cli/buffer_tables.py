@@ -37,9 +37,11 @@ class Recorded:
     layout: BufferLayout
 
     def __post_init__(self) -> None:
-        if len(self.ranks) != self.layout.ranks or not self.layout.slots:
-            slots = len(self.layout.slots)
-            raise LayoutError(f"a buffer of {slots} parameters on {self.layout.ranks} ranks, shared by {self.ranks}")
+        if len(self.ranks) != self.layout.ranks or not self.layout.parameters:
+            parameters = len(self.layout.parameters)
+            raise LayoutError(
+                f"a buffer of {parameters} parameters on {self.layout.ranks} ranks, shared by {self.ranks}"
+            )
 
 
 def recorded(provenance: Mapping[str, Any]) -> tuple[Recorded, ...]:
@@ -92,7 +94,7 @@ def _sizes(members: Sequence[Recorded]) -> dict[str, Any]:
         "buckets": sum(len(layout.buckets) for layout in layouts),
         "elements": elements,
         "padding": padding,
-        "padding_bytes": sum(layout.padding * itemsize(layout.slots[0].parameter.dtype) for layout in layouts),
+        "padding_bytes": sum(layout.padding * itemsize(layout.parameters[0].parameter.dtype) for layout in layouts),
         "padding_percent": round(100 * padding / elements, 2),
     }
 
@@ -106,11 +108,11 @@ def _shares(members: Sequence[Recorded]) -> dict[str, Any]:
     work: Counter[int] = Counter()
     for each in members:
         owners = each.layout.owners
-        for slot in each.layout.slots:
-            for shard in each.layout.holding(slot):
-                held[each.ranks[rank_of(shard)]] += min(slot.stop, shard.stop) - max(slot.start, shard.start)
-            if (owner := owners[slot.parameter.name]) is not None and each.layout.whole:
-                work[each.ranks[owner]] += newton_schulz(slot.parameter)
+        for placed in each.layout.parameters:
+            for shard in each.layout.holding(placed):
+                held[each.ranks[rank_of(shard)]] += min(placed.stop, shard.stop) - max(placed.start, shard.start)
+            if (owner := owners[placed.name]) is not None and each.layout.whole:
+                work[each.ranks[owner]] += newton_schulz(placed.parameter)
     owned = any(each.layout.whole for each in members)
     costs = [work[rank] if owned else None for rank in ranks]
     return {
@@ -133,7 +135,7 @@ def _busiest(shares: Sequence[int]) -> float | None:
 SIZES = ("buffers of", "placed by", "ranks", "buckets", "elements", "padding")
 HEADERS = (*SIZES, "busiest by elements", "by Newton-Schulz")
 RANK_HEADERS = ("rank", "buffers of", "placed by", "elements", "Newton-Schulz", "of the mean")
-SLOT_HEADERS = ("parameter", "buffers of", "placed by", "bucket", "elements", "owner")
+PARAMETER_HEADERS = ("parameter", "buffers of", "placed by", "bucket", "elements", "owner")
 
 
 def show(summary: Sequence[Mapping[str, Any]], every_rank: bool = False) -> None:
@@ -143,9 +145,9 @@ def show(summary: Sequence[Mapping[str, Any]], every_rank: bool = False) -> None
     section(RANK_HEADERS, of_ranks if every_rank or len(of_ranks) <= FEW else ())
 
 
-def show_slots(buffers: Iterable[Recorded]) -> None:
+def show_parameters(buffers: Iterable[Recorded]) -> None:
     """Print a line for each parameter of each buffer: where it lies, and who owns it."""
-    section(SLOT_HEADERS, list(_slot_rows(buffers)))
+    section(PARAMETER_HEADERS, list(_parameter_rows(buffers)))
 
 
 def _rows(summary: Iterable[Mapping[str, Any]]) -> Iterator[tuple[object, ...]]:
@@ -167,14 +169,14 @@ def _rank_rows(summary: Iterable[Mapping[str, Any]]) -> Iterator[tuple[object, .
             yield share["rank"], entry["of"], _placed_by(entry), share["elements"], cost, part
 
 
-def _slot_rows(buffers: Iterable[Recorded]) -> Iterator[tuple[object, ...]]:
+def _parameter_rows(buffers: Iterable[Recorded]) -> Iterator[tuple[object, ...]]:
     for each in buffers:
         layout, owners = each.layout, each.layout.owners
-        for slot in layout.slots:
-            owner = owners[slot.parameter.name]
-            name, span = slot.parameter.name, f"{slot.start}:{slot.stop}"
+        for placed in layout.parameters:
+            owner = owners[placed.name]
+            name, span = placed.name, f"{placed.start}:{placed.stop}"
             placed_by = f"{layout.algorithm} v{layout.version}"
-            yield name, each.of, placed_by, slot.bucket, span, "-" if owner is None else each.ranks[owner]
+            yield name, each.of, placed_by, placed.bucket, span, "-" if owner is None else each.ranks[owner]
 
 
 def _placed_by(entry: Mapping[str, Any]) -> str:

@@ -46,7 +46,7 @@ def command(checkpoint: Location, tensors: bool, ranks: bool, as_json: bool) -> 
     section(("slot", "tensors", "elements", "bytes", "dtypes"), list(map(_slot_row, summary["slots"])))
     buffer_tables.show(summary["buffers"], ranks)
     if tensors:
-        buffer_tables.show_slots(records)
+        buffer_tables.show_parameters(records)
         headers = ("tensor", "shape", "dtype", "convention", "chunks", "fingerprint")
         section(headers, list(map(_row, manifest.tensors)))
 

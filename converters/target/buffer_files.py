@@ -57,6 +57,6 @@ def _own(boxes: Sequence[Sequence[LocalBox]]) -> Iterator[GroupBuffer]:
             members[local.output.record.slot, local.output.record.dtype].append(local)
         for (slot, dtype), own in members.items():
             parameters = [Parameter(local.output.key, local.box.shape, dtype) for local in own]
-            slots, buckets = end_to_end([parameters])
-            layout = BufferLayout("end-to-end", 1, 1, tuple(slots.values()), buckets, divided(buckets, 1))
+            ranges, buckets = end_to_end([parameters])
+            layout = BufferLayout("end-to-end", 1, 1, tuple(ranges.values()), buckets, divided(buckets, 1))
             yield GroupBuffer(slot, rank, (rank,), tuple(local.box.lo for local in own), layout)

@@ -13,9 +13,9 @@ from ...layout import Fragment, TensorLayout
 from ...layouts.buffers.balanced import balanced
 from ...layouts.buffers.group_buffer import GroupBuffer
 from ...layouts.buffers.layout import BufferLayout
-from ...layouts.buffers.megatron_compact import pingpong_legacy, pingpong_total_order
+from ...layouts.buffers.megatron_compact import decoupled_total_order, legacy_pingpong
 from ...layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
-from ...layouts.buffers.parameters import Parameter, Ranks, split
+from ...layouts.buffers.parameters import GroupSizes, Parameter, split
 from ...layouts.buffers.ranges import divided, end_to_end
 from ...layouts.mesh import Mesh, Shard, mesh_layout
 from ...record import StateRecord
@@ -23,17 +23,17 @@ from ...vocabulary import ELEMENTWISE
 from .source_buffers import recorded
 from .topology import Cut, Laid, Target
 
-Place = Callable[[Sequence[Parameter], Ranks], tuple[BufferLayout, ...]]
+Place = Callable[[Sequence[Parameter], GroupSizes], tuple[BufferLayout, ...]]
 """Puts parameters into flat buffers over the ranks of one group."""
 
 
-def _flat(parameters: Sequence[Parameter], ranks: Ranks) -> tuple[BufferLayout, ...]:
+def _flat(parameters: Sequence[Parameter], ranks: GroupSizes) -> tuple[BufferLayout, ...]:
     """Everything of one dtype end to end, cut into equal parts, in the middle of a row if need be."""
     buffers = []
     for own in split(parameters):
-        slots, buckets = end_to_end([own], divisor=ranks.dense)
+        ranges, buckets = end_to_end([own], divisor=ranks.dense)
         shards = divided(buckets, ranks.dense)
-        buffers.append(BufferLayout("flat", 1, ranks.dense, tuple(slots.values()), buckets, shards))
+        buffers.append(BufferLayout("flat", 1, ranks.dense, tuple(ranges.values()), buckets, shards))
     return tuple(buffers)
 
 
@@ -43,8 +43,8 @@ PLACES: Mapping[str, tuple[Place, Place]] = MappingProxyType(
         "owned": (balanced, balanced),
         "padded": (padded_nscost, distributed_optimizer),
         "padded-numel": (padded_numel, distributed_optimizer),
-        "compact": (pingpong_total_order, distributed_optimizer),
-        "legacy": (pingpong_legacy, pingpong_legacy),
+        "compact": (decoupled_total_order, distributed_optimizer),
+        "legacy": (legacy_pingpong, legacy_pingpong),
     }
 )
 """By layout: what places the tensors of all slots but those of `ELEMENTWISE`, and what places these.
@@ -75,8 +75,8 @@ def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenanc
             ranks = mesh.ranks[part * share : (part + 1) * share]
             here = {key: box[part] for key, box in boxes.items() if part in box}
             parameters = [Parameter(t.key, here[t.key].shape, t.dtype) for t in members if t.key in here]
-            for layout in _kept(place(parameters, Ranks(share)), known[slot, ranks]):
-                names = [each.parameter.name for each in layout.slots]
+            for layout in _kept(place(parameters, GroupSizes(share)), known[slot, ranks]):
+                names = [placed.name for placed in layout.parameters]
                 buffers.append(GroupBuffer(slot, part, ranks, tuple(here[name].lo for name in names), layout))
                 words |= {name: _words(target, layout, cuts[name]) for name in names}
     for buffer in buffers:
@@ -100,10 +100,10 @@ def _by_group(buffers: Iterable[GroupBuffer]) -> defaultdict[Group, list[BufferL
 def _kept(fresh: tuple[BufferLayout, ...], known: Sequence[BufferLayout]) -> tuple[BufferLayout, ...]:
     """The known buffers of the same algorithm, if they hold exactly what the fresh ones do; else those."""
     algorithms = {layout.algorithm for layout in fresh}
-    wanted = {slot.parameter for layout in fresh for slot in layout.slots}
+    wanted = {placed.parameter for layout in fresh for placed in layout.parameters}
     same = [layout for layout in known if layout.algorithm in algorithms]
-    mine = tuple(layout for layout in same if wanted.issuperset(slot.parameter for slot in layout.slots))
-    return mine if wanted == {slot.parameter for layout in mine for slot in layout.slots} else fresh
+    mine = tuple(layout for layout in same if wanted.issuperset(placed.parameter for placed in layout.parameters))
+    return mine if wanted == {placed.parameter for layout in mine for placed in layout.parameters} else fresh
 
 
 def _parts(shape: Index, sizes: Index, cuts: Sequence[Cut]) -> dict[int, Box]:

@@ -13,7 +13,7 @@ from ...layouts.buffers import recorded as buffer_record
 from ...layouts.buffers.group_buffer import GroupBuffer
 from ...layouts.buffers.layout import BufferLayout
 from ...layouts.buffers.parameters import Parameter
-from ...layouts.buffers.ranges import Slot
+from ...layouts.buffers.ranges import PlacedParameter
 from ...record import StateRecord
 
 
@@ -50,16 +50,16 @@ def _of_state(
             slots[tensor.slot][tensor.name] = tensor
     for slot, named in slots.items():
         for layout, group in zip(layouts, groups, strict=True):
-            held = tuple(_of(each, named[each.parameter.name]) for each in layout.slots if _fits(each, named))
+            held = tuple(_of(placed, named[placed.name]) for placed in layout.parameters if _fits(placed, named))
             if held:
-                origins = tuple((0,) * len(each.parameter.shape) for each in held)
-                yield GroupBuffer(slot, 0, group, origins, replace(layout, slots=held))
+                origins = tuple((0,) * len(placed.parameter.shape) for placed in held)
+                yield GroupBuffer(slot, 0, group, origins, replace(layout, parameters=held))
 
 
-def _fits(slot: Slot, named: Mapping[str | None, StateRecord]) -> bool:
+def _fits(placed: PlacedParameter, named: Mapping[str | None, StateRecord]) -> bool:
     """Whether a parameter has this slot of state, in its own shape."""
-    return slot.parameter.name in named and named[slot.parameter.name].shape == slot.parameter.shape
+    return placed.name in named and named[placed.name].shape == placed.parameter.shape
 
 
-def _of(slot: Slot, tensor: StateRecord) -> Slot:
-    return replace(slot, parameter=Parameter(tensor.key, tensor.shape, tensor.dtype))
+def _of(placed: PlacedParameter, tensor: StateRecord) -> PlacedParameter:
+    return replace(placed, parameter=Parameter(tensor.key, tensor.shape, tensor.dtype))

@@ -12,10 +12,10 @@ from ...box import Box, flat_boxes
 from ...errors import LayoutError
 from ...layouts.buffers.balanced import balanced
 from ...layouts.buffers.layout import BufferLayout, rank_of
-from ...layouts.buffers.megatron_compact import pingpong_legacy, pingpong_total_order
+from ...layouts.buffers.megatron_compact import decoupled_total_order, legacy_pingpong
 from ...layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
-from ...layouts.buffers.parameters import Parameter, Ranks
-from ...layouts.buffers.ranges import Slot
+from ...layouts.buffers.parameters import GroupSizes, Parameter
+from ...layouts.buffers.ranges import PlacedParameter
 from ..rounding import exact_dtype
 
 
@@ -33,7 +33,7 @@ class Wanted:
 
     parameters: tuple[Parameter, ...]
     matrices: frozenset[str]
-    ranks: Ranks
+    ranks: GroupSizes
     groups: tuple[tuple[str, ...], ...]
     bucket_size: int | None
     previous: Mapping[str, int | None] | None = None
@@ -56,11 +56,11 @@ def _padded_by_numel(wanted: Wanted) -> tuple[BufferLayout, ...]:
 
 
 def _compact(wanted: Wanted) -> tuple[BufferLayout, ...]:
-    return *pingpong_total_order(wanted.whole(), wanted.ranks, wanted.bucket_size), *wanted.siblings()
+    return *decoupled_total_order(wanted.whole(), wanted.ranks, wanted.bucket_size), *wanted.siblings()
 
 
 def _legacy(wanted: Wanted) -> tuple[BufferLayout, ...]:
-    return pingpong_legacy(wanted.parameters, wanted.ranks, wanted.bucket_size, wanted.groups)
+    return legacy_pingpong(wanted.parameters, wanted.ranks, wanted.bucket_size, wanted.groups)
 
 
 def _balanced(wanted: Wanted) -> tuple[BufferLayout, ...]:
@@ -88,7 +88,7 @@ def laid_out(layout: str | Sequence[BufferLayout], wanted: Wanted) -> tuple[Buff
         if layout not in LAYOUTS:
             raise ValueError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}, or recorded buffers")
         return LAYOUTS[layout](wanted)
-    recorded = {slot.parameter: buffer for buffer in layout for slot in buffer.slots}
+    recorded = {placed.parameter: buffer for buffer in layout for placed in buffer.parameters}
     if differing := {*recorded} ^ {*wanted.parameters}:
         names = sorted({parameter.name for parameter in differing})
         raise LayoutError(f"the recorded buffers do not fit the model: {', '.join(names[:8])}")
@@ -146,33 +146,33 @@ class FlatBuffer:
         self, layout: BufferLayout, params: Mapping[str, Tensor], rank: int, gradient_dtype: torch.dtype | None
     ) -> None:
         self.layout = layout
-        some = params[layout.slots[0].parameter.name]
+        some = params[layout.parameters[0].parameter.name]
         # Padding stays zero: nobody writes to it, and collectives add up zeros.
         self.weights = torch.zeros(layout.numel, dtype=some.dtype, device=some.device)
         self.gradients = torch.zeros(layout.numel, dtype=gradient_dtype or some.dtype, device=some.device)
         self.gradient_of: dict[str, Tensor] = {}
-        for slot in layout.slots:
-            name, param = slot.parameter.name, params[slot.parameter.name]
-            home = _view(self.weights, slot)
+        for placed in layout.parameters:
+            name, param = placed.name, params[placed.name]
+            home = _view(self.weights, placed)
             home.copy_(param.detach())
             param.data = home
-            self.gradient_of[name] = _view(self.gradients, slot)
+            self.gradient_of[name] = _view(self.gradients, placed)
         self._rank = rank
 
     def parts(self) -> dict[str, Part]:
         """What this rank holds of each parameter; masters are made of the weights as they are now."""
-        return {slot.parameter.name: self._part(slot) for slot in self.layout.slots}
+        return {placed.name: self._part(placed) for placed in self.layout.parameters}
 
-    def _part(self, slot: Slot) -> Part:
-        start, stop = slot.start, slot.start
-        for shard in self.layout.holding(slot):
+    def _part(self, placed: PlacedParameter) -> Part:
+        start, stop = placed.start, placed.start
+        for shard in self.layout.holding(placed):
             if rank_of(shard) == self._rank:
                 if stop > start:
-                    raise LayoutError(f"rank {self._rank} holds several ranges of {slot.parameter.name!r}")
-                start, stop = max(slot.start, shard.start), min(slot.stop, shard.stop)
-        shape = slot.parameter.shape if stop - start == slot.parameter.numel else (stop - start,)
+                    raise LayoutError(f"rank {self._rank} holds several ranges of {placed.name!r}")
+                start, stop = max(placed.start, shard.start), min(placed.stop, shard.stop)
+        shape = placed.parameter.shape if stop - start == placed.parameter.numel else (stop - start,)
         weight, gradient = (whole[start:stop].view(shape) for whole in (self.weights, self.gradients))
-        boxes = flat_boxes(slot.parameter.shape, start - slot.start, stop - slot.start) if start < stop else ()
+        boxes = flat_boxes(placed.parameter.shape, start - placed.start, stop - placed.start) if start < stop else ()
         return Part(tuple(boxes), weight, gradient, weight.to(exact_dtype(weight)))
 
 
@@ -188,7 +188,7 @@ class BucketMemory:
     def __init__(self, buffer: FlatBuffer, number: int) -> None:
         layout = buffer.layout
         start, stop = layout.buckets[number]
-        names = [slot.parameter.name for slot in layout.slots if slot.bucket == number]
+        names = [placed.name for placed in layout.parameters if placed.bucket == number]
         self.gradient_of = {name: buffer.gradient_of[name] for name in names}
         self.weights, self.gradients = buffer.weights[start:stop], buffer.gradients[start:stop]
         self.even = layout.even
@@ -203,5 +203,5 @@ class BucketMemory:
         return [(rank, memory[start:stop]) for rank, start, stop in self._shards]
 
 
-def _view(memory: Tensor, slot: Slot) -> Tensor:
-    return memory[slot.start : slot.stop].view(slot.parameter.shape)
+def _view(memory: Tensor, placed: PlacedParameter) -> Tensor:
+    return memory[placed.start : placed.stop].view(placed.parameter.shape)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...layouts.buffers.layout import BufferLayout
-from ...layouts.buffers.parameters import Parameter, Ranks
+from ...layouts.buffers.parameters import GroupSizes, Parameter
 from ..step.methods import MATRICES
 from .buffer_memory import Part, Wanted
 
@@ -35,7 +35,7 @@ class Members:
     name_of: Mapping[Tensor, str]
     group_of: Mapping[str, Group]
     experts: frozenset[str]
-    ranks: Ranks
+    ranks: GroupSizes
 
     @classmethod
     def of(
@@ -65,7 +65,7 @@ class Members:
         if expert and expert_group is None and dist.is_initialized():
             raise ValueError("experts need an expert_group: the ranks that hold the same ones")
         group_of = {name: expert_group if name in expert else group for name in named}
-        return cls(named, name_of, group_of, expert, Ranks(size_of(group), size_of(expert_group)))
+        return cls(named, name_of, group_of, expert, GroupSizes(size_of(group), size_of(expert_group)))
 
     def wanted(
         self,
@@ -103,7 +103,7 @@ class Members:
 
     def group_of_buffer(self, buffer: BufferLayout) -> Group:
         """A buffer is shared by those who share any of its parameters."""
-        return self.group_of[buffer.slots[0].parameter.name]
+        return self.group_of[buffer.parameters[0].parameter.name]
 
     def mesh(self, group: Group) -> DeviceMesh | None:
         """The ranks of a group, for DTensors; makes no process group."""

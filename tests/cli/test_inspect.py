@@ -19,7 +19,7 @@ from muonckpt.cli.buffer_tables import recorded, summarise
 from muonckpt.cli.inspect import command
 from muonckpt.cli.main import run as muonckpt_command
 from muonckpt.layouts.buffers.balanced import balanced, newton_schulz
-from muonckpt.layouts.buffers.parameters import Parameter, Ranks
+from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter
 from muonckpt.layouts.buffers.recorded import to_json
 from muonckpt.optimizer.layer_wise.optimizer import LayerWise
 
@@ -97,7 +97,7 @@ def test_balance_is_of_ranks_whose_experts_are_recorded():
     shapes = {"a": (64, 16), "b": (32, 32), "c": (16, 16), "d": (8, 16)}
     dense = [Parameter(name, shape, "float32") for name, shape in shapes.items()]
     expert = [Parameter(f"expert {name}", shape, "float32", expert=True) for name, shape in shapes.items()]
-    buffers = balanced([*dense, *expert], Ranks(4, 2))
+    buffers = balanced([*dense, *expert], GroupSizes(4, 2))
     run = {"layout": "balanced", "buffers": [*map(to_json, buffers)], "ranks": [[0, 1, 2, 3], [0, 2]]}
     [entry] = summarise(recorded({"layer_wise": run}))
     owners = {name: owner for buffer in buffers for name, owner in buffer.owners.items()}

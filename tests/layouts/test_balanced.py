@@ -10,7 +10,7 @@ import pytest
 
 from muonckpt.layouts.buffers.balanced import ALIGNMENT, TOLERANCE, assign, balanced, newton_schulz
 from muonckpt.layouts.buffers.megatron_padded import padded_nscost, padded_numel
-from muonckpt.layouts.buffers.parameters import Parameter, Ranks
+from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter
 
 
 def transformer(layers: int, hidden: int = 256, experts: int = 0) -> list[Parameter]:
@@ -56,7 +56,7 @@ MODELS = [
 @pytest.mark.parametrize("dp", [4, 8, 16, 32, 64, 256])
 @pytest.mark.parametrize(("parameters", "expert_parallel"), MODELS)
 def test_better_balanced_than_megatron_with_a_quarter_of_its_padding(parameters, expert_parallel, dp):
-    ranks, size = Ranks(dp, dp // expert_parallel), 500_000
+    ranks, size = GroupSizes(dp, dp // expert_parallel), 500_000
     ours = balanced(parameters, ranks, size)
     mine = loads(parameters, owners_of(ours), ranks).max()
     for theirs in (padded_numel(parameters, ranks, size), padded_nscost(parameters, ranks, size)):
@@ -69,7 +69,7 @@ def test_at_most_a_third_over_the_optimum():
     rng = np.random.default_rng(0)
     for _ in range(20):
         parameters = [Parameter(str(i), tuple(rng.integers(1, 30, size=2).tolist())) for i in range(6)]
-        ranks = Ranks(int(rng.integers(2, 4)))
+        ranks = GroupSizes(int(rng.integers(2, 4)))
         names = [p.name for p in parameters]
         every = product(range(ranks.dense), repeat=len(names))
         best = min(loads(parameters, dict(zip(names, chosen, strict=True)), ranks).max() for chosen in every)
@@ -81,7 +81,7 @@ def test_padding_is_alignment_only():
     rng = np.random.default_rng(1)
     for _ in range(40):
         parameters = [Parameter(str(i), tuple(rng.integers(1, 30, size=2).tolist())) for i in range(12)]
-        (layout,) = balanced(parameters, Ranks(5), [None, 1, 900][rng.integers(3)])
+        (layout,) = balanced(parameters, GroupSizes(5), [None, 1, 900][rng.integers(3)])
         assert layout.padding == sum(-p.numel % ALIGNMENT for p in parameters)
         assert layout.whole and all(shard.at % ALIGNMENT == 0 for shard in layout.shards)
         for start, stop in layout.buckets:
@@ -91,19 +91,19 @@ def test_padding_is_alignment_only():
 
 def test_owners_do_not_depend_on_buckets():
     parameters = transformer(6)
-    assert len({tuple(owners_of(balanced(parameters, Ranks(8), size)).values()) for size in (None, 1, 10**6)}) == 1
+    assert len({tuple(owners_of(balanced(parameters, GroupSizes(8), size)).values()) for size in (None, 1, 10**6)}) == 1
 
 
 def test_dense_parameters_go_where_experts_leave_room():
     """Three equal experts on two expert ranks, each of two dense ranks: the busier one gets no dense parameter."""
     experts = [Parameter(f"e{i}", (64, 64), expert=True) for i in range(3)]
     dense = [Parameter(f"d{i}", (32, 32)) for i in range(2)]
-    owners = assign([*dense, *experts], Ranks(4, 2))
+    owners = assign([*dense, *experts], GroupSizes(4, 2))
     assert [owners[p.name] for p in experts] == [0, 1, 0]
     assert [owners[p.name] for p in dense] == [2, 3]
 
 
-@pytest.mark.parametrize("ranks", [Ranks(3, 2), Ranks(2, 4), Ranks(1, 1), Ranks(5, 3)])
+@pytest.mark.parametrize("ranks", [GroupSizes(3, 2), GroupSizes(2, 4), GroupSizes(1, 1), GroupSizes(5, 3)])
 def test_groups_of_any_size(ranks):
     parameters = transformer(3, experts=3)
     owners = assign(parameters, ranks)
@@ -114,7 +114,7 @@ def test_groups_of_any_size(ranks):
 
 def test_equal_costs_are_spread_by_elements():
     shapes = {"a": (64, 64), "b": (64, 64), "c": (8,), "d": (4096,)}
-    owners = assign([Parameter(name, shape) for name, shape in shapes.items()], Ranks(2), cost=lambda p: 1)
+    owners = assign([Parameter(name, shape) for name, shape in shapes.items()], GroupSizes(2), cost=lambda p: 1)
     assert sorted(name for name in shapes if owners[name] == owners["a"]) in (["a", "c"], ["a", "d"])
     assert owners["a"] != owners["b"] and owners["c"] != owners["d"]
 
@@ -128,7 +128,7 @@ def test_costs_are_floating_point_operations():
 
 def test_nothing_moves_when_nothing_changes():
     for parameters, expert_parallel in (param.values for param in MODELS):
-        ranks = Ranks(16, 16 // expert_parallel)
+        ranks = GroupSizes(16, 16 // expert_parallel)
         before = owners_of(balanced(parameters, ranks))
         assert assign(parameters, ranks, before) == before
 
@@ -137,7 +137,7 @@ def test_nothing_moves_when_nothing_changes():
 @pytest.mark.parametrize("change", ["layer added", "layer removed", "matrix wider", "rank lost", "rank added"])
 def test_little_moves_when_little_changes(change, dp):
     parameters = transformer(30, hidden=128)
-    before = assign(parameters, Ranks(dp))
+    before = assign(parameters, GroupSizes(dp))
     wider = replace(parameters[1], shape=(160, 128))
     after, ranks = {
         "layer added": (transformer(31, hidden=128), dp),
@@ -146,41 +146,41 @@ def test_little_moves_when_little_changes(change, dp):
         "rank lost": (parameters, dp - 1),
         "rank added": (parameters, dp + 1),
     }[change]
-    fresh, kept = assign(after, Ranks(ranks)), assign(after, Ranks(ranks), before)
+    fresh, kept = assign(after, GroupSizes(ranks)), assign(after, GroupSizes(ranks), before)
     unavoidable = sum(p.numel for p in after if before.get(p.name, 0) >= ranks) / sum(p.numel for p in after)
     assert unavoidable <= moved(after, before, kept) <= unavoidable + 0.25
-    assert loads(after, kept, Ranks(ranks)).max() <= loads(after, fresh, Ranks(ranks)).max() * TOLERANCE
+    assert loads(after, kept, GroupSizes(ranks)).max() <= loads(after, fresh, GroupSizes(ranks)).max() * TOLERANCE
 
 
 def test_previous_owners_that_cannot_be_kept():
     parameters = transformer(2)
     gone = {p.name: 7 for p in parameters}
-    assert assign(parameters, Ranks(4), gone) == assign(parameters, Ranks(4))
-    assert assign(parameters, Ranks(4), dict.fromkeys(gone)) == assign(parameters, Ranks(4))
-    crowded = assign(parameters, Ranks(4), dict.fromkeys(gone, 0))
-    busiest = loads(parameters, assign(parameters, Ranks(4)), Ranks(4)).max()
-    assert loads(parameters, crowded, Ranks(4)).max() <= busiest * TOLERANCE
+    assert assign(parameters, GroupSizes(4), gone) == assign(parameters, GroupSizes(4))
+    assert assign(parameters, GroupSizes(4), dict.fromkeys(gone)) == assign(parameters, GroupSizes(4))
+    crowded = assign(parameters, GroupSizes(4), dict.fromkeys(gone, 0))
+    busiest = loads(parameters, assign(parameters, GroupSizes(4)), GroupSizes(4)).max()
+    assert loads(parameters, crowded, GroupSizes(4)).max() <= busiest * TOLERANCE
 
 
 def test_a_new_parameter_goes_where_nobody_else_is_awaited():
     """Both ranks have work for 4; rank 0 still awaits what it had before, so the new work for 2 goes to rank 1."""
     sizes = {"new": 4, "kept": 4, "also new": 2, "awaited": 1}
     parameters = [Parameter(name, (size,)) for name, size in sizes.items()]
-    owners = assign(parameters, Ranks(2), {"kept": 1, "awaited": 0})
+    owners = assign(parameters, GroupSizes(2), {"kept": 1, "awaited": 0})
     assert owners == {"new": 0, "kept": 1, "also new": 1, "awaited": 0}
 
 
 def test_tied_parameters_belong_to_rank_0_whatever_it_has_to_do():
     parameters = [Parameter("large", (64, 64)), Parameter("small", (32, 32), tied=True)]
     for previous in (None, {}, {"large": 0, "small": 1}):
-        owners = assign(parameters, Ranks(2), previous)
+        owners = assign(parameters, GroupSizes(2), previous)
         assert owners["small"] == 0
 
 
 def test_tied_parameters_have_a_bucket_of_their_own():
     parameters = transformer(4)
     parameters[5] = replace(parameters[5], tied=True)
-    (layout,) = balanced(parameters, Ranks(4), previous={parameters[5].name: 3})
+    (layout,) = balanced(parameters, GroupSizes(4), previous={parameters[5].name: 3})
     assert layout.owners[parameters[5].name] == 0
-    assert [slot.parameter.tied for slot in layout.slots if slot.bucket == 1] == [True]
+    assert [placed.parameter.tied for placed in layout.parameters if placed.bucket == 1] == [True]
     assert len(layout.buckets) == 3

@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.foreign_buffers import cut_rows, fsdp_v1, fsdp_v2
 from support.golden import golden
 
 from muonckpt.errors import LayoutError
 from muonckpt.layouts.buffers.layout import BufferLayout
-from muonckpt.layouts.buffers.megatron_compact import compact, pingpong_legacy, pingpong_total_order
-from muonckpt.layouts.buffers.megatron_fsdp import fsdp_v1, fsdp_v2
+from muonckpt.layouts.buffers.megatron_compact import decoupled_total_order, legacy_pingpong
 from muonckpt.layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
-from muonckpt.layouts.buffers.parameters import Parameter, Ranks
+from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter
 from muonckpt.layouts.mesh import Mesh
 from muonckpt.layouts.uneven import Cuts
 
@@ -48,7 +48,7 @@ def names(indices) -> list[str]:
     return [str(index) for index in indices]
 
 
-def of_case(case: dict) -> tuple[list[Parameter], Ranks]:
+def of_case(case: dict) -> tuple[list[Parameter], GroupSizes]:
     """Parameters are named by their number in the case."""
     parameters = [
         Parameter(
@@ -62,7 +62,7 @@ def of_case(case: dict) -> tuple[list[Parameter], Ranks]:
         )
         for index, given in enumerate(case["params"])
     ]
-    return parameters, Ranks(case["dp"], case.get("expert_dp", 1))
+    return parameters, GroupSizes(case["dp"], case.get("expert_dp", 1))
 
 
 def owners_by_name(layouts) -> dict[str, int | None]:
@@ -72,8 +72,8 @@ def owners_by_name(layouts) -> dict[str, int | None]:
 def assert_buffers(case, expected, layouts):
     for own, theirs, layout in zip(case["buffers"], expected["buffers"], layouts, strict=True):
         assert layout.ranks == own["dp"]
-        assert [slot.parameter.name for slot in layout.slots] == names(own["params"])
-        assert [[slot.start, slot.stop, slot.bucket] for slot in layout.slots] == theirs["index_map"]
+        assert [placed.name for placed in layout.parameters] == names(own["params"])
+        assert [[placed.start, placed.stop, placed.bucket] for placed in layout.parameters] == theirs["index_map"]
         assert list(map(list, layout.buckets)) == theirs["buckets"]
 
 
@@ -105,10 +105,9 @@ def test_compact_buffers_and_ping_pong_owners(published):
     for case in published["cases"]:
         parameters, ranks = of_case(case)
         groups = [names(group) for group in case["param_groups"]] if "param_groups" in case else None
-        plain = compact(parameters, ranks, case["bucket_size"])
-        legacy = pingpong_legacy(parameters, ranks, case["bucket_size"], groups)
-        total = pingpong_total_order(parameters, ranks, case["bucket_size"])
-        for layouts in (plain, legacy, total):
+        legacy = legacy_pingpong(parameters, ranks, case["bucket_size"], groups)
+        total = decoupled_total_order(parameters, ranks, case["bucket_size"])
+        for layouts in (legacy, total):
             assert_buffers(case, case["compact_buffer"], layouts)
             assert_filled(case["compact_buffer"], layouts)
         assert_owners(case, case["pingpong_legacy"], legacy)
@@ -125,14 +124,18 @@ def test_byte_sharded_buffers(published):
             assert all(layout.even for layout in layouts)
 
 
+def held_by(layout: BufferLayout, rank: int) -> int:
+    return sum(shard.stop - shard.start for shard in layout.shards if shard.buffer == rank)
+
+
 def slices(layout: BufferLayout, rank: int) -> dict[str, list[int] | None]:
     """What each parameter has on the rank: [start, stop) of its own elements, or None."""
-    held: dict[str, list[int] | None] = {slot.parameter.name: None for slot in layout.slots}
-    for slot in layout.slots:
-        for shard in layout.holding(slot):
+    held: dict[str, list[int] | None] = {placed.name: None for placed in layout.parameters}
+    for placed in layout.parameters:
+        for shard in layout.holding(placed):
             if shard.buffer == rank:
-                first, last = max(shard.start, slot.start), min(shard.stop, slot.stop)
-                held[slot.parameter.name] = [first - slot.start, last - slot.start]
+                first, last = max(shard.start, placed.start), min(shard.stop, placed.stop)
+                held[placed.name] = [first - placed.start, last - placed.start]
     return held
 
 
@@ -142,10 +145,10 @@ def test_fsdp_v1_buffers(published):
         for group, layout in zip(case["groups"], layouts, strict=True):
             own = names(group["params"])
             assert (layout.ranks, layout.options["factor"]) == (group["dp"], group["chunk_size_factor"])
-            starts = {slot.parameter.name: slot.start for slot in layout.slots}
+            starts = {placed.name: placed.start for placed in layout.parameters}
             assert starts == dict(zip(own, group["offsets"], strict=True))
-            assert (layout.numel, layout.local_numel(0)) == (group["size"], group["shard_size"])
-            assert (not layout.cut_rows()) == group["row_aligned"]
+            assert (layout.numel, held_by(layout, 0)) == (group["size"], group["shard_size"])
+            assert (not cut_rows(layout)) == group["row_aligned"]
             for rank, expected in enumerate(group["slices"]):
                 assert slices(layout, rank) == dict(zip(own, expected, strict=True))
 
@@ -155,13 +158,13 @@ def test_fsdp_v2_buffers(published):
         parameters = [Parameter(str(index), tuple(shape)) for index, shape in enumerate(case["shapes"])]
         flat = [axis for axis, placement in enumerate(case["placements"]) if placement == "flat"]
         (layout,) = fsdp_v2(parameters, Cuts(Mesh.of(*case["mesh"]), tuple(reversed(flat))))
-        assert [slot.start for slot in layout.slots] == case["tensor_to_offset"]
+        assert [placed.start for placed in layout.parameters] == case["tensor_to_offset"]
         assert layout.numel == case["size"]
         ranges = {shard.buffer: [shard.start, shard.stop - shard.start] for shard in layout.shards}
         assert [ranges[rank] for rank in range(layout.ranks)] == case["local_ranges"]
         for rank, expected in enumerate(case["slices"]):
             assert list(slices(layout, rank).values()) == expected
-        assert not layout.cut_rows()
+        assert not cut_rows(layout)
 
 
 @pytest.mark.parametrize("run", ["ws4_padded", "ws4_pingpong"])
@@ -169,11 +172,11 @@ def test_owners_of_a_real_run(run):
     """What a checkpoint of megatron-core 0.19.2 says of its own parameters."""
     meta = json.loads((golden(f"megatron/layer_wise/{run}") / "meta.json").read_text())
     parameters = [Parameter(name, tuple(shape)) for name, shape in meta["model_params"]]
-    algorithm = padded_numel if meta["layout"] == "padded" else pingpong_legacy
-    (layout,) = algorithm(parameters, Ranks(meta["world"]))
+    algorithm = padded_numel if meta["layout"] == "padded" else legacy_pingpong
+    (layout,) = algorithm(parameters, GroupSizes(meta["world"]))
     assert owners_by_name([layout]) == meta["owner"]
     if "padded_layout" in meta:
-        found = {slot.parameter.name: [slot.start, slot.stop, slot.bucket] for slot in layout.slots}
+        found = {placed.name: [placed.start, placed.stop, placed.bucket] for placed in layout.parameters}
         assert found == meta["padded_layout"]["index_map"]
         assert list(map(list, layout.buckets)) == meta["padded_layout"]["buckets"]
 
@@ -185,12 +188,12 @@ def layers(count: int) -> list[Parameter]:
 
 def drawn(layout: BufferLayout) -> str:
     """Buckets, their shards, and ``name@start`` in them."""
-    slots = sorted(layout.slots, key=lambda slot: slot.start)
+    ranges = sorted(layout.parameters, key=lambda placed: placed.start)
     lines = []
     for start, stop in layout.buckets:
         shards = [shard for shard in layout.shards if start <= shard.start < stop]
         inside = [
-            " ".join(f"{slot.parameter.name}@{slot.start}" for slot in slots if shard.start <= slot.start < shard.stop)
+            " ".join(f"{placed.name}@{placed.start}" for placed in ranges if shard.start <= placed.start < shard.stop)
             for shard in shards
         ]
         lines.append(f"[{start},{stop}) {' | '.join(inside)}")
@@ -199,7 +202,7 @@ def drawn(layout: BufferLayout) -> str:
 
 def test_vectors_of_padded_buffers():
     """Small ones of our own choice, computed with 0.19.2 and main, for where the stored cases are not at hand."""
-    (numel,), (cost,) = (padded(layers(3), Ranks(4), 2000) for padded in (padded_numel, padded_nscost))
+    (numel,), (cost,) = (padded(layers(3), GroupSizes(4), 2000) for padded in (padded_numel, padded_nscost))
     assert drawn(numel) == (
         "[0,5120) l2_fc1@0 | l1_fc1@1280 | l2_qkv@2560 l2_proj@3328 | l2_fc2@3840 l1_fc2@4480\n"
         "[5120,10240) l0_fc1@5120 | l1_qkv@6400 l0_proj@7168 | l0_qkv@7680 | l0_fc2@8960 l1_proj@9600"
@@ -211,19 +214,19 @@ def test_vectors_of_padded_buffers():
     )
     shapes = {"a": (16, 64), "b": (32, 32), "c": (8, 128), "d": (64, 64), "e": (4, 256), "f": (128, 16)}
     mixed = [Parameter(name, shape) for name, shape in shapes.items()]
-    (numel,), (cost,) = (padded(mixed, Ranks(2)) for padded in (padded_numel, padded_nscost))
+    (numel,), (cost,) = (padded(mixed, GroupSizes(2)) for padded in (padded_numel, padded_nscost))
     assert drawn(numel) == "[0,10240) d@0 b@4096 | f@5120 e@7168 c@8192 a@9216"
     assert drawn(cost) == "[0,12288) d@0 | f@6144 b@8192 a@9216 c@10240 e@11264"
 
 
 def test_vectors_of_compact_buffers():
-    (layout,) = pingpong_total_order(layers(2), Ranks(1), 2000)
+    (layout,) = decoupled_total_order(layers(2), GroupSizes(1), 2000)
     assert drawn(layout) == (
         "[0,2176) l1_fc2@0 l1_fc1@640 l1_proj@1920\n"
         "[2176,4864) l1_qkv@2176 l0_fc2@2944 l0_fc1@3584\n"
         "[4864,5888) l0_proj@4864 l0_qkv@5120"
     )
-    (legacy,), (total,) = (owners(layers(3), Ranks(4)) for owners in (pingpong_legacy, pingpong_total_order))
+    (legacy,), (total,) = (owners(layers(3), GroupSizes(4)) for owners in (legacy_pingpong, decoupled_total_order))
     assert [legacy.owners[f"l{n}_{name}"] for name in ("proj", "fc2", "qkv", "fc1") for n in range(3)] == [
         *(0, 1, 2), *(3, 3, 2), *(1, 0, 0), *(1, 2, 3)
     ]  # fmt: skip
@@ -245,18 +248,18 @@ def test_vectors_of_compact_buffers():
 def test_vectors_of_fsdp_buffers(shapes, dp, first, second):
     parameters = [Parameter(str(index), shape) for index, shape in enumerate(shapes)]
     for layouts, expected in (
-        (fsdp_v1(parameters, Ranks(dp)), first),
+        (fsdp_v1(parameters, GroupSizes(dp)), first),
         (fsdp_v2(parameters, Cuts(Mesh.of(dp), (0,))), second),
     ):
         (layout,) = layouts
-        assert ([slot.start for slot in layout.slots], layout.numel) == expected
+        assert ([placed.start for placed in layout.parameters], layout.numel) == expected
 
 
 def test_a_tied_parameter_starts_the_count_afresh():
     """Computed with main's own function; what lies before a tied parameter no longer says which bucket has room."""
     shapes = [(16, 8), (32, 8), (32, 8), (32, 8), (8, 16), (16, 16)]
     parameters = [Parameter(str(i), shape, tied=i == 3) for i, shape in enumerate(shapes)]
-    (layout,) = padded_nscost(parameters, Ranks(2), 400)
+    (layout,) = padded_nscost(parameters, GroupSizes(2), 400)
     assert (
         drawn(layout) == "[0,512) 5@0 | 4@256\n[512,1024) 3@512 | \n[1024,1536) 1@1024 | 2@1280\n[1536,1792) 0@1536 | "
     )
@@ -266,8 +269,8 @@ def test_a_tied_parameter_starts_the_count_afresh():
 def test_byte_sharded_vector(dp):
     """Two norms of 16 and an embedding of 37 x 16, in front of them: computed with Megatron-LM's own function."""
     parameters = [Parameter("embedding", (37, 16)), Parameter("l0.ln", (16,)), Parameter("l1.ln", (16,))]
-    (layout,) = distributed_optimizer(parameters, Ranks(dp))
-    assert [(slot.start, slot.stop) for slot in layout.slots] == [(128, 720), (64, 80), (0, 16)]
+    (layout,) = distributed_optimizer(parameters, GroupSizes(dp))
+    assert [(placed.start, placed.stop) for placed in layout.parameters] == [(128, 720), (64, 80), (0, 16)]
     assert layout.buckets == ((0, 768),)
 
 
@@ -279,14 +282,14 @@ def test_rows_that_are_gathered_count_in_the_cost(fold, starts, numel):
     """Rematerialised groups (``gtp_remat_size``), not in the stored cases: computed with main's own function."""
     shapes = [(64, 64), (64, 64), (64, 128), (64, 64), (128, 64), (64, 64)]
     parameters = [Parameter(str(i), shape, fold=1 if i else fold) for i, shape in enumerate(shapes)]
-    (layout,) = padded_nscost(parameters, Ranks(2))
-    assert ([slot.start for slot in layout.slots], layout.numel) == (starts, numel)
+    (layout,) = padded_nscost(parameters, GroupSizes(2))
+    assert ([placed.start for placed in layout.parameters], layout.numel) == (starts, numel)
 
 
 def test_refusals():
     dense = [Parameter("a", (4, 4)), Parameter("b", (4, 4))]
     for groups in ([["a"]], [["a", "b"], ["a"]], [["a", "b", "c"]]):
         with pytest.raises(LayoutError, match="every parameter exactly once"):
-            pingpong_legacy(dense, Ranks(2), groups=groups)
+            legacy_pingpong(dense, GroupSizes(2), groups=groups)
     with pytest.raises(LayoutError, match="'s' is a scalar"):
         fsdp_v2([Parameter("s", ())], Cuts(Mesh.of(2), (0,)))

@@ -16,6 +16,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from support.foreign_buffers import compact, fsdp_v1
 from support.layer_wise_training import Net, groups
 from support.raw_buffers import (
     INDEX,
@@ -43,10 +44,9 @@ from muonckpt.converters.engine.run import make_job, run
 from muonckpt.converters.target.formats import container_of
 from muonckpt.converters.target.topology import LAYOUTS, Target
 from muonckpt.errors import Interrupted, SourceError
-from muonckpt.layouts.buffers.megatron_compact import compact, pingpong_legacy
-from muonckpt.layouts.buffers.megatron_fsdp import fsdp_v1
+from muonckpt.layouts.buffers.megatron_compact import legacy_pingpong
 from muonckpt.layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
-from muonckpt.layouts.buffers.parameters import Ranks
+from muonckpt.layouts.buffers.parameters import GroupSizes
 from muonckpt.optimizer.layer_wise.optimizer import LayerWise
 from muonckpt.record import Manifest
 from muonckpt.store.formats.registry import BUFFERS, format_of
@@ -176,8 +176,8 @@ def owners(manifest: Manifest) -> dict[str, str]:
 
 def test_the_same_layout_on_the_same_ranks_keeps_recorded_owners_and_their_version(tmp_path):
     groups = [[p.name for p in reversed(PARAMETERS)]]  # another order of equal ones: other owners than by default
-    (layout,) = pingpong_legacy(PARAMETERS, Ranks(3), None, groups)
-    assert layout.owners != pingpong_legacy(PARAMETERS, Ranks(3))[0].owners
+    (layout,) = legacy_pingpong(PARAMETERS, GroupSizes(3), None, groups)
+    assert layout.owners != legacy_pingpong(PARAMETERS, GroupSizes(3))[0].owners
     source = dumped(tmp_path / "source", grouped([layout]), NUMBERS)
     with_version(source, 7)
     expected = {name: f"rank_{owner}.bin" for name, owner in layout.owners.items()}
@@ -219,11 +219,11 @@ def test_the_owners_of_the_run_that_saved_are_kept(tmp_path):
 # --- buffers of others ------------------------------------------------------------------------------------------------
 
 OTHERS_LAYOUTS = {
-    "replicated": lambda: compact(PARAMETERS, Ranks(3), 60),
-    "padded by cost": lambda: padded_nscost(PARAMETERS, Ranks(3), 60),
-    "padded by elements": lambda: padded_numel(PARAMETERS, Ranks(3), 60),
-    "cut anywhere": lambda: distributed_optimizer(PARAMETERS, Ranks(3), 60),
-    "of Megatron-FSDP": lambda: fsdp_v1(PARAMETERS, Ranks(3)),
+    "replicated": lambda: compact(PARAMETERS, GroupSizes(3), 60),
+    "padded by cost": lambda: padded_nscost(PARAMETERS, GroupSizes(3), 60),
+    "padded by elements": lambda: padded_numel(PARAMETERS, GroupSizes(3), 60),
+    "cut anywhere": lambda: distributed_optimizer(PARAMETERS, GroupSizes(3), 60),
+    "of Megatron-FSDP": lambda: fsdp_v1(PARAMETERS, GroupSizes(3)),
 }
 
 

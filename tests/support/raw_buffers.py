@@ -66,7 +66,7 @@ def with_version(path: Path, version: int) -> None:
 
 def dumped(path: Path, buffers: list[GroupBuffer], values: dict[str, np.ndarray]) -> Path:
     """What somebody else would write who has these buffers in memory: no chunks, no sums."""
-    held = [each.parameter for buffer in buffers for each in buffer.layout.slots]
+    held = [each.parameter for buffer in buffers for each in buffer.layout.parameters]
     tensors = [StateRecord(p.name, (p.name,), values[p.name].shape, p.dtype, (), slot="momentum_buffer") for p in held]
     records = [each.to_json() for each in flat_buffers.place(buffers)]
     index = json.loads(Manifest(tuple(tensors), (), {"program": "another", "buffers": records}).to_json())
@@ -86,7 +86,7 @@ NUMBERS = {
 def grouped(layouts, group=(0, 1, 2)) -> list[GroupBuffer]:
     return [
         GroupBuffer(
-            "momentum_buffer", 0, group, tuple((0,) * len(each.parameter.shape) for each in layout.slots), layout
+            "momentum_buffer", 0, group, tuple((0,) * len(each.parameter.shape) for each in layout.parameters), layout
         )
         for layout in layouts
     ]

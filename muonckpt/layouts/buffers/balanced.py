@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from .layout import BufferLayout
-from .parameters import Parameter, Ranks, in_buckets, reaching, split
+from .parameters import GroupSizes, Parameter, in_buckets, reaching, split
 from .ranges import end_to_end, owned
 
 ALIGNMENT = 64
@@ -39,7 +39,7 @@ def newton_schulz(parameter: Parameter) -> int:
 
 def balanced(
     parameters: Sequence[Parameter],
-    ranks: Ranks,
+    sizes: GroupSizes,
     bucket_size: int | None = None,
     previous: Mapping[str, int | None] | None = None,
     cost: Cost = newton_schulz,
@@ -51,13 +51,13 @@ def balanced(
         bucket_size: elements; a bucket closes after the parameter that fills it, in backprop order; None: one bucket.
             Owners do not depend on it.
     """
-    owners = assign(parameters, ranks, previous, cost)
-    return tuple(_buffer(own, ranks.of(own[0]), bucket_size, owners) for own in split(parameters))
+    owners = assign(parameters, sizes, previous, cost)
+    return tuple(_buffer(own, sizes.of(own[0]), bucket_size, owners) for own in split(parameters))
 
 
 def assign(
     parameters: Sequence[Parameter],
-    ranks: Ranks,
+    sizes: GroupSizes,
     previous: Mapping[str, int | None] | None = None,
     cost: Cost = newton_schulz,
 ) -> dict[str, int]:
@@ -76,27 +76,27 @@ def assign(
             stages that share them agree.
     """
     tied = {parameter.name: 0 for parameter in parameters if parameter.tied}
-    fresh, busiest = _longest_first(parameters, ranks, tied, 0, cost)
+    fresh, busiest = _longest_first(parameters, sizes, tied, 0, cost)
     if previous is None:
         return fresh
-    return _longest_first(parameters, ranks, {**previous, **tied}, int(busiest * TOLERANCE), cost)[0]
+    return _longest_first(parameters, sizes, {**previous, **tied}, int(busiest * TOLERANCE), cost)[0]
 
 
 def _longest_first(
-    parameters: Sequence[Parameter], ranks: Ranks, homes: Mapping[str, int | None], limit: int, cost: Cost
+    parameters: Sequence[Parameter], sizes: GroupSizes, homes: Mapping[str, int | None], limit: int, cost: Cost
 ) -> tuple[dict[str, int], int]:
     """Owners by name, each at its home while that rank's load stays within ``limit``; and the greatest load.
 
     Loads are kept per *seat*: dense and expert ranks alike are equal groups of neighbouring seats.
     """
-    seats = math.lcm(*(ranks.of(parameter) for parameter in parameters))
+    seats = math.lcm(*(sizes.of(parameter) for parameter in parameters))
     load, held, awaited = np.zeros((3, seats), np.int64)
     for p in parameters:
-        if (home := homes.get(p.name)) is not None and home < ranks.of(p):
-            awaited.reshape(ranks.of(p), -1)[home] += cost(p)
+        if (home := homes.get(p.name)) is not None and home < sizes.of(p):
+            awaited.reshape(sizes.of(p), -1)[home] += cost(p)
     owners: dict[str, int] = {}
     for p in sorted(parameters, key=lambda p: (-cost(p), -p.numel)):
-        loads, elements, waiting = (each.reshape(ranks.of(p), -1) for each in (load, held, awaited))
+        loads, elements, waiting = (each.reshape(sizes.of(p), -1) for each in (load, held, awaited))
         owner = int(np.lexsort((elements.max(1), waiting.max(1), loads.max(1)))[0])
         if (home := homes.get(p.name)) is not None and home < len(loads):
             waiting[home] -= cost(p)
@@ -113,14 +113,14 @@ def _buffer(
 ) -> BufferLayout:
     chunks = in_buckets(reversed(parameters), reaching(bucket_size))
     by_owner = (sorted(chunk, key=lambda parameter: owners[parameter.name]) for chunk in chunks)
-    slots, buckets = end_to_end(by_owner, ALIGNMENT, ALIGNMENT)
+    ranges, buckets = end_to_end(by_owner, ALIGNMENT, ALIGNMENT)
     return BufferLayout(
         algorithm="balanced",
         version=1,
         ranks=ranks,
-        slots=tuple(slots[parameter.name] for parameter in parameters),
+        parameters=tuple(ranges[parameter.name] for parameter in parameters),
         buckets=buckets,
-        shards=owned(slots.values(), buckets[-1][1], owners),
+        shards=owned(ranges.values(), buckets[-1][1], owners),
         alignment=ALIGNMENT,
         whole=True,
         options={"bucket_size": bucket_size},

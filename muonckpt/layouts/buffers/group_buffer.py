@@ -26,8 +26,8 @@ class GroupBuffer:
         slot: of the optimizer's state; None: weights, and what is in no slot.
         part: number of the group among those that cut the same tensors.
         group: the global rank of each rank of the layout.
-        origins: for each slot of the layout the global index of its first element: the buffer may hold a box of a
-            tensor only, where other axes of the mesh cut it as well.
+        origins: for each parameter of the layout the global index of its first element: the buffer may hold a box of
+            a tensor only, where other axes of the mesh cut it as well.
         layout: its parameters are named by the keys of the tensors, and of their dtype.
 
     Raises:
@@ -44,15 +44,15 @@ class GroupBuffer:
         if len(self.group) != self.layout.ranks or len(set(self.group)) != len(self.group) or min(self.group) < 0:
             raise LayoutError(f"expected {self.layout.ranks} ranks that share a buffer, got {self.group}")
         dims = [len(origin) for origin in self.origins]
-        if dims != [len(slot.parameter.shape) for slot in self.layout.slots]:
+        if dims != [len(placed.parameter.shape) for placed in self.layout.parameters]:
             raise LayoutError(f"the origins {self.origins} are not those of the buffer's parameters")
 
     def fragments(self) -> Iterator[tuple[str, Fragment]]:
         """By key, where each box of a tensor lies in what a global rank holds of this buffer, in elements."""
         held = self.layout.held_layouts(self.group)
-        for slot, origin in zip(self.layout.slots, self.origins, strict=True):
-            for fragment in held[slot.parameter.name].fragments:
-                yield slot.parameter.name, Fragment(fragment.box.shift(origin), fragment.place)
+        for placed, origin in zip(self.layout.parameters, self.origins, strict=True):
+            for fragment in held[placed.name].fragments:
+                yield placed.name, Fragment(fragment.box.shift(origin), fragment.place)
 
     def to_json(self) -> dict[str, Any]:
         """The fields of `GROUP`, then those of the layout (`buffer_record`)."""

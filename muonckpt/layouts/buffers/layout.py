@@ -1,8 +1,9 @@
 """Flat buffers of many parameters: where each begins, what one collective moves, and who holds what.
 
-One description serves padded, compact, ping-pong and byte-sharded buffers.  *Slots* say where parameters lie, *buckets*
-what is communicated at once, *shards* which ranks hold which ranges once gradients are reduced.  An owner is the rank
-whose one shard holds all of a parameter; padding is what no slot covers.  Nothing else tells the algorithms apart.
+One description serves padded, compact, ping-pong and byte-sharded buffers.  *Parameters* are listed with their ranges,
+*buckets* say what is communicated at once, *shards* which ranks hold which ranges once gradients are reduced.  An owner
+is the rank whose one shard holds all of a parameter; padding is what no parameter covers.  Nothing else tells the
+algorithms apart.
 
 All starts, stops and sizes are in elements of the buffer.
 """
@@ -18,8 +19,7 @@ from itertools import pairwise
 from ...errors import LayoutError
 from ...layout import Buffer, TensorLayout
 from ..flat import FlatShard, flat_layout
-from ..owned import owned_layout
-from .ranges import Slot, Span, divided
+from .ranges import PlacedParameter, Span, divided
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,26 +27,27 @@ class BufferLayout:
     """One flat buffer.
 
     Proved on construction: the buckets tile the buffer; the shards, replicas counted once, tile every bucket, and a
-    rank's lie one after the other in what it holds; slots are disjoint, aligned, each in its bucket, and if ``whole``
-    each in one shard.
+    rank's lie one after the other in what it holds; parameters are disjoint, aligned, each in its bucket, and if
+    ``whole`` each in one shard.
 
     Args:
-        algorithm: who placed the slots, with the ``version`` of its rules.  A checkpoint records both and the result.
+        algorithm: what placed the parameters, with the ``version`` of its rules.  A checkpoint records both and the
+            result.
         ranks: size of the data-parallel group; shards name its ranks ``0 … ranks - 1``.
-        slots: in forward order of the model.
+        parameters: in forward order of the model.
         buckets: in order, as are the shards, replicas by rank.
-        alignment: every slot begins at a multiple of it.
-        whole: no slot is cut.
+        alignment: every parameter begins at a multiple of it.
+        whole: no parameter is cut.
         options: what else the algorithm was told, such as ``bucket_size``; JSON values.
 
     Raises:
-        LayoutError: names the slot, bucket or shard, and the rule that it breaks.
+        LayoutError: names the parameter, bucket or shard, and the rule that it breaks.
     """
 
     algorithm: str
     version: int
     ranks: int
-    slots: tuple[Slot, ...]
+    parameters: tuple[PlacedParameter, ...]
     buckets: tuple[Span, ...]
     shards: tuple[FlatShard, ...]
     alignment: int = 1
@@ -58,7 +59,7 @@ class BufferLayout:
         object.__setattr__(self, "_starts", tuple(shard.start for shard in self.shards))
         _prove_tiling("bucket", self.buckets, self.numel)
         _prove_shards(self)
-        _prove_slots(self)
+        _prove_parameters(self)
 
     @property
     def numel(self) -> int:
@@ -68,20 +69,20 @@ class BufferLayout:
     @property
     def padding(self) -> int:
         """Elements of the buffer that belong to no parameter."""
-        return self.numel - sum(slot.parameter.numel for slot in self.slots)
+        return self.numel - sum(placed.parameter.numel for placed in self.parameters)
 
     @property
     def filled(self) -> tuple[int, ...]:
         """Elements of each bucket that belong to parameters."""
         filled = [0] * len(self.buckets)
-        for slot in self.slots:
-            filled[slot.bucket] += slot.parameter.numel
+        for placed in self.parameters:
+            filled[placed.bucket] += placed.parameter.numel
         return tuple(filled)
 
     @property
     def owners(self) -> dict[str, int | None]:
         """For each parameter the only rank that holds any of it; None where it is cut or replicated."""
-        held = ((slot.parameter.name, tuple(self.holding(slot))) for slot in self.slots)
+        held = ((placed.name, tuple(self.holding(placed))) for placed in self.parameters)
         return {name: rank_of(shards[0]) if len(shards) == 1 else None for name, shards in held}
 
     @property
@@ -90,14 +91,10 @@ class BufferLayout:
         divides = all((stop - start) % self.ranks == 0 for start, stop in self.buckets)
         return divides and self.shards == divided(self.buckets, self.ranks)
 
-    def local_numel(self, rank: int) -> int:
-        """Elements that ``rank`` holds, padding included."""
-        return sum(shard.stop - shard.start for shard in self.shards if shard.buffer == rank)
-
-    def holding(self, slot: Slot) -> Iterator[FlatShard]:
-        """The shards that hold any of ``slot``, in order."""
-        last = max(bisect_right(self._starts, slot.start) - 1, 0)
-        for number in range(bisect_left(self._starts, self._starts[last]), bisect_left(self._starts, slot.stop)):
+    def holding(self, placed: PlacedParameter) -> Iterator[FlatShard]:
+        """The shards that hold any of ``placed``, in order."""
+        last = max(bisect_right(self._starts, placed.start) - 1, 0)
+        for number in range(bisect_left(self._starts, self._starts[last]), bisect_left(self._starts, placed.stop)):
             yield self.shards[number]
 
     def held_layouts(self, buffers: Sequence[Buffer] | None = None) -> dict[str, TensorLayout]:
@@ -108,29 +105,13 @@ class BufferLayout:
         """
         names = range(self.ranks) if buffers is None else buffers
         return {
-            slot.parameter.name: flat_layout(
-                slot.parameter.shape,
-                slot.start,
-                tuple(replace(shard, buffer=names[rank_of(shard)]) for shard in self.holding(slot)),
+            placed.name: flat_layout(
+                placed.parameter.shape,
+                placed.start,
+                tuple(replace(shard, buffer=names[rank_of(shard)]) for shard in self.holding(placed)),
             )
-            for slot in self.slots
+            for placed in self.parameters
         }
-
-    def flat_layouts(self, buffer: Buffer) -> dict[str, TensorLayout]:
-        """Each parameter's layout in the buffer itself, undivided: a dump of it, or the buffer that collectives use."""
-        return {slot.parameter.name: owned_layout(slot.parameter.shape, buffer, slot.start) for slot in self.slots}
-
-    def cut_rows(self) -> tuple[str, ...]:
-        """Names of the parameters that a shard ends in the middle of a row of.
-
-        Nobody can save these as blocks of whole rows (Megatron-FSDP v1 makes such buffers and then fails on them).
-        """
-        return tuple(
-            slot.parameter.name
-            for slot in self.slots
-            for shard in self.holding(slot)
-            if shard.stop < slot.stop and (shard.stop - slot.start) % slot.parameter.row
-        )
 
 
 def rank_of(shard: FlatShard) -> int:
@@ -166,22 +147,22 @@ def _prove_tiling(what: str, spans: Sequence[Span], numel: int) -> None:
         raise LayoutError(f"the last {what} ends at {end} of {numel} elements")
 
 
-def _prove_slots(layout: BufferLayout) -> None:
-    if len({slot.parameter.name for slot in layout.slots}) != len(layout.slots):
-        raise LayoutError("two slots of one parameter")
+def _prove_parameters(layout: BufferLayout) -> None:
+    if len({placed.name for placed in layout.parameters}) != len(layout.parameters):
+        raise LayoutError("two parameters of one name")
     end = 0
-    for slot in sorted(layout.slots, key=lambda slot: slot.start):
-        about = f"{slot.parameter.name!r} at [{slot.start}, {slot.stop})"
-        if slot.start < end:
+    for placed in sorted(layout.parameters, key=lambda placed: placed.start):
+        about = f"{placed.name!r} at [{placed.start}, {placed.stop})"
+        if placed.start < end:
             raise LayoutError(f"{about} overlaps the parameter before it, which ends at {end}")
-        if slot.start % layout.alignment:
+        if placed.start % layout.alignment:
             raise LayoutError(f"{about} does not begin at a multiple of {layout.alignment}")
-        if slot.bucket not in range(len(layout.buckets)):
-            raise LayoutError(f"{about} is in no bucket: there is no number {slot.bucket}")
-        start, stop = layout.buckets[slot.bucket]
-        if not start <= slot.start <= slot.stop <= stop:
-            raise LayoutError(f"{about} does not lie in bucket {slot.bucket}, [{start}, {stop})")
-        spans = {(shard.start, shard.stop) for shard in layout.holding(slot)}
+        if placed.bucket not in range(len(layout.buckets)):
+            raise LayoutError(f"{about} is in no bucket: there is no number {placed.bucket}")
+        start, stop = layout.buckets[placed.bucket]
+        if not start <= placed.start <= placed.stop <= stop:
+            raise LayoutError(f"{about} does not lie in bucket {placed.bucket}, [{start}, {stop})")
+        spans = {(shard.start, shard.stop) for shard in layout.holding(placed)}
         if layout.whole and len(spans) > 1:
             raise LayoutError(f"{about} is cut into {len(spans)}, though the layout keeps parameters whole")
-        end = slot.stop
+        end = placed.stop

@@ -1,40 +1,37 @@
-"""Megatron's compact buffers: parameters end to end in backprop order, and the ping-pong owners that go with them.
+"""Megatron's compact buffers: parameters end to end in backprop order, without padding, and ping-pong owners.
+
+Parameters sorted by elements are dealt to ranks 0 … n-1, n-1 … 0, again and again; two versions break ties in different
+orders.  Gradients are all-reduced; an owner steps its whole parameters.
 
 Rules read from Megatron-LM main d98e8a64 and branch dev d48bd6be (``param_and_grad_buffer.py``,
-``layer_wise_optimizer.py``).  Gradients are all-reduced; an owner steps its whole parameters.
+``layer_wise_optimizer.py``).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from ...errors import LayoutError
 from .layout import BufferLayout
-from .parameters import Parameter, Ranks, in_buckets, reaching, split
-from .ranges import end_to_end, owned, replicated
+from .parameters import GroupSizes, Parameter, in_buckets, reaching, split
+from .ranges import PlacedParameter, Span, end_to_end, owned
+
+Compact = tuple[tuple[PlacedParameter, ...], tuple[Span, ...]]
+"""A buffer whose owners are not known yet: its parameters in forward order, and its buckets."""
 
 
-def compact(parameters: Iterable[Parameter], ranks: Ranks, bucket_size: int | None = None) -> tuple[BufferLayout, ...]:
-    """Buffers without padding, which every rank holds in full.
-
-    Args:
-        parameters: in forward order.
-        bucket_size: elements; a bucket closes after the parameter that fills it; None: one bucket.
-    """
-    return tuple(_compact(own, ranks.of(own[0]), bucket_size) for own in split(parameters))
-
-
-def pingpong_legacy(
+def legacy_pingpong(
     parameters: Sequence[Parameter],
-    ranks: Ranks,
+    sizes: GroupSizes,
     bucket_size: int | None = None,
     groups: Sequence[Sequence[str]] | None = None,
 ) -> tuple[BufferLayout, ...]:
     """Compact buffers with the owners of main, 0.16 to 0.19: by elements, equal ones in the order of ``groups``.
 
     Args:
+        parameters: in forward order.
+        bucket_size: elements; a bucket closes after the parameter that fills it; None: one bucket.
         groups: names in each of the optimizer's parameter groups; None: dense parameters, then those of experts, each
             in forward order.
 
@@ -47,52 +44,56 @@ def pingpong_legacy(
         if order.keys() != {p.name for p in listed} or len(order) != sum(map(len, groups)):
             raise LayoutError("the parameter groups do not name every parameter exactly once")
         listed.sort(key=lambda p: order[p.name])
-    buffers = compact(parameters, ranks, bucket_size)
-    return _with_owners("legacy-pingpong", buffers, sorted(listed, key=lambda p: p.numel), ranks)
+    listed.sort(key=lambda p: p.numel)
+    return _with_owners("legacy-pingpong", _compact(parameters, bucket_size), listed, sizes, bucket_size)
 
 
-def pingpong_total_order(
-    parameters: Iterable[Parameter], ranks: Ranks, bucket_size: int | None = None
+def decoupled_total_order(
+    parameters: Iterable[Parameter], sizes: GroupSizes, bucket_size: int | None = None
 ) -> tuple[BufferLayout, ...]:
     """Compact buffers with the owners of branch dev: by elements, equal ones by model chunk, buffer and start.
 
-    Arguments as for `compact`.
+    Arguments as for `legacy_pingpong`.
     """
-    buffers = compact(parameters, ranks, bucket_size)
+    buffers = _compact(parameters, bucket_size)
     listed = sorted(
-        (slot.parameter.numel, slot.parameter.chunk, number, slot.start, slot.parameter)
-        for number, buffer in enumerate(buffers)
-        for slot in buffer.slots
+        (placed.parameter.numel, placed.parameter.chunk, number, placed.start, placed.parameter)
+        for number, (ranges, _) in enumerate(buffers)
+        for placed in ranges
     )
-    return _with_owners("decoupled-total-order", buffers, [parameter for *_, parameter in listed], ranks)
+    return _with_owners("decoupled-total-order", buffers, [p for *_, p in listed], sizes, bucket_size)
 
 
-def _compact(parameters: Sequence[Parameter], ranks: int, bucket_size: int | None) -> BufferLayout:
-    chunks = in_buckets(reversed(parameters), reaching(bucket_size), alone=lambda parameter: False)
-    slots, buckets = end_to_end(chunks)
-    return BufferLayout(
-        algorithm="compact",
-        version=1,
-        ranks=ranks,
-        slots=tuple(slots[parameter.name] for parameter in parameters),
-        buckets=buckets,
-        shards=replicated(buckets, ranks),
-        whole=True,
-        options={"bucket_size": bucket_size},
-    )
+def _compact(parameters: Iterable[Parameter], bucket_size: int | None) -> list[Compact]:
+    buffers: list[Compact] = []
+    for own in split(parameters):
+        chunks = in_buckets(reversed(own), reaching(bucket_size), alone=lambda parameter: False)
+        ranges, buckets = end_to_end(chunks)
+        buffers.append((tuple(ranges[parameter.name] for parameter in own), buckets))
+    return buffers
 
 
 def _with_owners(
-    algorithm: str, buffers: Sequence[BufferLayout], listed: Iterable[Parameter], ranks: Ranks
+    algorithm: str, buffers: Iterable[Compact], listed: Iterable[Parameter], sizes: GroupSizes, bucket_size: int | None
 ) -> tuple[BufferLayout, ...]:
-    """Deal the parameters to ranks 0 … n-1, n-1 … 0, again and again; dense and expert ranks each in their turn."""
+    """Deal the parameters in this order; dense and expert ranks each take their turns."""
     dealt: defaultdict[bool, int] = defaultdict(int)
     owners = {}
     for parameter in listed:
-        size = ranks.of(parameter)
-        turn = dealt[parameter.expert] % (2 * size)
-        owners[parameter.name] = min(turn, 2 * size - 1 - turn)
+        ranks = sizes.of(parameter)
+        turn = dealt[parameter.expert] % (2 * ranks)
+        owners[parameter.name] = min(turn, 2 * ranks - 1 - turn)
         dealt[parameter.expert] += 1
     return tuple(
-        replace(buffer, algorithm=algorithm, shards=owned(buffer.slots, buffer.numel, owners)) for buffer in buffers
+        BufferLayout(
+            algorithm=algorithm,
+            version=1,
+            ranks=sizes.of(ranges[0].parameter),
+            parameters=ranges,
+            buckets=buckets,
+            shards=owned(ranges, buckets[-1][1], owners),
+            whole=True,
+            options={"bucket_size": bucket_size},
+        )
+        for ranges, buckets in buffers
     )

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from .layout import BufferLayout
-from .parameters import Chunk, Parameter, Ranks, in_buckets, numel, split
-from .ranges import Slot, Span, divided, end_to_end, round_up
+from .parameters import Chunk, GroupSizes, Parameter, in_buckets, numel, split
+from .ranges import PlacedParameter, Span, divided, end_to_end, round_up
 
 START = 64
 """Every parameter begins at a multiple of this many elements."""
@@ -28,7 +28,7 @@ Packed = list[tuple[Parameter, int, int]]
 
 
 def padded_numel(
-    parameters: Iterable[Parameter], ranks: Ranks, bucket_size: int | None = None, busbw: bool = False
+    parameters: Iterable[Parameter], sizes: GroupSizes, bucket_size: int | None = None, busbw: bool = False
 ) -> tuple[BufferLayout, ...]:
     """Shards balanced by elements (core 0.18 and 0.19, branch dev): the largest first, to the emptiest shard.
 
@@ -43,11 +43,11 @@ def padded_numel(
         packed = (_by_numel(chunk, shards) for chunk in chunks)
         return _assemble("padded-numel", own, shards, packed, bucket_size, busbw)
 
-    return tuple(buffer(own, ranks.of(own[0])) for own in split(parameters))
+    return tuple(buffer(own, sizes.of(own[0])) for own in split(parameters))
 
 
 def padded_nscost(
-    parameters: Iterable[Parameter], ranks: Ranks, bucket_size: int | None = None, busbw: bool = False
+    parameters: Iterable[Parameter], sizes: GroupSizes, bucket_size: int | None = None, busbw: bool = False
 ) -> tuple[BufferLayout, ...]:
     """Shards balanced by the cost of Newton-Schulz over the whole buffer (main since 2026-08-12).
 
@@ -60,17 +60,17 @@ def padded_nscost(
         packed = (_by_cost(chunk, load) for chunk in chunks if chunk)
         return _assemble("padded-nscost", own, shards, packed, bucket_size, busbw)
 
-    return tuple(buffer(own, ranks.of(own[0])) for own in split(parameters))
+    return tuple(buffer(own, sizes.of(own[0])) for own in split(parameters))
 
 
 def distributed_optimizer(
-    parameters: Iterable[Parameter], ranks: Ranks, bucket_size: int | None = None, busbw: bool = False
+    parameters: Iterable[Parameter], sizes: GroupSizes, bucket_size: int | None = None, busbw: bool = False
 ) -> tuple[BufferLayout, ...]:
     """Buffers of the byte-sharded optimizer, for parameters that are no matrices: one after the other, cut anywhere.
 
     Arguments as for `padded_numel`; here a bucket closes after the parameter that fills it.
     """
-    return tuple(_cut_anywhere(own, ranks.of(own[0]), bucket_size, busbw) for own in split(parameters))
+    return tuple(_cut_anywhere(own, sizes.of(own[0]), bucket_size, busbw) for own in split(parameters))
 
 
 def matrix_cost(parameter: Parameter) -> int:
@@ -156,19 +156,20 @@ def _assemble(
     busbw: bool,
 ) -> BufferLayout:
     """Buckets one after the other, every shard of a bucket as large as its fullest."""
-    slots: dict[str, Slot] = {}
+    ranges: dict[str, PlacedParameter] = {}
     buckets: list[Span] = []
     base = 0
     for placed in packed:
         size = round_up(max(start + p.numel for p, _, start in placed), _shard_divisor(ranks, busbw))
-        slots |= {p.name: Slot(p, base + shard * size + start, len(buckets)) for p, shard, start in placed}
+        number = len(buckets)
+        ranges |= {p.name: PlacedParameter(p, base + shard * size + start, number) for p, shard, start in placed}
         buckets.append((base, base + ranks * size))
         base += ranks * size
     return BufferLayout(
         algorithm=algorithm,
         version=1,
         ranks=ranks,
-        slots=tuple(slots[parameter.name] for parameter in parameters),
+        parameters=tuple(ranges[parameter.name] for parameter in parameters),
         buckets=tuple(buckets),
         shards=divided(buckets, ranks),
         alignment=START,
@@ -183,12 +184,12 @@ def _cut_anywhere(parameters: Sequence[Parameter], ranks: int, bucket_size: int 
         return bucket_size is not None and sum(round_up(size, START) for size in before) + last >= bucket_size
 
     chunks = in_buckets(reversed(parameters), full)
-    slots, buckets = end_to_end(chunks, START, _bucket_divisor(ranks, busbw))
+    ranges, buckets = end_to_end(chunks, START, _bucket_divisor(ranks, busbw))
     return BufferLayout(
         algorithm="distributed-optimizer",
         version=1,
         ranks=ranks,
-        slots=tuple(slots[parameter.name] for parameter in parameters),
+        parameters=tuple(ranges[parameter.name] for parameter in parameters),
         buckets=buckets,
         shards=divided(buckets, ranks),
         alignment=START,

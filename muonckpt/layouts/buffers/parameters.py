@@ -46,15 +46,10 @@ class Parameter:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
-    def row(self) -> int:
-        """Elements of one row, which is all but the first dim; 1 for vectors and scalars."""
-        return math.prod(self.shape[1:])
-
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
-    """Sizes of the data-parallel groups (context parallelism included) of dense and of expert parameters.
+class GroupSizes:
+    """How many ranks the data-parallel groups of dense and of expert parameters have, context parallelism included.
 
     Raises:
         LayoutError: a group without ranks.

@@ -15,12 +15,20 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """A parameter and the element of the buffer at which it begins, row-major, in bucket number ``bucket``."""
+class PlacedParameter:
+    """A parameter and the range of a buffer that it fills, row-major from element ``start``, in one bucket.
+
+    Args:
+        bucket: the number of the bucket.
+    """
 
     parameter: Parameter
     start: int
     bucket: int
+
+    @property
+    def name(self) -> str:
+        return self.parameter.name
 
     @property
     def stop(self) -> int:
@@ -34,24 +42,24 @@ def round_up(value: int, divisor: int) -> int:
 
 def end_to_end(
     chunks: Iterable[Sequence[Parameter]], alignment: int = 1, divisor: int = 1
-) -> tuple[dict[str, Slot], tuple[Span, ...]]:
-    """Slots by name and buckets, for what each bucket holds, one parameter after the other.
+) -> tuple[dict[str, PlacedParameter], tuple[Span, ...]]:
+    """Place what each bucket holds end to end: the parameters by name, and the buckets.
 
     Args:
         alignment: every parameter begins at a multiple of it.
         divisor: every bucket ends at a multiple of it; itself a multiple of the alignment.
     """
-    slots: dict[str, Slot] = {}
+    ranges: dict[str, PlacedParameter] = {}
     buckets: list[Span] = []
     start = 0
     for chunk in chunks:
         stop = start
         for parameter in chunk:
-            slot = slots[parameter.name] = Slot(parameter, round_up(stop, alignment), len(buckets))
-            stop = slot.stop
+            placed = ranges[parameter.name] = PlacedParameter(parameter, round_up(stop, alignment), len(buckets))
+            stop = placed.stop
         buckets.append((start, round_up(stop, divisor)))
         start = buckets[-1][1]
-    return slots, tuple(buckets)
+    return ranges, tuple(buckets)
 
 
 def divided(buckets: Iterable[Span], ranks: int) -> tuple[FlatShard, ...]:
@@ -67,18 +75,13 @@ def divided(buckets: Iterable[Span], ranks: int) -> tuple[FlatShard, ...]:
     )
 
 
-def replicated(buckets: Iterable[Span], ranks: int) -> tuple[FlatShard, ...]:
-    """Every rank holds every bucket."""
-    return stacked((start, stop, rank) for start, stop in buckets for rank in range(ranks))
-
-
-def owned(slots: Iterable[Slot], numel: int, owners: Mapping[str, int]) -> tuple[FlatShard, ...]:
-    """Each slot of a buffer of ``numel`` elements with its owner, given by name.
+def owned(parameters: Iterable[PlacedParameter], numel: int, owners: Mapping[str, int]) -> tuple[FlatShard, ...]:
+    """The shards of a buffer of ``numel`` elements whose parameters lie with their owners, given by name.
 
     Neighbours of one owner in a bucket make one shard, which reaches to the next one, the last to the end.
     """
-    in_order = sorted(slots, key=lambda slot: slot.start)
-    runs = groupby(in_order, key=lambda slot: (slot.bucket, owners[slot.parameter.name]))
+    in_order = sorted(parameters, key=lambda placed: placed.start)
+    runs = groupby(in_order, key=lambda placed: (placed.bucket, owners[placed.name]))
     heads = [(next(run).start, rank) for (_, rank), run in runs]
     ends = [*(start for start, _ in heads[1:]), numel]
     return stacked((start, stop, rank) for (start, rank), stop in zip(heads, ends, strict=False))

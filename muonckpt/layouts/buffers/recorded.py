@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import SourceError
 from .layout import BufferLayout, rank_of
 from .parameters import Parameter
-from .ranges import Slot, stacked
+from .ranges import PlacedParameter, stacked
 
 Kinds = Mapping[str, tuple[type, ...]]
 
@@ -62,14 +62,14 @@ def to_json(layout: BufferLayout) -> dict[str, Any]:
         "shards": [[shard.start, shard.stop, rank_of(shard)] for shard in layout.shards],
         "parameters": [
             {
-                **asdict(slot.parameter),
-                "shape": list(slot.parameter.shape),
-                "start": slot.start,
-                "stop": slot.stop,
-                "bucket": slot.bucket,
-                "owner": owners[slot.parameter.name],
+                **asdict(placed.parameter),
+                "shape": list(placed.parameter.shape),
+                "start": placed.start,
+                "stop": placed.stop,
+                "bucket": placed.bucket,
+                "owner": owners[placed.name],
             }
-            for slot in layout.slots
+            for placed in layout.parameters
         ],
     }
 
@@ -84,7 +84,7 @@ def from_json(data: Mapping[str, Any]) -> BufferLayout:
         check_fields(data, BUFFER)
         layout = BufferLayout(
             **{key: data[key] for key in ("algorithm", "version", "options", "ranks", "alignment", "whole")},
-            slots=tuple(map(_slot, data["parameters"])),
+            parameters=tuple(map(_placed, data["parameters"])),
             buckets=tuple((start, stop) for start, stop in map(ints, data["buckets"])),
             shards=stacked((start, stop, rank) for start, stop, rank in map(ints, data["shards"])),
         )
@@ -96,10 +96,10 @@ def from_json(data: Mapping[str, Any]) -> BufferLayout:
     return layout
 
 
-def _slot(data: Any) -> Slot:
+def _placed(data: Any) -> PlacedParameter:
     check_fields(data, PARAMETER)
     seen = {each.name: data[each.name] for each in fields(Parameter)}
-    return Slot(Parameter(**{**seen, "shape": ints(data["shape"])}), data["start"], data["bucket"])
+    return PlacedParameter(Parameter(**{**seen, "shape": ints(data["shape"])}), data["start"], data["bucket"])
 
 
 def check_fields(data: Any, kinds: Kinds) -> None:

@@ -106,7 +106,7 @@ def dtype_of(buffer: GroupBuffer) -> str:
     """Raises:
     LayoutError: the buffer's parameters are of more than one dtype, or there are none.
     """
-    dtypes = {slot.parameter.dtype for slot in buffer.layout.slots}
+    dtypes = {placed.parameter.dtype for placed in buffer.layout.parameters}
     if len(dtypes) != 1:
         raise LayoutError(f"expected a buffer of one dtype, got {sorted(dtypes)}")
     return dtypes.pop()

@@ -16,7 +16,7 @@ from typing import TypeGuard
 from ....box import Index
 from ....errors import SourceError
 from ....layouts.buffers.group_buffer import GroupBuffer
-from ....layouts.buffers.ranges import Slot
+from ....layouts.buffers.ranges import PlacedParameter
 from ....record import Blob, Extent, Manifest, StateRecord
 from ...io.location import Location
 from ...reading.payloads import Payloads
@@ -135,7 +135,7 @@ def _is_elementwise(value: object) -> TypeGuard[SavedTensor]:
 
 
 def _records(dealt: Dealt, states: Mapping[str, State]) -> Iterator[StateRecord]:
-    buffers = {slot.parameter.name: buffer for _, buffer in dealt.buffers for slot in buffer.slots}
+    buffers = {placed.name: buffer for _, buffer in dealt.buffers for placed in buffer.parameters}
     for name, state in states.items():
         buffer = buffers[name]
         words = {"algorithm": buffer.algorithm, "version": buffer.version}
@@ -149,20 +149,20 @@ def _records(dealt: Dealt, states: Mapping[str, State]) -> Iterator[StateRecord]
 def _buffers(dealt: Dealt, states: Mapping[str, State]) -> Iterator[GroupBuffer]:
     """The run's buffers for every slot, each with those of its parameters that have the slot."""
     for number, (group, buffer) in enumerate(dealt.buffers):
-        named = [(slot, states[slot.parameter.name]) for slot in buffer.slots]
-        for word in dict.fromkeys(word for _, state in named for word in state):
-            slots = tuple(
-                replace(slot, parameter=replace(slot.parameter, name=_key(slot, word), dtype=value.dtype))
-                for slot, state in named
-                if _is_elementwise(value := state.get(word))
+        named = [(placed, states[placed.name]) for placed in buffer.parameters]
+        for slot in dict.fromkeys(slot for _, state in named for slot in state):
+            held = tuple(
+                replace(placed, parameter=replace(placed.parameter, name=_key(placed, slot), dtype=value.dtype))
+                for placed, state in named
+                if _is_elementwise(value := state.get(slot))
             )
-            if slots:
-                origins = tuple((0,) * len(slot.parameter.shape) for slot in slots)
-                yield GroupBuffer(word, number, group, origins, replace(buffer, slots=slots))
+            if held:
+                origins = tuple((0,) * len(placed.parameter.shape) for placed in held)
+                yield GroupBuffer(slot, number, group, origins, replace(buffer, parameters=held))
 
 
-def _key(slot: Slot, word: str) -> str:
-    return ".".join((*STATE, slot.parameter.name, word))
+def _key(placed: PlacedParameter, slot: str) -> str:
+    return ".".join((*STATE, placed.name, slot))
 
 
 # Options.

@@ -23,9 +23,9 @@ from typing import Any
 from ....box import Index
 from ....errors import LayoutError, SourceError
 from ....layouts.buffers.layout import BufferLayout
-from ....layouts.buffers.megatron_compact import pingpong_legacy, pingpong_total_order
+from ....layouts.buffers.megatron_compact import decoupled_total_order, legacy_pingpong
 from ....layouts.buffers.megatron_padded import padded_nscost, padded_numel
-from ....layouts.buffers.parameters import Parameter, Ranks
+from ....layouts.buffers.parameters import GroupSizes, Parameter
 from ...io.location import Location
 from ...io.regular import open_regular
 from .. import signs
@@ -202,13 +202,15 @@ def deal(description: Description, members: Sequence[Member], ranks: int) -> Dea
     owners: dict[str, int] = {}
     for part in range(description.experts):
         here = [each for each in members if not each.parameter.expert or each.part == part]
-        for number, buffer in enumerate(algorithm.place(description, here, Ranks(ranks, ranks // description.experts))):
-            experts = buffer.slots[0].parameter.expert
+        for number, buffer in enumerate(
+            algorithm.place(description, here, GroupSizes(ranks, ranks // description.experts))
+        ):
+            experts = buffer.parameters[0].parameter.expert
             if part and not experts:
                 continue  # the same for every part
             group = tuple(range(part, ranks, description.experts)) if experts else tuple(range(ranks))
             buffers.append((group, buffer))
-            places |= {s.parameter.name: algorithm.key(s.parameter, number, s.start) for s in buffer.slots}
+            places |= {p.name: algorithm.key(p.parameter, number, p.start) for p in buffer.parameters}
             owners |= {name: group[owner] for name, owner in buffer.owners.items() if owner is not None}
     shares: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
     for each in members:
@@ -217,7 +219,7 @@ def deal(description: Description, members: Sequence[Member], ranks: int) -> Dea
     return Dealt(tuple(buffers), ordered)
 
 
-Place = Callable[[Description, Sequence[Member], Ranks], tuple[BufferLayout, ...]]
+Place = Callable[[Description, Sequence[Member], GroupSizes], tuple[BufferLayout, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,21 +232,21 @@ class Algorithm:
 
 
 def _padded(
-    place: Callable[..., tuple[BufferLayout, ...]], told: Description, members: Sequence[Member], ranks: Ranks
+    place: Callable[..., tuple[BufferLayout, ...]], told: Description, members: Sequence[Member], ranks: GroupSizes
 ) -> tuple[BufferLayout, ...]:
     return place([each.parameter for each in members], ranks, told.bucket_size, told.busbw)
 
 
-def _legacy(told: Description, members: Sequence[Member], ranks: Ranks) -> tuple[BufferLayout, ...]:
+def _legacy(told: Description, members: Sequence[Member], ranks: GroupSizes) -> tuple[BufferLayout, ...]:
     groups: defaultdict[int, list[str]] = defaultdict(list)
     for each in members:
         groups[each.group].append(each.parameter.name)
     in_order = [groups[number] for number in sorted(groups)]
-    return pingpong_legacy([each.parameter for each in members], ranks, told.bucket_size, in_order)
+    return legacy_pingpong([each.parameter for each in members], ranks, told.bucket_size, in_order)
 
 
-def _total_order(told: Description, members: Sequence[Member], ranks: Ranks) -> tuple[BufferLayout, ...]:
-    return pingpong_total_order([each.parameter for each in members], ranks, told.bucket_size)
+def _total_order(told: Description, members: Sequence[Member], ranks: GroupSizes) -> tuple[BufferLayout, ...]:
+    return decoupled_total_order([each.parameter for each in members], ranks, told.bucket_size)
 
 
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(

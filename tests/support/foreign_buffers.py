@@ -1,8 +1,9 @@
-"""Megatron-FSDP's flat buffers, version 1 (Megatron-LM's training) and version 2 (its experimental ``DBuffer``).
+"""Flat buffers that we read and never make: compact ones without owners, and those of Megatron-FSDP.
 
-Rules read from Megatron-LM main d98e8a64 (``megatron_fsdp/param_and_grad_buffer.py``, ``experimental/layout.py``).
-Every buffer is one bucket, padded to equal shards.  All placement happens on a grid of ``factor`` elements, so that no
-shard ends inside a row; version 1 does not keep to that for small parameters (`BufferLayout.cut_rows` names them).
+Of the latter version 1 (Megatron-LM's training) and version 2 (its experimental ``DBuffer``); rules read from
+Megatron-LM main d98e8a64 (``megatron_fsdp/param_and_grad_buffer.py``, ``experimental/layout.py``).  Every buffer is one
+bucket, padded to equal shards.  All placement happens on a grid of ``factor`` elements, so that no shard ends inside a
+row; version 1 does not keep to that for small parameters (`cut_rows` names them).
 """
 
 from __future__ import annotations
@@ -10,21 +11,36 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
-from ...errors import LayoutError
-from ..flat import FlatShard
-from ..uneven import Cuts
-from .layout import BufferLayout
-from .parameters import Parameter, Ranks, in_buckets, reaching
-from .ranges import Slot, divided, round_up
+from muonckpt.errors import LayoutError
+from muonckpt.layouts.buffers.layout import BufferLayout
+from muonckpt.layouts.buffers.megatron_compact import decoupled_total_order
+from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter, in_buckets, reaching
+from muonckpt.layouts.buffers.ranges import PlacedParameter, Span, divided, round_up, stacked
+from muonckpt.layouts.flat import FlatShard
+from muonckpt.layouts.uneven import Cuts
 
 BUCKET = 40_000_000
 """Elements at which version 1 closes a buffer of parameters that are in no FSDP unit."""
 
 
+def compact(
+    parameters: Iterable[Parameter], sizes: GroupSizes, bucket_size: int | None = None
+) -> tuple[BufferLayout, ...]:
+    """Megatron's compact buffers as gradients are reduced in them: every rank holds all."""
+    owned = decoupled_total_order(parameters, sizes, bucket_size)
+    return tuple(replace(one, algorithm="compact", shards=replicated(one.buckets, one.ranks)) for one in owned)
+
+
+def replicated(buckets: Iterable[Span], ranks: int) -> tuple[FlatShard, ...]:
+    """Every rank holds every bucket."""
+    return stacked((start, stop, rank) for start, stop in buckets for rank in range(ranks))
+
+
 def fsdp_v1(
-    parameters: Iterable[Parameter], ranks: Ranks, bucket_size: int | None = BUCKET
+    parameters: Iterable[Parameter], ranks: GroupSizes, bucket_size: int | None = BUCKET
 ) -> tuple[BufferLayout, ...]:
     """The buffers of version 1: one per FSDP unit, data type and expert group; long ones of no unit are split.
 
@@ -54,6 +70,21 @@ def fsdp_v2(parameters: Iterable[Parameter], cuts: Cuts) -> tuple[BufferLayout, 
     return tuple(_v2(group, cuts) for group in groups.values())
 
 
+def cut_rows(layout: BufferLayout) -> tuple[str, ...]:
+    """Names of the parameters that a shard ends in the middle of a row of; version 1 makes such buffers, and fails."""
+    return tuple(
+        placed.name
+        for placed in layout.parameters
+        for shard in layout.holding(placed)
+        if shard.stop < placed.stop and (shard.stop - placed.start) % row(placed.parameter)
+    )
+
+
+def row(parameter: Parameter) -> int:
+    """Elements of one row, which is all but the first dim; 1 for vectors and scalars."""
+    return math.prod(parameter.shape[1:])
+
+
 def _v1_groups(parameters: Iterable[Parameter], bucket_size: int | None) -> Iterator[list[Parameter]]:
     groups: defaultdict[tuple[str, bool, int | None], list[Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -63,11 +94,11 @@ def _v1_groups(parameters: Iterable[Parameter], bucket_size: int | None) -> Iter
 
 
 def _v1(group: Sequence[Parameter], ranks: int, bucket_size: int | None) -> BufferLayout:
-    widest_first = sorted(group, key=lambda p: -p.row)
-    factor = widest_first[0].row
+    widest_first = sorted(group, key=lambda p: -row(p))
+    factor = row(widest_first[0])
     for p in widest_first:
-        on_grid = p.row == factor or (factor % p.row == 0 and p.numel % factor == 0) or p.numel < factor
-        factor = factor if on_grid else math.lcm(factor, p.row)
+        on_grid = row(p) == factor or (factor % row(p) == 0 and p.numel % factor == 0) or p.numel < factor
+        factor = factor if on_grid else math.lcm(factor, row(p))
     small = [p for p in widest_first if p.numel < factor]
     starts, stop = _place([p for p in widest_first if p.numel >= factor], small, factor, align=lambda p: 1)
     size = round_up(stop, ranks * factor)
@@ -75,7 +106,7 @@ def _v1(group: Sequence[Parameter], ranks: int, bucket_size: int | None) -> Buff
         algorithm="megatron-fsdp-v1",
         version=1,
         ranks=ranks,
-        slots=tuple(Slot(p, starts[p.name], 0) for p in group),
+        parameters=tuple(PlacedParameter(p, starts[p.name], 0) for p in group),
         buckets=((0, size),),
         shards=divided([(0, size)], ranks),
         options={"bucket_size": bucket_size, "factor": factor},
@@ -83,9 +114,9 @@ def _v1(group: Sequence[Parameter], ranks: int, bucket_size: int | None) -> Buff
 
 
 def _v2(group: Sequence[Parameter], cuts: Cuts) -> BufferLayout:
-    factor = math.lcm(*(p.row for p in group))
+    factor = math.lcm(*(row(p) for p in group))
     small = sorted((p for p in group if p.numel < factor), key=lambda p: -p.numel)
-    starts, stop = _place([p for p in group if p.numel >= factor], small, factor, align=lambda p: p.row)
+    starts, stop = _place([p for p in group if p.numel >= factor], small, factor, align=lambda p: row(p))
     size = round_up(stop, len(cuts.mesh.ranks) * factor)
     part = size // cuts.shards
     held = enumerate(cuts.shard(coordinate) for coordinate in product(*map(range, cuts.mesh.shape)))
@@ -93,7 +124,7 @@ def _v2(group: Sequence[Parameter], cuts: Cuts) -> BufferLayout:
         algorithm="megatron-fsdp-v2",
         version=1,
         ranks=len(cuts.mesh.ranks),
-        slots=tuple(Slot(p, starts[p.name], 0) for p in group),
+        parameters=tuple(PlacedParameter(p, starts[p.name], 0) for p in group),
         buckets=((0, size),),
         shards=tuple(
             FlatShard(rank, number * part, (number + 1) * part)
