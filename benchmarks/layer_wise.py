@@ -37,12 +37,12 @@ T = TypeVar("T")
 
 LAYOUTS = {
     "padded-numel": padded_numel,
-    "padded": padded_nscost,
-    "compact": decoupled_total_order,
-    "legacy": legacy_pingpong,
+    "padded-nscost": padded_nscost,
+    "decoupled-total-order": decoupled_total_order,
+    "legacy-pingpong": legacy_pingpong,
     "balanced": balanced,
 }
-"""By the name that `LayerWise` has for it, who places matrices."""
+"""By the name of the placement, what places matrices."""
 
 HALF, FLOAT = 2, 4
 """Bytes of an element in 16 and in 32 bits."""
@@ -122,9 +122,9 @@ class Sent:
 
 
 def step_traffic(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, list[Sent]]:
-    """By layout, and for compact also with one all-reduce a bucket, of each rank.  The group counts traffic."""
+    """By layout, and for one also with one all-reduce a bucket, of each rank.  The group counts traffic."""
     found = {layout: _traffic(case, layout, True, group) for layout in LAYOUTS}
-    return {**found, "compact, all-reduced": _traffic(case, "compact", False, group)}
+    return {**found, ALL_REDUCED: _traffic(case, ALL_REDUCED.split(",")[0], False, group)}
 
 
 def _traffic(case: Case, layout: str, exact: bool, group: dist.ProcessGroup | None) -> list[Sent]:
@@ -193,19 +193,21 @@ class Planned:
         return busiest(self.parameters, ranks_of(self.dp), self.buffers[layout], newton_schulz)
 
 
-UNPADDED = ("compact", "legacy", "balanced")
+UNPADDED = ("decoupled-total-order", "legacy-pingpong", "balanced")
+
+ALL_REDUCED = "decoupled-total-order, all-reduced"
 
 
 def show_sizes(every: Sequence[Planned]) -> None:
     """Of the unpadded layouts the most that one of them has."""
     together = ", ".join(UNPADDED)
-    names = ["padded-numel", "padded", together]
+    names = ["padded-numel", "padded-nscost", together]
     table("model", "dp", "logical GB", *(f"over logical: {name}" for name in names),
           *(f"sent GB: {name}" for name in names), "with all-reduces")  # fmt: skip
     for each in every:
         over = [each.over_logical(name) for name in LAYOUTS]
         sent = [expected_traffic(buffers, HALF) / 1e9 for buffers in each.buffers.values()]
-        reduced = expected_traffic(each.buffers["compact"], HALF, exact=False) / 1e9
+        reduced = expected_traffic(each.buffers["decoupled-total-order"], HALF, exact=False) / 1e9
         ratios = [f"{ratio:.3f}" for ratio in (*over[:2], max(over[2:]))]
         gigabytes = [f"{value:.1f}" for value in (*sent[:2], max(sent[2:]), reduced)]
         row(each.model, each.dp, f"{2 * HALF * numel(each.parameters) / 1e9:.1f}", *ratios, *gigabytes)

@@ -198,8 +198,8 @@ def growth(folder: Path, gigabytes: float, rounds: int) -> None:
 def ways(folder: Path, gigabytes: float, rounds: int) -> None:
     """Rank counts and layouts, at one size."""
     four = bare(save(folder, "four", gigabytes, SHAPES, *ROWS_4))
-    owned = save(folder, "owned", gigabytes, SHAPES, *ROWS_4, "--layout", "owned")
-    padded = save(folder, "padded", gigabytes, SHAPES, *ROWS_4, "--layout", "padded")
+    owned = save(folder, "owned", gigabytes, SHAPES, *ROWS_4, "--layout", "balanced")
+    padded = save(folder, "padded", gigabytes, SHAPES, *ROWS_4, "--layout", "padded-nscost")
     ep = [each.format(2, 4) for each in EP_FSDP]
     experts = save(folder, "experts", gigabytes, EXPERTS, *ep)
     job = make_job(four, Target({"dp": 8}))
@@ -216,10 +216,10 @@ def ways(folder: Path, gigabytes: float, rounds: int) -> None:
         "rows 4 -> 8, `--jobs 1`": ours(four, "--mesh", "dp=8", "--jobs", "1"),
         "rows 4 -> 8, `--verify`": ours(four, "--mesh", "dp=8", "--verify"),
         "rows 4 -> flat 8": ours(four, "--mesh", "dp=8", "--layout", "flat"),
-        "rows 4 -> owners 8": ours(four, "--mesh", "dp=8", "--layout", "owned"),
+        "rows 4 -> owners 8": ours(four, "--mesh", "dp=8", "--layout", "balanced"),
         "rows 4 -> columns 8": ours(four, "--mesh", "dp=8", "--shard", "*=dp:1"),
         "owners 4 -> rows 8": ours(owned, "--mesh", "dp=8"),
-        "padded 4 -> compact 8": ours(padded, "--mesh", "dp=8", "--layout", "compact"),
+        "padded 4 -> compact 8": ours(padded, "--mesh", "dp=8", "--layout", "decoupled-total-order"),
         "experts, EP 4 x FSDP 2 -> EP 2 x FSDP 4": ours(experts, *(each.format(4, 2) for each in EP_FSDP)),
     }
     runs: dict[str, list[Run]] = {name: [] for name in table}

@@ -10,6 +10,7 @@ import click
 from ..converters.translate.names import Rules
 from ..converters.translate.tables import INVERSE, READY
 from ..errors import SourceError
+from ..layouts.buffers.placements import FORMER
 from ..store.io.location import Location, location
 
 
@@ -79,6 +80,16 @@ class ShardRule(click.ParamType):  # type: ignore[type-arg]
         if not glob or not equals or len(cuts) != len(found):
             self.fail(f"{value!r} is not a rule; write for example '*experts*=ep:0,dp:1'", param, context)
         return glob, cuts
+
+
+class LayoutName(click.Choice):  # type: ignore[type-arg]
+    """What ranks hold, by its name; a former name is still understood."""
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> str:
+        name = str(value)
+        if name in FORMER:
+            click.echo(f"warning: --layout {name} is called {FORMER[name]} now", err=True)
+        return str(super().convert(FORMER.get(name, name), param, context))
 
 
 class RuleTable(click.ParamType):  # type: ignore[type-arg]

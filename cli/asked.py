@@ -22,7 +22,7 @@ from ..store.formats.signs import is_torch_dist
 from ..store.io.location import Location
 from ..store.open_checkpoint import OpenCheckpoint
 from ..vocabulary import Convention
-from .argument_types import CHECKPOINT, JOBS, Bytes, RuleTable, ShardRule
+from .argument_types import CHECKPOINT, JOBS, Bytes, LayoutName, RuleTable, ShardRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +113,7 @@ RANKS = taking(
         help="Which axes cut which dims of the tensors whose key fits; the first rule that fits wins. Without: all "
         "axes cut the rows (dim 0), or in the other layouts share the buffer.",
     ),
-    click.option(
-        "--layout", type=click.Choice(list(LAYOUTS)), default="rows", show_default=True, help="What ranks hold."
-    ),
+    click.option("--layout", type=LayoutName(LAYOUTS), default="rows", show_default=True, help="What ranks hold."),
 )
 
 WHOLE = taking(

@@ -7,12 +7,18 @@ from typing import Any
 import click
 
 from ..converters.target.formats import OF_RANKS
+from ..converters.target.topology import LAYOUTS
 from .argument_types import MeshSizes
 from .asked import CONTENT, CREW, FORMAT, PLACES, RANKS, WHOLE, WORK, Asked, kept, taking
 from .conversion import carry_out
 
 
-@click.command("reshard")
+def layouts() -> str:
+    """The layouts, for the end of the help text."""
+    return "\b\nLayouts:\n" + "\n".join(f"  {name:23}{description}" for name, description in LAYOUTS.items())
+
+
+@click.command("reshard", epilog=layouts())
 @PLACES
 @taking(
     click.option("--mesh", type=MeshSizes(), help="Axes and sizes, the outermost first: dp=8,ep=4,tp=2.  [required]"),
@@ -29,15 +35,6 @@ def command(**options: Any) -> None:
     Streams bytes; nothing is deserialised and no GPU or process group is needed.  DESTINATION must not exist; it
     appears whole, when everything has been written, checked and synced.  Nothing is renamed or rescaled unless --from,
     --to, --rules, --convention, --target-convention, --mu, --step or --drop is given.
-
-    \b
-    rows     cut by --shard, else by rows over all ranks
-    flat     tensors end to end, cut evenly anywhere
-    owned    whole tensors, owners balanced by their cost in Newton-Schulz
-    padded   whole tensors, owners as in Megatron's padded layer-wise buffers
-    compact  whole tensors, owners as in Megatron's compact ones
-    legacy   whole tensors, owners as in Megatron's older ping-pong mode
-    padded-numel  padded, as core 0.18 and 0.19 had it
     """
     options = kept(options)
     if options["mesh"] is None and options["format"] in OF_RANKS:

@@ -4,59 +4,35 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...box import Box, Index
 from ...layout import Fragment, TensorLayout
-from ...layouts.buffers.balanced import balanced
 from ...layouts.buffers.group_buffer import GroupBuffer
 from ...layouts.buffers.layout import BufferLayout
-from ...layouts.buffers.megatron_compact import decoupled_total_order, legacy_pingpong
-from ...layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
 from ...layouts.buffers.parameters import GroupSizes, Parameter, split
+from ...layouts.buffers.placements import PLACEMENTS, ToPlace
 from ...layouts.buffers.ranges import divided, end_to_end
 from ...layouts.mesh import Mesh, Shard, mesh_layout
 from ...record import StateRecord
 from ...vocabulary import ELEMENTWISE
 from .source_buffers import recorded
-from .topology import Cut, Laid, Target
-
-Place = Callable[[Sequence[Parameter], GroupSizes], tuple[BufferLayout, ...]]
-"""Puts parameters into flat buffers over the ranks of one group."""
+from .topology import FLAT, Cut, Laid, Target
 
 
-def _flat(parameters: Sequence[Parameter], ranks: GroupSizes) -> tuple[BufferLayout, ...]:
+def _flat(model: ToPlace) -> tuple[BufferLayout, ...]:
     """Everything of one dtype end to end, cut into equal parts, in the middle of a row if need be."""
-    buffers = []
-    for own in split(parameters):
-        ranges, buckets = end_to_end([own], divisor=ranks.dense)
-        shards = divided(buckets, ranks.dense)
-        buffers.append(BufferLayout("flat", 1, ranks.dense, tuple(ranges.values()), buckets, shards))
+    buffers, ranks = [], model.sizes.dense
+    for own in split(model.parameters):
+        ranges, buckets = end_to_end([own], divisor=ranks)
+        buffers.append(BufferLayout("flat", 1, ranks, tuple(ranges.values()), buckets, divided(buckets, ranks)))
     return tuple(buffers)
-
-
-PLACES: Mapping[str, tuple[Place, Place]] = MappingProxyType(
-    {
-        "flat": (_flat, _flat),
-        "owned": (balanced, balanced),
-        "padded": (padded_nscost, distributed_optimizer),
-        "padded-numel": (padded_numel, distributed_optimizer),
-        "compact": (decoupled_total_order, distributed_optimizer),
-        "legacy": (legacy_pingpong, legacy_pingpong),
-    }
-)
-"""By layout: what places the tensors of all slots but those of `ELEMENTWISE`, and what places these.
-
-Flat buffers cut evenly; whole tensors with balanced owners, ours; in Megatron's padded buffers, by the rules of its
-main branch or by those of core 0.18 and 0.19; in its compact ones; in those of its legacy mode, which owns element-wise
-state whole too, where the three before cut that evenly."""
 
 
 def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenance: Mapping[str, Any]) -> Laid:
     """Buffers of their own for each slot of state, and for each part that the cut axes leave."""
-    whole, elementwise = PLACES[target.layout]
+    place = _flat if target.layout == FLAT else PLACEMENTS[target.layout].place
     groups: defaultdict[tuple[str | None, tuple[str, ...]], list[StateRecord]] = defaultdict(list)
     cuts = {tensor.key: target.cuts(tensor, ()) for tensor in tensors}
     for tensor in tensors:
@@ -66,7 +42,6 @@ def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenanc
     words: dict[str, Mapping[str, Any] | None] = dict.fromkeys(fragments)
     buffers: list[GroupBuffer] = []
     for (slot, axes), members in groups.items():
-        place = elementwise if slot in ELEMENTWISE else whole
         mesh, _ = target.grid([(axis, 0) for axis in axes])
         parts = math.prod(mesh.shape[: len(axes)])
         share = len(mesh.ranks) // parts
@@ -74,8 +49,10 @@ def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenanc
         for part in range(parts):
             ranks = mesh.ranks[part * share : (part + 1) * share]
             here = {key: box[part] for key, box in boxes.items() if part in box}
-            parameters = [Parameter(t.key, here[t.key].shape, t.dtype) for t in members if t.key in here]
-            for layout in _kept(place(parameters, GroupSizes(share)), known[slot, ranks]):
+            parameters = tuple(Parameter(t.key, here[t.key].shape, t.dtype) for t in members if t.key in here)
+            matrices = frozenset(() if slot in ELEMENTWISE else here)
+            fresh = place(ToPlace(parameters, matrices, GroupSizes(share)))
+            for layout in _kept(fresh, known[slot, ranks]):
                 names = [placed.name for placed in layout.parameters]
                 buffers.append(GroupBuffer(slot, part, ranks, tuple(here[name].lo for name in names), layout))
                 words |= {name: _words(target, layout, cuts[name]) for name in names}

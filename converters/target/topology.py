@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...box import row_major
 from ...errors import TargetError
 from ...layout import TensorLayout
+from ...layouts.buffers.placements import PLACEMENTS
 from ...layouts.mesh import Mesh
 from ...record import StateRecord
 
@@ -28,8 +30,17 @@ Cut = tuple[str, int]
 ROWS = "rows"
 """The layout without flat buffers: tensors are cut by rows, or as the rules say."""
 
-LAYOUTS = (ROWS, "flat", "owned", "padded", "padded-numel", "compact", "legacy")
-"""The names of all layouts; those after the first are in flat buffers."""
+FLAT = "flat"
+"""The layout in flat buffers that are cut evenly, wherever that falls."""
+
+LAYOUTS: Mapping[str, str] = MappingProxyType(
+    {
+        ROWS: "cut by --shard, else by rows over all ranks",
+        FLAT: "tensors end to end, cut evenly anywhere",
+        **{name: placement.description for name, placement in PLACEMENTS.items()},
+    }
+)
+"""Every layout by its name, with a line for help texts; those after the first are in flat buffers."""
 
 
 @dataclass(frozen=True, slots=True)

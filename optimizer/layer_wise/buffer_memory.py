@@ -10,92 +10,31 @@ from torch import Tensor
 
 from ...box import Box, flat_boxes
 from ...errors import LayoutError
-from ...layouts.buffers.balanced import balanced
 from ...layouts.buffers.layout import BufferLayout, rank_of
-from ...layouts.buffers.megatron_compact import decoupled_total_order, legacy_pingpong
-from ...layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
-from ...layouts.buffers.parameters import GroupSizes, Parameter
+from ...layouts.buffers.placements import PLACEMENTS, ToPlace
 from ...layouts.buffers.ranges import PlacedParameter
 from ..rounding import exact_dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a layout is made of.
-
-    Args:
-        parameters: in forward order.
-        matrices: names of those whose owner must have all of them.
-        groups: names in each parameter group.
-        bucket_size: elements at which a bucket closes; None: one bucket.
-        previous: owners by name that a balanced layout should keep.
-    """
-
-    parameters: tuple[Parameter, ...]
-    matrices: frozenset[str]
-    ranks: GroupSizes
-    groups: tuple[tuple[str, ...], ...]
-    bucket_size: int | None
-    previous: Mapping[str, int | None] | None = None
-
-    def whole(self) -> list[Parameter]:
-        return [parameter for parameter in self.parameters if parameter.name in self.matrices]
-
-    def siblings(self) -> tuple[BufferLayout, ...]:
-        """Buffers of everything else, cut into equal shards wherever that falls."""
-        rest = (parameter for parameter in self.parameters if parameter.name not in self.matrices)
-        return distributed_optimizer(rest, self.ranks, self.bucket_size)
-
-
-def _padded(wanted: Wanted) -> tuple[BufferLayout, ...]:
-    return *padded_nscost(wanted.whole(), wanted.ranks, wanted.bucket_size), *wanted.siblings()
-
-
-def _padded_by_numel(wanted: Wanted) -> tuple[BufferLayout, ...]:
-    return *padded_numel(wanted.whole(), wanted.ranks, wanted.bucket_size), *wanted.siblings()
-
-
-def _compact(wanted: Wanted) -> tuple[BufferLayout, ...]:
-    return *decoupled_total_order(wanted.whole(), wanted.ranks, wanted.bucket_size), *wanted.siblings()
-
-
-def _legacy(wanted: Wanted) -> tuple[BufferLayout, ...]:
-    return legacy_pingpong(wanted.parameters, wanted.ranks, wanted.bucket_size, wanted.groups)
-
-
-def _balanced(wanted: Wanted) -> tuple[BufferLayout, ...]:
-    return *balanced(wanted.whole(), wanted.ranks, wanted.bucket_size, wanted.previous), *wanted.siblings()
-
-
-LAYOUTS = {
-    "padded": _padded,
-    "padded-numel": _padded_by_numel,
-    "compact": _compact,
-    "legacy": _legacy,
-    "balanced": _balanced,
-}
-"""Who places parameters.  All but "legacy" cut what is no matrix into equal shards, in buffers of their own."""
-
-
-def laid_out(layout: str | Sequence[BufferLayout], wanted: Wanted) -> tuple[BufferLayout, ...]:
-    """The buffers of a layout: of a key of `LAYOUTS`, or as they were recorded.
+def laid_out(layout: str | Sequence[BufferLayout], model: ToPlace) -> tuple[BufferLayout, ...]:
+    """The buffers of a model: as one of `PLACEMENTS` makes them, or as they were recorded.
 
     Raises:
-        ValueError: an unknown layout.
+        ValueError: there is no such placement.
         LayoutError: recorded buffers of other parameters or of other ranks, or that cut a matrix.
     """
     if isinstance(layout, str):
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}, or recorded buffers")
-        return LAYOUTS[layout](wanted)
+        if layout not in PLACEMENTS:
+            raise ValueError(f"layout={layout!r}: expected one of {', '.join(PLACEMENTS)}, or recorded buffers")
+        return PLACEMENTS[layout].place(model)
     recorded = {placed.parameter: buffer for buffer in layout for placed in buffer.parameters}
-    if differing := {*recorded} ^ {*wanted.parameters}:
+    if differing := {*recorded} ^ {*model.parameters}:
         names = sorted({parameter.name for parameter in differing})
         raise LayoutError(f"the recorded buffers do not fit the model: {', '.join(names[:8])}")
     for parameter, buffer in recorded.items():
-        if buffer.ranks != wanted.ranks.of(parameter):
-            raise LayoutError(f"recorded for {buffer.ranks} ranks, but {parameter.name!r} has {wanted.ranks}")
-        if parameter.name in wanted.matrices and buffer.owners[parameter.name] is None:
+        if buffer.ranks != model.sizes.of(parameter):
+            raise LayoutError(f"recorded for {buffer.ranks} ranks, but {parameter.name!r} has {model.sizes}")
+        if parameter.name in model.matrices and buffer.owners[parameter.name] is None:
             raise LayoutError(f"matrix {parameter.name!r} has no owner in the recorded buffers")
     return tuple(layout)
 

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...layouts.buffers.layout import BufferLayout
 from ...layouts.buffers.parameters import GroupSizes, Parameter
+from ...layouts.buffers.placements import ToPlace
 from ..step.methods import MATRICES
-from .buffer_memory import Part, Wanted
+from .buffer_memory import Part
 
 Group = dist.ProcessGroup | None
 """None: this process alone."""
@@ -28,14 +29,14 @@ class Members:
         name_of: names by parameter.
         group_of: who shares each, by name.
         experts: names of those of experts.
-        ranks: sizes of the two process groups.
+        sizes: of the two process groups.
     """
 
     named: Mapping[str, Tensor]
     name_of: Mapping[Tensor, str]
     group_of: Mapping[str, Group]
     experts: frozenset[str]
-    ranks: GroupSizes
+    sizes: GroupSizes
 
     @classmethod
     def of(
@@ -67,25 +68,25 @@ class Members:
         group_of = {name: expert_group if name in expert else group for name in named}
         return cls(named, name_of, group_of, expert, GroupSizes(size_of(group), size_of(expert_group)))
 
-    def wanted(
+    def to_place(
         self,
         groups: Sequence[Mapping[str, Any]],
         bucket_size: int | None,
         previous: Mapping[str, int | None] | None,
-    ) -> Wanted:
-        """What their layout is made of, given complete groups."""
+    ) -> ToPlace:
+        """What a placement has to know of them, given complete groups."""
         own = [tuple(self.name_of[param] for param in group["params"]) for group in groups]
         matrices = [names for names, group in zip(own, groups, strict=True) if group["algorithm"] in MATRICES]
-        return Wanted(
+        return ToPlace(
             tuple(
                 Parameter(name, tuple(param.shape), _dtype_name(param), expert=name in self.experts)
                 for name, param in self.named.items()
             ),
             frozenset(name for names in matrices for name in names),
-            self.ranks,
-            tuple(own),
-            bucket_size,
-            previous,
+            self.sizes,
+            groups=tuple(own),
+            bucket_size=bucket_size,
+            previous=previous,
         )
 
     def stepped(self, groups: Sequence[Mapping[str, Any]], parts: Mapping[str, Part]) -> dict[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...layouts.buffers.layout import BufferLayout
+from ...layouts.buffers.placements import present_name
 from ...layouts.buffers.recorded import to_json
 from ...vocabulary import MUON
 from ..clipping import clip_with, sum_of_squares
@@ -102,9 +103,10 @@ class LayerWise(Optimizer):
     Args:
         model: its parameters are plain tensors; those that take gradients must all be in ``groups``.
         groups: parameters or parameter groups, as for `Muon`.
-        layout: "padded" (equal shards; Megatron main), "padded-numel" (core 0.18, 0.19), "compact" (no padding,
-            Megatron dev), "legacy" (ping-pong owners of everything), "balanced" (ours); or the buffers that a
-            checkpoint has recorded (`buffer_record.from_json`), whose owners stay as they are.
+        layout: the name of a placement: "padded-nscost" (equal shards with padding, as in Megatron main),
+            "padded-numel" (as in core 0.18 and 0.19), "decoupled-total-order" (ping-pong owners without padding, as in
+            Megatron dev), "legacy-pingpong" (ping-pong owners of everything) or "balanced" (ours); or the buffers that
+            a checkpoint has recorded (`muonckpt.layouts.buffers.recorded`), whose owners stay as they are.
         bucket_size: elements at which a bucket closes; None: one bucket for each buffer.
         group: data-parallel ranks; None: all, or this process alone if there is no process group.
         experts: parameters that only the ranks of ``expert_group`` share.
@@ -129,7 +131,7 @@ class LayerWise(Optimizer):
         groups: Iterable[Any],
         lr: float | Tensor = MUON.lr,
         *,
-        layout: str | Sequence[BufferLayout] = "padded",
+        layout: str | Sequence[BufferLayout] = "padded-nscost",
         bucket_size: int | None = BUCKET,
         group: Group = None,
         experts: Iterable[Tensor] = (),
@@ -149,7 +151,9 @@ class LayerWise(Optimizer):
         group = group or (dist.group.WORLD if dist.is_initialized() else None)
         self._members = members = Members.of(model, self.param_groups, group, experts, expert_group)
         self._divisor = size_of(group) if average else 1
-        self._group, self._overlap, self._layout = group, overlap, layout if isinstance(layout, str) else "recorded"
+        self._group, self._overlap = group, overlap
+        layout = present_name(layout) if isinstance(layout, str) else layout
+        self._layout = layout if isinstance(layout, str) else "recorded"
 
         # On the meta device: what Muon refuses all ranks refuse alike, before anything is touched.
         wholes = {param: torch.empty_like(param, dtype=exact_dtype(param), device="meta") for param in members.name_of}
@@ -158,7 +162,7 @@ class LayerWise(Optimizer):
         for mine, complete in zip(self.param_groups, example.param_groups, strict=True):
             mine.update(options_of(complete))
 
-        self.buffers = laid_out(layout, members.wanted(self.param_groups, bucket_size, previous))
+        self.buffers = laid_out(layout, members.to_place(self.param_groups, bucket_size, previous))
         self._parts, buckets = _filled(self.buffers, members, gradient_dtype, exact)
         stepped = members.stepped(self.param_groups, self._parts)
         self._inner = Muon(groups_with(stepped, self.param_groups), lr, **options)

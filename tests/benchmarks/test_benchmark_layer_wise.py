@@ -12,7 +12,7 @@ from support.workers import run
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import traffic
-from layer_wise import LAYOUTS, UNPADDED, Case, Memory, Sent, memory, planned, step_traffic
+from layer_wise import ALL_REDUCED, LAYOUTS, UNPADDED, Case, Memory, Sent, memory, planned, step_traffic
 from models import Model, Weight
 from padding import busiest, padding, ranks_of
 
@@ -41,7 +41,7 @@ def test_unpadded_layouts_take_no_more_than_parameters_and_gradients(layout, fou
         assert (each.padding == 0 and each.allocated <= 1.01 * each.logical) == (layout in UNPADDED)
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "compact, all-reduced"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, ALL_REDUCED])
 def test_what_a_step_sends_is_what_follows_from_the_buffers(layout, found):
     ranks = found[1][layout]
     flags = 2 * (CASE.world - 1) / CASE.world * (CASE.layers * (len(CASE.shapes) + 1))
@@ -57,5 +57,5 @@ def test_the_tables_are_of_the_layouts_that_they_name():
         assert each.over_logical(layout) == 1
         assert each.busiest(layout) >= 1
     theirs = padded_nscost(each.parameters, ranks_of(16), 40_000_000)
-    assert each.over_logical("padded") == 1 + padding(each.parameters, theirs) > 1
-    assert each.busiest("padded") == busiest(each.parameters, ranks_of(16), theirs, newton_schulz)
+    assert each.over_logical("padded-nscost") == 1 + padding(each.parameters, theirs) > 1
+    assert each.busiest("padded-nscost") == busiest(each.parameters, ranks_of(16), theirs, newton_schulz)

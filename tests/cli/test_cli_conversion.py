@@ -238,7 +238,7 @@ def test_a_format_that_is_not_named_is_that_of_the_source_where_ranks_write_it(s
         assert called("convert", split, tmp_path / written, "--format", written).returncode == 0
     for source, kind in ((split, OWN), (tmp_path / "buffers", BUFFERS), (tmp_path / "zarr", OWN)):
         out = tmp_path / f"of {source.name}"
-        assert called("convert", source, out, "--layout", "padded", "--mesh", "dp=2").returncode == 0
+        assert called("convert", source, out, "--layout", "padded-nscost", "--mesh", "dp=2").returncode == 0
         assert format_of(out) is kind
 
 
@@ -250,7 +250,7 @@ def test_items_that_are_no_tensors_are_left_out_of_any_format_when_asked(stock, 
 
 
 def test_the_plan_of_a_layout_of_buffers_says_its_padding_and_balance(tiny_checkpoint, tmp_path):
-    line = ("reshard", tiny_checkpoint, tmp_path / "out", "--mesh", "dp=2", "--layout", "padded", "--dry-run")
+    line = ("reshard", tiny_checkpoint, tmp_path / "out", "--mesh", "dp=2", "--layout", "padded-nscost", "--dry-run")
     shared = json.loads(called(*line, "--json").stdout)["buffers"]
     assert {each["of"] for each in shared} >= {"momentum_buffer", "exp_avg", "(not optimizer state)"}
     assert all(each["padding"] > 0 and len(each["ranks"]) == 2 for each in shared)
@@ -275,7 +275,7 @@ def test_a_damaged_chunk_of_zarr_is_found_also_where_no_fingerprint_can_be_compa
 
 def test_verify_takes_every_format_that_is_written(split, tmp_path):
     for written in ("buffers", "safetensors", "zarr"):
-        layout = ("--layout", "compact") if written == "buffers" else ()
+        layout = ("--layout", "decoupled-total-order") if written == "buffers" else ()
         assert called("convert", split, tmp_path / written, "--format", written, *layout, "--verify").returncode == 0
         done = called("verify", tmp_path / written)
         assert done.returncode == 0 and done.stdout.endswith(": whole\n")

@@ -12,8 +12,9 @@ from support.commands import arguments_of, called, cli, is_one_paragraph
 from support.sharded import elements_of
 
 import muonckpt
+from muonckpt.layouts.buffers.placements import PLACEMENTS
 
-LAYOUTS = ("rows", "flat", "owned", "padded", "compact", "legacy")
+LAYOUTS = ("rows", "flat", *PLACEMENTS)
 HUGE = "9" * 5000
 USAGE = [
     "",
@@ -62,6 +63,20 @@ def test_mesh_rules_layout_selection_and_verify_in_one_pass(layout, tiny_checkpo
         {"dp": 2, "tp": 2}, layout, ["*.weight*=tp:1"], ["optimizer.*"]]  # fmt: skip
     [momentum] = [t for t in manifest.tensors if t.key == "optimizer.state.0.weight.momentum_buffer"]
     assert all(chunk.box.hi[1] <= 8 or chunk.box.lo[1] >= 8 for chunk in momentum.chunks)
+
+
+def test_a_former_name_of_a_layout_is_taken_with_a_warning(tiny_checkpoint, tmp_path):
+    for name in ("owned", "balanced"):
+        done = called("reshard", tiny_checkpoint, tmp_path / name, "--mesh", "dp=2", "--layout", name)
+        warning = "warning: --layout owned is called balanced now\n" if name == "owned" else ""
+        assert (done.returncode, done.stderr) == (0, warning)
+    records = [muonckpt.open(tmp_path / name).outline.provenance for name in ("owned", "balanced")]
+    assert records[0] == records[1]
+
+
+def test_help_says_what_each_layout_is():
+    told = called("reshard", "--help").stdout
+    assert all(f"{name:23}{placement.description}\n" in told for name, placement in PLACEMENTS.items())
 
 
 @pytest.mark.parametrize("memory", ["0", "64kb", "1 GiB", "2gib", "300MB"])

@@ -37,7 +37,7 @@ def summary(path: Path) -> dict:
 
 def saved(rank: int, world: int, path: str) -> None:
     net = Net()
-    opt = LayerWise(net, groups(net), layout="padded", bucket_size=700)
+    opt = LayerWise(net, groups(net), layout="padded-nscost", bucket_size=700)
     model, optimizer = get_state_dict(net, opt)
     muonckpt.save({"model": model, "optimizer": optimizer}, path, provenance=opt.provenance())
 
@@ -54,9 +54,9 @@ def trained(tmp_path_factory) -> Path:
 def owned(trained) -> Path:
     """The same with balanced owners, over 2 ranks for each of 2 halves of all matrices."""
     rule = ["--shard", "*momentum_buffer=tp:0"]
-    arguments = [str(trained), str(trained.parent / "owned"), "--mesh", "dp=2,tp=2", "--layout", "owned", *rule]
+    arguments = [str(trained), str(trained.parent / "balanced"), "--mesh", "dp=2,tp=2", "--layout", "balanced", *rule]
     assert muonckpt_command(["reshard", *arguments]) == 0
-    return trained.parent / "owned"
+    return trained.parent / "balanced"
 
 
 def test_padding_and_balance_are_those_of_the_chunks(owned):
@@ -133,7 +133,7 @@ def test_layouts_are_said_in_words(owned, tmp_path):
 
 
 def test_a_line_for_every_rank_if_there_are_few_or_it_is_asked_for(trained, tmp_path):
-    assert muonckpt_command(["reshard", str(trained), str(tmp_path / "many"), "--mesh", "dp=30", "--layout=owned"]) == 0
+    assert muonckpt_command(["reshard", str(trained), str(tmp_path / "many"), "--mesh=dp=30", "--layout=balanced"]) == 0
     many = tmp_path / "many"
     for path, options, some in ((trained, (), True), (many, (), False), (many, ("--ranks",), True)):
         rows = [line for line in inspected(path, *options).splitlines() if line.startswith(("0  ", "29 "))]
@@ -144,7 +144,7 @@ def test_what_is_recorded_of_buffers_is_printed_with_tensors_only(trained, owned
     for path, key in ((trained, "layer_wise"), (owned, "buffers")):
         assert '"shards"' not in inspected(path) + inspected(path, "--json")
         assert json.loads(inspected(path, "--json", "--tensors"))["manifest"]["provenance"][key]
-    assert summary(trained)["provenance"]["layer_wise"] == {"layout": "padded"}
+    assert summary(trained)["provenance"]["layer_wise"] == {"layout": "padded-nscost"}
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_keys_of_nobody_are_no_error(tmp_path):
     [
         {"buffers": 3},
         {"buffers": [{}]},
-        {"layer_wise": {"layout": "padded"}},
+        {"layer_wise": {"layout": "padded-nscost"}},
         lambda buffer: buffer.update(padding=0),
         lambda buffer: buffer.update(group=[0]),
         lambda buffer: buffer["shards"].pop(),

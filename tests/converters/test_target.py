@@ -168,7 +168,7 @@ def test_checkpoints_of_other_programs_take_any_layout(name, layout, tmp_path):
 
 
 def test_buffers_are_recorded_with_their_owners_and_those_have_the_tensors(tmp_path):
-    for layout in ("owned", "padded", "padded-numel", "compact", "legacy"):
+    for layout in ("balanced", "padded-nscost", "padded-numel", "decoupled-total-order", "legacy-pingpong"):
         done = run(make_job(saved("own rows3"), Target({"dp": 3}, (), layout)), tmp_path / layout)
         recorded = [from_json(entry) for entry in muonckpt.open(tmp_path / layout).outline.provenance["buffers"]]
         assert all(buffer.group == (0, 1, 2) and buffer.layout.whole for buffer in recorded)
@@ -256,7 +256,7 @@ def test_verify_reads_back_what_was_written_and_publishes_nothing_that_differs(t
 
 
 def test_words_of_a_layout_that_is_given_up_do_not_stay_in_the_manifest(tmp_path):
-    run(make_job(saved("own rows3"), Target({"dp": 2}, (), "padded")), tmp_path / "padded")
-    manifest_edited(tmp_path / "padded", lambda entries: entries["t.cube"].update(layout={"algorithm": "old"}))
-    done = run(make_job(tmp_path / "padded", Target({"dp": 2})), tmp_path / "rows")
+    run(make_job(saved("own rows3"), Target({"dp": 2}, (), "padded-nscost")), tmp_path / "padded-nscost")
+    manifest_edited(tmp_path / "padded-nscost", lambda entries: entries["t.cube"].update(layout={"algorithm": "old"}))
+    done = run(make_job(tmp_path / "padded-nscost", Target({"dp": 2})), tmp_path / "rows")
     assert {t.layout["algorithm"] for t in done.tensors if t.layout} == {"mesh"}

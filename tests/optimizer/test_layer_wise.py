@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from support.layer_wise_training import PARAMETERS, Net, alone, check, gradients, groups, pieces, run_each
@@ -34,7 +36,9 @@ def test_every_layout_steps_as_one_process_does(world, dtype):
 
 @pytest.mark.parametrize("options", [{"exact": False}, {"overlap": True}, {"gradient_dtype": torch.float32}], ids=str)
 def test_options_of_transport_change_no_bits(options):
-    for layout, found in run_each(3, trained, torch.bfloat16, 3, options, layouts=("padded", "compact")):
+    for layout, found in run_each(
+        3, trained, torch.bfloat16, 3, options, layouts=("padded-nscost", "decoupled-total-order")
+    ):
         check(found, alone(3, 3, torch.bfloat16), layout)
 
 
@@ -47,9 +51,23 @@ def test_fewer_parameters_than_ranks(names):
 # --- layouts and refusals ------------------------------------------------------------------------------------------
 
 
+def test_a_former_name_warns_where_the_optimizer_is_made():
+    buffers = []
+    for name in ("padded", "padded-nscost"):
+        net = Net()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            opt = LayerWise(net, groups(net), layout=name)
+        told = [(warning.category, warning.filename) for warning in caught if "padded-nscost" in str(warning.message)]
+        assert told == ([(DeprecationWarning, __file__)] if name == "padded" else [])
+        assert opt.provenance()["layer_wise"]["layout"] == "padded-nscost"
+        buffers.append(opt.buffers)
+    assert buffers[0] == buffers[1]
+
+
 def of_record(rank: int, world: int) -> tuple[bool, str, str]:
     net = Net()
-    opt = LayerWise(net, groups(net), layout="compact")
+    opt = LayerWise(net, groups(net), layout="decoupled-total-order")
     written = opt.provenance()["layer_wise"]
     opt.close()
     recorded = [from_json(buffer) for buffer in written["buffers"]]

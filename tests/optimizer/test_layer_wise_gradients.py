@@ -93,7 +93,7 @@ def counted(rank: int, world: int, layout: str) -> list[list[str]]:
 
 
 def test_gradients_are_reduced_during_the_last_backward_pass_and_nowhere_else():
-    for accumulating, last, stepping in run(2, counted, "padded"):
+    for accumulating, last, stepping in run(2, counted, "padded-nscost"):
         assert not accumulating and set(last) == {"REDUCE_SCATTER"} and len(last) >= 3
         assert stepping == ["all_reduce"] + ["ALL_GATHER"] * len(last)
     for accumulating, last, stepping in run(2, counted, "balanced"):
@@ -119,7 +119,7 @@ def accumulated(rank: int, world: int, layout: str, average: bool) -> dict:
 @pytest.mark.parametrize("average", [False, True])
 def test_accumulated_gradients_are_those_of_more_ranks(average):
     """Half of a small whole number is exact, so averaging can be undone here."""
-    for layout, found in run_each(2, accumulated, average, layouts=("padded", "compact")):
+    for layout, found in run_each(2, accumulated, average, layouts=("padded-nscost", "decoupled-total-order")):
         check(found, alone(4, 1, torch.bfloat16), layout)
 
 
@@ -189,7 +189,7 @@ def test_experts_are_reduced_and_owned_in_their_own_group():
 
 def twice(rank: int, world: int) -> str:
     net = Net()
-    opt = LayerWise(net, groups(net), layout="compact")
+    opt = LayerWise(net, groups(net), layout="decoupled-total-order")
     net(gradients(net, 0, rank)).backward()
     try:
         net(gradients(net, 1, rank)).backward()
@@ -219,7 +219,7 @@ def resumed(rank: int, world: int, layout: str) -> list[dict]:
     return pieces(net, opt)
 
 
-@pytest.mark.parametrize("layout", ["padded", "compact"])
+@pytest.mark.parametrize("layout", ["padded-nscost", "decoupled-total-order"])
 def test_masters_follow_what_is_written_to_parameters(layout):
     net, master = Net(dtype=torch.bfloat16), Net()
     master.load_state_dict({name: value.float() for name, value in net.state_dict().items()})
@@ -249,7 +249,7 @@ def begun(rank: int, world: int, layout: str) -> list[bool]:
 
 
 def test_all_ranks_begin_with_the_values_of_the_first():
-    for layout in ("padded", "balanced"):
+    for layout in ("padded-nscost", "balanced"):
         assert all(map(all, run(3, begun, layout)))
 
 

@@ -30,7 +30,7 @@ from muonckpt.layouts.buffers.recorded import from_json
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.layer_wise.optimizer import LayerWise
 
-OWNERS = [*product(("padded", "compact", "legacy"), (1, 2, 3, 4)), ("balanced", 3)]
+OWNERS = [*product(("padded-nscost", "decoupled-total-order", "legacy-pingpong"), (1, 2, 3, 4)), ("balanced", 3)]
 RUNS = [*OWNERS, ("rows", 2), ("rows", 3), ("rows", 4), ("hsdp", 4), ("process", 1)]
 
 
@@ -162,7 +162,7 @@ def test_a_manifest_says_who_owns_what_and_has_the_fingerprints_of_all(run_, che
             files = {chunk["file"] for chunk in chunks[f"optimizer.state.{name}.momentum_buffer"]}
             assert files == {f"__{owners[name]}_0.distcp"}
     # Byte ranges that begin and end in the middle of a row are boxes of whole rows and of parts of rows.
-    if run_ == ("padded", 3):
+    if run_ == ("padded-nscost", 3):
         boxes = chunks["optimizer.state.embedding.exp_avg"]
         assert len(boxes) > 3 and any(box["hi"][1] - box["lo"][1] < 15 for box in boxes)
 
@@ -192,7 +192,10 @@ def summed(rank: int, world: int, kind: str, path: str, steps: range) -> dict[st
     return {name: p.detach().clone() for name, p in net.named_parameters()}
 
 
-@pytest.mark.parametrize(("before", "after"), [(("padded", 3), ("compact", 2)), (("legacy", 4), ("balanced", 1))])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(("padded-nscost", 3), ("decoupled-total-order", 2)), (("legacy-pingpong", 4), ("balanced", 1))],
+)
 def test_a_run_goes_on_elsewhere_with_its_masters_as_if_it_had_not_stopped(before, after, tmp_path):
     run(before[1], summed, before[0], str(tmp_path / "middle"), range(2))
     expected = alone(4, 4, torch.bfloat16)
@@ -202,7 +205,7 @@ def test_a_run_goes_on_elsewhere_with_its_masters_as_if_it_had_not_stopped(befor
 
 def exchanged_with_fsdp(rank: int, world: int, path: str) -> list[list[str]]:
     """Masters and momentum go to a run on rows whose own parameters are float32, and come back."""
-    net, opt = built("compact", world, torch.bfloat16)
+    net, opt = built("decoupled-total-order", world, torch.bfloat16)
     fill(net, opt)
     _, optimizer = get_state_dict(net, opt)
     muonckpt.save({"model": _masters(optimizer), "optimizer": _without_masters(optimizer)}, f"{path}/there")
@@ -218,7 +221,7 @@ def exchanged_with_fsdp(rank: int, world: int, path: str) -> list[list[str]]:
         if not all(torch.equal(part, expected[key][box]) for box, part in held(tensor))
     ]
     muonckpt.save(state, f"{path}/back")
-    back, other = built("padded", world, torch.bfloat16)
+    back, other = built("padded-nscost", world, torch.bfloat16)
     _, optimizer = get_state_dict(back, other)
     muonckpt.load({"model": _masters(optimizer), "optimizer": _without_masters(optimizer)}, f"{path}/back")
     set_optimizer_state_dict(back, other, optimizer)
@@ -251,7 +254,7 @@ def through_stock(rank: int, world: int, path: str) -> list[str]:
     fill(net, opt)
     model, optimizer = get_state_dict(net, opt)
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
-    net, opt = built("padded", world)
+    net, opt = built("padded-nscost", world)
     model, optimizer = get_state_dict(net, opt)
     dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
     set_state_dict(net, opt, model_state_dict=model, optim_state_dict=optimizer)
@@ -265,9 +268,9 @@ def test_stock_dcp_saves_and_loads_it_too(tmp_path):
 def refused(rank: int, world: int) -> tuple[list[str], list[str]]:
     """State of another layout is not taken for one's own, though mesh and placements are the same; nor are DTensors for
     plain parameters."""
-    net, opt = built("padded", world)
+    net, opt = built("padded-nscost", world)
     fill(net, opt)
-    other = built("legacy", world)[1].state_dict()
+    other = built("legacy-pingpong", world)[1].state_dict()
     given = opt.state_dict()
     qkv = given["param_groups"][1]["params"][0]
     without = {**given, "state": {**given["state"], qkv: {}}}
@@ -303,7 +306,7 @@ def experts(rank: int, world: int, path: str, renamed: bool) -> str:
     shared = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     net = Net()
     mine = {"experts": [net.up, net.down], "expert_group": shared}
-    opt = LayerWise(net, groups(net), layout="compact", average=False, bucket_size=700, **mine)
+    opt = LayerWise(net, groups(net), layout="decoupled-total-order", average=False, bucket_size=700, **mine)
     for step in range(2):
         net(gradients(net, step, rank)).backward()
         opt.step()
@@ -336,7 +339,7 @@ def test_different_experts_of_one_name_are_refused_and_with_names_of_their_own_s
 
 
 def test_hooks_of_users_see_what_is_loaded():
-    opt = built("compact", 1)[1]
+    opt = built("decoupled-total-order", 1)[1]
     seen = []
     opt.register_load_state_dict_pre_hook(lambda _, state: seen.append("before") or {**state, "more": 1})
     opt.register_load_state_dict_post_hook(lambda _: seen.append("after"))

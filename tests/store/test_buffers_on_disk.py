@@ -104,7 +104,7 @@ def prints(manifest: Manifest) -> dict[str, str | None]:
 
 # --- every pair -------------------------------------------------------------------------------------------------------
 
-PLACES = [*product(("padded", "compact", "legacy", "flat", "rows", "owned"), MESHES)]
+PLACES = [*product(("padded-nscost", "decoupled-total-order", "legacy-pingpong", "flat", "rows", "balanced"), MESHES)]
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]}{place[1]}")
@@ -134,21 +134,21 @@ def test_what_an_owner_must_have_whole_is_whole_and_the_rest_as_the_layout_says(
         for layout in LAYOUTS
     }
     cut = ("distributed-optimizer", False)
-    for layout, algorithm, elementwise in (
-        ("padded", "padded-nscost", cut),
-        ("padded-numel", "padded-numel", cut),
-        ("compact", "decoupled-total-order", cut),
-        ("legacy", "legacy-pingpong", ("legacy-pingpong", True)),
-        ("owned", "balanced", ("balanced", True)),
+    for layout, elementwise in (
+        ("padded-nscost", cut),
+        ("padded-numel", cut),
+        ("decoupled-total-order", cut),
+        ("legacy-pingpong", ("legacy-pingpong", True)),
+        ("balanced", cut),
     ):
-        slots = dict.fromkeys((None, "momentum_buffer", "step"), (algorithm, True))
+        slots = dict.fromkeys((None, "momentum_buffer", "step"), (layout, True))
         assert found[layout] == slots | dict.fromkeys(("exp_avg", "exp_avg_sq"), elementwise), layout
 
 
 # --- padding ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["padded", "owned", "flat"])
+@pytest.mark.parametrize("layout", ["padded-nscost", "balanced", "flat"])
 def test_what_lies_in_padding_is_ignored(layout, stored, values, tmp_path):
     clean, spoilt = stored(layout, 3), tmp_path / "spoilt"
     shutil.copytree(clean, spoilt)
@@ -181,15 +181,15 @@ def test_the_same_layout_on_the_same_ranks_keeps_recorded_owners_and_their_versi
     source = dumped(tmp_path / "source", grouped([layout]), NUMBERS)
     with_version(source, 7)
     expected = {name: f"rank_{owner}.bin" for name, owner in layout.owners.items()}
-    same = written(source, tmp_path / "same", "legacy", 3)
+    same = written(source, tmp_path / "same", "legacy-pingpong", 3)
     assert owners(same) == expected and {t.layout["version"] for t in same.tensors} == {7}
-    for other, dp in ("legacy", 1), ("compact", 3):
+    for other, dp in ("legacy-pingpong", 1), ("decoupled-total-order", 3):
         assert {t.layout["version"] for t in written(source, tmp_path / other, other, dp).tensors} == {1}
-    run(make_job(source, Target({"dp": 3}, (), "legacy")), tmp_path / "dcp")
-    assert owners(written(tmp_path / "dcp", tmp_path / "through dcp", "legacy", 3)) == expected
+    run(make_job(source, Target({"dp": 3}, (), "legacy-pingpong")), tmp_path / "dcp")
+    assert owners(written(tmp_path / "dcp", tmp_path / "through dcp", "legacy-pingpong", 3)) == expected
 
 
-KEPT = ("padded", "padded-numel", "compact", "legacy")
+KEPT = ("padded-nscost", "padded-numel", "decoupled-total-order", "legacy-pingpong")
 
 
 def save_runs(rank: int, world: int, folder: str) -> None:
@@ -240,9 +240,9 @@ def test_any_recorded_layout_is_read_without_chunks_or_sums(name, tmp_path):
 
 def test_the_commands_take_it(source, stored, tmp_path, capsys):
     out = tmp_path / "out"
-    convert = ["convert", str(source), str(out), "--format", "buffers", "--layout", "padded", "--mesh", "dp=3"]
+    convert = ["convert", str(source), str(out), "--format", "buffers", "--layout", "padded-nscost", "--mesh", "dp=3"]
     assert command([*convert, "--verify"]) == 0 and command(["verify", str(out)]) == 0
-    assert binaries(out) == binaries(stored("padded", 3)) and format_of(out) is BUFFERS
+    assert binaries(out) == binaries(stored("padded-nscost", 3)) and format_of(out) is BUFFERS
     jsonschema.validate(index_of(out), json.loads(files("muonckpt").joinpath("manifest.schema.json").read_text()))
     capsys.readouterr()
     assert command(["inspect", str(out), "--json"]) == 0
@@ -271,7 +271,7 @@ def test_a_flipped_bit_is_found(stored, tmp_path):
 
 @pytest.mark.parametrize("damage", [lambda file: None, lambda file: edit(file, file.stat().st_size - 1)])
 def test_stopped_work_is_resumed_and_what_lies_in_padding_then_is_not_trusted(damage, source, stored, tmp_path):
-    target = Target(MESHES[3][0], (), "padded")
+    target = Target(MESHES[3][0], (), "padded-nscost")
     job = make_job(source, target, container=container_of("buffers"))
     left = [job.bytes_to_check + sum(file.payload for file in job.files[:-1]) + 1]
 
@@ -284,7 +284,7 @@ def test_stopped_work_is_resumed_and_what_lies_in_padding_then_is_not_trusted(da
         run(job, tmp_path / "out", threads=1, progress=stop)
     damage(tmp_path / ".out.reshard.tmp" / "rank_0.bin")
     run(job, tmp_path / "out", resume=True, memory=1)
-    assert binaries(tmp_path / "out") == binaries(stored("padded", 3))
+    assert binaries(tmp_path / "out") == binaries(stored("padded-nscost", 3))
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ DAMAGE = {
 def test_a_damaged_index_is_refused(name, stored, tmp_path, capsys):
     damage, message = DAMAGE[name]
     path = tmp_path / "damaged"
-    shutil.copytree(stored("padded", 3), path)
+    shutil.copytree(stored("padded-nscost", 3), path)
     index = index_of(path)
     damage(path, index)
     for tensor in index["tensors"]:
@@ -351,9 +351,9 @@ def test_a_damaged_index_is_refused(name, stored, tmp_path, capsys):
 
 def test_an_index_that_is_a_link_or_no_json_is_refused(stored, tmp_path):
     (tmp_path / "link").mkdir()
-    (tmp_path / "link" / INDEX).symlink_to(stored("padded", 3) / INDEX)
+    (tmp_path / "link" / INDEX).symlink_to(stored("padded-nscost", 3) / INDEX)
     (tmp_path / "cut").mkdir()
-    (tmp_path / "cut" / INDEX).write_bytes((stored("padded", 3) / INDEX).read_bytes()[:-100])
+    (tmp_path / "cut" / INDEX).write_bytes((stored("padded-nscost", 3) / INDEX).read_bytes()[:-100])
     for name in ("link", "cut"):
         with pytest.raises(SourceError, match=INDEX):
             muonckpt.open(tmp_path / name)

@@ -27,9 +27,9 @@ KINDS = {
     "columns": "--format dcp --mesh dp=2,tp=2 --shard q*=tp:1,dp:0 --shard *=dp:0,tp:0",
     "experts and replicas": "--format dcp --mesh dp=2,ep=2 --shard e*=ep:0,dp:1 --shard *=dp:0",
     "flat": "--format dcp --mesh dp=4 --layout flat",
-    "owned": "--format dcp --mesh dp=2 --layout owned",
-    "padded buffers": "--format buffers --mesh dp=3 --layout padded",
-    "compact buffers": "--format buffers --mesh dp=2,tp=2 --shard q*=tp:1 --layout compact",
+    "balanced": "--format dcp --mesh dp=2 --layout balanced",
+    "padded buffers": "--format buffers --mesh dp=3 --layout padded-nscost",
+    "compact buffers": "--format buffers --mesh dp=2,tp=2 --shard q*=tp:1 --layout decoupled-total-order",
     "flat buffers": "--format buffers --mesh dp=4 --layout flat",
     "torch_dist": "--format torch_dist --mesh dp=3",
     "a safetensors file": "--format safetensors --tensors-only",
@@ -86,7 +86,7 @@ def test_every_format_becomes_every_other(kind, target, tmp_path):
 
 FORMATS = (
     "dcp --mesh dp=3",
-    "buffers --mesh dp=2 --layout padded",
+    "buffers --mesh dp=2 --layout padded-nscost",
     "safetensors --tensors-only",
     "dcp --mesh dp=2 --layout flat",
     "zarr --tensors-only",

@@ -74,7 +74,7 @@ def test_the_command_makes_of_them_what_megatron_itself_saved(name, tmp_path, ca
     """Its own ``torch_dist`` of the same run: tensors, groups, and nothing else of the optimizer."""
     path, _ = real(name, tmp_path)
     code = run(["reshard", str(path), str(tmp_path / "out"), "--mesh", "dp=3", "--to", "torch_dist",
-                "--format", "torch_dist", "--layout", "owned"])  # fmt: skip
+                "--format", "torch_dist", "--layout", "balanced"])  # fmt: skip
     assert code == 0, capsys.readouterr().err
     mine, theirs = tmp_path / "out", golden(f"megatron/layer_wise/{name}") / "torch_dist"
     (ours,), (other,) = (muonckpt.open(each).manifest.blobs for each in (mine, theirs))
@@ -324,7 +324,10 @@ def test_damage_is_refused_or_seen_but_never_a_crash(tmp_path):
 def test_recorded_owners_are_kept_by_the_same_layout(tmp_path):
     path, meta = real("ws4_pingpong", tmp_path)
     out = tmp_path / "out"
-    assert run(["convert", str(path), str(out), "--format", "buffers", "--layout", "legacy", "--mesh", "dp=4"]) == 0
+    assert (
+        run(["convert", str(path), str(out), "--format", "buffers", "--layout", "legacy-pingpong", "--mesh", "dp=4"])
+        == 0
+    )
     recorded = [group_buffer.from_json(each) for each in record_of(out)]
     assert [buffer.slot for buffer in recorded] == ["momentum_buffer", "fp32_param"]
     for buffer in recorded:
@@ -337,7 +340,7 @@ def test_recorded_owners_are_kept_by_the_same_layout(tmp_path):
 def test_what_was_made_of_them_is_a_checkpoint_like_any_other(tmp_path, capsys):
     """In rows nothing records buffers any more: to be shown, checked against the schema, and cut anew."""
     path, _ = real("ws4_padded", tmp_path)
-    for source, out, layout in ((path, "rows", "rows"), (tmp_path / "rows", "again", "padded")):
+    for source, out, layout in ((path, "rows", "rows"), (tmp_path / "rows", "again", "padded-nscost")):
         assert run(["convert", str(source), str(tmp_path / out), "--layout", layout, "--mesh", "dp=2"]) == 0
         assert run(["inspect", str(tmp_path / out)]) == 0, capsys.readouterr().err
         manifest = json.loads((tmp_path / out / "muonckpt.json").read_text())

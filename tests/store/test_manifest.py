@@ -49,9 +49,25 @@ def manifests(tmp_path_factory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("manifests")
     run(2, saved, str(folder))
     for layout in LAYOUTS:
-        given = [str(folder / "padded"), str(folder / f"offline-{layout}"), "--layout", layout, "--mesh", "dp=2,tp=2"]
+        given = [
+            str(folder / "padded-nscost"),
+            str(folder / f"offline-{layout}"),
+            "--layout",
+            layout,
+            "--mesh",
+            "dp=2,tp=2",
+        ]
         assert command(["reshard", *given, "--shard", "*qkv*=tp:0", "--select", "*w*", "--select", "*qkv*"]) == 0
-    given = [str(folder / "padded"), str(folder / "raw"), "--layout", "padded", "--mesh", "dp=3", "--format", "buffers"]
+    given = [
+        str(folder / "padded-nscost"),
+        str(folder / "raw"),
+        "--layout",
+        "padded-nscost",
+        "--mesh",
+        "dp=3",
+        "--format",
+        "buffers",
+    ]
     assert command(["reshard", *given]) == 0
     return {path.name: json.loads(next(path.glob("*.json")).read_text()) for path in sorted(folder.iterdir())}
 
@@ -112,8 +128,8 @@ def changed(node: Any, path: tuple[Any, ...], value: Any) -> None:
         ("offline-padded", ("tensors", 0, "layout", "cuts"), [["tp"]]),
         ("offline-rows", ("tensors", 0, "layout", "mesh"), [0]),
         ("raw", ("provenance", "buffers", 0, "files", 0), ["../x", 0, 4]),
-        ("compact", ("provenance", "layer_wise", "ranks"), [3]),
-        ("compact", ("provenance", "layer_wise", "buffers", 0, "version"), "1"),
+        ("decoupled-total-order", ("provenance", "layer_wise", "ranks"), [3]),
+        ("decoupled-total-order", ("provenance", "layer_wise", "buffers", 0, "version"), "1"),
     ],
     ids=str,
 )

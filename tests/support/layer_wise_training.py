@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from muonckpt.layouts.buffers.placements import PLACEMENTS
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.layer_wise.optimizer import LayerWise
 from support.workers import run
 
-LAYOUTS = ["padded", "padded-numel", "compact", "legacy", "balanced"]
+LAYOUTS = [*PLACEMENTS]
 
 # (shape, options of its group)
 PARAMETERS = {

@@ -16,19 +16,31 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from ....box import Index
 from ....errors import LayoutError, SourceError
 from ....layouts.buffers.layout import BufferLayout
-from ....layouts.buffers.megatron_compact import decoupled_total_order, legacy_pingpong
-from ....layouts.buffers.megatron_padded import padded_nscost, padded_numel
 from ....layouts.buffers.parameters import GroupSizes, Parameter
+from ....layouts.buffers.placements import PLACEMENTS, ToPlace
 from ...io.location import Location
 from ...io.regular import open_regular
 from .. import signs
+
+Order = Callable[[Parameter, int, int], tuple[int, ...]]
+"""The place of a parameter in its group's numbers, given the number of its buffer and where it begins in it.  What is
+equal stays in forward order."""
+
+ORDERS: Mapping[str, Order] = MappingProxyType(
+    {
+        "padded-nscost": lambda parameter, buffer, start: (),
+        "padded-numel": lambda parameter, buffer, start: (),
+        "decoupled-total-order": lambda parameter, buffer, start: (parameter.numel, parameter.chunk, buffer, start),
+        "legacy-pingpong": lambda parameter, buffer, start: (parameter.numel,),
+    }
+)
+"""How Megatron numbers the parameters in a file, by the run's placement: those of `PLACEMENTS` that are Megatron's."""
 
 FILES: Mapping[str, Callable[[str], Any]] = MappingProxyType(
     dict(zip(signs.LAYER_WISE, (tomllib.loads, json.loads), strict=True))
@@ -62,7 +74,7 @@ class Description:
     """A description, as written.
 
     Args:
-        algorithm: one of `ALGORITHMS`.
+        algorithm: one of `ORDERS`.
         members: the parameters, in forward order.
         model, groups: instead of members a model's checkpoint, and what each group takes of it.
         files: of the ranks, in order; none: ``layer_wise_optimizer_{rank}.pt``.
@@ -80,8 +92,8 @@ class Description:
     busbw: bool = False
 
     def __post_init__(self) -> None:
-        if self.algorithm not in ALGORITHMS:
-            raise SourceError(f"no algorithm {self.algorithm!r}; there are {', '.join(ALGORITHMS)}")
+        if self.algorithm not in ORDERS:
+            raise SourceError(f"no algorithm {self.algorithm!r}; there are {', '.join(ORDERS)}")
         if bool(self.members) == bool(self.groups) or bool(self.groups) > bool(self.model):
             raise SourceError("expected either [[parameter]] tables, or a model and [[group]] tables that select of it")
         twice = [name for name, n in Counter(each.parameter.name for each in self.members).items() if n > 1]
@@ -196,21 +208,19 @@ def deal(description: Description, members: Sequence[Member], ranks: int) -> Dea
     """
     if ranks % description.experts:
         raise SourceError(f"{ranks} ranks do not divide into {description.experts} expert-parallel parts")
-    algorithm = ALGORITHMS[description.algorithm]
+    place, order = PLACEMENTS[description.algorithm].place, ORDERS[description.algorithm]
     buffers: list[tuple[tuple[int, ...], BufferLayout]] = []
     places: dict[str, tuple[int, ...]] = {}
     owners: dict[str, int] = {}
     for part in range(description.experts):
         here = [each for each in members if not each.parameter.expert or each.part == part]
-        for number, buffer in enumerate(
-            algorithm.place(description, here, GroupSizes(ranks, ranks // description.experts))
-        ):
+        for number, buffer in enumerate(place(_to_place(description, here, ranks))):
             experts = buffer.parameters[0].parameter.expert
             if part and not experts:
                 continue  # the same for every part
             group = tuple(range(part, ranks, description.experts)) if experts else tuple(range(ranks))
             buffers.append((group, buffer))
-            places |= {p.name: algorithm.key(p.parameter, number, p.start) for p in buffer.parameters}
+            places |= {p.name: order(p.parameter, number, p.start) for p in buffer.parameters}
             owners |= {name: group[owner] for name, owner in buffer.owners.items() if owner is not None}
     shares: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
     for each in members:
@@ -219,44 +229,16 @@ def deal(description: Description, members: Sequence[Member], ranks: int) -> Dea
     return Dealt(tuple(buffers), ordered)
 
 
-Place = Callable[[Description, Sequence[Member], GroupSizes], tuple[BufferLayout, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Algorithm:
-    """How parameters were dealt.  ``key`` (parameter, number of its buffer, start in it) sorts a group's in a file;
-    what is equal stays in forward order."""
-
-    place: Place
-    key: Callable[[Parameter, int, int], tuple[int, ...]] = lambda parameter, number, start: ()
-
-
-def _padded(
-    place: Callable[..., tuple[BufferLayout, ...]], told: Description, members: Sequence[Member], ranks: GroupSizes
-) -> tuple[BufferLayout, ...]:
-    return place([each.parameter for each in members], ranks, told.bucket_size, told.busbw)
-
-
-def _legacy(told: Description, members: Sequence[Member], ranks: GroupSizes) -> tuple[BufferLayout, ...]:
+def _to_place(description: Description, members: Sequence[Member], ranks: int) -> ToPlace:
+    """What the run knew of its parameters: all of them are matrices, or belong to an optimizer that owns them whole."""
     groups: defaultdict[int, list[str]] = defaultdict(list)
-    for each in members:
-        groups[each.group].append(each.parameter.name)
-    in_order = [groups[number] for number in sorted(groups)]
-    return legacy_pingpong([each.parameter for each in members], ranks, told.bucket_size, in_order)
-
-
-def _total_order(told: Description, members: Sequence[Member], ranks: GroupSizes) -> tuple[BufferLayout, ...]:
-    return decoupled_total_order([each.parameter for each in members], ranks, told.bucket_size)
-
-
-ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
-    {
-        "padded-numel": Algorithm(partial(_padded, padded_numel)),
-        "padded-nscost": Algorithm(partial(_padded, padded_nscost)),
-        "legacy-pingpong": Algorithm(_legacy, lambda parameter, number, start: (parameter.numel,)),
-        "decoupled-total-order": Algorithm(
-            _total_order, lambda parameter, number, start: (parameter.numel, parameter.chunk, number, start)
-        ),
-    }
-)
-"""By the names that the layouts record."""
+    for member in members:
+        groups[member.group].append(member.parameter.name)
+    return ToPlace(
+        tuple(member.parameter for member in members),
+        frozenset(member.parameter.name for member in members),
+        GroupSizes(ranks, ranks // description.experts),
+        groups=tuple(tuple(groups[number]) for number in sorted(groups)),
+        bucket_size=description.bucket_size,
+        busbw=description.busbw,
+    )
