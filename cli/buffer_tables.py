@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from ..errors import LayoutError, SourceError
 from ..layouts.buffers.balanced import newton_schulz
-from ..layouts.buffers.layout import BufferLayout, rank_of
-from ..layouts.buffers.recorded import BUFFER, from_json
+from ..layouts.buffers.group_buffer import GroupBuffer, recorded, recorded_run
+from ..layouts.buffers.layout import rank_of
 from ..store.reading.dtypes import itemsize
 from .output import section, size
 
@@ -24,43 +22,18 @@ RUN = "(the run that saved)"
 """What buffers are of, if they were those of a training run: its parameters and gradients."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """One buffer: what it is of (a slot of state, `NO_STATE` or `RUN`), and the global ranks that share it, in order.
-
-    Raises:
-        LayoutError: the layout is of another number of ranks, or holds nothing.
-    """
-
-    of: str
-    ranks: tuple[int, ...]
-    layout: BufferLayout
-
-    def __post_init__(self) -> None:
-        if len(self.ranks) != self.layout.ranks or not self.layout.parameters:
-            parameters = len(self.layout.parameters)
-            raise LayoutError(
-                f"a buffer of {parameters} parameters on {self.layout.ranks} ranks, shared by {self.ranks}"
-            )
+Labelled = tuple[str, GroupBuffer]
+"""A buffer, and what it is of: a slot of state, `NO_STATE` or `RUN`."""
 
 
-def recorded(provenance: Mapping[str, Any]) -> tuple[Recorded, ...]:
+def labelled(provenance: Mapping[str, Any]) -> tuple[Labelled, ...]:
     """The buffers that a checkpoint lies in; if it lies in none, those of the run that saved it.
 
     Raises:
         SourceError: a record is not what ``docs/formats/manifest.md`` says.
     """
-    try:
-        if "buffers" in provenance:
-            return tuple(_recorded(each["slot"] or NO_STATE, each["group"], each) for each in provenance["buffers"])
-        run = provenance.get("layer_wise", {"buffers": [], "ranks": []})
-        return tuple(_recorded(RUN, *each) for each in zip(run["ranks"], run["buffers"], strict=True))
-    except (KeyError, TypeError, ValueError, AttributeError, LayoutError) as error:
-        raise SourceError(f"damaged record of flat buffers: {type(error).__name__}: {error}") from error
-
-
-def _recorded(of: str, ranks: Iterable[int], data: Mapping[str, Any]) -> Recorded:
-    return Recorded(of, tuple(ranks), from_json({key: data[key] for key in BUFFER}))
+    state = tuple((buffer.slot or NO_STATE, buffer) for buffer in recorded(provenance))
+    return state or tuple((RUN, buffer) for buffer in recorded_run(provenance))
 
 
 def without(provenance: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,23 +44,23 @@ def without(provenance: Mapping[str, Any]) -> dict[str, Any]:
     return short
 
 
-def summarise(buffers: Sequence[Recorded]) -> list[dict[str, Any]]:
+def summarise(buffers: Sequence[Labelled]) -> list[dict[str, Any]]:
     """JSON data, for what they are of and who placed them: sizes and padding, and what each rank has.
 
     ``padding_bytes`` is of one buffer of that dtype; ``newton_schulz`` the FLOPs of an iteration on the matrices that
     a rank owns, null where nobody owns any.  ``busiest`` is the most that a rank has, over the mean.
     """
-    groups: defaultdict[tuple[str, str, int], list[Recorded]] = defaultdict(list)
-    for each in buffers:
-        groups[each.of, each.layout.algorithm, each.layout.version].append(each)
+    groups: defaultdict[tuple[str, str, int], list[GroupBuffer]] = defaultdict(list)
+    for of, buffer in buffers:
+        groups[of, buffer.layout.algorithm, buffer.layout.version].append(buffer)
     return [
         {"of": of, "algorithm": algorithm, "version": version, **_sizes(members), **_shares(members)}
         for (of, algorithm, version), members in groups.items()
     ]
 
 
-def _sizes(members: Sequence[Recorded]) -> dict[str, Any]:
-    layouts = [each.layout for each in members]
+def _sizes(members: Sequence[GroupBuffer]) -> dict[str, Any]:
+    layouts = [buffer.layout for buffer in members]
     elements, padding = sum(sum(layout.filled) for layout in layouts), sum(layout.padding for layout in layouts)
     return {
         "buffers": len(layouts),
@@ -99,21 +72,21 @@ def _sizes(members: Sequence[Recorded]) -> dict[str, Any]:
     }
 
 
-def _shares(members: Sequence[Recorded]) -> dict[str, Any]:
+def _shares(members: Sequence[GroupBuffer]) -> dict[str, Any]:
     """Of ranks that share all of the buffers, as of the experts of a run only one group's are recorded; or if there are
     none, because the buffers are those of several parts, of all ranks."""
-    groups = [set(each.ranks) for each in members]
+    groups = [set(buffer.group) for buffer in members]
     ranks = sorted(set.intersection(*groups) or set.union(*groups))
     held: Counter[int] = Counter()
     work: Counter[int] = Counter()
-    for each in members:
-        owners = each.layout.owners
-        for placed in each.layout.parameters:
-            for shard in each.layout.holding(placed):
-                held[each.ranks[rank_of(shard)]] += min(placed.stop, shard.stop) - max(placed.start, shard.start)
-            if (owner := owners[placed.name]) is not None and each.layout.whole:
-                work[each.ranks[owner]] += newton_schulz(placed.parameter)
-    owned = any(each.layout.whole for each in members)
+    for buffer in members:
+        owners = buffer.layout.owners
+        for placed in buffer.layout.parameters:
+            for shard in buffer.layout.holding(placed):
+                held[buffer.group[rank_of(shard)]] += min(placed.stop, shard.stop) - max(placed.start, shard.start)
+            if (owner := owners[placed.name]) is not None and buffer.layout.whole:
+                work[buffer.group[owner]] += newton_schulz(placed.parameter)
+    owned = any(buffer.layout.whole for buffer in members)
     costs = [work[rank] if owned else None for rank in ranks]
     return {
         "busiest": {
@@ -145,7 +118,7 @@ def show(summary: Sequence[Mapping[str, Any]], every_rank: bool = False) -> None
     section(RANK_HEADERS, of_ranks if every_rank or len(of_ranks) <= FEW else ())
 
 
-def show_parameters(buffers: Iterable[Recorded]) -> None:
+def show_parameters(buffers: Iterable[Labelled]) -> None:
     """Print a line for each parameter of each buffer: where it lies, and who owns it."""
     section(PARAMETER_HEADERS, list(_parameter_rows(buffers)))
 
@@ -169,14 +142,14 @@ def _rank_rows(summary: Iterable[Mapping[str, Any]]) -> Iterator[tuple[object, .
             yield share["rank"], entry["of"], _placed_by(entry), share["elements"], cost, part
 
 
-def _parameter_rows(buffers: Iterable[Recorded]) -> Iterator[tuple[object, ...]]:
-    for each in buffers:
-        layout, owners = each.layout, each.layout.owners
+def _parameter_rows(buffers: Iterable[Labelled]) -> Iterator[tuple[object, ...]]:
+    for of, buffer in buffers:
+        layout, owners = buffer.layout, buffer.layout.owners
         for placed in layout.parameters:
             owner = owners[placed.name]
             name, span = placed.name, f"{placed.start}:{placed.stop}"
             placed_by = f"{layout.algorithm} v{layout.version}"
-            yield name, each.of, placed_by, placed.bucket, span, "-" if owner is None else each.ranks[owner]
+            yield name, of, placed_by, placed.bucket, span, "-" if owner is None else buffer.group[owner]
 
 
 def _placed_by(entry: Mapping[str, Any]) -> str:

@@ -43,7 +43,7 @@ class Way:
 def _of_ranks(job: Job) -> Mapping[str, Any]:
     from . import buffer_tables
 
-    shared = buffer_tables.summarise(buffer_tables.recorded({"buffers": job.buffers}))
+    shared = buffer_tables.summarise(buffer_tables.labelled({"buffers": job.buffers}))
     target = job.target
     return {"ranks": target.ranks, "mesh": dict(target.mesh), "layout": target.layout, "buffers": shared}
 

@@ -18,7 +18,7 @@ from ..store.open_checkpoint import OpenCheckpoint
 from ..store.reading.dtypes import itemsize
 from . import buffer_tables
 from .argument_types import CHECKPOINT
-from .buffer_tables import NO_STATE, Recorded, recorded
+from .buffer_tables import NO_STATE, Labelled, labelled
 from .output import printable, section, size
 
 
@@ -34,7 +34,7 @@ def command(checkpoint: Location, tensors: bool, ranks: bool, as_json: bool) -> 
     """
     with OpenCheckpoint(checkpoint) as opened:
         manifest = annotate(opened.outline)
-    records = recorded(manifest.provenance)
+    records = labelled(manifest.provenance)
     summary = summarise(checkpoint, opened.format.name, manifest, records)
     if as_json:
         if tensors:
@@ -51,7 +51,7 @@ def command(checkpoint: Location, tensors: bool, ranks: bool, as_json: bool) -> 
         section(headers, list(map(_row, manifest.tensors)))
 
 
-def summarise(path: Location, kind: str, manifest: Manifest, records: Sequence[Recorded]) -> dict[str, Any]:
+def summarise(path: Location, kind: str, manifest: Manifest, records: Sequence[Labelled]) -> dict[str, Any]:
     """The summary as JSON data: kind, provenance, counts and sizes, layouts, flat buffers, and a row per slot.
 
     What provenance records of flat buffers is long; of that there is only the summary, under ``buffers``.

@@ -17,7 +17,7 @@ from ...layouts.buffers.ranges import divided, end_to_end
 from ...layouts.mesh import Mesh, Shard, mesh_layout
 from ...record import StateRecord
 from ...vocabulary import ELEMENTWISE
-from .source_buffers import recorded
+from .source_buffers import buffers_of_state
 from .topology import FLAT, Cut, Laid, Target
 
 
@@ -37,7 +37,7 @@ def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenanc
     cuts = {tensor.key: target.cuts(tensor, ()) for tensor in tensors}
     for tensor in tensors:
         groups[tensor.slot, tuple(axis for axis, _ in cuts[tensor.key])].append(tensor)
-    known = _by_group(recorded(provenance, tensors))
+    known = _by_group(buffers_of_state(provenance, tensors))
     fragments: dict[str, list[Fragment]] = {tensor.key: [] for tensor in tensors}
     words: dict[str, Mapping[str, Any] | None] = dict.fromkeys(fragments)
     buffers: list[GroupBuffer] = []

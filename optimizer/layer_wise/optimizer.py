@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...layouts.buffers.layout import BufferLayout
+from ...layouts.buffers.layout_json import to_json
 from ...layouts.buffers.placements import present_name
-from ...layouts.buffers.recorded import to_json
 from ...vocabulary import MUON
 from ..clipping import clip_with, sum_of_squares
 from ..muon import Muon
@@ -106,7 +106,7 @@ class LayerWise(Optimizer):
         layout: the name of a placement: "padded-nscost" (equal shards with padding, as in Megatron main),
             "padded-numel" (as in core 0.18 and 0.19), "decoupled-total-order" (ping-pong owners without padding, as in
             Megatron dev), "legacy-pingpong" (ping-pong owners of everything) or "balanced" (ours); or the buffers that
-            a checkpoint has recorded (`muonckpt.layouts.buffers.recorded`), whose owners stay as they are.
+            a checkpoint records (`recorded_run` in `muonckpt.layouts.buffers.group_buffer`), whose owners are kept.
         bucket_size: elements at which a bucket closes; None: one bucket for each buffer.
         group: data-parallel ranks; None: all, or this process alone if there is no process group.
         experts: parameters that only the ranks of ``expert_group`` share.

@@ -15,12 +15,12 @@ from support.workers import run
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import muonckpt
-from muonckpt.cli.buffer_tables import recorded, summarise
+from muonckpt.cli.buffer_tables import labelled, summarise
 from muonckpt.cli.inspect import command
 from muonckpt.cli.main import run as muonckpt_command
 from muonckpt.layouts.buffers.balanced import balanced, newton_schulz
+from muonckpt.layouts.buffers.layout_json import to_json
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter
-from muonckpt.layouts.buffers.recorded import to_json
 from muonckpt.optimizer.layer_wise.optimizer import LayerWise
 
 MATRICES = ["qkv", "proj", "up", "down", "stack"]
@@ -89,7 +89,7 @@ def test_the_buffers_of_the_run_that_saved_are_shown_until_there_are_others(trai
     ]
     assert found[0]["padding"] > 0 and found[0]["busiest"]["newton_schulz"] > 1
     assert found[1]["busiest"]["newton_schulz"] is None and found[1]["busiest"]["elements"] >= 1
-    assert {entry["algorithm"] for entry in summary(owned)["buffers"]} == {"balanced"}
+    assert {entry["algorithm"] for entry in summary(owned)["buffers"]} == {"balanced", "distributed-optimizer"}
 
 
 def test_balance_is_of_ranks_whose_experts_are_recorded():
@@ -99,7 +99,7 @@ def test_balance_is_of_ranks_whose_experts_are_recorded():
     expert = [Parameter(f"expert {name}", shape, "float32", expert=True) for name, shape in shapes.items()]
     buffers = balanced([*dense, *expert], GroupSizes(4, 2))
     run = {"layout": "balanced", "buffers": [*map(to_json, buffers)], "ranks": [[0, 1, 2, 3], [0, 2]]}
-    [entry] = summarise(recorded({"layer_wise": run}))
+    [entry] = summarise(labelled({"layer_wise": run}))
     owners = {name: owner for buffer in buffers for name, owner in buffer.owners.items()}
     mine = {0: [p for p in dense if owners[p.name] == 0] + [p for p in expert if owners[p.name] == 0]}
     mine[2] = [p for p in dense if owners[p.name] == 2] + [p for p in expert if owners[p.name] == 1]
@@ -126,6 +126,7 @@ def test_layouts_are_said_in_words(owned, tmp_path):
     assert sorted(layouts) == [
         "by balanced v1 on mesh dp=2 x tp=2",
         "by balanced v1 on mesh dp=2 x tp=2, tp cuts dim 0",
+        "by distributed-optimizer v1 on mesh dp=2 x tp=2",
     ]
     arguments = [str(owned), str(tmp_path / "rows"), "--mesh", "dp=2,tp=2", "--shard", "*=tp:0,dp:0"]
     assert muonckpt_command(["reshard", *arguments, "--select", "*.qkv*"]) == 0

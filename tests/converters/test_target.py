@@ -26,7 +26,7 @@ from muonckpt.converters.target.topology import LAYOUTS, Rule, Target
 from muonckpt.converters.translate.request import unchanged
 from muonckpt.errors import DestinationError, TargetError
 from muonckpt.layout import stacked, through
-from muonckpt.layouts.buffers.group_buffer import from_json
+from muonckpt.layouts.buffers.group_buffer import recorded
 from muonckpt.layouts.owned import owned_layout
 from muonckpt.record import Manifest, StateRecord
 from muonckpt.store.formats.torch_save.plain_item import plain_item
@@ -170,9 +170,9 @@ def test_checkpoints_of_other_programs_take_any_layout(name, layout, tmp_path):
 def test_buffers_are_recorded_with_their_owners_and_those_have_the_tensors(tmp_path):
     for layout in ("balanced", "padded-nscost", "padded-numel", "decoupled-total-order", "legacy-pingpong"):
         done = run(make_job(saved("own rows3"), Target({"dp": 3}, (), layout)), tmp_path / layout)
-        recorded = [from_json(entry) for entry in muonckpt.open(tmp_path / layout).outline.provenance["buffers"]]
-        assert all(buffer.group == (0, 1, 2) and buffer.layout.whole for buffer in recorded)
-        owners = {name: owner for buffer in recorded for name, owner in buffer.layout.owners.items()}
+        buffers = recorded(muonckpt.open(tmp_path / layout).outline.provenance)
+        assert all(buffer.group == (0, 1, 2) and buffer.layout.whole for buffer in buffers)
+        owners = {name: owner for buffer in buffers for name, owner in buffer.layout.owners.items()}
         with_elements = [t for t in done.tensors if math.prod(t.shape)]
         assert owners.keys() == {t.key for t in with_elements}
         for written in with_elements:

@@ -14,11 +14,11 @@ from support.oracle import arange, execute, scatter
 from muonckpt.errors import LayoutError, SourceError
 from muonckpt.layouts.buffers.balanced import balanced
 from muonckpt.layouts.buffers.layout import BufferLayout
+from muonckpt.layouts.buffers.layout_json import from_json, to_json
 from muonckpt.layouts.buffers.megatron_compact import decoupled_total_order, legacy_pingpong
 from muonckpt.layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter, split
 from muonckpt.layouts.buffers.ranges import PlacedParameter, divided, owned
-from muonckpt.layouts.buffers.recorded import from_json, to_json
 from muonckpt.layouts.flat import FlatShard, flat_layout
 from muonckpt.layouts.mesh import Mesh
 from muonckpt.layouts.owned import owned_layout

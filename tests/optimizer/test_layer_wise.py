@@ -11,7 +11,7 @@ from support.workers import run
 from torch import nn
 
 from muonckpt.errors import LayoutError
-from muonckpt.layouts.buffers.recorded import from_json
+from muonckpt.layouts.buffers.group_buffer import recorded_run
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.layer_wise.optimizer import LayerWise
 
@@ -70,7 +70,7 @@ def of_record(rank: int, world: int) -> tuple[bool, str, str]:
     opt = LayerWise(net, groups(net), layout="decoupled-total-order")
     written = opt.provenance()["layer_wise"]
     opt.close()
-    recorded = [from_json(buffer) for buffer in written["buffers"]]
+    recorded = [buffer.layout for buffer in recorded_run({"layer_wise": written})]
     again = LayerWise(net, groups(net), layout=recorded)
     same = again.buffers == opt.buffers and again.provenance()["layer_wise"]["buffers"] == written["buffers"]
     messages = []

@@ -26,7 +26,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonckpt
 from muonckpt.errors import LayoutError
-from muonckpt.layouts.buffers.recorded import from_json
+from muonckpt.layouts.buffers.layout_json import from_json
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.layer_wise.optimizer import LayerWise
 

@@ -20,7 +20,7 @@ from support.translated import truth_of
 import muonckpt
 from muonckpt.cli.main import run
 from muonckpt.errors import SourceError
-from muonckpt.layouts.buffers import group_buffer
+from muonckpt.layouts.buffers.group_buffer import GroupBuffer
 from muonckpt.layouts.buffers.parameters import Parameter
 from muonckpt.store.formats.megatron.layer_wise_names import Description, Member, deal
 from muonckpt.store.formats.registry import LAYER_WISE, format_of
@@ -54,7 +54,7 @@ def test_real_files_are_read_under_their_names(name, tmp_path):
         _, _, slot, param = key.split(".")
         assert np.array_equal(found[f"layer_wise.state.{param}.{slot}"], words), key
     for data in LAYER_WISE.read(path).provenance["buffers"]:
-        buffer = group_buffer.from_json(data)
+        buffer = GroupBuffer.from_json(data)
         owners = {key.split(".")[2]: rank for key, rank in buffer.layout.owners.items()}
         assert owners == meta["owner"]
         assert (buffer.layout.algorithm, buffer.layout.version) == (GOLDEN[name], 1)
@@ -255,7 +255,7 @@ TOLD, A = {"algorithm": "padded-numel"}, {"name": "a", "shape": [2]}
         (lambda path: (path / "layer_wise.json").unlink(), "do not say who owns what: write layer_wise.toml"),
         (lambda path: (path / "layer_wise_optimizer_1.pt").unlink(), r"every rank from 0, found those of \[0, 2, 3\]"),
         (lambda path: (path / "layer_wise.json").write_text("{"), "layer_wise.json: "),
-        (lambda path: described(path, algorithm="padded"), "no algorithm 'padded'; there are padded-numel"),
+        (lambda path: described(path, algorithm="padded"), "no algorithm 'padded'; there are padded-nscost"),
         (lambda path: described(path, **TOLD), r"either \[\[parameter\]\] tables, or a model"),
         (lambda path: described(path, **TOLD, bucket=3), "'bucket' cannot be 3; there are algorithm"),
         (lambda path: described(path, **TOLD, parameter=[A, A]), "'a' twice"),
@@ -328,7 +328,7 @@ def test_recorded_owners_are_kept_by_the_same_layout(tmp_path):
         run(["convert", str(path), str(out), "--format", "buffers", "--layout", "legacy-pingpong", "--mesh", "dp=4"])
         == 0
     )
-    recorded = [group_buffer.from_json(each) for each in record_of(out)]
+    recorded = [GroupBuffer.from_json(each) for each in record_of(out)]
     assert [buffer.slot for buffer in recorded] == ["momentum_buffer", "fp32_param"]
     for buffer in recorded:
         assert {key.split(".")[2]: rank for key, rank in buffer.layout.owners.items()} == meta["owner"]

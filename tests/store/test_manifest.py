@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import muonckpt
 from muonckpt.cli.main import run as command
 from muonckpt.converters.target.topology import LAYOUTS
-from muonckpt.layouts.buffers.recorded import BUFFER, PARAMETER
+from muonckpt.layouts.buffers.layout_json import LAYOUT, PARAMETER
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.layer_wise.optimizer import LayerWise
 
@@ -96,13 +96,13 @@ def test_what_is_written_is_in_the_schema_and_on_the_page(manifests):
         for name in SCHEMA["$defs"]
         if "properties" in SCHEMA["$defs"][name]
     }
-    assert (own["buffer"], own["parameter"]) == (set(BUFFER), set(PARAMETER))
+    assert (own["buffer"], own["parameter"]) == (set(LAYOUT), set(PARAMETER))
     for manifest in manifests.values():
         written = {
             "layout": [tensor["layout"] or {} for tensor in manifest["tensors"]],
             "resharded": manifest["provenance"].get("resharded", []),
             "group_buffer": [
-                {k: v for k, v in b.items() if k not in BUFFER} for b in manifest["provenance"].get("buffers", [])
+                {k: v for k, v in b.items() if k not in LAYOUT} for b in manifest["provenance"].get("buffers", [])
             ],
         }
         for name, found in written.items():

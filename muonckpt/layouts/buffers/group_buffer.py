@@ -1,4 +1,4 @@
-"""A flat buffer in a checkpoint: what it is of, and which ranks of the whole run share it."""
+"""A flat buffer in a checkpoint: what it is of, which ranks of the whole run share it, and how that is recorded."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from ...box import Index
 from ...errors import LayoutError, SourceError
 from ...layout import Fragment
-from . import recorded
+from . import layout_json
 from .layout import BufferLayout
-from .recorded import BUFFER, Kinds, check_fields, ints
+from .layout_json import LAYOUT, Kinds, check_fields, ints
 
 GROUP: Kinds = {"slot": (str, NoneType), "part": (int,), "group": (list,), "origins": (list,)}
 """The fields that a checkpoint records of a buffer besides those of its layout."""
@@ -31,7 +31,8 @@ class GroupBuffer:
         layout: its parameters are named by the keys of the tensors, and of their dtype.
 
     Raises:
-        LayoutError: the group is not of as many distinct ranks, or the origins are not those of the parameters.
+        LayoutError: the layout has no parameters, the group is not of as many distinct ranks, or the origins are not
+            those of the parameters.
     """
 
     slot: str | None
@@ -41,6 +42,8 @@ class GroupBuffer:
     layout: BufferLayout
 
     def __post_init__(self) -> None:
+        if not self.layout.parameters:
+            raise LayoutError("expected a buffer with parameters, got one of padding only")
         if len(self.group) != self.layout.ranks or len(set(self.group)) != len(self.group) or min(self.group) < 0:
             raise LayoutError(f"expected {self.layout.ranks} ranks that share a buffer, got {self.group}")
         dims = [len(origin) for origin in self.origins]
@@ -55,26 +58,54 @@ class GroupBuffer:
                 yield placed.name, Fragment(fragment.box.shift(origin), fragment.place)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields of `GROUP`, then those of the layout (`buffer_record`)."""
+        """The fields of `GROUP`, then those of the layout."""
         return {
             "slot": self.slot,
             "part": self.part,
             "group": list(self.group),
             "origins": list(map(list, self.origins)),
-            **recorded.to_json(self.layout),
+            **layout_json.to_json(self.layout),
         }
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> GroupBuffer:
+        """Read what `to_json` wrote; other fields belong to the format that has them.
 
-def from_json(data: Mapping[str, Any]) -> GroupBuffer:
-    """Read what `GroupBuffer.to_json` wrote; other fields are somebody else's.
+        Raises:
+            SourceError: a field is missing, of another type, or not what the others say.
+        """
+        try:
+            own = {key: data[key] for key in GROUP}
+            check_fields(own, GROUP)
+            layout = layout_json.from_json({key: data[key] for key in LAYOUT})
+            return cls(own["slot"], own["part"], ints(own["group"]), tuple(map(ints, own["origins"])), layout)
+        except (KeyError, TypeError, ValueError) as error:
+            raise SourceError(f"damaged record of a flat buffer: {type(error).__name__}: {error}") from error
+
+
+def recorded(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
+    """The flat buffers that the tensors of a checkpoint lie in, given its provenance.
 
     Raises:
-        SourceError: a field is missing, of another type, or not what the others say.
+        SourceError: the record is not as docs/formats/manifest.md says.
     """
     try:
-        own = {key: data[key] for key in GROUP}
-        check_fields(own, GROUP)
-        layout = recorded.from_json({key: data[key] for key in BUFFER})
-        return GroupBuffer(own["slot"], own["part"], ints(own["group"]), tuple(map(ints, own["origins"])), layout)
-    except (KeyError, TypeError, ValueError) as error:
-        raise SourceError(f"damaged record of a flat buffer: {type(error).__name__}: {error}") from error
+        return tuple(map(GroupBuffer.from_json, provenance.get("buffers", ())))
+    except TypeError as error:
+        raise SourceError(f"damaged record of flat buffers: {error}") from error
+
+
+def recorded_run(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
+    """The flat buffers of the layer-wise run that saved a checkpoint, given its provenance; none if it was no such run.
+
+    They are of no slot: of parameters and gradients, by the names of the parameters.
+
+    Raises:
+        SourceError: the record is not as docs/formats/manifest.md says.
+    """
+    try:
+        run = provenance.get("layer_wise", {"buffers": (), "ranks": ()})
+        buffers = zip(map(layout_json.from_json, run["buffers"]), map(ints, run["ranks"]), strict=True)
+        return tuple(GroupBuffer(None, 0, ranks, layout.origins, layout) for layout, ranks in buffers)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SourceError(f"damaged record of flat buffers: {type(error).__name__}: {error}") from error

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from ...box import Index
 from ...errors import LayoutError
 from ...layout import Buffer, TensorLayout
 from ..flat import FlatShard, flat_layout
@@ -84,6 +85,11 @@ class BufferLayout:
         """For each parameter the only rank that holds any of it; None where it is cut or replicated."""
         held = ((placed.name, tuple(self.holding(placed))) for placed in self.parameters)
         return {name: rank_of(shards[0]) if len(shards) == 1 else None for name, shards in held}
+
+    @property
+    def origins(self) -> tuple[Index, ...]:
+        """For each parameter the index of its first element: zeros, in as many dims as it has."""
+        return tuple((0,) * len(placed.parameter.shape) for placed in self.parameters)
 
     @property
     def even(self) -> bool:

@@ -13,10 +13,9 @@ from typing import Any
 
 from ...box import Box
 from ...errors import LayoutError, SourceError
-from ...layouts.buffers import group_buffer
 from ...layouts.buffers.group_buffer import GroupBuffer
 from ...layouts.buffers.layout import rank_of
-from ...layouts.buffers.recorded import ints
+from ...layouts.buffers.layout_json import ints
 from ...record import Chunk, Extent, Manifest, StateRecord
 from ..io.bounds import check_extents
 from ..io.location import Location
@@ -143,7 +142,7 @@ def write_index(manifest: Manifest, directory: Location) -> None:
 
 
 def _stored(data: Mapping[str, Any]) -> StoredBuffer:
-    return StoredBuffer(group_buffer.from_json(data), tuple(Extent(file, *ints(span)) for file, *span in data["files"]))
+    return StoredBuffer(GroupBuffer.from_json(data), tuple(Extent(file, *ints(span)) for file, *span in data["files"]))
 
 
 def _placed(tensors: Sequence[StateRecord], stored: Sequence[StoredBuffer]) -> tuple[StateRecord, ...]:

@@ -157,8 +157,8 @@ def _buffers(dealt: Dealt, states: Mapping[str, State]) -> Iterator[GroupBuffer]
                 if _is_elementwise(value := state.get(slot))
             )
             if held:
-                origins = tuple((0,) * len(placed.parameter.shape) for placed in held)
-                yield GroupBuffer(slot, number, group, origins, replace(buffer, parameters=held))
+                layout = replace(buffer, parameters=held)
+                yield GroupBuffer(slot, number, group, layout.origins, layout)
 
 
 def _key(placed: PlacedParameter, slot: str) -> str:

@@ -1,4 +1,4 @@
-"""A buffer layout as JSON data: what a checkpoint records, so that no reader has to know who placed the parameters."""
+"""A buffer layout as JSON data: what a checkpoint records, so that no reader has to know what placed the parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .ranges import PlacedParameter, stacked
 
 Kinds = Mapping[str, tuple[type, ...]]
 
-BUFFER: Kinds = {
+LAYOUT: Kinds = {
     "algorithm": (str,),
     "version": (int,),
     "options": (dict,),
@@ -27,7 +27,7 @@ BUFFER: Kinds = {
     "shards": (list,),
     "parameters": (list,),
 }
-"""The fields of a buffer.  ``buckets`` are [start, stop], ``shards`` [start, stop, rank], in elements."""
+"""The fields of a layout.  ``buckets`` are [start, stop], ``shards`` [start, stop, rank], in elements."""
 
 PARAMETER: Kinds = {
     "name": (str,),
@@ -81,7 +81,7 @@ def from_json(data: Mapping[str, Any]) -> BufferLayout:
         SourceError: a field is missing, unknown, of another type, or not what the others say.
     """
     try:
-        check_fields(data, BUFFER)
+        check_fields(data, LAYOUT)
         layout = BufferLayout(
             **{key: data[key] for key in ("algorithm", "version", "options", "ranks", "alignment", "whole")},
             parameters=tuple(map(_placed, data["parameters"])),
@@ -91,7 +91,7 @@ def from_json(data: Mapping[str, Any]) -> BufferLayout:
     except (TypeError, ValueError) as error:
         raise SourceError(f"damaged buffer layout: {error}") from error
     written = to_json(layout)
-    if wrong := [key for key in BUFFER if data[key] != written[key]]:
+    if wrong := [key for key in LAYOUT if data[key] != written[key]]:
         raise SourceError(f"damaged buffer layout: {wrong} do not agree with the rest")
     return layout
 
