@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from machine import describe
 
 from muonckpt.layouts.mesh import Mesh, Placement, Shard, mesh_layout
-from muonckpt.plan import make_plans
+from muonckpt.plan import make_plan
 
 Tensors = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -91,7 +91,7 @@ def measure(name: str) -> None:
     sources = {key: source(key, shape) for key, shape in shapes.items()}
     targets = {key: target(key, shape) for key, shape in shapes.items()}
     laid_out = time.perf_counter()
-    plans = make_plans(sources, targets)
+    plans = {key: make_plan(sources[key], target) for key, target in targets.items()}
     planned = time.perf_counter()
     copies = sum(len(plan.copies) for plan in plans.values())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

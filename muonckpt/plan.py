@@ -6,12 +6,12 @@ A plan is the intersection of two layouts.  The same plan drives collectives (th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from .box import Box, Index
-from .errors import LayoutError, about
+from .errors import LayoutError
 from .layout import Buffer, Place, TensorLayout
 from .overlap import overlaps
 
@@ -101,22 +101,6 @@ def make_share(source: TensorLayout, target: TensorLayout, buffer: Buffer) -> Sh
     if taken != wanted:
         raise LayoutError(f"the plan writes {taken} of the {wanted} elements that {buffer!r} holds of the target")
     return share
-
-
-def make_plans(sources: Mapping[str, TensorLayout], targets: Mapping[str, TensorLayout]) -> dict[str, Plan]:
-    """One plan per tensor, in the order of ``targets``.
-
-    Raises:
-        LayoutError: names the tensors that only one side has, or the tensor whose shapes differ.
-    """
-    missing, extra = targets.keys() - sources.keys(), sources.keys() - targets.keys()
-    if missing or extra:
-        raise LayoutError(f"source lacks {sorted(missing)}, target lacks {sorted(extra)}")
-    plans = {}
-    for name, target in targets.items():
-        with about(name):
-            plans[name] = make_plan(sources[name], target)
-    return plans
 
 
 def _check_shapes(source: TensorLayout, target: TensorLayout) -> None:

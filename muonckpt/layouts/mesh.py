@@ -9,7 +9,7 @@ is the row-major product of its runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import product
@@ -115,12 +115,6 @@ def mesh_layout(shape: Index, mesh: Mesh, placements: tuple[Placement, ...]) -> 
         for fragment in _local_fragments(rank, tuple(along(coordinate) for along in runs_of))
     )
     return TensorLayout(shape, tuple(fragments))
-
-
-def row_layout(shape: Sequence[int], ranks: int) -> TensorLayout:
-    """Rows over ranks 0 … ``ranks - 1`` as FSDP2 cuts them.  A 0-d tensor, which has no rows, lies on every rank."""
-    placement = Shard(0) if len(shape) else Replicate()
-    return mesh_layout(tuple(shape), Mesh.of(ranks), (placement,))
 
 
 def local_shape(shape: Index, mesh: Mesh, placements: tuple[Placement, ...], rank: int) -> Index:

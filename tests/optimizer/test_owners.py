@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.random_layouts import row_layout
 
 from muonckpt.errors import LayoutError
 from muonckpt.layout import through
-from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, mesh_layout, row_layout
+from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, mesh_layout
 from muonckpt.layouts.owned import owned_layout
 from muonckpt.optimizer.newton_schulz.costs import CostTable, flops, measure
 from muonckpt.optimizer.newton_schulz.forms import Form

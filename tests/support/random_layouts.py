@@ -1,4 +1,4 @@
-"""Random layouts of every kind, of tensors of random shapes."""
+"""Layouts by rows, and random ones of every kind, of tensors of random shapes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ import numpy as np
 from muonckpt.layouts.flat import FlatShard, flat_layout
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, mesh_layout
 from muonckpt.layouts.owned import owned_layout
+
+
+def row_layout(shape, ranks):
+    """Rows over ranks 0 … ``ranks - 1`` as FSDP2 cuts them.  A 0-d tensor, which has no rows, lies on every rank."""
+    placement = Shard(0) if len(shape) else Replicate()
+    return mesh_layout(tuple(shape), Mesh.of(ranks), (placement,))
 
 
 def random_shape(rng, dims=None):

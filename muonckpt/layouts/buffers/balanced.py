@@ -8,7 +8,7 @@ longer limit who owns what: one assignment balances all buckets of all buffers, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -21,8 +21,6 @@ ALIGNMENT = 64
 
 TOLERANCE = 1.02
 """How much longer than a fresh assignment the busiest rank may work, so that parameters stay where they were."""
-
-Cost = Callable[[Parameter], int]
 
 
 def newton_schulz(parameter: Parameter) -> int:
@@ -42,16 +40,16 @@ def balanced(
     sizes: GroupSizes,
     bucket_size: int | None = None,
     previous: Mapping[str, int | None] | None = None,
-    cost: Cost = newton_schulz,
 ) -> tuple[BufferLayout, ...]:
-    """Buffers whose shards are unequal, with owners from `assign`, which takes the other arguments.
+    """Buffers whose shards are unequal, with owners from `assign`.
 
     Args:
         parameters: in forward order.
         bucket_size: elements; a bucket closes after the parameter that fills it, in backprop order; None: one bucket.
             Owners do not depend on it.
+        previous: as for `assign`.
     """
-    owners = assign(parameters, sizes, previous, cost)
+    owners = assign(parameters, sizes, previous)
     return tuple(_buffer(own, sizes.of(own[0]), bucket_size, owners) for own in split(parameters))
 
 
@@ -59,7 +57,6 @@ def assign(
     parameters: Sequence[Parameter],
     sizes: GroupSizes,
     previous: Mapping[str, int | None] | None = None,
-    cost: Cost = newton_schulz,
 ) -> dict[str, int]:
     """The owner of each parameter by name, a rank of its own data-parallel group.
 
@@ -72,37 +69,38 @@ def assign(
     Args:
         previous: owners by name (`BufferLayout.owners`).  A parameter stays with its own, if that is still a rank,
             unless that rank would then work longer than `TOLERANCE` times the busiest of a fresh assignment.
-        cost: any unit, the same for all.  Tied parameters belong to rank 0 whatever they cost, so that the pipeline
-            stages that share them agree.
+
+    Tied parameters belong to rank 0 whatever they cost, so that the pipeline stages that share them agree.
     """
     tied = {parameter.name: 0 for parameter in parameters if parameter.tied}
-    fresh, busiest = _longest_first(parameters, sizes, tied, 0, cost)
+    fresh, busiest = _longest_first(parameters, sizes, tied, 0)
     if previous is None:
         return fresh
-    return _longest_first(parameters, sizes, {**previous, **tied}, int(busiest * TOLERANCE), cost)[0]
+    return _longest_first(parameters, sizes, {**previous, **tied}, int(busiest * TOLERANCE))[0]
 
 
 def _longest_first(
-    parameters: Sequence[Parameter], sizes: GroupSizes, homes: Mapping[str, int | None], limit: int, cost: Cost
+    parameters: Sequence[Parameter], sizes: GroupSizes, homes: Mapping[str, int | None], limit: int
 ) -> tuple[dict[str, int], int]:
     """Owners by name, each at its home while that rank's load stays within ``limit``; and the greatest load.
 
     Loads are kept per *seat*: dense and expert ranks alike are equal groups of neighbouring seats.
     """
     seats = math.lcm(*(sizes.of(parameter) for parameter in parameters))
+    cost = {parameter.name: newton_schulz(parameter) for parameter in parameters}
     load, held, awaited = np.zeros((3, seats), np.int64)
     for p in parameters:
         if (home := homes.get(p.name)) is not None and home < sizes.of(p):
-            awaited.reshape(sizes.of(p), -1)[home] += cost(p)
+            awaited.reshape(sizes.of(p), -1)[home] += cost[p.name]
     owners: dict[str, int] = {}
-    for p in sorted(parameters, key=lambda p: (-cost(p), -p.numel)):
+    for p in sorted(parameters, key=lambda p: (-cost[p.name], -p.numel)):
         loads, elements, waiting = (each.reshape(sizes.of(p), -1) for each in (load, held, awaited))
         owner = int(np.lexsort((elements.max(1), waiting.max(1), loads.max(1)))[0])
         if (home := homes.get(p.name)) is not None and home < len(loads):
-            waiting[home] -= cost(p)
-            if p.tied or loads[home].max() + cost(p) <= limit:
+            waiting[home] -= cost[p.name]
+            if p.tied or loads[home].max() + cost[p.name] <= limit:
                 owner = home
-        loads[owner] += cost(p)
+        loads[owner] += cost[p.name]
         elements[owner] += p.numel
         owners[p.name] = owner
     return owners, int(load.max())
