@@ -35,9 +35,9 @@ class Interrupted(MuonckptError):
 
 
 @contextmanager
-def about(tensor: str) -> Iterator[None]:
-    """Put the tensor's name in front of any layout error raised inside."""
+def about(subject: object) -> Iterator[None]:
+    """Put what an error is about, such as a tensor or a file, in front of any error of ours that is raised inside."""
     try:
         yield
-    except LayoutError as error:
-        raise LayoutError(f"tensor {tensor!r}: {error}") from error
+    except MuonckptError as error:
+        raise type(error)(f"{subject}: {error}") from error

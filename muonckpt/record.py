@@ -115,7 +115,7 @@ class StateRecord:
         Raises:
             LayoutError: the chunks leave a hole or overlap; names the tensor and the box.
         """
-        with about(self.key):
+        with about(f"tensor {self.key!r}"):
             return _in_chunks(self.shape, tuple((chunk.box, chunk.strides) for chunk in self.chunks))
 
 

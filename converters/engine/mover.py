@@ -23,7 +23,8 @@ from ...store.io.output import Writing, created
 from ...store.io.regular import open_regular
 from ...store.reading.bands import bands
 from ...store.reading.dtypes import itemsize
-from ...store.reading.payloads import Payloads, as_words, check_blob, check_chunk, payload_of
+from ...store.reading.payloads import Payloads, as_words, check_chunk, payload_of
+from ...store.stored_items import check_blob
 from .elements import Words, bytes_of, gathered
 from .journal import Done, Sum
 from .output_files import OutputChunk, OutputFile, PlacedItem

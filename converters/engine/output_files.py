@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from ...plan import Copy
 from ...record import Blob, Chunk, Extent, StateRecord
-from ...store.formats.torch_save.stored_zip import ALIGNMENT
+from ...store.formats.torch_save.stored_zip import aligned
 from ...store.io.checksums import Checksum, crc32_of
 from ..target.topology import Target
 from .journal import Sum
@@ -134,10 +134,6 @@ def place_items(name: str, items: Sequence[OutputItem]) -> tuple[tuple[PlacedIte
         placed.append(PlacedItem(item, blob))
         end = aligned(blob.item.end)
     return tuple(placed), end
-
-
-def aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)

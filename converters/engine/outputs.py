@@ -37,7 +37,7 @@ class OutputTensor:
 
     def copies(self, boxes: Sequence[Box]) -> tuple[tuple[Copy, ...], ...]:
         """For each of the boxes, which together are the tensor, the copies that make it, dense from element 0."""
-        with about(self.key):
+        with about(f"tensor {self.key!r}"):
             return _copies(self.layout, tuple(boxes))
 
 

@@ -16,9 +16,10 @@ from ...store.formats import native
 from ...store.formats.dcp.directory import COMMON_FILE
 from ...store.formats.megatron import torch_dist
 from ...store.formats.torch_save import tensor_item
+from ...store.formats.torch_save.stored_zip import aligned
 from ...store.io.location import Location
 from ...store.reading.dtypes import itemsize
-from ..engine.output_files import Arranged, OutputChunk, OutputFile, Task, aligned, place_items
+from ..engine.output_files import Arranged, OutputChunk, OutputFile, Task, place_items
 from ..engine.outputs import OutputItem, OutputTensor
 from .container import Container, provenance
 from .layouts import lay_out

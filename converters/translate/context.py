@@ -46,7 +46,7 @@ class SourceChunks:
             LayoutError: it has a hole or an overlap.
         """
         stored = zip(self.buffers[tensor.key], tensor.chunks, strict=True)
-        with about(tensor.key):
+        with about(f"tensor {tensor.key!r}"):
             return TensorLayout(
                 tensor.shape, tuple(chunk.stored(buffer) for buffer, chunk in stored if chunk.box.numel)
             )

@@ -55,7 +55,7 @@ def apply(rules: Rules, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         left, made = dict(named), dict[str, Tensor]()
         for names, values in _matches(rule, named):
             parts = [left.pop(name) for name in names]
-            with about(" + ".join(names)):
+            with about(f"tensor {' + '.join(names)!r}"):
                 results = _split(rule, parts[0]) if rule.splits else [_join(rule, parts)]
                 for name, result in zip(_targets(rule, values, len(results)), results, strict=True):
                     if name in made:

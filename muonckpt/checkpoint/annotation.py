@@ -41,7 +41,7 @@ def annotate(state_dict: Mapping[str, Any]) -> dict[KeyPath, Annotation]:
 
 def _walk(path: KeyPath, node: Any, known: Mapping[KeyPath, Annotation]) -> Iterator[tuple[KeyPath, Annotation]]:
     if isinstance(node, torch.Tensor):
-        with about(".".join(map(str, path))):
+        with about(f"tensor {'.'.join(map(str, path))!r}"):
             check_one_box(node)
         found = known.get(path, Annotation())
         yield path, Annotation(found.name, found.slot, found.convention, found.pieces, describe(node))

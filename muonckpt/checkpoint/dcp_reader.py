@@ -13,19 +13,19 @@ import io
 import os
 import pickle
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -36,40 +36,53 @@ from torch.futures import Future
 from ..box import Index
 from ..errors import SourceError
 from ..record import Blob, Chunk, Extent, Manifest, StateRecord
-from ..store.formats import native
-from ..store.formats.registry import DCP, OWN, format_of
 from ..store.io.checksums import crc32
+from ..store.io.location import Location
+from ..store.open_checkpoint import OpenCheckpoint
 from ..store.reading.dtypes import itemsize
-from ..store.reading.payloads import Payloads, as_words, check_blob, check_chunk, elements, payload_of
+from ..store.reading.payloads import as_words, check_chunk, checked_elements, payload_of
+from ..store.stored_items import check_blob
 from .annotation import Annotation, KeyPath, annotate
 from .bits import bits_of, dtype_of, name_of
-from .shared_check import Run, holds, run_of
+from .shared_check import PartlyRead, Run, holds, run_of
+
+Where = tuple[str, Index]
+"""A chunk: its tensor's key, and its first index."""
 
 
 class CheckingReader(StorageReader):
-    """Reads the payloads of a checkpoint.  Those that it read a run of are checked at the end, by `judge`."""
+    """Reads the elements of a checkpoint.  Chunks of which it read runs are checked at the end, by `judge`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, place: Location) -> None:
         super().__init__()
-        self.path = path
-        self.runs: defaultdict[tuple[str, Index], list[Run]] = defaultdict(list)
-        """By tensor and first index of the chunk: what this rank has read of it."""
-        self._chunks: dict[tuple[str, Index], tuple[StateRecord, Chunk]] = {}
+        self.place = place
+        self.partly_read: dict[Where, PartlyRead] = {}
+        """What this rank has read of chunks that it did not read whole."""
+        self._chunks: dict[Where, tuple[StateRecord, Chunk]] = {}
         self._blobs: dict[str, Blob] = {}
+
+    @cached_property
+    def checkpoint(self) -> OpenCheckpoint:
+        """The checkpoint, opened when a planner first asks: where errors keep their type, and all ranks hear of them.
+
+        Raises:
+            SourceError: it cannot be read.
+        """
+        return OpenCheckpoint(self.place)
 
     @property
     def checkpoint_id(self) -> str:
-        return str(self.path)
+        return str(self.place)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """One reader reads one checkpoint."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return "://" not in str(checkpoint_id)
+        return True
 
     def read_metadata(self) -> Metadata:
-        """Nothing yet: DCP would hide why this failed.  The planner calls `describe`, where errors keep their type."""
+        """Nothing yet: DCP would hide why this failed.  The planner calls `describe`."""
         return Metadata(state_dict_metadata={})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
@@ -81,97 +94,112 @@ class CheckingReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
-    def describe(self) -> tuple[Manifest, Metadata]:
-        """What the checkpoint holds, also in DCP's terms.
+    def describe(self) -> Metadata:
+        """What the checkpoint holds, in DCP's terms; no item is opened.
 
         Raises:
-            SourceError: it cannot be read, or is in another format.
+            SourceError: it cannot be read.
             LayoutError: a tensor has a hole or an overlap.
         """
-        kind = format_of(self.path)
-        if kind not in (OWN, DCP):
-            raise SourceError(
-                f"expected a DCP checkpoint, found {kind.name} at {self.path}: make one of it with "
-                f"`muonckpt convert {self.path} DESTINATION --format dcp`"
-            )
-        manifest = native.read(self.path, payloads=True)
-        found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        manifest = self.checkpoint.outline
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for tensor in manifest.tensors:
             tensor.chunk_layout()  # proves coverage
             chunks = [chunk for chunk in tensor.chunks if chunk.box.numel]
             self._chunks.update({(tensor.key, chunk.box.lo): (tensor, chunk) for chunk in chunks})
-            found[tensor.key] = TensorStorageMetadata(
+            entries[tensor.key] = TensorStorageMetadata(
                 properties=TensorProperties(dtype=dtype_of(tensor.dtype)),
                 size=torch.Size(tensor.shape),
                 chunks=[ChunkStorageMetadata(torch.Size(c.box.lo), torch.Size(c.box.shape)) for c in chunks],
             )
         for blob in manifest.blobs:
             self._blobs[blob.key] = blob
-            found[blob.key] = BytesStorageMetadata()
+            entries[blob.key] = BytesStorageMetadata()
         paths = {tensor.key: tensor.path for tensor in manifest.tensors}
         paths |= {blob.key: blob.path for blob in manifest.blobs}
-        return manifest, Metadata(state_dict_metadata=found, planner_data=paths)
+        return Metadata(state_dict_metadata=entries, planner_data=paths)
+
+    def locate(self, items: Sequence[ReadItem]) -> None:
+        """Open the items that this rank is to read, and no others.
+
+        Raises:
+            SourceError: one is damaged, or not what the metadata promise.
+        """
+        chunks: defaultdict[str, set[Index]] = defaultdict(set)
+        for item in _of_tensors(items):
+            chunks[item.storage_index.fqn].add(tuple(item.storage_index.offset or ()))
+        wanted = [
+            dataclasses.replace(tensor, chunks=tuple(c for c in tensor.chunks if c.box.lo in chunks[tensor.key]))
+            for tensor in self.checkpoint.outline.tensors
+            if tensor.key in chunks
+        ]
+        for tensor in self.checkpoint.locate(wanted):
+            self._chunks.update({(tensor.key, chunk.box.lo): (tensor, chunk) for chunk in tensor.chunks})
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        with Payloads(self.path) as payloads:
-            for item in plan.items:  # first, as they may be refused, and tensors are overwritten in place
-                if not _is_tensor(item):
-                    blob = self._blobs[item.storage_index.fqn]
-                    planner.load_bytes(item, io.BytesIO(check_blob(payloads, blob)))
-            # Megatron-FSDP's hooks plan a read of nothing for a rank whose part of a tensor is empty.
-            wanted = [item for item in plan.items if _is_tensor(item) and 0 not in item.lengths]
-            tensors = [(*self._stored(item.storage_index), item) for item in wanted]
-            checked: set[Chunk] = set()
-            for tensor, chunk, item in sorted(tensors, key=lambda found: (found[1].item.file, found[1].item.offset)):
-                _copy(self._elements(payloads, tensor, chunk, item, checked), item, planner)
+        for item in plan.items:  # first, as they may be refused, and tensors are overwritten in place
+            if not _is_tensor(item):
+                raw = check_blob(self.checkpoint.payloads, self._blobs[item.storage_index.fqn])
+                planner.load_bytes(item, io.BytesIO(raw))
+        reads = [(*self._chunk(item), item) for item in _of_tensors(plan.items)]
+        checked: set[Chunk] = set()
+        for tensor, chunk, item in sorted(reads, key=lambda read: (read[1].item.file, read[1].item.offset)):
+            _copy(self._elements(tensor, chunk, item, checked), item, planner)
+            self.checkpoint.payloads.release(payload_of(tensor, chunk))
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _elements(
-        self, payloads: Payloads, tensor: StateRecord, chunk: Chunk, item: ReadItem, checked: set[Chunk]
-    ) -> np.ndarray[Any, Any]:
-        """What is wanted of a chunk: a run of it, noted for `judge`, or a window of what has been checked whole."""
-        run = run_of(tuple(item.storage_offsets), tuple(item.lengths), chunk.box.shape)
-        runs = chunk.strides is None and chunk.crc32 is not None
-        if runs and run is not None and run != (0, chunk.box.numel):
+    def _elements(self, tensor: StateRecord, chunk: Chunk, item: ReadItem, checked: set[Chunk]) -> NDArray[Any]:
+        """The elements that an item asks for: a run of the chunk, noted for `judge`, or a window of what is checked."""
+        payloads = self.checkpoint.payloads
+        lo, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+        if lengths == chunk.box.shape and chunk not in checked:
+            checked.add(chunk)
+            return checked_elements(payloads, tensor, chunk)
+        run = run_of(lo, lengths, chunk.box.shape) if chunk.strides is None else None
+        if run is not None and chunk.crc32 is not None and chunk not in checked:
             payload, size = payload_of(tensor, chunk), itemsize(tensor.dtype)
             start, stop = (place * size for place in run)
-            extent = Extent(payload.file, payload.offset + start, stop - start)
-            self.runs[tensor.key, chunk.box.lo].append(Run(start, stop, crc32(payloads.bands(extent))))
-            return as_words(payloads.view(extent), tensor.dtype, tuple(item.lengths))
+            raw = payloads.view(Extent(payload.file, payload.offset + start, stop - start))
+            self._note(tensor, chunk, Run(start, stop, crc32([raw])))
+            return as_words(raw, tensor.dtype, lengths)
         if chunk not in checked:
             check_chunk(payloads, tensor, chunk)
             checked.add(chunk)
-        box = (slice(lo, lo + n) for lo, n in zip(item.storage_offsets, item.lengths, strict=True))
-        window: tuple[Any, ...] = (*box, ...)
-        part: np.ndarray[Any, Any] = elements(payloads, tensor, chunk)[window]
-        return part
+        place = chunk.stored("").at(tuple(map(int.__add__, chunk.box.lo, lo)))
+        return payloads.gather(payload_of(tensor, chunk), tensor.dtype, place, lengths)
 
-    def judge(self, runs_of_ranks: list[Mapping[tuple[str, Index], list[Run]]]) -> None:
+    def _note(self, tensor: StateRecord, chunk: Chunk, run: Run) -> None:
+        assert chunk.crc32 is not None, "other chunks are read whole"
+        where = tensor.key, chunk.box.lo
+        known = self.partly_read.get(where, PartlyRead(payload_of(tensor, chunk).length, chunk.crc32, ()))
+        self.partly_read[where] = dataclasses.replace(known, runs=(*known.runs, run))
+
+    def judge(self, partly_read: Sequence[Mapping[Where, PartlyRead]]) -> None:
         """Compare the chunks that ranks have read in runs with what is recorded of them.
 
         Raises:
             SourceError: one is damaged, or was not read as it is.
         """
-        runs: defaultdict[tuple[str, Index], list[Run]] = defaultdict(list)
-        for of_rank in runs_of_ranks:
-            for where, found in of_rank.items():
-                runs[where] += found
-        with Payloads(self.path) as payloads:
-            for where, found in runs.items():
-                tensor, chunk = self._chunks[where]
-                assert chunk.crc32 is not None, "others are read whole"
-                verdict = holds(found, payload_of(tensor, chunk).length, chunk.crc32)
-                if not verdict:  # look at it whole, also to say what is wrong
-                    check_chunk(payloads, tensor, chunk)
-                if verdict is False:
-                    raise SourceError(
-                        f"tensor {tensor.key!r} box {chunk.box}: a rank read other bytes than {chunk.item.file} has"
-                    )
+        reads: defaultdict[Where, list[PartlyRead]] = defaultdict(list)
+        for of_rank in partly_read:
+            for where, read in of_rank.items():
+                reads[where].append(read)
+        for where, of_chunk in reads.items():
+            verdict = holds(of_chunk)
+            if verdict:
+                continue
+            tensor, chunk = self._chunks[where]  # look at it whole, also to say what is wrong
+            (located,) = self.checkpoint.locate([dataclasses.replace(tensor, chunks=(chunk,))])
+            check_chunk(self.checkpoint.payloads, tensor, located.chunks[0])
+            if verdict is False:
+                raise SourceError(
+                    f"tensor {tensor.key!r} box {chunk.box}: a rank read other bytes than {chunk.item.file} has"
+                )
 
-    def _stored(self, index: MetadataIndex) -> tuple[StateRecord, Chunk]:
-        return self._chunks[index.fqn, tuple(index.offset or ())]
+    def _chunk(self, item: ReadItem) -> tuple[StateRecord, Chunk]:
+        return self._chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
 
 
 class StrictLoadPlanner(DefaultLoadPlanner):
@@ -196,9 +224,11 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
-        manifest, self.metadata = self._reader.describe()
-        self._refuse(list(self._problems(manifest)))
-        return dataclasses.replace(super().create_local_plan(), planner_data=frozenset(self.state_dict))
+        self.metadata = self._reader.describe()
+        self._refuse(list(self._problems(self._reader.checkpoint.outline)))
+        plan = super().create_local_plan()
+        self._reader.locate(plan.items)
+        return dataclasses.replace(plan, planner_data=frozenset(self.state_dict))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         if not self._allow_extra:
@@ -225,7 +255,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
 
     def _refuse(self, problems: list[str]) -> None:
         if problems:
-            path = self._reader.path
+            path = self._reader.place
             more = f"; and {len(problems) - 12} more" if len(problems) > 12 else ""
             hint = (
                 ". Groups are matched by number: build the same, in the same order. What another program wrote is "
@@ -261,7 +291,12 @@ def _is_tensor(item: ReadItem) -> bool:
     return item.type == LoadItemType.TENSOR
 
 
-def _copy(source: np.ndarray[Any, Any], item: ReadItem, planner: LoadPlanner) -> None:
+def _of_tensors(items: Iterable[ReadItem]) -> list[ReadItem]:
+    """Those that have elements: Megatron-FSDP's hooks plan to read nothing where a rank's part of a tensor is empty."""
+    return [item for item in items if _is_tensor(item) and 0 not in item.lengths]
+
+
+def _copy(source: NDArray[Any], item: ReadItem, planner: LoadPlanner) -> None:
     target = planner.resolve_tensor(item).detach()
     staged = target if target.is_cpu else torch.empty(target.shape, dtype=target.dtype)
     np.copyto(bits_of(staged), source)

@@ -1,7 +1,8 @@
 """Saving through torch.distributed.checkpoint: its planning and collectives, our files, digests and publish.
 
-Every rank writes one ``__{rank}_0.distcp`` of stock items into a temporary sibling of the destination and returns
-what it wrote.  The coordinator checks that against the plan, writes the manifest and ``.metadata``, and renames.
+Every rank writes one ``__{rank}_0.distcp`` of stock items into a temporary sibling of the destination, or in an object
+store under the destination's name, and returns what it wrote.  The coordinator checks that against the plan, writes the
+manifest and ``.metadata``, and renames; in a store these two are what makes it a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import FileIO
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -32,9 +31,12 @@ from ..layout import TensorLayout, dense
 from ..record import Blob, Chunk, Extent, Manifest, StateRecord
 from ..store.formats import native
 from ..store.formats.torch_save import tensor_item
-from ..store.formats.torch_save.stored_zip import ALIGNMENT
+from ..store.formats.torch_save.stored_zip import aligned
+from ..store.formats.torch_save.tensor_item import Frame
 from ..store.io import publish
 from ..store.io.checksums import Sums, xxh3_128
+from ..store.io.location import Location
+from ..store.io.output import Writing, created
 from .annotation import Annotation, KeyPath, annotate
 from .bits import bits_of, name_of
 
@@ -43,7 +45,7 @@ from .bits import bits_of, name_of
 class _Target:
     """Where one rank writes, and the replicas that another rank writes but this one vouches for."""
 
-    directory: Path
+    directory: Location
     file: str
     witnessed: tuple[WriteItem, ...]
 
@@ -104,23 +106,23 @@ class CoveringSavePlanner(DefaultSavePlanner):
 
 
 class PublishingWriter(StorageWriter):
-    """Writes into a temporary sibling, checks, describes and publishes; the destination appears whole or not at all.
+    """Writes where nobody takes it for a checkpoint, checks, describes and publishes it: whole, or not at all.
 
     Args:
-        destination: the checkpoint directory; nothing may be there.
+        destination: the checkpoint; nothing may be there.
         planner: the planner of the same save, for what was planned.
         provenance: goes into the manifest.
     """
 
     def __init__(
         self,
-        destination: Path,
+        destination: Location,
         planner: CoveringSavePlanner,
         provenance: Mapping[str, Any],
     ) -> None:
         super().__init__()
         self.destination = destination
-        self.staged: Path | None = None
+        self.staged: Location | None = None
         self._planner = planner
         self._provenance = provenance
         self._rank = 0
@@ -140,18 +142,16 @@ class PublishingWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return "://" not in str(checkpoint_id)
+        return True
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        publish.refuse_existing(self.destination)
-        self.staged = publish.staging(self.destination)
         try:
-            self.staged.mkdir(parents=True)
+            self.staged = publish.reserve(self.destination)
         except OSError as error:
-            raise DestinationError(f"cannot create {self.staged}: {error}") from error
+            raise DestinationError(f"cannot write {self.destination}: {error}") from error
         return [
             dataclasses.replace(plan, storage_data=_Target(self.staged, f"__{rank}_0.distcp", witnessed))
             for rank, (plan, witnessed) in enumerate(zip(plans, self._planner.witnesses, strict=True))
@@ -222,14 +222,17 @@ class _FileWriter:
         self._planner = planner
 
     def write(self, items: Sequence[WriteItem]) -> list[WriteResult]:
-        """Blobs first, as DCP does, then tensors; synced before it returns."""
-        with (self._target.directory / self._target.file).open("xb", buffering=0) as stream:
-            results = []
-            for item in sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO):
-                _write(stream, bytes(-stream.tell() % ALIGNMENT))
-                put = self._put_blob if item.type == WriteItemType.BYTE_IO else self._put_tensor
-                results.append(put(stream, item))
-            os.fsync(stream.fileno())
+        """Blobs first, as DCP does, then tensors; on the disk, or in the store, when it returns."""
+        blobs = [(item, _blob(self._planner, item)) for item in items if item.type == WriteItemType.BYTE_IO]
+        tensors = [(item, _frame(item)) for item in items if item.type != WriteItemType.BYTE_IO]
+        starts, end = [], 0
+        for length in (*(len(data) for _, data in blobs), *(frame.length for _, frame in tensors)):
+            starts.append(aligned(end))
+            end = starts[-1] + length
+        with created(self._target.directory / self._target.file, end) as output:
+            results = [self._put_blob(output, *blob, start) for blob, start in zip(blobs, starts, strict=False)]
+            rest = starts[len(blobs) :]
+            results += [self._put_tensor(output, *tensor, start) for tensor, start in zip(tensors, rest, strict=True)]
         return results
 
     def witness(self, item: WriteItem) -> WriteResult:
@@ -243,36 +246,28 @@ class _FileWriter:
             written = _Written(self._rank, sums.digest, _kind(tensor), sums.share)
         return WriteResult(index=item.index, size_in_bytes=0, storage_data=written)
 
-    def _put_blob(self, stream: FileIO, item: WriteItem) -> WriteResult:
-        blob = _blob(self._planner, item)
-        where = Extent(self._target.file, stream.tell(), len(blob))
-        _write(stream, blob)
-        written = _Written(self._rank, xxh3_128([blob]), item=where)
-        return WriteResult(index=item.index, size_in_bytes=len(blob), storage_data=written)
+    def _put_blob(self, output: Writing, item: WriteItem, data: memoryview, start: int) -> WriteResult:
+        output.write(data, start)
+        written = _Written(self._rank, xxh3_128([data]), item=Extent(self._target.file, start, len(data)))
+        return WriteResult(index=item.index, size_in_bytes=len(data), storage_data=written)
 
-    def _put_tensor(self, stream: FileIO, item: WriteItem) -> WriteResult:
-        tensor = _tensor(self._planner, item)
-        frame = tensor_item.frame(name_of(tensor.dtype), tuple(tensor.shape))
-        start = stream.tell()
+    def _put_tensor(self, output: Writing, item: WriteItem, frame: Frame, start: int) -> WriteResult:
+        tensor, sums = _tensor(self._planner, item), Sums()
         payload = Extent(self._target.file, start + frame.payload_offset, frame.payload_length)
-        _write(stream, frame.head)
-        sums = Sums()
+        end = output.write(frame.head, start)
         for part in sums.passing(bits_of(tensor), _offsets(item)):
-            _write(stream, part)
-        # Start the transfer to disk now, so that it goes on while the next item is digested.
-        os.posix_fadvise(stream.fileno(), payload.offset, payload.length, os.POSIX_FADV_DONTNEED)
-        _write(stream, frame.tail(sums.checksum))
+            end = output.write(part, end)
+        output.write(frame.tail(sums.checksum), end)
         where = Extent(self._target.file, start, frame.length)
         note = self._planner.annotation(item.index.fqn)
         written = _Written(self._rank, sums.digest, _kind(tensor), sums.share, where, payload, sums.checksum, note)
         return WriteResult(index=item.index, size_in_bytes=payload.length, storage_data=written)
 
 
-def _write(stream: FileIO, data: bytes | memoryview) -> None:
-    """All of it: one call to the system may take less."""
-    left = memoryview(data)
-    while left:
-        left = left[stream.write(left) :]
+def _frame(item: WriteItem) -> Frame:
+    """What lies around the elements of a tensor, as planned."""
+    assert item.tensor_data is not None
+    return tensor_item.frame(name_of(item.tensor_data.properties.dtype), tuple(item.tensor_data.chunk.sizes))
 
 
 def _kind(tensor: Tensor) -> str:
@@ -282,10 +277,11 @@ def _kind(tensor: Tensor) -> str:
 def _tensor(planner: SavePlanner, item: WriteItem) -> Tensor:
     found = planner.resolve_data(item)
     assert isinstance(found, Tensor) and item.tensor_data is not None
-    if found.shape != item.tensor_data.chunk.sizes:
+    dtype, shape = item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
+    if (found.dtype, tuple(found.shape)) != (dtype, shape):
         raise LayoutError(
-            f"tensor {item.index.fqn!r}: the local tensor has shape {tuple(found.shape)}, its placements say "
-            f"{tuple(item.tensor_data.chunk.sizes)}"
+            f"tensor {item.index.fqn!r}: the local tensor is {found.dtype} of shape {tuple(found.shape)}, "
+            f"its placements say {dtype} of shape {shape}"
         )
     return found.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
@@ -310,7 +306,7 @@ def _box(offsets: tuple[int, ...], sizes: Mapping[tuple[int, ...], tuple[int, ..
 
 
 def _prove_covered(key: str, shape: tuple[int, ...], chunks: Sequence[ChunkStorageMetadata]) -> None:
-    with about(key):
+    with about(f"tensor {key!r}"):
         boxes = (Box(tuple(c.offsets), tuple(map(int.__add__, c.offsets, c.sizes))) for c in chunks)
         TensorLayout(shape, tuple(dense(box, str(index)) for index, box in enumerate(boxes)))
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +23,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..errors import DestinationError, MuonckptError, SourceError
+from ..store.io import publish
+from ..store.io.location import Location, location
 from ..version import PROGRAM
 from .dcp_reader import CheckingReader, StrictLoadPlanner
 from .dcp_writer import CoveringSavePlanner, PublishingWriter
@@ -55,13 +55,13 @@ def save(
     """
     details = json.loads(json.dumps({**_provenance(process_group), **(provenance or {})}, allow_nan=False))
     planner = CoveringSavePlanner()
-    writer = PublishingWriter(_local(path, DestinationError), planner, details)
+    writer = PublishingWriter(_place(path, DestinationError), planner, details)
     try:
         with _own_errors(DestinationError):
             dcp_save(dict(state_dict), storage_writer=writer, planner=planner, process_group=process_group)
     except BaseException:
         if writer.staged is not None:
-            shutil.rmtree(writer.staged, ignore_errors=True)
+            publish.discard(writer.staged)
         raise
 
 
@@ -88,12 +88,13 @@ def load(
         SourceError: the checkpoint is missing, damaged or does not fit; lists what differs.
         LayoutError: it has a hole or an overlap.
     """
-    reader = CheckingReader(_local(path, SourceError))
+    reader = CheckingReader(_place(path, SourceError))
     planner = StrictLoadPlanner(reader, allow_extra)
     with _own_errors(SourceError):
         dcp_load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
         ranks = _DistWrapper(process_group, dist.is_initialized(), 0)
-        ranks.all_reduce("check", lambda: reader.runs, reader.judge)
+        ranks.all_reduce("check", lambda: reader.partly_read, reader.judge)
+    reader.checkpoint.close()
 
 
 @contextmanager
@@ -112,11 +113,12 @@ def _own_errors(kind: type[MuonckptError]) -> Iterator[None]:
         raise kind(f"{type(first).__name__}: {first}{where}") from error
 
 
-def _local(path: str | os.PathLike[str], kind: type[MuonckptError]) -> Path:
-    """The path, with ``~`` expanded; a URL is refused with this kind of error, as object stores are to come."""
-    if "://" in os.fspath(path):
-        raise kind(f"{path} is a URL; expected a directory on a file system that all ranks share")
-    return Path(path).expanduser()
+def _place(path: str | os.PathLike[str], kind: type[MuonckptError]) -> Location:
+    """The place of this name; a URL that nobody speaks is refused with this kind of error."""
+    try:
+        return location(path)
+    except ValueError as error:
+        raise kind(str(error)) from error
 
 
 def _provenance(process_group: dist.ProcessGroup | None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ The CRC-32 of the chunk follows from those of the runs.  It detects accidents, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..box import Index
@@ -14,7 +14,7 @@ from ..store.io.checksums import crc32_joined
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Bytes ``start:stop`` of a chunk's payload, and their CRC-32 as someone read them."""
+    """Bytes ``start:stop`` of a chunk's payload, and their CRC-32 as a rank read them."""
 
     start: int
     stop: int
@@ -23,6 +23,15 @@ class Run:
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
             raise ValueError(f"expected a range of bytes, got {self.start}:{self.stop}")
+
+
+@dataclass(frozen=True, slots=True)
+class PartlyRead:
+    """What a rank has read of a chunk whose payload has ``length`` bytes, and by its item this CRC-32."""
+
+    length: int
+    crc32: int
+    runs: tuple[Run, ...]
 
 
 def run_of(window_lo: Index, window: Index, shape: Index) -> tuple[int, int] | None:
@@ -41,17 +50,18 @@ def run_of(window_lo: Index, window: Index, shape: Index) -> tuple[int, int] | N
     return start, start + numel
 
 
-def holds(runs: Iterable[Run], length: int, crc32: int) -> bool | None:
-    """Whether what was read is a payload of ``length`` bytes with this CRC-32; None if the runs do not tile it.
+def holds(reads: Sequence[PartlyRead]) -> bool | None:
+    """Whether what ranks have read of a chunk is its payload; None if their runs do not tile it.
 
-    Runs may occur several times, as replicas read them; they must agree.
+    Runs may occur several times, as replicas read them; they must agree, and so must the items.
     """
-    found: dict[tuple[int, int], int] = {}
-    for run in runs:
-        if found.setdefault((run.start, run.stop), run.crc32) != run.crc32:
+    (length, recorded), *others = {(read.length, read.crc32) for read in reads}
+    sums: dict[tuple[int, int], int] = {}
+    for run in (run for read in reads for run in read.runs):
+        if sums.setdefault((run.start, run.stop), run.crc32) != run.crc32:
             return False
-    at, total = 0, 0
-    for (start, stop), part in sorted(found.items()):
-        if start == at:
-            at, total = stop, crc32_joined(total, part, stop - start)
-    return total == crc32 if at == length else None
+    reached, total = 0, 0
+    for (start, stop), crc32 in sorted(sums.items()):
+        if start == reached:
+            reached, total = stop, crc32_joined(total, crc32, stop - start)
+    return not others and total == recorded if reached == length else None

@@ -25,7 +25,8 @@ from .io.regular import open_regular
 from .open_checkpoint import OpenCheckpoint, open
 from .reading.bands import bands
 from .reading.dtypes import dtype, itemsize
-from .reading.payloads import BAND, Payloads, as_words, check_blob, payload_of
+from .reading.payloads import BAND, Payloads, as_words, payload_of
+from .stored_items import check_blob
 
 Progress = Callable[[int], None]
 """Told the bytes that have been read since the last call; called from several threads."""

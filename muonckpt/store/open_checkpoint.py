@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import TracebackType
@@ -98,7 +98,15 @@ class OpenCheckpoint:
         Raises:
             SourceError: an item is damaged, or not what the metadata promise.
         """
-        return replace(self.outline, tensors=self._reader.locate(self.outline.tensors))
+        return replace(self.outline, tensors=self.locate(self.outline.tensors))
+
+    def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
+        """Some tensors of the outline, some of their chunks perhaps, with the places of the elements of these chunks.
+
+        Raises:
+            SourceError: an item is damaged, or not what the metadata promise.
+        """
+        return self._reader.locate(tensors)
 
     @property
     def payloads(self) -> Payloads:

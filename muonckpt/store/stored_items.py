@@ -13,12 +13,33 @@ from types import MappingProxyType
 from typing import Any
 
 from ..box import Box
-from ..errors import SourceError
+from ..errors import SourceError, about
 from ..record import Blob, Manifest, StateRecord
 from .formats.torch_save.inert_pickle import Anything
 from .formats.torch_save.plain_item import plain_value
-from .reading.payloads import Payloads, check_blob
+from .formats.torch_save.stored_zip import read_members
+from .io.checksums import crc32, xxh3_128
+from .reading.payloads import Payloads, compare
 from .stored_tensor import TensorReader
+
+
+def check_blob(payloads: Payloads, blob: Blob) -> bytes:
+    """The bytes of an item that is not a tensor, compared with its digest, or with the CRC-32s of the zip that it is.
+
+    Raises:
+        SourceError: they differ, or cannot be read; names the item and the file.
+    """
+    with about(f"item {blob.key!r} in {payloads.directory / blob.item.file} is damaged"):
+        raw = bytes(payloads.view(blob.item))
+        if blob.digest is not None:
+            compare("digest", xxh3_128([raw]), blob.digest)
+            return raw
+        for member in read_members(lambda offset, count: raw[offset : offset + count], 0, len(raw)):
+            if member.crc32 is not None:
+                checksum = crc32([raw[member.offset : member.offset + member.length]])
+                compare(f"CRC-32 of {member.name}", f"{checksum:08x}", f"{member.crc32:08x}")
+        return raw
+
 
 _SCALARS: Mapping[str, str] = MappingProxyType({"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"})
 
@@ -43,10 +64,8 @@ class Values:
         """
         if blob not in self._known:
             raw = check_blob(self._payloads, blob)
-            try:
+            with about(f"item {blob.key!r}"):
                 self._known[blob] = plain_value(raw)
-            except SourceError as error:
-                raise SourceError(f"item {blob.key!r}: {error}") from error
         return self._known[blob]
 
     def parts(self, blob: Blob) -> Any:

@@ -16,7 +16,7 @@ from ..record import Chunk, StateRecord
 from ..vocabulary import Convention
 from .reading.bands import within
 from .reading.dtypes import dtype
-from .reading.payloads import check_chunk, payload_of
+from .reading.payloads import check_chunk, checked_elements, payload_of
 from .reading.reader import Reader
 
 Selection = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
@@ -34,8 +34,9 @@ class TensorReader:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._checked: dict[tuple[str, Index], Chunk] = {}
-        """Chunks that have been located and checked, by the tensor's key and their first index."""
+        self._located: dict[tuple[str, Index], Chunk] = {}
+        """Chunks of which it is known where their elements are, by the tensor's key and their first index."""
+        self._checked: set[Chunk] = set()
 
     def words(self, tensor: StateRecord, box: Box) -> NDArray[Any]:
         """The elements of a box, as raw bits, in an array of its own (one more dim of 2 for 16-byte elements).
@@ -50,20 +51,29 @@ class TensorReader:
         for chunk in self._chunks(tensor, box):
             common = chunk.box & box
             assert common is not None, "the chunk was chosen because they have elements in common"
-            place = chunk.stored("").at(common.lo)
-            part = self._reader.payloads.gather(payload_of(tensor, chunk), tensor.dtype, place, common.shape)
-            words[within(common, box.lo)] = part
+            words[within(common, box.lo)] = self._elements(tensor, chunk, common)
         return words
 
     def _chunks(self, tensor: StateRecord, box: Box) -> list[Chunk]:
-        """The chunks that have elements of a box, located and checked."""
+        """The chunks that have elements of a box, located."""
         chunks = [chunk for chunk in tensor.chunks if chunk.box & box]
-        fresh = tuple(chunk for chunk in chunks if (tensor.key, chunk.box.lo) not in self._checked)
+        fresh = tuple(chunk for chunk in chunks if (tensor.key, chunk.box.lo) not in self._located)
         (located,) = self._reader.locate((replace(tensor, chunks=fresh),))
-        for chunk in located.chunks:
-            check_chunk(self._reader.payloads, tensor, chunk)
-            self._checked[tensor.key, chunk.box.lo] = chunk
-        return [self._checked[tensor.key, chunk.box.lo] for chunk in chunks]
+        self._located.update({(tensor.key, chunk.box.lo): chunk for chunk in located.chunks})
+        return [self._located[tensor.key, chunk.box.lo] for chunk in chunks]
+
+    def _elements(self, tensor: StateRecord, chunk: Chunk, box: Box) -> NDArray[Any]:
+        """The elements of a box of a chunk, which has been checked then."""
+        payloads = self._reader.payloads
+        if chunk not in self._checked and chunk.box == box:
+            elements = checked_elements(payloads, tensor, chunk)
+        else:
+            if chunk not in self._checked:
+                check_chunk(payloads, tensor, chunk)
+            place = chunk.stored("").at(box.lo)
+            elements = payloads.gather(payload_of(tensor, chunk), tensor.dtype, place, box.shape)
+        self._checked.add(chunk)
+        return elements
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonckpt
 from muonckpt.checkpoint.dcp_reader import CheckingReader
-from muonckpt.checkpoint.shared_check import Run, holds, run_of
+from muonckpt.checkpoint.shared_check import PartlyRead, Run, holds, run_of
 from muonckpt.errors import SourceError
 from muonckpt.store.io.checksums import crc32_joined
 from muonckpt.store.reading.payloads import Payloads
@@ -64,7 +64,16 @@ def part(start: int, stop: int, flip: int = 0) -> Run:
     ],
 )
 def test_runs_tell_whether_they_are_the_payload_or_that_they_cannot(runs, verdict):
-    assert holds(runs, len(DATA), zlib.crc32(DATA)) is verdict
+    assert holds([PartlyRead(len(DATA), zlib.crc32(DATA), tuple(runs))]) is verdict
+    each = [PartlyRead(len(DATA), zlib.crc32(DATA), (run,)) for run in runs]
+    assert not each or holds(each) is verdict
+
+
+def test_ranks_whose_items_say_other_things_do_not_agree():
+    halves = [
+        PartlyRead(len(DATA), zlib.crc32(DATA) ^ rank, (part(100 * rank, 100 * rank + 100),)) for rank in range(2)
+    ]
+    assert holds(halves) is False
 
 
 def state(world: int, values: bool) -> dict[str, torch.Tensor]:
@@ -119,10 +128,12 @@ def test_every_rank_hears_of_damage_in_what_one_has_read(stock, tmp_path):
 def test_what_a_rank_misread_is_an_error_although_the_file_is_whole(tmp_path):
     muonckpt.save({"w": torch.arange(12.0).reshape(4, 3)}, tmp_path / "c")
     reader = CheckingReader(tmp_path / "c")
-    manifest, _ = reader.describe()
-    chunk = manifest.tensors[0].chunks[0]
-    where = ("w", chunk.box.lo)
+    reader.describe()
+    chunk = muonckpt.open(tmp_path / "c").tensors["w"].record.chunks[0]
     half = chunk.payload.length // 2
-    reader.judge([{where: [Run(0, half, 1)]}])  # they do not tile it: the file is looked at
+    first, second = (
+        {("w", chunk.box.lo): PartlyRead(2 * half, chunk.crc32, (Run(at, at + half, 1),))} for at in (0, half)
+    )
+    reader.judge([first])  # they do not tile it: the file is looked at
     with pytest.raises(SourceError, match=r"'w'.*a rank read other bytes"):
-        reader.judge([{where: [Run(0, half, 1)]}, {where: [Run(half, 2 * half, 2)]}])
+        reader.judge([first, second])

@@ -42,11 +42,8 @@ def served():
     for name in ("moto", "flask", "flask_cors", "s3fs"):
         pytest.importorskip(name, reason=f"a real S3 server needs {name}: pip install -e '.[dev]'")
     with store_server.running() as (server, address), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", address)
-        patch.setenv("AWS_ACCESS_KEY_ID", "of-a-test")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "of-a-test")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        for name, value in store_server.environment(address).items():
+            patch.setenv(name, value)
         fsspec.filesystem("s3", use_listings_cache=False).mkdir(store_server.BUCKET)
         yield server
 

@@ -61,6 +61,17 @@ def denied(environ, start_response):
     return [b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"]
 
 
+def environment(address: str) -> dict[str, str]:
+    """Variables by which a process finds the server."""
+    return {
+        "AWS_ENDPOINT_URL": address,
+        "AWS_ACCESS_KEY_ID": "of-a-test",
+        "AWS_SECRET_ACCESS_KEY": "of-a-test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+
+
 @contextmanager
 def running() -> Iterator[tuple[Server, str]]:
     """The server and its address; it ends with the block."""

@@ -7,19 +7,42 @@ import shutil
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import overload
 
 from ...errors import DestinationError
 from .location import Location, Remote
 
+CLAIM = ".muonckpt.saving"
+"""An object by which a save tells others that a destination in a store is taken, until it is published."""
 
-@overload
-def staging(destination: Path) -> Path: ...
-@overload
-def staging(destination: Location) -> Location: ...
-def staging(destination: Location) -> Location:
-    """A name beside ``destination``, on the same file system, that no reader takes for a checkpoint."""
-    return destination.parent / f".{destination.name}.{uuid.uuid4().hex[:12]}.tmp"
+
+def reserve(destination: Location) -> Location:
+    """A new place for the files of one save, which no reader takes for a checkpoint before they are published.
+
+    It lies beside the destination, on the same file system.  In an object store, which cannot rename, it is the
+    destination itself, which only one save can claim.
+
+    Raises:
+        DestinationError: something is at the destination already, or another save writes there.
+        OSError: the place cannot be made.
+    """
+    refuse_existing(destination)
+    if isinstance(destination, Remote):
+        _claim(destination)
+        return destination
+    staged = destination.parent / f".{destination.name}.{uuid.uuid4().hex[:12]}.tmp"
+    staged.mkdir(parents=True)
+    return staged
+
+
+def _claim(destination: Remote) -> None:
+    taken = DestinationError(f"{destination} is being written by another save; choose another destination")
+    try:
+        (destination / CLAIM).create(b"of a save that is not finished\n")
+    except FileExistsError:
+        raise taken from None
+    if any(place.name != CLAIM for place in destination.iterdir()):  # it was published since we looked
+        (destination / CLAIM).unlink()
+        raise taken
 
 
 def staged(destination: Location) -> Location:
@@ -67,6 +90,7 @@ def publish(staged: Location, destination: Location) -> None:
         DestinationError: the destination has appeared in the meantime, or it cannot be written.
     """
     if staged == destination:
+        (destination / CLAIM).unlink(missing_ok=True)
         return
     refuse_existing(destination)
     try:

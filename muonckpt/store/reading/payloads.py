@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from types import MappingProxyType, TracebackType
 from typing import Any
 
@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...box import Index
-from ...errors import SourceError
+from ...errors import SourceError, about
 from ...layout import Place
-from ...record import Blob, Chunk, Extent, StateRecord
-from ..formats.torch_save import stored_zip
+from ...record import Chunk, Extent, StateRecord
 from ..io.checksums import crc32, xxh3_128
 from ..io.location import Location
 from ..io.regular import Bytes, Held, open_regular
@@ -118,8 +117,24 @@ class Payloads:
 
 def elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:
     """A chunk's elements as unsigned words in the shape of its box (one more dim of 2 for 16-byte elements)."""
-    raw, place = payloads.view(payload_of(tensor, chunk)), chunk.stored("").place
-    return strided(as_words(raw, tensor.dtype, (chunk.box.numel,)), place.strides, chunk.box.shape)
+    return _elements(payloads.view(payload_of(tensor, chunk)), tensor, chunk)
+
+
+def checked_elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:
+    """The same, of bytes that are read once, and compared as `check_chunk` does.
+
+    Raises:
+        SourceError: they differ, or cannot be read; names the tensor, the box and the file.
+    """
+    with _damage(payloads, tensor, chunk):
+        raw = payloads.view(payload_of(tensor, chunk))
+        _compare_sums(payloads, chunk, [raw])
+        return _elements(raw, tensor, chunk)
+
+
+def _elements(raw: memoryview, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:
+    words = as_words(raw, tensor.dtype, (chunk.box.numel,))
+    return strided(words, chunk.stored("").place.strides, chunk.box.shape)
 
 
 def as_words(raw: memoryview, name: str, shape: Index) -> NDArray[Any]:
@@ -134,44 +149,27 @@ def check_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> None:
     Raises:
         SourceError: they differ, or cannot be read; names the tensor, the box and the file.
     """
-    extent = payload_of(tensor, chunk)
-    with _at(f"tensor {tensor.key!r} box {chunk.box} in {payloads.directory / chunk.item.file}"):
-        if chunk.digest is not None:
-            _compare("digest", xxh3_128(payloads.bands(extent)), chunk.digest)
-        elif chunk.crc32 is not None:
-            _compare("CRC-32", f"{crc32(payloads.bands(extent)):08x}", f"{chunk.crc32:08x}")
-        else:
-            payloads.check_inside(chunk.item)
+    with _damage(payloads, tensor, chunk):
+        _compare_sums(payloads, chunk, payloads.bands(payload_of(tensor, chunk)))
 
 
-def check_blob(payloads: Payloads, blob: Blob) -> bytes:
-    """The bytes of an item that is not a tensor, compared with its digest, or with the CRC-32s of the zip that it is.
+def _damage(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> AbstractContextManager[None]:
+    return about(f"tensor {tensor.key!r} box {chunk.box} in {payloads.directory / chunk.item.file} is damaged")
 
-    Raises:
-        SourceError: they differ, or cannot be read; names the item and the file.
+
+def _compare_sums(payloads: Payloads, chunk: Chunk, parts: Iterable[memoryview]) -> None:
+    if chunk.digest is not None:
+        compare("digest", xxh3_128(parts), chunk.digest)
+    elif chunk.crc32 is not None:
+        compare("CRC-32", f"{crc32(parts):08x}", f"{chunk.crc32:08x}")
+    else:
+        payloads.check_inside(chunk.item)
+
+
+def compare(what: str, found: str, expected: str) -> None:
+    """Raises:
+    SourceError: two sums differ.
     """
-    with _at(f"item {blob.key!r} in {payloads.directory / blob.item.file}"):
-        raw = bytes(payloads.view(blob.item))
-        if blob.digest is not None:
-            _compare("digest", xxh3_128([raw]), blob.digest)
-            return raw
-        for member in stored_zip.read_members(lambda at, count: raw[at : at + count], 0, len(raw)):
-            if member.crc32 is not None:
-                found = crc32([raw[member.offset : member.offset + member.length]])
-                _compare(f"CRC-32 of {member.name}", f"{found:08x}", f"{member.crc32:08x}")
-        return raw
-
-
-@contextmanager
-def _at(place: str) -> Iterator[None]:
-    """Say in front of any error raised inside what is damaged."""
-    try:
-        yield
-    except SourceError as error:
-        raise SourceError(f"{place} is damaged: {error}") from error
-
-
-def _compare(what: str, found: str, expected: str) -> None:
     if found != expected:
         raise SourceError(f"{what} {found}, expected {expected}")
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 
 from ....box import Box
-from ....errors import DestinationError, LayoutError, SourceError
+from ....errors import DestinationError, LayoutError, SourceError, about
 from ....record import Blob, Chunk, Extent, Manifest, StateRecord
 from ...io.bounds import check_extents
 from ...io.location import Location
@@ -45,7 +44,7 @@ class DcpReader:
         self.payloads = Payloads(path)
         try:
             data = _read_metadata(path)
-            with _at(path / FILE):
+            with about(path / FILE):
                 manifest = _manifest(parse(data))
             self.outline = replace(manifest, blobs=(*manifest.blobs, *common_file(path)))
             check_extents(path, _named(self.outline))
@@ -193,12 +192,3 @@ def _named(manifest: Manifest) -> Iterator[tuple[Extent, str]]:
     for tensor in manifest.tensors:
         yield from ((chunk.item, f"{tensor.key!r} box {chunk.box}") for chunk in tensor.chunks)
     yield from ((blob.item, repr(blob.key)) for blob in manifest.blobs)
-
-
-@contextmanager
-def _at(place: Location | str) -> Iterator[None]:
-    """Put the place in front of any source error raised inside."""
-    try:
-        yield
-    except SourceError as error:
-        raise SourceError(f"{place}: {error}") from error

@@ -9,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ....box import Box
-from ....errors import DestinationError, SourceError
+from ....errors import DestinationError, SourceError, about
 from ....fingerprint import as_hex
 from ....record import Chunk, Extent, Manifest, StateRecord
 from ...io.checksums import Sums
@@ -57,7 +56,7 @@ def read(path: Location) -> Manifest:
         tensors: dict[str, StateRecord] = {}
         provenance: Mapping[str, Any] = {}
         for file in files:
-            with _at(file):
+            with about(file):
                 recorded, mine = _read_file(file, indexed=expected is not None)
                 for tensor in mine:
                     if tensors.setdefault(tensor.key, tensor) is not tensor:
@@ -159,7 +158,7 @@ def _files(path: Location) -> tuple[list[Location], dict[str, str] | None]:
         return singles, None
     if len(indices) != 1:
         raise SourceError(f"{path}: expected one index (*.safetensors.index.json), found {len(indices)}")
-    with _at(indices[0]), open_regular(indices[0]) as opened:
+    with about(indices[0]), open_regular(indices[0]) as opened:
         try:
             match json.loads(opened.read(0, min(opened.size, _MAX_INDEX))):
                 case {"weight_map": dict(named)} if all(isinstance(name, str) for name in named.values()):
@@ -197,12 +196,3 @@ def _read_file(file: Location, indexed: bool) -> tuple[Mapping[str, Any], list[S
         digest = tensor.chunks[0].digest
         tensors.append(dataclasses.replace(tensor, chunks=(dataclasses.replace(chunk, digest=digest),)))
     return recorded.provenance, tensors
-
-
-@contextmanager
-def _at(place: Location) -> Iterator[None]:
-    """Put the place in front of any source error raised inside."""
-    try:
-        yield
-    except SourceError as error:
-        raise SourceError(f"{place}: {error}") from error

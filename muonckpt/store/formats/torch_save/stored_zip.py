@@ -35,6 +35,11 @@ _LOCATOR = struct.Struct("<4sIQI")
 _END = struct.Struct("<4s4H2IH")
 
 
+def aligned(offset: int) -> int:
+    """The first multiple of `ALIGNMENT` that is not before this byte."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A member as the central directory lists it.  ``at`` is where its local header begins in the item."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from ....box import Box
-from ....errors import SourceError
+from ....errors import SourceError, about
 from ....record import Chunk, Extent, Manifest, StateRecord
 from ...io.location import Location
 from ...io.regular import Bytes, Held, open_regular
@@ -105,7 +104,7 @@ def _nodes(path: Location) -> tuple[Mapping[str, Any], list[ZarrArray]]:
     while pending:
         node = pending.pop()
         place = path / node
-        with _at(place / METADATA):
+        with about(place / METADATA):
             fields = parse_node(_read_file(path, f"{node}/{METADATA}" if node else METADATA))
             if not node:
                 attributes = fields["attributes"]
@@ -119,7 +118,7 @@ def _nodes(path: Location) -> tuple[Mapping[str, Any], list[ZarrArray]]:
 
 
 def _record(path: Location, array: ZarrArray) -> StateRecord:
-    with _at(path / array.node):
+    with about(path / array.node):
         chunks = tuple(_chunks(path, array)) if 0 not in array.shape else ()
         if OURS not in array.attributes:
             parts = tuple(array.node.split("/"))
@@ -144,13 +143,13 @@ def _chunks(path: Location, array: ZarrArray) -> Iterator[Chunk]:
     for file, box in array.files():
         size = _size(path, file)
         if not raw:
-            with _at(path / file):
+            with about(path / file):
                 if array.sharded:
                     list(_stored(path, array, file, size, box))  # nothing is missing in it
             item = Extent(file, 0, size)
             yield Chunk(box, item, Extent(file, 0, box.numel * itemsize(array.dtype)))
             continue
-        with _at(path / file):
+        with about(path / file):
             for part, offset, length in _stored(path, array, file, size, box):
                 if length != array.chunk_bytes + (array.trailer or 0):
                     raise SourceError(f"box {part}: expected {array.chunk_bytes} bytes and a checksum, found {length}")
@@ -203,12 +202,3 @@ def _size(path: Location, file: str) -> int:
 def _read_file(path: Location, name: str) -> bytes:
     with open_regular(path / name) as opened:
         return opened.read(0, opened.size)
-
-
-@contextmanager
-def _at(place: Location) -> Iterator[None]:
-    """Put the place in front of any source error raised inside."""
-    try:
-        yield
-    except SourceError as error:
-        raise SourceError(f"{place}: {error}") from error
