@@ -1,7 +1,7 @@
 """Saving and loading a training run: DCP's formats and keys, with every element accounted for.
 
 ``save`` writes a directory that stock ``torch.distributed.checkpoint.load`` reads, plus the manifest
-``muonckpt.json``.  ``load`` reads that, or any stock DCP checkpoint, into live tensors on any mesh.
+``muonckpt.json``.  ``load`` reads that, or any checkpoint that `muonckpt.open` opens, into live tensors on any mesh.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ def save(
     provenance: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save a state dict as a new checkpoint directory.  Collective; the directory must be on a shared file system.
+    """Save a state dict as a new checkpoint, in a directory that all ranks see or in an object store.  Collective.
 
-    The directory appears whole, by one rename, after everything in it has been synced and checked; if anything fails
-    on any rank, nothing appears.
+    A directory appears whole, by one rename, after everything in it has been synced and checked; in a store what
+    describes the checkpoint is written last (docs/guide/object_stores.md).  If anything fails on any rank, nothing
+    appears.
 
     Args:
         state_dict: nested, as for ``dcp.save``; for example
             ``{"model": get_model_state_dict(m), "optimizer": get_optimizer_state_dict(m, opt)}``.
-        path: must not exist.
+        path: a path or a URL, where nothing may be yet.
         provenance: JSON data to keep in the manifest, such as ``{"step": 100}``.
 
     Raises:
@@ -74,13 +75,15 @@ def load(
 ) -> None:
     """Load a checkpoint, in place, into the tensors of ``state_dict``, on whatever mesh they are.  Collective.
 
-    Everything that is checked without reading data (keys, coverage, shapes, dtypes, momentum convention) is checked
-    on all ranks before any tensor is touched; digests are checked chunk by chunk while reading.  Of a chunk of which a
-    rank needs one run of elements, as of rows, it reads only that, and all ranks check the chunk together at the end.
+    Everything that is checked without reading data (keys, coverage, shapes, dtypes, momentum convention, the items of
+    a stock checkpoint) is checked on all ranks before any tensor is touched; digests are checked chunk by chunk while
+    reading.  A rank opens only the items that it loads.  Of a chunk of which it needs one run of elements, as of rows,
+    it reads only that, and all ranks check the chunk together at the end.
 
     Args:
         state_dict: the template, nested as it was saved; other objects with ``load_state_dict`` are called.
-        path: a checkpoint of this package, or any stock DCP checkpoint.
+        path: where a checkpoint is, as a path or a URL; of this package, of stock DCP, or of any other format that is
+            read here, if its keys are those of the template.
         allow_extra: load only what the template asks for.  Otherwise keys that only the checkpoint has are an error,
             as keys that only the template has always are.
 

@@ -10,7 +10,7 @@ from typing import Any
 from ...record import VERSION, Manifest, StateRecord
 
 
-def facts_of(tensor: StateRecord) -> dict[str, Any]:
+def entry_of(tensor: StateRecord) -> dict[str, Any]:
     """The fields of docs/formats/manifest.md, "A tensor", and the version that they follow."""
     text = Manifest((dataclasses.replace(tensor, chunks=()),)).to_json()
     (entry,) = json.loads(text)["tensors"]
@@ -18,13 +18,12 @@ def facts_of(tensor: StateRecord) -> dict[str, Any]:
     return {"version": VERSION, **entry}
 
 
-def tensor_of(facts: Mapping[str, Any]) -> StateRecord:
+def tensor_of(entry: Mapping[str, Any]) -> StateRecord:
     """The tensor of such an entry, with no chunks yet.
 
     Raises:
         SourceError: the version is unknown, or a field is missing or not what it should be.
     """
-    entry = {**facts, "chunks": []}
     whole: dict[str, Any] = {"format": "muonckpt", "version": entry.get("version"), "provenance": {}}
-    whole |= {"tensors": [entry], "blobs": []}
+    whole |= {"tensors": [{**entry, "chunks": []}], "blobs": []}
     return Manifest.from_json(json.dumps(whole)).tensors[0]

@@ -5,6 +5,7 @@ What reads a format is imported when a checkpoint of that format is opened.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -75,33 +76,32 @@ ZARR = Format("zarr", _zarr)
 LAYER_WISE = Format("Megatron's layer-wise files", _layer_wise)
 
 
+SIGNS: tuple[tuple[str, Format], ...] = (
+    (record.FILE, OWN),
+    *((name, LAYER_WISE) for name in signs.LAYER_WISE),
+    (dcp.FILE, DCP),
+    (signs.FLAT_BUFFERS, BUFFERS),
+    (signs.ZARR, ZARR),
+    ("*.safetensors", SAFETENSORS),
+    ("*.safetensors.index.json", SAFETENSORS),
+    ("layer_wise_optimizer_[0-9]*.pt", LAYER_WISE),
+)
+"""Names, as shell patterns, by which a directory shows its format; the first counts.
+
+Safetensors files may lie beside our manifest and DCP's metadata, and some programs leave Megatron's per-rank files
+beside other checkpoints."""
+
+
 def format_of(path: Location) -> Format:
     """The format of what is there; a directory that shows no other one is taken for DCP, whose reader says what lacks.
 
-    Our manifest and DCP's metadata come first: safetensors files may lie beside them.
-
     Raises:
-        SourceError: nobody can look there.
+        SourceError: the place cannot be looked at.
     """
     try:
-        return _shown(path)
+        if path.is_file():
+            return SAFETENSORS
+        names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error}") from error
-
-
-def _shown(path: Location) -> Format:
-    if path.is_file():
-        return SAFETENSORS
-    if (path / record.FILE).exists():
-        return OWN
-    if signs.describes_layer_wise(path):
-        return LAYER_WISE
-    if (path / dcp.FILE).exists():
-        return DCP
-    if signs.has_flat_buffers(path):
-        return BUFFERS
-    if signs.is_zarr(path):
-        return ZARR
-    if signs.has_safetensors(path):
-        return SAFETENSORS
-    return LAYER_WISE if signs.has_layer_wise(path) else DCP
+    return next((kind for sign, kind in SIGNS if fnmatch.filter(names, sign)), DCP)

@@ -7,6 +7,7 @@ fp32 masters, which round to them.  docs/formats/layer_wise.md has the format an
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +22,6 @@ from ....record import Blob, Extent, Manifest, StateRecord
 from ...io.location import Location
 from ...reading.payloads import Payloads
 from ...reading.reader import LocatedReader
-from .. import signs
 from ..torch_save.plain_item import plain_item
 from ..torch_save.torch_file import SavedTensor
 from . import model_weights, rank_file
@@ -31,6 +31,8 @@ from .rank_file import PARAMS, RankFile, RankGroup, State
 
 EXPERTS = "is_expert_parallel"
 """The option by which a group says what it is of."""
+
+_RANK = re.compile(r"layer_wise_optimizer_(0|[1-9][0-9]*)\.pt")
 
 STATE = ("layer_wise", "state")
 OPTION = ("layer_wise", "param_groups")
@@ -78,7 +80,7 @@ def reader(path: Location) -> LocatedReader:
 
 
 def _files(path: Location) -> tuple[str, ...]:
-    matches = (signs.LAYER_WISE_RANK.fullmatch(file.name) for file in path.iterdir())
+    matches = (_RANK.fullmatch(file.name) for file in path.iterdir())
     found = sorted((int(match[1]), match[0]) for match in matches if match)
     if not found or [rank for rank, _ in found] != list(range(len(found))):
         raise SourceError(f"{path}: expected a file of every rank from 0, found those of {[rank for rank, _ in found]}")

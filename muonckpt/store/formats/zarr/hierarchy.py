@@ -123,10 +123,10 @@ def _record(path: Location, array: ZarrArray) -> StateRecord:
         if OURS not in array.attributes:
             parts = tuple(array.node.split("/"))
             return StateRecord(array.node or path.name, parts, array.shape, array.dtype, chunks)
-        facts = array.attributes[OURS]
-        if not isinstance(facts, dict):
+        entry = array.attributes[OURS]
+        if not isinstance(entry, dict):
             raise SourceError(f"damaged attribute {OURS!r}")
-        tensor = tensor_of(facts)
+        tensor = tensor_of(entry)
         if (tensor.shape, stored_as(tensor.dtype)) != (array.shape, array.dtype):
             raise SourceError(f"{array.dtype} of shape {array.shape}, but attribute {OURS!r} says otherwise")
         return dataclasses.replace(tensor, chunks=chunks)

@@ -26,7 +26,7 @@ from ...io.location import Location
 from ...io.output import write_synced
 from ...io.publish import sync_tree
 from ...reading.dtypes import itemsize
-from ..manifest_entry import facts_of
+from ..manifest_entry import entry_of
 from .array import INDEX_CHECKSUM, METADATA, OURS, ZarrArray, stored_as
 
 CHUNK_BYTES = 4 << 20
@@ -116,7 +116,7 @@ def arrays(tensors: Sequence[StateRecord], shard_bytes: int | None, chunk_bytes:
 def describe(manifest: Manifest, made: Sequence[ZarrArray], directory: Location) -> None:
     """Write what describes finished files, groups and the ``arrays`` of the tensors, and wait until all is on disk."""
     for tensor, array in zip(manifest.tensors, made, strict=True):
-        _write(directory / array.node, dataclasses.replace(array, attributes={OURS: facts_of(tensor)}).to_json())
+        _write(directory / array.node, dataclasses.replace(array, attributes={OURS: entry_of(tensor)}).to_json())
     ours = {OURS: {"version": 1, "tensors": len(made), "provenance": dict(manifest.provenance)}}
     groups = {parent for array in made for parent in _parents(array.node)} | {""}
     for group in sorted(groups, reverse=True):  # the root last: it is what tells that there is a hierarchy
