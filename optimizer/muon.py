@@ -20,17 +20,15 @@ from torch.optim import Optimizer
 from ..layout import TensorLayout
 from ..layouts.tensors import layout_of
 from ..vocabulary import MOMENTUM, MUON, OURS, STEP
-from .newton_schulz.coefficients import COEFFICIENTS
 from .newton_schulz.costs import Cost, flops
 from .newton_schulz.forms import Choice, in_company
-from .newton_schulz.gram import spans
-from .options import refuse_foreign, refuse_misspelt
+from .options import CYCLED, check, cycled, fixed, refuse_unknown
 from .planning.encodings import Plain
 from .planning.precision import PRECISIONS
 from .planning.schedule import make_schedule
 from .planning.units import Slot, Spec
 from .scalar import SCALARS, counted_on
-from .state import as_numbers, check_gradient, fault, fitting, fresh_state, fused_of
+from .state import as_numbers, check_gradient, check_state, check_values, fault, fitting, fresh_state, fused_of
 from .step.exchange import LINKS
 from .step.methods import MATRICES
 from .step.pipeline import Pipeline
@@ -133,6 +131,7 @@ class Muon(Optimizer):
         self._process_groups: dict[Ranks, dist.ProcessGroup | None] = {}
         self._scales: dict[str, Scale] = {}
         self._made: list[Pipeline] | None = None
+        self._fixed: list[dict[str, Any]] = []
         self._matrices = {
             "momentum": momentum,
             "nesterov": nesterov,
@@ -149,10 +148,17 @@ class Muon(Optimizer):
             "convention": OURS.value,
         }
         super().__init__(params, {"algorithm": "muon", "lr": lr, "weight_decay": weight_decay, "cautious": cautious})
-        self.defaults["momentum"] = momentum  # so that schedulers know that there is one to cycle
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and create the state of its parameters.  If it is refused, the optimizer is as it was."""
+        for option in CYCLED:  # torch would give it to a group that has none
+            self.defaults.pop(option, None)
+        try:
+            self._add(param_group)
+        finally:
+            self.defaults.update(cycled(self.param_groups))
+
+    def _add(self, param_group: dict[str, Any]) -> None:
         algorithm = param_group.get("algorithm", "muon")
         if algorithm in MATRICES:
             defaults = {**self._matrices, **MATRICES[algorithm].defaults}
@@ -160,13 +166,11 @@ class Muon(Optimizer):
             defaults = {**SCALARS[algorithm].defaults, "cautious": self.defaults["cautious"]}
         else:
             raise ValueError(f"unknown algorithm {algorithm!r}; expected one of {sorted({*MATRICES, *SCALARS})}")
-        refuse_misspelt(param_group, {*defaults, *self.defaults})
+        refuse_unknown(param_group, algorithm, {*defaults, *self.defaults})
         super().add_param_group({**defaults, **param_group})
         group = self.param_groups[-1]
         try:
-            if algorithm in MATRICES:
-                group["adjust_lr"] = self._name_of_scale(group["adjust_lr"])
-            self._check(group)
+            self._settle(group)
             fresh = {param: fresh_state(param, self._resting(param, (0,)), group) for param in group["params"]}
         except Exception:
             self.param_groups.pop()
@@ -174,10 +178,11 @@ class Muon(Optimizer):
         for param, slots in fresh.items():
             self.state[param].update(slots)
         self._made = None
+        self._fixed.append(fixed(group))
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: pipelines refer to the original's parameters, so a copy makes its own."""
-        kept = ("_matrices", "_replicas", "_exchange", "_waves", "_layout", "_cost", "_form", "_scales")
+        kept = ("_matrices", "_replicas", "_exchange", "_waves", "_layout", "_cost", "_form", "_scales", "_fixed")
         return {
             **super().__getstate__(),
             **{name: getattr(self, name) for name in kept},
@@ -251,8 +256,10 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._follow_options()
         for group in self.param_groups:
             for param in group["params"]:
+                check_values(param)
                 check_gradient(param, param.grad)
         groups = {param: group for group in self.param_groups for param in group["params"]}
         for pipeline in self._pipelines():
@@ -261,6 +268,23 @@ class Muon(Optimizer):
             if group["algorithm"] in SCALARS:
                 SCALARS[group["algorithm"]].step(group, self.state)
         return loss
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _follow_options(self) -> None:
+        """Check groups and plan anew if options have changed that are no rates."""
+        if self._fixed == [fixed(group) for group in self.param_groups]:
+            return
+        for before, group in zip(self._fixed, self.param_groups, strict=True):
+            if group["algorithm"] != before["algorithm"]:
+                raise ValueError(
+                    f"algorithm={group['algorithm']!r}: the group has state of {before['algorithm']!r}, so it cannot "
+                    "change; build a new optimizer"
+                )
+            self._settle(group)
+            for param in group["params"] if group["algorithm"] in MATRICES else ():
+                check_state(param, self._resting(param, (0,)), group, self.state[param])
+        self._made = None
+        self._fixed = [fixed(group) for group in self.param_groups]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pipelines(self) -> list[Pipeline]:
@@ -309,6 +333,12 @@ class Muon(Optimizer):
     def _scale(self, group: Mapping[str, Any], rows: int, columns: int) -> float:
         return {**ADJUST_LR, **self._scales}[group["adjust_lr"]](rows, columns)
 
+    def _settle(self, group: dict[str, Any]) -> None:
+        """Check the options of a group, and make plain values of them."""
+        if group["algorithm"] in MATRICES:
+            group["adjust_lr"] = self._name_of_scale(group["adjust_lr"])
+        check(group, {**ADJUST_LR, **self._scales})
+
     def _name_of_scale(self, scale: str | Scale) -> str:
         """Groups hold plain values, so a function is kept here and known by its name."""
         if not callable(scale):
@@ -317,30 +347,3 @@ class Muon(Optimizer):
         if self._scales.setdefault(name, scale) is not scale:
             raise ValueError(f"adjust_lr: two different functions are called {name}")
         return name
-
-    def _check(self, group: dict[str, Any]) -> None:
-        def need(name: str, fine: bool, expected: str) -> None:
-            if not fine:
-                raise ValueError(f"{name}={group[name]!r}: expected {expected}")
-
-        need("lr", torch.as_tensor(group["lr"]).numel() == 1 and float(group["lr"]) >= 0, "a rate >= 0")
-        need("weight_decay", group["weight_decay"] >= 0, "a decay >= 0")
-        refuse_foreign(group)
-        if group["algorithm"] in SCALARS:
-            SCALARS[group["algorithm"]].check(group)
-            return
-        need("momentum", 0 <= group["momentum"] < 1, "a number in [0, 1)")
-        known = {**ADJUST_LR, **self._scales}
-        need("adjust_lr", group["adjust_lr"] in known, f"a function, or one of {sorted(ADJUST_LR)}")
-        need("ns", group["ns"] in COEFFICIENTS, f"one of {sorted(COEFFICIENTS)}")
-        need("ns_steps", group["ns_steps"] >= 1, "at least one step")
-        need("ns_dtype", group["ns_dtype"] in PRECISIONS, f"one of {sorted(PRECISIONS)}")
-        need("eps", group["eps"] > 0, "a positive number")
-        if group["gram"] is not None:
-            spans(group["gram"], group["ns_steps"], PRECISIONS[group["ns_dtype"]].compute)
-        need("blocks", group["blocks"] > 0 and group["blocks"].bit_count() == 1, "a power of two")
-        plain = not MATRICES[group["algorithm"]].slots and group["gram"] is None and group["ns_dtype"] != "float16"
-        if group["blocks"] > 1 and not plain:
-            raise ValueError(f"blocks={group['blocks']!r}: only for 'muon' without gram, in bfloat16 or float32")
-        if "beta2" in group:
-            need("beta2", 0 <= group["beta2"] < 1, "a number in [0, 1)")

@@ -1,34 +1,96 @@
-"""Options of parameter groups that would be ignored silently."""
+"""Options of parameter groups: which there are, what they may be, and which may change between steps."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+import torch
+
+from ..vocabulary import OURS
+from .newton_schulz.coefficients import COEFFICIENTS
+from .newton_schulz.gram import spans
+from .planning.precision import PRECISIONS
+from .scalar import SCALARS
+from .step.methods import MATRICES
+
 Group = Mapping[str, Any]
 
-FOREIGN = ("amsgrad", "capturable", "differentiable", "fused", "maximize")
-"""Options of torch's optimizers that would change the update, and that no algorithm here has."""
+RATES = frozenset({"lr", "weight_decay", "momentum", "betas", "beta2"})
+"""Options that every step reads anew, so that schedules may change them."""
+
+SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
+"""What torch's schedulers write to groups for themselves."""
+
+NAMES = frozenset({"params", "param_names", "name"})
+"""What a group consists of, and what it is called: ``name`` is the user's, for logs."""
+
+FOREIGN = frozenset({"amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize"})
+"""Options of torch's optimizers that no algorithm here has; they may be there if they are off."""
 
 
-def refuse_foreign(group: Group) -> None:
-    """Refuse options that would be ignored silently.
+CYCLED = ("momentum", "betas")
+"""What torch's OneCycleLR and CyclicLR change besides rates: the first of a group's betas if ``Optimizer.defaults`` has
+betas, else its momentum, if it has that; in all groups, whether they have it or not."""
+
+
+def cycled(groups: Sequence[Group]) -> dict[str, Any]:
+    """What may be in ``Optimizer.defaults`` for these schedulers: only what all groups have."""
+    return {key: groups[0][key] for key in CYCLED if groups and all(key in group for group in groups)}
+
+
+def fixed(group: Group) -> dict[str, Any]:
+    """The options that plans are made of: all but rates.  If they change, plans are made anew."""
+    return {key: value for key, value in group.items() if key not in RATES | SCHEDULED | NAMES}
+
+
+def refuse_unknown(group: Group, algorithm: str, options: Collection[str]) -> None:
+    """Refuse keys that would be ignored silently.
 
     Raises:
-        ValueError: names the first of `FOREIGN` that is on.
+        ValueError: names the first key that is no option of the algorithm, and the option that may be meant.
     """
-    for name in FOREIGN:
-        if group.get(name):
-            raise ValueError(f"{name}={group[name]!r}: {group['algorithm']!r} groups do not have this option")
+    off = {key for key in FOREIGN if not group.get(key)}
+    for key in sorted(group.keys() - options - SCHEDULED - NAMES - off):
+        near = get_close_matches(key, options, n=1, cutoff=0.85)
+        cure = f"is {near[0]!r} meant?" if near else f"expected {', '.join(sorted(options))}, or 'name' for your logs"
+        raise ValueError(f"{key}={group[key]!r}: {algorithm!r} groups have no such option; {cure}")
 
 
-def refuse_misspelt(group: Group, options: Collection[str]) -> None:
-    """Refuse what is nearly the name of an option.  Other names are the user's own, as in any torch optimizer.
+def check(group: Group, scales: Collection[str]) -> None:
+    """Refuse options out of range.
+
+    Args:
+        scales: the names that ``adjust_lr`` may have.
 
     Raises:
-        ValueError: names both.
+        ValueError: names the option, its value, and what is expected.
     """
-    for name in group.keys() - options:
-        for near in get_close_matches(name, options, n=1, cutoff=0.85):
-            raise ValueError(f"{name}={group[name]!r}: groups have no such option; is {near!r} meant?")
+
+    def need(name: str, fine: bool, expected: str) -> None:
+        if not fine:
+            raise ValueError(f"{name}={group[name]!r}: expected {expected}")
+
+    one = torch.as_tensor(group["lr"]).numel() == 1
+    need("lr", one and 0 <= float(group["lr"]) < math.inf, "a finite rate >= 0")
+    need("weight_decay", 0 <= float(group["weight_decay"]) < math.inf, "a finite decay >= 0")
+    if group["algorithm"] in SCALARS:
+        SCALARS[group["algorithm"]].check(group)
+        return
+    need("momentum", 0 <= group["momentum"] < 1, "a number in [0, 1)")
+    need("adjust_lr", group["adjust_lr"] in scales, f"a function, or one of {sorted(scales)}")
+    need("ns", group["ns"] in COEFFICIENTS, f"one of {sorted(COEFFICIENTS)}")
+    need("ns_steps", group["ns_steps"] >= 1, "at least one step")
+    need("ns_dtype", group["ns_dtype"] in PRECISIONS, f"one of {sorted(PRECISIONS)}")
+    need("eps", 0 < group["eps"] < math.inf, "a positive number")
+    need("convention", group["convention"] == OURS, f"{str(OURS)!r}: converters translate state of another convention")
+    if group["gram"] is not None:
+        spans(group["gram"], group["ns_steps"], PRECISIONS[group["ns_dtype"]].compute)
+    need("blocks", group["blocks"] > 0 and group["blocks"].bit_count() == 1, "a power of two")
+    plain = not MATRICES[group["algorithm"]].slots and group["gram"] is None and group["ns_dtype"] != "float16"
+    if group["blocks"] > 1 and not plain:
+        raise ValueError(f"blocks={group['blocks']!r}: only for 'muon' without gram, in bfloat16 or float32")
+    if "beta2" in group:
+        need("beta2", 0 <= group["beta2"] < 1, "a number in [0, 1)")

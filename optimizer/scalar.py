@@ -12,6 +12,7 @@ capturable AdamW is not used there: it reads betas that are tensors back, and ro
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -61,8 +62,8 @@ class Scalar:
         """
         if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
             raise ValueError(f"betas={group['betas']!r}: expected two numbers in [0, 1)")
-        if group.get("eps", 0) < 0:
-            raise ValueError(f"eps={group['eps']!r}: expected a number >= 0")
+        if not 0 <= group.get("eps", 0) < math.inf:
+            raise ValueError(f"eps={group['eps']!r}: expected a finite number >= 0")
 
     def step(self, group: Group, state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Step those parameters of ``group`` that have a gradient, in place, with their state.

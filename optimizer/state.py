@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..box import Index
 from ..layout import TensorLayout
+from ..layouts.tensors import zeros_placed_as
 from ..vocabulary import MOMENTUM, OURS
 from .planning.matrices import Fused, matrices_of
 from .scalar import SCALARS
@@ -25,13 +27,40 @@ def fresh_state(param: Tensor, layout: TensorLayout, group: dict[str, Any]) -> d
     """State of a parameter that has not been stepped; refuses now what could not be stepped later."""
     if not param.is_floating_point():
         raise ValueError(f"expected a real floating-point parameter, got {param.dtype} of shape {tuple(param.shape)}")
+    if param.dtype.itemsize < 2:
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} is {param.dtype}: no update is large enough to be seen there; "
+            "train parameters of 16 bits or more, and make the 8-bit ones of them"
+        )
     if group["algorithm"] in SCALARS:
         return SCALARS[group["algorithm"]].fresh(param)
-    fused = fused_of(group)
-    matrices_of(layout.shape, fused)
+    matrices_of(layout.shape, fused_of(group))
     momentum = torch.zeros_like(param, memory_format=torch.contiguous_format)
-    extras = MATRICES[group["algorithm"]].slots
-    return {MOMENTUM: momentum, **{name: make(param, fused) for name, make in extras.items()}}
+    extras = {slot: zeros_placed_as(param, shape, torch.float32) for slot, shape in _extras(param, group).items()}
+    return {MOMENTUM: momentum, **extras}
+
+
+def check_state(param: Tensor, layout: TensorLayout, group: Mapping[str, Any], held: Mapping[str, Tensor]) -> None:
+    """Refuse what a group of matrices says of a parameter that has its state already.
+
+    Raises:
+        LayoutError: what is fused in the parameter does not add up to it.
+        ValueError: it needs state of another shape.
+    """
+    matrices_of(layout.shape, fused_of(group))
+    for slot, shape in _extras(param, group).items():
+        if held[slot].shape != shape:
+            raise ValueError(
+                f"columns={group['columns']!r} of a parameter of shape {tuple(param.shape)} need a {slot} of shape "
+                f"{shape}, and it is {tuple(held[slot].shape)}: they cannot change once there is state; build a new "
+                "optimizer"
+            )
+
+
+def _extras(param: Tensor, group: Mapping[str, Any]) -> dict[str, Index]:
+    """The shapes of what an algorithm for matrices keeps besides momentum."""
+    fused = fused_of(group)
+    return {slot: shape(tuple(param.shape), fused) for slot, shape in MATRICES[group["algorithm"]].slots.items()}
 
 
 def fused_of(group: Mapping[str, Any]) -> Fused:
@@ -133,6 +162,19 @@ def placing(value: Any) -> str:
     if isinstance(value, DTensor):
         return f"{shape} as {value.placements} on mesh {value.device_mesh.mesh.tolist()}"
     return f"{shape}, not distributed" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def check_values(param: Tensor) -> None:
+    """Refuse a parameter without values: it would never be trained.
+
+    Raises:
+        RuntimeError: the parameter is on the meta device.
+    """
+    if param.is_meta:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(param.shape)} is on the meta device and has no values. A model that is "
+            "materialised (to_empty) has other parameters: build the optimizer after that"
+        )
 
 
 def check_gradient(param: Tensor, gradient: Tensor | None) -> None:

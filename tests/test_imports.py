@@ -42,7 +42,7 @@ RULES = {
     "checkpoint": "errors box layout fingerprint record version vocabulary layouts store store/io store/reading "
     "store/formats",
     "optimizer/groups": "optimizer optimizer/planning optimizer/step",
-    "optimizer/newton_schulz": "optimizer/triton",
+    "optimizer/newton_schulz": "optimizer optimizer/triton",
     "optimizer/triton": "optimizer optimizer/newton_schulz optimizer/step",
     "optimizer/planning": "errors box overlap layout plan layouts optimizer/newton_schulz",
     "optimizer/step": "box layouts vocabulary optimizer optimizer/newton_schulz optimizer/planning optimizer/triton",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layouts.tensors import zeros_placed_as
+from ...box import Index
 from ...vocabulary import NORMUON, SECOND_MOMENT
 from ..planning.matrices import Fused, reduced_shape
 
@@ -26,19 +26,15 @@ class Method:
 
     Attributes:
         slots: state besides ``momentum_buffer``, float32, one number for each row of each matrix of a parameter: by
-            name, what makes it for a new parameter.
+            name, its shape for a parameter's shape.
         defaults: options of its groups besides Muon's.
         finish: takes an orthogonalised matrix ``[m, n]``, its rows of the slots ``[m, 1]``, updated in place, and the
             group; returns what is to be applied.
     """
 
-    slots: Mapping[str, Callable[[Tensor, Fused], Tensor]]
+    slots: Mapping[str, Callable[[Index, Fused], Index]]
     defaults: Mapping[str, Any]
     finish: Callable[[Tensor, Mapping[str, Tensor], Group], Tensor]
-
-
-def _row_zeros(param: Tensor, fused: Fused) -> Tensor:
-    return zeros_placed_as(param, reduced_shape(tuple(param.shape), fused), torch.float32)
 
 
 def _as_it_is(matrix: Tensor, slots: Mapping[str, Tensor], group: Group) -> Tensor:
@@ -65,5 +61,5 @@ def _normalized_rows(matrix: Tensor, slots: Mapping[str, Tensor], group: Group) 
 
 MATRICES: Mapping[str, Method] = {
     "muon": Method({}, {}, _as_it_is),
-    "normuon": Method({SECOND_MOMENT: _row_zeros}, NORMUON, _normalized_rows),
+    "normuon": Method({SECOND_MOMENT: reduced_shape}, NORMUON, _normalized_rows),
 }

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from muonckpt.optimizer import Muon, orthogonalize, scalar
 from muonckpt.optimizer import cuda_graphs as capture
+from muonckpt.optimizer.newton_schulz import products
 from muonckpt.optimizer.newton_schulz.forms import Form
 from muonckpt.optimizer.step import pipeline
 
@@ -80,7 +81,8 @@ def give_gradients(params: list[nn.Parameter]) -> None:
 def test_a_step_reads_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels("step.fused")
     monkeypatch.setattr(pipeline, "has_kernels", lambda device, dtype: True)
-    monkeypatch.setattr(scalar, "capturable", lambda device: True)
+    for module in (scalar, products):
+        monkeypatch.setattr(module, "capturable", lambda device: True)
     params, opt = whole_step(rates := live_rates())
     give_gradients(params)
     opt.step()

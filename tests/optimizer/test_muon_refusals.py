@@ -29,17 +29,6 @@ def test_a_refused_group_leaves_the_optimizer_usable():
     opt.step()
 
 
-@pytest.mark.parametrize(
-    ("option", "meant"), [("momentun", "momentum"), ("piece", "pieces"), ("weigth_decay", "weight_decay")]
-)
-def test_what_is_nearly_an_option_is_refused_and_other_names_are_the_users_own(option, meant):
-    p = nn.Parameter(torch.randn(4, 3))
-    with pytest.raises(ValueError, match=f"{option}=0.5: .* is '{meant}' meant"):
-        Muon([{"params": [p], option: 0.5}])
-    group = Muon([{"params": [p], "name": "mlp", "initial_lr": 0.1, "max_lr": 1, "max_momentum": 1}]).param_groups[0]
-    assert group["name"] == "mlp"
-
-
 @pytest.mark.parametrize("damage", [lambda s: s.clear(), lambda s: s[0].update(momentum_buffer=torch.ones(3, 4))])
 def test_a_refused_state_leaves_the_optimizer_as_it_was(damage):
     p = nn.Parameter(torch.randn(4, 3))

@@ -98,6 +98,40 @@ def test_momentum_can_be_cycled_as_for_torchs_muon():
     assert 0.5 < opt.param_groups[0]["momentum"] < 0.75
 
 
+CYCLES = {
+    "OneCycleLR": lambda opt, **how: schedulers.OneCycleLR(opt, max_lr=0.02, total_steps=10, **how),
+    "CyclicLR": lambda opt, **how: schedulers.CyclicLR(opt, base_lr=0.01, max_lr=0.02, **how),
+}
+
+
+@pytest.mark.parametrize("cycle", CYCLES)
+def test_a_cycle_changes_what_all_groups_have_and_nothing_else(cycle):
+    """These schedulers ask ``Optimizer.defaults`` what is cycled, momentum or beta1, and write it into every group."""
+    net = Line()
+    matrices, rest = {"params": [net.weight]}, {"params": [net.bias], "algorithm": "adamw", "lr": 0.01}
+    both = Muon([matrices, rest])
+    with pytest.raises(ValueError, match="momentum or beta1"):
+        CYCLES[cycle](both)
+    scheduler = CYCLES[cycle](both, cycle_momentum=False)
+    both.step()
+    scheduler.step()
+    assert "momentum" not in both.param_groups[1] and "betas" not in both.param_groups[0]
+    only = Muon([rest])
+    beta2 = only.param_groups[0]["betas"][1]
+    CYCLES[cycle](only, base_momentum=0.5, max_momentum=0.75)
+    assert only.param_groups[0]["betas"] == (0.75, beta2) and "momentum" not in only.param_groups[0]
+
+
+def test_a_group_that_is_added_or_refused_later_does_not_get_momentum():
+    net = Line()
+    opt = Muon([net.weight])
+    with pytest.raises(ValueError, match="betas="):
+        opt.add_param_group({"params": [net.bias], "algorithm": "adamw", "lr": 0.01, "betas": (2.0, 2.0)})
+    assert opt.defaults["momentum"] == 0.95
+    opt.add_param_group({"params": [net.bias], "algorithm": "adamw", "lr": 0.01})
+    assert "momentum" not in opt.param_groups[1] and "momentum" not in opt.defaults
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_strided_parameters_step_as_contiguous_ones(algorithm):
     net, strided = Line(), Line(stride=2)

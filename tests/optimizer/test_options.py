@@ -1,0 +1,202 @@
+"""Options of parameter groups: what is refused at construction, and what a change between two steps does."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from muonckpt.errors import LayoutError
+from muonckpt.optimizer import LayerWise, Muon
+
+ALGORITHMS = ("muon", "normuon", "adamw", "lion")
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def matrix(**options) -> Muon:
+    return Muon([{"params": [nn.Parameter(normal(12, 8))], **options}])
+
+
+def train(opt: Muon, steps: int = 1) -> torch.Tensor:
+    """The only parameter after some more steps."""
+    [p] = opt.param_groups[0]["params"]
+    for step in range(steps):
+        p.grad = normal(*p.shape, seed=1 + step)
+        opt.step()
+    return p.detach().clone()
+
+
+# --- at construction --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("key", ["use_muon", "kind", "type", "wd", "lr_mult", "foreach"])
+def test_a_key_that_is_no_option_is_refused_whatever_it_is_called(algorithm, key):
+    with pytest.raises(
+        ValueError, match=f"{key}=True: {algorithm!r} groups have no such option; expected .*weight_decay"
+    ):
+        matrix(algorithm=algorithm, **{key: True})
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"), [("momentun", "momentum"), ("piece", "pieces"), ("weigth_decay", "weight_decay")]
+)
+def test_what_is_nearly_an_option_is_refused_with_the_option(option, meant):
+    with pytest.raises(ValueError, match=f"{option}=0.5: .*; is {meant!r} meant"):
+        matrix(**{option: 0.5})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "option"),
+    [("adamw", "momentum"), ("adamw", "pieces"), ("lion", "eps"), ("muon", "betas"), ("muon", "beta2")],
+)
+def test_an_option_of_another_algorithm_is_refused(algorithm, option):
+    with pytest.raises(ValueError, match=f"{option}=0.5: {algorithm!r} groups have no such option"):
+        matrix(algorithm=algorithm, **{option: 0.5})
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_what_torchs_schedulers_write_and_a_name_pass(algorithm):
+    """So groups can be taken from an optimizer that a scheduler has been attached to."""
+    p = nn.Parameter(normal(12, 8))
+    opt = Muon([{"params": [p], "algorithm": algorithm, "lr": 0.1, "name": "mlp"}])
+    torch.optim.swa_utils.SWALR(opt, swa_lr=0.05)
+    torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.2, total_steps=10, cycle_momentum=True)
+    [again] = Muon(opt.param_groups).param_groups
+    assert again["name"] == "mlp" and {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum"} <= again.keys()
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("algorithm", "option"),
+    [
+        *((algorithm, option) for algorithm in ALGORITHMS for option in ("lr", "weight_decay")),
+        *((algorithm, "momentum") for algorithm in ("muon", "normuon")),
+        *((algorithm, "eps") for algorithm in ("muon", "normuon", "adamw")),
+        ("normuon", "beta2"),
+    ],
+)
+def test_numbers_are_finite(algorithm, option, value):
+    with pytest.raises(ValueError, match=f"{option}={value}"):
+        matrix(algorithm=algorithm, **{option: value})
+
+
+def test_a_rate_that_is_a_tensor_is_finite_too():
+    with pytest.raises(ValueError, match="lr="):
+        matrix(lr=torch.tensor(math.inf))
+
+
+def test_the_convention_is_ours():
+    with pytest.raises(ValueError, match="convention='sum'"):
+        matrix(convention="sum")
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_parameters_of_8_bits_are_refused(algorithm, dtype):
+    p = nn.Parameter(torch.zeros(4, 4, dtype=dtype))
+    with pytest.raises(ValueError, match=f"{dtype}.*16 bits"):
+        Muon([{"params": [p], "algorithm": algorithm}])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_step_of_parameters_on_the_meta_device_is_refused(algorithm):
+    """Before anything is changed: a model that is materialised later has other parameters."""
+    there, nowhere = nn.Parameter(normal(4, 4)), nn.Parameter(torch.empty(4, 4, device="meta"))
+    opt = Muon([{"params": [there, nowhere], "algorithm": algorithm}])
+    there.grad = normal(4, 4, seed=1)
+    with pytest.raises(RuntimeError, match=r"\(4, 4\) is on the meta device.*build the optimizer after"):
+        opt.step()
+    assert torch.equal(there, normal(4, 4)) and not any(t.any() for t in opt.state[there].values())
+
+
+# --- between two steps ------------------------------------------------------------------------------------------
+
+CHANGES = [
+    ({}, {"pieces": (4, 8)}),
+    ({"pieces": (4, 8)}, {"pieces": None}),
+    ({}, {"columns": (2, 6)}),
+    ({"pieces": (2, 4), "interleaved": 2}, {"interleaved": 1, "pieces": (12,)}),
+    ({}, {"ns_dtype": "float32"}),
+    ({}, {"ns_dtype": "float16"}),
+    ({}, {"ns_steps": 2}),
+    ({}, {"ns": "keller"}),
+    ({}, {"eps": 1e3}),
+    ({"columns": (4, 4)}, {"gram": (2,), "columns": None, "pieces": (3,) * 4}),
+    ({"ns_dtype": "float32"}, {"blocks": 4}),
+    ({"ns_dtype": "float32", "blocks": 4}, {"blocks": 1}),
+    ({}, {"adjust_lr": "match_rms_adamw"}),
+    ({}, {"adjust_lr": lambda m, n: 0.5}),
+    ({}, {"nesterov": False}),
+    ({}, {"cautious": True}),
+    ({}, {"momentum": 0.5}),
+    ({}, {"lr": 0.5}),
+    ({}, {"weight_decay": 0.5}),
+    ({"algorithm": "normuon"}, {"pieces": (4, 8)}),
+    ({"algorithm": "normuon"}, {"beta2": 0.5}),
+    ({"algorithm": "adamw"}, {"betas": (0.5, 0.5)}),
+    ({"algorithm": "lion"}, {"cautious": True}),
+]
+
+
+@pytest.mark.parametrize(("before", "change"), CHANGES, ids=str)
+def test_an_option_changed_after_the_first_step_is_as_if_it_had_been_so_from_then_on(before, change):
+    opt = matrix(**before)
+    start = train(opt)
+    fresh = matrix(**{**before, **change})
+    [p], [mine] = fresh.param_groups[0]["params"], opt.param_groups[0]["params"]
+    with torch.no_grad():
+        p.copy_(start)
+    for slot, value in opt.state[mine].items():
+        fresh.state[p][slot].copy_(value)
+    opt.param_groups[0].update(change)
+    assert torch.equal(train(opt, 2), train(fresh, 2))
+    untouched = matrix(**before)
+    train(untouched)
+    assert not torch.equal(train(untouched, 2), train(fresh, 0)), "the change makes no difference"
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "error", "message"),
+    [
+        ({}, {"pieces": (4, 4)}, LayoutError, "add up to the 12 rows"),
+        ({}, {"ns": "nope"}, ValueError, "ns='nope'"),
+        ({}, {"ns_steps": 0}, ValueError, "ns_steps=0"),
+        ({}, {"ns_dtype": "float8"}, ValueError, "ns_dtype='float8'"),
+        ({}, {"gram": ()}, ValueError, "gram=()"),
+        ({}, {"blocks": 3}, ValueError, "blocks=3"),
+        ({}, {"algorithm": "normuon"}, ValueError, "algorithm='normuon'"),
+        ({}, {"algorithm": "sgd"}, ValueError, "algorithm='sgd'"),
+        ({}, {"algorithm": "adamw"}, ValueError, "algorithm='adamw'"),
+        ({"algorithm": "adamw"}, {"algorithm": "muon"}, ValueError, "algorithm='muon'"),
+        ({"algorithm": "normuon"}, {"columns": (4, 4)}, ValueError, "columns.*state"),
+        ({"algorithm": "adamw"}, {"eps": -1.0}, ValueError, "eps=-1.0"),
+    ],
+    ids=str,
+)
+def test_a_change_that_cannot_be_followed_is_refused_and_nothing_is_stepped(before, change, error, message):
+    opt = matrix(**before)
+    start = train(opt)
+    [p] = opt.param_groups[0]["params"]
+    state = {slot: value.clone() for slot, value in opt.state[p].items()}
+    opt.param_groups[0].update(change)
+    for _ in range(2):  # not only once
+        with pytest.raises(error, match=message):
+            train(opt)
+    assert torch.equal(p, start) and all(torch.equal(opt.state[p][slot], value) for slot, value in state.items())
+
+
+def test_layer_wise_owners_follow_a_change():
+    net, twin = nn.Linear(8, 12, bias=False), nn.Linear(8, 12, bias=False)
+    twin.load_state_dict(net.state_dict())
+    opt, fresh = LayerWise(net, net.parameters()), LayerWise(twin, twin.parameters(), pieces=(4, 8))
+    opt.param_groups[0]["pieces"] = (4, 8)
+    for model, optimizer in ((net, opt), (twin, fresh)):
+        model(normal(3, 8)).square().sum().backward()
+        optimizer.step()
+    assert torch.equal(net.weight, twin.weight)
