@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from muonckpt.store.formats import native as directory
+import muonckpt
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def show_fingerprints(columns: Mapping[str, Mapping[str, str | None]]) -> bool:
 
 def stored_fingerprints(checkpoint: Path) -> dict[str, str | None]:
     """Of every momentum in a checkpoint, by the name of its parameter, as the manifest has it."""
-    tensors = directory.read(checkpoint).tensors
+    tensors = muonckpt.open(checkpoint).tensors.values()
     return {tensor.name: tensor.fingerprint for tensor in tensors if tensor.name and tensor.slot == "momentum_buffer"}
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ... import record
 from ...errors import SourceError
 from ...record import Manifest
@@ -13,16 +11,13 @@ from ..io.regular import open_regular
 from .dcp import directory as dcp
 
 
-def read(path: Location, *, payloads: bool = False) -> Manifest:
+def read(path: Location) -> Manifest:
     """The manifest of a checkpoint of ours.
 
     Raises:
         SourceError: it is damaged or refused.
     """
     file = path / record.FILE
-    if not file.exists():  # for callers that do not take an open checkpoint yet
-        reader = dcp.DcpReader(path)
-        return replace(reader.outline, tensors=reader.locate(reader.outline.tensors)) if payloads else reader.outline
     try:
         with open_regular(file) as opened:
             return Manifest.from_json(opened.read(0, opened.size).decode())

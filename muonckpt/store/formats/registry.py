@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ... import record
 from ...errors import SourceError
-from ...record import Manifest
 from ..io.location import Location
 from ..reading.payloads import Payloads
 from ..reading.reader import LocatedReader, Reader
@@ -25,19 +24,6 @@ class Format:
 
     name: str
     reader: Callable[[Location], Reader]
-
-    def outline(self, path: Location) -> Manifest:
-        """For callers that do not take an open checkpoint yet."""
-        return self.reader(path).outline
-
-    def read(self, path: Location) -> Manifest:
-        """For callers that do not take an open checkpoint yet."""
-        reader = self.reader(path)
-        return replace(reader.outline, tensors=reader.locate(reader.outline.tensors))
-
-    def payloads(self, path: Location) -> Payloads:
-        """For callers that do not take an open checkpoint yet."""
-        return self.reader(path).payloads
 
 
 def _own(path: Location) -> Reader:

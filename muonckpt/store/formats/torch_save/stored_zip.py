@@ -152,9 +152,9 @@ def member_data(read: Read, member: Member, most: int) -> bytes:
 
 def window(read: Read, offset: int, length: int) -> Read:
     """Read parts of an item by offsets in it.  Its ends, which hold everything but the payload, are read once."""
-    head = _exactly(read, offset, min(length, _HEAD))
+    head = _exactly(read, offset, length if length <= _HEAD + _TAIL else _HEAD)
     tail_at = max(length - _TAIL, 0)
-    tail = _exactly(read, offset + tail_at, length - tail_at)
+    tail = head[tail_at:] if len(head) == length else _exactly(read, offset + tail_at, _TAIL)
 
     def part(start: int, count: int) -> bytes:
         if start < 0 or start + count > length:
