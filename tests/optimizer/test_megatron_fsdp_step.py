@@ -14,7 +14,7 @@ from torch import nn
 
 from muonckpt.errors import LayoutError
 from muonckpt.layouts.tensors import local_of
-from muonckpt.optimizer import Muon
+from muonckpt.optimizer import Muon, clip_grad_norm_
 from muonckpt.optimizer.megatron_fsdp import attach, finish_gradients, layouts
 
 
@@ -66,9 +66,10 @@ def clipped(rank: int, world: int) -> bool:
         attach(optimizer, model)
         backward(model, rank, 0, topology)
         finish_gradients(model)
-        norm = nn.utils.clip_grad_norm_([param for param in params.values() if param.requires_grad], 1e-3)
+        trained = [param for param in params.values() if param.requires_grad]
+        ours, norm = clip_grad_norm_(trained, 1e9), nn.utils.clip_grad_norm_(trained, 1e-3)
         optimizer.step()
-        return norm > 0.01 and all(
+        return ours == pytest.approx(float(norm), rel=1e-3) and norm > 0.01 and all(
             momentum.abs().max() <= 1e-3 * (1 - 0.95)
             for value in slots(params, optimizer, "momentum_buffer").values()
             if (momentum := local_of(value)).numel()
