@@ -26,14 +26,11 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
 }
 """What each algorithm there reads of a group, and our name of it; besides what has the same name in both."""
 
-SHAPES = {"flatten", "num_heads", "split_sizes"}
-"""Options of a group there that say what its matrices are."""
-
-WORDS = {*SHAPES, *OPTIONS["muon"], "beta1", "beta2", "adjust_lr", "step"}
+WORDS = {*OPTIONS["muon"], "beta1", "beta2", "adjust_lr", "flatten", "num_heads", "split_sizes", "step"}
 """Every option of a group there that has another name or meaning here, or that some algorithms do not read."""
 
-WRITTEN = WORDS - SHAPES - {"nesterov", "adjust_lr"}
-"""Those that may be written into a group later, and that a group here has under another name."""
+WRITTEN = WORDS - {"nesterov", "adjust_lr"}
+"""Those that no group here has under the same name."""
 
 SLOTS: Mapping[str, Mapping[str, str]] = {
     "muon": {"momentum": MOMENTUM},
@@ -136,13 +133,8 @@ class Muon(optimizer.Muon):
         """One update, as that of `optimizer.Muon`.
 
         Options that were written into groups under dion's names since the last step are taken over before.
-
-        Raises:
-            ValueError: an option that says what the matrices are was written into a group.
         """
         for group in self.param_groups:
-            if changed := SHAPES & group.keys():
-                raise ValueError(f"{', '.join(sorted(changed))}: a group's matrices are fixed when it is added")
             written = {name: group.pop(name) for name in WRITTEN & group.keys()}
             if written:
                 written["algorithm"] = group["algorithm"]

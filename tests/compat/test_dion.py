@@ -386,17 +386,18 @@ def test_what_cannot_be_had_is_refused_by_name():
     Muon([matrix], flatten=True)
 
 
-def test_an_option_written_into_a_group_is_taken_over():
-    params, others = ([nn.Parameter(weight) for weight in random(0)] for _ in range(2))
-    written, expected = Muon(params), Muon(others, mu=0.5, epsilon=1e-3, cautious_wd=True)
-    written.param_groups[0].update(mu=0.5, epsilon=1e-3, cautious_wd=True)
-    for optimizer, members in ((written, params), (expected, others)):
-        step_thrice(optimizer, members)
-    assert all(torch.equal(param, other) for param, other in zip(params, others, strict=True))
+@pytest.mark.parametrize("options", [{"mu": 0.5, "epsilon": 1e-3, "cautious_wd": True}, {"num_heads": 2}])
+def test_an_option_written_into_a_group_is_taken_over(options):
+    shapes = [(24, 16)]
+    [param], [other], [third] = ([nn.Parameter(weight) for weight in random(0, shapes)] for _ in range(3))
+    written, expected = Muon([param]), Muon([{"params": [other], **options}])
+    written.param_groups[0].update(options)
+    for optimizer, member in ((written, param), (expected, other), (Muon([third]), third)):
+        for step in (1, 2, 3):
+            member.grad = random(step, shapes)[0]
+            optimizer.step()
+    assert torch.equal(param, other) and not torch.equal(param, third)
     assert written.state_dict()["param_groups"] == expected.state_dict()["param_groups"]
-    written.param_groups[0]["num_heads"] = 2
-    with pytest.raises(ValueError, match="num_heads: a group's matrices are fixed when it is added"):
-        written.step()
 
 
 def test_betas_written_into_a_group_are_taken_over():

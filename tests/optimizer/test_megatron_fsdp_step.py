@@ -69,10 +69,14 @@ def clipped(rank: int, world: int) -> bool:
         trained = [param for param in params.values() if param.requires_grad]
         ours, norm = clip_grad_norm_(trained, 1e9), nn.utils.clip_grad_norm_(trained, 1e-3)
         optimizer.step()
-        return ours == pytest.approx(float(norm), rel=1e-3) and norm > 0.01 and all(
-            momentum.abs().max() <= 1e-3 * (1 - 0.95)
-            for value in slots(params, optimizer, "momentum_buffer").values()
-            if (momentum := local_of(value)).numel()
+        return (
+            ours == pytest.approx(float(norm), rel=1e-3)
+            and norm > 0.01
+            and all(
+                momentum.abs().max() <= 1e-3 * (1 - 0.95)
+                for value in slots(params, optimizer, "momentum_buffer").values()
+                if (momentum := local_of(value)).numel()
+            )
         )
 
 
