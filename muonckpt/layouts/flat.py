@@ -13,12 +13,12 @@ from ..layout import Buffer, TensorLayout, dense
 
 @dataclass(frozen=True, slots=True)
 class FlatShard:
-    """Elements ``start:stop`` of a flat buffer lie from element ``at`` of ``buffer``."""
+    """Elements ``start:stop`` of a flat buffer lie from element ``offset`` of ``buffer``."""
 
     buffer: Buffer
     start: int
     stop: int
-    at: int = 0
+    offset: int = 0
 
 
 def even_shards(numel: int, ranks: int) -> tuple[FlatShard, ...]:
@@ -44,8 +44,8 @@ def flat_layout(shape: Index, start: int, shards: tuple[FlatShard, ...]) -> Tens
     fragments = []
     for shard in shards:
         lo, hi = max(start, shard.start), min(stop, shard.stop)
-        at = shard.at + lo - shard.start
+        offset = shard.offset + lo - shard.start
         for box in flat_boxes(shape, lo - start, hi - start) if lo < hi else ():
-            fragments.append(dense(box, shard.buffer, at))
-            at += box.numel
+            fragments.append(dense(box, shard.buffer, offset))
+            offset += box.numel
     return TensorLayout(shape, tuple(fragments))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...vocabulary import MOMENTUM
 from ..cuda_graphs import capturing, uploaded
 from ..planning.routes import Key, Own, Route, Strip
 from ..planning.schedule import Schedule
@@ -83,9 +84,7 @@ class Fused:
         if kinds != self._kinds:
             self._kinds, self._segments = kinds, {}
         active = [round_.active[param] for param in self._params]
-        momenta = [
-            round_.slots[p]["momentum_buffer"] if on else None for p, on in zip(self._params, active, strict=True)
-        ]
+        momenta = [round_.slots[p][MOMENTUM] if on else None for p, on in zip(self._params, active, strict=True)]
         gradients = [round_.gradients[param] for param in self._params]
         weights = [round_.dense[param] if on else None for param, on in zip(self._params, active, strict=True)]
         self._momenta = {kind: self._tensors("momenta", kind, kind.momentum, momenta) for kind in set(kinds)}
@@ -190,7 +189,7 @@ class Fused:
     def _kind(self, round_: Round, param: int) -> Kind:
         update, gradient, weight = self._specs[param].slots[0], round_.gradients[param], round_.dense[param]
         return Kind(
-            round_.slots[param]["momentum_buffer"].dtype,
+            round_.slots[param][MOMENTUM].dtype,
             weight.dtype if gradient is None else gradient.dtype,
             weight.dtype,
             update.there.dtype,

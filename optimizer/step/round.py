@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...layouts.tensors import local_of
+from ...vocabulary import MOMENTUM
 from ..newton_schulz.iterations import orthogonalize_parts
 from ..planning.routes import Own, Strip
 from ..planning.schedule import Wave
@@ -143,7 +144,7 @@ class Round:
     def _accumulate(self) -> None:
         for param, (tensor, group) in enumerate(zip(self.pipeline.params, self.groups, strict=True)):
             if tensor.grad is not None and param not in self.sweep.accumulates:
-                with rounded_once([local_of(self.state[tensor]["momentum_buffer"])]) as [[momentum]]:
+                with rounded_once([local_of(self.state[tensor][MOMENTUM])]) as [[momentum]]:
                     momentum.lerp_(local_of(tensor.grad).to(momentum.dtype), 1 - group["momentum"])
 
     def _group(self, param: int) -> Group:

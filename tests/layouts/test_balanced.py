@@ -83,7 +83,7 @@ def test_padding_is_alignment_only():
         parameters = [Parameter(str(i), tuple(rng.integers(1, 30, size=2).tolist())) for i in range(12)]
         (layout,) = balanced(parameters, GroupSizes(5), [None, 1, 900][rng.integers(3)])
         assert layout.padding == sum(-p.numel % ALIGNMENT for p in parameters)
-        assert layout.whole and all(shard.at % ALIGNMENT == 0 for shard in layout.shards)
+        assert layout.whole and all(shard.offset % ALIGNMENT == 0 for shard in layout.shards)
         for start, stop in layout.buckets:
             ranks = [shard.buffer for shard in layout.shards if start <= shard.start < stop]
             assert ranks == sorted(set(ranks))

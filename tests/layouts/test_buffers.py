@@ -148,7 +148,7 @@ def test_a_whole_parameter_lies_dense_at_its_owner():
         for layout in buffers:
             for placed in layout.parameters:
                 (shard,) = layout.holding(placed)
-                rank, at = layout.owners[placed.name], shard.at + placed.start - shard.start
+                rank, at = layout.owners[placed.name], shard.offset + placed.start - shard.start
                 expected = owned_layout(placed.parameter.shape, rank, at)
                 assert layout.held_layouts()[placed.name] == expected
 

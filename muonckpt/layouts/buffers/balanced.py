@@ -94,7 +94,7 @@ def _longest_first(
             awaited.reshape(sizes.of(p), -1)[home] += cost[p.name]
     owners: dict[str, int] = {}
     for p in sorted(parameters, key=lambda p: (-cost[p.name], -p.numel)):
-        loads, elements, waiting = (each.reshape(sizes.of(p), -1) for each in (load, held, awaited))
+        loads, elements, waiting = (seat.reshape(sizes.of(p), -1) for seat in (load, held, awaited))
         owner = int(np.lexsort((elements.max(1), waiting.max(1), loads.max(1)))[0])
         if (home := homes.get(p.name)) is not None and home < len(loads):
             waiting[home] -= cost[p.name]
@@ -109,8 +109,8 @@ def _longest_first(
 def _buffer(
     parameters: Sequence[Parameter], ranks: int, bucket_size: int | None, owners: Mapping[str, int]
 ) -> BufferLayout:
-    chunks = in_buckets(reversed(parameters), reaching(bucket_size))
-    by_owner = (sorted(chunk, key=lambda parameter: owners[parameter.name]) for chunk in chunks)
+    contents = in_buckets(reversed(parameters), reaching(bucket_size))
+    by_owner = (sorted(bucket, key=lambda parameter: owners[parameter.name]) for bucket in contents)
     ranges, buckets = end_to_end(by_owner, ALIGNMENT, ALIGNMENT)
     return BufferLayout(
         algorithm="balanced",

@@ -127,13 +127,13 @@ def rank_of(shard: FlatShard) -> int:
 
 
 def _prove_shards(layout: BufferLayout) -> None:
-    at: defaultdict[Buffer, int] = defaultdict(int)
+    ends: defaultdict[Buffer, int] = defaultdict(int)
     for shard in layout.shards:
         if shard.buffer not in range(layout.ranks):
             raise LayoutError(f"{shard} is held by none of {layout.ranks} ranks")
-        if shard.at != at[shard.buffer]:
-            raise LayoutError(f"{shard} should follow at {at[shard.buffer]} of what its rank holds")
-        at[shard.buffer] += shard.stop - shard.start
+        if shard.offset != ends[shard.buffer]:
+            raise LayoutError(f"{shard} should follow at {ends[shard.buffer]} of what its rank holds")
+        ends[shard.buffer] += shard.stop - shard.start
     for one, other in pairwise(layout.shards):
         if (one.start, one.stop) == (other.start, other.stop) and rank_of(one) >= rank_of(other):
             raise LayoutError(f"{one} and {other} are replicas, but not in the order of their ranks")

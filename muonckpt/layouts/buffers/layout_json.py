@@ -98,7 +98,7 @@ def from_json(data: Mapping[str, Any]) -> BufferLayout:
 
 def _placed(data: Any) -> PlacedParameter:
     check_fields(data, PARAMETER)
-    seen = {each.name: data[each.name] for each in fields(Parameter)}
+    seen = {field.name: data[field.name] for field in fields(Parameter)}
     return PlacedParameter(Parameter(**{**seen, "shape": ints(data["shape"])}), data["start"], data["bucket"])
 
 

@@ -67,8 +67,8 @@ def decoupled_total_order(
 def _compact(parameters: Iterable[Parameter], bucket_size: int | None) -> list[Compact]:
     buffers: list[Compact] = []
     for own in split(parameters):
-        chunks = in_buckets(reversed(own), reaching(bucket_size), alone=lambda parameter: False)
-        ranges, buckets = end_to_end(chunks)
+        contents = in_buckets(reversed(own), reaching(bucket_size), alone=lambda parameter: False)
+        ranges, buckets = end_to_end(contents)
         buffers.append((tuple(ranges[parameter.name] for parameter in own), buckets))
     return buffers
 

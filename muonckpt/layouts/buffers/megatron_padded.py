@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from .layout import BufferLayout
-from .parameters import Chunk, GroupSizes, Parameter, in_buckets, numel, split
+from .parameters import GroupSizes, Parameter, in_buckets, numel, split
 from .ranges import PlacedParameter, Span, divided, end_to_end, round_up
 
 START = 64
@@ -39,8 +39,8 @@ def padded_numel(
     """
 
     def buffer(own: Sequence[Parameter], shards: int) -> BufferLayout:
-        chunks = in_buckets(reversed(own), lambda chunk: _is_full(chunk, shards, bucket_size))
-        packed = (_by_numel(chunk, shards) for chunk in chunks)
+        contents = in_buckets(reversed(own), lambda bucket: _is_full(bucket, shards, bucket_size))
+        packed = (_by_numel(bucket, shards) for bucket in contents)
         return _assemble("padded-numel", own, shards, packed, bucket_size, busbw)
 
     return tuple(buffer(own, sizes.of(own[0])) for own in split(parameters))
@@ -56,8 +56,8 @@ def padded_nscost(
 
     def buffer(own: Sequence[Parameter], shards: int) -> BufferLayout:
         load = [0] * shards
-        chunks = _closed_when_grown(own, shards, bucket_size, _shard_divisor(shards, busbw))
-        packed = (_by_cost(chunk, load) for chunk in chunks if chunk)
+        contents = _closed_when_grown(own, shards, bucket_size, _shard_divisor(shards, busbw))
+        packed = (_by_cost(bucket, load) for bucket in contents if bucket)
         return _assemble("padded-nscost", own, shards, packed, bucket_size, busbw)
 
     return tuple(buffer(own, sizes.of(own[0])) for own in split(parameters))
@@ -89,61 +89,64 @@ def _shard_divisor(ranks: int, busbw: bool) -> int:
     return math.lcm(START, _bucket_divisor(ranks, busbw) // ranks)
 
 
-def _is_full(chunk: Chunk, ranks: int, bucket_size: int | None) -> bool:
-    if bucket_size is None or not chunk:
+def _is_full(bucket: list[Parameter], ranks: int, bucket_size: int | None) -> bool:
+    if bucket_size is None or not bucket:
         return False
-    return numel(chunk) >= max(bucket_size, int(ranks * max(p.numel for p in chunk) * FILL))
+    return numel(bucket) >= max(bucket_size, int(ranks * max(p.numel for p in bucket) * FILL))
 
 
 def _closed_when_grown(
     parameters: Sequence[Parameter], ranks: int, bucket_size: int | None, divisor: int
-) -> Iterator[Chunk]:
+) -> Iterator[list[Parameter]]:
     """What each bucket holds: a full one closes only before a parameter that would enlarge its shards.
 
     Whether it would is estimated by sending each parameter, as it comes, to the emptiest shard.
     """
-    chunk: Chunk = []
+    bucket: list[Parameter] = []
     filled = [0] * ranks
     for parameter in reversed(parameters):
         if parameter.tied:
-            yield from (chunk, [parameter])
-            chunk, filled = [], [0] * ranks
+            yield from (bucket, [parameter])
+            bucket, filled = [], [0] * ranks
             continue
         fits = round_up(min(filled), START) + parameter.numel <= round_up(max(filled), divisor)
-        if not fits and _is_full(chunk, ranks, bucket_size):
-            yield chunk
-            chunk, filled = [], [0] * ranks
-        shard = filled.index(min(filled))
-        filled[shard] = round_up(filled[shard], START) + parameter.numel
-        chunk.append(parameter)
-    yield chunk
+        if not fits and _is_full(bucket, ranks, bucket_size):
+            yield bucket
+            bucket, filled = [], [0] * ranks
+        _append(parameter, _emptiest(filled), filled)
+        bucket.append(parameter)
+    yield bucket
 
 
-def _by_numel(chunk: Chunk, ranks: int) -> Packed:
-    placed: Packed = []
+def _emptiest(filled: Sequence[int]) -> int:
+    """The first of the shards that hold the fewest elements."""
+    return filled.index(min(filled))
+
+
+def _append(parameter: Parameter, shard: int, filled: list[int]) -> tuple[Parameter, int, int]:
+    """Put a parameter at the end of a shard, given how far each shard is filled, which changes."""
+    start = round_up(filled[shard], START)
+    filled[shard] = start + parameter.numel
+    return parameter, shard, start
+
+
+def _by_numel(bucket: list[Parameter], ranks: int) -> Packed:
     filled = [0] * ranks
-    for parameter in sorted(chunk, key=lambda p: -p.numel):
-        shard = filled.index(min(filled))
-        start = round_up(filled[shard], START)
-        filled[shard] = start + parameter.numel
-        placed.append((parameter, shard, start))
-    return placed
+    return [_append(parameter, _emptiest(filled), filled) for parameter in sorted(bucket, key=lambda p: -p.numel)]
 
 
-def _by_cost(chunk: Chunk, load: list[int]) -> Packed:
+def _by_cost(bucket: list[Parameter], load: list[int]) -> Packed:
     """Adds to ``load``, the cost that each shard has from the buckets before.  A tied parameter costs nothing."""
-    if chunk[0].tied:
-        return [(chunk[0], 0, 0)]
+    if bucket[0].tied:
+        return [(bucket[0], 0, 0)]
     placed: Packed = []
     filled = [0] * len(load)
-    most = sum(parameter.numel for parameter in chunk) / len(load) * SLACK
-    for parameter in sorted(chunk, key=lambda p: -matrix_cost(p)):
-        fitting = [s for s, at in enumerate(filled) if round_up(at, START) + parameter.numel <= most]
-        shard = min(fitting, key=lambda s: load[s]) if fitting else filled.index(min(filled))
-        start = round_up(filled[shard], START)
-        filled[shard] = start + parameter.numel
+    most = sum(parameter.numel for parameter in bucket) / len(load) * SLACK
+    for parameter in sorted(bucket, key=lambda p: -matrix_cost(p)):
+        fitting = [s for s, stop in enumerate(filled) if round_up(stop, START) + parameter.numel <= most]
+        shard = min(fitting, key=lambda s: load[s]) if fitting else _emptiest(filled)
+        placed.append(_append(parameter, shard, filled))
         load[shard] += matrix_cost(parameter)
-        placed.append((parameter, shard, start))
     return placed
 
 
@@ -179,12 +182,12 @@ def _assemble(
 
 
 def _cut_anywhere(parameters: Sequence[Parameter], ranks: int, bucket_size: int | None, busbw: bool) -> BufferLayout:
-    def full(chunk: Chunk) -> bool:
-        *before, last = (parameter.numel for parameter in chunk)
+    def full(bucket: list[Parameter]) -> bool:
+        *before, last = (parameter.numel for parameter in bucket)
         return bucket_size is not None and sum(round_up(size, START) for size in before) + last >= bucket_size
 
-    chunks = in_buckets(reversed(parameters), full)
-    ranges, buckets = end_to_end(chunks, START, _bucket_divisor(ranks, busbw))
+    contents = in_buckets(reversed(parameters), full)
+    ranges, buckets = end_to_end(contents, START, _bucket_divisor(ranks, busbw))
     return BufferLayout(
         algorithm="distributed-optimizer",
         version=1,

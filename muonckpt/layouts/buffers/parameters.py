@@ -76,29 +76,25 @@ def split(parameters: Iterable[Parameter]) -> tuple[tuple[Parameter, ...], ...]:
     Raises:
         LayoutError: two parameters of one name.
     """
-    found: defaultdict[tuple[int, bool, str], list[Parameter]] = defaultdict(list)
+    buffers: defaultdict[tuple[int, bool, str], list[Parameter]] = defaultdict(list)
     for parameter in parameters:
-        found[parameter.chunk, parameter.expert, parameter.dtype].append(parameter)
-    times = Counter(parameter.name for group in found.values() for parameter in group)
+        buffers[parameter.chunk, parameter.expert, parameter.dtype].append(parameter)
+    times = Counter(parameter.name for buffer in buffers.values() for parameter in buffer)
     if twice := sorted(name for name, count in times.items() if count > 1):
-        raise LayoutError(f"parameters need names of their own, found more than once: {twice}")
-    return tuple(tuple(found[key]) for key in sorted(found, key=lambda key: key[:2]))
-
-
-Chunk = list[Parameter]
-"""What one bucket holds."""
+        raise LayoutError(f"expected a name of its own for every parameter, found more than once: {twice}")
+    return tuple(tuple(buffers[key]) for key in sorted(buffers, key=lambda key: key[:2]))
 
 
 def in_buckets(
     walk: Iterable[Parameter],
-    full: Callable[[Chunk], bool],
+    full: Callable[[list[Parameter]], bool],
     alone: Callable[[Parameter], bool] = attrgetter("tied"),
-) -> Iterator[Chunk]:
+) -> Iterator[list[Parameter]]:
     """What each bucket holds, none of them empty, in the order of ``walk``.
 
     A bucket closes after the parameter with which it is ``full``; one that is ``alone`` has a bucket of its own.
     """
-    bucket: Chunk = []
+    bucket: list[Parameter] = []
     for parameter in walk:
         if bucket and alone(parameter):
             yield bucket
@@ -111,7 +107,7 @@ def in_buckets(
         yield bucket
 
 
-def reaching(size: int | None) -> Callable[[Chunk], bool]:
+def reaching(size: int | None) -> Callable[[list[Parameter]], bool]:
     """Whether a bucket has at least ``size`` elements; None: never."""
     return lambda bucket: size is not None and numel(bucket) >= size
 

@@ -41,7 +41,7 @@ def round_up(value: int, divisor: int) -> int:
 
 
 def end_to_end(
-    chunks: Iterable[Sequence[Parameter]], alignment: int = 1, divisor: int = 1
+    contents: Iterable[Sequence[Parameter]], alignment: int = 1, divisor: int = 1
 ) -> tuple[dict[str, PlacedParameter], tuple[Span, ...]]:
     """Place what each bucket holds end to end: the parameters by name, and the buckets.
 
@@ -52,9 +52,9 @@ def end_to_end(
     ranges: dict[str, PlacedParameter] = {}
     buckets: list[Span] = []
     start = 0
-    for chunk in chunks:
+    for parameters in contents:
         stop = start
-        for parameter in chunk:
+        for parameter in parameters:
             placed = ranges[parameter.name] = PlacedParameter(parameter, round_up(stop, alignment), len(buckets))
             stop = placed.stop
         buckets.append((start, round_up(stop, divisor)))
@@ -89,9 +89,9 @@ def owned(parameters: Iterable[PlacedParameter], numel: int, owners: Mapping[str
 
 def stacked(held: Iterable[tuple[int, int, int]]) -> tuple[FlatShard, ...]:
     """Shards of (start, stop, rank), in order: a rank's lie one after the other in its buffer."""
-    at: defaultdict[int, int] = defaultdict(int)
+    ends: defaultdict[int, int] = defaultdict(int)
     shards = []
     for start, stop, rank in held:
-        shards.append(FlatShard(rank, start, stop, at[rank]))
-        at[rank] += stop - start
+        shards.append(FlatShard(rank, start, stop, ends[rank]))
+        ends[rank] += stop - start
     return tuple(shards)
