@@ -47,6 +47,7 @@ from muonckpt.errors import Interrupted, SourceError
 from muonckpt.layouts.buffers.megatron_compact import legacy_pingpong
 from muonckpt.layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
 from muonckpt.layouts.buffers.parameters import GroupSizes
+from muonckpt.layouts.buffers.placements import PLACEMENTS
 from muonckpt.optimizer.layer_wise.optimizer import LayerWise
 from muonckpt.record import Manifest
 from muonckpt.store.formats.registry import BUFFERS, format_of
@@ -189,12 +190,9 @@ def test_the_same_layout_on_the_same_ranks_keeps_recorded_owners_and_their_versi
     assert owners(written(tmp_path / "dcp", tmp_path / "through dcp", "legacy-pingpong", 3)) == expected
 
 
-KEPT = ("padded-nscost", "padded-numel", "decoupled-total-order", "legacy-pingpong")
-
-
 def save_runs(rank: int, world: int, folder: str) -> None:
     """A layer-wise run of each layout, in buckets that no converter would choose."""
-    for layout in KEPT:
+    for layout in PLACEMENTS:
         net = Net(("embedding", "qkv", "proj", "down", "bias"))
         opt = LayerWise(net, groups(net), layout=layout, bucket_size=700)
         state = {"optimizer": get_optimizer_state_dict(net, opt)}
@@ -204,7 +202,7 @@ def save_runs(rank: int, world: int, folder: str) -> None:
 
 def test_the_owners_of_the_run_that_saved_are_kept(tmp_path):
     on_ranks(2, save_runs, str(tmp_path))
-    for layout in KEPT:
+    for layout in PLACEMENTS:
         source = muonckpt.open(tmp_path / layout).outline
         names = {tensor.key: tensor.name for tensor in source.tensors}
         run_of = {p["name"]: p for buffer in source.provenance["layer_wise"]["buffers"] for p in buffer["parameters"]}
