@@ -41,9 +41,9 @@ class Way:
 
 
 def _of_ranks(job: Job) -> Mapping[str, Any]:
-    from . import buffer_tables
+    from ..converters.buffer_summary import buffer_summary, labelled
 
-    shared = buffer_tables.summarise(buffer_tables.labelled({"buffers": job.buffers}))
+    shared = buffer_summary(labelled({"buffers": job.buffers}))
     target = job.target
     return {"ranks": target.ranks, "mesh": dict(target.mesh), "layout": target.layout, "buffers": shared}
 

@@ -13,6 +13,7 @@ from .version import VERSION as __version__
 
 if TYPE_CHECKING:
     from .checkpoint.save_load import load, save
+    from .converters.inspection import inspect
     from .store.audit import verify
     from .store.open_checkpoint import open
 
@@ -23,6 +24,7 @@ __all__ = [
     "MuonckptError",
     "SourceError",
     "__version__",
+    "inspect",
     "load",
     "open",
     "save",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "inspect": ".converters.inspection",
     "load": ".checkpoint.save_load",
     "open": ".store.open_checkpoint",
     "save": ".checkpoint.save_load",

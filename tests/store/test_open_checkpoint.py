@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -184,6 +185,21 @@ def test_the_home_directory_and_urls_are_places(saved, tmp_path, monkeypatch):
         assert np.array_equal(remote.tensors["model.w"].numpy(), STATE["w"].numpy())
     assert not muonckpt.verify("memory://bucket/opened").findings
     location("memory://bucket/opened").remove()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inspect_returns_what_the_command_prints(kind, saved, capsys):
+    inspection = muonckpt.inspect(saved / kind)
+    assert run(["inspect", str(saved / kind), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(inspection.to_json()))
+    assert (inspection.kind, inspection.tensors, inspection.other_items) == (KINDS[kind], len(STATE) + 2, 4)
+    assert {
+        "slot": "momentum_buffer",
+        "tensors": 1,
+        "elements": 120,
+        "bytes": 480,
+        "dtypes": ["float32"],
+    } in inspection.slots
 
 
 def test_golden_checkpoints_of_others_open(tmp_path):

@@ -1,0 +1,123 @@
+"""What is in a checkpoint and how it is laid out, from its metadata alone: what ``muonckpt inspect`` prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import SourceError
+from ..record import Extent, Manifest, StateRecord
+from ..store.io.location import Remote
+from ..store.open_checkpoint import OpenCheckpoint, open
+from ..store.reading.dtypes import itemsize
+from .buffer_summary import NO_STATE, buffer_summary, labelled, without_buffers
+from .translate.detection import annotate, detect
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What the metadata of a checkpoint say; sizes in bytes.
+
+    Attributes:
+        checkpoint: where it is.
+        kind: its format.
+        dialect: whose keys it has: ``name`` and ``who``, None where that cannot be told, and the ``reasons``.
+        provenance: who made it and how, without the flat buffers that it records, which are long.
+        tensors, chunks, bytes: how many there are, and the bytes of all elements.
+        other_items, files: how many there are.
+        layouts: how the programs that wrote tensors had them on their ranks, and how many ``tensors`` each.
+        buffers: the flat buffers, summarised: sizes and padding, and what each rank has.
+        slots: for each slot of optimizer state ``tensors``, ``elements``, ``bytes`` and ``dtypes``.
+        manifest: everything, with the parameters and slots that keys of the dialect name.
+    """
+
+    checkpoint: str
+    kind: str
+    dialect: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+    tensors: int
+    chunks: int
+    bytes: int
+    other_items: int
+    files: int
+    layouts: tuple[Mapping[str, Any], ...]
+    buffers: tuple[Mapping[str, Any], ...]
+    slots: tuple[Mapping[str, Any], ...]
+    manifest: Manifest
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON data: the attributes under their names, without the manifest."""
+        fields = (field.name for field in dataclasses.fields(self) if field.name != "manifest")
+        return {name: getattr(self, name) for name in fields}
+
+
+def inspect(path: str | os.PathLike[str] | Remote) -> Inspection:
+    """Say what is in a checkpoint of any format and how it is laid out: what ``muonckpt inspect`` prints.
+
+    Reads metadata only, and needs no torch.
+
+    Args:
+        path: a path, or a URL such as ``s3://bucket/step1000``.
+
+    Raises:
+        SourceError: there is no checkpoint, or its metadata are damaged or refused.
+    """
+    with open(path) as checkpoint:
+        return inspection_of(checkpoint)
+
+
+def inspection_of(checkpoint: OpenCheckpoint) -> Inspection:
+    """The same for an open checkpoint."""
+    manifest = annotate(checkpoint.outline)
+    layouts = Counter(json.dumps(tensor.layout) for tensor in manifest.tensors if tensor.layout)
+    return Inspection(
+        checkpoint=str(checkpoint.path),
+        kind=checkpoint.format.name,
+        dialect=_dialect(manifest),
+        provenance=without_buffers(manifest.provenance),
+        tensors=len(manifest.tensors),
+        chunks=sum(len(tensor.chunks) for tensor in manifest.tensors),
+        bytes=sum(map(_bytes, manifest.tensors)),
+        other_items=len(manifest.blobs),
+        files=len({item.file for item in _items(manifest)}),
+        layouts=tuple({**json.loads(layout), "tensors": count} for layout, count in layouts.most_common()),
+        buffers=tuple(buffer_summary(labelled(manifest.provenance))),
+        slots=tuple(_slot(name, manifest.tensors) for name in dict.fromkeys(t.slot for t in manifest.tensors)),
+        manifest=manifest,
+    )
+
+
+def _dialect(manifest: Manifest) -> dict[str, Any]:
+    """Whose keys these are, if that can be told, and why or why not."""
+    try:
+        found = detect(manifest)
+    except SourceError as error:
+        return {"name": None, "who": None, "reasons": [str(error)]}
+    return {"name": found.dialect.name, "who": found.dialect.who, "reasons": list(found.reasons)}
+
+
+def _slot(name: str | None, tensors: Sequence[StateRecord]) -> dict[str, Any]:
+    mine = [tensor for tensor in tensors if tensor.slot == name]
+    return {
+        "slot": name or NO_STATE,
+        "tensors": len(mine),
+        "elements": sum(math.prod(tensor.shape) for tensor in mine),
+        "bytes": sum(map(_bytes, mine)),
+        "dtypes": sorted({tensor.dtype for tensor in mine}),
+    }
+
+
+def _items(manifest: Manifest) -> Iterator[Extent]:
+    for tensor in manifest.tensors:
+        yield from (chunk.item for chunk in tensor.chunks)
+    yield from (blob.item for blob in manifest.blobs)
+
+
+def _bytes(tensor: StateRecord) -> int:
+    return math.prod(tensor.shape) * itemsize(tensor.dtype)
