@@ -13,6 +13,7 @@ from support.oracle import arange, execute, scatter
 
 from muonckpt.errors import LayoutError, SourceError
 from muonckpt.layouts.buffers.balanced import balanced
+from muonckpt.layouts.buffers.group_buffer import GroupBuffer, recorded, recorded_run
 from muonckpt.layouts.buffers.layout import BufferLayout
 from muonckpt.layouts.buffers.layout_json import from_json, to_json
 from muonckpt.layouts.buffers.megatron_compact import decoupled_total_order, legacy_pingpong
@@ -294,6 +295,45 @@ def test_what_cannot_be_is_refused(changes, message):
     assert a_buffer().padding == 8
     with pytest.raises(LayoutError, match=message):
         a_buffer(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group": (3,)}, "expected 2 ranks that share a buffer"),
+        ({"group": (3, 3)}, "expected 2 ranks that share a buffer"),
+        ({"group": (-1, 3)}, "expected 2 ranks that share a buffer"),
+        ({"origins": ((0,),)}, "not those of the buffer's parameters"),
+        ({"origins": ((0,), (0,))}, "not those of the buffer's parameters"),
+        ({"layout": lambda: a_buffer(parameters=()), "origins": ()}, "expected a buffer with parameters"),
+    ],
+)
+def test_a_buffer_that_no_group_can_share_is_refused(changes, message):
+    given = {"slot": "momentum_buffer", "part": 0, "group": (5, 3), "origins": ((0,), (4, 0)), "layout": a_buffer}
+    given = {**given, **changes}
+    given["layout"] = given["layout"]()
+    with pytest.raises(LayoutError, match=message):
+        GroupBuffer(**given)
+
+
+def test_what_a_checkpoint_records_of_its_buffers_is_read_back():
+    """Those that its tensors lie in, and those of the run that saved it, which are of no slot and have no origins."""
+    buffer = GroupBuffer("momentum_buffer", 1, (5, 3), ((0,), (4, 0)), a_buffer())
+    assert [(key, fragment.box.lo, fragment.place.buffer) for key, fragment in buffer.fragments()] == [
+        ("a", (0,), 5),
+        ("b", (4, 0), 3),
+    ]
+    run = {"layout": "balanced", "buffers": [to_json(a_buffer())], "ranks": [[5, 3]]}
+    provenance = json.loads(json.dumps({"buffers": [buffer.to_json()], "layer_wise": run}))
+    assert recorded(provenance) == (buffer,)
+    assert recorded_run(provenance) == (GroupBuffer(None, 0, (5, 3), ((0,), (0, 0)), a_buffer()),)
+    assert recorded({}) == recorded_run({}) == ()
+    for damaged in ({"buffers": 3}, {"buffers": [{}]}, {"buffers": [3]}):
+        with pytest.raises(SourceError, match="damaged"):
+            recorded(damaged)
+    for damaged in ({"ranks": []}, {"ranks": [[5]]}, {"ranks": 5}, {"buffers": []}, {"buffers": [{}]}):
+        with pytest.raises(SourceError, match="damaged"):
+            recorded_run({"layer_wise": {**run, **damaged}})
 
 
 def test_replicas_and_owners_by_hand():
