@@ -27,6 +27,7 @@ from pathlib import Path
 
 from machine import describe
 
+import muonckpt
 from muonckpt.converters.engine.job import Job, make_job
 from muonckpt.converters.target.topology import Target
 
@@ -202,7 +203,7 @@ def ways(folder: Path, gigabytes: float, rounds: int) -> None:
     padded = save(folder, "padded", gigabytes, SHAPES, *ROWS_4, "--layout", "padded-nscost")
     ep = [each.format(2, 4) for each in EP_FSDP]
     experts = save(folder, "experts", gigabytes, EXPERTS, *ep)
-    job = make_job(four, Target({"dp": 8}))
+    job = make_job(muonckpt.open(four), Target({"dp": 8}))
 
     def ours(source: Path, *options: str) -> Way:
         return lambda to: reshard(source, to, *options)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import click
 
-from ..converters.translate.names import Rules
-from ..converters.translate.tables import INVERSE, READY
-from ..errors import SourceError
 from ..layouts.buffers.placements import FORMER
 from ..store.io.location import Location, location
 
@@ -90,21 +86,3 @@ class LayoutName(click.Choice):  # type: ignore[type-arg]
         if name in FORMER:
             click.echo(f"warning: --layout {name} is called {FORMER[name]} now", err=True)
         return str(super().convert(FORMER.get(name, name), param, context))
-
-
-class RuleTable(click.ParamType):  # type: ignore[type-arg]
-    """A table of names and structure: a ready-made one by its name, or a TOML file; after ``inverse:`` the way back."""
-
-    name = "table"
-
-    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> Rules:
-        if isinstance(value, Rules):
-            return value
-        name = str(value).removeprefix(INVERSE)
-        try:
-            rules = Rules.from_toml(READY[name] if name in READY else Path(name).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            self.fail(f"cannot read {name!r} ({error}), and it is none of {', '.join(READY)}", param, context)
-        except SourceError as error:
-            self.fail(f"{name}: {error}", param, context)
-        return rules.inverse() if str(value).startswith(INVERSE) else rules

@@ -1,4 +1,4 @@
-"""`muonckpt convert`: rewrite a checkpoint in another format."""
+"""`muonckpt convert`: rewrite a checkpoint in another format, or for another program."""
 
 from __future__ import annotations
 
@@ -6,28 +6,18 @@ from typing import Any
 
 import click
 
-from .argument_types import MeshSizes
-from .asked import CONTENT, CREW, FORMAT, PLACES, RANKS, WHOLE, WORK, Asked, kept, taking
-from .conversion import carry_out
+from ..converters.rewrite import convert
+from .options import PLACES, SHARED, Command
+from .rewriting import rewrite
 
 
-@click.command("convert")
+@click.command("convert", cls=Command)
 @PLACES
-@taking(
-    FORMAT,
-    click.option(
-        "--mesh", type=MeshSizes(), help="Axes and sizes, the outermost first: dp=8,tp=2; one rank if not given."
-    ),
-    RANKS,
-    WHOLE,
-    CONTENT,
-    CREW,
-    WORK,
-)
+@SHARED
 def command(**options: Any) -> None:
-    """Rewrite the checkpoint SOURCE as DESTINATION in another format or layout.
+    """Rewrite the checkpoint SOURCE as DESTINATION in another format, or for another program.
 
-    The same as reshard, with the format in front.  safetensors and zarr hold whole tensors; the files of the other
-    formats are those of ranks, and all that reshard says of mesh and layout applies.
+    safetensors and zarr hold whole tensors; the other formats are written as one rank has them.  For more ranks, and
+    other layouts, see reshard, which takes the same options.
     """
-    carry_out(Asked(**kept(options)), "convert")
+    rewrite(convert, "convert", **options)

@@ -25,12 +25,14 @@ from ..version import VERSION
 COMMANDS = {
     "inspect": "Say what is in a checkpoint and how it is laid out.",
     "verify": "Check that a checkpoint is whole: coverage, bounds, checksums, fingerprints, values.",
-    "reshard": "Rewrite a checkpoint for another mesh or layout, without a GPU.",
-    "convert": "Rewrite a checkpoint in another format: the same as reshard, the format in front.",
-    "export": "Write the tensors of a checkpoint as safetensors or zarr.",
-    "rules": "Print the ready-made tables of names and structure, or the programs that --from and --to know.",
+    "reshard": "Rewrite a checkpoint for another mesh, layout, format or program, without a GPU.",
+    "convert": "Rewrite a checkpoint in another format, or for another program.",
+    "rules": "Print the ready-made tables of names and structure; list programs and layouts.",
 }
 """Every command and its one-line help, so that `--help` imports none of them."""
+
+RENAMED = {"export": "convert"}
+"""Commands of earlier versions, which take the same options, by what they are called now."""
 
 EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (SourceError, 3),
@@ -56,6 +58,9 @@ class _Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name in RENAMED:
+            _complain(f"`{name}` is called `{RENAMED[name]}` now")
+            name = RENAMED[name]
         if name not in COMMANDS:
             return None
         command: click.Command = import_module(f".{name}", __package__).command

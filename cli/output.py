@@ -65,24 +65,24 @@ def size(count: int) -> str:
 
 
 @contextmanager
-def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A function to call, from any thread, with the bytes done since the last call.
+def progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A function to call, from any thread, with the bytes done since the last call and how many there are in all.
 
     On a terminal a bar on standard error; elsewhere a line at every tenth, at most one a second.
     """
     lock = threading.Lock()
+    done, told, last = 0, 0, time.monotonic()
     if sys.stderr.isatty():
         from rich import progress as bars
         from rich.console import Console
 
         columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.DownloadColumn(binary_units=True))
         with bars.Progress(*columns, bars.TimeRemainingColumn(), console=Console(stderr=True)) as shown:
-            task = shown.add_task(label, total=total)
-            yield lambda count: shown.advance(task, count)
+            task = shown.add_task(label, total=None, visible=False)
+            yield lambda count, total: shown.update(task, advance=count, total=total, visible=True)
         return
-    done, told, last = 0, 0, time.monotonic()
 
-    def advance(count: int) -> None:
+    def advance(count: int, total: int) -> None:
         nonlocal done, told, last
         with lock:
             done += count

@@ -1,42 +1,46 @@
-"""`muonckpt reshard`: rewrite a checkpoint for another mesh or layout."""
+"""`muonckpt reshard`: rewrite a checkpoint for another mesh, layout, format or program."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from ..converters.target.formats import OF_RANKS
-from ..converters.target.topology import LAYOUTS
-from .argument_types import MeshSizes
-from .asked import CONTENT, CREW, FORMAT, PLACES, RANKS, WHOLE, WORK, Asked, kept, taking
-from .conversion import carry_out
+from ..converters.rewrite import reshard
+from ..converters.target.topology import LAYOUTS, ROWS, Cut
+from .argument_types import LayoutName, MeshSizes, ShardRule
+from .options import PLACES, SHARED, Command, taking
+from .rewriting import rewrite
 
 
-def layouts() -> str:
-    """The layouts, for the end of the help text."""
-    return "\b\nLayouts:\n" + "\n".join(f"  {name:23}{description}" for name, description in LAYOUTS.items())
-
-
-@click.command("reshard", epilog=layouts())
+@click.command("reshard", cls=Command)
 @PLACES
 @taking(
-    click.option("--mesh", type=MeshSizes(), help="Axes and sizes, the outermost first: dp=8,ep=4,tp=2.  [required]"),
-    RANKS,
-    FORMAT,
-    WHOLE,
-    CONTENT,
-    CREW,
-    WORK,
+    click.option("--mesh", type=MeshSizes(), help="Axes and sizes of the ranks, the outermost first: dp=8,ep=4,tp=2."),
+    click.option(
+        "--shard",
+        type=ShardRule(),
+        multiple=True,
+        metavar="GLOB=AXIS:DIM,...",
+        help="Which axes cut which dims of the tensors whose key fits.",
+    ),
+    click.option(
+        "--layout",
+        type=LayoutName(list(LAYOUTS)),
+        default=ROWS,
+        metavar="LAYOUT",
+        help=f"What ranks hold: {', '.join(LAYOUTS)}.",
+    ),
+    SHARED,
 )
-def command(**options: Any) -> None:
-    """Rewrite the checkpoint SOURCE as DESTINATION for another mesh or layout.
+def command(shard: Sequence[tuple[str, tuple[Cut, ...]]], **options: Any) -> None:
+    """Rewrite the checkpoint SOURCE as DESTINATION for another mesh, layout, format or program.
 
-    Streams bytes; nothing is deserialised and no GPU or process group is needed.  DESTINATION must not exist; it
-    appears whole, when everything has been written, checked and synced.  Nothing is renamed or rescaled unless --from,
-    --to, --rules, --convention, --target-convention, --mu, --step or --drop is given.
+    Streams bytes; needs no GPU and no process group.  DESTINATION must not exist; it appears whole, when everything
+    has been written, checked and synced.  Nothing is renamed or rescaled unless asked for.
     """
-    options = kept(options)
-    if options["mesh"] is None and options["format"] in OF_RANKS:
-        raise click.UsageError("Missing option '--mesh': the ranks to write for, such as dp=8")
-    carry_out(Asked(**options), "reshard")
+    rules: dict[str, tuple[Cut, ...]] = {}
+    for glob, cuts in shard:  # the first that fits wins
+        rules.setdefault(glob, cuts)
+    rewrite(reshard, "reshard", shard=rules, **options)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import click
 
+from ..converters.target.topology import LAYOUTS
 from ..converters.translate.dialects import DIALECTS
 from ..converters.translate.tables import READY, ready
-from ..errors import SourceError
+from ..errors import TargetError
 from .output import table
 
 
 @click.command("rules")
 @click.argument("name", required=False)
 @click.option("--dialects", is_flag=True, help="List the programs that --from and --to know.")
-def command(name: str | None, dialects: bool) -> None:
+@click.option("--layouts", is_flag=True, help="List the layouts that --layout knows.")
+def command(name: str | None, dialects: bool, layouts: bool) -> None:
     """Print the table NAME (inverse:NAME for the way back) as the TOML that --rules takes; without NAME list them.
 
     \b
@@ -23,11 +25,13 @@ def command(name: str | None, dialects: bool) -> None:
     if dialects:
         known = [(d.name, d.convention or "-", "" if d.writable else "read only", d.who) for d in DIALECTS.values()]
         table(("dialect", "momentum", "", "program"), known)
+    elif layouts:
+        table(("layout", "what a rank has"), list(LAYOUTS.items()))
     elif name is None:
         tables = [(name, len(ready(name).rules), str(ready(name).rules[0])) for name in READY]
         table(("table", "rules", "the first"), tables)
     else:
         try:
             click.echo(ready(name).to_toml(), nl=False)
-        except SourceError as error:
+        except TargetError as error:
             raise click.UsageError(str(error)) from error

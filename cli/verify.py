@@ -24,8 +24,9 @@ def command(checkpoint: Location, jobs: int, as_json: bool) -> int:
     Coverage, bounds, digests, CRC-32s, fingerprints, and infinite or NaN values.  A stock
     torch.distributed.checkpoint directory without our manifest is checked by the CRC-32 that every item carries.
     """
-    with OpenCheckpoint(checkpoint) as opened, progress("verify", payload_bytes(opened.outline)) as advance:
-        report = audit(opened, advance, jobs)
+    with OpenCheckpoint(checkpoint) as opened, progress("verify") as advance:
+        total = payload_bytes(opened.outline)
+        report = audit(opened, lambda count: advance(count, total), jobs)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report), indent=1))
         return 1 if report.findings else 0

@@ -8,12 +8,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .errors import DestinationError, Interrupted, LayoutError, MuonckptError, SourceError
+from .errors import DestinationError, Interrupted, LayoutError, MuonckptError, SourceError, TargetError
 from .version import VERSION as __version__
 
 if TYPE_CHECKING:
     from .checkpoint.save_load import load, save
     from .converters.inspection import inspect
+    from .converters.report import Report
+    from .converters.rewrite import convert, reshard
     from .store.audit import verify
     from .store.open_checkpoint import open
 
@@ -22,19 +24,26 @@ __all__ = [
     "Interrupted",
     "LayoutError",
     "MuonckptError",
+    "Report",
     "SourceError",
+    "TargetError",
     "__version__",
+    "convert",
     "inspect",
     "load",
     "open",
+    "reshard",
     "save",
     "verify",
 ]
 
 _HOMES = {
+    "Report": ".converters.report",
+    "convert": ".converters.rewrite",
     "inspect": ".converters.inspection",
     "load": ".checkpoint.save_load",
     "open": ".store.open_checkpoint",
+    "reshard": ".converters.rewrite",
     "save": ".checkpoint.save_load",
     "verify": ".store.audit",
 }

@@ -55,9 +55,10 @@ RULES = {
     "converters/target": "errors box layout plan record version vocabulary layouts layouts/buffers store/io "
     "store/reading store/formats converters/engine",
     "converters/translate": "errors box layout record vocabulary store store/formats converters/engine",
-    "converters": "errors record layouts/buffers store store/io store/reading converters/translate",
-    "cli": "errors record version vocabulary layouts/buffers store store/io store/formats converters "
+    "converters": "errors record vocabulary layouts/buffers store store/io store/reading store/formats "
     "converters/engine converters/target converters/translate",
+    "cli": "errors record version vocabulary layouts/buffers store store/io converters converters/engine "
+    "converters/target converters/translate",
     "": "errors version store checkpoint converters",
 }
 TORCH = ("layouts/tensors", "checkpoint/", "compat/", "optimizer/")

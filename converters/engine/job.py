@@ -27,6 +27,8 @@ from ..translate.request import unchanged
 from .output_files import OutputFile, Task
 from .outputs import MakeOutputs
 
+_DCP = DcpFiles()
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -109,11 +111,11 @@ class Job:
 
 @not_collecting()
 def make_job(
-    source: Location,
+    source: OpenCheckpoint,
     target: Target,
     select: Sequence[str] = (),
     make_outputs: MakeOutputs = unchanged,
-    container: Container | None = None,
+    container: Container = _DCP,
 ) -> Job:
     """Plan to write a checkpoint's tensors as ``target`` says, in files as ``container`` makes them.
 
@@ -127,15 +129,13 @@ def make_job(
         TargetError: the target does not fit the tensors, or a pattern fits nothing.
         LayoutError: a tensor of the source has a hole or an overlap.
     """
-    container = container or DcpFiles()
-    opened = OpenCheckpoint(source)
-    outputs = make_outputs(opened).selected(select)
-    manifest = outputs.used(opened.manifest)
-    arranged = container.arrange(Task(source.resolve().name, manifest.provenance, outputs, target, tuple(select)))
+    outputs = make_outputs(source).selected(select)
+    manifest = outputs.used(source.manifest)
+    arranged = container.arrange(Task(source.path.resolve().name, manifest.provenance, outputs, target, tuple(select)))
     return Job(
-        opened,
+        source,
         manifest,
-        state_of(source, manifest),
+        state_of(source.path, manifest),
         target,
         container,
         tuple(select),

@@ -23,9 +23,8 @@ from ...store.io import publish
 from ...store.io.gc_paused import not_collecting
 from ...store.io.location import Location, check_memory
 from ...store.io.regular import open_regular
-from ..target.topology import Target
 from .crew import PATIENCE, Crew
-from .job import Job, check_destination, make_job, state_of
+from .job import Job, check_destination, state_of
 from .journal import Done
 from .mover import Mover, Progress
 from .output_files import OutputFile
@@ -37,11 +36,6 @@ two threads (medians of alternating runs), and no less with four."""
 
 _SLICE = 0.2
 """Seconds of waiting in a row: a signal that comes just before a wait begins is noticed only when it ends."""
-
-
-def plan_job(source: Location, ranks: int) -> Job:
-    """The plainest target: every tensor cut by rows over ``ranks`` ranks.  For others see `make_job`."""
-    return make_job(source, Target({"dp": ranks}))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

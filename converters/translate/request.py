@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...store.open_checkpoint import OpenCheckpoint
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
@@ -14,13 +14,15 @@ from .names import Rules
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The arguments of :func:`.translator.translate`; the defaults ask for nothing."""
+    """The arguments of :func:`.translator.translate`, whose defaults ask for nothing; and whether what is no tensor is
+    left out."""
 
     source: Dialect | None = None
     target: Dialect | None = None
     rules: Rules = field(default_factory=Rules)
     overrides: Overrides = field(default_factory=Overrides)
     drop: frozenset[str] = frozenset()
+    tensors_only: bool = False
 
     def outputs(self, source: OpenCheckpoint) -> Outputs:
         """What is made of a checkpoint.  Nothing is translated where nothing is asked for.
@@ -28,7 +30,11 @@ class Request:
         Raises:
             SourceError, TargetError, LayoutError: as `translate` and `unchanged`.
         """
-        if self == Request():
+        outputs = self._translated(source)
+        return outputs.tensors_only() if self.tensors_only else outputs
+
+    def _translated(self, source: OpenCheckpoint) -> Outputs:
+        if replace(self, tensors_only=False) == Request():
             return unchanged(source)
         from .translator import translate  # few commands translate
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 
-from ...errors import SourceError
+from ...errors import SourceError, TargetError
 from .names import Rules
 
 READY: Mapping[str, str] = MappingProxyType(
@@ -50,18 +51,37 @@ shares = [1, 1]
 )
 """The text of each table."""
 
-INVERSE = "inverse:"
-"""Before the name of a table: the way back."""
+_INVERSE = "inverse:"
 
 
 def ready(name: str) -> Rules:
     """A ready-made table by its name, or with ``inverse:`` in front the way back.
 
     Raises:
-        SourceError: there is none of this name.
+        TargetError: there is none of this name.
     """
-    wanted = name.removeprefix(INVERSE)
-    if wanted not in READY:
-        raise SourceError(f"no table of rules called {wanted!r}; there are {', '.join(READY)}")
-    rules = Rules.from_toml(READY[wanted])
-    return rules.inverse() if name.startswith(INVERSE) else rules
+    plain = name.removeprefix(_INVERSE)
+    if plain not in READY:
+        raise TargetError(f"no table of rules called {plain!r}; there are {', '.join(READY)}")
+    return _turned(name, Rules.from_toml(READY[plain]))
+
+
+def table(name: str) -> Rules:
+    """A ready-made table by its name, or that of a TOML file; with ``inverse:`` in front the way back.
+
+    Raises:
+        TargetError: there is no such table, or it is none.
+    """
+    plain = name.removeprefix(_INVERSE)
+    if plain in READY:
+        return ready(name)
+    try:
+        return _turned(name, Rules.from_toml(Path(plain).read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError) as error:
+        raise TargetError(f"cannot read rules {plain!r} ({error}), and it is none of {', '.join(READY)}") from error
+    except SourceError as error:
+        raise TargetError(f"{plain}: {error}") from error
+
+
+def _turned(name: str, rules: Rules) -> Rules:
+    return rules.inverse() if name.startswith(_INVERSE) else rules

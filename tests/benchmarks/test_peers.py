@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.golden import golden
+from support.resharded import make_job
 from support.translated import MEGATRON, executed, expected, read, translated
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from muonckpt.converters.engine.job import make_job
 from muonckpt.converters.engine.run import run
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.tables import ready

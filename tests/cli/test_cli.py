@@ -195,15 +195,15 @@ def test_every_command_explains_itself(arguments, option):
 
 SUMMARY = ["checkpoint", "kind", "dialect", "provenance", "tensors", "chunks", "bytes", "other_items", "files"]
 SUMMARY += ["layouts", "buffers", "slots"]
-PLAN = ["source", "format", "ranks", "mesh", "layout", "buffers", "checked", "read", "avoided", "written", "unchecked"]
-PLAN += ["left_out", "notes", "files"]
+REWRITING = ["source", "destination", "format", "ranks", "mesh", "layout", "buffers", "files", "tensors", "checked"]
+REWRITING += ["read", "avoided", "written", "unchecked", "left_out", "notes", "compared", "fingerprints"]
 REPORT = ["tensors", "chunks", "blobs", "payload_bytes", "unchecked", "fingerprints", "findings", "notes"]
 JSON = {
     "inspect": ([], SUMMARY),
     "inspect --tensors": (["--tensors"], [*SUMMARY, "manifest"]),
     "verify": ([], REPORT),
-    "reshard": ([], [*PLAN, "destination", "fingerprints"]),
-    "reshard --dry-run": (["--dry-run"], PLAN),
+    "reshard": ([], REWRITING),
+    "reshard --dry-run": (["--dry-run"], REWRITING),
 }
 
 

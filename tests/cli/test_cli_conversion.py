@@ -1,4 +1,4 @@
-"""Names, conventions and formats on the command line: `reshard`, `convert`, `export` and `rules`."""
+"""Names, conventions and formats on the command line: `reshard`, `convert` and `rules`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from support.sharded import edit, elements_of
 from support.translated import nested
 
 import muonckpt
+from muonckpt.cli.main import COMMANDS
 from muonckpt.converters.translate.dialects import DIALECTS
 from muonckpt.converters.translate.names import Rules
 from muonckpt.converters.translate.tables import READY, ready
@@ -54,11 +55,20 @@ def floats(path: Path) -> dict[str, list[float]]:
     }
 
 
-@pytest.mark.parametrize("command", ["convert", "export", "rules"])
-def test_every_command_explains_itself(command):
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_on_one_screen(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     done = called(command, "--help")
     assert done.returncode == 0 and done.stdout.startswith(f"Usage: muonckpt {command}")
     assert all(len(line) <= 100 for line in done.stdout.splitlines())
+    assert len(done.stdout.splitlines()) <= 40
+
+
+def test_what_was_export_is_convert_and_says_so(split, tmp_path):
+    done = called("export", split, tmp_path / "out", "--format", "zarr")
+    assert done.returncode == 0 and "`export` is called `convert` now" in done.stderr
+    assert called("verify", tmp_path / "out").returncode == 0
+    assert "export" not in called("--help").stdout
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -139,11 +149,13 @@ def test_a_slot_may_be_left_behind(split, tmp_path):
     assert len(read(tmp_path / "out").provenance["resharded"][-1]["left_out"]) == 3
 
 
-@pytest.mark.parametrize(("command", "target"), [("reshard", "torch_dist"), ("convert", "torch_dist_chained")])
+@pytest.mark.parametrize(
+    ("command", "target"), [(("reshard", "--mesh", "dp=2"), "torch_dist"), (("convert",), "torch_dist_chained")]
+)
 def test_a_checkpoint_for_megatron_stays_one(command, target, split, tmp_path):
     to = ("--to", target, "--convention", "ema", "--tensors-only")
     assert called("convert", split, tmp_path / "a", *to).returncode == 0
-    assert called(command, tmp_path / "a", tmp_path / "b", "--mesh", "dp=2").returncode == 0
+    assert called(command[0], tmp_path / "a", tmp_path / "b", *command[1:]).returncode == 0
     for name in "ab":
         assert json.loads((tmp_path / name / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
 
@@ -186,13 +198,8 @@ def test_without_a_word_about_names_nothing_is_translated(stock, tmp_path):
 
 
 USAGE = {
-    "convert a b --format tar": "tar",
-    "reshard a b --format dcp": "--mesh",
-    "reshard a b --mesh dp=2 --shard-size 1MB": "--shard-size means nothing to format dcp",
-    "convert a b --format zarr --layout flat": "--layout means nothing to format zarr",
-    "convert a b --format zarr --shard *=dp:0": "--shard means nothing",
-    "export a b --format safetensors --mesh dp=2": "No such option",
-    "export a b --format dcp": "dcp",
+    "convert a b --to-format tar": "tar",
+    "convert a b --to-format dcp --mesh dp=2": "No such option",
     "reshard a b --mesh dp=2 --to moonlight": "moonlight",
     "reshard a b --mesh dp=2 --from nobody": "nobody",
     "reshard a b --mesh dp=2 --rules nobody": "none of megatron-swiglu",
@@ -207,6 +214,22 @@ USAGE = {
 def test_2_is_a_mistake_in_the_command_line(line):
     done = called(*line.split())
     assert (done.returncode, done.stdout) == (2, "") and USAGE[line] in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("", "--mesh"),
+        ("--format torch_dist", "--mesh"),
+        ("--mesh dp=2 --shard-size 1MB", "--shard-size means nothing to format dcp"),
+        ("--format zarr --layout flat", "--layout means nothing to format zarr"),
+        ("--format safetensors --shard *=dp:0 --mesh dp=2", "--shard means nothing"),
+    ],
+)
+def test_2_is_an_option_that_a_format_needs_or_has_no_use_for(options, message, split, tmp_path):
+    done = called("reshard", split, tmp_path / "out", *options.split())
+    assert (done.returncode, done.stdout) == (2, "") and message in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_2_is_also_a_slot_to_drop_that_is_not_there(split, tmp_path):
@@ -230,7 +253,7 @@ def test_one_rank_is_enough_and_whole_tensors_need_none(split, tmp_path):
     assert {chunk.item.file for t in read(tmp_path / "one").tensors for chunk in t.chunks} == {"__0_0.distcp"}
     assert called("reshard", split, tmp_path / "zarr", "--format", "zarr").stderr == ""
     noted = called("reshard", split, tmp_path / "file", "--format", "safetensors", "--mesh", "dp=4")
-    assert noted.returncode == 0 and "holds whole tensors" in noted.stderr
+    assert noted.returncode == 0 and "safetensors holds whole tensors" in noted.stdout
 
 
 def test_a_format_that_is_not_named_is_that_of_the_source_where_ranks_write_it(split, tmp_path):
@@ -238,7 +261,7 @@ def test_a_format_that_is_not_named_is_that_of_the_source_where_ranks_write_it(s
         assert called("convert", split, tmp_path / written, "--format", written).returncode == 0
     for source, kind in ((split, OWN), (tmp_path / "buffers", BUFFERS), (tmp_path / "zarr", OWN)):
         out = tmp_path / f"of {source.name}"
-        assert called("convert", source, out, "--layout", "padded-nscost", "--mesh", "dp=2").returncode == 0
+        assert called("reshard", source, out, "--layout", "padded-nscost", "--mesh", "dp=2").returncode == 0
         assert format_of(out) is kind
 
 
@@ -260,7 +283,7 @@ def test_the_plan_of_a_layout_of_buffers_says_its_padding_and_balance(tiny_check
 
 def test_a_damaged_chunk_of_zarr_is_found_also_where_no_fingerprint_can_be_compared(split, tmp_path):
     """Its parts are joined, so that the CRC-32C behind each chunk is all that can tell."""
-    assert called("export", split, tmp_path / "zarr", "--format", "zarr").returncode == 0
+    assert called("convert", split, tmp_path / "zarr", "--to-format", "zarr").returncode == 0
     line = ("reshard", tmp_path / "zarr", tmp_path / "out", "--mesh", "dp=2", "--rules", "hf-qkv")
     done = called(*line)
     assert (done.returncode, done.stderr) == (0, "")  # it is not said to carry no checksum
@@ -275,7 +298,10 @@ def test_a_damaged_chunk_of_zarr_is_found_also_where_no_fingerprint_can_be_compa
 
 def test_verify_takes_every_format_that_is_written(split, tmp_path):
     for written in ("buffers", "safetensors", "zarr"):
-        layout = ("--layout", "decoupled-total-order") if written == "buffers" else ()
-        assert called("convert", split, tmp_path / written, "--format", written, *layout, "--verify").returncode == 0
+        command = (
+            ("reshard", "--mesh", "dp=1", "--layout", "decoupled-total-order") if written == "buffers" else ("convert",)
+        )
+        options = (*command[1:], "--format", written, "--verify")
+        assert called(command[0], split, tmp_path / written, *options).returncode == 0
         done = called("verify", tmp_path / written)
         assert done.returncode == 0 and done.stdout.endswith(": whole\n")

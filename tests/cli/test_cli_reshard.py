@@ -17,7 +17,6 @@ from muonckpt.layouts.buffers.placements import PLACEMENTS
 LAYOUTS = ("rows", "flat", *PLACEMENTS)
 HUGE = "9" * 5000
 USAGE = [
-    "",
     *(f"--mesh {mesh}" for mesh in ("dp=0", "dp=-2", "dp", "4", "dp=2,dp=2", "dp=HUGE")),
     *(f"--mesh dp=2 --memory {memory}" for memory in ("much", "12parsec", "-1", "1.5GiB", "HUGE")),
     *(f"--mesh dp=2 --shard {rule}" for rule in ("x", "=dp:0", "*=dp", "*=dp:-1", "*=dp:0,", "*=:0", "*=dp:HUGE")),
@@ -74,9 +73,11 @@ def test_a_former_name_of_a_layout_is_taken_with_a_warning(tiny_checkpoint, tmp_
     assert records[0] == records[1]
 
 
-def test_help_says_what_each_layout_is():
-    told = called("reshard", "--help").stdout
+def test_help_names_every_layout_and_rules_says_what_each_is(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")  # in a narrow terminal a name may be wrapped
+    told = called("rules", "--layouts").stdout
     assert all(f"{name:23}{placement.description}\n" in told for name, placement in PLACEMENTS.items())
+    assert all(name in called("reshard", "--help").stdout for name in PLACEMENTS)
 
 
 @pytest.mark.parametrize("memory", ["0", "64kb", "1 GiB", "2gib", "300MB"])

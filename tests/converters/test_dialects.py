@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from support.resharded import make_job
 from support.translated import MEGATRON, W, nested, options, read, saved, truth_of
 
 import muonckpt
-from muonckpt.converters.engine.job import make_job
 from muonckpt.converters.engine.run import run
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.conventions import Overrides

@@ -19,14 +19,14 @@ import zarr
 from click.testing import CliRunner
 from support import sharded
 from support.golden import golden
-from support.resharded import tensors_only
+from support.resharded import make_job, plan_job, tensors_only
 from support.sharded import bits, edit
 from support.trees import tree
 
 import muonckpt
-from muonckpt.cli.export import command
-from muonckpt.converters.engine.job import Job, make_job
-from muonckpt.converters.engine.run import plan_job, run
+from muonckpt.cli.convert import command
+from muonckpt.converters.engine.job import Job
+from muonckpt.converters.engine.run import run
 from muonckpt.converters.target.formats import OF_WHOLE_TENSORS, container_of
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.request import unchanged
@@ -160,13 +160,14 @@ def test_wide_rows_and_many_chunks(tmp_path):
 MEASURED = """
 import re, sys
 from pathlib import Path
+import muonckpt
 from muonckpt.converters.engine.job import make_job
 from muonckpt.converters.engine.run import run
 from muonckpt.converters.target.formats import container_of
 from muonckpt.converters.target.topology import Target
 def watch(count):
     seen.append(int(re.search(r"RssAnon:\\s*([0-9]+) kB", Path("/proc/self/status").read_text())[1]))
-job, seen = make_job(Path(sys.argv[1]), Target({"dp": 1}), container=container_of(sys.argv[3])), []
+job, seen = make_job(muonckpt.open(sys.argv[1]), Target({"dp": 1}), container=container_of(sys.argv[3])), []
 watch(0)
 run(job, Path(sys.argv[2]), memory=16 << 20, progress=watch)
 print(max(seen) - seen[0])
@@ -304,7 +305,7 @@ def test_the_command_says_what_it_did(own, tmp_path):
 
 LOADED = """
 import sys
-from muonckpt.cli.export import command
+from muonckpt.cli.convert import command
 command(sys.argv[1:], standalone_mode=False)
 print(sorted({"torch", "zarr", "safetensors"} & set(sys.modules)))
 """

@@ -7,12 +7,13 @@ import time
 
 import pytest
 import torch
+from support.resharded import plan_job
 
 import muonckpt
 from muonckpt.converters.engine import journal as journals
 from muonckpt.converters.engine.journal import Done, Folder, Journal, Step, Sum
 from muonckpt.converters.engine.peer import Peer, Sight
-from muonckpt.converters.engine.run import plan_job, run
+from muonckpt.converters.engine.run import run
 from muonckpt.converters.engine.workers import Worker
 from muonckpt.errors import Interrupted
 from muonckpt.store.io.location import location

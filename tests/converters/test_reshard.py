@@ -18,12 +18,11 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from support import sharded
 from support.golden import golden
-from support.resharded import contents, nothing_but, once, reshard, saved
+from support.resharded import contents, make_job, nothing_but, once, plan_job, reshard, saved
 from support.sharded import edit, elements_of, manifest_edited, raw_bytes
 
 import muonckpt
-from muonckpt.converters.engine.job import make_job
-from muonckpt.converters.engine.run import plan_job, run
+from muonckpt.converters.engine.run import run
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.detection import annotate
 from muonckpt.errors import DestinationError, LayoutError, SourceError
@@ -122,12 +121,14 @@ def test_rows_larger_than_a_band_are_exact_and_the_budget_changes_no_byte(name, 
 MEASURED = """
 import re, sys
 from pathlib import Path
-from muonckpt.converters.engine.run import make_job, run
+import muonckpt
+from muonckpt.converters.engine.job import make_job
+from muonckpt.converters.engine.run import run
 from muonckpt.converters.target.topology import Rule, Target
 def watch(count):
     seen.append(int(re.search(r"RssAnon:\\s*([0-9]+) kB", Path("/proc/self/status").read_text())[1]))
 rules = Rule("[mt]a*", (("dp", int(sys.argv[3])),)), Rule("row", (("dp", int(sys.argv[3])),))
-job, seen = make_job(Path(sys.argv[1]), Target({"dp": 3}, rules)), []
+job, seen = make_job(muonckpt.open(sys.argv[1]), Target({"dp": 3}, rules)), []
 watch(0)
 run(job, Path(sys.argv[2]), memory=16 << 20, progress=watch)
 print(max(seen) - seen[0])

@@ -17,15 +17,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.commands import COMMAND
-from support.resharded import contents, nothing_but, tensors_only
+from support.resharded import contents, make_job, nothing_but, plan_job, tensors_only
 from support.sharded import edit
 from support.trees import tree
 
 import muonckpt
 from muonckpt.cli import main
 from muonckpt.converters.engine import crew
-from muonckpt.converters.engine.job import Job, make_job
-from muonckpt.converters.engine.run import Part, part_of, plan_job, run
+from muonckpt.converters.engine.job import Job
+from muonckpt.converters.engine.run import Part, part_of, run
 from muonckpt.converters.engine.workers import LaunchError, Worker, cuts, worker_of
 from muonckpt.converters.target.formats import container_of
 from muonckpt.converters.target.topology import Target
@@ -130,7 +130,7 @@ def test_the_command_refuses_an_impossible_launch_and_only_the_leader_speaks(sou
 
     code, out, complaint = told(4, "reshard", "--mesh", "dp=3")
     assert (code, out) == (2, "") and "there is no worker 4 of 4" in complaint
-    assert told(1, "export", "--format", "safetensors", "--tensors-only", "--dry-run") == (0, "", "")
+    assert told(1, "convert", "--format", "safetensors", "--tensors-only", "--dry-run") == (0, "", "")
     assert told(1, "reshard", "--mesh", "dp=3", "--dry-run") == (0, "", "")
     assert told(0, "reshard", "--mesh", "dp=3", "--dry-run")[1].startswith("file") and nothing_but(tmp_path)
 

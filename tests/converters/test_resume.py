@@ -12,13 +12,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support import sharded
-from support.resharded import contents, nothing_but, once, reshard, saved
+from support.resharded import contents, make_job, nothing_but, once, plan_job, reshard, saved
 from support.sharded import edit, elements_of
 from support.trees import tree
 
 import muonckpt
-from muonckpt.converters.engine.job import make_job
-from muonckpt.converters.engine.run import plan_job, run
+from muonckpt.converters.engine.run import run
 from muonckpt.converters.target.formats import container_of
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.request import unchanged

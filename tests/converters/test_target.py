@@ -13,14 +13,14 @@ import torch.distributed.checkpoint as dcp
 from support import sharded
 from support.golden import golden
 from support.oracle import arange, scatter
-from support.resharded import contents, saved
+from support.resharded import contents, make_job, saved
 from support.sharded import elements_of, manifest_edited
 
 import muonckpt
 from muonckpt.converters.engine import mover
 from muonckpt.converters.engine.mover import Mover
 from muonckpt.converters.engine.outputs import OutputItem, Outputs, OutputTensor
-from muonckpt.converters.engine.run import make_job, run
+from muonckpt.converters.engine.run import run
 from muonckpt.converters.target.layouts import lay_out
 from muonckpt.converters.target.topology import LAYOUTS, Rule, Target
 from muonckpt.converters.translate.request import unchanged

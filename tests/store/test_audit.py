@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.golden import golden
+from support.resharded import plan_job
 from support.sharded import GOLDENS, edit, manifest_edited, no_checksums
 
 import muonckpt
-from muonckpt.converters.engine.run import plan_job, run
+from muonckpt.converters.engine.run import run
 from muonckpt.errors import SourceError
 from muonckpt.record import Chunk
 from muonckpt.store.audit import Report, payload_bytes

@@ -31,6 +31,7 @@ from support.raw_buffers import (
     with_version,
     written,
 )
+from support.resharded import make_job
 from support.sharded import edit, elements_of, raw_bytes
 from support.workers import run as on_ranks
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -40,7 +41,7 @@ from muonckpt.cli.main import run as command
 from muonckpt.converters.engine.journal import Done
 from muonckpt.converters.engine.mover import LARGEST_BAND, _parts
 from muonckpt.converters.engine.output_files import OutputFile
-from muonckpt.converters.engine.run import make_job, run
+from muonckpt.converters.engine.run import run
 from muonckpt.converters.target.formats import container_of
 from muonckpt.converters.target.topology import LAYOUTS, Target
 from muonckpt.errors import Interrupted, SourceError
@@ -238,8 +239,8 @@ def test_any_recorded_layout_is_read_without_chunks_or_sums(name, tmp_path):
 
 def test_the_commands_take_it(source, stored, tmp_path, capsys):
     out = tmp_path / "out"
-    convert = ["convert", str(source), str(out), "--format", "buffers", "--layout", "padded-nscost", "--mesh", "dp=3"]
-    assert command([*convert, "--verify"]) == 0 and command(["verify", str(out)]) == 0
+    reshard = ["reshard", str(source), str(out), "--format", "buffers", "--layout", "padded-nscost", "--mesh", "dp=3"]
+    assert command([*reshard, "--verify"]) == 0 and command(["verify", str(out)]) == 0
     assert binaries(out) == binaries(stored("padded-nscost", 3)) and format_of(out) is BUFFERS
     jsonschema.validate(index_of(out), json.loads(files("muonckpt").joinpath("manifest.schema.json").read_text()))
     capsys.readouterr()

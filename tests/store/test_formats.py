@@ -1,4 +1,4 @@
-"""One door for every format: inspect, verify and reshard take what export writes, and what others wrote."""
+"""One door for every format: inspect, verify and reshard take what convert writes, and what others wrote."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def made(tmp_path_factory):
     tensors = {key: torch.nan_to_num(value.float()) for key, value in values.items()}
     muonckpt.save(tensors, folder / "own")
     for name, (_, arguments) in KINDS.items():
-        assert run(["export", str(folder / "own"), str(folder / name), *arguments]) == 0
+        assert run(["convert", str(folder / "own"), str(folder / name), *arguments]) == 0
     return folder
 
 
@@ -52,7 +52,7 @@ def test_what_was_exported_is_inspected_verified_and_resharded(name, made, tmp_p
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_flipped_bit_is_a_finding_in_every_format(name, made, tmp_path):
-    assert run(["export", str(made / "own"), str(tmp_path / "a"), *KINDS[name][1]]) == 0
+    assert run(["convert", str(made / "own"), str(tmp_path / "a"), *KINDS[name][1]]) == 0
     checkpoint = muonckpt.open(tmp_path / "a")
     payload = checkpoint.tensors["float32"].record.chunks[0].payload
     edit(checkpoint.payloads.directory / payload.file, payload.end - 1, bit=0)

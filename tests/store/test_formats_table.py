@@ -48,8 +48,8 @@ def tensors() -> dict[str, torch.Tensor]:
     return made | {"q.half": sharded.some((10, 6), torch.bfloat16, 9)}
 
 
-def convert(*arguments: object) -> None:
-    assert run(["convert", *map(str, arguments)]) == 0
+def rewrite(*arguments: object) -> None:
+    assert run(["reshard", *map(str, arguments)]) == 0
 
 
 @cache
@@ -57,7 +57,7 @@ def source(kind: str) -> Path:
     """A checkpoint of this kind, made of our own, which one process saved.  Do not change."""
     path = Path(_FOLDER.name) / kind.replace(" ", "-")
     if kind in KINDS:
-        convert(source("own"), path, *KINDS[kind].split())
+        rewrite(source("own"), path, *KINDS[kind].split())
         return path
     muonckpt.save(tensors(), path)
     if kind == "stock":
@@ -75,7 +75,7 @@ def held(path: Path) -> tuple[Manifest, dict[str, bytes]]:
 @pytest.mark.parametrize("target", KINDS)
 @pytest.mark.parametrize("kind", SOURCES)
 def test_every_format_becomes_every_other(kind, target, tmp_path):
-    convert(source(kind), tmp_path / "out", *KINDS[target].split())
+    rewrite(source(kind), tmp_path / "out", *KINDS[target].split())
     manifest, elements = held(tmp_path / "out")
     assert elements == {key: bits(value) for key, value in tensors().items()}
     own = {tensor.key: tensor.fingerprint for tensor in held(source("own"))[0].tensors}
@@ -99,7 +99,7 @@ TRANSLATED = [(*pair, written) for pair, written in zip(PAIRS, cycle(FORMATS), s
 @pytest.mark.parametrize(("peer", "target", "written"), TRANSLATED, ids=map(" ".join, TRANSLATED))
 def test_checkpoints_of_other_programs_become_each_other_in_any_format(peer, target, written, tmp_path):
     """Against what each run had in memory: bit for bit, or within one rounding where the momentum is scaled."""
-    convert(golden(PEERS[peer]) / "ckpt", tmp_path / "out", "--to", target, "--format", *written.split())
+    rewrite(golden(PEERS[peer]) / "ckpt", tmp_path / "out", "--to", target, "--format", *written.split())
     manifest, found = held(tmp_path / "out")
     want = expected(PEERS[peer], target)
     assert found.keys() == want.keys()

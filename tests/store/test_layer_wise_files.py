@@ -324,10 +324,8 @@ def test_damage_is_refused_or_seen_but_never_a_crash(tmp_path):
 def test_recorded_owners_are_kept_by_the_same_layout(tmp_path):
     path, meta = real("ws4_pingpong", tmp_path)
     out = tmp_path / "out"
-    assert (
-        run(["convert", str(path), str(out), "--format", "buffers", "--layout", "legacy-pingpong", "--mesh", "dp=4"])
-        == 0
-    )
+    line = ["reshard", str(path), str(out), "--format", "buffers", "--layout", "legacy-pingpong", "--mesh", "dp=4"]
+    assert run(line) == 0
     recorded = [GroupBuffer.from_json(each) for each in record_of(out)]
     assert [buffer.slot for buffer in recorded] == ["momentum_buffer", "fp32_param"]
     for buffer in recorded:
@@ -341,7 +339,7 @@ def test_what_was_made_of_them_is_a_checkpoint_like_any_other(tmp_path, capsys):
     """In rows nothing records buffers any more: to be shown, checked against the schema, and cut anew."""
     path, _ = real("ws4_padded", tmp_path)
     for source, out, layout in ((path, "rows", "rows"), (tmp_path / "rows", "again", "padded-nscost")):
-        assert run(["convert", str(source), str(tmp_path / out), "--layout", layout, "--mesh", "dp=2"]) == 0
+        assert run(["reshard", str(source), str(tmp_path / out), "--layout", layout, "--mesh", "dp=2"]) == 0
         assert run(["inspect", str(tmp_path / out)]) == 0, capsys.readouterr().err
         manifest = json.loads((tmp_path / out / "muonckpt.json").read_text())
         jsonschema.validate(manifest, json.loads(files("muonckpt").joinpath("manifest.schema.json").read_text()))

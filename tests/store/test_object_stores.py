@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import store_server
 from support.commands import called, cli
-from support.resharded import once, reshard
+from support.resharded import make_job, once, reshard
 from support.sharded import elements_of
 
 import muonckpt
 from muonckpt.box import row_major
-from muonckpt.converters.engine.job import make_job
 from muonckpt.converters.engine.run import run
 from muonckpt.converters.target.formats import FORMATS, container_of
 from muonckpt.converters.target.topology import Target
@@ -130,7 +129,7 @@ def test_one_file_of_safetensors_and_a_hierarchy_of_zarr_in_s3_and_stock_zarr_re
     zarr = pytest.importorskip("zarr")
     place = location(f"{S3}/{uuid.uuid4().hex}")
     for form, name in (("safetensors", "one.safetensors"), ("zarr", "tree")):
-        done = called("export", source, place / name, "--format", form, "--select", MATRIX)
+        done = called("convert", source, place / name, "--format", form, "--select", MATRIX)
         assert done.returncode == 0, done.stderr
         assert called("verify", place / name).returncode == 0
     found = zarr.open_array(f"{place / 'tree'}/optimizer/state/0.weight/momentum_buffer", mode="r")[...]
@@ -276,7 +275,7 @@ def test_a_source_that_changes_meanwhile_is_not_published(source, store):
 def test_a_destination_is_never_overwritten(source, memory):
     reshard(source, memory / "out", 2)
     before = files(memory / "out")
-    for command in (["reshard", "--mesh", "dp=1"], ["export", "--format", "zarr", "--tensors-only"]):
+    for command in (["reshard", "--mesh", "dp=1"], ["convert", "--to-format", "zarr", "--tensors-only"]):
         done = called(command[0], source, memory / "out", *command[1:])
         assert done.returncode == 4 and "exists already" in done.stderr
     assert files(memory / "out") == before

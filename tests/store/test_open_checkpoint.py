@@ -46,7 +46,7 @@ def saved(tmp_path_factory) -> Path:
     dcp.save({"model": STATE, "optimizer": OPTIMIZER, "epoch": 2}, checkpoint_id=folder / "stock", no_dist=True)
     muonckpt.save(NUMBERS, folder / "numbers")
     for form in ("safetensors", "zarr"):
-        assert run(["export", str(folder / "numbers"), str(folder / form), "--format", form]) == 0
+        assert run(["convert", str(folder / "numbers"), str(folder / form), "--format", form]) == 0
     assert run(["convert", str(folder / "own"), str(folder / "buffers"), "--format", "buffers"]) == 0
     for name in ("own", "stock"):
         assert run(["reshard", str(folder / name), str(folder / f"{name} columns"), *COLUMNS]) == 0

@@ -16,11 +16,11 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
+from support.resharded import make_job
 from support.sharded import SHAPES, bits, raw_bytes, small, some, wide
 from support.whole import assemble, record, write, write_values
 
 from muonckpt.box import Box
-from muonckpt.converters.engine.job import make_job
 from muonckpt.converters.engine.run import run
 from muonckpt.converters.target.safetensors_files import SafetensorsFile, SafetensorsFolder
 from muonckpt.converters.target.topology import Target

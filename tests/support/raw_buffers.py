@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from muonckpt.converters.engine.run import make_job, run
+from muonckpt.converters.engine.run import run
 from muonckpt.converters.target.formats import container_of
 from muonckpt.converters.target.topology import Rule, Target
 from muonckpt.layouts.buffers.group_buffer import GroupBuffer
@@ -16,6 +16,7 @@ from muonckpt.layouts.buffers.parameters import Parameter
 from muonckpt.record import Manifest, StateRecord
 from muonckpt.store.formats import flat_buffers
 from muonckpt.store.reading.dtypes import itemsize
+from support.resharded import make_job
 
 INDEX = "flat_buffers.json"
 EXPERTS = Rule("*experts*", (("ep", 0),))

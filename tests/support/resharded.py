@@ -6,8 +6,11 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from muonckpt.converters.engine import job as jobs
+from muonckpt.converters.engine.job import Job
 from muonckpt.converters.engine.outputs import Outputs
-from muonckpt.converters.engine.run import plan_job, run
+from muonckpt.converters.engine.run import run
+from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.request import unchanged
 from muonckpt.record import Manifest
 from muonckpt.store.open_checkpoint import OpenCheckpoint
@@ -22,6 +25,16 @@ def saved(name: str, values: str = "small") -> Path:
     path = Path(_FOLDER.name) / f"{name} {values}".replace(" ", "-")
     sharded.save_all(name, values, path)
     return path
+
+
+def make_job(source: Path, target: Target, *more, **how) -> Job:
+    """What the engine plans for a checkpoint at this place."""
+    return jobs.make_job(OpenCheckpoint(source), target, *more, **how)
+
+
+def plan_job(source: Path, ranks: int) -> Job:
+    """The plainest target: every tensor cut by rows over ``ranks`` ranks."""
+    return make_job(source, Target({"dp": ranks}))
 
 
 def reshard(source: Path, destination: Path, ranks: int, **how) -> Manifest:

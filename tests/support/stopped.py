@@ -48,7 +48,7 @@ class Steps:
 
 def main(how: str, source: str, folder: Path, *options: str) -> None:
     def reshard(to: Path, *more: str) -> int:
-        return run(["convert", source, str(to), "--jobs", "1", *options, *more])
+        return run(["reshard", source, str(to), "--jobs", "1", *options, *more])
 
     steps = Steps(how)
     os.link, os.rmdir = steps._counted(os.link), steps._counted(os.rmdir)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from muonckpt.box import Box
-from muonckpt.converters.engine.job import make_job
 from muonckpt.converters.engine.outputs import Outputs, OutputTensor
 from muonckpt.converters.engine.run import run
 from muonckpt.converters.target.container import Container
@@ -21,6 +20,7 @@ from muonckpt.record import FILE, Manifest, StateRecord
 from muonckpt.store.reading.bands import within
 from muonckpt.store.reading.dtypes import dtype
 from muonckpt.store.reading.payloads import Payloads, payload_of
+from support.resharded import make_job
 from support.sharded import bits
 
 

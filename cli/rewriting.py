@@ -1,0 +1,69 @@
+"""What `reshard` and `convert` have in common: the work is shown while it is done, and then the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from ..converters.engine.workers import LaunchError
+from ..converters.report import Report
+from ..errors import TargetError
+from .output import counted, printable, progress, size, some_of, table
+
+
+def rewrite(function: Callable[..., Report | None], label: str, *, as_json: bool, **options: Any) -> None:
+    """Call ``function``, showing how far it is, and print what it did."""
+    with _usage_errors(), progress(label) as advance:
+        report = function(**options, progress=advance)
+    if report is None:  # the first of several processes speaks for all
+        return
+    if report.unchecked and report.fingerprints is not None:
+        click.echo(f"note: {report.unchecked} source chunks carry no checksum; their bytes cannot be judged", err=True)
+    if as_json:
+        click.echo(json.dumps(report.to_json(), indent=1))
+        return
+    for note in report.notes:
+        click.echo(printable(note))
+    if report.fingerprints is None:
+        _show_plan(report)
+    if report.left_out:
+        click.echo(printable(f"left out: {some_of(report.left_out)}"))
+    click.echo(_would_do(report) if report.fingerprints is None else _done(report))
+
+
+def _show_plan(report: Report) -> None:
+    rows = [(file.file, file.items, size(file.elements), size(file.bytes)) for file in report.files]
+    table(("file", "items", "elements", "bytes"), rows)
+    if report.buffers:
+        from . import buffer_tables
+
+        buffer_tables.show(report.buffers)
+
+
+def _would_do(report: Report) -> str:
+    return (
+        f"would check {size(report.checked)} of {report.source}, read {size(report.read)} of it again (whole chunks "
+        f"would be {size(report.avoided)} more), and write {size(report.written)}"
+    )
+
+
+def _done(report: Report) -> str:
+    where = counted(len(report.files), "file") if report.ranks is None else counted(report.ranks, "rank")
+    how = f"whole in {where}" if report.ranks is None else f"over {where}"
+    told = "no fingerprints of the source to compare with"
+    if report.compared:
+        told = f"{report.compared} fingerprints compared with the source's, all equal"
+    return f"{report.destination}: {report.tensors} tensors {how}, {size(report.written)}; {told}"
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """A target that does not fit is a mistake in the command line, as is a launch that cannot be."""
+    try:
+        yield
+    except (TargetError, LaunchError) as error:
+        raise click.UsageError(str(error)) from error

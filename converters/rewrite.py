@@ -1,0 +1,257 @@
+"""Rewriting a checkpoint: for another mesh, layout, format or program.  What the commands of these names do."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from ..errors import DestinationError, SourceError, TargetError
+from ..layouts.buffers.placements import present_name
+from ..store.formats.registry import BUFFERS
+from ..store.formats.signs import is_torch_dist
+from ..store.io.location import Location, Remote, location
+from ..store.open_checkpoint import OpenCheckpoint
+from ..vocabulary import Convention
+from .engine.crew import PATIENCE
+from .engine.job import check_destination, make_job
+from .engine.run import THREADS, run
+from .engine.workers import worker_of
+from .report import Report, report_of
+from .target.container import Container
+from .target.formats import container_of
+from .target.topology import ROWS, Cut, Rule, Target
+from .translate.conventions import Overrides
+from .translate.dialects import DIALECTS, Dialect
+from .translate.names import Rules
+from .translate.request import Request
+from .translate.tables import table
+
+Place = str | os.PathLike[str] | Remote
+"""A path, or a URL such as ``s3://bucket/step1000``."""
+
+Progress = Callable[[int, int], None]
+"""Told the bytes that were checked or written since the last call, and how many there are in all; called from several
+threads."""
+
+MEMORY = 256 << 20
+"""Bytes of buffers unless the caller says otherwise."""
+
+
+def reshard(
+    source: Place,
+    destination: Place,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    shard: Mapping[str, Sequence[Cut]] = MappingProxyType({}),
+    layout: str = ROWS,
+    format: str | None = None,
+    shard_size: int | None = None,
+    tensors_only: bool = False,
+    select: Sequence[str] = (),
+    from_dialect: str | None = None,
+    to_dialect: str | None = None,
+    rules: str | Rules | Iterable[str | Rules] = (),
+    convention: str | None = None,
+    target_convention: str | None = None,
+    mu: float | None = None,
+    step: int | None = None,
+    drop: Collection[str] = (),
+    memory: int = MEMORY,
+    jobs: int = THREADS,
+    resume: bool = False,
+    verify: bool = False,
+    dry_run: bool = False,
+    patience: float = PATIENCE,
+    progress: Progress = lambda count, total: None,
+) -> Report | None:
+    """Rewrite a checkpoint for another mesh, layout, format or program; without torch, and nothing in it is run.
+
+    The destination must not exist.  It appears whole, when everything has been written, checked and synced.
+
+    Args:
+        source: a checkpoint of any format.
+        destination: where to write; a file for ``format="safetensors"`` without ``shard_size``, else a folder.
+        mesh: axes and their sizes, the outermost first: ``{"dp": 8, "tp": 2}``.  Formats of whole tensors need none.
+        shard: which axes cut which dims of the tensors whose key fits a shell pattern, in the order of cutting:
+            ``{"*experts*": [("ep", 0), ("dp", 1)], "*norm*": []}``.  The first pattern that fits wins.  Without one,
+            all axes cut the rows; in other layouts all ranks share the buffer.
+        layout: what ranks hold, of :data:`.topology.LAYOUTS` (`muonckpt rules --layouts`).
+        format: what to write, of :data:`.formats.FORMATS`.  None: what ``to_dialect`` needs; or what the source is,
+            if it is flat buffers or torch_dist; else dcp.
+        shard_size: most bytes of tensors in a file of safetensors or zarr.
+        tensors_only: leave out what is no tensor.
+        select: shell patterns; what has a key that fits none of them is neither read nor written.
+        from_dialect: the program whose keys the source has; found from them if None.
+        to_dialect: the program to write for: its keys, slots, groups and momentum convention.
+        rules: tables of names and structure, applied in order: names of ready-made ones, TOML files, or `Rules`;
+            ``inverse:`` before a name is the way back.
+        convention: of the source's momentum, where nothing else says it: ``"ema"`` or ``"sum"``.
+        target_convention: to write, where the target's program has none of its own.
+        mu: the momentum coefficient, where the source's groups have none.
+        step: steps taken, where the target stores them and the source does not.
+        drop: slots of state to leave behind.
+        memory: most bytes of buffers.
+        jobs: threads that check and write files.
+        resume: go on with an interrupted run of the same arguments.
+        verify: read everything back and compare before it is published.
+        dry_run: plan only; nothing is written.
+        patience: where several processes share the work: seconds without a sign of life after which one is lost.
+        progress: told how far the work is.
+
+    Returns:
+        What was done, or would be.  Where several processes share the work, None in all but the first.
+
+    Raises:
+        TargetError: an argument does not fit the others, or the checkpoint.
+        SourceError: the source is damaged or refused, or the target has no place for something.
+        LayoutError: a tensor has a hole or an overlap, or rules do not fit it.
+        DestinationError: the destination exists, lies inside the source, or cannot be written.
+        Interrupted: it can be resumed.
+    """
+    worker = worker_of(os.environ)
+    request = Request(
+        _dialect("--from", from_dialect),
+        _dialect("--to", to_dialect),
+        _rules(rules),
+        Overrides(_convention(convention), _convention(target_convention), mu, step),
+        frozenset(drop),
+        tensors_only,
+    )
+    shard_rules = tuple(Rule(glob, tuple(cuts)) for glob, cuts in shard.items())
+    target = Target(mesh or {"dp": 1}, shard_rules, present_name(layout))
+    place = _place(destination, DestinationError)
+    with OpenCheckpoint(_place(source, SourceError)) as opened:
+        container = container_of(format or _default_format(opened, request.target), shard_size)
+        _check_use(container, mesh, bool(shard), layout)
+        check_destination(opened.path, place, container)
+        job = make_job(opened, target, select, request.outputs, container)
+        report = report_of(job, place, _unused(container, mesh))
+        if dry_run:
+            return report if worker.leads else None
+        total = (job.bytes_to_check + job.payload_to_write * (1 + verify)) // worker.world
+        manifest = run(
+            job,
+            place,
+            memory=memory,
+            threads=jobs,
+            resume=resume,
+            verify=verify,
+            progress=lambda count: progress(count, total),
+            worker=worker,
+            patience=patience,
+        )
+    return None if manifest is None else report.finished(manifest)
+
+
+def convert(
+    source: Place,
+    destination: Place,
+    *,
+    format: str | None = None,
+    shard_size: int | None = None,
+    tensors_only: bool = False,
+    select: Sequence[str] = (),
+    from_dialect: str | None = None,
+    to_dialect: str | None = None,
+    rules: str | Rules | Iterable[str | Rules] = (),
+    convention: str | None = None,
+    target_convention: str | None = None,
+    mu: float | None = None,
+    step: int | None = None,
+    drop: Collection[str] = (),
+    memory: int = MEMORY,
+    jobs: int = THREADS,
+    resume: bool = False,
+    verify: bool = False,
+    dry_run: bool = False,
+    patience: float = PATIENCE,
+    progress: Progress = lambda count, total: None,
+) -> Report | None:
+    """Rewrite a checkpoint in another format or for another program: `reshard` for one rank.
+
+    The arguments, what is returned and what is raised are those of `reshard`.
+    """
+    return reshard(
+        source,
+        destination,
+        mesh={"dp": 1},
+        format=format,
+        shard_size=shard_size,
+        tensors_only=tensors_only,
+        select=select,
+        from_dialect=from_dialect,
+        to_dialect=to_dialect,
+        rules=rules,
+        convention=convention,
+        target_convention=target_convention,
+        mu=mu,
+        step=step,
+        drop=drop,
+        memory=memory,
+        jobs=jobs,
+        resume=resume,
+        verify=verify,
+        dry_run=dry_run,
+        patience=patience,
+        progress=progress,
+    )
+
+
+def _place(name: Place, error: type[SourceError] | type[DestinationError]) -> Location:
+    try:
+        return location(name)
+    except ValueError as wrong:
+        raise error(str(wrong)) from wrong
+
+
+def _dialect(option: str, name: str | None) -> Dialect | None:
+    if name is None:
+        return None
+    if name not in DIALECTS:
+        raise TargetError(f"{option}: no program {name!r}; there are {', '.join(DIALECTS)}")
+    return DIALECTS[name]
+
+
+def _convention(name: str | None) -> Convention | None:
+    if name is None:
+        return None
+    if name not in set(Convention):
+        raise TargetError(f"no momentum convention {name!r}; there are {', '.join(Convention)}")
+    return Convention(name)
+
+
+def _rules(tables: str | Rules | Iterable[str | Rules]) -> Rules:
+    listed = [tables] if isinstance(tables, str | Rules) else tables
+    return sum((table(each) if isinstance(each, str) else each for each in listed), Rules())
+
+
+def _default_format(source: OpenCheckpoint, target: Dialect | None) -> str:
+    """What the target's program reads, or what the source is; DCP where files of its kind are not written by ranks, or
+    are another program's."""
+    if target and target.format:
+        return target.format
+    if source.format is BUFFERS:
+        return "buffers"
+    return "torch_dist" if target is None and is_torch_dist(source.path) else "dcp"
+
+
+def _check_use(container: Container, mesh: Mapping[str, int] | None, has_rules: bool, layout: str) -> None:
+    """Nothing that is asked for is silently ignored.
+
+    Raises:
+        TargetError: the format needs a mesh, or has no use for rules or a layout.
+    """
+    if container.of_ranks and mesh is None:
+        raise TargetError(f"format {container.name} has files of ranks: say for which, such as --mesh dp=8")
+    for option, given in (("--shard", has_rules), ("--layout", layout != ROWS)):
+        if given and not container.of_ranks:
+            raise TargetError(f"{option} means nothing to format {container.name}; leave it out")
+
+
+def _unused(container: Container, mesh: Mapping[str, int] | None) -> tuple[str, ...]:
+    """What is said of a mesh that makes no difference."""
+    if container.of_ranks or math.prod((mesh or {}).values()) == 1:
+        return ()
+    return (f"{container.name} holds whole tensors, on any mesh alike",)
