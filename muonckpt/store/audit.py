@@ -49,7 +49,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class AuditReport:
     """What an audit saw.  ``unchecked`` chunks have no sum of any kind; ``notes`` are no faults.
 
     ``fingerprints`` are those of the bytes that are there, for every tensor that could be read whole.
@@ -80,7 +80,7 @@ def payload_bytes(manifest: Manifest) -> int:
     return sum(chunk.box.numel * itemsize(t.dtype) for t in manifest.tensors for chunk in t.chunks)
 
 
-def verify(path: str | os.PathLike[str], *, threads: int = 2, progress: Progress = lambda count: None) -> Report:
+def verify(path: str | os.PathLike[str], *, threads: int = 2, progress: Progress = lambda count: None) -> AuditReport:
     """Check that a checkpoint of any format is whole: what ``muonckpt verify`` prints.
 
     Coverage, bounds, digests, checksums, fingerprints, and infinite or NaN values.  What is wrong is listed in the
@@ -98,7 +98,7 @@ def verify(path: str | os.PathLike[str], *, threads: int = 2, progress: Progress
         return audit(checkpoint, progress, threads)
 
 
-def audit(checkpoint: OpenCheckpoint, progress: Progress = lambda count: None, threads: int = 2) -> Report:
+def audit(checkpoint: OpenCheckpoint, progress: Progress = lambda count: None, threads: int = 2) -> AuditReport:
     """The same for an open checkpoint.
 
     Raises:
@@ -123,7 +123,7 @@ def audit(checkpoint: OpenCheckpoint, progress: Progress = lambda count: None, t
         for blob in manifest.blobs:
             findings += _audit_blob(payloads, blob)
         unchecked = sum(t.fingerprint is None and not payloads.is_checked(c) for t, c in jobs)
-    return Report(
+    return AuditReport(
         tensors=len(manifest.tensors),
         chunks=len(jobs),
         blobs=len(manifest.blobs),
@@ -211,31 +211,31 @@ def _against_metadata(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
         return
     try:
         stock = dcp.DcpReader(checkpoint.path)
-        theirs = _facts(replace(stock.outline, tensors=stock.locate(stock.outline.tensors)))
+        theirs = _described(replace(stock.outline, tensors=stock.locate(stock.outline.tensors)))
     except MuonckptError as error:
         yield Finding("metadata", None, f"{checkpoint.path / dcp.FILE}: {error}")
         return
-    ours = _facts(checkpoint.manifest)
+    ours = _described(checkpoint.manifest)
     for key in sorted(ours.keys() | theirs.keys()):
         if key not in ours or key not in theirs:
             where = record.FILE if key in ours else dcp.FILE
             yield Finding("metadata", key, f"{key!r} is in {where} only, expected it in {record.FILE} and {dcp.FILE}")
             continue
         for what in sorted(ours[key].items() ^ theirs[key].items(), key=str)[:1]:
-            mine, other = (facts[key].get(what[0]) for facts in (ours, theirs))
+            mine, other = (described[key].get(what[0]) for described in (ours, theirs))
             message = f"{key!r}: {what[0]} {mine} in {record.FILE}, {other} in {dcp.FILE}; expected the same"
             yield Finding("metadata", key, message)
 
 
-def _facts(manifest: Manifest) -> dict[str, dict[str, object]]:
+def _described(manifest: Manifest) -> dict[str, dict[str, object]]:
     """By key, what both descriptions say of each tensor and item."""
-    facts: dict[str, dict[str, object]] = {}
+    described: dict[str, dict[str, object]] = {}
     for tensor in manifest.tensors:
-        known = facts[tensor.key] = {"dtype": tensor.dtype, "shape": tensor.shape, "path": tensor.path}
+        known = described[tensor.key] = {"dtype": tensor.dtype, "shape": tensor.shape, "path": tensor.path}
         known |= {f"box {chunk.box}": (chunk.payload, chunk.crc32) for chunk in tensor.chunks if chunk.box.numel}
     for blob in manifest.blobs:
-        facts[blob.key] = {"path": blob.path, "place": blob.item}
-    return facts
+        described[blob.key] = {"path": blob.path, "place": blob.item}
+    return described
 
 
 def _orphans(path: Location, manifest: Manifest) -> list[str]:

@@ -21,7 +21,7 @@ import muonckpt
 from muonckpt.converters.engine.run import run
 from muonckpt.errors import SourceError
 from muonckpt.record import Chunk
-from muonckpt.store.audit import Report, payload_bytes
+from muonckpt.store.audit import AuditReport, payload_bytes
 from muonckpt.store.formats.dcp.metadata_pickle import Metadata, StoredItem, dump, parse
 
 KINDS = ["own", "stock", "torch"]
@@ -56,7 +56,7 @@ def find(path: Path, key: str, part: int = -1) -> Chunk:
     return next(t for t in muonckpt.open(path).manifest.tensors if t.key == key).chunks[part]
 
 
-def kinds(report: Report) -> set[str]:
+def kinds(report: AuditReport) -> set[str]:
     return {finding.kind for finding in report.findings}
 
 
