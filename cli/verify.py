@@ -7,9 +7,8 @@ import json
 
 import click
 
-from ..store.audit import audit, payload_bytes
+from ..store.audit import verify
 from ..store.io.location import Location
-from ..store.open_checkpoint import OpenCheckpoint
 from .argument_types import CHECKPOINT, JOBS
 from .output import printable, progress, size
 
@@ -24,9 +23,8 @@ def command(checkpoint: Location, jobs: int, as_json: bool) -> int:
     Coverage, bounds, digests, CRC-32s, fingerprints, and infinite or NaN values.  A stock
     torch.distributed.checkpoint directory without our manifest is checked by the CRC-32 that every item carries.
     """
-    with OpenCheckpoint(checkpoint) as opened, progress("verify") as advance:
-        total = payload_bytes(opened.outline)
-        report = audit(opened, lambda count: advance(count, total), jobs)
+    with progress("verify") as advance:
+        report = verify(checkpoint, jobs=jobs, progress=advance)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report), indent=1))
         return 1 if report.findings else 0

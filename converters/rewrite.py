@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from ..errors import DestinationError, SourceError, TargetError
+from ..errors import DestinationError, TargetError
 from ..layouts.buffers.placements import present_name
 from ..store.formats.registry import BUFFERS
 from ..store.formats.signs import is_torch_dist
-from ..store.io.location import Location, Remote, location
-from ..store.open_checkpoint import OpenCheckpoint
+from ..store.io.location import Remote, location
+from ..store.open_checkpoint import OpenCheckpoint, open
 from ..vocabulary import Convention
 from .engine.crew import PATIENCE
 from .engine.job import check_destination, make_job
@@ -121,8 +121,8 @@ def reshard(
     )
     shard_rules = tuple(Rule(glob, tuple(cuts)) for glob, cuts in shard.items())
     target = Target(mesh or {"dp": 1}, shard_rules, present_name(layout))
-    place = _place(destination, DestinationError)
-    with OpenCheckpoint(_place(source, SourceError)) as opened:
+    place = location(destination, DestinationError)
+    with open(source) as opened:
         container = container_of(format or _default_format(opened, request.target), shard_size)
         _check_use(container, mesh, bool(shard), layout)
         check_destination(opened.path, place, container)
@@ -197,13 +197,6 @@ def convert(
         patience=patience,
         progress=progress,
     )
-
-
-def _place(name: Place, error: type[SourceError] | type[DestinationError]) -> Location:
-    try:
-        return location(name)
-    except ValueError as wrong:
-        raise error(str(wrong)) from wrong
 
 
 def _dialect(option: str, name: str | None) -> Dialect | None:

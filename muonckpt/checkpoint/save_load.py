@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..errors import DestinationError, MuonckptError, SourceError
 from ..store.io import publish
-from ..store.io.location import Location, location
+from ..store.io.location import location
 from ..version import PROGRAM
 from .dcp_reader import CheckingReader, StrictLoadPlanner
 from .dcp_writer import CoveringSavePlanner, PublishingWriter
@@ -56,7 +56,7 @@ def save(
     """
     details = json.loads(json.dumps({**_provenance(process_group), **(provenance or {})}, allow_nan=False))
     planner = CoveringSavePlanner()
-    writer = PublishingWriter(_place(path, DestinationError), planner, details)
+    writer = PublishingWriter(location(path, DestinationError), planner, details)
     try:
         with _own_errors(DestinationError):
             dcp_save(dict(state_dict), storage_writer=writer, planner=planner, process_group=process_group)
@@ -91,7 +91,7 @@ def load(
         SourceError: the checkpoint is missing, damaged or does not fit; lists what differs.
         LayoutError: it has a hole or an overlap.
     """
-    reader = CheckingReader(_place(path, SourceError))
+    reader = CheckingReader(location(path, SourceError))
     planner = StrictLoadPlanner(reader, allow_extra)
     with _own_errors(SourceError):
         dcp_load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
@@ -114,14 +114,6 @@ def _own_errors(kind: type[MuonckptError]) -> Iterator[None]:
         if isinstance(first, MuonckptError):
             raise type(first)(f"{first}{where}") from error
         raise kind(f"{type(first).__name__}: {first}{where}") from error
-
-
-def _place(path: str | os.PathLike[str], kind: type[MuonckptError]) -> Location:
-    """The place of this name; a URL that nobody speaks is refused with this kind of error."""
-    try:
-        return location(path)
-    except ValueError as error:
-        raise kind(str(error)) from error
 
 
 def _provenance(process_group: dist.ProcessGroup | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from .formats.dcp import directory as dcp
 from .formats.megatron import torch_dist
 from .formats.registry import DCP, OWN
 from .io.checksums import Sums, crc32
-from .io.location import Location
+from .io.location import Location, Remote
 from .io.regular import open_regular
 from .open_checkpoint import OpenCheckpoint, open
 from .reading.bands import bands
@@ -28,8 +28,9 @@ from .reading.dtypes import dtype, itemsize
 from .reading.payloads import BAND, Payloads, as_words, payload_of
 from .stored_items import check_blob
 
-Progress = Callable[[int], None]
-"""Told the bytes that have been read since the last call; called from several threads."""
+Progress = Callable[[int, int], None]
+"""Told the bytes that have been read since the last call, and how many there are in all; called from several
+threads."""
 
 # What is infinite or NaN: (mask, value) such that bits & mask == value.  IEEE 754 and bfloat16; the OCP 8-bit formats;
 # the "fnuz" ones, whose only NaN is a negative zero (arXiv:2206.02915); the OCP MX scale.
@@ -80,7 +81,9 @@ def payload_bytes(manifest: Manifest) -> int:
     return sum(chunk.box.numel * itemsize(t.dtype) for t in manifest.tensors for chunk in t.chunks)
 
 
-def verify(path: str | os.PathLike[str], *, threads: int = 2, progress: Progress = lambda count: None) -> AuditReport:
+def verify(
+    path: str | os.PathLike[str] | Remote, *, jobs: int = 2, progress: Progress = lambda count, total: None
+) -> AuditReport:
     """Check that a checkpoint of any format is whole: what ``muonckpt verify`` prints.
 
     Coverage, bounds, digests, checksums, fingerprints, and infinite or NaN values.  What is wrong is listed in the
@@ -88,32 +91,28 @@ def verify(path: str | os.PathLike[str], *, threads: int = 2, progress: Progress
 
     Args:
         path: a path, or a URL such as ``s3://bucket/step1000``.
-        threads: that read and check.
-        progress: told the bytes that have been read since the last call, from any of the threads.
+        jobs: threads that read and check.
+        progress: told how far the work is.
 
     Raises:
         SourceError: there is no checkpoint, or its metadata cannot be read at all.
     """
     with open(path) as checkpoint:
-        return audit(checkpoint, progress, threads)
+        total = payload_bytes(checkpoint.outline)
+        return _audit(checkpoint, lambda count: progress(count, total), jobs)
 
 
-def audit(checkpoint: OpenCheckpoint, progress: Progress = lambda count: None, threads: int = 2) -> AuditReport:
-    """The same for an open checkpoint.
-
-    Raises:
-        SourceError: the metadata cannot be read at all.
-    """
+def _audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int) -> AuditReport:
     path, manifest, payloads = checkpoint.path, checkpoint.manifest, checkpoint.payloads
     findings: list[Finding] = list(_against_metadata(checkpoint))
     strangers = _orphans(path, manifest) if checkpoint.format in (OWN, DCP) else []
     notes = [f"{name} belongs to no item of this checkpoint" for name in strangers]
     fingerprints = {}
-    jobs = [(tensor, chunk) for tensor in manifest.tensors for chunk in tensor.chunks if chunk.box.numel]
-    with ThreadPoolExecutor(threads) as pool:
-        results = pool.map(lambda job: _audit_chunk(payloads, job[0], job[1], progress), jobs)
+    chunks = [(tensor, chunk) for tensor in manifest.tensors for chunk in tensor.chunks if chunk.box.numel]
+    with ThreadPoolExecutor(jobs) as pool:
+        results = pool.map(lambda stored: _audit_chunk(payloads, stored[0], stored[1], passed), chunks)
         by_key: defaultdict[str, list[_ChunkResult]] = defaultdict(list)
-        for (tensor, _), result in zip(jobs, results, strict=True):
+        for (tensor, _), result in zip(chunks, results, strict=True):
             by_key[tensor.key].append(result)
         for tensor in manifest.tensors:
             shares = [result.share for result in by_key[tensor.key] if result.share is not None]
@@ -122,10 +121,10 @@ def audit(checkpoint: OpenCheckpoint, progress: Progress = lambda count: None, t
             findings += _audit_tensor(tensor, by_key[tensor.key], fingerprints.get(tensor.key))
         for blob in manifest.blobs:
             findings += _audit_blob(payloads, blob)
-        unchecked = sum(t.fingerprint is None and not payloads.is_checked(c) for t, c in jobs)
+        unchecked = sum(t.fingerprint is None and not payloads.is_checked(c) for t, c in chunks)
     return AuditReport(
         tensors=len(manifest.tensors),
-        chunks=len(jobs),
+        chunks=len(chunks),
         blobs=len(manifest.blobs),
         payload_bytes=payload_bytes(manifest),
         unchecked=unchecked,
@@ -147,7 +146,7 @@ def nonfinite(words: NDArray[Any], name: str) -> int:
     return int(np.count_nonzero((flat & mask) == value))
 
 
-def _audit_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, progress: Progress) -> _ChunkResult:
+def _audit_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, passed: Callable[[int], None]) -> _ChunkResult:
     where = f"tensor {tensor.key!r} box {chunk.box} in {chunk.item.file}"
     sums, bad = Sums(), 0
     try:
@@ -163,7 +162,7 @@ def _audit_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, progress
                 sums.add(words, box.lo)
                 bad += nonfinite(words, tensor.dtype)
                 payloads.release(part)
-                progress(part.length)
+                passed(part.length)
                 at = part.end
         checksum = sums.checksum if chunk.strides is None else crc32(payloads.bands(payload))
     except MuonckptError as error:

@@ -130,10 +130,7 @@ def open(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:
     Raises:
         SourceError: there is no checkpoint, its metadata are damaged or refused, or no library speaks the protocol.
     """
-    try:
-        return OpenCheckpoint(location(path))
-    except ValueError as error:
-        raise SourceError(str(error)) from error
+    return OpenCheckpoint(location(path, SourceError))
 
 
 Entry = TypeVar("Entry", StateRecord, Blob)

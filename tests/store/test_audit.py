@@ -21,7 +21,7 @@ import muonckpt
 from muonckpt.converters.engine.run import run
 from muonckpt.errors import SourceError
 from muonckpt.record import Chunk
-from muonckpt.store.audit import AuditReport, payload_bytes
+from muonckpt.store.audit import AuditReport
 from muonckpt.store.formats.dcp.metadata_pickle import Metadata, StoredItem, dump, parse
 
 KINDS = ["own", "stock", "torch"]
@@ -72,9 +72,9 @@ def test_a_whole_checkpoint_has_no_findings(kind, sources):
     report = muonckpt.verify(sources[kind])
     assert (report.findings, report.notes, report.unchecked) == ((), (), 0)
     assert (report.tensors, report.blobs) == (6, 2)
-    told: list[int] = []
-    assert muonckpt.verify(sources[kind], progress=told.append, threads=1) == report
-    assert sum(told) == report.payload_bytes == payload_bytes(muonckpt.open(sources[kind]).outline)
+    told: list[tuple[int, int]] = []
+    assert muonckpt.verify(sources[kind], progress=lambda count, total: told.append((count, total)), jobs=1) == report
+    assert {total for _, total in told} == {sum(count for count, _ in told)} == {report.payload_bytes}
 
 
 @pytest.mark.parametrize("name", GOLDENS)

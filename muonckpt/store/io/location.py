@@ -181,11 +181,11 @@ def at_each(place: Location, function: Callable[[T], R], things: Iterable[T]) ->
         return list(pool.map(function, things))
 
 
-def location(name: str | os.PathLike[str] | Remote) -> Location:
+def location(name: str | os.PathLike[str] | Remote, error: type[Exception] = ValueError) -> Location:
     """What a user calls a place: a path, in which ``~`` is expanded, or a URL of any protocol that fsspec knows.
 
     Raises:
-        ValueError: no such protocol, or the library that speaks it is not installed.
+        error: no such protocol, or the library that speaks it is not installed.
     """
     if isinstance(name, Remote):
         return name
@@ -199,10 +199,10 @@ def location(name: str | os.PathLike[str] | Remote) -> Location:
         import fsspec
 
         fs, path = fsspec.url_to_fs(text, use_listings_cache=False)  # others write there too
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"cannot open {text}: {error}") from error
+    except (ImportError, ValueError) as reason:
+        raise error(f"cannot open {text}: {reason}") from reason
     if not path.strip("/"):
-        raise ValueError(f"{text} names no place in a store; write for example s3://bucket/name")
+        raise error(f"{text} names no place in a store; write for example s3://bucket/name")
     return Remote(fs, path.rstrip("/"))
 
 
