@@ -18,16 +18,16 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TensorMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ..box import Box
+from ..box import Box, Index
 from ..errors import DestinationError, LayoutError, about
 from ..fingerprint import as_hex, combine
-from ..layout import TensorLayout, dense
+from ..layout import Fragment, TensorLayout, dense
 from ..record import Blob, Chunk, Extent, Manifest, StateRecord
 from ..store.formats import native
 from ..store.formats.torch_save import tensor_item
@@ -89,11 +89,11 @@ class CoveringSavePlanner(DefaultSavePlanner):
         return self.annotations.get(tuple(self.mappings[key]), Annotation())
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        _prove_covered(all_plans)  # before DCP does, which says neither what is missing nor who holds the rest
         plans, metadata = super().create_global_plan(all_plans)
-        for key, found in metadata.state_dict_metadata.items():
+        for found in metadata.state_dict_metadata.values():
             if isinstance(found, TensorMetadata):
                 found.chunks = [chunk for chunk in found.chunks if 0 not in chunk.sizes]
-                _prove_covered(key, tuple(found.size), found.chunks)
         kept = [[item for item in plan.items if not _empty(item)] for plan in plans]
         self.witnesses = []
         for before, items in zip(all_plans, kept, strict=True):
@@ -305,10 +305,20 @@ def _box(offsets: tuple[int, ...], sizes: Mapping[tuple[int, ...], tuple[int, ..
     return Box(offsets, tuple(lo + n for lo, n in zip(offsets, sizes[offsets], strict=True)))
 
 
-def _prove_covered(key: str, shape: tuple[int, ...], chunks: Sequence[ChunkStorageMetadata]) -> None:
-    with about(f"tensor {key!r}"):
-        boxes = (Box(tuple(c.offsets), tuple(map(int.__add__, c.offsets, c.sizes))) for c in chunks)
-        TensorLayout(shape, tuple(dense(box, str(index)) for index, box in enumerate(boxes)))
+def _prove_covered(plans: Sequence[SavePlan]) -> None:
+    """Every tensor must be whole on all ranks together; of replicas one counts, as DCP stores one."""
+    shapes: dict[str, Index] = {}
+    held: defaultdict[str, dict[Index, Fragment]] = defaultdict(dict)
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if item.tensor_data is not None:
+                shapes.setdefault(item.index.fqn, tuple(item.tensor_data.size))
+                if not _empty(item):
+                    box = Box.of(tuple(item.tensor_data.chunk.sizes)).shift(_offsets(item))
+                    held[item.index.fqn].setdefault(box.lo, dense(box, f"rank {rank}"))
+    for key, shape in shapes.items():
+        with about(f"tensor {key!r}"):
+            TensorLayout(shape, tuple(held[key].values()))
 
 
 def _sort(

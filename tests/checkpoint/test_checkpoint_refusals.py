@@ -60,6 +60,23 @@ def test_a_tensor_that_could_not_be_read_back_is_not_saved(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def lacking(rank, world, path):
+    """Rank 1 leaves its half of a matrix out of the state dict."""
+    mesh = init_device_mesh("cpu", (world,))
+    matrix = distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, [Shard(0)], src_data_rank=None)
+    try:
+        muonckpt.save({"w": matrix} if rank == 0 else {"v": torch.ones(2)}, path)
+    except LayoutError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_part_that_no_rank_saves_is_named(tmp_path):
+    for message in run(2, lacking, str(tmp_path / "c")):
+        assert "tensor 'w'" in message and "nobody holds box [2:4, 0:3]" in message and "rank 0" in message
+    assert list(tmp_path.iterdir()) == []
+
+
 def annotated(path) -> tuple[str | None, str | None, object, object]:
     [tensor] = [t for t in muonckpt.open(path).outline.tensors if "momentum_buffer" in t.key]
     return tensor.name, tensor.slot, tensor.convention, tensor.pieces
