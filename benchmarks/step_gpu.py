@@ -97,12 +97,10 @@ def medians(works: dict[str, Callable[[], object]], device: torch.device, until:
 
 def newton_schulz(opt: Muon, device: torch.device) -> Callable[[], object]:
     """All that the step orthogonalises, in its batches, and nothing else."""
-    [pipeline] = opt._pipelines()
+    [schedule] = opt.schedules.values()
     group = opt.param_groups[0]
     batches = [
-        batch
-        for wave in pipeline.schedule.waves
-        for batch in in_batches(pipeline.schedule.units, wave.owned, lambda param: group)
+        batch for wave in schedule.waves for batch in in_batches(schedule.units, wave.owned, lambda param: group)
     ]
     memory = torch.randn(max(batch.places.numel for batch in batches), device=device).bfloat16()
 

@@ -15,7 +15,7 @@ from ..layouts.tensors import is_first_copy, local_of
 from .rounding import rounded_once
 from .state import check_gradient
 from .step.exchange import add_in_order, add_up
-from .step.process_groups import Ranks, group_of, ranks_of
+from .step.process_groups import Ranks, group_of, groups_of_mesh, in_order, ranks_of
 
 EPS = 1e-6
 """Added to the norm that clipping divides by, as `torch.nn.utils.clip_grad_norm_` does."""
@@ -101,9 +101,10 @@ def _sum_over_ranks(params: Sequence[Tensor]) -> Tensor:
     device = params[0].device if params else torch.device("cpu")
     terms = [torch.zeros((), dtype=torch.float64, device=device)]
     # Sorted: every rank uses the groups that it shares with others in one global order.
-    for ranks, members in sorted(sharing.items(), key=lambda item: item[0]):
+    for ranks, members in sorted(sharing.items(), key=lambda item: in_order(item[0])):
         squares = sum_of_squares(list(_counted(members)), members[0].device)
-        add_up(squares, group_of(ranks, members[0]))
+        mesh = members[0].device_mesh if isinstance(members[0], DTensor) else None
+        add_up(squares, group_of(ranks, *groups_of_mesh(mesh)))
         terms.append(squares.to(device))
     # From the smallest to the largest: ranks that share this list may have its parts with other ranks.
     return torch.stack(terms).sort().values.sum()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,20 +18,21 @@ from torch.optim import Optimizer
 
 from ..layout import TensorLayout
 from ..layouts.tensors import layout_of
-from ..vocabulary import MOMENTUM, MUON, OURS, STEP
+from ..vocabulary import MUON, OURS, STEP
+from .collective import CollectiveOptimizer
+from .cuda_graphs import capturing
 from .newton_schulz.costs import Cost, flops
 from .newton_schulz.forms import Choice, in_company
 from .options import CYCLED, check, cycled, fixed, refuse_unknown
-from .planning.encodings import Plain
-from .planning.precision import PRECISIONS
-from .planning.schedule import make_schedule
-from .planning.units import Slot, Spec
+from .planning.schedule import Schedule
 from .scalar import SCALARS, counted_on
-from .state import as_numbers, check_gradient, check_state, check_values, fault, fitting, fresh_state, fused_of
+from .state import as_numbers, check_gradient, check_state, check_values, fault, fitting, fresh_state
 from .step.exchange import LINKS
 from .step.methods import MATRICES
 from .step.pipeline import Pipeline
-from .step.process_groups import Ranks, group_of, ranks_of
+from .step.planner import Planner
+from .step.process_groups import ProcessGroups, Ranks
+from .step.rank_set import RankSet, rank_sets
 
 Scale = Callable[[int, int], float]
 
@@ -46,10 +46,7 @@ ADJUST_LR: Mapping[str, Scale] = {
 (arXiv 2502.16982), so that AdamW's rate and decay carry over; "spectral": Bernstein & Newhouse (arXiv 2410.21265)."""
 
 
-EXACT = Plain(torch.float32)
-
-
-class Muon(Optimizer):
+class Muon(CollectiveOptimizer):
     """Muon for matrices and AdamW or Lion for the rest, in one optimizer.
 
     Each parameter group chooses ``algorithm="muon"`` (the default), "normuon", "adamw" or "lion".  Parameters may be
@@ -128,9 +125,11 @@ class Muon(Optimizer):
             raise ValueError(f"waves={waves!r}: expected at least one")
         self._replicas, self._exchange, self._waves, self._layout = replicas, exchange, waves, layout
         self._cost, self._form = cost, form
-        self._process_groups: dict[Ranks, dist.ProcessGroup | None] = {}
+        self._process_groups = ProcessGroups()
         self._scales: dict[str, Scale] = {}
-        self._made: list[Pipeline] | None = None
+        self._rank_sets: list[RankSet] | None = None
+        self._pipelines: dict[Ranks, Pipeline] = {}
+        self._outdated: dict[Ranks, Pipeline] = {}
         self._fixed: list[dict[str, Any]] = []
         self._matrices = {
             "momentum": momentum,
@@ -177,8 +176,19 @@ class Muon(Optimizer):
             raise
         for param, slots in fresh.items():
             self.state[param].update(slots)
-        self._made = None
+        self._plan_anew()
         self._fixed.append(fixed(group))
+
+    def _plan_anew(self) -> None:
+        """The next step makes new plans, once ranks have seen that all of them do."""
+        self._outdated |= self._pipelines
+        self._pipelines, self._rank_sets = {}, None
+
+    @property
+    def schedules(self) -> Mapping[Ranks, Schedule]:
+        """Who orthogonalises what, and when, by the ranks that share it; made by the first step, and anew when groups
+        or options change or state is loaded."""
+        return {ranks: pipeline.schedule for ranks, pipeline in self._pipelines.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: pipelines refer to the original's parameters, so a copy makes its own."""
@@ -186,8 +196,10 @@ class Muon(Optimizer):
         return {
             **super().__getstate__(),
             **{name: getattr(self, name) for name in kept},
-            "_process_groups": {},
-            "_made": None,
+            "_process_groups": ProcessGroups(),
+            "_rank_sets": None,
+            "_pipelines": {},
+            "_outdated": {},
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
@@ -243,14 +255,15 @@ class Muon(Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
-        self._made = None
+        self._plan_anew()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update.  Collective: every rank that holds a parameter must call it.
 
         Raises:
-            RuntimeError: on all ranks, if a gradient is missing on some of the ranks that hold its parameter.
+            Exception: on all ranks that share parameters, if an error is raised on one of them: there that error.
+            RuntimeError: on all of them, if rates differ or a gradient is missing on some.
         """
         loss = None
         if closure is not None:
@@ -261,9 +274,7 @@ class Muon(Optimizer):
             for param in group["params"]:
                 check_values(param)
                 check_gradient(param, param.grad)
-        groups = {param: group for group in self.param_groups for param in group["params"]}
-        for pipeline in self._pipelines():
-            pipeline.step([groups[param] for param in pipeline.params], self.state)
+        self._take_part(None)
         for group in self.param_groups:
             if group["algorithm"] in SCALARS:
                 SCALARS[group["algorithm"]].step(group, self.state)
@@ -283,48 +294,46 @@ class Muon(Optimizer):
             self._settle(group)
             for param in group["params"] if group["algorithm"] in MATRICES else ():
                 check_state(param, self._resting(param, (0,)), group, self.state[param])
-        self._made = None
+        self._plan_anew()
         self._fixed = [fixed(group) for group in self.param_groups]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _pipelines(self) -> list[Pipeline]:
-        """One for each set of ranks; made at the first step, and anew when groups change or state is loaded."""
-        if self._made is None:
-            found: defaultdict[Ranks, list[tuple[Tensor, dict[str, Any]]]] = defaultdict(list)
-            for group in self.param_groups:
-                if group["algorithm"] in MATRICES:
-                    for param in group["params"]:
-                        found[ranks_of(param, self._replicas)].append((param, group))
-            # Sorted: every rank makes and uses the groups that it shares with others in one global order.
-            self._made = [
-                self._pipeline(ranks, members) for ranks, members in sorted(found.items(), key=lambda i: i[0])
-            ]
-        return self._made
+    def _take_part(self, failure: Exception | None) -> None:
+        self._awaited = False
+        if self._rank_sets is None:
+            self._rank_sets = rank_sets(self.param_groups, self._replicas)
+        planned = False
+        for held in self._rank_sets:
+            if held.alone and (failure or not held.matrices):
+                continue
+            try:
+                if held.ranks not in self._pipelines:
+                    if held.ranks in self._outdated:
+                        self._outdated[held.ranks].retire(failure)
+                    self._pipelines[held.ranks] = self._planner().plan(held, self.param_groups, self.state, failure)
+                    self._outdated.pop(held.ranks, None)
+                    planned = True
+                if held.members:
+                    self._pipelines[held.ranks].step(held, self.param_groups, self.state, failure)
+            except Exception as error:
+                if capturing():
+                    raise
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        if planned:
+            self._process_groups.drop_unused()
 
-    def _pipeline(self, ranks: Ranks, members: list[tuple[Tensor, dict[str, Any]]]) -> Pipeline:
-        params = [param for param, _ in members]
-        if ranks not in self._process_groups:
-            self._process_groups[ranks] = group_of(ranks, params[0])
-        process_group = self._process_groups[ranks]
-        ordered = tuple(dist.get_process_group_ranks(process_group)) if process_group is not None else (0,)
-        specs = [self._spec(param, group, ordered) for param, group in members]
-        rank = dist.get_rank() if process_group is not None else 0
-        schedule = make_schedule(specs, ordered, rank, self._waves)
-        return Pipeline(schedule, params, specs, process_group, self._exchange, self._scale)
-
-    def _spec(self, param: Tensor, group: dict[str, Any], ranks: Ranks) -> Spec:
-        precision, fused = PRECISIONS[group["ns_dtype"]], fused_of(group)
-        update = Slot(MOMENTUM, self._resting(param, ranks), fused, precision.there, precision.back)
-        extras = [
-            Slot(name, layout_of(self.state[param][name], ranks), fused.reduced(), EXACT, EXACT)
-            for name in MATRICES[group["algorithm"]].slots
-        ]
-        steps, gram = group["ns_steps"], group["gram"]
-        return Spec(
-            (update, *extras),
-            lambda m, n, parts: self._cost(m, n, steps, gram, parts),
-            group["blocks"],
-            lambda m, n, copies: self._form(param.device, precision.compute, m, n, copies),
+    def _planner(self) -> Planner:
+        return Planner(
+            self._replicas,
+            self._process_groups,
+            self._exchange,
+            self._waves,
+            self._resting,
+            self._cost,
+            self._form,
+            self._scale,
         )
 
     def _resting(self, param: Tensor, ranks: Ranks) -> TensorLayout:

@@ -45,7 +45,8 @@ RULES = {
     "optimizer/newton_schulz": "optimizer optimizer/triton",
     "optimizer/triton": "optimizer optimizer/newton_schulz optimizer/step",
     "optimizer/planning": "errors box overlap layout plan layouts optimizer/newton_schulz",
-    "optimizer/step": "box layouts vocabulary optimizer optimizer/newton_schulz optimizer/planning optimizer/triton",
+    "optimizer/step": "box layout layouts vocabulary optimizer optimizer/newton_schulz optimizer/planning "
+    "optimizer/triton",
     "optimizer/layer_wise": "errors box vocabulary layouts layouts/buffers optimizer optimizer/step",
     "optimizer": "errors box layout layouts vocabulary optimizer/groups optimizer/layer_wise optimizer/newton_schulz "
     "optimizer/planning optimizer/step",

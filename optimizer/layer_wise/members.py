@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...layouts.buffers.layout import BufferLayout
+from ...layouts.buffers.layout_json import to_json
 from ...layouts.buffers.parameters import GroupSizes, Parameter
 from ...layouts.buffers.placements import ToPlace
+from ..step.agreement import Facts, constant_options
 from ..step.methods import MATRICES
 from .buffer_memory import Part
 
@@ -102,6 +106,15 @@ class Members:
             if parts[self.name_of[param]].boxes or group["algorithm"] not in MATRICES
         }
 
+    def facts(self, groups: Sequence[Mapping[str, Any]], buffers: Sequence[BufferLayout]) -> Facts:
+        """What must be the same on all ranks, given complete groups."""
+        in_group = {self.name_of[param]: number for number, group in enumerate(groups) for param in group["params"]}
+        about = {name: f"{tuple(param.shape)} {param.dtype}" for name, param in self.named.items()}
+        numbers = {f"parameter {name}": f"{about[name]}, in group {in_group[name]}" for name in self.named}
+        # Also what decides on them: the names of a layout's algorithm, sizes of buckets, owners of before.
+        digest = hashlib.blake2b(json.dumps([*map(to_json, buffers)]).encode(), digest_size=8).hexdigest()
+        return {**numbers, **constant_options(dict(enumerate(groups))), "the layout of buffers": digest}
+
     def group_of_buffer(self, buffer: BufferLayout) -> Group:
         """A buffer is shared by those who share any of its parameters."""
         return self.group_of[buffer.parameters[0].parameter.name]
@@ -128,6 +141,11 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def size_of(group: Group) -> int:
     return dist.get_world_size(group) if group is not None else 1
+
+
+def this_rank() -> int:
+    """This process's, in the world."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def ranks_of(group: Group) -> list[int]:

@@ -6,8 +6,9 @@ Where parameters lie and who owns them is a `BufferLayout`; nothing here asks wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +21,17 @@ from ...layouts.buffers.layout_json import to_json
 from ...layouts.buffers.placements import present_name
 from ...vocabulary import MUON
 from ..clipping import clip_with, sum_of_squares
+from ..collective import CollectiveOptimizer
 from ..muon import Muon
 from ..rounding import exact_dtype, rounded_once
 from ..state import as_numbers
-from ..step.exchange import add_up
+from ..step.agreement import LOAD, PLAN, STEP, Intent, step_intent
+from ..step.exchange import add_up, any_has
+from ..step.notes import Accord, Notes
 from .buffer_memory import BucketMemory, FlatBuffer, Part, laid_out
 from .gradients import Gathers, Gradients
-from .members import Group, Members, groups_with, options_of, ranks_of, size_of
-from .owned_state import restore, state_of
+from .members import Group, Members, groups_with, options_of, ranks_of, size_of, this_rank
+from .owned_state import restoring, state_of
 
 BUCKET = 40_000_000
 """Megatron's smallest bucket, in elements."""
@@ -88,7 +92,7 @@ def _filled(
     return parts, buckets
 
 
-class LayerWise(Optimizer):
+class LayerWise(CollectiveOptimizer):
     """Muon for data parallelism with whole matrices, in flat buffers; AdamW or Lion for the rest, cut anywhere.
 
     The model's parameters become views of flat buffers, with the values of rank 0 of their group.  Every backward pass
@@ -143,26 +147,37 @@ class LayerWise(Optimizer):
         previous: Mapping[str, int | None] | None = None,
         **options: Any,
     ) -> None:
-        if refused := sorted({"replicas", "exchange", "waves"} & options.keys()):
-            raise ValueError(f"{refused}: owners step whole matrices, nothing is exchanged during a step")
-        self._fixed = False
-        super().__init__(groups, {})
-        self._fixed = True
         group = group or (dist.group.WORLD if dist.is_initialized() else None)
-        self._members = members = Members.of(model, self.param_groups, group, experts, expert_group)
-        self._divisor = size_of(group) if average else 1
+        self._device = next((param.device for param in model.parameters()), torch.device("cpu"))
+        self._accord = Accord((group, expert_group), self._device)
         self._group, self._overlap = group, overlap
-        layout = present_name(layout) if isinstance(layout, str) else layout
-        self._layout = layout if isinstance(layout, str) else "recorded"
+        self._fixed = False
+        intent = Intent.of(PLAN, {})
+        try:
+            if refused := sorted({"replicas", "exchange", "waves"} & options.keys()):
+                raise ValueError(f"{refused}: owners step whole matrices, nothing is exchanged during a step")
+            Optimizer.__init__(self, groups, {})
+            self._members = members = Members.of(model, self.param_groups, group, experts, expert_group)
+            # On the meta device: Muon refuses here what it would refuse later.
+            wholes = {
+                param: torch.empty_like(param, dtype=exact_dtype(param), device="meta") for param in members.name_of
+            }
+            example = Muon(groups_with(wholes, self.param_groups), lr, **options)
+            self.defaults = dict(example.defaults)
+            for mine, complete in zip(self.param_groups, example.param_groups, strict=True):
+                mine.update(options_of(complete))
+            layout = present_name(layout) if isinstance(layout, str) else layout
+            self._layout = layout if isinstance(layout, str) else "recorded"
+            self.buffers = laid_out(layout, members.to_place(self.param_groups, bucket_size, previous))
+            transport = {"average": average, "exact": exact, "overlap": overlap, "gradient_dtype": gradient_dtype}
+            facts = {name: str(value) for name, value in transport.items()}
+            intent = Intent.of(PLAN, {**facts, **members.facts(self.param_groups, self.buffers)})
+        except Exception as error:
+            intent = intent.failed(error, this_rank())
+        self._agree(intent)
 
-        # On the meta device: what Muon refuses all ranks refuse alike, before anything is touched.
-        wholes = {param: torch.empty_like(param, dtype=exact_dtype(param), device="meta") for param in members.name_of}
-        example = Muon(groups_with(wholes, self.param_groups), lr, **options)
-        self.defaults = dict(example.defaults)
-        for mine, complete in zip(self.param_groups, example.param_groups, strict=True):
-            mine.update(options_of(complete))
-
-        self.buffers = laid_out(layout, members.to_place(self.param_groups, bucket_size, previous))
+        self._fixed = True
+        self._divisor = size_of(group) if average else 1
         self._parts, buckets = _filled(self.buffers, members, gradient_dtype, exact)
         stepped = members.stepped(self.param_groups, self._parts)
         self._inner = Muon(groups_with(stepped, self.param_groups), lr, **options)
@@ -190,24 +205,43 @@ class LayerWise(Optimizer):
 
     def finish_gradients(self) -> None:
         """Wait until this rank has the gradients of what it holds.  Collective; `step` does it if nobody has."""
-        if self._active is not None:
-            return
+        if self._active is None:
+            self._finish(None)
+
+    def _agree(self, intent: Intent) -> None:
+        """Compare what all ranks intend, at once.  Collective."""
+        self._accord.agree(intent, partial(Notes.compare, at_once=True))
+        if intent.error is not None:
+            raise intent.error
+
+    def _finish(self, failure: Exception | None) -> None:
+        self._accord.read()
         self._gradients.finish()
-        self._active = self._agreed(self._gradients.seen)
+        self._active = self._agreed(failure)
         for part in self._parts.values():
             with rounded_once([part.gradient]) as [[gradient]]:
                 gradient.div_(self._divisor)
 
-    def _agreed(self, seen: Collection[str]) -> set[str]:
-        """Names of the parameters that have a gradient on any of the ranks that share them."""
-        agreed: set[str] = set()
-        for group in dict.fromkeys(self._members.group_of.values()):
-            names = [name for name, of in self._members.group_of.items() if of is group]
-            device = self._parts[names[0]].gradient.device
-            flags = torch.tensor([name in seen for name in names], dtype=torch.uint8, device=device)
-            if group is not None:
-                dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+    def _agreed(self, failure: Exception | None) -> set[str]:
+        """Names of the parameters that have a gradient on any of the ranks that share them.
+
+        Raises:
+            Exception: on every rank, if rates differ or one of them has failed.
+        """
+        seen, named = self._gradients.seen, self._members.group_of
+        agreed = {name for name, group in named.items() if group is None and name in seen}
+
+        def compare(notes: Notes, intent: Intent) -> None:
+            names = [name for name, group in named.items() if group is notes.group]
+            flags = torch.tensor([name in seen for name in names], dtype=torch.uint8, device=notes.device)
+            flags, differing = any_has(flags, intent, notes.group)
+            notes.settle(intent, differing, at_once=True)
             agreed.update(name for name, flag in zip(names, flags.tolist(), strict=True) if flag)
+
+        intent = step_intent(list, (), dict(enumerate(self.param_groups)), self._device)
+        self._accord.agree(intent if failure is None else intent.failed(failure, this_rank()), compare)
+        if failure is not None:
+            raise failure
         return agreed
 
     @torch.no_grad()
@@ -224,12 +258,40 @@ class LayerWise(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update.  Collective.  Without ``overlap``, the parameters are there when it returns."""
+        """One update.  Collective.  Without ``overlap``, the parameters are there when it returns.
+
+        Raises:
+            Exception: on all ranks, if an error is raised on one of them: there that error.
+            RuntimeError: on all ranks, if their rates differ.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.finish_gradients()
+        self._take_part(None)
+        return loss
+
+    def _take_part(self, failure: Exception | None) -> None:
+        self._awaited = False
+        if self._active is None:
+            self._finish(failure)
+        intent = Intent.of(STEP, {})
+        try:
+            if failure is not None:
+                raise failure
+            self._step_own()
+        except Exception as error:
+            intent = intent.failed(error, this_rank())
+        self._accord.agree(intent, Notes.compare)
+        self._publish()
+        self.zero_grad()
+        if not self._overlap:
+            self.wait()
+        if intent.error is not None:
+            raise intent.error
+
+    def _step_own(self) -> None:
+        """Step what this rank owns."""
         self.wait()  # for what no forward pass has waited for
         assert self._active is not None
         for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
@@ -238,11 +300,6 @@ class LayerWise(Optimizer):
             part.follow()
             part.stepped.grad = part.gradient.to(part.stepped.dtype) if name in self._active else None
         self._inner.step()
-        self._publish()
-        self.zero_grad()
-        if not self._overlap:
-            self.wait()
-        return loss
 
     def _publish(self) -> None:
         """Round masters to weights, and begin to gather those."""
@@ -289,9 +346,15 @@ class LayerWise(Optimizer):
         Parameters become what their masters say, where there are masters.
 
         Raises:
-            ValueError: as `restore`; nothing is changed then.
+            Exception: on all ranks, if one of them refuses the state (`restoring`); nothing is changed then.
         """
-        restore(self, state_dict)
+        intent = Intent.of(LOAD, {})
+        try:
+            restore = restoring(self, state_dict)
+        except Exception as error:
+            intent = intent.failed(error, this_rank())
+        self._agree(intent)
+        restore()
         self._publish()
         self.wait()
 

@@ -7,7 +7,7 @@ run on FSDP, with other boxes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -60,12 +60,12 @@ def _placed(like: Tensor, held: Tensor | None, part: Part, mesh: DeviceMesh) -> 
     return placed
 
 
-def restore(optimizer: Optimizer, given: dict[str, Any]) -> None:
-    """Copy a state dict into an optimizer's state, and those hyper-parameters that belong to the run.
+def restoring(optimizer: Optimizer, given: dict[str, Any]) -> Callable[[], None]:
+    """What copies a state dict into an optimizer's state, and those hyper-parameters that belong to the run.
 
     Raises:
         ValueError: names every parameter whose state is incomplete, laid out otherwise or of another dtype, or the
-            group of another algorithm or convention; nothing is changed then.
+            group of another algorithm or convention.
     """
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
         given = before(optimizer, given) or given
@@ -76,12 +76,16 @@ def restore(optimizer: Optimizer, given: dict[str, Any]) -> None:
         for param, key in zip(mine["params"], group["params"], strict=True)
         for slot, value in optimizer.state[param].items()
     ]
-    for target, source in copies:
-        target.copy_(source)
-    for mine, group in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
-        mine.update(options_of(group))
-    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
-        after(optimizer)
+
+    def restore() -> None:
+        for target, source in copies:
+            target.copy_(source)
+        for mine, group in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
+            mine.update(options_of(group))
+        for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+            after(optimizer)
+
+    return restore
 
 
 def _elsewhere(mine: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:

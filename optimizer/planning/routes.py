@@ -24,8 +24,8 @@ from .units import OWNER
 ALIGN = 8
 """Each rank's part of the wire begins at a multiple of this, in bytes: of the size of any element."""
 
-NOTE = 8
-"""Bytes in front of each rank's part: a digest of what the sender is about to do."""
+NOTE = 16
+"""Bytes in front of each rank's part: what the sender is about to do, as a digest (`step.agreement.Intent`)."""
 
 Key = tuple[int, str]
 """A tensor that travels: the number of its matrix, and its slot."""

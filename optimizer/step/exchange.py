@@ -1,9 +1,8 @@
-"""Exchanges between ranks.  With `layer_wise`, this is the only file of the step that talks to other ranks."""
+"""Exchanges between ranks.  With `layer_wise`, this is the only file of the optimizer that talks to other ranks."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -14,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..cuda_graphs import uploaded
 from ..newton_schulz.iterations import tree_sum
 from ..planning.routes import NOTE, Key, Own, Route, Strip
-from .process_groups import Ranks, new_group
+from .agreement import Facts, Intent, refusal
 
 
 class Link(Protocol):
@@ -104,16 +102,11 @@ def link(route: Route, group: dist.ProcessGroup | None, device: torch.device, ki
 
 
 class Wire:
-    """One exchange under way: fill the views of :meth:`sending`, :meth:`start`, :meth:`arrive`, read :meth:`received`.
+    """One exchange under way: fill the views of :meth:`sending`, :meth:`start`, :meth:`arrive`, :meth:`received`."""
 
-    Args:
-        intent: what this rank is about to do; compared with the others' by :meth:`check`.
-    """
-
-    def __init__(self, route: Route, link: Link, device: torch.device, intent: bytes) -> None:
+    def __init__(self, route: Route, link: Link, device: torch.device) -> None:
         self._route, self._link = route, link
-        # One rank has nobody to tell.
-        self._note = uploaded(tuple(_digest(intent)), torch.uint8, device) if len(route.send_counts) > 1 else None
+        self._note: Tensor | None = None
         self._buffer: Tensor | None = torch.empty(sum(route.send_counts), dtype=torch.uint8, device=device)
         self._arrive: Callable[[], Tensor] | None = None
 
@@ -130,12 +123,17 @@ class Wire:
             values, tail = strip.on(self._buffer)
             yield strip, partial(strip.coding.write, values=values, tail=tail)
 
-    def start(self) -> None:
-        """Begin the exchange.  What was sent may not be touched until it has arrived."""
+    def start(self, note: Tensor | None) -> None:
+        """Begin the exchange.  What was sent may not be touched until it has arrived.
+
+        Args:
+            note: to all ranks (`Intent.note`); None: nobody reads it.
+        """
         assert self._buffer is not None, "started already"
-        if self._note is not None:
+        if note is not None:
             for start in _starts(self._route.send_counts):
-                self._buffer.narrow(0, start, NOTE).copy_(self._note)
+                self._buffer.narrow(0, start, NOTE).copy_(note)
+        self._note = note
         self._arrive = self._link.start(self._buffer)
 
     def arrive(self) -> None:
@@ -144,23 +142,11 @@ class Wire:
         self._buffer = self._arrive()
         self._arrive = None
 
-    def check(self) -> None:
-        """Compare what the ranks are about to do; waits for the device.
-
-        Raises:
-            RuntimeError: on every rank, if any two ranks intend different things.
-        """
-        assert self._buffer is not None, "not started"
-        if self._note is None:
-            return
+    def differing(self) -> Tensor:
+        """Whether any rank has sent another note than this one; a bool on the device."""
+        assert self._buffer is not None and self._note is not None, "no notes have arrived"
         notes = torch.stack([self._buffer.narrow(0, at, NOTE) for at in _starts(self._route.receive_counts)])
-        disagree = (notes != self._note).any(dim=1).nonzero().flatten().tolist()
-        if disagree:
-            raise RuntimeError(
-                f"ranks disagree about this optimizer step: ranks {disagree} of the group have gradients for other "
-                "parameters than this one. A parameter's gradient must be present on all ranks that hold it or on "
-                "none. The momentum of the others has taken this gradient in; do not repeat the step"
-            )
+        return (notes != self._note).any()
 
     def received(self, key: Key, own: Sequence[Parcel] = ()) -> Iterable[tuple[Strip, Tensor]]:
         """What there is of a tensor: each strip that arrived, or is our own (:func:`kept`), with its values, dense."""
@@ -193,22 +179,33 @@ def opened(parcels: Sequence[Parcel]) -> Iterable[tuple[Strip, Tensor]]:
     return zip((strip for strip, _ in parcels), coding.read([coded for _, coded in parcels]), strict=True)
 
 
-def shared_sum(ranks: Ranks) -> Callable[[Iterator[Tensor]], Tensor]:
-    """Adds up what the blocks of a matrix give on the ranks that share it: the same bits however many they are.
+class SharedSum:
+    """Adds up what the blocks of one matrix give on the ranks that share it: the same bits however many they are.
 
-    Collective over these ranks, and no others, when it is made and when it is used.
+    Args:
+        group: of these ranks; None: this rank has all blocks.
+        shapes: of all sums, in order.
     """
-    if len(ranks) == 1:
-        return tree_sum
-    group = new_group(ranks)
 
-    def total(partials: Iterator[Tensor]) -> Tensor:
+    def __init__(
+        self, group: dist.ProcessGroup | None, shapes: Sequence[tuple[int, int]], device: torch.device
+    ) -> None:
+        self._group, self._left, self._device = group, list(shapes), device
+
+    def __call__(self, partials: Iterable[Tensor]) -> Tensor:
+        """The sum over the blocks of all ranks."""
         mine = tree_sum(partials)
-        everyone = [torch.empty_like(mine) for _ in ranks]
-        dist.all_gather(everyone, mine, group)
+        if self._group is None:
+            return mine
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(everyone, mine, self._group)
+        del self._left[0]
         return tree_sum(everyone)
 
-    return total
+    def give_up(self) -> None:
+        """Add nothing to the sums that are left: the other ranks wait for this one."""
+        while self._group is not None and self._left:
+            self([torch.zeros(self._left[0], device=self._device)])
 
 
 def add_up(number: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -230,27 +227,44 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def agree(digest: bytes, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Compare 16 bytes between all ranks of a group.
+def agree(intent: Intent, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Compare what all ranks of a group intend.  Collective.
 
     Raises:
-        RuntimeError: on every rank, if they differ.
+        Exception: on every rank, if they differ or one of them has failed: its own error, or one that says who differs.
     """
-    if group is None:
-        return
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+    if group is not None and differ(intent, group, device):
+        raise disagreement(intent, group)
+    if intent.error is not None:
+        raise intent.error
+
+
+def differ(intent: Intent, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """Whether any two ranks of a group intend different things; a bool on the device.  Collective."""
+    mine = intent.note(device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group)
-    differ = [rank for rank, theirs in enumerate(everyone) if not torch.equal(theirs, mine)]
-    if differ:
-        raise RuntimeError(
-            f"ranks {differ} of the group planned another exchange than this one: every rank must build the optimizer "
-            "from the same parameters, in the same groups and order"
-        )
+    return (torch.stack(everyone) != mine).any()
 
 
-def _digest(intent: bytes) -> bytes:
-    return hashlib.blake2b(intent, digest_size=NOTE).digest()
+def any_has(flags: Tensor, intent: Intent, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Which flags (0 or 1, uint8) any rank of a group has set, and `differ`.  One collective."""
+    note = intent.note(flags.device)
+    # The largest of each byte and of its complement: this rank's, unless notes differ.
+    told = torch.cat([flags, note, 255 - note])
+    dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
+    found, largest, smallest = torch.split(told, [len(flags), NOTE, NOTE])
+    return found, (largest != note).any() | (smallest != 255 - note).any()
+
+
+def disagreement(intent: Intent, group: dist.ProcessGroup) -> Exception:
+    """What to raise where ranks of a group have found that they differ: they tell each other how.  Collective."""
+    ranks = dist.get_process_group_ranks(group)
+    reference: list[Facts | None] = [dict(intent.facts()) if intent.error is None else None]
+    dist.broadcast_object_list(reference, group=group, group_src=0)
+    complaints = [""] * len(ranks)
+    dist.all_gather_object(complaints, intent.complaint(ranks[0], reference[0]), group)
+    return intent.error or refusal(intent.task, dict(zip(ranks, complaints, strict=True)))
 
 
 def _starts(counts: Sequence[int]) -> list[int]:

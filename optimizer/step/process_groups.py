@@ -1,17 +1,24 @@
-"""The ranks that hold a parameter, and process groups of exactly those."""
+"""The ranks that hold a parameter, and process groups of exactly those.
+
+``torch.distributed.new_group(..., use_local_synchronization=True)`` names a group after its ranks and the number of
+groups that this process is a member of.  Where members are in different numbers of groups, the names differ, and all of
+them wait for the time-out.  So a group of our own is named after its ranks and how many we have made of these.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 Ranks = tuple[int, ...]
-
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[Ranks, dist.ProcessGroup]] = WeakKeyDictionary()
-"""The groups that `group_of` has made, by the default process group of their time: they end with it."""
 
 
 def ranks_of(param: Tensor, replicas: dist.ProcessGroup | None) -> Ranks:
@@ -21,36 +28,112 @@ def ranks_of(param: Tensor, replicas: dist.ProcessGroup | None) -> Ranks:
     """
     if isinstance(param, DTensor):
         return tuple(sorted(param.device_mesh.mesh.flatten().tolist()))
-    return tuple(sorted(dist.get_process_group_ranks(replicas))) if replicas is not None else ()
+    return members(replicas)
 
 
-def group_of(ranks: Ranks, param: Tensor) -> dist.ProcessGroup | None:
-    """A process group of exactly these ranks, one of which is ours; made once if there is none at hand.
+def members(group: dist.ProcessGroup | None) -> Ranks:
+    """The global ranks of a process group, sorted; none for this process alone."""
+    return tuple(sorted(dist.get_process_group_ranks(group))) if group is not None else ()
 
-    Collective over ``ranks`` (and no others) when it has to be made.
+
+def in_order(ranks: Ranks) -> tuple[int, int, Ranks]:
+    """The key by which every rank sorts the sets of ranks that it belongs to, for collectives in one global order.
+
+    A set comes before those that contain it, and the sets of a mesh axis before those of the axes outside of it.  So
+    what a rank has to tell reaches all ranks of a mesh in one pass, set by set.
+    """
+    return ranks[-1] - ranks[0] if ranks else -1, len(ranks), ranks
+
+
+class ProcessGroups:
+    """Groups that exist, and groups of our own for what they lack, by their ranks."""
+
+    def __init__(self) -> None:
+        self._own: dict[Ranks, dist.ProcessGroup] = {}
+        self._asked: set[Ranks] = set()
+
+    def of(self, ranks: Ranks, *existing: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+        """A process group of exactly these ranks, this one among them; None for one rank.
+
+        Collective over ``ranks`` (and no others) if it has to be made.
+
+        Args:
+            existing: groups to look at, besides that of the world.
+        """
+        if len(ranks) < 2:
+            return None
+        for group in (dist.group.WORLD, *existing):
+            if members(group) == ranks and _carries(group):
+                return group
+        if ranks not in self._own:
+            self._own[ranks] = _made(ranks)
+        self._asked.add(ranks)
+        return self._own[ranks]
+
+    def drop_unused(self) -> None:
+        """Destroy our own groups that have not been asked for since this was called last.  Collective over each."""
+        for ranks in sorted(self._own.keys() - self._asked, key=in_order):
+            dist.destroy_process_group(self._own.pop(ranks))
+        self._asked.clear()
+
+
+_of_worlds: WeakKeyDictionary[dist.ProcessGroup, ProcessGroups] = WeakKeyDictionary()
+"""What `group_of` has made, by the default process group of its time: it ends with it."""
+
+
+def group_of(ranks: Ranks, *existing: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """As `ProcessGroups.of`, one for all that this process does, as long as there is its world.
 
     Raises:
-        ValueError: this rank holds nothing of the parameter.
+        ValueError: this rank is not among them.
     """
-    if not ranks:
-        return None
-    if dist.get_rank() not in ranks:
+    if ranks and dist.get_rank() not in ranks:
         raise ValueError(
-            f"rank {dist.get_rank()} is not on the mesh (ranks {ranks}) of a parameter of shape {tuple(param.shape)}; "
-            "give each rank's optimizer only parameters that it holds"
+            f"rank {dist.get_rank()} is not on the mesh of a parameter (ranks {ranks}); give each rank parameters that "
+            "it holds, and no others"
         )
     world = dist.group.WORLD
-    if world is None or len(ranks) == world.size():
-        return world
-    if isinstance(param, DTensor) and param.device_mesh.ndim == 1:
-        return param.device_mesh.get_group()
-    made = _made.setdefault(world, {})
-    if ranks not in made:
-        made[ranks] = new_group(ranks)
-    return made[ranks]
+    return _of_worlds.setdefault(world, ProcessGroups()).of(ranks, *existing) if world is not None else None
 
 
-def new_group(ranks: Ranks) -> dist.ProcessGroup:
-    """Collective over ``ranks`` and no others."""
-    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-    return made
+def groups_of_mesh(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
+    """Those of the axes of a mesh."""
+    return mesh.get_all_groups() if mesh is not None else []
+
+
+def _carries(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group carries anything: trainers give mesh axes that they do not use a backend that does not."""
+    return (dist.get_backend(group) == "fake") == (dist.get_backend() == "fake")
+
+
+def _made(ranks: Ranks) -> dist.ProcessGroup:
+    """A new group, under a name that no other group has, the same on all its ranks."""
+    world, store = c10d._get_default_group(), c10d._get_default_store()
+    digest = hashlib.blake2b(repr(ranks).encode(), digest_size=16).hexdigest()
+    # The store lives as long as the names in it, and each rank counts for itself there, so no process has to remember.
+    name = f"muonckpt-{digest}-{store.add(f'muonckpt-{digest}-of-rank-{dist.get_rank()}', 1)}"
+    backend = dist.Backend(c10d._world.pg_map[world][0])
+    group: dist.ProcessGroup
+    with _unbound(world):
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            list(ranks),
+            backend,
+            store,
+            name,  # type: ignore[arg-type]  # of a type that older versions do not have
+            timeout=c10d._get_default_timeout(backend),
+            group_desc="muonckpt",
+        )
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
+
+
+@contextmanager
+def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
+    """torch splits the communicator of a world that is bound to a device, which all of the world would have to join."""
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...layouts.tensors import local_of
 from ...vocabulary import MOMENTUM
-from ..newton_schulz.iterations import orthogonalize_parts
+from ..newton_schulz.iterations import Total, orthogonalize_parts
 from ..planning.routes import Own, Strip
 from ..planning.schedule import Wave
 from ..planning.units import Slot
@@ -89,7 +89,6 @@ class Round:
     ) -> None:
         self.pipeline, self.groups, self.state, self.active = pipeline, groups, state, active
         self.units, self.sweep = pipeline.schedule.units, pipeline.sweep
-        self.intent = bytes(active)
         self._accumulate()
         # What strips are views of: contiguous, as layouts say.
         self.weights = [local_of(param) for param in pipeline.params]
@@ -106,38 +105,44 @@ class Round:
         """The learning-rate factor of an ``m x n`` matrix of a parameter."""
         return self.pipeline.scale(self.groups[param], rows, columns)
 
-    def gather(self, number: int) -> tuple[Wave, Wire]:
-        """Send what rests here to the owners of a wave's matrices."""
-        wave = self.pipeline.schedule.waves[number]
-        wire = Wire(wave.gather, self.pipeline.links[number][0], self.pipeline.device, self.intent)
+    def fill(self, number: int, wire: Wire) -> None:
+        """Write what rests here, for the owners of a wave's matrices."""
         self.sweep.send(number, wire.memory)
-        for unit in wave.held:
+        for unit in self.pipeline.schedule.waves[number].held:
             param = self.units[unit].param
             for slot in self._left(param, self.sweep.sends) if self.active[param] else ():
                 for strip, write in wire.sending((unit, slot.name)):
                     write(self._resting(param, slot, strip))
-        wire.start()
-        return wave, wire
 
-    def orthogonalized(self, number: int, wave: Wave, arrived: Wire) -> Wire:
-        """The results of this rank's matrices, ready to be sent back."""
-        back = Wire(wave.scatter, self.pipeline.links[number][1], self.pipeline.device, self.intent)
-        mine = [unit for unit in wave.owned if self.active[self.units[unit].param]]
-        for batch in in_batches(self.units, (unit for unit in mine if self.units[unit].blocks == 1), self._group):
+    def orthogonalize(self, number: int, arrived: Wire, back: Wire) -> None:
+        """Do those matrices of a wave that this rank has alone, and write the results, to be sent back."""
+        wave = self.pipeline.schedule.waves[number]
+        mine = [unit for unit in wave.owned if self._acts(unit) and self.units[unit].blocks == 1]
+        for batch in in_batches(self.units, mine, self._group):
             done = self._finished(batch, number, wave, arrived, back)
             self._release(number, wave, batch.sizes, done, back)
-        for unit in mine:
-            if self.units[unit].blocks > 1:
-                done = self._shared(unit, number, wave, arrived)
-                self._release(number, wave, {unit: done.numel()}, done, back)
-        return back
 
-    def apply(self, number: int, wave: Wave, arrived: Wire) -> None:
+    def in_blocks(self, number: int) -> list[int]:
+        """Those matrices of a wave of which this rank does some blocks, in the order that all ranks take."""
+        owned = self.pipeline.schedule.waves[number].owned
+        return [unit for unit in owned if self._acts(unit) and self.units[unit].blocks > 1]
+
+    def orthogonalize_blocks(self, unit: int, total: Total, number: int, arrived: Wire, back: Wire) -> None:
+        """Do this rank's blocks of a matrix, and write the results."""
+        wave = self.pipeline.schedule.waves[number]
+        done = self._blocks(unit, total, number, wave, arrived)
+        self._release(number, wave, {unit: done.numel()}, done, back)
+
+    def sums(self, unit: int) -> list[tuple[int, int]]:
+        """The shapes of what the ranks that share a matrix add up."""
+        short = min(self.units[unit].rows_columns)
+        return [(1, 1), *[(short, short)] * self.groups[self.units[unit].param]["ns_steps"]]
+
+    def apply(self, number: int, arrived: Wire) -> None:
         """Apply what other owners have sent."""
-        arrived.arrive()
         self.sweep.apply(number, arrived.memory)
-        for unit in wave.held:
-            if self.active[self.units[unit].param]:
+        for unit in self.pipeline.schedule.waves[number].held:
+            if self._acts(unit):
                 for slot in self._left(self.units[unit].param, self.sweep.applies):
                     self._apply(unit, slot, arrived.received((unit, slot.name)))
 
@@ -146,6 +151,9 @@ class Round:
             if tensor.grad is not None and param not in self.sweep.accumulates:
                 with rounded_once([local_of(self.state[tensor][MOMENTUM])]) as [[momentum]]:
                     momentum.lerp_(local_of(tensor.grad).to(momentum.dtype), 1 - group["momentum"])
+
+    def _acts(self, unit: int) -> bool:
+        return self.active[self.units[unit].param]
 
     def _group(self, param: int) -> Group:
         return self.groups[param]
@@ -223,7 +231,7 @@ class Round:
         own = wave.scatter.own.get((unit, slot.name), Own())
         self._apply(unit, slot, opened(kept(own, lambda strip: strip.of(memory), self.pipeline.device)))
 
-    def _shared(self, index: int, number: int, wave: Wave, arrived: Wire) -> Tensor:
+    def _blocks(self, index: int, total: Total, number: int, wave: Wave, arrived: Wire) -> Tensor:
         """This rank's blocks of a matrix that is computed in blocks, end to end."""
         unit = self.units[index]
         [update] = self.pipeline.specs[unit.param].slots
@@ -234,7 +242,6 @@ class Round:
         cut = torch.split(memory, sizes)
         parts = [part.view(shape) for part, shape in zip(cut, shapes, strict=True)]
         options = Options.of(self.groups[unit.param]).arguments()
-        total = self.pipeline.totals[unit.owners]
         done = orthogonalize_parts([part.mT if tall else part for part in parts], **options, total=total)
         return torch.cat([(part.mT if tall else part).reshape(-1) for part in done])
 

@@ -52,7 +52,7 @@ def test_a_swept_step_has_the_bits_of_operators(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(pipeline, "has_kernels", lambda device, dtype: True)
     opt, found = stepped(torch.float32)
     assert_same_bits(found, expected)
-    [made] = opt._pipelines()
+    [made] = opt._pipelines.values()
     matrices = [group for _, group in TENSORS if group.get("algorithm") not in ("adamw", "lion")]
     half = [group.get("ns_dtype") == "float16" for group in matrices]
     assert made.sweep.sends == made.sweep.accumulates == {n for n, travels in enumerate(half) if not travels}
@@ -70,7 +70,7 @@ def test_batches_of_kernels_have_the_bits_of_one_matrix_at_a_time(monkeypatch: p
         for param in params:
             param.grad = torch.randn(param.shape, generator=generator).to(DEVICE)
         opt.step()
-        units = opt._pipelines()[0].schedule.units
+        [units] = [schedule.units for schedule in opt.schedules.values()]
         counts.append([len(batch.numbers) for batch in in_batches(units, range(5), lambda param: opt.param_groups[0])])
         return snapshot(params, opt)
 
@@ -94,7 +94,7 @@ def swept_on_ranks(rank: int, world: int) -> list[torch.Tensor]:
         train(params, opt, place, torch.float32, steps=2)
     finally:
         pipeline.has_kernels = before
-    assert all(made.sweep.applies for made in opt._pipelines())
+    assert all(made.sweep.applies for made in opt._pipelines.values())
     return snapshot(params, opt)
 
 

@@ -48,7 +48,7 @@ def replicated(rank: int, world: int, share: bool) -> tuple[list[torch.Tensor], 
     params = [nn.Parameter(v) for v in values(0, torch.float32)]
     opt = make(params, replicas=dist.group.WORLD if share else None)
     train(params, opt, lambda g: g, torch.float32)
-    [schedule] = (pipeline.schedule for pipeline in opt._pipelines())
+    [schedule] = opt.schedules.values()
     return snapshot(params, opt), [unit.owners for unit in schedule.units], len(schedule.owned)
 
 

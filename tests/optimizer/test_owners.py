@@ -18,6 +18,7 @@ from muonckpt.optimizer.newton_schulz.forms import Form
 from muonckpt.optimizer.planning.encodings import Plain
 from muonckpt.optimizer.planning.matrices import Fused, matrices_of, reduced_shape, shapes_of
 from muonckpt.optimizer.planning.owners import Work, assign, in_waves
+from muonckpt.optimizer.planning.routes import NOTE
 from muonckpt.optimizer.planning.schedule import Schedule, make_schedule
 from muonckpt.optimizer.planning.units import Slot, Spec, given, residence
 from muonckpt.plan import make_share
@@ -210,7 +211,7 @@ def crossing(schedules: list[Schedule], replica: list[int], direction: str) -> i
     for rank, schedule in enumerate(schedules):
         for wave in schedule.waves:
             counts = getattr(wave, direction).send_counts
-            total += sum(count - 8 for peer, count in enumerate(counts) if replica[peer] != replica[rank])
+            total += sum(count - NOTE for peer, count in enumerate(counts) if replica[peer] != replica[rank])
     return total
 
 

@@ -1,0 +1,208 @@
+"""What ranks compare before they do something together: a few bytes each time, and words where these differ.
+
+An `Intent` says what a rank is about to do, or which error keeps it from that.  It travels as a note in front of what
+is exchanged anyway, so a rank that fails takes part in the next exchange, and everyone learns of it there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..cuda_graphs import uploaded
+from ..newton_schulz.coefficients import coefficient_set
+from ..planning.routes import NOTE
+
+Facts = Mapping[str, str]
+"""What is the same on all ranks, by subject."""
+
+SHOWN = 4
+"""Differences that a rank tells; the others are counted."""
+
+LONGEST = 500
+"""Characters of what a rank tells."""
+
+PLAN_FACT = "the plan"
+
+CONSTANT = (
+    "algorithm",
+    "adjust_lr",
+    "ns",
+    "ns_steps",
+    "ns_dtype",
+    "gram",
+    "pieces",
+    "columns",
+    "interleaved",
+    "blocks",
+)
+"""Options of parameter groups that a plan is made for."""
+
+LIVE = ("lr", "weight_decay", "momentum", "betas", "beta2", "eps", "cautious", "nesterov")
+"""Options of parameter groups that every step reads anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What ranks do together: what it means that they do not, and what to do then."""
+
+    failure: str
+    advice: str
+
+
+PLAN = Task(
+    "ranks do not plan the same optimizer step",
+    "Every rank must build the optimizer from the same parameters, in the same groups and order, with the same options "
+    "(numbers count those that these ranks share)",
+)
+STEP = Task(
+    "an optimizer step stops on all ranks that share it",
+    "Rates must be the same on all ranks, and a parameter's gradient must be present on all ranks that hold it or on "
+    "none; numbers count those that these ranks share. Momenta may have taken this step's gradients in: do not repeat "
+    "the step",
+)
+
+LOAD = Task(
+    "a state is loaded on all ranks or on none",
+    "Load the same checkpoint on all of them",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Intent:
+    """What a rank is about to do together with others.
+
+    Attributes:
+        digest: equal on two ranks if they intend the same.
+        live: numbers that only the device knows, float64; they are compared where they are.
+        facts: the same in words; asked only where ranks differ.
+        error: what keeps this rank from it.
+    """
+
+    task: Task
+    digest: bytes
+    live: Sequence[Tensor]
+    facts: Callable[[], Facts]
+    error: Exception | None = None
+
+    @classmethod
+    def of(cls, task: Task, facts: Facts) -> Intent:
+        """To do what these facts say."""
+        return cls(task, _digest(repr(sorted(facts.items())).encode()), (), lambda: facts)
+
+    def failed(self, error: Exception, rank: int) -> Intent:
+        """The same of a rank that cannot: it differs from what any other rank intends."""
+        return replace(self, digest=_digest(f"rank {rank} failed".encode()), live=(), error=error)
+
+    def note(self, device: torch.device) -> Tensor:
+        """What the others compare: ``NOTE`` bytes.  Nothing is read back from the device."""
+        fixed = uploaded(tuple(self.digest), torch.uint8, device)
+        if not self.live:
+            return torch.cat([fixed, torch.zeros_like(fixed)])
+        bits = torch.stack([value.reshape(()).double() for value in self.live]).view(torch.int64)
+        # Sums of products with odd numbers, as integers that wrap around.
+        odd = torch.arange(1, 2 * len(bits), 2, device=device) * 0x9E3779B97F4A7C1
+        return torch.cat([fixed, (bits * odd).sum().view(1).view(torch.uint8)])
+
+    def complaint(self, first: int, reference: Facts | None) -> str:
+        """What this rank has to tell: its error, or how its facts differ from those of the first rank (if it has any);
+        nothing if they do not."""
+        if self.error is not None:
+            return _cut(f"raised {type(self.error).__name__}: {self.error}")
+        if reference is None:
+            return ""
+        facts = self.facts()
+        differing = [
+            f"{subject} is {facts.get(subject, 'unknown')}, on rank {first} {reference.get(subject, 'unknown')}"
+            for subject in dict.fromkeys((*reference, *facts))
+            if facts.get(subject) != reference.get(subject)
+        ]
+        more = [f"and {len(differing) - SHOWN} more"] if len(differing) > SHOWN else []
+        return _cut("; ".join([*differing[:SHOWN], *more]))
+
+
+def refusal(task: Task, complaints: Mapping[int, str]) -> RuntimeError:
+    """The error of ranks that have none of their own.
+
+    Args:
+        complaints: by rank; empty ones are left out.
+    """
+    by_text: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, text in complaints.items():
+        if text:
+            by_text[text].append(rank)
+    told = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in list(by_text.items())[:SHOWN])
+    return RuntimeError(f"{task.failure}. {told}. {task.advice}")
+
+
+def constant_options(groups: Mapping[int, Mapping[str, Any]]) -> Facts:
+    """What groups (by number) say that holds as long as a plan; coefficients as numbers."""
+    return {
+        f"{name} of group {number}": repr(coefficient_set(group[name]) if name == "ns" else group[name])
+        for number, group in groups.items()
+        for name in CONSTANT
+        if name in group
+    }
+
+
+def live_options(groups: Mapping[int, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Subjects and values of all that groups (by number) say that a step reads anew."""
+    for number, group in groups.items():
+        for name in LIVE:
+            if name in group:
+                values = group[name] if isinstance(group[name], tuple | list) else (group[name],)
+                yield from ((f"{name} of group {number}", value) for value in values)
+
+
+def step_intent(
+    labels: Callable[[], Sequence[str]],
+    active: Sequence[bool],
+    groups: Mapping[int, Mapping[str, Any]],
+    device: torch.device,
+) -> Intent:
+    """To step those parameters that are active, at the rates that their groups have now.
+
+    Args:
+        labels: of all parameters.
+        groups: theirs, by number.
+        device: where the ranks compare what they intend.
+    """
+    options = [value for _, value in live_options(groups)]
+    far = [value for value in options if isinstance(value, Tensor) and value.device == device and device.type != "cpu"]
+    distant = set(map(id, far))
+    near = np.array([np.nan if id(value) in distant else float(value) for value in options])
+
+    def facts() -> Facts:
+        gradients = {f"the gradient of {label}": _present(on) for label, on in zip(labels(), active, strict=True)}
+        seen: defaultdict[str, list[str]] = defaultdict(list)
+        for subject, value in live_options(groups):
+            seen[subject].append(str(float(value)))
+        return {PLAN_FACT: "kept"} | gradients | {subject: ", ".join(values) for subject, values in seen.items()}
+
+    return Intent(STEP, _digest(bytes(active) + near.tobytes()), far, facts)
+
+
+def _present(active: bool) -> str:
+    return "there" if active else "missing"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+
+
+def _digest(intent: bytes) -> bytes:
+    return hashlib.blake2b(intent, digest_size=NOTE // 2).digest()

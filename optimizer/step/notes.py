@@ -1,0 +1,91 @@
+"""Notes that ranks have received of each other: compared, and read at once or when that keeps nobody waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..cuda_graphs import capturable
+from .agreement import Intent
+from .exchange import differ, disagreement
+from .process_groups import in_order, members
+
+
+class Notes:
+    """Those of a process group.  On a GPU, reading them keeps the host waiting until all work before them is done; so
+    only the first ones of a step are read at once there, and the others when the next step begins.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self._unread: list[Tensor] = []
+
+    def settle(self, intent: Intent, differing: Tensor, at_once: bool = False) -> None:
+        """Take in whether notes have differed from this rank's.
+
+        Args:
+            at_once: wait for the device.
+
+        Raises:
+            Exception: on every rank, if they have, where that is read.
+        """
+        if not at_once and capturable(self.device):
+            self._unread.append(differing)
+        elif differing:
+            raise disagreement(intent, self.group)
+
+    def compare(self, intent: Intent, at_once: bool = False) -> None:
+        """Send notes and settle them.  Collective; the same exceptions."""
+        self.settle(intent, differ(intent, self.group, self.device), at_once)
+
+    def read(self) -> None:
+        """Read what has not been read.
+
+        Raises:
+            RuntimeError: some rank failed in the last step.
+        """
+        unread, self._unread = self._unread, []
+        if unread and torch.stack(unread).any():
+            raise RuntimeError(
+                "another rank failed during the last optimizer step (its own error says why), so that step is "
+                "incomplete: go on from a checkpoint"
+            )
+
+
+class Accord:
+    """The notes of several process groups, compared one group after the other: what fails in one is told in the next.
+
+    Args:
+        groups: which this rank is a member of; None is left out.
+    """
+
+    def __init__(self, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
+        by_ranks = {members(group): group for group in groups if group is not None}
+        self._notes = [Notes(by_ranks[ranks], device) for ranks in sorted(by_ranks, key=in_order)]
+
+    def agree(self, intent: Intent, compare: Callable[[Notes, Intent], None]) -> None:
+        """Compare what the ranks intend.  Collective.
+
+        Args:
+            compare: with one group.
+
+        Raises:
+            Exception: on every rank, if any differ or one has failed, where that is read.
+        """
+        told: Exception | None = None
+        for notes in self._notes:
+            try:
+                compare(notes, intent)
+            except Exception as error:
+                told = told or error
+                intent = intent if intent.error is not None else intent.failed(error, dist.get_rank())
+        if told is not None:
+            raise told
+
+    def read(self) -> None:
+        """As `Notes.read`."""
+        for notes in self._notes:
+            notes.read()

@@ -1,0 +1,122 @@
+"""What one set of ranks does at every step, planned by each of them and compared once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...layout import TensorLayout
+from ...layouts.tensors import layout_of, local_of
+from ...vocabulary import MOMENTUM
+from ..newton_schulz.costs import Cost
+from ..newton_schulz.forms import Choice
+from ..planning.encodings import Plain
+from ..planning.precision import PRECISIONS
+from ..planning.schedule import Ranks, Schedule, make_schedule
+from ..planning.units import Slot, Spec
+from ..state import fused_of
+from .agreement import PLAN, Facts, Intent, constant_options
+from .exchange import agree, link
+from .methods import MATRICES
+from .pipeline import Pipeline, shared, sweep
+from .process_groups import ProcessGroups, group_of, groups_of_mesh
+from .rank_set import RankSet
+from .round import Scale
+
+Group = Mapping[str, Any]
+State = Mapping[Tensor, Mapping[str, Tensor]]
+
+EXACT = Plain(torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """What an optimizer's plans are made of.
+
+    Attributes:
+        replicas: of plain tensors.
+        sharing: process groups of ranks that share a matrix.
+        exchange: a key of `exchange.LINKS`.
+        waves: at most so many.
+        resting: where a parameter's elements are on these ranks.
+        cost, form: as `Muon` takes them.
+        scale: the learning-rate factor of an ``m x n`` matrix of a group.
+    """
+
+    replicas: dist.ProcessGroup | None
+    sharing: ProcessGroups
+    exchange: str
+    waves: int
+    resting: Callable[[Tensor, Ranks], TensorLayout]
+    cost: Cost
+    form: Choice
+    scale: Scale
+
+    def plan(self, held: RankSet, groups: Sequence[Group], state: State, failure: Exception | None) -> Pipeline:
+        """Plan the steps of a set of ranks, and connect them.  Collective over these.
+
+        Args:
+            groups: all of the optimizer.
+            failure: what keeps this rank from it; the others learn of it.
+
+        Raises:
+            Exception: on all of them, if they plan differently or one of them fails.
+        """
+        group = group_of(held.ranks, self.replicas, *groups_of_mesh(held.mesh))
+        ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else held.ranks or (0,)
+        rank = dist.get_rank() if group is not None else ranks[0]
+        intent = Intent.of(PLAN, {})
+        try:
+            if failure is not None:
+                raise failure
+            specs = [self._spec(member.param, groups[member.group], state, ranks) for member in held.matrices]
+            schedule = make_schedule(specs, ranks, rank, self.waves)
+            swept = sweep(schedule, specs, [local_of(member.param) for member in held.matrices])
+            intent = Intent.of(PLAN, self._facts(held, groups, schedule))
+        except Exception as error:
+            intent = intent.failed(error, rank)
+        agree(intent, group, held.device)
+        links = [
+            (
+                link(wave.gather, group, held.device, self.exchange),
+                link(wave.scatter, group, held.device, self.exchange),
+            )
+            for wave in schedule.waves
+        ]
+        sharing = {owners: self.sharing.of(tuple(sorted(owners)), group) for owners in shared(schedule)}
+        params = [member.param for member in held.matrices]
+        return Pipeline(schedule, params, specs, rank, swept, self.scale, group, links, sharing, held.device)
+
+    def _facts(self, held: RankSet, groups: Sequence[Group], schedule: Schedule) -> Facts:
+        """What must be the same on all ranks besides what every step compares."""
+        facts, numbers, matrices = {"exchange": self.exchange}, held.numbers, held.matrices
+        for index, (member, label) in enumerate(zip(held.members, held.labels, strict=True)):
+            about = f"{tuple(member.param.shape)} {member.param.dtype} in group {numbers[member.group]}"
+            facts[f"parameter {index}"] = about if member.name is None else f"{label}, {about}"
+        facts |= constant_options(held.groups(groups))
+        for param, (rows, columns) in dict.fromkeys((unit.param, unit.rows_columns) for unit in schedule.units):
+            number = numbers[matrices[param].group]
+            factor = self.scale(groups[matrices[param].group], rows, columns)
+            facts[f"adjust_lr of group {number} for {rows} x {columns}"] = repr(factor)
+        # What only the others' cost, form or layout can make different.
+        return {**facts, "the plan": schedule.digest.hex()}
+
+    def _spec(self, param: Tensor, group: Group, state: State, ranks: Ranks) -> Spec:
+        precision, fused = PRECISIONS[group["ns_dtype"]], fused_of(group)
+        update = Slot(MOMENTUM, self.resting(param, ranks), fused, precision.there, precision.back)
+        extras = [
+            Slot(name, layout_of(state[param][name], ranks), fused.reduced(), EXACT, EXACT)
+            for name in MATRICES[group["algorithm"]].slots
+        ]
+        steps, gram = group["ns_steps"], group["gram"]
+        return Spec(
+            (update, *extras),
+            lambda m, n, parts: self.cost(m, n, steps, gram, parts),
+            group["blocks"],
+            lambda m, n, copies: self.form(param.device, precision.compute, m, n, copies),
+        )

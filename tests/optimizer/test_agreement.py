@@ -1,0 +1,327 @@
+"""Ranks that differ are told, and an error on one rank reaches all of them: nobody waits for a time-out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.failing import OutOfMemory, raised
+from support.workers import run
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from muonckpt.optimizer import Muon
+from muonckpt.optimizer.step.agreement import STEP, Intent, refusal
+
+ODD = 1
+"""The rank that differs from the others, or fails."""
+
+
+def rows(mesh: DeviceMesh, *shape: int) -> nn.Parameter:
+    """A parameter whose rows lie on the ranks of a mesh, with a gradient."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    value, gradient = (
+        distribute_tensor(torch.randn(shape, generator=generator), mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
+        for _ in range(2)
+    )
+    param = nn.Parameter(value)
+    param.grad = gradient
+    return param
+
+
+def plain(*shape: int) -> nn.Parameter:
+    generator = torch.Generator().manual_seed(sum(shape))
+    param = nn.Parameter(torch.randn(shape, generator=generator))
+    param.grad = torch.randn(shape, generator=generator)
+    return param
+
+
+# --- options --------------------------------------------------------------------------------------------------------
+
+OPTIONS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("lr", {}, {"lr": 0.5}),
+    ("lr", {"algorithm": "adamw", "lr": 0.1}, {"lr": torch.tensor(0.5)}),
+    ("momentum", {}, {"momentum": 0.5}),
+    ("weight_decay", {"algorithm": "lion", "lr": 0.1}, {"weight_decay": 0.5}),
+    ("nesterov", {}, {"nesterov": False}),
+    ("cautious", {}, {"cautious": True}),
+    ("betas", {"algorithm": "adamw", "lr": 0.1}, {"betas": (0.9, 0.5)}),
+    ("beta2", {"algorithm": "normuon"}, {"beta2": 0.5}),
+    ("eps", {}, {"eps": 1e-3}),
+    ("eps", {"algorithm": "adamw", "lr": 0.1}, {"eps": 1e-3}),
+    ("ns", {}, {"ns": "keller"}),
+    ("ns_steps", {}, {"ns_steps": 4}),
+    ("ns_dtype", {}, {"ns_dtype": "float32"}),
+    ("gram", {"gram": (2,)}, {"gram": (3,)}),
+    ("adjust_lr", {}, {"adjust_lr": "spectral"}),
+    ("pieces", {}, {"pieces": (4, 4)}),
+    ("blocks", {}, {"blocks": 2}),
+    ("algorithm", {}, {"algorithm": "normuon"}),
+]
+
+
+def differing_options(rank: int, world: int, replicated: bool) -> list[str]:
+    mesh, found = init_device_mesh("cpu", (world,)), []
+    for _, common, odd in OPTIONS:
+        params = [plain(8, 12)] if replicated else [rows(mesh, 8, 12)]
+        group = {"params": params, **common, **(odd if rank == ODD else {})}
+        opt = Muon([group], replicas=dist.group.WORLD if replicated else None)
+        found.append(raised(opt.step))
+    return found
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_options_that_differ_are_named_on_every_rank(replicated: bool) -> None:
+    for messages in run(3, differing_options, replicated):
+        for (name, _, _), message in zip(OPTIONS, messages, strict=True):
+            assert message.startswith("RuntimeError: ") and f"rank {ODD}: {name} of group 0" in message, (name, message)
+
+
+def rate_of_one_rank(rank: int, world: int) -> list[str]:
+    """After some steps; then all ranks agree again."""
+    mesh = init_device_mesh("cpu", (world,))
+    opt, found = Muon([rows(mesh, 8, 12)]), []
+    for rate in (0.1, 0.1 if rank == ODD else 0.2, 0.1):
+        opt.param_groups[0]["lr"] = rate
+        found.append(raised(opt.step))
+    return found
+
+
+def test_a_rate_that_changes_on_one_rank_is_named_and_training_can_go_on() -> None:
+    for before, differing, after in run(3, rate_of_one_rank):
+        assert before == after == "no error"
+        assert "lr of group 0 is 0.1, on rank 0 0.2" in differing
+
+
+def plans_of_one_rank(rank: int, world: int) -> list[str]:
+    """One rank alone changes an option, loads a state, and adds a group; then the others do so, too."""
+    mesh, found = init_device_mesh("cpu", (world,)), []
+    opt = Muon([rows(mesh, 8, 12) for _ in range(9)])
+    opt.step()
+    for change in (
+        lambda: opt.param_groups[0].update(ns_steps=4),
+        lambda: opt.load_state_dict(opt.state_dict()),
+        lambda: opt.add_param_group({"params": [rows(mesh, 4, 4)]}),
+    ):
+        if rank == ODD:
+            change()
+        found.append(raised(opt.step))
+        if rank != ODD:
+            change()
+        found.append(raised(opt.step))
+    return found
+
+
+def test_a_rank_that_alone_plans_anew_is_named() -> None:
+    for messages in run(3, plans_of_one_rank):
+        assert all(f"rank {ODD}: the plan is made anew" in message for message in messages[::2])
+        assert set(messages[1::2]) == {"no error"}
+
+
+def settings(rank: int, world: int) -> Iterator[dict[str, Any]]:
+    def broken(*_: Any) -> int:
+        raise OSError("the table of costs is gone")
+
+    yield {"exchange": "all_gather"} if rank == ODD else {}
+    yield {"cost": broken} if rank == ODD else {}
+    yield {"cost": (lambda m, n, steps, gram, parts: m)} if rank == ODD else {}
+
+
+def differing_settings(rank: int, world: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (world,))
+    shapes = [(8, 12), (40, 4), (4, 40), (16, 16), (30, 6)]
+    return [raised(Muon([rows(mesh, *s) for s in shapes], **options).step) for options in settings(rank, world)]
+
+
+def test_settings_of_the_optimizer_that_differ_or_fail_stop_every_rank() -> None:
+    for rank, (exchange, broken, cost) in enumerate(run(3, differing_settings)):
+        assert f"rank {ODD}: exchange is all_gather, on rank 0 all_to_all" in exchange
+        assert f"rank {ODD}: the plan is" in cost
+        assert (
+            broken.startswith("OSError: the table" if rank == ODD else "RuntimeError: ") and "table of costs" in broken
+        )
+
+
+def named_in_another_order(rank: int, world: int) -> str:
+    mesh = init_device_mesh("cpu", (world,))
+    named = {name: rows(mesh, 8, 12) for name in ("query", "key", "norm")}
+    order = ["key", "query"] if rank == ODD else ["query", "key"]
+    return raised(Muon([(name, named[name]) for name in order]).step)
+
+
+def test_equal_matrices_in_another_order_are_told_by_their_names() -> None:
+    for message in run(3, named_in_another_order):
+        assert f"rank {ODD}: parameter 0 is parameter 'key', (8, 12)" in message
+
+
+# --- gradients ------------------------------------------------------------------------------------------------------
+
+
+def missing_gradients(rank: int, world: int) -> list[str]:
+    mesh, found = init_device_mesh("cpu", (world,)), []
+    for algorithm in ("muon", "adamw", "lion"):
+        vector, matrix = rows(mesh, 12), rows(mesh, 8, 12)
+        groups = [{"params": [vector, matrix], "algorithm": algorithm, "lr": 0.1}]
+        if algorithm == "muon":
+            groups = [{"params": [matrix]}, {"params": [vector], "algorithm": "adamw", "lr": 0.1}]
+        for param in (vector, matrix):
+            if rank == ODD:
+                param.grad = None
+            opt = Muon(groups)
+            found.append(raised(opt.step))
+            param.grad = torch.ones_like(param)
+            found.append(raised(opt.step))
+    return found
+
+
+def test_a_gradient_that_is_missing_on_one_rank_stops_every_rank_in_groups_of_any_algorithm() -> None:
+    for messages in run(3, missing_gradients):
+        for message in messages[::2]:
+            assert f"rank {ODD}: the gradient of parameter" in message and "is missing, on rank 0 there" in message
+        assert set(messages[1::2]) == {"no error"}
+
+
+def bad_gradients(rank: int, world: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (world,))
+    dense, sharded = plain(8, 12), rows(mesh, 8, 12)
+    if rank == ODD:
+        dense.grad = torch.ones(8, 12).to_sparse()
+        sharded.grad = distribute_tensor(torch.ones(8, 12), mesh, [Replicate()], src_data_rank=None)
+    return [raised(Muon([param], replicas=dist.group.WORLD).step) for param in (dense, sharded)]
+
+
+def test_a_gradient_that_one_rank_cannot_take_stops_every_rank() -> None:
+    for rank, (sparse, placed) in enumerate(run(3, bad_gradients)):
+        assert "does not take sparse gradients" in sparse and "redistribute the gradient" in placed
+        assert all((f"rank {ODD}: raised" not in message) == (rank == ODD) for message in (sparse, placed))
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def failing_owners(rank: int, world: int, options: dict[str, Any]) -> list[str]:
+    """The products fail at once, in the middle of a step, and before its last wave; then nothing does."""
+    mesh, found = init_device_mesh("cpu", (world,)), []
+    params = [rows(mesh, 16, 40) for _ in range(4 * world)]
+    opt = Muon(params, waves=3, **options)
+    opt.step()
+    for after in (0, 7, 25, 40):
+        if rank != ODD:
+            found.append(raised(opt.step))
+            continue
+        with OutOfMemory(after):
+            found.append(raised(opt.step))
+    return [*found, raised(opt.step)]
+
+
+@pytest.mark.parametrize("options", [{}, {"blocks": 4}, {"exchange": "all_gather"}], ids=str)
+def test_an_owner_that_fails_is_named_on_every_rank(options: dict[str, Any]) -> None:
+    for rank, (*failed, after) in enumerate(run(3, failing_owners, options)):
+        wanted = "MemoryError: out of memory" if rank == ODD else f"rank {ODD}: raised MemoryError: out of memory"
+        assert all(wanted in message for message in failed) and after == "no error"
+
+
+def one_large_matrix_in_blocks(rank: int, world: int) -> list[str]:
+    mesh, found = init_device_mesh("cpu", (world,)), []
+    opt = Muon([rows(mesh, 64, 256), rows(mesh, 8, 8)], blocks=8)
+    opt.step()
+    for after in range(0, 25, 4):
+        if rank != ODD:
+            found.append(raised(opt.step))
+            continue
+        with OutOfMemory(after):
+            found.append(raised(opt.step))
+    return found
+
+
+def test_an_owner_that_fails_amid_a_shared_matrix_is_named_on_every_rank() -> None:
+    for rank, failed in enumerate(run(4, one_large_matrix_in_blocks)):
+        wanted = "MemoryError: out of memory" if rank == ODD else f"rank {ODD}: raised MemoryError: out of memory"
+        assert all(wanted in message for message in failed)
+
+
+def failing_closures_and_hooks(rank: int, world: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (world,))
+    opt = Muon([rows(mesh, 8, 12)])
+
+    def fail(*_: Any) -> float:
+        if rank == ODD:
+            raise KeyError("no such batch")
+        return 1.0
+
+    found = [raised(opt.step, fail), raised(opt.step, fail)]
+    hook = opt.register_step_pre_hook(lambda *_: fail() and None)
+    found.append(raised(opt.step))
+    hook.remove()
+    return [*found, raised(opt.step)]
+
+
+def test_an_error_in_a_closure_or_a_hook_reaches_every_rank_also_at_the_first_step() -> None:
+    for rank, (*failed, after) in enumerate(run(3, failing_closures_and_hooks)):
+        wanted = "KeyError: 'no such batch'" if rank == ODD else f"rank {ODD}: raised KeyError: 'no such batch'"
+        assert all(wanted in message for message in failed) and after == "no error"
+
+
+# --- sets of ranks --------------------------------------------------------------------------------------------------
+
+
+def part_of_a_mesh(rank: int, world: int, axes: tuple[str, ...]) -> list[str]:
+    """Gradients are missing on the last rank: of a parameter on one axis only.  All ranks share others."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    params = [rows(grid[axis], 8, 12) for axis in axes]
+    if rank == world - 1:
+        params[0].grad = None
+    opt = Muon(params)
+    found = [raised(opt.step)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    return [*found, raised(opt.step)]
+
+
+@pytest.mark.parametrize("axes", [("b", ("a", "b")), ("a", ("a", "b")), ("b", "a")], ids=str)
+def test_what_a_part_of_a_mesh_does_not_agree_on_stops_the_whole_mesh(axes: tuple[str, ...]) -> None:
+    """A rank that shares nothing with the one that differs is told by those that do."""
+    for first, second in run(4, part_of_a_mesh, axes):
+        assert first.startswith("RuntimeError") and "the gradient of parameter 0" in first
+        assert second == "no error"
+
+
+def other_groups(rank: int, world: int) -> list[str]:
+    """One rank lacks the matrices: those that are sharded, and those that are replicated."""
+    mesh, found = init_device_mesh("cpu", (world,)), []
+    for matrix, vector in ((rows(mesh, 8, 12), rows(mesh, 12)), (plain(8, 12), rows(mesh, 12))):
+        groups = [{"params": [vector], "algorithm": "adamw", "lr": 0.1}]
+        if rank != ODD:
+            groups.append({"params": [matrix], "algorithm": "muon", "lr": 0.1})
+        found.append(raised(Muon(groups, replicas=dist.group.WORLD).step))
+    return found
+
+
+def test_a_rank_without_a_group_of_matrices_is_told() -> None:
+    for messages in run(3, other_groups):
+        assert all(f"rank {ODD}: " in message and "of group 1 is unknown" in message for message in messages)
+
+
+# --- the words ------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_that_only_a_device_knows_are_compared_there() -> None:
+    def note(*live: float) -> bytes:
+        intent = Intent(STEP, bytes(8), [torch.tensor(value) for value in live], dict)
+        return bytes(intent.note(torch.device("cpu")).tolist())
+
+    notes = [note(), note(0.5), note(0.25), note(0.5, 0.25), note(0.25, 0.5), note(float("nan"))]
+    assert len(set(notes)) == len(notes) and note(0.5, 0.25) == notes[3]
+
+
+def test_a_refusal_names_ranks_once_and_is_short() -> None:
+    text = str(refusal(STEP, {rank: "lr differs" if rank else "" for rank in range(4096)}))
+    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 4087 more: lr differs." in text and len(text) < 500
+    facts = {f"option {number}": "1" for number in range(100)}
+    complaint = Intent.of(STEP, facts).complaint(0, dict.fromkeys(facts, "2"))
+    assert complaint.startswith("option 0 is 1, on rank 0 2; ") and complaint.endswith("and 96 more")
+    assert len(Intent.of(STEP, {}).failed(ValueError("x" * 9999), 3).complaint(0, {})) < 600

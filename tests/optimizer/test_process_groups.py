@@ -1,0 +1,108 @@
+"""The first step never hangs: process groups are used where there are some, and made under names that all agree on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.random_topologies import Home, Stage, Topology, differing, drawn
+from support.workers import run
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from muonckpt.optimizer import Muon
+
+MATRIX, EXPERTS, SHARED = 0, 2, 4
+"""Numbers of kinds of parameters in `support.random_topologies`."""
+
+HUNG = {
+    "dense on two axes, experts on two others": Topology(
+        (Stage(tuple(range(8)), (2, 2, 2), (Home(MATRIX, (0, 1), (0, 0)), Home(EXPERTS, (1, 2), (0, 1))), False),), ()
+    ),
+    "FSDP and TP in pipeline stages, and a group of leaders": Topology(
+        tuple(
+            Stage(ranks, (2, 2), (Home(MATRIX, (0, 1), (0, 1)), Home(SHARED, (0, 1), (0, 0))), False)
+            for ranks in ((0, 1, 2, 3), (4, 5, 6, 7))
+        ),
+        ((0, 4),),
+    ),
+    "replicas of which some are in one more group": Topology(
+        tuple(Stage(ranks, (4,), (Home(MATRIX, (), ()),), True) for ranks in ((0, 1, 2, 3), (4, 5, 6, 7))), ((0, 1, 5),)
+    ),
+}
+"""What used to wait for the time-out, as members were in different numbers of groups."""
+
+
+def all_differing(rank: int, world: int, topologies: list[Topology]) -> list[str]:
+    return [where for topology in topologies for where in differing(rank, topology)]
+
+
+@pytest.mark.parametrize("name", HUNG)
+def test_members_may_be_in_different_numbers_of_groups(name: str) -> None:
+    assert run(8, all_differing, [HUNG[name]]) == [[]] * 8
+
+
+@pytest.mark.parametrize(("world", "count"), [(2, 15), (4, 35), (6, 30), (8, 20)])
+def test_random_topologies_give_the_bits_of_one_process(world: int, count: int) -> None:
+    """Stages, meshes and parts of them, replicas, plain tensors, and groups of which only some ranks are members."""
+    topologies = [drawn(world, seed) for seed in range(count)]
+    assert run(world, all_differing, topologies) == [[]] * world
+
+
+def existing() -> int:
+    """How many process groups this process is a member of."""
+    return len(c10d._world.pg_map)
+
+
+def by_rows(*shape: int) -> nn.Parameter:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    param = nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(0)], src_data_rank=None))
+    param.grad = torch.ones_like(param)
+    return param
+
+
+def groups_in_use(rank: int, world: int, blocks: int) -> list[int]:
+    """How many process groups there are: after a step, after states were loaded, after a group was added that changes
+    who shares which matrix."""
+    opt = Muon([by_rows(60, 150), by_rows(64, 256)], blocks=blocks)
+    opt.step()
+    counts = [existing()]
+    for _ in range(3):
+        opt.load_state_dict(opt.state_dict())
+        opt.step()
+        counts.append(existing())
+    opt.add_param_group({"params": [by_rows(64, 64) for _ in range(40)], "blocks": 1})
+    opt.step()
+    return [*counts, existing()]
+
+
+@pytest.mark.parametrize("blocks", [2, 8])
+def test_ranks_that_share_matrices_keep_their_groups_as_long_as_they_are_used(blocks: int) -> None:
+    """In eight blocks all ranks share one of the matrices, and only some of them the other."""
+    results = run(4, groups_in_use, blocks)
+    for *counts, last in results:
+        assert len(set(counts)) == 1 and last == 1
+    assert {counts[0] for counts in results} == ({2} if blocks == 2 else {1, 2})
+
+
+def new_groups(rank: int, world: int) -> int:
+    """How many groups a step makes for parameters that have a group already, by their mesh or as it is given."""
+    grid = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
+    replicas = dist.new_group([0, 1])
+    params = []
+    for axes in ("c", ("b", "c"), ("a", "b"), ("a", "b", "c")):
+        mesh = grid[axes]
+        place = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+        params.append(nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, place, src_data_rank=None)))
+    opt = Muon([*params, nn.Parameter(torch.ones(8, 4))], replicas=replicas if rank < 2 else None)
+    for param in opt.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    before = existing()
+    opt.step()
+    return existing() - before
+
+
+def test_groups_that_exist_are_used() -> None:
+    assert run(4, new_groups) == [0] * 4
