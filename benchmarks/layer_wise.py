@@ -80,7 +80,7 @@ def trained(
 ) -> tuple[Net, LayerWise]:
     """A model that has made its first step; over all ranks if no group is given."""
     net = Net(case)
-    groups = [{"params": net.matrices}, {"params": net.vectors, "algorithm": "adamw"}]
+    groups = [{"params": net.matrices}, {"params": net.vectors, "algorithm": "adamw", "lr": 1e-3}]
     optimizer = LayerWise(net, groups, layout=layout, bucket_size=case.bucket, exact=exact, group=group)
     net.step(optimizer)
     return net, optimizer

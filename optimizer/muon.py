@@ -23,7 +23,7 @@ from .collective import CollectiveOptimizer
 from .cuda_graphs import capturing
 from .newton_schulz.costs import Cost, flops
 from .newton_schulz.forms import Choice, in_company
-from .options import CYCLED, check, cycled, fixed, refuse_unknown
+from .options import CYCLED, check, cycled, fixed, refuse_shared_rate, refuse_unknown
 from .planning.schedule import Schedule
 from .scalar import SCALARS, counted_on
 from .state import as_numbers, check_gradient, check_state, check_values, fault, fitting, fresh_state
@@ -65,7 +65,9 @@ class Muon(CollectiveOptimizer):
 
     Args:
         params: parameters or groups, as for any torch optimizer.
-        lr, weight_decay: defaults of all groups.  Decay is decoupled: ``p *= 1 - lr * weight_decay``.
+        lr: default of all groups; but groups of AdamW and Lion must say their own, unless every group of matrices has
+            ``adjust_lr="match_rms_adamw"``, with which one rate serves both.
+        weight_decay: default of all groups.  Decay is decoupled: ``p *= 1 - lr * weight_decay``.
         cautious: default of all groups; if True, only elements that the update does not move away from zero decay.
         momentum, nesterov: of matrix groups ("muon", "normuon").
         adjust_lr: how the rate of a matrix group grows with the matrix's shape: a key of ``ADJUST_LR``, or a function
@@ -131,6 +133,7 @@ class Muon(CollectiveOptimizer):
         self._pipelines: dict[Ranks, Pipeline] = {}
         self._outdated: dict[Ranks, Pipeline] = {}
         self._fixed: list[dict[str, Any]] = []
+        self._inheriting: str | None = None  # the algorithm of a group that does not say its rate
         self._matrices = {
             "momentum": momentum,
             "nesterov": nesterov,
@@ -170,6 +173,9 @@ class Muon(CollectiveOptimizer):
         group = self.param_groups[-1]
         try:
             self._settle(group)
+            inheriting = algorithm if algorithm in SCALARS and "lr" not in param_group else self._inheriting
+            if inheriting is not None:
+                refuse_shared_rate(self.param_groups, inheriting, self.defaults["lr"])
             fresh = {param: fresh_state(param, self._resting(param, (0,)), group) for param in group["params"]}
         except Exception:
             self.param_groups.pop()
@@ -178,6 +184,7 @@ class Muon(CollectiveOptimizer):
             self.state[param].update(slots)
         self._plan_anew()
         self._fixed.append(fixed(group))
+        self._inheriting = inheriting
 
     def _plan_anew(self) -> None:
         """The next step makes new plans, once ranks have seen that all of them do."""
@@ -192,7 +199,18 @@ class Muon(CollectiveOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: pipelines refer to the original's parameters, so a copy makes its own."""
-        kept = ("_matrices", "_replicas", "_exchange", "_waves", "_layout", "_cost", "_form", "_scales", "_fixed")
+        kept = (
+            "_matrices",
+            "_replicas",
+            "_exchange",
+            "_waves",
+            "_layout",
+            "_cost",
+            "_form",
+            "_scales",
+            "_fixed",
+            "_inheriting",
+        )
         return {
             **super().__getstate__(),
             **{name: getattr(self, name) for name in kept},

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..vocabulary import OURS
 from .newton_schulz.coefficients import COEFFICIENTS
@@ -57,6 +58,30 @@ def refuse_unknown(group: Group, algorithm: str, options: Collection[str]) -> No
         near = get_close_matches(key, options, n=1, cutoff=0.85)
         cure = f"is {near[0]!r} meant?" if near else f"expected {', '.join(sorted(options))}, or 'name' for your logs"
         raise ValueError(f"{key}={group[key]!r}: {algorithm!r} groups have no such option; {cure}")
+
+
+ONE_RATE = "match_rms_adamw"
+"""The ``adjust_lr`` with which the rate of matrices is AdamW's as well."""
+
+
+def refuse_shared_rate(groups: Iterable[Group], algorithm: str, lr: float | Tensor) -> None:
+    """Refuse that a group of an element-wise algorithm takes the rate of matrices, which is far too large for it.
+
+    Args:
+        groups: all groups.
+        algorithm: of a group that does not say its rate.
+        lr: the rate that it would have.
+
+    Raises:
+        ValueError: matrices of some group have a scale other than `ONE_RATE`.
+    """
+    for group in groups:
+        if group["algorithm"] in MATRICES and group["adjust_lr"] != ONE_RATE:
+            raise ValueError(
+                f"a group of {algorithm!r} says no lr, and lr={float(lr)!r} is a rate of matrices with "
+                f"adjust_lr={group['adjust_lr']!r}: give the group its own, such as 'lr': 3e-4, or give all matrices "
+                f"adjust_lr={ONE_RATE!r}, with which one rate serves both"
+            )
 
 
 def check(group: Group, scales: Collection[str]) -> None:

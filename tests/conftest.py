@@ -57,7 +57,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [
             {"params": [net[0].weight], "pieces": (24, 8, 8)},
             {"params": [net[1].weight]},
-            {"params": [net[0].bias, net[1].bias], "algorithm": "adamw"},
+            {"params": [net[0].bias, net[1].bias], "algorithm": "adamw", "lr": 1e-3},
         ]
     )
     net(torch.randn(3, 16)).sum().backward()

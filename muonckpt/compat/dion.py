@@ -120,9 +120,9 @@ class Muon(optimizer.Muon):
         """Options of element-wise groups that are given to the optimizer there."""
         match algorithm:
             case "adamw":
-                return {"betas": self._betas, "eps": self._epsilon}
+                return {"lr": self.defaults["lr"], "betas": self._betas, "eps": self._epsilon}
             case "lion":
-                return {"betas": self._betas}
+                return {"lr": self.defaults["lr"], "betas": self._betas}
         return {}
 
     def __getstate__(self) -> dict[str, Any]:

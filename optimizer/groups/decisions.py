@@ -95,7 +95,8 @@ class Decisions:
 
         Args:
             muon: options of all groups whose algorithm is "muon", such as ``lr``; ``algorithm="normuon"`` is one too.
-            adamw: the same for "adamw"; ``algorithm="lion"`` is one too.
+            adamw: the same for "adamw"; ``algorithm="lion"`` is one too.  ``lr`` must be among them, unless that of
+                matrices is AdamW's too (`Muon`).
             kinds: options by kind, over those.
 
         Raises:

@@ -99,7 +99,7 @@ def test_groups_of_dion_in_the_words_of_torch():
 def test_groups_have_exactly_the_options_of_a_new_optimizer(source):
     """So that stock DCP, whose template is a new optimizer's, finds every key that it looks for."""
     weight, bias = torch.nn.Parameter(torch.zeros(4, 3)), torch.nn.Parameter(torch.zeros(3))
-    ours = Muon([{"params": [weight]}, {"params": [bias], "algorithm": "adamw"}])
+    ours = Muon([{"params": [weight]}, {"params": [bias], "algorithm": "adamw", "lr": 1e-3}])
     fresh = {
         "torch": [torch.optim.Muon([weight]).param_groups[0], torch.optim.AdamW([bias]).param_groups[0]],
         "muonckpt": ours.param_groups,

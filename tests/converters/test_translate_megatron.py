@@ -100,7 +100,7 @@ def test_megatron_groups_have_all_options_of_a_new_optimizer_of_ours():
     overrides = Overrides(Convention.EMA)
     found = options(translated(MEGATRON.format("dp4"), "muonckpt", rules=ready("megatron-swiglu"), overrides=overrides))
     weight, bias = torch.nn.Parameter(torch.zeros(4, 3)), torch.nn.Parameter(torch.zeros(3))
-    fresh = Muon([{"params": [weight]}, {"params": [bias], "algorithm": "adamw"}]).param_groups
+    fresh = Muon([{"params": [weight]}, {"params": [bias], "algorithm": "adamw", "lr": 1e-3}]).param_groups
     of_megatron = {"lr", "weight_decay", "momentum", "betas", "eps", "params"}
     for number in {key.split(".")[2] for key in found}:
         mine = {key.split(".", 3)[3]: value for key, value in found.items() if key.split(".")[2] == number}

@@ -249,7 +249,7 @@ def stepped_alike(together: nn.Parameter, shares: list[tuple[Any, nn.Parameter]]
         weight.data.copy_(together.data[place])
         weight.grad = together.grad[place].clone()
     for decisions in sorted_:
-        Muon(decisions.groups(muon={"lr": 0.1})).step()
+        Muon(decisions.groups(muon={"lr": 0.1}, adamw={"lr": 0.1})).step()
     assert all(torch.equal(weight, together[place]) for place, weight in shares)
     assert not torch.equal(before, together)
 

@@ -99,7 +99,7 @@ def test_stock_dcp_resumes_in_fresh_processes_as_the_uninterrupted_run_also_with
 
 def test_state_is_complete_from_construction_on():
     params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))]
-    opt = Muon([{"params": params[:1]}, {"params": params[1:], "algorithm": "adamw"}])
+    opt = Muon([{"params": params[:1]}, {"params": params[1:], "algorithm": "adamw", "lr": 1e-3}])
     assert set(opt.state[params[0]]) == {"momentum_buffer"}
     assert set(opt.state[params[1]]) == {"exp_avg", "exp_avg_sq", "step"}
     assert opt.state[params[1]]["step"].dtype == torch.float32

@@ -20,11 +20,11 @@ from muonckpt.optimizer.state import check_gradient
 def test_a_refused_group_leaves_the_optimizer_usable():
     p, q = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))
     opt = Muon([p])
-    for bad in ({"params": [q]}, {"params": [q], "algorithm": "adamw", "betas": (0.9, 1.0)}):
+    for bad in ({"params": [q]}, {"params": [q], "algorithm": "adamw", "lr": 0.1, "betas": (0.9, 1.0)}):
         with pytest.raises(ValueError):
             opt.add_param_group(bad)
     assert len(opt.param_groups) == 1
-    opt.add_param_group({"params": [q], "algorithm": "adamw"})
+    opt.add_param_group({"params": [q], "algorithm": "adamw", "lr": 0.1})
     p.grad, q.grad = torch.ones(4, 3), torch.ones(4)
     opt.step()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -89,6 +90,54 @@ def test_numbers_are_finite(algorithm, option, value):
 def test_a_rate_that_is_a_tensor_is_finite_too():
     with pytest.raises(ValueError, match="lr="):
         matrix(lr=torch.tensor(math.inf))
+
+
+RATES = [
+    ("original", {}, False),
+    ("spectral", {}, False),
+    ("none", {}, False),
+    ("match_rms_adamw", {}, True),
+    ("original", {"lr": 3e-4}, True),
+]
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "lion"])
+@pytest.mark.parametrize("first", ["matrices", "rest", "added"])
+@pytest.mark.parametrize(("scale", "own", "fine"), RATES, ids=str)
+def test_the_rate_of_matrices_is_only_adamws_where_it_is_scaled_to_be(algorithm, first, scale, own, fine):
+    weight, bias = nn.Parameter(normal(12, 8)), nn.Parameter(normal(12))
+    groups = [{"params": [weight]}, {"params": [bias], "algorithm": algorithm, **own}]
+
+    def build() -> Muon:
+        if first == "added":
+            opt = Muon(groups[:1], lr=0.02, adjust_lr=scale)
+            opt.add_param_group(groups[1])
+            return opt
+        return Muon(groups if first == "matrices" else groups[::-1], lr=0.02, adjust_lr=scale)
+
+    if fine:
+        rates = {group["algorithm"]: group["lr"] for group in build().param_groups}
+        assert rates == {"muon": 0.02, algorithm: own.get("lr", 0.02)}
+    else:
+        told = f"a group of {algorithm!r} says no lr.*lr=0.02.*adjust_lr={scale!r}.*match_rms_adamw"
+        with pytest.raises(ValueError, match=told):
+            build()
+
+
+def test_one_matrix_group_of_another_scale_is_enough_and_none_at_all_is_fine():
+    weights, bias = [nn.Parameter(normal(12, 8)) for _ in range(2)], nn.Parameter(normal(12))
+    matched, own = {"params": [weights[0]], "adjust_lr": "match_rms_adamw"}, {"params": [weights[1]]}
+    rest = {"params": [bias], "algorithm": "adamw"}
+    with pytest.raises(ValueError, match="adjust_lr='original'"):
+        Muon([matched, rest, own])
+    opt = Muon([matched, rest])
+    with pytest.raises(ValueError, match="adjust_lr='original'"):
+        opt.add_param_group(own)
+    assert len(opt.param_groups) == 2
+    assert Muon([rest], lr=0.5).param_groups[0]["lr"] == 0.5
+    copied = copy.deepcopy(opt)
+    with pytest.raises(ValueError, match="adjust_lr='original'"):
+        copied.add_param_group(own)
 
 
 def test_the_convention_is_ours():

@@ -218,9 +218,9 @@ def test_a_frozen_parameter_is_listed_needs_no_rule_and_has_no_state():
     decisions = sort_parameters(model, (NO_HEAD, Rule("other", "conv.*")), MODULE_TYPES)
     assert kinds(decisions) == {"conv.weight": "frozen", "up.weight": "matrix"}
     placed_once(model, decisions)
-    optimizer = Muon(decisions.groups())
+    optimizer = Muon(decisions.groups(adamw={"lr": 1e-3}))
     model.conv.requires_grad_(True)
-    optimizer.add_param_group({"params": [model.conv.weight], "algorithm": "adamw"})
+    optimizer.add_param_group({"params": [model.conv.weight], "algorithm": "adamw", "lr": 1e-3})
     assert model.conv.weight in optimizer.state
 
 

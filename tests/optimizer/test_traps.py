@@ -128,7 +128,7 @@ def everywhere(shape: tuple[int, ...], placements: tuple[Placement, ...], names:
 def stepped(place, steps: int = 3) -> list[torch.Tensor]:
     """Parameters and state after some steps, whole."""
     params = {name: nn.Parameter(place(uneven_rows(name, 0))) for name in SHAPES}
-    opt = Muon([{"params": [p], "algorithm": ALGORITHM[name]} for name, p in params.items()], lr=0.02)
+    opt = Muon([{"params": [p], "algorithm": ALGORITHM[name], "lr": 0.02} for name, p in params.items()])
     for step in range(steps):
         for name, p in params.items():
             p.grad = place(uneven_rows(name, 1 + step))
@@ -261,7 +261,7 @@ def build() -> tuple[Sixteen, Muon]:
     net = Sixteen()
     fully_shard(net, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     named = dict(net.named_parameters())
-    return net, Muon([{"params": [named[name]], "algorithm": ALGORITHM[name]} for name in SHAPES], lr=0.02)
+    return net, Muon([{"params": [named[name]], "algorithm": ALGORITHM[name], "lr": 0.02} for name in SHAPES])
 
 
 def train(net: Sixteen, opt: Muon, first: int, last: int) -> list[torch.Tensor]:
@@ -308,7 +308,7 @@ def state_placement(rank: int, world: int) -> list[str]:
     """What is wrong with where the state lies, or with what groups hold."""
     place = everywhere((2, 2), (S(0), S(1)), ("x", "y"))
     params = {name: nn.Parameter(place(uneven_rows(name, 0))) for name in SHAPES if len(SHAPES[name]) > 1}
-    opt = Muon([{"params": [p], "algorithm": ALGORITHM[name]} for name, p in params.items()])
+    opt = Muon([{"params": [p], "algorithm": ALGORITHM[name], "lr": 0.02} for name, p in params.items()])
     wrong = []
     for name, p in params.items():
         for slot in opt.state[p].keys() - {"step"}:

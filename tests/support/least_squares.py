@@ -16,11 +16,13 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 
 def groups(params, algorithm: str, **options) -> list[dict]:
-    """The parameters with one algorithm, but those that are no matrices with AdamW if it is one for matrices."""
+    """The parameters with one algorithm, but those that are no matrices with AdamW if it is one for matrices; one rate
+    serves both."""
     params = list(params)
     fits = [p for p in params if algorithm in SCALAR or p.ndim > 1]
     rest = [p for p in params if algorithm not in SCALAR and p.ndim < 2]
-    chosen = [{"params": fits, "algorithm": algorithm}, {"params": rest, "algorithm": "adamw"}]
+    scale = {"adjust_lr": "match_rms_adamw"} if algorithm in MATRIX else {}
+    chosen = [{"params": fits, "algorithm": algorithm, **scale}, {"params": rest, "algorithm": "adamw"}]
     return [{**group, **options} for group in chosen if group["params"]]
 
 
