@@ -13,17 +13,20 @@ from .version import VERSION as __version__
 
 if TYPE_CHECKING:
     from .checkpoint.save_load import load, save
-    from .converters.inspection import inspect
+    from .converters.inspection import Inspection, inspect
     from .converters.report import Report
     from .converters.rewrite import convert, reshard
-    from .store.audit import verify
-    from .store.open_checkpoint import open
+    from .store.audit import AuditReport, verify
+    from .store.open_checkpoint import OpenCheckpoint, open
 
 __all__ = [
+    "AuditReport",
     "DestinationError",
+    "Inspection",
     "Interrupted",
     "LayoutError",
     "MuonckptError",
+    "OpenCheckpoint",
     "Report",
     "SourceError",
     "TargetError",
@@ -38,6 +41,9 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AuditReport": ".store.audit",
+    "Inspection": ".converters.inspection",
+    "OpenCheckpoint": ".store.open_checkpoint",
     "Report": ".converters.report",
     "convert": ".converters.rewrite",
     "inspect": ".converters.inspection",
@@ -53,3 +59,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

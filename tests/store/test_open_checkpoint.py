@@ -208,6 +208,13 @@ def test_golden_checkpoints_of_others_open(tmp_path):
     assert all(np.isfinite(tensor.numpy()).all() for tensor in checkpoint.tensors.values())
 
 
+def test_all_that_the_package_exports_is_there_and_listed():
+    assert {name for name in muonckpt.__all__ if getattr(muonckpt, name, None) is None} == set()
+    assert set(muonckpt.__all__) <= set(dir(muonckpt))
+    with pytest.raises(AttributeError, match="no attribute 'close'"):
+        muonckpt.close  # noqa: B018
+
+
 def test_opening_needs_no_torch(saved):
     script = (
         "import sys, muonckpt\n"
