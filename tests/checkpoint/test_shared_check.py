@@ -69,11 +69,11 @@ def test_runs_tell_whether_they_are_the_payload_or_that_they_cannot(runs, verdic
     assert not each or holds(each) is verdict
 
 
-def test_ranks_whose_items_say_other_things_do_not_agree():
-    halves = [
-        PartlyRead(len(DATA), zlib.crc32(DATA) ^ rank, (part(100 * rank, 100 * rank + 100),)) for rank in range(2)
-    ]
-    assert holds(halves) is False
+@pytest.mark.parametrize("flip", range(1, 9))
+def test_ranks_whose_items_say_other_things_do_not_agree(flip):
+    whole = zlib.crc32(DATA)
+    halves = [PartlyRead(len(DATA), whole, (part(0, 100),)), PartlyRead(len(DATA), whole ^ flip, (part(100, 200),))]
+    assert holds(halves) is holds(halves[::-1]) is False
 
 
 def state(world: int, values: bool) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -154,6 +155,16 @@ def test_a_hole_is_refused(saved, tmp_path):
     )
     with pytest.raises(LayoutError, match=r"model\.w"):
         muonckpt.open(tmp_path).tensors["model.w"].numpy()
+
+
+def test_a_key_that_occurs_twice_is_refused(tmp_path):
+    muonckpt.save({"w": torch.ones(2), "lr": 1}, tmp_path / "c")
+    manifest = muonckpt.open(tmp_path / "c").manifest
+    doubled = replace(manifest, tensors=manifest.tensors * 2, blobs=manifest.blobs * 2)
+    (tmp_path / "c" / "muonckpt.json").write_text(doubled.to_json())
+    for key, read in (("w", "tensors"), ("lr", "items")):
+        with pytest.raises(SourceError, match=f"each key once, found '{key}' twice"):
+            getattr(muonckpt.open(tmp_path / "c"), read)
 
 
 def test_an_item_that_holds_more_than_plain_data_is_refused_and_not_run(tmp_path):
