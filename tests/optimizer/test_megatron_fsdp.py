@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from muonckpt.layout import TensorLayout
 from muonckpt.layouts.tensors import local_of
 from muonckpt.optimizer import Muon
+from muonckpt.optimizer.groups import MODULE_TYPES, NO_HEAD, Rule, Split, sort_parameters
 from muonckpt.optimizer.megatron_fsdp import attach, layouts
 
 Where = Callable[[torch.Tensor], TensorLayout]
@@ -109,3 +110,28 @@ def misplaced_of_tensor_parallel_dtensors(rank: int, world: int) -> list[str]:
 @with_the_package
 def test_parameters_that_torch_has_cut_already_are_where_the_layout_says():
     assert run(4, misplaced_of_tensor_parallel_dtensors) == [[]] * 4
+
+
+RULES = [NO_HEAD, Rule("matrix", "*.qkv.weight", split=Split((8, 8, 8))), Rule("experts", "*.stack")]
+
+
+def sorted_and_stepped(rank: int, world: int) -> dict[str, str]:
+    """By name, the algorithm of each parameter, once a step has been made with groups that rules have sorted."""
+    topology = TOPOLOGIES["FSDP, 2 ranks"]
+    with on_cpu():
+        model = fully_sharded(Net(), topology)
+        decisions = sort_parameters(model, RULES, MODULE_TYPES)
+        optimizer = Muon(decisions.groups(muon={"lr": 0.02}, adamw={"lr": 3e-4}), layout=layouts(model))
+        attach(optimizer, model)
+        before = {name: local_of(param).clone() for name, param in model.named_parameters()}
+        backward(model, rank, 0, topology)
+        optimizer.step()
+        moved = any(not torch.equal(local_of(param), before[name]) for name, param in model.named_parameters())
+        return {decision.names[0]: decision.algorithm for decision in decisions} if moved else {}
+
+
+@with_the_package
+def test_rules_sort_a_sharded_model_as_they_sort_the_model_itself():
+    expected = {f"module.{d.names[0]}": d.algorithm for d in sort_parameters(Net(), RULES, MODULE_TYPES)}
+    assert {"muon", "adamw"} <= set(expected.values())
+    assert run(2, sorted_and_stepped) == [expected] * 2
