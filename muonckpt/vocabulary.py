@@ -68,7 +68,7 @@ class MuonDefaults:
 
 MUON = MuonDefaults()
 
-NORMUON: Mapping[str, object] = MappingProxyType({"beta2": 0.95})
+NORMUON: Mapping[str, object] = MappingProxyType({"beta2": 0.95, "update_norm": "muon"})
 """Options of a NorMuon group besides those of `MUON`."""
 
 ADAMW: Mapping[str, object] = MappingProxyType({"betas": (0.9, 0.95), "eps": 1e-8})

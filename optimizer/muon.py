@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ..layouts.tensors import layout_of
 from ..vocabulary import MUON, OURS, STEP
 from .collective import CollectiveOptimizer
 from .cuda_graphs import capturing
+from .newton_schulz.coefficients import CoefficientSet, Triple, plain_coefficients
 from .newton_schulz.costs import Cost, flops
 from .newton_schulz.forms import Choice, in_company
 from .options import CYCLED, check, cycled, fixed, refuse_shared_rate, refuse_unknown
@@ -72,7 +73,8 @@ class Muon(CollectiveOptimizer):
         momentum, nesterov: of matrix groups ("muon", "normuon").
         adjust_lr: how the rate of a matrix group grows with the matrix's shape: a key of ``ADJUST_LR``, or a function
             of rows and columns, which a state dict knows by its name only.
-        ns, ns_steps, ns_dtype, gram, eps: coefficient set, iterations, dtype ("bfloat16", "float16" or "float32"; see
+        ns, ns_steps, ns_dtype, gram, eps: coefficients (the name of a set, a `CoefficientSet`, or triples of your own,
+            which a state dict carries as numbers), iterations, dtype ("bfloat16", "float16" or "float32"; see
             `precision` for what travels), restarts of the Gram form (None: the plain form) and smallest norm of
             Newton-Schulz.
         pieces, columns, interleaved: what is fused in each parameter of a group (`matrices.Fused`).
@@ -105,7 +107,7 @@ class Muon(CollectiveOptimizer):
         weight_decay: float = MUON.weight_decay,
         cautious: bool = MUON.cautious,
         adjust_lr: str | Scale = MUON.adjust_lr,
-        ns: str = MUON.ns,
+        ns: str | CoefficientSet | Sequence[Triple] = MUON.ns,
         ns_steps: int = MUON.ns_steps,
         ns_dtype: str = MUON.ns_dtype,
         gram: tuple[int, ...] | None = MUON.gram,
@@ -364,7 +366,16 @@ class Muon(CollectiveOptimizer):
         """Check the options of a group, and make plain values of them."""
         if group["algorithm"] in MATRICES:
             group["adjust_lr"] = self._name_of_scale(group["adjust_lr"])
+            group["ns"] = self._numbers_of(group["ns"])
         check(group, {**ADJUST_LR, **self._scales})
+
+    @staticmethod
+    def _numbers_of(coefficients: str | CoefficientSet | Sequence[Triple]) -> str | tuple[tuple[str, Any], ...]:
+        """The same for coefficients."""
+        try:
+            return plain_coefficients(coefficients)
+        except ValueError as error:
+            raise ValueError(f"ns={coefficients!r}: {error}") from error
 
     def _name_of_scale(self, scale: str | Scale) -> str:
         """Groups hold plain values, so a function is kept here and known by its name."""

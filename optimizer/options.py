@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from ..vocabulary import OURS
-from .newton_schulz.coefficients import COEFFICIENTS
 from .newton_schulz.gram import spans
 from .planning.precision import PRECISIONS
 from .scalar import SCALARS
-from .step.methods import MATRICES
+from .step.methods import MATRICES, UPDATE_NORMS
 
 Group = Mapping[str, Any]
 
@@ -106,7 +105,6 @@ def check(group: Group, scales: Collection[str]) -> None:
         return
     need("momentum", 0 <= group["momentum"] < 1, "a number in [0, 1)")
     need("adjust_lr", group["adjust_lr"] in scales, f"a function, or one of {sorted(scales)}")
-    need("ns", group["ns"] in COEFFICIENTS, f"one of {sorted(COEFFICIENTS)}")
     need("ns_steps", group["ns_steps"] >= 1, "at least one step")
     need("ns_dtype", group["ns_dtype"] in PRECISIONS, f"one of {sorted(PRECISIONS)}")
     need("eps", 0 < group["eps"] < math.inf, "a positive number")
@@ -119,3 +117,4 @@ def check(group: Group, scales: Collection[str]) -> None:
         raise ValueError(f"blocks={group['blocks']!r}: only for 'muon' without gram, in bfloat16 or float32")
     if "beta2" in group:
         need("beta2", 0 <= group["beta2"] < 1, "a number in [0, 1)")
+        need("update_norm", group["update_norm"] in UPDATE_NORMS, f"one of {sorted(UPDATE_NORMS)}")

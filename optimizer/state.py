@@ -134,7 +134,8 @@ def _like(mine: Any, saved: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    """Lists as tuples: a format may keep either."""
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def fault(mine: Mapping[str, Tensor], found: Mapping[str, Any]) -> str | None:

@@ -7,11 +7,15 @@ Sets differ in how fast a small singular value grows and how near to 1 they all 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 Triple = tuple[float, float, float]
+
+Plain = str | tuple[tuple[str, Any], ...]
+"""Coefficients as plain values: the name of a published set, or the fields of a set of the user's own."""
 
 #: The classic quintic, ``p(1) = 1`` and ``p'(1) = p''(1) = 0``: it draws any singular value between 0 and 1.5
 #: towards 1, so appending it never undoes what the steps before it reached.
@@ -174,15 +178,46 @@ _SETS = (
 COEFFICIENTS: Mapping[str, CoefficientSet] = MappingProxyType({each.name: each for each in _SETS})
 
 
-def coefficient_set(coefficients: str | CoefficientSet) -> CoefficientSet:
-    """The set of this name; a set is passed through.
+def coefficient_set(coefficients: str | CoefficientSet | Sequence[Any]) -> CoefficientSet:
+    """The set that these coefficients mean.
+
+    Args:
+        coefficients: the name of a published set, a set, the triples of a set of one's own, one for each step, or what
+            :func:`plain_coefficients` makes of a set.
 
     Raises:
-        ValueError: no set has this name.
+        ValueError: no set has this name, or these are no triples of finite numbers.
     """
     if isinstance(coefficients, CoefficientSet):
         return coefficients
-    if coefficients not in COEFFICIENTS:
-        known = ", ".join(COEFFICIENTS)
-        raise ValueError(f"unknown Newton-Schulz coefficients {coefficients!r}, expected one of {known}")
-    return COEFFICIENTS[coefficients]
+    if isinstance(coefficients, str):
+        if coefficients not in COEFFICIENTS:
+            known = ", ".join(COEFFICIENTS)
+            raise ValueError(f"unknown Newton-Schulz coefficients {coefficients!r}, expected one of {known}")
+        return COEFFICIENTS[coefficients]
+    numbers: Any = coefficients
+    try:
+        fields = dict(numbers) if all(isinstance(name, str) for name, *_ in numbers) else {}
+        steps = tuple(_triple(step) for step in fields.pop("steps", numbers))
+        tail = _triple(fields.pop("tail", SAFE_TAIL))
+        return CoefficientSet("custom", steps, "given by the user", tail, **fields)
+    except TypeError as error:
+        raise ValueError(f"expected triples (a, b, c) of finite numbers, got {coefficients!r}") from error
+
+
+def plain_coefficients(coefficients: str | CoefficientSet | Sequence[Any]) -> Plain:
+    """Coefficients as plain values for a parameter group: a published set by its name, any other by its numbers.
+
+    Raises:
+        ValueError: as :func:`coefficient_set`.
+    """
+    chosen = coefficient_set(coefficients)
+    if COEFFICIENTS.get(chosen.name) == chosen:
+        return chosen.name
+    return (("steps", chosen.steps), ("tail", chosen.tail), ("norm_scale", chosen.norm_scale))
+
+
+def _triple(numbers: Sequence[float]) -> Triple:
+    """Raises ValueError or TypeError unless these are three numbers."""
+    a, b, c = map(float, numbers)
+    return a, b, c

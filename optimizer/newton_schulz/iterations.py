@@ -47,7 +47,7 @@ Powers of two are exact, so bf16 and fp32 give the bits that they would give wit
 def orthogonalize(
     matrix: Tensor,
     *,
-    coefficients: str | CoefficientSet = "quintic",
+    coefficients: str | CoefficientSet | Sequence[Triple] = "quintic",
     steps: int = 5,
     dtype: torch.dtype = torch.bfloat16,
     eps: float = 1e-7,
@@ -62,7 +62,7 @@ def orthogonalize(
 
     Args:
         matrix: ``[m, n]``, any real floating dtype; a dim may be 0.
-        coefficients: a name in :data:`COEFFICIENTS`, or a set of one's own.
+        coefficients: a name in :data:`COEFFICIENTS`, a set, or the triples of a set of one's own, one for each step.
         steps: how many, at least 1; see :meth:`CoefficientSet.schedule` for more steps than the set has.
         dtype: bf16, fp16, fp32 or fp64: every operand of a product is rounded to it, and so is the result.
             16-bit products are summed in fp32; fp32 ones on CUDA follow torch's TF32 setting.  Small matrices on a
@@ -87,14 +87,16 @@ def orthogonalize(
     """
     if matrix.ndim != 2 or not matrix.is_floating_point():
         raise ValueError(f"expected a matrix of floats, got shape {tuple(matrix.shape)} of {matrix.dtype}")
-    made = _made()(coefficients, steps, dtype, eps, _restarts(gram), form, matrix.device, ((1, *matrix.shape),))
+    made = _made()(
+        coefficient_set(coefficients), steps, dtype, eps, _restarts(gram), form, matrix.device, ((1, *matrix.shape),)
+    )
     return made[0].kind.one(matrix.detach(), dtype, made[0])
 
 
 def orthogonalize_batch(
     stack: Tensor,
     *,
-    coefficients: str | CoefficientSet = "quintic",
+    coefficients: str | CoefficientSet | Sequence[Triple] = "quintic",
     steps: int = 5,
     dtype: torch.dtype = torch.bfloat16,
     eps: float = 1e-7,
@@ -127,7 +129,7 @@ def orthogonalize_all(
     memory: Tensor,
     places: Places,
     *,
-    coefficients: str | CoefficientSet = "quintic",
+    coefficients: str | CoefficientSet | Sequence[Triple] = "quintic",
     steps: int = 5,
     dtype: torch.dtype = torch.bfloat16,
     eps: float = 1e-7,
@@ -145,7 +147,7 @@ def orthogonalize_all(
     """
     if not memory.is_floating_point():
         raise ValueError(f"expected matrices of floats, got {memory.dtype}")
-    made = _made()(coefficients, steps, dtype, eps, _restarts(gram), form, memory.device, places.runs)
+    made = _made()(coefficient_set(coefficients), steps, dtype, eps, _restarts(gram), form, memory.device, places.runs)
     if len(made) == 1:
         return made[0].kind.over(memory.detach(), places, dtype, made[0])
     parts = torch.split(memory.detach(), [each.places.numel for each in made])
@@ -185,7 +187,7 @@ Made = tuple[_Iteration[Any], ...]
 
 
 def _iterations(
-    coefficients: str | CoefficientSet,
+    coefficients: CoefficientSet,
     steps: int,
     dtype: torch.dtype,
     eps: float,
@@ -228,7 +230,7 @@ def _restarts(gram: Sequence[int] | None) -> tuple[int, ...] | None:
 def orthogonalize_parts(
     parts: Sequence[Tensor],
     *,
-    coefficients: str | CoefficientSet = "quintic",
+    coefficients: str | CoefficientSet | Sequence[Triple] = "quintic",
     steps: int = 5,
     dtype: torch.dtype = torch.bfloat16,
     eps: float = 1e-7,
@@ -261,7 +263,7 @@ def orthogonalize_parts(
         raise ValueError(f"expected floats, computed in one of {_DTYPES}: got {[p.dtype for p in parts]}, {dtype}")
     if len({part.shape[0] for part in parts}) != 1 or any(part.ndim != 2 for part in parts):
         raise ValueError(f"expected parts of one number of rows, got {[tuple(part.shape) for part in parts]}")
-    triples, scale = _held(coefficients, steps)
+    triples, scale = _held(coefficient_set(coefficients), steps)
     kind = by_torch(parts[0].device, dtype, 0, 0)
     exact = [widened(part, dtype) for part in parts]
     # The root of a rounded square is what was squared (radix 2): one block has the norm that it has alone.
@@ -298,9 +300,8 @@ def tree_sum(partials: Iterable[Tensor]) -> Tensor:
     return reduce(lambda right, left: left + right, [each for _, each in reversed(sums)])
 
 
-def _held(coefficients: str | CoefficientSet, steps: int) -> tuple[tuple[Triple, ...], float]:
+def _held(chosen: CoefficientSet, steps: int) -> tuple[tuple[Triple, ...], float]:
     """The polynomials for a matrix held at ``HOLD`` times its size, and what its norm is multiplied by for that."""
-    chosen = coefficient_set(coefficients)
     triples = tuple((a, b / HOLD**2, c / HOLD**4) for a, b, c in chosen.schedule(steps))
     a, b, c = triples[-1]
     return (*triples[:-1], (a / HOLD, b / HOLD, c / HOLD)), chosen.norm_scale / HOLD

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..newton_schulz.coefficients import CoefficientSet, coefficient_set
 from ..newton_schulz.forms import Form, fills
 from ..newton_schulz.iterations import orthogonalize_all
 from ..newton_schulz.places import Places, Shape
@@ -27,7 +28,7 @@ class Options:
     """What a group says about how its matrices are done."""
 
     algorithm: str
-    ns: str
+    ns: CoefficientSet
     steps: int
     dtype: str
     eps: float
@@ -36,7 +37,8 @@ class Options:
     @classmethod
     def of(cls, group: Group) -> Options:
         gram = tuple(group["gram"]) if group["gram"] is not None else None
-        return cls(group["algorithm"], group["ns"], group["ns_steps"], group["ns_dtype"], group["eps"], gram)
+        ns = coefficient_set(group["ns"])
+        return cls(group["algorithm"], ns, group["ns_steps"], group["ns_dtype"], group["eps"], gram)
 
     def arguments(self) -> dict[str, Any]:
         """For the functions of `newton_schulz`, but for the Gram form."""

@@ -6,6 +6,7 @@ and travels to the owner and back with the update, so the result does not depend
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,18 +46,27 @@ EPS = 1e-8
 """Added to the root of a row's second moment (Li et al. 2025)."""
 
 
+UPDATE_NORMS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "muon": torch.linalg.vector_norm,
+    "rms": lambda matrix: matrix.new_tensor(0.2 * math.sqrt(matrix.numel())),
+}
+"""The Frobenius norm of what NorMuon applies, from the orthogonalised matrix.  "muon": that of the matrix, so that
+learning rates carry over from Muon; "rms": a root mean square of 0.2, the scale of the paper, which belongs with
+``adjust_lr="none"``."""
+
+
 def _normalized_rows(matrix: Tensor, slots: Mapping[str, Tensor], group: Group) -> Tensor:
     """NorMuon (Li et al. 2025, arXiv 2510.05491, algorithm 1): every row over the root of its mean square's average.
 
-    The Frobenius norm stays that of ``matrix``, so that learning rates carry over from Muon.  The average starts at
-    zero without a correction: it is common to all rows, and the norm takes it out.
+    The group's ``update_norm`` says how large the result is.  The average starts at zero without a correction: it is
+    common to all rows, and the norm takes it out.
     """
     exact = matrix.float()
     moment = slots[SECOND_MOMENT]
     moment.lerp_(exact.square().mean(dim=1, keepdim=True), 1 - group["beta2"])
     normal = exact / moment.sqrt().add_(EPS)
     size = torch.linalg.vector_norm(normal).clamp_(min=torch.finfo(torch.float32).tiny)
-    return normal.mul_(torch.linalg.vector_norm(exact) / size)
+    return normal.mul_(UPDATE_NORMS[group["update_norm"]](exact) / size)
 
 
 MATRICES: Mapping[str, Method] = {

@@ -19,7 +19,9 @@ def test_normuon_divides_rows_by_the_root_of_their_mean_square_and_keeps_the_nor
     matrices = [torch.randn(6, 40, dtype=torch.float64) * torch.logspace(0, -2, 6).view(6, 1) for _ in range(4)]
     moment, expected = torch.zeros(6, 1), torch.zeros(6, 1, dtype=torch.float64)
     for matrix in matrices:
-        found = MATRICES["normuon"].finish(matrix.float(), {"second_moment": moment}, {"beta2": 0.9})
+        found = MATRICES["normuon"].finish(
+            matrix.float(), {"second_moment": moment}, {"beta2": 0.9, "update_norm": "muon"}
+        )
         expected = 0.9 * expected + 0.1 * (matrix**2).mean(dim=1, keepdim=True)
         want = matrix / (expected.sqrt() + 1e-8)
         want *= matrix.norm() / want.norm()
@@ -29,7 +31,11 @@ def test_normuon_divides_rows_by_the_root_of_their_mean_square_and_keeps_the_nor
 
 def test_normuon_of_zeros_is_zeros():
     moment = torch.zeros(3, 1)
-    assert not MATRICES["normuon"].finish(torch.zeros(3, 5), {"second_moment": moment}, {"beta2": 0.95}).any()
+    assert (
+        not MATRICES["normuon"]
+        .finish(torch.zeros(3, 5), {"second_moment": moment}, {"beta2": 0.95, "update_norm": "muon"})
+        .any()
+    )
 
 
 def halved(rows: int, columns: int) -> float:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 from muonckpt.errors import LayoutError
-from muonckpt.optimizer import LayerWise, Muon
+from muonckpt.optimizer import COEFFICIENTS, LayerWise, Muon, orthogonalize
+from muonckpt.optimizer.newton_schulz import CoefficientSet
 
 ALGORITHMS = ("muon", "normuon", "adamw", "lion")
 
@@ -249,3 +251,57 @@ def test_layer_wise_owners_follow_a_change():
         model(normal(3, 8)).square().sum().backward()
         optimizer.step()
     assert torch.equal(net.weight, twin.weight)
+
+
+# --- coefficients of one's own ------------------------------------------------------------------------------------
+
+KELLER = COEFFICIENTS["keller"].steps[0]
+
+
+@pytest.mark.parametrize(
+    "ns",
+    [[KELLER] * 5, tuple([KELLER] * 5), [list(KELLER)] * 5, CoefficientSet("mine", (KELLER,), "a test", tail=KELLER)],
+)
+def test_coefficients_of_ones_own_do_what_the_set_of_the_same_numbers_does(ns):
+    assert torch.equal(train(matrix(ns=ns), 3), train(matrix(ns="keller"), 3))
+    assert not torch.equal(train(matrix(ns=ns), 3), train(matrix(), 3))
+    assert torch.equal(
+        orthogonalize(normal(12, 8), coefficients=ns), orthogonalize(normal(12, 8), coefficients="keller")
+    )
+
+
+def test_a_state_dict_carries_the_numbers_and_load_compares_them(tmp_path):
+    mine = matrix(ns=CoefficientSet("mine", (KELLER, (2.0, -1.5, 0.5)), "a test", norm_scale=1.02))
+    train(mine)
+    state = mine.state_dict()
+    assert dict(state["param_groups"][0]["ns"])["steps"] == (KELLER, (2.0, -1.5, 0.5))
+    torch.save(state, tmp_path / "state.pt")
+    again = torch.load(tmp_path / "state.pt", weights_only=True)
+    same = matrix(ns=CoefficientSet("another name", (KELLER, (2.0, -1.5, 0.5)), "elsewhere", norm_scale=1.02))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same.load_state_dict(again)
+    other = matrix(ns=[KELLER, (2.0, -1.5, 0.25)])
+    with pytest.warns(UserWarning, match="keeps the code's ns="):
+        other.load_state_dict(again)
+
+
+def test_the_name_of_a_published_set_stays_its_name():
+    assert matrix(ns=COEFFICIENTS["polar_express"]).param_groups[0]["ns"] == "polar_express"
+
+
+@pytest.mark.parametrize("ns", [[], [(1.0, 2.0)], [(1.0, 2.0, math.inf)], "kellerr", 3, [("a", "b", "c")]])
+def test_what_is_no_set_of_coefficients_is_refused(ns):
+    with pytest.raises(ValueError):
+        matrix(ns=ns)
+
+
+def test_normuon_takes_the_scale_of_the_paper():
+    before = normal(12, 8)
+    options = {"algorithm": "normuon", "adjust_lr": "none", "weight_decay": 0.0, "lr": 1.0}
+    update = train(matrix(update_norm="rms", **options)) - before
+    assert update.square().mean().sqrt().item() == pytest.approx(0.2, rel=1e-3)
+    other = train(matrix(**options)) - before
+    assert torch.allclose(update / update.norm(), other / other.norm(), atol=2e-3)  # rounded to bfloat16 on the way
+    with pytest.raises(ValueError, match="update_norm='l1': expected one of"):
+        matrix(algorithm="normuon", update_norm="l1")
