@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -41,6 +42,9 @@ EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (DestinationError, 4),
     (OSError, 4),
 )
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Commands(click.Group):
@@ -119,21 +123,51 @@ def _discard_output() -> None:
 
 
 def main() -> None:
-    """The console script.  SIGTERM, which schedulers send, is treated as Ctrl-C."""
+    """The console script.  SIGTERM, which schedulers send, is treated as Ctrl-C; a second signal ends the process."""
     # numpy's BLAS would start a thread for each core as soon as it is imported, and nobody here calls it.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    signal.signal(signal.SIGTERM, _interrupt)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what fails in torch is in our own message
     for stream in (sys.stdout, sys.stderr):  # a name of a tensor may be anything
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    code = run(sys.argv[1:])
+    try:
+        _catch_signals()
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:  # before the command began, or when it was done
+        code = 130
+    _leave_signals()
     try:
         sys.stdout.flush()
     except OSError:
         _discard_output()
+    if threading.active_count() > 1:
+        os._exit(code)  # a thread that was left inside torch would come back to a Python that is no more
     gc.freeze()  # or every object would be looked at once more before the process ends
     sys.exit(code)
 
 
+def _catch_signals() -> None:
+    for number in _SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as it is for Ctrl-C in a background job of a shell
+            signal.signal(number, _interrupt)
+    sys.unraisablehook = _interrupt_again
+
+
+def _leave_signals() -> None:
+    for number in _SIGNALS:
+        if signal.getsignal(number) is _interrupt:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    _leave_signals()
     raise KeyboardInterrupt
+
+
+def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
+    """An interruption that came in a destructor, where Python drops errors, comes again."""
+    if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
+        return
+    _catch_signals()
+    signal.raise_signal(signal.SIGTERM)

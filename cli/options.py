@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ..converters.engine.crew import PATIENCE
+from ..converters.engine.launch import TIMEOUT
 from ..converters.engine.run import THREADS
 from ..converters.target.formats import FORMATS
 from ..converters.translate.dialects import DIALECTS
@@ -130,12 +130,12 @@ SHARED = taking(
         help="Threads that check and write.",
     ),
     click.option(
-        "--patience",
+        "--timeout",
         cls=Rare,
         type=click.FloatRange(0, min_open=True),
-        default=PATIENCE,
+        default=TIMEOUT,
         show_default=True,
         metavar="SECONDS",
-        help="How long another process may be silent.",
+        help="How long another process may give no answer.",
     ),
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import click
 
+from ..converters.engine.launch import worker_of
 from ..converters.engine.workers import LaunchError
 from ..converters.report import Report
 from ..errors import TargetError
@@ -17,9 +19,9 @@ from .output import counted, printable, progress, size, some_of, table
 
 def rewrite(function: Callable[..., Report | None], label: str, *, as_json: bool, **options: Any) -> None:
     """Call ``function``, showing how far it is, and print what it did."""
-    with _usage_errors(), progress(label) as advance:
+    with _usage_errors(), progress(_labelled(label)) as advance:
         report = function(**options, progress=advance)
-    if report is None:  # the first of several processes speaks for all
+    if report is None:  # the coordinator of several processes speaks for all
         return
     if report.unchecked and report.fingerprints is not None:
         click.echo(f"note: {report.unchecked} source chunks carry no checksum; their bytes cannot be judged", err=True)
@@ -33,6 +35,11 @@ def rewrite(function: Callable[..., Report | None], label: str, *, as_json: bool
     if report.left_out:
         click.echo(printable(f"left out: {some_of(report.left_out)}"))
     click.echo(_would_do(report) if report.fingerprints is None else _done(report))
+
+
+def _labelled(label: str) -> str:
+    worker = worker_of(os.environ)
+    return label if worker.world == 1 else str(worker)
 
 
 def _show_plan(report: Report) -> None:

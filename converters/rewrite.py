@@ -14,10 +14,9 @@ from ..store.formats.signs import is_torch_dist
 from ..store.io.location import Remote, location
 from ..store.open_checkpoint import OpenCheckpoint, open
 from ..vocabulary import Convention
-from .engine.crew import PATIENCE
 from .engine.job import check_destination, make_job
+from .engine.launch import TIMEOUT, joined
 from .engine.run import THREADS, run
-from .engine.workers import worker_of
 from .report import Report, report_of
 from .target.container import Container
 from .target.formats import container_of
@@ -63,7 +62,7 @@ def reshard(
     resume: bool = False,
     verify: bool = False,
     dry_run: bool = False,
-    patience: float = PATIENCE,
+    timeout: float = TIMEOUT,
     progress: Progress = lambda count, total: None,
 ) -> Report | None:
     """Rewrite a checkpoint for another mesh, layout, format or program; without torch, and nothing in it is run.
@@ -97,11 +96,12 @@ def reshard(
         resume: go on with an interrupted run of the same arguments.
         verify: read everything back and compare before it is published.
         dry_run: plan only; nothing is written.
-        patience: where several processes share the work: seconds without a sign of life after which one is lost.
+        timeout: where several processes share the work (torchrun started them): seconds after which one that gives no
+            answer counts as lost, and ends the others.
         progress: told how far the work is.
 
     Returns:
-        What was done, or would be.  Where several processes share the work, None in all but the first.
+        What was done, or would be.  Where several processes share the work, None in all but the coordinator, rank 0.
 
     Raises:
         TargetError: an argument does not fit the others, or the checkpoint.
@@ -109,40 +109,40 @@ def reshard(
         LayoutError: a tensor has a hole or an overlap, or rules do not fit it.
         DestinationError: the destination exists, lies inside the source, or cannot be written.
         Interrupted: it can be resumed.
+        LaunchError: the environment says something impossible about the processes, or they do different work.
     """
-    worker = worker_of(os.environ)
-    request = Request(
-        _dialect("--from", from_dialect),
-        _dialect("--to", to_dialect),
-        _rules(rules),
-        Overrides(_convention(convention), _convention(target_convention), mu, step),
-        frozenset(drop),
-        tensors_only,
-    )
-    shard_rules = tuple(Rule(glob, tuple(cuts)) for glob, cuts in shard.items())
-    target = Target(mesh or {"dp": 1}, shard_rules, present_name(layout))
-    place = location(destination, DestinationError)
-    with open(source) as opened:
-        container = container_of(format or _default_format(opened, request.target), shard_size)
-        _check_use(container, mesh, bool(shard), layout)
-        check_destination(opened.path, place, container)
-        job = make_job(opened, target, select, request.outputs, container)
-        report = report_of(job, place, _unused(container, mesh))
-        if dry_run:
-            return report if worker.leads else None
-        total = (job.bytes_to_check + job.payload_to_write * (1 + verify)) // worker.world
-        manifest = run(
-            job,
-            place,
-            memory=memory,
-            threads=jobs,
-            resume=resume,
-            verify=verify,
-            progress=lambda count: progress(count, total),
-            worker=worker,
-            patience=patience,
+    with joined(os.environ, timeout) as workers:
+        request = Request(
+            _dialect("--from", from_dialect),
+            _dialect("--to", to_dialect),
+            _rules(rules),
+            Overrides(_convention(convention), _convention(target_convention), mu, step),
+            frozenset(drop),
+            tensors_only,
         )
-    return None if manifest is None else report.finished(manifest)
+        shard_rules = tuple(Rule(glob, tuple(cuts)) for glob, cuts in shard.items())
+        target = Target(mesh or {"dp": 1}, shard_rules, present_name(layout))
+        place = location(destination, DestinationError)
+        with open(source) as opened:
+            container = container_of(format or _default_format(opened, request.target), shard_size)
+            _check_use(container, mesh, bool(shard), layout)
+            check_destination(opened.path, place, container)
+            job = make_job(opened, target, select, request.outputs, container)
+            report = report_of(job, place, _unused(container, mesh))
+            if dry_run:
+                return report if workers.me.coordinates else None
+            total = (job.bytes_to_check + job.payload_to_write * (1 + verify)) // workers.me.world
+            manifest = run(
+                job,
+                place,
+                memory=memory,
+                threads=jobs,
+                resume=resume,
+                verify=verify,
+                progress=lambda count: progress(count, total),
+                workers=workers,
+            )
+        return None if manifest is None else report.finished(manifest)
 
 
 def convert(
@@ -166,7 +166,7 @@ def convert(
     resume: bool = False,
     verify: bool = False,
     dry_run: bool = False,
-    patience: float = PATIENCE,
+    timeout: float = TIMEOUT,
     progress: Progress = lambda count, total: None,
 ) -> Report | None:
     """Rewrite a checkpoint in another format or for another program: `reshard` for one rank.
@@ -194,7 +194,7 @@ def convert(
         resume=resume,
         verify=verify,
         dry_run=dry_run,
-        patience=patience,
+        timeout=timeout,
         progress=progress,
     )
 

@@ -62,7 +62,7 @@ RULES = {
     "converters/target converters/translate",
     "": "errors version store checkpoint converters",
 }
-TORCH = ("layouts/tensors", "checkpoint/", "compat/", "optimizer/")
+TORCH = ("layouts/tensors", "checkpoint/", "compat/", "optimizer/", "converters/engine/process_group")
 TRITON = ("optimizer/triton/",)
 NUMPY_FREE = ("box", "errors")
 COLLECTIVES = {
@@ -91,7 +91,7 @@ KNOWN_CYCLES = {
     "optimizer/step/round",
 }
 """To be taken out."""
-MAY_COMMUNICATE = {"optimizer/step/exchange", "optimizer/layer_wise/optimizer"}
+MAY_COMMUNICATE = {"converters/engine/process_group", "optimizer/step/exchange", "optimizer/layer_wise/optimizer"}
 
 
 @dataclass(frozen=True)

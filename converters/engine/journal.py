@@ -1,27 +1,23 @@
-"""The journals of long offline work: what each worker has finished, so that a run that was stopped can go on.
+"""The journal of finished files, so that work that was stopped can go on.
 
-A worker has one journal, a :mod:`.log` that nobody else writes.  The first line says whose it is; one line follows for
-each finished file and for each step.  All journals of one destination lie in a folder, named by the number of the run
-and the worker's rank.  How others read them: :mod:`.peer`.
+Each worker writes lines of its own, one for each file that it has finished.  A line carries a checksum, made with the
+digest of the job, so a damaged line or one of another job is not taken for anything.  Nobody waits for what is
+written here: it is read when a run begins.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import re
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from enum import Enum
-from functools import cache
-from pathlib import Path
+from collections.abc import Iterable
+from threading import Lock
+from typing import Any, NamedTuple
 
+from ...store.io.checksums import xxh3_128
+from ...store.io.lines import new_lines
 from ...store.io.location import Location
-from .log import create, remove
 
 
-@dataclass(frozen=True, slots=True)
-class Sum:
+class Sum(NamedTuple):
     """What passed when an item was written: xxh3-128 and the frame's checksum of its payload, its share of the
     fingerprint."""
 
@@ -30,97 +26,46 @@ class Sum:
     share: int
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(NamedTuple):
     """A finished file: the digest of each blob and the sums of each tensor item, in the order of the job."""
 
     blobs: tuple[str, ...]
     items: tuple[Sum, ...]
 
-
-class Step(Enum):
-    """What a worker says of itself."""
-
-    BEGUN = "begun"
-    """All is prepared, others may join (the leader's word)."""
-    FINISHED = "finished"
-    """Its part is done."""
-    ENDED = "ended"
-    """It leaves; its last word, with an error if it could not do its part."""
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """Whose journal it is: the digest of the job, how many workers share it, and the machine.
-
-    ``locked``: the log is under a lock that ends with its process; not every file system has them, and no store.
-    """
-
-    job: str
-    world: int
-    host: str
-    locked: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """The journals of all runs for one destination."""
-
-    place: Location
-
-    def journal(self, run: int, rank: int) -> Location:
-        return self.place / f"{run}.{rank}"
-
-    def found(self) -> dict[tuple[int, int], Location]:
-        """Those that are there, by run and rank, in this order."""
-        try:
-            names = [(re.fullmatch(r"(\d+)\.(\d+)", place.name), place) for place in self.place.iterdir()]
-        except FileNotFoundError:
-            return {}
-        return dict(sorted(((int(name[1]), int(name[2])), place) for name, place in names if name))
-
-    def clear(self, last: int) -> None:
-        """Remove those of the runs up to this one, and what became none.  If that fails it does no harm."""
-        with suppress(OSError):
-            later = {place for (run, _), place in self.found().items() if run > last}
-            every: set[Location] = set(self.place.iterdir())
-            for place in every - later:
-                remove(place)
-            if isinstance(self.place, Path):
-                self.place.rmdir()
+    @classmethod
+    def of(cls, blobs: Iterable[str], items: Iterable[Iterable[Any]]) -> Done:
+        """From JSON data."""
+        return cls(tuple(blobs), tuple(Sum(*item) for item in items))
 
 
 class Journal:
-    """The journal of this worker.
+    """The lines of one worker at this place; safe to use from several threads."""
 
-    Raises:
-        FileExistsError: another process has it.
-    """
-
-    def __init__(self, place: Location, job: str, world: int) -> None:
-        self.place = place
-        self._log = create(place, lambda locked: _line(asdict(Header(job, world, this_host(), locked))))
-        self.beat, self.close = self._log.beat, self._log.close
+    def __init__(self, place: Location, job: str) -> None:
+        self._lines, self._job = new_lines(place), job
+        self._adding = Lock()
+        self.close = self._lines.close
 
     def add(self, file: str, done: Done) -> None:
         """Note a finished (and synced) file."""
-        items = [[item.digest, item.checksum, item.share] for item in done.items]
-        self._log.add(_line({"file": file, "blobs": list(done.blobs), "items": items}))
-
-    def say(self, step: Step, error: tuple[str, str] | None = None) -> None:
-        """Note a step; at the end perhaps with the family and the text of an error."""
-        self._log.add(_line({"step": step.value, "error": error}))
+        line = sealed(self._job, {"file": file, "blobs": done.blobs, "items": done.items})
+        with self._adding:
+            self._lines.add(line)
 
 
-def _line(entry: dict[str, object]) -> bytes:
-    return json.dumps(entry).encode() + b"\n"
+def finished(lines: Iterable[bytes], job: str) -> dict[str, Done]:
+    """What lines say is finished, by file; of several about one file the last."""
+    entries = (unsealed(job, line) for line in lines)
+    return {entry["file"]: Done.of(entry["blobs"], entry["items"]) for entry in entries if entry is not None}
 
 
-@cache
-def this_host() -> str:
-    """Two processes with the same answer run under one kernel, so that a lock of one is seen by the other.
+def sealed(seal: str, entry: Any) -> bytes:
+    """JSON data as one line with a checksum, which is not that of the same data with another seal."""
+    text = json.dumps(entry).encode()
+    return xxh3_128([seal.encode(), text]).encode() + b" " + text
 
-    Machines that were copied while they ran may share the kernel's number, but not the name; containers on one machine
-    that differ in name are taken for two, which is only slower.
-    """
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.uname().nodename}"
+
+def unsealed(seal: str, line: bytes) -> Any:
+    """The data of such a line; None if it is damaged, or has another seal."""
+    digest, _, text = line.partition(b" ")
+    return json.loads(text) if digest == xxh3_128([seal.encode(), text]).encode() else None

@@ -18,8 +18,7 @@ from ...errors import DestinationError, Interrupted, SourceError
 from ...layout import Fragment, Place
 from ...record import Chunk, Extent, StateRecord
 from ...store.io.checksums import Sums, xxh3_128
-from ...store.io.location import Location
-from ...store.io.output import Writing, created
+from ...store.io.output import Writing, drafted
 from ...store.io.regular import open_regular
 from ...store.reading.bands import bands
 from ...store.reading.dtypes import itemsize
@@ -28,6 +27,7 @@ from ...store.stored_items import check_blob
 from .elements import Words, bytes_of, gathered
 from .journal import Done, Sum
 from .output_files import OutputChunk, OutputFile, PlacedItem
+from .staging import Staging
 
 LARGEST_BAND = 2 << 20
 """Bytes moved at a time, at most: few enough to stay in cache from the copy to the checksums to the write."""
@@ -49,13 +49,13 @@ class Mover:
     def __init__(
         self,
         payloads: Payloads,
-        staged: Location,
+        staging: Staging,
         chunks: Iterable[tuple[StateRecord, Chunk]],
         band_bytes: int,
         stop: threading.Event,
         progress: Progress,
     ) -> None:
-        self.staged = staged
+        self._staged, self._drafts = staging.place, staging.drafts
         self.unchecked = {chunk.item: (tensor, chunk) for tensor, chunk in chunks}
         self._payloads = payloads
         self._band_bytes = min(band_bytes, LARGEST_BAND)
@@ -78,8 +78,8 @@ class Mover:
         disk would have nothing to do, and the source would be read from it twice."""
         self._go_on()
         for folder in reversed(PurePosixPath(file.name).parents[:-1]):  # not the one that holds all: it must be there
-            (self.staged / str(folder)).mkdir(exist_ok=True)
-        with created(self.staged / file.name, file.length) as output:
+            (self._staged / str(folder)).mkdir(exist_ok=True)
+        with drafted(self._staged / file.name, file.length, self._drafts) as output:
             told: tuple[Sum, ...] | None = None
             if file.front and not output.rewinds:  # what tells the sums comes first: they need a pass of their own
                 told = tuple(self._pass(chunk) for chunk in file.chunks)
@@ -110,7 +110,7 @@ class Mover:
             DestinationError: it does not hold what was written.
         """
         self._go_on()
-        name = self.staged / file.name
+        name = self._staged / file.name
         with open_regular(name) as written:
             written.forget()
         if not self._holds(file, done):
@@ -119,7 +119,7 @@ class Mover:
 
     def _holds(self, file: OutputFile, done: Done) -> bool:
         try:
-            with open_regular(self.staged / file.name) as written, Payloads(self.staged) as mine:
+            with open_regular(self._staged / file.name) as written, Payloads(self._staged) as mine:
                 return written.size == file.length and all(
                     xxh3_128(mine.bands(extent)) == digest for extent, digest in _parts(file, done)
                 )

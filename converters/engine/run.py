@@ -2,33 +2,33 @@
 
 `make_job` decides everything that does not need the data (:mod:`.job`).  `run` checks the source, fills the files
 front to back in bands of bounded size, fingerprints the bytes as they pass, compares with the source's fingerprints,
-and publishes.  No tensor is ever deserialised.  Several processes may share a job (:mod:`.crew`); one alone is a crew
-of one.
+and publishes.  No tensor is ever deserialised.  Several processes may share a job (:mod:`.launch`): each writes some of
+the files, and the coordinator publishes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from ...errors import DestinationError, Interrupted, SourceError
 from ...fingerprint import as_hex, combine
-from ...record import Chunk, Extent, Manifest, StateRecord
-from ...store.io import publish
+from ...record import Chunk, Manifest
 from ...store.io.gc_paused import not_collecting
 from ...store.io.location import Location, check_memory
 from ...store.io.regular import open_regular
-from .crew import PATIENCE, Crew
+from .assignment import assignment
 from .job import Job, check_destination, state_of
-from .journal import Done
+from .journal import Done, Journal
 from .mover import Mover, Progress
 from .output_files import OutputFile
-from .workers import Worker
+from .staging import Coordinator, Staging, is_unfinished, way_out
+from .workers import Alone, LaunchError, Worker, Workers, together
 
 THREADS = 3
 """By default.  On two cores, some go on while another waits for the disk: rows of 1 GB took 0.84 to 0.95 of the time of
@@ -36,39 +36,6 @@ two threads (medians of alternating runs), and no less with four."""
 
 _SLICE = 0.2
 """Seconds of waiting in a row: a signal that comes just before a wait begins is noticed only when it ends."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Part:
-    """What one worker does of a job: the chunks of the source that it checks, the files that it sees to."""
-
-    chunks: tuple[tuple[StateRecord, Chunk], ...]
-    files: tuple[OutputFile, ...]
-
-
-def part_of(job: Job, worker: Worker, finished: Collection[str] = ()) -> Part:
-    """A worker's part: an equal share, by bytes, of the finished files, to look through, and of those to be written.
-
-    Each chunk is checked by every worker that copies from it; what nobody copies from, by the leader.
-    """
-    mine: set[str] = set()
-    for is_finished in (True, False):
-        files = [file for file in job.files if (file.name in finished) is is_finished]
-        mine.update(file.name for file in files[worker.part([file.length for file in files])])
-    checked = _sources(file for file in job.files if file.name in mine)
-    if worker.leads:
-        others = _sources(file for file in job.files if file.name not in mine)
-        checked |= {chunk.item for tensor in job.manifest.tensors for chunk in tensor.chunks} - others
-    chunks = ((tensor, chunk) for tensor in job.manifest.tensors for chunk in tensor.chunks if chunk.box.numel)
-    return Part(
-        tuple(found for found in chunks if found[1].item in checked),
-        tuple(file for file in job.files if file.name in mine),
-    )
-
-
-def _sources(files: Iterable[OutputFile]) -> set[Extent]:
-    """The items of the source that these files are copied from."""
-    return {source for file in files for chunk in file.chunks for source in chunk.sources}
 
 
 def run(
@@ -80,42 +47,62 @@ def run(
     resume: bool = False,
     verify: bool = False,
     progress: Progress = lambda count: None,
-    worker: Worker | None = None,
-    patience: float = PATIENCE,
+    workers: Workers | None = None,
 ) -> Manifest | None:
-    """Do a job, or a worker's part of it: the destination appears whole, or not at all.
+    """Do a job, or a worker's share of it: the destination appears whole, or not at all.
 
     Args:
         memory: bytes of buffers, all threads together.
         resume: go on where an interrupted run of the same job stopped, with however many workers.
         verify: read every file back before anything is published.
-        worker: which one this is of several processes that do the same job; all must see its source and destination.
-            None: there is only this one.
-        patience: seconds without a sign of life after which another worker counts as lost.
+        workers: the processes that do this job together (:func:`.launch.joined`); all must see its source and
+            destination.  None: there is only this one.
 
     Returns:
-        The manifest of what was published, or None if this worker does not lead: its leader has then published.
+        The manifest of what was published, or None if this worker is not the coordinator, which publishes.
 
     Raises:
         DestinationError: the destination exists, is inside the source, or cannot be written.
         SourceError: the source is damaged, or changed meanwhile.
+        LaunchError: the workers do not do the same job.
         Interrupted: Ctrl-C, or a worker was lost; finished files are kept beside the destination for ``resume``.
         MuonckptError: another worker failed; the kind of error that it met.
     """
+    workers = workers or Alone()
     check_destination(job.source.path, destination, job.container)
-    worker, stop = worker or Worker(), threading.Event()
     check_memory(job.source.path, destination, max((file.length for file in job.files), default=0), threads, memory)
-    crew = Crew(destination, job.container.staged(destination), job.digest(), worker, resume, patience, stop)
+    place, digest, done = job.container.staged(destination), _agreed(job, workers), dict[str, Done]()
+    with (
+        _writing(destination),
+        _hold(workers, destination, place, digest, resume) as coordinator,
+        together(workers),
+        _resumable(place, len(job.files), done),
+    ):
+        staging, history = _begun(coordinator, place, workers)
+        mine = assignment(job, workers.me, history)
+        band_bytes = max(memory // (2 * threads), 1 << 16)
+        with (
+            closing(Journal(staging.journals / str(workers.me.rank), digest)) as journal,
+            job.source.payloads as payloads,
+        ):
+            mover = Mover(payloads, staging, mine.chunks, band_bytes, workers.stop, progress)
+            for file, finished in _work(mover, mine.files, history, journal, threads, verify, workers.stop):
+                done[file.name] = finished
+        every = [part for parts in workers.gather(done) for part in parts.items()]
+        if coordinator is None:
+            return None
+        return _publish(job, coordinator, {name: Done.of(*finished) for name, finished in every})
+
+
+@contextmanager
+def _resumable(place: Location, files: int, done: Mapping[str, Done]) -> Iterator[None]:
+    """Ctrl-C is an error that says how to go on, where there is something to go on with."""
     try:
-        with crew, _writing(destination), job.source.payloads as payloads:
-            part = part_of(job, worker, crew.history)
-            band_bytes = max(memory // (2 * threads), 1 << 16)
-            mover = Mover(payloads, crew.staged, part.chunks, band_bytes, stop, progress)
-            _work(mover, part.files, crew, threads, verify, stop)
-            crew.finish()
-            return _publish(job, crew, destination) if worker.leads else None
+        yield
     except KeyboardInterrupt:
-        raise Interrupted(f"stopped with {crew.known} of {len(job.files)} files written; {crew.way_out}") from None
+        if not is_unfinished(place):
+            raise
+        raise Interrupted(f"stopped with {len(done)} of {files} files written; {way_out(place)}") from None
 
 
 @contextmanager
@@ -127,26 +114,66 @@ def _writing(destination: Location) -> Iterator[None]:
         raise DestinationError(f"cannot write {destination}: {error}") from error
 
 
-def _work(
-    mover: Mover, files: Sequence[OutputFile], crew: Crew, threads: int, verify: bool, stop: threading.Event
-) -> None:
-    """Write those of the files that are not finished, and check the mover's chunks; who returns has seen all whole."""
+def _agreed(job: Job, workers: Workers) -> str:
+    """The digest of the job, the same on all workers.
 
-    def is_finished(file: OutputFile) -> bool:
-        return mover.is_finished(file, crew.history.get(file.name))
+    Raises:
+        LaunchError: they have planned different jobs.
+    """
+    digests: list[str] = workers.gather(job.digest())
+    if strangers := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise LaunchError(
+            f"{Worker(strangers[0], len(digests))} has planned another job than worker 0: expected the same command "
+            "and version, and a source with the same files, for all workers"
+        )
+    return digests[0]
+
+
+def _hold(
+    workers: Workers, destination: Location, place: Location, digest: str, resume: bool
+) -> AbstractContextManager[Coordinator | None]:
+    return Coordinator(destination, place, digest, resume) if workers.me.coordinates else nullcontext()
+
+
+def _begun(coordinator: Coordinator | None, place: Location, workers: Workers) -> tuple[Staging, dict[str, Done]]:
+    """What the coordinator tells all workers: where this run works, and what earlier runs have finished."""
+    run, history = workers.gather(coordinator and [coordinator.staging.run, coordinator.history])[0]
+    return Staging(place, run), {name: Done.of(*finished) for name, finished in history.items()}
+
+
+def _work(
+    mover: Mover,
+    files: Sequence[OutputFile],
+    history: Mapping[str, Done],
+    journal: Journal,
+    threads: int,
+    verify: bool,
+    stop: threading.Event,
+) -> Iterator[tuple[OutputFile, Done]]:
+    """The files as they are finished, and the mover's chunks checked; after the last all have been seen whole."""
+
+    def looked_through(file: OutputFile) -> bool:
+        whole = mover.is_finished(file, history.get(file.name))
+        if whole:
+            journal.add(file.name, history[file.name])
+        return whole
+
+    def written(file: OutputFile) -> Done:
+        done = mover.write(file)
+        journal.add(file.name, done)
+        return done
 
     with ThreadPoolExecutor(threads) as pool:
         try:
-            kept = {file.name for file, whole in _each(pool, is_finished, files) if whole}
-            for name in kept:
-                crew.add(name, crew.history[name])
-            for file, done in _each(pool, mover.write, [file for file in files if file.name not in kept]):
-                crew.add(file.name, done)
-            for _ in _each(pool, mover.check, list(mover.unchecked)):  # of the files that were kept
+            done = {file.name: history[file.name] for file, whole in _each(pool, looked_through, files) if whole}
+            yield from ((file, done[file.name]) for file in files if file.name in done)
+            for file, finished in _each(pool, written, [file for file in files if file.name not in done]):
+                done[file.name] = finished
+                yield file, finished
+            for _ in _each(pool, mover.check, list(mover.unchecked)):  # of the files that were finished before
                 pass
             if verify:
-                written = crew.gathered()
-                for _ in _each(pool, lambda file: mover.verify(file, written[file.name]), files):
+                for _ in _each(pool, lambda file: mover.verify(file, done[file.name]), files):
                     pass
         except BaseException:
             stop.set()
@@ -175,21 +202,18 @@ def _next(queue: SimpleQueue[T]) -> T:
 
 
 @not_collecting()
-def _publish(job: Job, crew: Crew, destination: Location) -> Manifest:
+def _publish(job: Job, coordinator: Coordinator, done: Mapping[str, Done]) -> Manifest:
     """Describe the finished files and give them their name."""
     if not _is_unchanged(job):
         raise SourceError(f"{job.source.path} changed while it was read; nothing was published")
-    done = crew.gathered()
+    place = coordinator.staging.place
+    coordinator.remove_strays({file.name for file in job.files})
     for file in job.files:
-        if file.name not in done or _length(crew.staged / file.name) != file.length:
-            raise DestinationError(f"{crew.staged / file.name} is not what its worker wrote; nothing was published")
+        if file.name not in done or _length(place / file.name) != file.length:
+            raise DestinationError(f"{place / file.name} is not what its worker wrote; nothing was published")
     manifest = _describe(job, done)
-    for leftover in job.container.descriptions:  # of a run that was killed between here and the end
-        (crew.staged / leftover).unlink(missing_ok=True)
-    job.container.describe(manifest, crew.staged)
-    publish.publish(crew.staged / job.container.root, destination)
-    if crew.staged != destination:
-        publish.discard(crew.staged)  # what was linked or copied from there
+    job.container.describe(manifest, place)
+    coordinator.publish(job.container.root)
     return manifest
 
 

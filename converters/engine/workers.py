@@ -1,30 +1,23 @@
-"""The workers that share one piece of offline work: which of them this process is, and which part of it each does."""
+"""The processes that do one job together, as each of them sees it.  One process alone is the simplest case."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Event
+from typing import Any, Protocol
 
 from ...errors import MuonckptError
 
-LAUNCHERS = (
-    ("RANK", "WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-)
-"""The variables in which launchers say which process this is, and of how many: torchrun, srun, Open MPI, and MPICH and
-its kin.  Not ``SLURM_NTASKS``, which a batch script sees although it runs once."""
-
 
 class LaunchError(MuonckptError, ValueError):
-    """The environment says something impossible about the workers."""
+    """The environment says something impossible about the processes of a command."""
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One of ``world`` processes that do one job together.  The first leads: it begins the work, and publishes."""
+    """One of ``world`` processes that do one job together."""
 
     rank: int = 0
     world: int = 1
@@ -37,52 +30,64 @@ class Worker:
         return f"worker {self.rank} of {self.world}"
 
     @property
-    def leads(self) -> bool:
+    def coordinates(self) -> bool:
+        """Whether this is the coordinator: worker 0, which begins the work, publishes the result and reports it."""
         return self.rank == 0
 
-    def part(self, sizes: Sequence[int]) -> slice:
-        """Which of the things of these sizes are its part."""
-        ends = (0, *cuts(sizes, self.world))
-        return slice(ends[self.rank], ends[self.rank + 1])
+
+class Workers(Protocol):
+    """The workers of one job.  All of them call the same methods in the same order."""
+
+    @property
+    def me(self) -> Worker:
+        """Which of them this process is."""
+        ...
+
+    @property
+    def stop(self) -> Event:
+        """Set when a worker has failed or is lost: whoever works should then raise `Interrupted`."""
+        ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every worker, by rank; JSON data.
+
+        Raises:
+            Exception: the error of a worker that failed instead, or `Interrupted` if one is lost.
+        """
+        ...
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Tell the others of an error, and wait until all workers have stopped.
+
+        Returns:
+            The error that all of them should raise: that of the worker that failed first.
+        """
+        ...
 
 
-def worker_of(environment: Mapping[str, str]) -> Worker:
-    """Which worker a process is, from what its launcher put into the environment; without a launcher the only one.
+class Alone:
+    """A single process."""
 
-    Raises:
-        LaunchError: no such worker is possible, or only one of a launcher's two variables is set.
-    """
-    for names in LAUNCHERS:
-        found = [environment[name] for name in names if name in environment]
-        if not found:
-            continue
-        try:
-            rank, world = map(int, found)
-        except ValueError:
-            shown = ", ".join(f"{name}={environment.get(name, '')!r}" for name in names)
-            raise LaunchError(f"expected two numbers in the environment, a rank and how many, got {shown}") from None
-        return Worker(rank, world)
-    return Worker()
+    def __init__(self) -> None:
+        self.me = Worker()
+        self.stop = Event()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Its own value."""
+        return [value]
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Its own error."""
+        return error
 
 
-def cuts(sizes: Sequence[int], world: int) -> tuple[int, ...]:
-    """Where each of ``world`` parts of a sequence ends, so that the largest sum of sizes in one is the least possible.
-
-    Parts are contiguous: files that follow each other are mostly made of the same chunks of the source, which a worker
-    reads once.  No part exceeds the mean by more than the largest size.  The same on every worker.
-    """
-    most = range(max(sizes, default=0), sum(sizes) + 1)
-    least = most[bisect_left(most, True, key=lambda limit: len(_filled(sizes, limit)) <= world)] if sizes else 0
-    ends = _filled(sizes, least)
-    return (*ends, *[len(sizes)] * (world - len(ends)))
-
-
-def _filled(sizes: Sequence[int], limit: int) -> list[int]:
-    """Where parts end that are filled one after the other up to this limit."""
-    ends, filled = [], 0
-    for at, size in enumerate(sizes):
-        if filled + size > limit:
-            ends.append(at)
-            filled = 0
-        filled += size
-    return [*ends, len(sizes)]
+@contextmanager
+def together(workers: Workers) -> Iterator[None]:
+    """An error that ends the block on one worker ends it on all, with the same error, when all have stopped."""
+    try:
+        yield
+    except BaseException as error:
+        shared = workers.fail(error)
+        if shared is error:
+            raise
+        raise shared from error

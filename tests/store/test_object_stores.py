@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import uuid
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -14,11 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import store_server
 from support.commands import called, cli
-from support.resharded import make_job, once, reshard
+from support.launched import together
+from support.resharded import make_job, once, plan_job, reshard
 from support.sharded import elements_of
 
 import muonckpt
 from muonckpt.box import row_major
+from muonckpt.converters.engine.job import Job
 from muonckpt.converters.engine.run import run
 from muonckpt.converters.target.formats import FORMATS, container_of
 from muonckpt.converters.target.topology import Target
@@ -301,6 +304,46 @@ def test_an_interrupted_run_goes_on(source, store, tmp_path):
     reshard(source, tmp_path / "local", 4)
     assert files(store / "out") == files(tmp_path / "local")
     assert len(objects(store)) == 6
+
+
+def rows(rank: int, source: Path, ranks: int) -> Job:
+    return plan_job(source, ranks)
+
+
+def test_several_processes_go_on_with_an_interrupted_run_in_a_store(source, server, tmp_path):
+    place = location(f"{S3}/{uuid.uuid4().hex}") / "out"
+    job = plan_job(source, 5)
+    done = itertools.count()
+
+    def late(count):
+        if next(done) > 40:
+            raise KeyboardInterrupt
+
+    with pytest.raises(muonckpt.errors.Interrupted, match="--resume"):
+        run(job, place, threads=1, progress=late)
+    begun = objects(place)
+    assert 0 < sum(name.startswith("/__") for name in begun) < 5 and not is_checkpoint(place)
+    with pytest.raises(DestinationError, match="--resume"):
+        run(job, place)
+    assert objects(place) == begun
+
+    store = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    told = together(2, rows, source, 5, destination=place, resume=True, environment=store)
+    assert told == ["published", "done"]
+    reshard(source, tmp_path / "local", 5)
+    assert files(place) == files(tmp_path / "local") and is_checkpoint(place)
+    written = [r.key for r in server.requests if r.method == "PUT" and "/out/__" in r.key]
+    assert len(written) == len(set(written)), "a finished object was written again"
+
+
+def test_of_two_runs_that_work_in_a_store_at_once_one_publishes_and_nothing_else_is_left(source, store, tmp_path):
+    def second():
+        reshard(source, store / "out", 3, resume=True)
+
+    with pytest.raises(muonckpt.errors.Interrupted, match="another run"):
+        reshard(source, store / "out", 3, threads=1, progress=once(second))
+    reshard(source, tmp_path / "local", 3)
+    assert files(store / "out") == files(tmp_path / "local")
 
 
 def test_names_are_no_patterns(store):

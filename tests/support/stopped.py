@@ -31,7 +31,7 @@ class Steps:
 
     def __init__(self, how: str) -> None:
         self.how, self.done, self.stop_at = how, 0, 0
-        for name in ("mkdir", "pwrite", "fsync", "posix_fallocate", "rename", "unlink"):
+        for name in ("mkdir", "pwrite", "fsync", "posix_fallocate", "rename", "replace", "unlink"):
             setattr(os, name, self._counted(getattr(os, name)))
 
     def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:

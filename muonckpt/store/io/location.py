@@ -100,6 +100,11 @@ class Remote:
             found = self.fs.ls(self.path, detail=False)
         yield from (Remote(self.fs, each.rstrip("/")) for each in found if each.rstrip("/") != self.path)
 
+    def below(self) -> list[Remote]:
+        """Every object that lies in it, however deep."""
+        with asking(self):
+            return [Remote(self.fs, path) for path in self.fs.find(self.path)]
+
     def glob(self, pattern: str) -> Iterator[Remote]:
         """What lies in it under a name that fits; nothing if it is no directory."""
         return (each for each in self.iterdir() if fnmatchcase(each.name, pattern)) if self.is_dir() else iter(())
@@ -115,7 +120,7 @@ class Remote:
     def remove(self) -> None:
         """Delete it with all that lies in it, if there is anything."""
         with asking(self):
-            at_each(self, self.fs.rm_file, self.fs.find(self.path))  # not rm(), which takes names for patterns
+            at_each(self, self.fs.rm_file, [place.path for place in self.below()])  # rm() takes names for patterns
 
     def write(self, data: bytes) -> None:
         """Put a small object, whole."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+import uuid
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -29,11 +31,31 @@ class Writing(Protocol):
 
 
 def created(file: Location, length: int) -> AbstractContextManager[Writing]:
-    """A new file of ``length`` bytes, zeros where nothing is written; replaces one of that name.
+    """A new file of ``length`` bytes, zeros where nothing is written.
 
     A block that ends well ends when the file is on the disk or in the store.
     """
     return file.upload(length) if isinstance(file, Remote) else Output(file, length)
+
+
+@contextmanager
+def drafted(file: Location, length: int, drafts: Location) -> Iterator[Writing]:
+    """The same, but the file appears whole, when the block has ended well, and replaces one of that name.
+
+    Until then a local file lies in the directory ``drafts`` of the same file system.
+    """
+    if isinstance(file, Remote) or isinstance(drafts, Remote):
+        with created(file, length) as output:
+            yield output
+        return
+    draft = drafts / uuid.uuid4().hex
+    try:
+        with created(draft, length) as output:
+            yield output
+        draft.replace(file)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def write_synced(file: Location, data: bytes) -> None:
@@ -53,7 +75,6 @@ class Output:
     rewinds = True
 
     def __init__(self, path: Path, length: int) -> None:
-        path.unlink(missing_ok=True)
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._length = length
         self._begun = 0

@@ -14,6 +14,9 @@ from .location import Location, Remote
 CLAIM = ".muonckpt.saving"
 """An object by which a save tells others that a destination in a store is taken, until it is published."""
 
+JOURNAL = ".journal"
+"""What a directory of unfinished work has besides files."""
+
 
 def reserve(destination: Location) -> Location:
     """A new place for the files of one save, which no reader takes for a checkpoint before they are published.
@@ -56,18 +59,18 @@ def beside(destination: Location) -> Location:
     return destination.parent / f".{destination.name}.reshard.tmp"
 
 
-def journals(destination: Location) -> Location:
-    """Where those who write it leave word of what is finished; there is nothing once it is published, or given up."""
-    return destination.parent / f".{destination.name}.reshard.journal"
+def journal(staged: Location) -> Location:
+    """Where those who write these files leave word of what is finished; there is none in what is published."""
+    return staged / JOURNAL
 
 
 def discard(staged: Location) -> None:
-    """Remove what was written, as far as that can be done."""
-    if isinstance(staged, Remote):
-        with suppress(OSError):  # the error that led here is the one to be told
+    """Remove what was written, as far as that can be done.  Nobody can publish what is left of it meanwhile."""
+    with suppress(OSError):  # the error that led here is the one to be told
+        if isinstance(staged, Remote):
             staged.remove()
-    else:
-        shutil.rmtree(staged, ignore_errors=True)
+        else:
+            shutil.rmtree(staged.rename(staged.with_name(f"{staged.name}.{uuid.uuid4().hex[:12]}")), ignore_errors=True)
 
 
 def refuse_existing(destination: Location, staged: Location | None = None) -> None:
@@ -75,7 +78,7 @@ def refuse_existing(destination: Location, staged: Location | None = None) -> No
     DestinationError: something is there already; nothing is ever overwritten in place, but work may be unfinished
         there if it is where files are ``staged``.
     """
-    unfinished = staged == destination and journals(destination).exists()
+    unfinished = staged == destination and journal(destination).exists()
     if (destination.exists() or destination.is_symlink()) and not unfinished:
         raise DestinationError(f"{destination} exists already; choose another destination or remove it first")
 

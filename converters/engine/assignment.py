@@ -1,0 +1,69 @@
+"""Who does what of a job: which files each worker writes, and which chunks of the source it checks."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from ...record import Chunk, Extent, StateRecord
+from .job import Job
+from .output_files import OutputFile
+from .workers import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What one worker does of a job: the chunks of the source that it checks, the files that it sees to."""
+
+    chunks: tuple[tuple[StateRecord, Chunk], ...]
+    files: tuple[OutputFile, ...]
+
+
+def assignment(job: Job, worker: Worker, finished: Collection[str] = ()) -> Assignment:
+    """An equal share, by bytes, of the finished files, to look through, and of those to be written.
+
+    Each chunk is checked by every worker that copies from it; what nobody copies from, by the coordinator.
+    """
+    mine: set[str] = set()
+    for is_finished in (True, False):
+        files = [file for file in job.files if (file.name in finished) is is_finished]
+        ends = (0, *cuts([file.length for file in files], worker.world))
+        mine.update(file.name for file in files[ends[worker.rank] : ends[worker.rank + 1]])
+    checked = _sources(file for file in job.files if file.name in mine)
+    if worker.coordinates:
+        others = _sources(file for file in job.files if file.name not in mine)
+        checked |= {chunk.item for tensor in job.manifest.tensors for chunk in tensor.chunks} - others
+    chunks = ((tensor, chunk) for tensor in job.manifest.tensors for chunk in tensor.chunks if chunk.box.numel)
+    return Assignment(
+        tuple((tensor, chunk) for tensor, chunk in chunks if chunk.item in checked),
+        tuple(file for file in job.files if file.name in mine),
+    )
+
+
+def cuts(sizes: Sequence[int], world: int) -> tuple[int, ...]:
+    """Where each of ``world`` parts of a sequence ends, so that the largest sum of sizes in one is the least possible.
+
+    Parts are contiguous: files that follow each other are mostly made of the same chunks of the source, which a worker
+    reads once.  No part exceeds the mean by more than the largest size.  The same on every worker.
+    """
+    most = range(max(sizes, default=0), sum(sizes) + 1)
+    least = most[bisect_left(most, True, key=lambda limit: len(_filled(sizes, limit)) <= world)] if sizes else 0
+    ends = _filled(sizes, least)
+    return (*ends, *[len(sizes)] * (world - len(ends)))
+
+
+def _filled(sizes: Sequence[int], limit: int) -> list[int]:
+    """Where parts end that are filled one after the other up to this limit."""
+    ends, filled = [], 0
+    for index, size in enumerate(sizes):
+        if filled + size > limit:
+            ends.append(index)
+            filled = 0
+        filled += size
+    return [*ends, len(sizes)]
+
+
+def _sources(files: Iterable[OutputFile]) -> set[Extent]:
+    """The items of the source that these files are copied from."""
+    return {source for file in files for chunk in file.chunks for source in chunk.sources}

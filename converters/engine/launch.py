@@ -1,0 +1,76 @@
+"""How the processes of one command find each other: what their launcher put into the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from .workers import Alone, LaunchError, Worker, Workers, together
+
+TIMEOUT = 120.0
+"""Seconds without an answer after which another worker counts as lost, unless the user says otherwise."""
+
+LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+"""The variables in which launchers say which process this is, and of how many: torchrun, srun, Open MPI, and MPICH and
+its kin; the first that are set count.  Not ``SLURM_NTASKS``, which a batch script sees although it runs once."""
+
+_SET_WITHOUT_A_LAUNCHER = {"SLURM_PROCID"}
+"""A batch script has it, too."""
+
+_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+
+
+def worker_of(environment: Mapping[str, str]) -> Worker:
+    """Which worker a process is.  Without a launcher it is the only one.
+
+    Raises:
+        LaunchError: no such worker is possible, or only one of a launcher's two variables is set.
+    """
+    for names in LAUNCHERS:
+        values = [environment[name] for name in names if name in environment]
+        if not values or (len(values) == 1 and names[0] in environment.keys() & _SET_WITHOUT_A_LAUNCHER):
+            continue
+        try:
+            rank, world = map(int, values)
+        except ValueError:
+            shown = ", ".join(f"{name}={environment.get(name, '')!r}" for name in names)
+            raise LaunchError(f"expected two numbers in the environment, a rank and a count, got {shown}") from None
+        return Worker(rank, world)
+    return Worker()
+
+
+@contextmanager
+def joined(environment: Mapping[str, str], timeout: float = TIMEOUT) -> Iterator[Workers]:
+    """The workers of this command; what is done in the block, they do together.
+
+    An error that ends the block on one worker ends it on all, with the same error.  The coordinator does the last step
+    of the work, so the others leave the block when the coordinator has left it.
+
+    Args:
+        environment: that of the process (``os.environ``).
+        timeout: seconds without an answer after which another worker counts as lost.
+
+    Raises:
+        LaunchError: the environment is impossible, or does not say where the workers meet.
+        Interrupted: the workers did not come together, or one was lost.
+    """
+    me = worker_of(environment)
+    if me.world == 1:
+        yield Alone()
+        return
+    if missing := [name for name in _ADDRESS if name not in environment]:
+        raise LaunchError(
+            f"{me} cannot find the others: {' and '.join(missing)} not set in the environment. torchrun sets them; "
+            "under another launcher set MASTER_ADDR to the machine of worker 0 and MASTER_PORT to a free port of it"
+        )
+    from .process_group import ProcessGroup  # torch: only several processes need it
+
+    workers = ProcessGroup(me, timeout)
+    with together(workers):
+        yield workers
+    workers.leave()

@@ -1,0 +1,282 @@
+"""Several workers, joined by a gloo process group: the only file of the room that communicates, and needs torch.
+
+A worker may be busy for as long as it likes, so the work itself never waits in a collective.  A thread of each process
+takes part in rounds, one a second or faster.  In a round every worker says whether it is busy, has come with a value or
+an error, or wants to leave; when all have come, their values are exchanged.  A worker that is killed, stopped or cut
+off fails the next round by torch's own time-out, however long its work would have taken.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import IntEnum
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
+
+from ...errors import Interrupted, MuonckptError
+from .workers import LaunchError, Worker
+
+_PAUSE = 1.0
+"""Seconds between two rounds of a worker that is busy; a tenth of the time-out if that is less."""
+
+_SLICE = 0.2
+"""Seconds of waiting in a row: a signal that comes just before a wait begins is noticed only when it ends."""
+
+_PORT = "muonckpt/port"
+
+_CONNECT = timedelta(seconds=2)
+"""How long a store may take to answer, where one that is gone is asked for again."""
+
+
+class _Kind(IntEnum):
+    """What a worker says in a round."""
+
+    BUSY = 0
+    VALUE = 1
+    ERROR = 2
+    LEAVING = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """``answer``: what all workers said, when all have; it stays empty where an error came first."""
+
+    kind: _Kind
+    data: bytes = b""
+    answer: Future[list[bytes]] = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trouble:
+    """Why all stop.  ``data`` is what the worker that failed said; empty if one is lost."""
+
+    error: BaseException
+    data: bytes = b""
+
+
+class ProcessGroup:
+    """The workers of one command, as :class:`.workers.Workers` has them.
+
+    Args:
+        timeout: seconds without an answer after which another worker counts as lost.
+    """
+
+    def __init__(self, me: Worker, timeout: float) -> None:
+        self.me = me
+        self.stop = Event()
+        self._timeout = timeout
+        self._met = False
+        self._trouble: _Trouble | None = None
+        self._messages: SimpleQueue[_Message] = SimpleQueue()
+        self._thread = Thread(target=self._serve, name="rounds", daemon=True)
+        self._thread.start()
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every worker, by rank; JSON data."""
+        said = self._wait(self._say(_Kind.VALUE, json.dumps(value).encode()))
+        if self._trouble is not None:
+            raise self._trouble.error
+        return [json.loads(text) for text in said]
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Tell the others of an error, and wait until all workers have stopped; returns the error of the first.
+
+        An interruption does not wait for others that have not come yet.
+        """
+        if isinstance(error, KeyboardInterrupt) and not self._met:
+            return error
+        is_new = self._trouble is None
+        if is_new:
+            self._wait(self._say(_Kind.ERROR, _packed(error)))
+        self._say(_Kind.LEAVING)
+        self._wait_for_the_end()
+        if self._trouble is None or (is_new and not self._trouble.data):  # nobody is left to hear of it
+            self._trouble = _Trouble(error, _packed(error))
+        return error if self._trouble.data == _packed(error) else self._trouble.error
+
+    def leave(self) -> None:
+        """Wait until all workers have come here.
+
+        The coordinator does the last step of the work: where it comes here without an error all is done, whatever
+        happens to the others.  An interruption has nothing left to stop, so it is put off.
+        """
+        self._say(_Kind.LEAVING)
+        try:
+            self._wait_for_the_end()
+        except KeyboardInterrupt:
+            self._wait_for_the_end()
+            raise
+        if self._trouble is not None and not self.me.coordinates:
+            raise self._trouble.error
+
+    # --- the worker's own thread -------------------------------------------------------------------------------------
+
+    def _say(self, kind: _Kind, data: bytes = b"") -> _Message:
+        message = _Message(kind, data)
+        self._messages.put(message)
+        return message
+
+    def _wait(self, message: _Message) -> list[bytes]:
+        """What the others answer; nothing if it will not come."""
+        while self._thread.is_alive() and not message.answer.done():
+            with suppress(TimeoutError):
+                return message.answer.result(_SLICE)
+        return message.answer.result() if message.answer.done() else []
+
+    def _wait_for_the_end(self) -> None:
+        """Wait until the thread has ended: Python must not end while it is inside of torch."""
+        while self._thread.is_alive():
+            self._thread.join(_SLICE)
+
+    # --- the thread of the rounds ------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            group = self._connected()
+        except Exception as error:  # torch raises what it likes
+            self._stop_for(Interrupted(self._absent(error)))
+            return
+        self._met = True
+        try:
+            self._take_part(group)
+        except Exception as error:
+            self._stop_for(Interrupted(self._lost(error)))
+        with suppress(Exception):  # all is said; what a lost worker leaves open may not close
+            dist.destroy_process_group(group)
+
+    def _connected(self) -> dist.ProcessGroup:
+        """A gloo process group of all workers; beside the training's own where this process has one already."""
+        limit = timedelta(seconds=self._timeout)
+        if dist.is_initialized():
+            made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=limit)
+            return made
+        # Kept, because it may serve the others: they have yet to read what is in it.
+        self._shared, _, _ = next(rendezvous("env://", self.me.rank, self.me.world, timeout=limit))
+        store = _new_store(self._shared, self.me, self._timeout)
+        dist.init_process_group("gloo", store=store, rank=self.me.rank, world_size=self.me.world, timeout=limit)
+        world: dist.ProcessGroup | None = dist.group.WORLD
+        assert world is not None, "just made"
+        return world
+
+    def _take_part(self, group: dist.ProcessGroup) -> None:
+        pause = min(_PAUSE, self._timeout / 10)
+        message = busy = _Message(_Kind.BUSY)
+        while True:
+            with suppress(Empty):  # a later message takes the place of one that was given up
+                message = self._messages.get(timeout=pause if message is busy else 0)
+            if self._trouble is not None and message.kind in (_Kind.VALUE, _Kind.ERROR):
+                message.answer.set_result([])  # it came too late
+                message = busy
+            sizes = _all(group, [int(message.kind), len(message.data)])
+            kinds = [_Kind(kind) for kind, _ in sizes]
+            if _Kind.ERROR in kinds or all(kind is _Kind.VALUE for kind in kinds):
+                said = _all_bytes(group, message.data, [size for _, size in sizes])
+                if _Kind.ERROR in kinds:
+                    rank = kinds.index(_Kind.ERROR)
+                    self._stop_for(_unpacked(said[rank], Worker(rank, self.me.world)), said[rank])
+                if message.kind in (_Kind.VALUE, _Kind.ERROR):
+                    message.answer.set_result(said)
+                    message = busy
+            elif all(kind is _Kind.LEAVING for kind in kinds):
+                return
+            elif _Kind.BUSY not in kinds and self._trouble is None:
+                self._stop_for(LaunchError("the workers do not run the same command"))
+
+    def _stop_for(self, error: BaseException, data: bytes = b"") -> None:
+        self._trouble = self._trouble or _Trouble(error, data)
+        self.stop.set()
+
+    def _absent(self, error: Exception) -> str:
+        return (
+            f"{self.me} did not meet the others within {self._timeout:g} s; see that all {self.me.world} were started "
+            f"and can reach MASTER_ADDR and MASTER_PORT (torch says: {_line(error)})"
+        )
+
+    def _lost(self, error: Exception) -> str:
+        return (
+            f"{self.me} lost another worker, which was killed, stopped or cut off, or gave no answer for "
+            f"{self._timeout:g} s; go on with the same command and --resume (torch says: {_line(error)})"
+        )
+
+
+def _new_store(shared: Store, me: Worker, timeout: float) -> Store:
+    """Where the workers of this start tell each other their addresses, served by the coordinator.
+
+    When torchrun starts workers again, they get the store of those that were killed, and would find their addresses
+    (pytorch's issue 135712, in torch 2.13 still).  So nothing goes through that store but the port of a new one, and
+    a port that does not answer is not that of this start.
+    """
+    limit, host = timedelta(seconds=timeout), os.environ["MASTER_ADDR"]
+    if me.coordinates:
+        server = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        shared.set(_PORT, str(server.port))
+        return server
+    deadline = time.monotonic() + timeout
+    while True:
+        port = int(shared.get(_PORT))
+        try:
+            store: Store = TCPStore(host, port, wait_for_workers=False, timeout=min(limit, _CONNECT))
+        except RuntimeError:
+            if time.monotonic() > deadline:
+                raise
+        else:
+            store.set_timeout(limit)
+            return store
+
+
+def _all(group: dist.ProcessGroup, numbers: Sequence[int]) -> list[list[int]]:
+    """As many numbers of every worker, by rank."""
+    mine = torch.tensor(numbers, dtype=torch.int64)
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
+    return [part.tolist() for part in parts]
+
+
+def _all_bytes(group: dist.ProcessGroup, data: bytes, sizes: Sequence[int]) -> list[bytes]:
+    """The bytes of every worker, by rank; ``sizes`` are their lengths."""
+    mine = torch.zeros(max(sizes), dtype=torch.uint8)
+    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
+    parts = [torch.empty_like(mine) for _ in sizes]
+    dist.all_gather(parts, mine, group=group)
+    return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+
+def _packed(error: BaseException) -> bytes:
+    families, kinds = _families(), [kind.__name__ for kind in type(error).__mro__]
+    text = str(error) if kinds[0] in families else f"{kinds[0]}: {error}"
+    return json.dumps([next((kind for kind in kinds if kind in families), ""), text]).encode()
+
+
+def _unpacked(data: bytes, worker: Worker) -> BaseException:
+    """An error of the same family, and so with the same exit code, as the one that this worker met."""
+    name, text = json.loads(data)
+    return _families().get(name, MuonckptError)(f"{worker}: {text or 'stopped'}")
+
+
+def _families() -> dict[str, type[BaseException]]:
+    """Errors that keep their kind: those raised on purpose, those of the file system, and Ctrl-C."""
+    families: dict[str, type[BaseException]] = {kind.__name__: kind for kind in (OSError, KeyboardInterrupt)}
+    kinds: list[type[MuonckptError]] = [MuonckptError]
+    while kinds:
+        kind = kinds.pop()
+        families[kind.__name__] = kind
+        kinds += kind.__subclasses__()
+    return families
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,48 @@
+"""Which worker writes which file, and checks which chunk of the source."""
+
+from __future__ import annotations
+
+from itertools import combinations_with_replacement, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.resharded import plan_job, saved
+
+from muonckpt.converters.engine.assignment import Assignment, assignment, cuts
+from muonckpt.converters.engine.workers import Worker
+
+
+@given(st.lists(st.integers(0, 40), max_size=7), st.integers(1, 5))
+def test_parts_follow_each_other_and_the_largest_is_as_small_as_can_be(sizes, world):
+    ends = [0, *cuts(sizes, world)]
+    assert len(ends) == world + 1 and ends[-1] == len(sizes) and sorted(ends) == ends
+
+    def largest(inner: tuple[int, ...]) -> int:
+        return max(sum(sizes[a:b]) for a, b in pairwise((0, *inner, len(sizes))))
+
+    assert largest(tuple(ends[1:-1])) == min(
+        map(largest, combinations_with_replacement(range(len(sizes) + 1), world - 1))
+    )
+
+
+@pytest.mark.parametrize("finished", [(), ("__0_0.distcp", "__1_0.distcp", "__5_0.distcp")], ids=["fresh", "resumed"])
+@pytest.mark.parametrize("world", [1, 2, 3, 9])
+def test_every_file_has_one_worker_and_every_chunk_is_checked_by_all_who_copy_from_it(world, finished):
+    job = plan_job(saved("own rows4"), 7)
+    parts = [assignment(job, Worker(rank, world), finished) for rank in range(world)]
+    assert sorted(file.name for part in parts for file in part.files) == sorted(file.name for file in job.files)
+    everything = {c.item for tensor in job.manifest.tensors for c in tensor.chunks if c.box.numel}
+
+    def checked(part: Assignment) -> set:
+        return {chunk.item for _, chunk in part.chunks}
+
+    assert set().union(*map(checked, parts)) == everything
+    for part in parts:
+        chunks = [chunk for file in part.files for chunk in file.chunks]
+        assert {c.output.chunks[copy.source.buffer].item for c in chunks for copy in c.copies} <= checked(part)
+    for these in (set(finished), {file.name for file in job.files} - set(finished)):
+        loads = [sum(file.length for file in part.files if file.name in these) for part in parts]
+        assert max(loads) <= sum(loads) / world + max(file.length for file in job.files)
+    if world in (2, 3) and not finished:  # rows: who writes a part of the rows reads that part only
+        assert sum(len(part.chunks) for part in parts) < world * len(everything)

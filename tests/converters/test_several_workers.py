@@ -1,0 +1,269 @@
+"""One reshard done by several workers: the same files as by one, published once; or nothing, and a way to go on."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support import workers
+from support.launched import STRUCK, Commands, environment, together
+from support.resharded import contents, make_job, nothing_but, once, plan_job, tensors_only
+from support.sharded import edit
+from support.trees import tree
+
+import muonckpt
+from muonckpt.converters.engine.assignment import assignment
+from muonckpt.converters.engine.job import Job
+from muonckpt.converters.engine.launch import joined
+from muonckpt.converters.engine.run import run
+from muonckpt.converters.engine.workers import Worker
+from muonckpt.converters.target.formats import container_of
+from muonckpt.converters.target.topology import Target
+from muonckpt.errors import DestinationError, Interrupted, MuonckptError
+
+STAGED = ".out.reshard.tmp"
+RANKS = 7
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A checkpoint of four files.  Do not change."""
+    folder = tmp_path_factory.mktemp("workers")
+    state = {"w": torch.arange(230.0).reshape(46, 5), "b": torch.randn(64, 9).bfloat16(), "e": torch.empty(0, 3)}
+    muonckpt.save({**state, "n": torch.tensor(7), "lr": 0.1}, folder / "one")
+    run(plan_job(folder / "one", 4), folder / "four")
+    return folder / "four"
+
+
+@pytest.fixture(scope="module")
+def whole(source) -> dict[str, bytes]:
+    """What a single process makes of it."""
+    run(plan_job(source, RANKS), source.with_name("whole"))
+    return contents(source.with_name("whole"))
+
+
+FORMS = {"file": ("safetensors", None), "shards": ("safetensors", 700), "zarr": ("zarr", 700)}
+
+
+def plan(rank: int, source: Path, form: str = "ranks") -> Job:
+    """The same job on every worker."""
+    if form not in FORMS:
+        return plan_job(source, RANKS)
+    name, shard_bytes = FORMS[form]
+    container = container_of(name, shard_bytes)
+    return make_job(source, Target({"dp": 1}), make_outputs=tensors_only, container=container)
+
+
+# --- together ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world", "form"), [(2, "ranks"), (3, "ranks"), (8, "ranks"), (2, "file"), (2, "shards"), (3, "zarr")]
+)
+def test_any_number_of_workers_writes_the_same_bytes_and_publishes_once(world, form, source, tmp_path):
+    run(plan(0, source, form), tmp_path / "alone")
+    told = together(world, plan, source, form, destination=tmp_path / "out", threads=1, verify=world == 3)
+    assert told == ["published", *["done"] * (world - 1)]
+    assert tree(tmp_path / "out") == tree(tmp_path / "alone") and nothing_but(tmp_path, "alone", "out")
+
+
+def test_damage_that_one_worker_meets_ends_all_and_leaves_nothing(source, tmp_path):
+    shutil.copytree(source, tmp_path / "source")
+    job = plan_job(tmp_path / "source", RANKS)
+    met = [{chunk.item for _, chunk in assignment(job, Worker(rank, 3)).chunks} for rank in range(3)]
+    [damaged, *_] = (
+        chunk
+        for tensor in job.manifest.tensors
+        for chunk in tensor.chunks
+        if chunk.box.numel and [chunk.item in mine for mine in met] == [False, False, True]
+    )
+    edit(tmp_path / "source" / damaged.payload.file, damaged.payload.offset)
+    told = together(3, plan, tmp_path / "source", destination=tmp_path / "out")
+    assert all("SourceError" in error and "is damaged" in error for error in told)
+    assert told[0] == told[1] == told[2].replace("SourceError: ", "SourceError: worker 2 of 3: ")
+    assert nothing_but(tmp_path, "source")
+
+
+def another(rank: int, source: Path) -> Job:
+    return plan_job(source, RANKS + (rank == 2))
+
+
+def missing(rank: int, source: Path) -> Job:
+    return plan_job(source.with_name("nothing") if rank == 1 else source, RANKS)
+
+
+def broken(rank: int, source: Path) -> Job:
+    if rank:
+        raise MuonckptError(f"broken on {rank}")
+    return plan_job(source, RANKS)
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        (another, "LaunchError: worker 2 of 3 has planned another job"),
+        (missing, "SourceError: .*nothing"),
+        (broken, "MuonckptError: .*broken on 1"),
+    ],
+)
+def test_an_error_of_one_worker_is_that_of_all_and_the_first_counts(how, error, source, tmp_path):
+    told = together(3, how, source, destination=tmp_path / "out")
+    assert all(re.match(error, text) for text in told), told
+    assert nothing_but(tmp_path)
+
+
+# --- busy, and lost ---------------------------------------------------------------------------------------------------
+
+
+def slow(rank: int, world: int, timeout: float, seconds: float) -> list[int]:
+    with joined(environment(rank, world), timeout) as group:
+        time.sleep(seconds * rank)
+        return group.gather(rank)
+
+
+def test_a_worker_may_be_busy_for_longer_than_the_timeout():
+    assert workers.run(2, slow, 2.0, 5.0) == [[0, 1], [0, 1]]
+
+
+def uneven(rank: int, world: int) -> str:
+    try:
+        with joined(environment(rank, world), 60) as group:
+            if rank:
+                group.gather(rank)
+    except MuonckptError as error:
+        return str(error)
+    return "no error"
+
+
+def test_workers_that_do_not_run_the_same_are_told_so():
+    assert workers.run(2, uneven) == ["no error", "the workers do not run the same command"]
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def finished_files(staged: Path) -> dict[str, int]:
+    """The files that have their names, with what tells whether they were written again."""
+    return {file.name: file.stat().st_ino for file in staged.iterdir() if file.is_file()}
+
+
+ENDED = {"killed": (signal.SIGKILL, -9), "stopped": (signal.SIGSTOP, None), "told to end": (signal.SIGTERM, 5)}
+
+
+@pytest.mark.parametrize(("how", "victim", "again"), [("killed", 0, 2), ("stopped", 1, 1), ("told to end", 2, 1)])
+def test_a_lost_worker_ends_all_and_resume_writes_only_what_is_missing(how, victim, again, source, whole, tmp_path):
+    number, code = ENDED[how]
+    timeout = 20 if how == "stopped" else 120
+    commands = [[*STRUCK, str(int(number)), str(victim)]] * 3
+    arguments = ("reshard", source, tmp_path / "out", "--mesh", f"dp={RANKS}", "--jobs", "1", "--timeout", timeout)
+    with Commands(*arguments, commands=commands) as started:
+        others = [rank for rank in range(3) if rank != victim]
+        for left, out, told in started.ended(others):
+            assert (left, out) == (5, "") and told.count("muonckpt:") == 1 and "--resume" in told, told
+            assert "Traceback" not in told and "frame #" not in told
+        assert nothing_but(tmp_path, STAGED)
+        before = finished_files(tmp_path / STAGED)
+        assert 0 < len(before) < RANKS
+        if code is not None:
+            assert started.ended([victim])[0][0] == code
+        told = together(again, plan, source, destination=tmp_path / "out", resume=True) if again > 1 else None
+        if told is None:
+            run(plan_job(source, RANKS), tmp_path / "out", resume=True)
+        assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
+        written = finished_files(tmp_path / "out")
+        assert {name: written[name] for name in before} == before
+        if code is None:  # it comes back to find that all has been done without it
+            started.processes[victim].send_signal(signal.SIGCONT)
+            assert started.ended([victim])[0][0] in (4, 5)
+            assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
+
+
+def test_all_workers_exit_with_the_code_of_the_one_that_failed(source, tmp_path):
+    shutil.copytree(source, tmp_path / "source")
+    job = plan_job(tmp_path / "source", RANKS)
+    payload = max((c.payload for t in job.manifest.tensors for c in t.chunks), key=lambda payload: payload.length)
+    edit(tmp_path / "source" / payload.file, payload.offset)
+    with Commands("reshard", tmp_path / "source", tmp_path / "out", "--mesh", "dp=2") as started:
+        ended = started.ended([0, 1])
+    assert [code for code, _, _ in ended] == [3, 3]
+    assert all(out == "" and "is damaged" in told and told.count("muonckpt:") == 1 for _, out, told in ended), ended
+    assert nothing_but(tmp_path, "source")
+
+
+def torchrun(*options: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
+
+
+def test_torchrun_starts_a_killed_worker_again_and_resume_goes_on(source, whole, tmp_path):
+    arguments = ["reshard", str(source), str(tmp_path / "out"), "--mesh", f"dp={RANKS}", "--jobs", "1", "--resume"]
+    struck = [STRUCK[1], str(int(signal.SIGKILL)), "1"]
+    command = [*torchrun("--max-restarts", "1", "--monitor-interval", "0.1"), *struck, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("fingerprints compared") == 1
+    assert "SIGKILL" in done.stderr or "exitcode: -9" in done.stderr, "nobody was killed"
+    assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
+
+
+# --- two runs at one destination --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_run_is_refused_where_the_kernel_tells_that_the_first_one_lives(resume, source, whole, tmp_path):
+    def second():
+        with pytest.raises(DestinationError, match="another process is writing"):
+            run(plan_job(source, RANKS), tmp_path / "out", resume=resume)
+        refused.append(True)
+
+    refused: list[bool] = []
+    run(plan_job(source, RANKS), tmp_path / "out", progress=once(second))
+    assert refused and contents(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
+
+
+@pytest.fixture
+def no_locks(monkeypatch):
+    """A file system that has none."""
+    monkeypatch.setattr("fcntl.flock", lambda *how: (_ for _ in ()).throw(OSError("not implemented")))
+
+
+def test_without_locks_a_second_run_is_refused_unless_told_to_go_on(no_locks, source, whole, tmp_path):
+    def second():
+        with pytest.raises(DestinationError, match="--resume"):
+            run(plan_job(source, RANKS), tmp_path / "out")
+        refused.append(True)
+
+    refused: list[bool] = []
+    run(plan_job(source, RANKS), tmp_path / "out", progress=once(second))
+    assert refused and contents(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
+
+
+def test_without_locks_two_runs_of_a_job_publish_it_once_and_whole(no_locks, source, whole, tmp_path):
+    def second():
+        run(plan_job(source, RANKS), tmp_path / "out", resume=True)
+
+    with pytest.raises((DestinationError, Interrupted)):
+        run(plan_job(source, RANKS), tmp_path / "out", threads=1, progress=once(second))
+    assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
+
+
+def test_without_locks_a_run_that_lost_its_lock_neither_publishes_nor_removes(no_locks, source, whole, tmp_path):
+    def second():
+        with pytest.raises(Interrupted):
+            run(plan_job(source, RANKS), tmp_path / "out", resume=True, threads=1, progress=once(interrupt))
+
+    with pytest.raises((DestinationError, Interrupted)):
+        run(plan_job(source, RANKS), tmp_path / "out", threads=1, progress=once(second))
+    assert nothing_but(tmp_path, STAGED)
+    run(plan_job(source, RANKS), tmp_path / "out", resume=True)
+    assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt

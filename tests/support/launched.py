@@ -1,0 +1,87 @@
+"""One reshard done by several workers: in the processes of `support.workers`, or as commands of their own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from muonckpt.converters.engine.job import Job
+from muonckpt.converters.engine.launch import joined
+from muonckpt.converters.engine.run import run
+from muonckpt.errors import MuonckptError
+from muonckpt.store.io.location import location
+from support import workers
+from support.commands import COMMAND
+
+STRUCK = [sys.executable, str(Path(__file__).with_name("struck.py"))]
+
+
+def environment(rank: int, world: int, port: int = 1) -> dict[str, str]:
+    """What torchrun would put into the environment of a worker."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def together(world: int, plan: Callable[..., Job], *arguments: Any, **how: Any) -> list[str]:
+    """What each worker did: "published", "done", or the name and text of its error.
+
+    ``plan`` makes the job, with the rank as its first argument; ``how`` are arguments of `run`, whose destination may
+    be a URL, and ``environment`` is added to that of the workers.
+    """
+    return workers.run(world, work, plan, arguments, how)
+
+
+def work(rank: int, world: int, plan: Callable[..., Job], arguments: Sequence[Any], how: Mapping[str, Any]) -> str:
+    how = dict(how)
+    os.environ |= how.pop("environment", {})
+    destination = location(str(how.pop("destination")))
+    try:
+        with joined(environment(rank, world), timeout=60) as group:
+            manifest = run(plan(rank, *arguments), destination, workers=group, **how)
+    except MuonckptError as error:
+        return f"{type(error).__name__}: {error}"
+    return "done" if manifest is None else "published"
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+class Commands:
+    """Workers as commands, each with the same arguments, started together; ended with the block.
+
+    Args:
+        commands: how each is started.
+    """
+
+    def __init__(self, *arguments: object, commands: Sequence[Sequence[str]] = (COMMAND, COMMAND)) -> None:
+        port, self.processes = free_port(), list[subprocess.Popen[str]]()
+        for rank, command in enumerate(commands):
+            variables = environment(rank, len(commands), port) | {"GLOO_SOCKET_IFNAME": "lo"}
+            process = subprocess.Popen(
+                [*command, *map(str, arguments)],
+                env=os.environ | variables,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            self.processes.append(process)
+
+    def __enter__(self) -> Commands:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+    def ended(self, ranks: Sequence[int]) -> list[tuple[int, str, str]]:
+        """Exit code, standard output and standard error of these workers, when they have ended."""
+        said = [self.processes[rank].communicate(timeout=120) for rank in ranks]
+        return [(self.processes[rank].returncode, *texts) for rank, texts in zip(ranks, said, strict=True)]
