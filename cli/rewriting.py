@@ -32,6 +32,9 @@ def rewrite(function: Callable[..., Report | None], label: str, *, as_json: bool
         click.echo(printable(note))
     if report.fingerprints is None:
         _show_plan(report)
+    if report.items_file:
+        listed = f"; only listed, as no plain data: {some_of(report.undecoded)}" if report.undecoded else ""
+        click.echo(printable(f"{report.items_file}: {counted(report.decoded, 'item')} of plain data{listed}"))
     if report.left_out:
         click.echo(printable(f"left out: {some_of(report.left_out)}"))
     click.echo(_would_do(report) if report.fingerprints is None else _done(report))

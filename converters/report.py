@@ -9,6 +9,7 @@ from typing import Any
 from ..record import Manifest
 from ..store.io.location import Location
 from .engine.job import Job
+from .target.item_file import beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,9 @@ class Report:
         avoided: what a reader of whole chunks would read besides.
         written: of all files.
         unchecked: how many chunks of the source carry no checksum.
+        items_file: where what is no tensor is written, if the format cannot hold it.
+        decoded: how many items are in it.
+        undecoded: keys of those that it only lists, because they are no plain data.
         left_out: keys of what the source has and the destination has not.
         notes: sentences about what was decided.
         compared: how many fingerprints of the source the tensors were, or are to be, compared with.
@@ -57,6 +61,9 @@ class Report:
     avoided: int
     written: int
     unchecked: int
+    items_file: str | None
+    decoded: int
+    undecoded: tuple[str, ...]
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
     compared: int
@@ -98,6 +105,9 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
         avoided=job.reads_avoided,
         written=job.bytes_to_write,
         unchecked=sum(not payloads.is_checked(chunk) for chunk in chunks),
+        items_file=None if job.items is None else str(beside(destination)),
+        decoded=0 if job.items is None else len(job.items.decoded),
+        undecoded=() if job.items is None else job.items.undecoded,
         left_out=job.left_out,
         notes=(*notes, *job.notes),
         compared=sum(tensor.fingerprint is not None for tensor in job.tensors),

@@ -20,6 +20,7 @@ from .engine.run import THREADS, run
 from .report import Report, report_of
 from .target.container import Container
 from .target.formats import container_of
+from .target.item_file import beside
 from .target.topology import ROWS, Cut, Rule, Target
 from .translate.conventions import Overrides
 from .translate.dialects import DIALECTS, Dialect
@@ -128,7 +129,7 @@ def reshard(
             _check_use(container, mesh, bool(shard), layout)
             check_destination(opened.path, place, container)
             job = make_job(opened, target, select, request.outputs, container)
-            report = report_of(job, place, _unused(container, mesh))
+            report = report_of(job, place, (*_unused(container, mesh), *_unread(opened)))
             if dry_run:
                 return report if workers.me.coordinates else None
             total = (job.bytes_to_check + job.payload_to_write * (1 + verify)) // workers.me.world
@@ -248,3 +249,9 @@ def _unused(container: Container, mesh: Mapping[str, int] | None) -> tuple[str, 
     if container.of_ranks or math.prod((mesh or {}).values()) == 1:
         return ()
     return (f"{container.name} holds whole tensors, on any mesh alike",)
+
+
+def _unread(source: OpenCheckpoint) -> tuple[str, ...]:
+    """What is said of a file of items beside the source."""
+    place = beside(source.path)
+    return (f"what is no tensor lies in {place} and is not read",) if place.exists() else ()

@@ -53,7 +53,7 @@ RULES = {
     "compat": "vocabulary layouts optimizer",
     "converters/engine": "errors box layout plan fingerprint record store store/io store/reading store/formats "
     "converters/target converters/translate",
-    "converters/target": "errors box layout plan record version vocabulary layouts layouts/buffers store/io "
+    "converters/target": "errors box layout plan record version vocabulary layouts layouts/buffers store store/io "
     "store/reading store/formats converters/engine",
     "converters/translate": "errors box layout record vocabulary store store/formats converters/engine",
     "converters": "errors record vocabulary layouts/buffers store store/io store/reading store/formats "

@@ -21,6 +21,7 @@ from ...store.io.regular import open_regular
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize
 from ..target.container import Container
+from ..target.item_file import ItemFile
 from ..target.rank_files import DcpFiles
 from ..target.topology import Target
 from ..translate.request import unchanged
@@ -42,6 +43,7 @@ class Job:
         tensors: to write, without their chunks.
         words, provenance: for the manifest: each tensor's layout, by key; where everything comes from.
         left_out, notes: as `Outputs` has them.
+        items: the file with what is no tensor, beside a destination that cannot hold it.
     """
 
     source: OpenCheckpoint
@@ -56,6 +58,7 @@ class Job:
     files: tuple[OutputFile, ...]
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    items: ItemFile | None = None
 
     @property
     def bytes_to_check(self) -> int:
@@ -100,7 +103,7 @@ class Job:
         """All that makes two jobs differ, in parts."""
         yield self.manifest.to_json()
         yield Manifest(self.tensors, (), self.provenance).to_json()
-        yield repr((self.state, self.target, self.container.name, self.select))
+        yield repr((self.state, self.target, self.container.name, self.select, self.items))
         for output in {id(chunk.output): chunk.output for file in self.files for chunk in file.chunks}.values():
             places = (output.layout.fragments, [(buffer, chunk.item) for buffer, chunk in output.chunks.items()])
             yield repr((output.key, places, output.made, output.scale))
@@ -131,7 +134,9 @@ def make_job(
     """
     outputs = make_outputs(source).selected(select)
     manifest = outputs.used(source.manifest)
-    arranged = container.arrange(Task(source.path.resolve().name, manifest.provenance, outputs, target, tuple(select)))
+    name = source.path.resolve().name
+    task = Task(name, manifest.provenance, source.payloads, outputs, target, tuple(select))
+    arranged = container.arrange(task)
     return Job(
         source,
         manifest,
@@ -145,6 +150,7 @@ def make_job(
         arranged.files,
         outputs.left_out,
         outputs.notes,
+        arranged.items,
     )
 
 

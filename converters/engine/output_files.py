@@ -11,6 +11,8 @@ from ...plan import Copy
 from ...record import Blob, Chunk, Extent, StateRecord
 from ...store.formats.torch_save.stored_zip import aligned
 from ...store.io.checksums import Checksum, crc32_of
+from ...store.reading.payloads import Payloads
+from ..target.item_file import ItemFile
 from ..target.topology import Target
 from .journal import Sum
 from .outputs import OutputItem, Outputs, OutputTensor
@@ -138,11 +140,12 @@ def place_items(name: str, items: Sequence[OutputItem]) -> tuple[tuple[PlacedIte
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is asked for: ``outputs``, made of a source (its name and provenance), chosen by ``select``, to lie as
-    ``target`` says."""
+    """What is asked for: ``outputs``, made of a source (its name, provenance and bytes), chosen by ``select``, to lie
+    as ``target`` says."""
 
     source: str
     provenance: Mapping[str, Any]
+    payloads: Payloads
     outputs: Outputs
     target: Target
     select: tuple[str, ...]
@@ -150,11 +153,15 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Arranged:
-    """The files to write, and what the manifest says of them: ``words`` is the layout of each tensor, by key."""
+    """The files to write, and what the manifest says of them: ``words`` is the layout of each tensor, by key.
+
+    ``items`` is a file beside the destination with what is no tensor, where the others cannot hold it.
+    """
 
     files: tuple[OutputFile, ...]
     words: Mapping[str, Mapping[str, Any] | None]
     provenance: Mapping[str, Any]
+    items: ItemFile | None = None
 
 
 Arrange = Callable[[Task], Arranged]

@@ -19,9 +19,11 @@ from typing import TypeVar
 from ...errors import DestinationError, Interrupted, SourceError
 from ...fingerprint import as_hex, combine
 from ...record import Chunk, Manifest
+from ...store.io import side_file
 from ...store.io.gc_paused import not_collecting
 from ...store.io.location import Location, check_memory
 from ...store.io.regular import open_regular
+from ..target.item_file import beside
 from .assignment import assignment
 from .job import Job, check_destination, state_of
 from .journal import Done, Journal
@@ -70,6 +72,8 @@ def run(
     """
     workers = workers or Alone()
     check_destination(job.source.path, destination, job.container)
+    if job.items:
+        side_file.refuse_other(beside(destination), job.items.data)
     check_memory(job.source.path, destination, max((file.length for file in job.files), default=0), threads, memory)
     place, digest, done = job.container.staged(destination), _agreed(job, workers), dict[str, Done]()
     with (
@@ -91,7 +95,7 @@ def run(
         every = [part for parts in workers.gather(done) for part in parts.items()]
         if coordinator is None:
             return None
-        return _publish(job, coordinator, {name: Done.of(*finished) for name, finished in every})
+        return _publish(job, destination, coordinator, {name: Done.of(*finished) for name, finished in every})
 
 
 @contextmanager
@@ -202,7 +206,7 @@ def _next(queue: SimpleQueue[T]) -> T:
 
 
 @not_collecting()
-def _publish(job: Job, coordinator: Coordinator, done: Mapping[str, Done]) -> Manifest:
+def _publish(job: Job, destination: Location, coordinator: Coordinator, done: Mapping[str, Done]) -> Manifest:
     """Describe the finished files and give them their name."""
     if not _is_unchanged(job):
         raise SourceError(f"{job.source.path} changed while it was read; nothing was published")
@@ -212,9 +216,17 @@ def _publish(job: Job, coordinator: Coordinator, done: Mapping[str, Done]) -> Ma
         if file.name not in done or _length(place / file.name) != file.length:
             raise DestinationError(f"{place / file.name} is not what its worker wrote; nothing was published")
     manifest = _describe(job, done)
-    job.container.describe(manifest, place)
-    coordinator.publish(job.container.root)
+    with _items_published(job, place, destination):
+        job.container.describe(manifest, place)
+        coordinator.publish(job.container.root)
     return manifest
+
+
+def _items_published(job: Job, staged: Location, destination: Location) -> AbstractContextManager[None]:
+    """The file of items, if there is one, is there before the destination is."""
+    if job.items is None:
+        return nullcontext()
+    return side_file.published_first(beside(destination), job.items.data, staged / "items.json")
 
 
 def _length(file: Location) -> int | None:

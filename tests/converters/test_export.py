@@ -187,11 +187,9 @@ def test_memory_stays_within_the_budget_whatever_the_shapes(target, tmp_path):
 # --- refused, or damaged ----------------------------------------------------------------------------------------------
 
 
-def test_what_is_no_tensor_is_listed_and_refused_or_left_out(tmp_path):
+def test_what_is_no_tensor_is_left_out_when_asked(tmp_path):
     muonckpt.save({"w": torch.ones(3), "lr": 0.5, "betas": (0.9, 0.95)}, tmp_path / "a")
-    for kind, (target, _) in KINDS.items():
-        with pytest.raises(SourceError, match=rf"2 items .* {target} cannot hold: '(lr|betas)'.*--tensors-only"):
-            plan(tmp_path / "a", kind)
+    for kind in KINDS:
         manifest = export(tmp_path / "a", tmp_path / kind, kind)
         assert sorted(manifest.provenance["exported"]["left_out"]) == ["betas", "lr"]
 

@@ -34,6 +34,7 @@ STOPPED = {
     "interrupt": RANKS,
     "error": RANKS,
     "kill file": "--format safetensors --tensors-only",
+    "kill items": "--format safetensors",
     "kill zarr": "--format zarr --select w",
 }
 
@@ -51,9 +52,10 @@ def test_stopped_at_any_step_nothing_half_done_is_seen_and_resume_gives_the_same
     for step in enumerate(seen):
         status, nothing_or_all, staged, again, same, left = step[1]
         assert nothing_or_all and same and again in (None, 0), step
-        strays = [name for name in left if name not in ("out", "whole")]
+        strays = [name for name in left if name not in ("out", "whole", "out.items.json", "whole.items.json")]
         assert not strays or (how == "kill" and all(".out.reshard.tmp" in name for name in strays)), step
-        assert case == "kill file" or not (strays and again is None), step  # nothing beside what was published
+        assert case in ("kill file", "kill items") or not (strays and again is None), step  # nothing beside it
+        assert ("out.items.json" in left) == (case == "kill items"), step  # never the one without the other
         stopped = {"kill": (-9,), "interrupt": (5, 130), "error": (4,)}[how]
         assert status in stopped or (status, again) == (0, None), step
         assert not (how == "error" and staged), step  # the disk may be full: it is given back

@@ -30,6 +30,10 @@ PUBLISHED = {"padded-numel": "padded_numel", "padded-nscost": "padded_ns_cost", 
              "decoupled-total-order": "pingpong_total_order"}  # fmt: skip
 
 
+def read(path):
+    return muonckpt.open(path).manifest
+
+
 def elements_of(path) -> dict[str, np.ndarray]:
     """Every tensor, as words, read through its format."""
     return {key: tensor.bits() for key, tensor in muonckpt.open(path).tensors.items()}
@@ -53,7 +57,7 @@ def test_real_files_are_read_under_their_names(name, tmp_path):
     for key, words in want.items():
         _, _, slot, param = key.split(".")
         assert np.array_equal(found[f"layer_wise.state.{param}.{slot}"], words), key
-    for data in LAYER_WISE.read(path).provenance["buffers"]:
+    for data in read(path).provenance["buffers"]:
         buffer = GroupBuffer.from_json(data)
         owners = {key.split(".")[2]: rank for key, rank in buffer.layout.owners.items()}
         assert owners == meta["owner"]
@@ -77,7 +81,7 @@ def test_the_command_makes_of_them_what_megatron_itself_saved(name, tmp_path, ca
                 "--format", "torch_dist", "--layout", "balanced"])  # fmt: skip
     assert code == 0, capsys.readouterr().err
     mine, theirs = tmp_path / "out", golden(f"megatron/layer_wise/{name}") / "torch_dist"
-    (ours,), (other,) = (muonckpt.open(each).manifest.blobs for each in (mine, theirs))
+    (ours,), (other,) = (read(each).blobs for each in (mine, theirs))
     assert ours.key == other.key and muonckpt.open(mine).values.read(ours) == muonckpt.open(theirs).values.read(other)
     found, want = elements_of(mine), elements_of(theirs)
     assert found.keys() == {key for key in want if "optimizer" in key}
@@ -156,7 +160,7 @@ def test_every_algorithm_and_a_model_beside_the_files(algorithm, ranks, tmp_path
             assert np.array_equal(found.pop(f"layer_wise.state.{name}.{slot}"), want), (name, slot)
     assert all(key.endswith(".step") for key in found)
     values = muonckpt.open(path).values
-    options = {blob.path[2:]: values.read(blob) for blob in LAYER_WISE.read(path).blobs}
+    options = {blob.path[2:]: values.read(blob) for blob in read(path).blobs}
     assert options[0, "params"] == [name for name, shape in MODEL if len(shape) == 2]
     assert options[0, "momentum"] == 0.9
     assert algorithm != "legacy-pingpong" or (options[1, "betas"], options[1, "params"]) == ((0.9, 0.95), ["norm"])
@@ -186,7 +190,7 @@ def test_experts_of_two_expert_parallel_ranks(tmp_path):
         assert np.array_equal(found[f"layer_wise.state.{name}.momentum_buffer"], want)
     listed[0]["expert"] = True
     with pytest.raises(SourceError, match=r"group 0 of .* says is_expert_parallel=False"):
-        LAYER_WISE.read(described(tmp_path, algorithm="padded-numel", experts=2, files=files, parameter=listed))
+        read(described(tmp_path, algorithm="padded-numel", experts=2, files=files, parameter=listed))
 
 
 def test_two_optimizers_become_megatrons_chained_ones(tmp_path):
@@ -218,7 +222,7 @@ def test_another_program_gets_the_groups_too(tmp_path):
     path, out = written(tmp_path, "legacy-pingpong", 2), tmp_path / "out"
     assert run(["reshard", str(path), str(out), "--mesh", "dp=2", "--to", "torch", "--convention", "ema",
                 "--drop", "fp32_param"]) == 0  # fmt: skip
-    manifest = muonckpt.open(out).manifest
+    manifest = read(out)
     values, blobs = muonckpt.open(out).values, {blob.key: blob for blob in manifest.blobs}
     assert values.read(blobs["optimizer.param_groups.0.momentum"]) == 0.9
     assert values.read(blobs["optimizer.param_groups.1.betas"]) == (0.9, 0.95)
@@ -232,7 +236,7 @@ def test_another_program_gets_the_groups_too(tmp_path):
 def test_another_algorithm_is_refused(tmp_path):
     path, _ = real("ws4_padded", tmp_path, algorithm="legacy-pingpong")
     with pytest.raises(SourceError, match=r"with legacy-pingpong its rank owns 3.*another algorithm"):
-        LAYER_WISE.read(path)
+        read(path)
 
 
 def test_masters_tell_parameters_of_one_shape_apart(tmp_path):
@@ -241,9 +245,9 @@ def test_masters_tell_parameters_of_one_shape_apart(tmp_path):
     other = [("layers.1.qkv", "layers.0.qkv"), ("layers.0.qkv", "layers.1.qkv")]
     listed = [{"name": dict(other).get(name, name), "shape": shape} for name, shape in MODEL if len(shape) == 2]
     told = {"algorithm": "padded-numel", "bucket_size": 40, "parameter": listed}
-    assert LAYER_WISE.read(described(path, **told))
+    assert read(described(path, **told))
     with pytest.raises(SourceError, match=r"the master of 'layers.[01].qkv' in layer_wise_optimizer_.* another"):
-        LAYER_WISE.read(described(path, **told, model="model_optim_rng.pt"))
+        read(described(path, **told, model="model_optim_rng.pt"))
 
 
 TOLD, A = {"algorithm": "padded-numel"}, {"name": "a", "shape": [2]}
@@ -281,12 +285,12 @@ def test_ranks_that_disagree_about_an_option_are_refused(tmp_path):
     saved["optimizer"]["param_groups"][0]["lr"] = 0.2
     torch.save(saved, path / "layer_wise_optimizer_2.pt")
     with pytest.raises(SourceError, match=r"group 0: layer_wise_optimizer_0.pt and .*_2.pt differ in \('lr', 0.1\)"):
-        LAYER_WISE.read(path)
+        read(path)
 
 
 def test_damaged_elements_are_found(tmp_path, capsys):
     path, _ = real("ws4_padded", tmp_path)
-    chunk = LAYER_WISE.read(path).tensors[0].chunks[0]
+    chunk = read(path).tensors[0].chunks[0]
     data = bytearray((path / chunk.item.file).read_bytes())
     data[chunk.item.offset] ^= 1
     (path / chunk.item.file).write_bytes(data)
@@ -311,14 +315,14 @@ def test_damage_is_refused_or_seen_but_never_a_crash(tmp_path):
     finally:
         torch.serialization.set_crc32_options(True)
     data = file.read_bytes()
-    assert LAYER_WISE.read(path)
+    assert read(path)
     for _ in range(300):
         damaged = bytearray(data)
         for _ in range(rng.randrange(1, 4)):
             damaged[rng.randrange(1000) if rng.random() < 0.9 else rng.randrange(len(data))] = rng.randrange(256)
         file.write_bytes(damaged)
         with contextlib.suppress(SourceError):
-            LAYER_WISE.read(path)
+            read(path)
 
 
 def test_recorded_owners_are_kept_by_the_same_layout(tmp_path):
@@ -348,5 +352,5 @@ def test_what_was_made_of_them_is_a_checkpoint_like_any_other(tmp_path, capsys):
 
 def record_of(path) -> list[dict]:
     """What a checkpoint of flat buffers records of them, without where they are."""
-    stored = muonckpt.open(path).manifest.provenance["buffers"]
+    stored = read(path).provenance["buffers"]
     return [{key: value for key, value in each.items() if key != "files"} for each in stored]

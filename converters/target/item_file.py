@@ -1,0 +1,114 @@
+"""What is no tensor, beside a destination that holds tensors only: ``NAME.items.json``, plain data as JSON.
+
+Items are decoded without running anything that is in them.  One that is no plain data is listed with the reason, so
+that nothing is dropped without a word.  docs/formats/items.md describes the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+from ...errors import SourceError
+from ...store.formats.torch_save.plain_item import plain_value
+from ...store.io.location import Location
+from ...store.reading.payloads import Payloads
+from ...store.stored_items import check_blob
+from ..engine.outputs import OutputItem
+
+SUFFIX = ".items.json"
+"""What the name of the destination is followed by."""
+
+VERSION = 1
+
+LARGEST = 32 << 20
+"""Length of the longest text of one item: a small pickle can share parts a million times."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemFile:
+    """The file of items.
+
+    Attributes:
+        data: its bytes.
+        decoded: keys of the items whose values are in it.
+        undecoded: keys of those that it only lists.
+    """
+
+    data: bytes
+    decoded: tuple[str, ...]
+    undecoded: tuple[str, ...]
+
+    @classmethod
+    def of(cls, items: Iterable[OutputItem], payloads: Payloads, source: str) -> ItemFile:
+        """The file of these items, which are or come from those of the checkpoint called ``source``.
+
+        Raises:
+            SourceError: an item is damaged.
+        """
+        values: list[tuple[str, str]] = []
+        reasons: list[tuple[str, str]] = []
+        for item in items:
+            raw = item.data if item.source is None else check_blob(payloads, item.source)
+            named = {"key": item.key, "path": list(item.path)}
+            try:
+                values.append((item.key, _text({**named, "value": _plain(plain_value(raw), {})})))
+            except RecursionError:
+                reasons.append((item.key, _text({**named, "bytes": len(raw), "reason": "it is nested too deeply"})))
+            except SourceError as error:
+                reasons.append((item.key, _text({**named, "bytes": len(raw), "reason": str(error)})))
+        head = _text({"format": "muonckpt items", "version": VERSION, "source": source})[:-1]
+        listed = (",\n  ".join(text for _, text in entries) for entries in (values, reasons))
+        text = '{},\n "items": [\n  {}\n ],\n "undecoded": [\n  {}\n ]}}\n'.format(head, *listed)
+        keys = (tuple(key for key, _ in entries) for entries in (values, reasons))
+        return cls(text.encode(), *keys)
+
+
+def beside(destination: Location) -> Location:
+    """Where the file of items of a destination is."""
+    return destination.parent / f"{destination.name}{SUFFIX}"
+
+
+def _text(value: object) -> str:
+    """JSON of bounded length.
+
+    Raises:
+        SourceError: it would be longer.
+    """
+    text = StringIO()
+    for part in json.JSONEncoder(allow_nan=False).iterencode(value):
+        text.write(part)
+        if text.tell() > LARGEST:
+            raise SourceError(f"expected at most {LARGEST >> 20} MiB of JSON, found more")
+    return text.getvalue()
+
+
+def _plain(value: Any, known: dict[int, Any]) -> Any:
+    """Plain data as JSON has them: numbers that JSON lacks as their names, integer keys as text.
+
+    ``known``, by id: parts may be shared.
+
+    Raises:
+        SourceError: two keys of a dict would become one.
+    """
+    if id(value) not in known:
+        known[id(value)] = _converted(value, known)
+    return known[id(value)]
+
+
+def _converted(value: Any, known: dict[int, Any]) -> Any:
+    match value:
+        case float() if not math.isfinite(value):
+            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        case list() | tuple():
+            return [_plain(part, known) for part in value]
+        case dict():
+            named = {str(key): _plain(part, known) for key, part in value.items()}
+            if len(named) != len(value):
+                raise SourceError(f"expected keys that differ as text, found {sorted(map(repr, value))[:8]}")
+            return named
+    return value
