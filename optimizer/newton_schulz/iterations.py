@@ -248,7 +248,7 @@ def orthogonalize_parts(
         parts: blocks ``[s, l_i]`` in order, at least one, where ``s`` is the short side of the whole matrix; ``l_i``
             may differ, be less than ``s``, or 0.
         total: is given what this rank's blocks add to a sum, one tensor per part, in order, of fp32 (fp64 for fp64):
-            ``[2]`` once, then ``[s, s]`` at every step.  Each is computed when it is asked for.  It returns the sum
+            the shapes are :func:`sums_of_parts`.  Each is computed when it is asked for.  It returns the sum
             over the blocks of all ranks, the same bits on every rank: :func:`tree_sum` of what :func:`tree_sum` gave
             on each rank, or that alone if this rank has all.
 
@@ -267,9 +267,8 @@ def orthogonalize_parts(
     kind = by_torch(parts[0].device, dtype, 0, 0)
     exact = [widened(part, dtype) for part in parts]
     # The root of a rounded square is what was squared (radix 2): one block has the norm that it has alone.
-    norm, reduced = total(
-        torch.stack([frobenius(x), frobenius(x / REDUCTIONS[x.dtype][1])]).square() for x in exact
-    ).sqrt()
+    norms = (torch.stack([frobenius(x), frobenius(x / REDUCTIONS[x.dtype][1])]) for x in exact)
+    norm, reduced = total(pair.square().view(1, 2) for pair in norms).sqrt()[0]
     divisor = reduction(norm)
     norm = bounded(torch.where(divisor > 1, reduced, norm), eps / divisor, scale)
     xs = [(x / divisor / norm).to(kind.dtype) for x in exact]
@@ -278,6 +277,12 @@ def orthogonalize_parts(
         p = kind.square(gram, b, c)
         xs = [kind.added(x, a, p) for x in xs]
     return [x.to(dtype) for x in xs]
+
+
+def sums_of_parts(short: int, steps: int) -> list[tuple[int, int]]:
+    """The shapes of all sums of :func:`orthogonalize_parts`, in order, for a matrix of this short side: of squares, as
+    they are and reduced, and of Gram matrices."""
+    return [(1, 2), *[(short, short)] * steps]
 
 
 def tree_sum(partials: Iterable[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...layouts.tensors import local_of
 from ...vocabulary import MOMENTUM
-from ..newton_schulz.iterations import Total, orthogonalize_parts
+from ..newton_schulz.iterations import Total, orthogonalize_parts, sums_of_parts
 from ..planning.routes import Own, Strip
 from ..planning.schedule import Wave
 from ..planning.units import Slot
@@ -135,8 +135,7 @@ class Round:
 
     def sums(self, unit: int) -> list[tuple[int, int]]:
         """The shapes of what the ranks that share a matrix add up."""
-        short = min(self.units[unit].rows_columns)
-        return [(1, 1), *[(short, short)] * self.groups[self.units[unit].param]["ns_steps"]]
+        return sums_of_parts(min(self.units[unit].rows_columns), self.groups[self.units[unit].param]["ns_steps"])
 
     def apply(self, number: int, arrived: Wire) -> None:
         """Apply what other owners have sent."""

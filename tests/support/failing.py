@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default)
+NORMS = (torch.ops.aten.linalg_vector_norm.default,)
 
 
 def raised(function: Callable[..., Any], *args: Any) -> str:
@@ -21,14 +22,14 @@ def raised(function: Callable[..., Any], *args: Any) -> str:
 
 
 class OutOfMemory(TorchDispatchMode):
-    """The products of matrices fail on this rank, after so many."""
+    """Some operators, the products of matrices unless told otherwise, fail on this rank after so many."""
 
-    def __init__(self, after: int) -> None:
+    def __init__(self, after: int, operators: Sequence[Any] = PRODUCTS) -> None:
         super().__init__()
-        self.left = after
+        self.left, self.operators = after, operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in PRODUCTS:
+        if func in self.operators:
             self.left -= 1
             if self.left < 0:
                 raise MemoryError("out of memory")
