@@ -246,7 +246,7 @@ def test_verify_reads_back_what_was_written_and_publishes_nothing_that_differs(t
     verify = Mover.verify
 
     def spoilt(self, file, done):
-        sharded.edit(self.staged / file.name, file.chunks[-1].stored.payload.end - 1)
+        sharded.edit(self._staged / file.name, file.chunks[-1].stored.payload.end - 1)
         verify(self, file, done)
 
     monkeypatch.setattr(Mover, "verify", spoilt)

@@ -33,7 +33,7 @@ from muonckpt.converters.translate.dialects import DIALECTS
 from muonckpt.converters.translate.names import Rule, Rules
 from muonckpt.converters.translate.tables import READY, ready
 from muonckpt.converters.translate.translator import translate
-from muonckpt.errors import SourceError
+from muonckpt.errors import SourceError, TargetError
 from muonckpt.optimizer.muon import Muon
 from muonckpt.vocabulary import Convention
 
@@ -290,7 +290,7 @@ def test_ready_made_tables_read_back_and_have_a_way_back(name):
     rules = ready(name)
     assert Rules.from_toml(rules.to_toml()) == rules
     assert ready(f"inverse:{name}").inverse() == rules
-    with pytest.raises(SourceError, match="there are megatron-swiglu"):
+    with pytest.raises(TargetError, match="there are megatron-swiglu"):
         ready("no such table")
 
 
