@@ -42,6 +42,7 @@ CONSTANT = (
     "columns",
     "interleaved",
     "blocks",
+    "update_norm",
 )
 """Options of parameter groups that a plan is made for."""
 

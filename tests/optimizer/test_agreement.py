@@ -51,6 +51,8 @@ OPTIONS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("cautious", {}, {"cautious": True}),
     ("betas", {"algorithm": "adamw", "lr": 0.1}, {"betas": (0.9, 0.5)}),
     ("beta2", {"algorithm": "normuon"}, {"beta2": 0.5}),
+    ("update_norm", {"algorithm": "normuon"}, {"update_norm": "rms"}),
+    ("ns", {}, {"ns": [(2.0, -1.5, 0.5)] * 5}),
     ("eps", {}, {"eps": 1e-3}),
     ("eps", {"algorithm": "adamw", "lr": 0.1}, {"eps": 1e-3}),
     ("ns", {}, {"ns": "keller"}),
