@@ -29,7 +29,7 @@ from muonckpt.converters.target.topology import Target
 from muonckpt.errors import DestinationError, Interrupted, MuonckptError
 
 STAGED = ".out.reshard.tmp"
-RANKS = 7
+RANKS = 10
 
 
 @pytest.fixture(scope="module")

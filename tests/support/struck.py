@@ -3,13 +3,17 @@
     struck.py NUMBER RANK COMMAND...
 
 When worker RANK is about to give its second file its name in the staging directory, it gets the signal; where a
-launcher starts the workers again, only the first time.
+launcher starts the workers again, only the first time.  The thread that writes goes no further than the signal allows:
+a process that is stopped or killed has not renamed the file, and one that is told to end begins no other.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
+import time
 
 from muonckpt.cli.main import main
 
@@ -19,7 +23,9 @@ def strike(number: int, names: list[str]) -> None:
         if event == "os.rename" and ".out.reshard.tmp/__" in str(arguments[1]):
             names.append(str(arguments[1]))
             if len(names) == 2:
-                os.kill(os.getpid(), number)
+                signal.pthread_kill(threading.get_ident(), number)  # the process's others might let this one go on
+                if number == signal.SIGTERM:
+                    time.sleep(3)  # Python handles it in the main thread, which looks five times a second
 
     sys.addaudithook(hook)
 
