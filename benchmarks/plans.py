@@ -28,7 +28,7 @@ from muonckpt.optimizer.newton_schulz.costs import flops
 from muonckpt.optimizer.planning.matrices import Fused
 from muonckpt.optimizer.planning.precision import PRECISIONS
 from muonckpt.optimizer.planning.routes import NOTE
-from muonckpt.optimizer.planning.schedule import Schedule, Wave, make_schedule
+from muonckpt.optimizer.planning.schedule import Schedule, Stage, make_schedule
 from muonckpt.optimizer.planning.units import Slot, Spec, residence
 
 
@@ -49,10 +49,10 @@ class Numbers:
         units: matrices.
         sent: bytes that each rank sends to others.
         flops: Newton-Schulz of each rank.
-        serial: the same on the critical path, if every wave waits for its slowest rank.
-        waves: rounds, each of two collectives.
+        serial: the same on the critical path, if every stage waits for its slowest rank.
+        stages: rounds, each of two collectives.
         peak: most bytes of wires that one of the ranks looked at has at once.
-        share: the same over two waves of what it sends to and receives from others, if all were of one size.
+        share: the same over two stages of what it sends to and receives from others, if all were of one size.
         planning: CPU seconds from parameters to wires, for one rank.
         building: CPU seconds to make the parameters.
     """
@@ -61,7 +61,7 @@ class Numbers:
     sent: tuple[int, ...]
     flops: tuple[int, ...]
     serial: int
-    waves: int
+    stages: int
     peak: int
     share: float
     planning: float
@@ -128,7 +128,7 @@ def _spec(param: DTensor, weight: Weight) -> Spec:
 
 
 def plan_of(case: Case) -> Numbers:
-    """Our plan: owners, waves and bytes of all ranks; wires of the first, the middle and the last.
+    """Our plan: owners, stages and bytes of all ranks; wires of the first, the middle and the last.
 
     Raises:
         RuntimeError: those ranks plan differently, or their wires carry other bytes than the owners say.
@@ -138,25 +138,25 @@ def plan_of(case: Case) -> Numbers:
     parts = {0: schedule, **{rank: plan(case, rank)[0] for rank in others}}
     sent = sent_by(schedule, specs)
     for rank, part in parts.items():
-        found, slack = leaving(part.waves, rank), 2 * len(part.waves) * NOTE * case.ranks
+        found, slack = leaving(part.stages, rank), 2 * len(part.stages) * NOTE * case.ranks
         if part.digest != schedule.digest or not 0 <= found - sent[rank] <= slack:
             raise RuntimeError(f"rank {rank} of {case} sends {found} bytes, the plan of rank 0 says {sent[rank]}")
     work: Counter[tuple[int, int]] = Counter()
     for unit in schedule.units:
         [owner] = unit.owners
-        work[unit.wave, owner] += Matrix(*unit.rows_columns, 1, 0, 0).flops
-    by_wave = np.zeros((len(schedule.waves), case.ranks), np.int64)
-    by_wave[tuple(zip(*work, strict=True))] = list(work.values())
-    fullest = max(parts, key=lambda rank: peak(parts[rank].waves))
-    most, waves = peak(parts[fullest].waves), parts[fullest].waves
+        work[unit.stage, owner] += Matrix(*unit.rows_columns, 1, 0, 0).flops
+    by_stage = np.zeros((len(schedule.stages), case.ranks), np.int64)
+    by_stage[tuple(zip(*work, strict=True))] = list(work.values())
+    fullest = max(parts, key=lambda rank: peak(parts[rank].stages))
+    most, stages = peak(parts[fullest].stages), parts[fullest].stages
     return Numbers(
         units=len(schedule.units),
         sent=tuple(sent),
-        flops=tuple(by_wave.sum(axis=0).tolist()),
-        serial=int(by_wave.max(axis=1).sum()),
-        waves=len(schedule.waves),
+        flops=tuple(by_stage.sum(axis=0).tolist()),
+        serial=int(by_stage.max(axis=1).sum()),
+        stages=len(schedule.stages),
         peak=most,
-        share=most / (2 * (leaving(waves, fullest) + entering(waves, fullest)) / len(waves)),
+        share=most / (2 * (leaving(stages, fullest) + entering(stages, fullest)) / len(stages)),
         planning=planning,
         building=building,
     )
@@ -165,7 +165,7 @@ def plan_of(case: Case) -> Numbers:
 def sent_by(schedule: Schedule, specs: Sequence[Spec]) -> list[int]:
     """Bytes that each rank sends to others: what it holds of others' matrices, what of its own goes back, and notes."""
     ranks = len(schedule.ranks)
-    sent = np.full(ranks, 2 * len(schedule.waves) * NOTE * (ranks - 1))
+    sent = np.full(ranks, 2 * len(schedule.stages) * NOTE * (ranks - 1))
     for unit in schedule.units:
         [slot], [owner] = specs[unit.param].slots, unit.owners
         holders, held = residence(slot.layout, slot.fused, schedule.ranks)[unit.index]
@@ -175,28 +175,28 @@ def sent_by(schedule: Schedule, specs: Sequence[Spec]) -> list[int]:
     return sent.tolist()
 
 
-def leaving(waves: Sequence[Wave], at: int) -> int:
+def leaving(stages: Sequence[Stage], at: int) -> int:
     """Bytes on all wires that the rank at this position sends to others; what it sends to itself is not among them."""
-    routes = (route for wave in waves for route in (wave.gather, wave.scatter))
+    routes = (route for stage in stages for route in (stage.gather, stage.scatter))
     return sum(sum(route.send_counts) - route.send_counts[at] for route in routes)
 
 
-def entering(waves: Sequence[Wave], at: int) -> int:
+def entering(stages: Sequence[Stage], at: int) -> int:
     """Bytes that it receives from others."""
-    routes = (route for wave in waves for route in (wave.gather, wave.scatter))
+    routes = (route for stage in stages for route in (stage.gather, stage.scatter))
     return sum(sum(route.receive_counts) - route.receive_counts[at] for route in routes)
 
 
-def peak(waves: Sequence[Wave]) -> int:
-    """Most bytes of wires in memory at once, as the waves of a step follow each other (`optimizer.step.pipeline`).
+def peak(stages: Sequence[Stage]) -> int:
+    """Most bytes of wires in memory at once, as the stages of a step follow each other (`optimizer.step.step`).
 
-    While a wave is orthogonalised, the next one gathers and the one before returns.
+    While a stage is orthogonalised, the next one gathers and the one before returns.
     """
     most = 0
-    for number, wave in enumerate(waves):
-        gathering = sum(later.gather.bytes for later in waves[number + 1 : number + 2])
-        returning = sum(earlier.scatter.bytes for earlier in waves[number - 1 : number] if number)
-        arrived, results = sum(wave.gather.receive_counts), sum(wave.scatter.send_counts)
-        stages = (wave.gather.bytes, arrived + results, wave.scatter.bytes)
-        most = max(most, gathering + returning + max(stages))
+    for number, stage in enumerate(stages):
+        gathering = sum(later.gather.bytes for later in stages[number + 1 : number + 2])
+        returning = sum(earlier.scatter.bytes for earlier in stages[number - 1 : number] if number)
+        arrived, results = sum(stage.gather.receive_counts), sum(stage.scatter.send_counts)
+        phases = (stage.gather.bytes, arrived + results, stage.scatter.bytes)
+        most = max(most, gathering + returning + max(phases))
     return most

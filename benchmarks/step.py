@@ -212,7 +212,7 @@ def show_table(case: Case, counts: dict[str, Count], timing: Timing) -> None:
         print(f"| {side} | {milliseconds:.0f} | {found.kinds.total()} | {megabytes:.2f} | {found.sent / least:.3f} |")
     for name, (published, collectives, megabytes) in case.elsewhere.items():
         print(f"| {name} | ({published}) | {collectives} | {megabytes:.2f} | {1e6 * megabytes / least:.2f} |")
-    print(f"| the least | | 2 a wave | {least / 1e6:.2f} | 1 |\n")
+    print(f"| the least | | 2 a stage | {least / 1e6:.2f} | 1 |\n")
 
 
 def show_ratio(counts: dict[str, Count], timing: Timing) -> None:

@@ -100,7 +100,7 @@ def newton_schulz(opt: Muon, device: torch.device) -> Callable[[], object]:
     [schedule] = opt.schedules.values()
     group = opt.param_groups[0]
     batches = [
-        batch for wave in schedule.waves for batch in in_batches(schedule.units, wave.owned, lambda param: group)
+        batch for stage in schedule.stages for batch in in_batches(schedule.units, stage.owned, lambda param: group)
     ]
     memory = torch.randn(max(batch.places.numel for batch in batches), device=device).bfloat16()
 

@@ -76,7 +76,7 @@ class Line:
             over(found.serial, self.bound.flops),
         )
         return (
-            *(*self.where, str(found.units), *map(digits, ratios), str(found.waves), str(2 * found.waves)),
+            *(*self.where, str(found.units), *map(digits, ratios), str(found.stages), str(2 * found.stages)),
             *(f"{found.peak / 1e6:.1f}", digits(found.share), f"{found.planning:.2f}"),
         )
 
@@ -84,7 +84,7 @@ class Line:
         """The cells of `OTHERS`."""
         case, mine = (
             self.case,
-            Cost(max(self.found.flops), sum(self.found.sent) / self.case.ranks, 2 * self.found.waves),
+            Cost(max(self.found.flops), sum(self.found.sent) / self.case.ranks, 2 * self.found.stages),
         )
         costs = (mine, *(peer(case.model.matrices, case.ranks, case.ep) for peer in PEERS.values()))
         ratios = ((over(cost.flops, self.bound.flops), over(cost.sent, self.bound.sent), cost.calls) for cost in costs)
@@ -92,17 +92,18 @@ class Line:
 
 
 SETTING = ("weights", "W", "EP")
-OURS = (*SETTING, "units", "bytes", "bytes, busiest", "NS", "NS, undivided", "NS by waves", "waves", "collectives",
-        "peak MB", "peak / 2 waves", "plan s")  # fmt: skip
+OURS = (*SETTING, "units", "bytes", "bytes, busiest", "NS", "NS, undivided", "NS by stages", "stages", "collectives",
+        "peak MB", "peak / 2 stages", "plan s")  # fmt: skip
 OTHERS = (*SETTING, "muonckpt", *PEERS)
 
 EXPLAINED = """
 Two tables a model: our plans, and these beside other projects' formulas as "NS, bytes, collectives".  All of it is per
 rank and step, and over the lower bound where no unit is given.
 bytes: sent to others; the mean and the busiest rank, each over its bound.  NS: Newton-Schulz of the busiest rank;
-"undivided": over the bound if ranks share no matrix; "by waves": if all waited for the slowest rank of every wave.
-peak: wires in memory at once, and over two even waves of what is sent to and received from others.  plan s: CPU seconds
-for one rank's part, from parameters to wires.  Megatron's bytes are what it sends beyond what training sends anyway.
+"undivided": over the bound if ranks share no matrix; "by stages": if all waited for the slowest rank of every stage.
+peak: wires in memory at once, and over two even stages of what is sent to and received from others.  plan s: CPU
+seconds for one rank's part, from parameters to wires.  Megatron's bytes are what it sends beyond what training sends
+anyway.
 """
 
 
@@ -130,7 +131,7 @@ def aims(lines: Sequence[Line]) -> Iterator[tuple[str, ...]]:
     yield aim("NS <= 1.05 where units >= 4 W", 1.05, lambda line: line.work, many)
     few = [line for line in lines if not line.case.model.dense.numel]
     yield aim("NS <= 1.05 for experts alone, W > E", 1.05, lambda line: line.work, few)
-    yield aim("wires of at most 2 waves", 1.0, lambda line: line.found.share)
+    yield aim("wires of at most 2 stages", 1.0, lambda line: line.found.share)
     yield aim("planned in 2 s", 2.0, lambda line: line.found.planning)
 
 

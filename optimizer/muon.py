@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,10 +31,10 @@ from .scalar import SCALARS, counted_on
 from .state import as_numbers, check_gradient, check_state, check_values, fault, fitting, fresh_state
 from .step.exchange import LINKS
 from .step.methods import MATRICES
-from .step.pipeline import Pipeline
 from .step.planner import Planner
 from .step.process_groups import ProcessGroups, Ranks
 from .step.rank_set import RankSet, rank_sets
+from .step.step import Step
 
 Scale = Callable[[int, int], float]
 
@@ -88,9 +89,10 @@ class Muon(CollectiveOptimizer):
         replicas: process group over which *plain* tensors are replicated (DDP); their matrices are shared out over it.
             None: this process orthogonalises its plain tensors itself.
         exchange: "all_to_all", or "all_gather" for networks that do not stand it at scale, at more bytes.
-        waves: at most so many rounds of exchange and compute, which overlap.  More waves, smaller buffers.
+        stages: at most so many rounds of exchange and compute, which overlap.  More stages, smaller buffers.
         layout: where a parameter's elements are, for parameters that do not say it by mesh and placements (None: they
             do).  It is also asked for nothing else: state and gradients lie as their parameter does.
+        waves: the former name of ``stages``.
 
     Raises:
         ValueError: an unknown algorithm, scale, coefficient set or dtype, or a hyper-parameter out of range.
@@ -120,20 +122,24 @@ class Muon(CollectiveOptimizer):
         form: Choice = in_company,
         replicas: dist.ProcessGroup | None = None,
         exchange: str = "all_to_all",
-        waves: int = 4,
+        stages: int = 4,
         layout: Callable[[Tensor], TensorLayout] | None = None,
+        waves: int | None = None,
     ) -> None:
         if exchange not in LINKS:
             raise ValueError(f"exchange={exchange!r}: expected one of {sorted(LINKS)}")
-        if waves < 1:
-            raise ValueError(f"waves={waves!r}: expected at least one")
-        self._replicas, self._exchange, self._waves, self._layout = replicas, exchange, waves, layout
+        if waves is not None:
+            warnings.warn("waves= is called stages= now", DeprecationWarning, stacklevel=2)
+            stages = waves
+        if stages < 1:
+            raise ValueError(f"stages={stages!r}: expected at least one")
+        self._replicas, self._exchange, self._stages, self._layout = replicas, exchange, stages, layout
         self._cost, self._form = cost, form
         self._process_groups = ProcessGroups()
         self._scales: dict[str, Scale] = {}
         self._rank_sets: list[RankSet] | None = None
-        self._pipelines: dict[Ranks, Pipeline] = {}
-        self._outdated: dict[Ranks, Pipeline] = {}
+        self._steps: dict[Ranks, Step] = {}
+        self._outdated: dict[Ranks, Step] = {}
         self._fixed: list[dict[str, Any]] = []
         self._inheriting: str | None = None  # the algorithm of a group that does not say its rate
         self._matrices = {
@@ -190,35 +196,26 @@ class Muon(CollectiveOptimizer):
 
     def _plan_anew(self) -> None:
         """The next step makes new plans, once ranks have seen that all of them do."""
-        self._outdated |= self._pipelines
-        self._pipelines, self._rank_sets = {}, None
+        self._outdated |= self._steps
+        self._steps, self._rank_sets = {}, None
 
     @property
     def schedules(self) -> Mapping[Ranks, Schedule]:
         """Who orthogonalises what, and when, by the ranks that share it; made by the first step, and anew when groups
         or options change or state is loaded."""
-        return {ranks: pipeline.schedule for ranks, pipeline in self._pipelines.items()}
+        return {ranks: step.schedule for ranks, step in self._steps.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: pipelines refer to the original's parameters, so a copy makes its own."""
         kept = (
-            "_matrices",
-            "_replicas",
-            "_exchange",
-            "_waves",
-            "_layout",
-            "_cost",
-            "_form",
-            "_scales",
-            "_fixed",
-            "_inheriting",
-        )
+            "_matrices", "_replicas", "_exchange", "_stages", "_layout", "_cost", "_form", "_scales", "_fixed", "_inheriting"
+        )  # fmt: skip
         return {
             **super().__getstate__(),
             **{name: getattr(self, name) for name in kept},
             "_process_groups": ProcessGroups(),
             "_rank_sets": None,
-            "_pipelines": {},
+            "_steps": {},
             "_outdated": {},
         }
 
@@ -327,14 +324,14 @@ class Muon(CollectiveOptimizer):
             if held.alone and (failure or not held.matrices):
                 continue
             try:
-                if held.ranks not in self._pipelines:
+                if held.ranks not in self._steps:
                     if held.ranks in self._outdated:
                         self._outdated[held.ranks].retire(failure)
-                    self._pipelines[held.ranks] = self._planner().plan(held, self.param_groups, self.state, failure)
+                    self._steps[held.ranks] = self._planner().plan(held, self.param_groups, self.state, failure)
                     self._outdated.pop(held.ranks, None)
                     planned = True
                 if held.members:
-                    self._pipelines[held.ranks].step(held, self.param_groups, self.state, failure)
+                    self._steps[held.ranks].take(held, self.param_groups, self.state, failure)
             except Exception as error:
                 if capturing():
                     raise
@@ -349,7 +346,7 @@ class Muon(CollectiveOptimizer):
             self._replicas,
             self._process_groups,
             self._exchange,
-            self._waves,
+            self._stages,
             self._resting,
             self._cost,
             self._form,

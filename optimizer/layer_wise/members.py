@@ -16,7 +16,7 @@ from ...layouts.buffers.layout import BufferLayout
 from ...layouts.buffers.layout_json import to_json
 from ...layouts.buffers.parameters import GroupSizes, Parameter
 from ...layouts.buffers.placements import ToPlace
-from ..step.agreement import Facts, constant_options
+from ..step.agreement import Facts, fixed_options
 from ..step.methods import MATRICES
 from .buffer_memory import Part
 
@@ -113,7 +113,7 @@ class Members:
         numbers = {f"parameter {name}": f"{about[name]}, in group {in_group[name]}" for name in self.named}
         # Also what decides on them: the names of a layout's algorithm, sizes of buckets, owners of before.
         digest = hashlib.blake2b(json.dumps([*map(to_json, buffers)]).encode(), digest_size=8).hexdigest()
-        return {**numbers, **constant_options(dict(enumerate(groups))), "the layout of buffers": digest}
+        return {**numbers, **fixed_options(dict(enumerate(groups))), "the layout of buffers": digest}
 
     def group_of_buffer(self, buffer: BufferLayout) -> Group:
         """A buffer is shared by those who share any of its parameters."""

@@ -25,7 +25,7 @@ from ..collective import CollectiveOptimizer
 from ..muon import Muon
 from ..rounding import exact_dtype, rounded_once
 from ..state import as_numbers
-from ..step.agreement import LOAD, PLAN, STEP, Intent, step_intent
+from ..step.agreement import LOAD, PLAN, STEP, Intent, fixed_options, step_intent
 from ..step.exchange import add_up, any_has
 from ..step.notes import Accord, Notes
 from .buffer_memory import BucketMemory, FlatBuffer, Part, laid_out
@@ -154,7 +154,7 @@ class LayerWise(CollectiveOptimizer):
         self._fixed = False
         intent = Intent.of(PLAN, {})
         try:
-            if refused := sorted({"replicas", "exchange", "waves"} & options.keys()):
+            if refused := sorted({"replicas", "exchange", "stages", "waves"} & options.keys()):
                 raise ValueError(f"{refused}: owners step whole matrices, nothing is exchanged during a step")
             Optimizer.__init__(self, groups, {})
             self._members = members = Members.of(model, self.param_groups, group, experts, expert_group)
@@ -238,7 +238,8 @@ class LayerWise(CollectiveOptimizer):
             notes.settle(intent, differing, at_once=True)
             agreed.update(name for name, flag in zip(names, flags.tolist(), strict=True) if flag)
 
-        intent = step_intent(list, (), dict(enumerate(self.param_groups)), self._device)
+        groups = dict(enumerate(self.param_groups))
+        intent = step_intent(list, (), groups, self._device, fixed_options(groups))
         self._accord.agree(intent if failure is None else intent.failed(failure, this_rank()), compare)
         if failure is not None:
             raise failure

@@ -142,12 +142,12 @@ class _Books:
         return int(self.nodes[each.holders[0]])
 
 
-def in_waves(costs: Sequence[int], owners: Sequence[tuple[int, ...]], ranks: int, most: int) -> list[int]:
-    """The wave of each matrix: at most ``most`` waves, of at least as many matrices as ranks on average.
+def in_stages(costs: Sequence[int], owners: Sequence[tuple[int, ...]], ranks: int, most: int) -> list[int]:
+    """The stage of each matrix: at most ``most`` stages, of at least as many matrices as ranks on average.
 
     Each owner's matrices, largest first, are cut where its work passes equal parts of the greatest load.  So every
-    rank has about as much to do in each wave, and what it does in one wave hides the exchange of the next.  A wave
-    shorter than the largest matrix would leave all but its owner waiting, so there are no more than such waves.
+    rank has about as much to do in each stage, and what it does in one stage hides the exchange of the next.  A stage
+    shorter than the largest matrix would leave all but its owner waiting, so there are no more than such stages.
     """
     load = [0] * ranks
     for cost, sharers in zip(costs, owners, strict=True):
@@ -156,11 +156,11 @@ def in_waves(costs: Sequence[int], owners: Sequence[tuple[int, ...]], ranks: int
     longest = max(*load, 1)
     count = max(1, min(most, len(costs) // ranks, longest // max(costs, default=1)))
     done = [0] * ranks
-    waves = [0] * len(costs)
+    stages = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         before = max(done[owner] for owner in owners[index])
-        waves[index] = min(count * (2 * before + costs[index]) // (2 * longest), count - 1)
+        stages[index] = min(count * (2 * before + costs[index]) // (2 * longest), count - 1)
         for owner in owners[index]:
             done[owner] += costs[index]
-    used = {wave: number for number, wave in enumerate(sorted(set(waves)))}
-    return [used[wave] for wave in waves]
+    used = {stage: number for number, stage in enumerate(sorted(set(stages)))}
+    return [used[stage] for stage in stages]

@@ -7,21 +7,19 @@ from dataclasses import dataclass
 
 import torch
 
-from .encodings import Coding, Plain, ScaledHalf
-
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtype of the products, how updates are sent to a matrix's owner, and how results come back."""
+    """The dtype of the products, of updates on their way to an owner, and of results on their way back."""
 
     compute: torch.dtype
-    there: Coding
-    back: Coding
+    there: torch.dtype
+    back: torch.dtype
 
 
 PRECISIONS: Mapping[str, Precision] = {
-    "bfloat16": Precision(torch.bfloat16, Plain(torch.bfloat16), Plain(torch.bfloat16)),
+    "bfloat16": Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16),
     # A momentum may be too small or too large for float16; an orthogonal matrix fits.
-    "float16": Precision(torch.float16, ScaledHalf(), Plain(torch.float16)),
-    "float32": Precision(torch.float32, Plain(torch.float32), Plain(torch.float32)),
+    "float16": Precision(torch.float16, torch.float32, torch.float16),
+    "float32": Precision(torch.float32, torch.float32, torch.float32),
 }

@@ -10,15 +10,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 
+import torch
 from torch import Tensor
 
 from ...box import Index
 from ...layout import Buffer, Place
 from ...plan import Copy, Share
-from .encodings import Coding
 from .units import OWNER
 
 ALIGN = 8
@@ -33,16 +31,15 @@ Key = tuple[int, str]
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """A box in a tensor's memory (``offset``, ``sizes``, ``strides``, in elements) and, dense, on the wire.
-
-    ``at`` is in bytes; ``coding`` says what lies there.
+    """A box in a tensor's memory (``offset``, ``sizes``, ``strides``, in elements) and, dense, on the wire, where it
+    begins at the byte ``wire_offset`` and is of ``dtype``.
     """
 
     sizes: Index
     strides: Index
     offset: int
-    at: int
-    coding: Coding
+    wire_offset: int
+    dtype: torch.dtype
 
     @property
     def numel(self) -> int:
@@ -52,23 +49,13 @@ class Strip:
         """This box as a view of a contiguous tensor."""
         return memory.as_strided(self.sizes, self.strides, memory.storage_offset() + self.offset)
 
-    def on(self, wire: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of the wire: this box's values, and the bytes after them."""
-        count = self.numel * self.coding.dtype.itemsize
-        values = wire.narrow(0, self.at, count).view(self.coding.dtype).view(self.sizes)
-        return values, wire.narrow(0, self.at + count, self.coding.tail)
+    def on(self, wire: Tensor) -> Tensor:
+        """This box as a view of the wire."""
+        return wire.narrow(0, self.wire_offset, self.numel * self.dtype.itemsize).view(self.dtype).view(self.sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class Own:
-    """What a rank has for itself: pairs of strips, from and to, at the same places of a buffer of ``bytes``.
-
-    It goes through the same coding as what travels, matrix by matrix, and never lies on a wire.
-    """
-
-    sources: tuple[Strip, ...] = ()
-    targets: tuple[Strip, ...] = ()
-    bytes: int = 0
+LocalCopy = tuple[Strip, Strip]
+"""What a rank has for itself: the same box where it lies, and where it goes; it never lies on a wire."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +64,7 @@ class Route:
 
     sends: Mapping[Key, tuple[Strip, ...]]
     receives: Mapping[Key, tuple[Strip, ...]]
-    own: Mapping[Key, Own]
+    own: Mapping[Key, tuple[LocalCopy, ...]]
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
 
@@ -89,17 +76,22 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A tensor that travels, how, the rank that the share calls `units.OWNER`, and this rank's share of its plan."""
+    """A tensor that travels, in which dtype, the rank that the share calls `units.OWNER`, and this rank's share of its
+    plan."""
 
     key: Key
-    coding: Coding
+    dtype: torch.dtype
     owner: int
     share: Share
 
     def rank_of(self, buffer: Buffer) -> int:
-        found = self.owner if buffer == OWNER else buffer
-        assert isinstance(found, int), "the buffers of an exchange are ranks"
-        return found
+        rank = self.owner if buffer == OWNER else buffer
+        assert isinstance(rank, int), "the buffers of an exchange are ranks"
+        return rank
+
+    def strip(self, copy: Copy, place: Place, wire_offset: int) -> Strip:
+        """The box of a copy at one of its ends."""
+        return Strip(copy.box.shape, place.strides, place.offset, wire_offset, self.dtype)
 
 
 def route(items: Sequence[Item], ranks: Sequence[int], rank: int) -> Route:
@@ -113,20 +105,12 @@ def route(items: Sequence[Item], ranks: Sequence[int], rank: int) -> Route:
         for copy in item.share.takes:
             incoming[peers[item.rank_of(copy.source.buffer)]].append((item, copy))
     outgoing.pop(peers[rank], None)
-    kept = incoming.pop(peers[rank], [])
+    own: defaultdict[Key, list[LocalCopy]] = defaultdict(list)
+    for item, copy in incoming.pop(peers[rank], []):
+        own[item.key].append((item.strip(copy, copy.source, 0), item.strip(copy, copy.target, 0)))
     sends, send_counts = _laid_out([outgoing.get(peer, []) for peer in range(len(ranks))], lambda copy: copy.source)
     receives, receive_counts = _laid_out([incoming.get(p, []) for p in range(len(ranks))], lambda copy: copy.target)
-    return Route(sends, receives, _own(kept), send_counts, receive_counts)
-
-
-def _own(kept: Sequence[tuple[Item, Copy]]) -> Mapping[Key, Own]:
-    found = {}
-    for item, copies in groupby(kept, key=itemgetter(0)):
-        pairs = [(item, copy) for _, copy in copies]
-        sources, [size] = _laid_out([pairs], lambda copy: copy.source)
-        targets, _ = _laid_out([pairs], lambda copy: copy.target)
-        found[item.key] = Own(sources[item.key], targets[item.key], size)
-    return found
+    return Route(sends, receives, {key: tuple(moves) for key, moves in own.items()}, send_counts, receive_counts)
 
 
 def _laid_out(
@@ -136,16 +120,15 @@ def _laid_out(
     strips: defaultdict[Key, list[Strip]] = defaultdict(list)
     counts, start = [], 0
     for copies in by_peer:
-        at = start + NOTE
+        end = start + NOTE
         for item, copy in copies:
-            place, size = here(copy), item.coding.dtype.itemsize
-            at = _up(at, size)
-            strips[item.key].append(Strip(copy.box.shape, place.strides, place.offset, at, item.coding))
-            at += copy.box.numel * size + item.coding.tail
-        counts.append(_up(at, ALIGN) - start)
+            begin = _up(end, item.dtype.itemsize)
+            strips[item.key].append(item.strip(copy, here(copy), begin))
+            end = begin + copy.box.numel * item.dtype.itemsize
+        counts.append(_up(end, ALIGN) - start)
         start += counts[-1]
-    return {key: tuple(found) for key, found in strips.items()}, tuple(counts)
+    return {key: tuple(listed) for key, listed in strips.items()}, tuple(counts)
 
 
-def _up(at: int, to: int) -> int:
-    return -(-at // to) * to
+def _up(offset: int, to: int) -> int:
+    return -(-offset // to) * to

@@ -1,4 +1,4 @@
-"""Everything that is fixed between steps: the matrices of some parameters, their owners, waves, and exchanges.
+"""Everything that is fixed between steps: the matrices of some parameters, their owners, stages, and exchanges.
 
 A schedule covers the parameters that one set of ranks holds.  It is derived from shapes and placements alone, so every
 rank makes its own part of the same one; it is never saved.
@@ -19,7 +19,7 @@ from ...layout import TensorLayout
 from ...plan import Copy, Share, make_share
 from ..newton_schulz.forms import Form
 from .matrices import rows_columns
-from .owners import Work, assign, in_waves
+from .owners import Work, assign, in_stages
 from .routes import Item, Route, route
 from .units import Slot, Spec, Unit, given, replicated, residence, resident
 
@@ -30,7 +30,7 @@ OVERSIZE = 1.3
 
 
 @dataclass(frozen=True, slots=True)
-class Wave:
+class Stage:
     """One round: ``gather`` takes what rests with the ranks to the owners, ``scatter`` takes results back.
 
     ``owned`` are the numbers of the units that this rank orthogonalises, ``held`` of those that it holds parts of.
@@ -43,7 +43,7 @@ class Wave:
 
     @property
     def bytes(self) -> int:
-        """Of all wires of this wave on this rank."""
+        """Of all wires of this stage on this rank."""
         return self.gather.bytes + self.scatter.bytes
 
 
@@ -53,29 +53,29 @@ class Schedule:
 
     ranks: Ranks
     units: tuple[Unit, ...]
-    waves: tuple[Wave, ...]
+    stages: tuple[Stage, ...]
     digest: bytes
 
     @property
     def owned(self) -> tuple[int, ...]:
-        """Numbers of the units that this rank orthogonalises, in the order of the waves."""
-        return tuple(number for wave in self.waves for number in wave.owned)
+        """Numbers of the units that this rank orthogonalises, in the order of the stages."""
+        return tuple(number for stage in self.stages for number in stage.owned)
 
 
-def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, waves: int = 4) -> Schedule:
+def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int = 4) -> Schedule:
     """Plan for parameters that ``ranks`` hold (global ranks, in the order of their process group).
 
     Args:
         rank: the one whose part is made.
-        waves: at most so many rounds.
+        stages: at most so many rounds.
     """
     where = [(number, index) for number, spec in enumerate(specs) for index in range(len(spec.slots[0].shapes))]
     work = _work(specs, ranks)
     owners = assign(work, ranks)
-    turns = in_waves([each.cost for each in work], owners, len(ranks), waves)
+    turns = in_stages([each.cost for each in work], owners, len(ranks), stages)
     units = tuple(
-        Unit(*place, each.shape, tuple(ranks[at] for at in sharers), specs[place[0]].blocks, wave, each.cost, form)
-        for place, each, sharers, wave, form in zip(where, work, owners, turns, _forms(specs), strict=True)
+        Unit(*place, each.shape, tuple(ranks[at] for at in sharers), specs[place[0]].blocks, stage, each.cost, form)
+        for place, each, sharers, stage, form in zip(where, work, owners, turns, _forms(specs), strict=True)
     )
     here = [
         frozenset[int]().union(*(resident(slot.layout, slot.fused, ranks, rank) for slot in spec.slots))
@@ -86,8 +86,8 @@ def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, waves: int = 4
         ranks,
         units,
         tuple(
-            _wave([number for number in ours if units[number].wave == wave], units, specs, ranks, rank)
-            for wave in range(max(turns, default=0) + 1)
+            _stage([number for number in ours if units[number].stage == stage], units, specs, ranks, rank)
+            for stage in range(max(turns, default=0) + 1)
         ),
         _digest(specs, ranks, units),
     )
@@ -121,7 +121,7 @@ def _work(specs: Sequence[Spec], ranks: Ranks) -> list[Work]:
     return work
 
 
-def _wave(numbers: Sequence[int], units: Sequence[Unit], specs: Sequence[Spec], ranks: Ranks, rank: int) -> Wave:
+def _stage(numbers: Sequence[int], units: Sequence[Unit], specs: Sequence[Spec], ranks: Ranks, rank: int) -> Stage:
     gather, scatter = [], []
     for number in numbers:
         unit = units[number]
@@ -129,7 +129,7 @@ def _wave(numbers: Sequence[int], units: Sequence[Unit], specs: Sequence[Spec], 
             there, back = _shares(unit, slot, rank)
             gather.append(Item((number, slot.name), slot.there, unit.owners[0], there))
             scatter.append(Item((number, slot.name), slot.back, unit.owners[0], back))
-    return Wave(
+    return Stage(
         route(gather, ranks, rank),
         route(scatter, ranks, rank),
         tuple(number for number in numbers if rank in units[number].owners),
@@ -160,7 +160,7 @@ def _digest(specs: Sequence[Spec], ranks: Ranks, units: Sequence[Unit]) -> bytes
             whole.update(_layout_digest(slot.layout))
             whole.update(repr((slot.name, slot.fused, slot.there, slot.back)).encode())
     plan = [
-        (u.param, u.index, u.owners[0], len(u.owners), u.blocks, u.wave, u.form.kernels, u.form.gram) for u in units
+        (u.param, u.index, u.owners[0], len(u.owners), u.blocks, u.stage, u.form.kernels, u.form.gram) for u in units
     ]
     whole.update(np.array(plan, np.int64).tobytes())
     return whole.digest()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import torch
 
 from ...box import Index, row_major
 from ...layout import Piece, Place, TensorLayout, through
@@ -16,20 +17,19 @@ from ...overlap import overlaps
 from ...plan import Copy
 from ..newton_schulz.forms import Form
 from ..newton_schulz.gram import pays
-from .encodings import Coding
 from .matrices import Fused, matrices_of, rows_columns, shapes_of
 from .owners import Int
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor of a parameter that travels to the owners and back: where it rests, and how it is sent either way."""
+    """A tensor of a parameter that travels to the owners and back: where it rests, and in which dtype it travels."""
 
     name: str
     layout: TensorLayout
     fused: Fused
-    there: Coding
-    back: Coding
+    there: torch.dtype
+    back: torch.dtype
 
     @property
     def matrices(self) -> tuple[tuple[Piece, ...], ...]:
@@ -51,12 +51,14 @@ class Spec:
         blocks: into how many blocks its matrices are cut along their long side, so that as many ranks can share one;
             a power of two.  1: they are not cut.
         form: how an ``m x n`` matrix is orthogonalised, of which it has so many.
+        scale: the learning-rate factor of an ``m x n`` matrix.
     """
 
     slots: tuple[Slot, ...]
     cost: Callable[[int, int, int], int]
     blocks: int = 1
     form: Callable[[int, int, int], Form] = lambda m, n, copies: Form(kernels=False, gram=pays(m, n))
+    scale: Callable[[int, int], float] = lambda m, n: 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class Unit:
         shape: in the parameter's rank.
         owners: global ranks that orthogonalise it; each has as many consecutive blocks of it.
         blocks: into how many it is cut (`Spec.blocks`).
-        wave: when.
+        stage: when.
         cost: of orthogonalising it.
         form: how.
     """
@@ -79,7 +81,7 @@ class Unit:
     shape: Index
     owners: tuple[int, ...]
     blocks: int
-    wave: int
+    stage: int
     cost: int
     form: Form
 

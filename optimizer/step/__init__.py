@@ -1,5 +1,6 @@
 """One update: gather to the owners, orthogonalise, send back, apply.
 
-``pipeline`` overlaps the stages of a schedule, ``round`` does one of them by torch's operators and ``fused`` by
-kernels, ``exchange`` is the only file that talks to other ranks.  Open ``pipeline`` first.
+``planner`` makes the ``Step`` of each set of ranks; ``step`` overlaps its stages; ``operators`` and ``kernels`` are the
+backends of its element-wise parts; ``agreement``, ``notes`` and ``turn`` are how ranks stop together; ``exchange`` is
+the only file that talks to other ranks.  Open ``step`` first.
 """

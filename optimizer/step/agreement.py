@@ -10,6 +10,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from ..cuda_graphs import uploaded
 from ..newton_schulz.coefficients import coefficient_set
+from ..options import RATES, Group, fixed
 from ..planning.routes import NOTE
 
 Facts = Mapping[str, str]
@@ -30,24 +32,7 @@ LONGEST = 500
 """Characters of what a rank tells."""
 
 PLAN_FACT = "the plan"
-
-CONSTANT = (
-    "algorithm",
-    "adjust_lr",
-    "ns",
-    "ns_steps",
-    "ns_dtype",
-    "gram",
-    "pieces",
-    "columns",
-    "interleaved",
-    "blocks",
-    "update_norm",
-)
-"""Options of parameter groups that a plan is made for."""
-
-LIVE = ("lr", "weight_decay", "momentum", "betas", "beta2", "eps", "cautious", "nesterov")
-"""Options of parameter groups that every step reads anew."""
+"""The subject that says whether ranks step by the plan that they have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,30 +128,29 @@ def refusal(task: Task, complaints: Mapping[int, str]) -> RuntimeError:
     return RuntimeError(f"{task.failure}. {told}. {task.advice}")
 
 
-def constant_options(groups: Mapping[int, Mapping[str, Any]]) -> Facts:
+def fixed_options(groups: Mapping[int, Group]) -> Facts:
     """What groups (by number) say that holds as long as a plan; coefficients as numbers."""
     return {
-        f"{name} of group {number}": repr(coefficient_set(group[name]) if name == "ns" else group[name])
+        f"{name} of group {number}": repr(coefficient_set(value) if name == "ns" else value)
         for number, group in groups.items()
-        for name in CONSTANT
-        if name in group
+        for name, value in fixed(group).items()
     }
 
 
-def live_options(groups: Mapping[int, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Subjects and values of all that groups (by number) say that a step reads anew."""
+def rates(groups: Mapping[int, Group]) -> Iterator[tuple[str, Any]]:
+    """Subjects and values of all that groups (by number) say that every step reads anew."""
     for number, group in groups.items():
-        for name in LIVE:
-            if name in group:
-                values = group[name] if isinstance(group[name], tuple | list) else (group[name],)
-                yield from ((f"{name} of group {number}", value) for value in values)
+        for name in sorted(RATES & group.keys()):
+            values = group[name] if isinstance(group[name], tuple | list) else (group[name],)
+            yield from ((f"{name} of group {number}", value) for value in values)
 
 
 def step_intent(
     labels: Callable[[], Sequence[str]],
     active: Sequence[bool],
-    groups: Mapping[int, Mapping[str, Any]],
+    groups: Mapping[int, Group],
     device: torch.device,
+    constants: Facts = MappingProxyType({}),
 ) -> Intent:
     """To step those parameters that are active, at the rates that their groups have now.
 
@@ -174,8 +158,9 @@ def step_intent(
         labels: of all parameters.
         groups: theirs, by number.
         device: where the ranks compare what they intend.
+        constants: what else must be the same.
     """
-    options = [value for _, value in live_options(groups)]
+    options = [value for _, value in rates(groups)]
     far = [value for value in options if isinstance(value, Tensor) and value.device == device and device.type != "cpu"]
     distant = set(map(id, far))
     near = np.array([np.nan if id(value) in distant else float(value) for value in options])
@@ -183,11 +168,16 @@ def step_intent(
     def facts() -> Facts:
         gradients = {f"the gradient of {label}": _present(on) for label, on in zip(labels(), active, strict=True)}
         seen: defaultdict[str, list[str]] = defaultdict(list)
-        for subject, value in live_options(groups):
+        for subject, value in rates(groups):
             seen[subject].append(str(float(value)))
-        return {PLAN_FACT: "kept"} | gradients | {subject: ", ".join(values) for subject, values in seen.items()}
+        return (
+            {PLAN_FACT: "kept"}
+            | dict(constants)
+            | gradients
+            | {subject: ", ".join(values) for subject, values in seen.items()}
+        )
 
-    return Intent(STEP, _digest(bytes(active) + near.tobytes()), far, facts)
+    return Intent(STEP, _digest(bytes(active) + near.tobytes() + repr(constants).encode()), far, facts)
 
 
 def _present(active: bool) -> str:

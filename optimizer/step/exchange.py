@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Protocol
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..newton_schulz.iterations import tree_sum
-from ..planning.routes import NOTE, Key, Own, Route, Strip
+from ..planning.routes import NOTE, Route
 from .agreement import Facts, Intent, refusal
 
 
@@ -102,7 +101,7 @@ def link(route: Route, group: dist.ProcessGroup | None, device: torch.device, ki
 
 
 class Wire:
-    """One exchange under way: fill the views of :meth:`sending`, :meth:`start`, :meth:`arrive`, :meth:`received`."""
+    """One exchange under way: fill the memory as the route says, :meth:`start`, :meth:`arrive`, read the memory."""
 
     def __init__(self, route: Route, link: Link, device: torch.device) -> None:
         self._route, self._link = route, link
@@ -115,13 +114,6 @@ class Wire:
         """Bytes: what is sent, and after :meth:`arrive` what was received."""
         assert self._buffer is not None, "under way"
         return self._buffer
-
-    def sending(self, key: Key) -> Iterable[tuple[Strip, Callable[[Tensor], None]]]:
-        """The strips of a tensor that leave (or stay), each with what writes its values to the wire."""
-        assert self._buffer is not None, "started already"
-        for strip in self._route.sends.get(key, ()):
-            values, tail = strip.on(self._buffer)
-            yield strip, partial(strip.coding.write, values=values, tail=tail)
 
     def start(self, note: Tensor | None) -> None:
         """Begin the exchange.  What was sent may not be touched until it has arrived.
@@ -147,36 +139,6 @@ class Wire:
         assert self._buffer is not None and self._note is not None, "no notes have arrived"
         notes = torch.stack([self._buffer.narrow(0, at, NOTE) for at in _starts(self._route.receive_counts)])
         return (notes != self._note).any()
-
-    def received(self, key: Key, own: Sequence[Parcel] = ()) -> Iterable[tuple[Strip, Tensor]]:
-        """What there is of a tensor: each strip that arrived, or is our own (:func:`kept`), with its values, dense."""
-        assert self._buffer is not None, "not arrived"
-        strips = self._route.receives.get(key, ())
-        return opened([*((strip, strip.on(self._buffer)) for strip in strips), *own])
-
-
-Parcel = tuple[Strip, tuple[Tensor, Tensor]]
-"""A strip as it is coded: its values and its tail."""
-
-
-def kept(own: Own, source: Callable[[Strip], Tensor], device: torch.device) -> list[Parcel]:
-    """What a rank has for itself, coded as if it had travelled.
-
-    Args:
-        source: the values of a strip.
-    """
-    buffer = torch.empty(own.bytes, dtype=torch.uint8, device=device)
-    for strip in own.sources:
-        strip.coding.write(source(strip), *strip.on(buffer))
-    return [(strip, strip.on(buffer)) for strip in own.targets]
-
-
-def opened(parcels: Sequence[Parcel]) -> Iterable[tuple[Strip, Tensor]]:
-    """All strips of one tensor, decoded."""
-    if not parcels:
-        return ()
-    coding = parcels[0][0].coding
-    return zip((strip for strip, _ in parcels), coding.read([coded for _, coded in parcels]), strict=True)
 
 
 class SharedSum:

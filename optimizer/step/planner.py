@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,24 +13,20 @@ from ...layout import TensorLayout
 from ...layouts.tensors import layout_of, local_of
 from ...vocabulary import MOMENTUM
 from ..newton_schulz.costs import Cost
-from ..newton_schulz.forms import Choice
-from ..planning.encodings import Plain
+from ..newton_schulz.forms import Choice, has_kernels, missing_triton
 from ..planning.precision import PRECISIONS
 from ..planning.schedule import Ranks, Schedule, make_schedule
 from ..planning.units import Slot, Spec
 from ..state import fused_of
-from .agreement import PLAN, Facts, Intent, constant_options
+from .agreement import PLAN, Facts, Intent, fixed_options
+from .elementwise import Elementwise
 from .exchange import agree, link
 from .methods import MATRICES
-from .pipeline import Pipeline, shared, sweep
+from .operators import Operators
 from .process_groups import ProcessGroups, group_of, groups_of_mesh
 from .rank_set import RankSet
-from .round import Scale
-
-Group = Mapping[str, Any]
-State = Mapping[Tensor, Mapping[str, Tensor]]
-
-EXACT = Plain(torch.float32)
+from .resting import Group, State
+from .step import Connection, Step, shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +37,7 @@ class Planner:
         replicas: of plain tensors.
         sharing: process groups of ranks that share a matrix.
         exchange: a key of `exchange.LINKS`.
-        waves: at most so many.
+        stages: at most so many.
         resting: where a parameter's elements are on these ranks.
         cost, form: as `Muon` takes them.
         scale: the learning-rate factor of an ``m x n`` matrix of a group.
@@ -51,13 +46,13 @@ class Planner:
     replicas: dist.ProcessGroup | None
     sharing: ProcessGroups
     exchange: str
-    waves: int
+    stages: int
     resting: Callable[[Tensor, Ranks], TensorLayout]
     cost: Cost
     form: Choice
-    scale: Scale
+    scale: Callable[[Group, int, int], float]
 
-    def plan(self, held: RankSet, groups: Sequence[Group], state: State, failure: Exception | None) -> Pipeline:
+    def plan(self, held: RankSet, groups: Sequence[Group], state: State, failure: Exception | None) -> Step:
         """Plan the steps of a set of ranks, and connect them.  Collective over these.
 
         Args:
@@ -75,34 +70,33 @@ class Planner:
             if failure is not None:
                 raise failure
             specs = [self._spec(member.param, groups[member.group], state, ranks) for member in held.matrices]
-            schedule = make_schedule(specs, ranks, rank, self.waves)
-            swept = sweep(schedule, specs, [local_of(member.param) for member in held.matrices])
-            intent = Intent.of(PLAN, self._facts(held, groups, schedule))
+            schedule = make_schedule(specs, ranks, rank, self.stages)
+            backend = elementwise(schedule, specs, [local_of(member.param) for member in held.matrices], held.device)
+            intent = Intent.of(PLAN, self._facts(held, groups, specs, schedule))
         except Exception as error:
             intent = intent.failed(error, rank)
         agree(intent, group, held.device)
         links = [
             (
-                link(wave.gather, group, held.device, self.exchange),
-                link(wave.scatter, group, held.device, self.exchange),
+                link(stage.gather, group, held.device, self.exchange),
+                link(stage.scatter, group, held.device, self.exchange),
             )
-            for wave in schedule.waves
+            for stage in schedule.stages
         ]
         sharing = {owners: self.sharing.of(tuple(sorted(owners)), group) for owners in shared(schedule)}
         params = [member.param for member in held.matrices]
-        return Pipeline(schedule, params, specs, rank, swept, self.scale, group, links, sharing, held.device)
+        return Step(schedule, params, specs, rank, backend, Connection(group, links, sharing), held.device)
 
-    def _facts(self, held: RankSet, groups: Sequence[Group], schedule: Schedule) -> Facts:
+    def _facts(self, held: RankSet, groups: Sequence[Group], specs: Sequence[Spec], schedule: Schedule) -> Facts:
         """What must be the same on all ranks besides what every step compares."""
         facts, numbers, matrices = {"exchange": self.exchange}, held.numbers, held.matrices
         for index, (member, label) in enumerate(zip(held.members, held.labels, strict=True)):
             about = f"{tuple(member.param.shape)} {member.param.dtype} in group {numbers[member.group]}"
             facts[f"parameter {index}"] = about if member.name is None else f"{label}, {about}"
-        facts |= constant_options(held.groups(groups))
+        facts |= fixed_options(held.groups(groups))
         for param, (rows, columns) in dict.fromkeys((unit.param, unit.rows_columns) for unit in schedule.units):
-            number = numbers[matrices[param].group]
-            factor = self.scale(groups[matrices[param].group], rows, columns)
-            facts[f"adjust_lr of group {number} for {rows} x {columns}"] = repr(factor)
+            subject = f"adjust_lr of group {numbers[matrices[param].group]} for {rows} x {columns}"
+            facts[subject] = repr(specs[param].scale(rows, columns))
         # What only the others' cost, form or layout can make different.
         return {**facts, "the plan": schedule.digest.hex()}
 
@@ -110,7 +104,7 @@ class Planner:
         precision, fused = PRECISIONS[group["ns_dtype"]], fused_of(group)
         update = Slot(MOMENTUM, self.resting(param, ranks), fused, precision.there, precision.back)
         extras = [
-            Slot(name, layout_of(state[param][name], ranks), fused.reduced(), EXACT, EXACT)
+            Slot(name, layout_of(state[param][name], ranks), fused.reduced(), torch.float32, torch.float32)
             for name in MATRICES[group["algorithm"]].slots
         ]
         steps, gram = group["ns_steps"], group["gram"]
@@ -119,4 +113,24 @@ class Planner:
             lambda m, n, parts: self.cost(m, n, steps, gram, parts),
             group["blocks"],
             lambda m, n, copies: self.form(param.device, precision.compute, m, n, copies),
+            lambda m, n: self.scale(group, m, n),
         )
+
+
+def elementwise(
+    schedule: Schedule, specs: Sequence[Spec], weights: Sequence[Tensor], device: torch.device
+) -> Elementwise:
+    """Kernels for the element-wise parts on NVIDIA GPUs, and operators elsewhere: there they are as good.
+
+    Warns:
+        RuntimeWarning: there is a GPU, and no Triton: operators do the work, in many more launches.
+    """
+    if has_kernels(device, torch.bfloat16):
+        try:
+            from .kernels import Kernels, suits
+        except ModuleNotFoundError as error:
+            missing_triton(error, "the element-wise parts of a step run on torch's operators, strip by strip")
+        else:
+            if suits(weights):
+                return Kernels(schedule, specs, [weight.numel() for weight in weights], device)
+    return Operators(schedule, specs, device)

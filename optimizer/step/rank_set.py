@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from .methods import MATRICES
 from .process_groups import Ranks, in_order, members, ranks_of
-
-Group = Mapping[str, Any]
+from .resting import Group
 
 
 @dataclass(frozen=True, slots=True, eq=False)

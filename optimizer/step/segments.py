@@ -47,19 +47,13 @@ class Move:
 
     @classmethod
     def to_wire(cls, tensor: int, strip: Strip) -> Move:
-        """A strip and its place on the wire.
-
-        Raises:
-            ValueError: its coding is more than its values (fp16 with an exponent).
-        """
-        if strip.coding.tail:
-            raise ValueError(f"strips coded as {strip.coding} are not written in one pass")
-        return cls(tensor, strip.sizes, strip.offset, strip.strides, strip.at, row_major(strip.sizes))
+        """A strip and its place on the wire."""
+        return cls(tensor, strip.sizes, strip.offset, strip.strides, strip.wire_offset, row_major(strip.sizes))
 
     @classmethod
     def to_memory(cls, tensor: int, strip: Strip, there: Strip, begin: int) -> Move:
         """A strip and its place in a memory that begins at a byte of the buffer: what a rank has for itself."""
-        far = begin + there.offset * strip.coding.dtype.itemsize
+        far = begin + there.offset * strip.dtype.itemsize
         return cls(tensor, strip.sizes, strip.offset, strip.strides, far, there.strides)
 
 

@@ -4,7 +4,8 @@ A launch walks through a list of blocks; each names a segment and where in it to
 copied together first, and the number of launches does not grow with the number of tensors.
 
 `send` is ``lerp_``, ``lerp`` and the copy to a buffer in one pass; `apply` is decay, scale and subtraction in one pass.
-Both round where the operators of `round` do, and use a fused multiply-add where torch's kernels do: the same bits.
+Both round where torch's operators do (`step.operators`), and use a fused multiply-add where its kernels do: the same
+bits.
 
 This file needs Triton.
 """

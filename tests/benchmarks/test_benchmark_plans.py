@@ -15,7 +15,7 @@ from plans import Case, leaving, peak, plan, plan_of, sent_by
 from step_plan import Line, aims, cases
 
 from muonckpt.optimizer.planning.routes import NOTE, Route
-from muonckpt.optimizer.planning.schedule import Wave
+from muonckpt.optimizer.planning.schedule import Stage
 
 # Rows that do not divide, fused rows, experts that ranks hold whole (4 on 2 or 4 ranks) and experts that they cut.
 ODD = Model(
@@ -40,11 +40,11 @@ def test_what_is_on_the_wires_is_what_the_plan_says(ranks, ep):
     sent = sent_by(schedule, specs)
     assert len({part.digest for part, *_ in parts}) == 1
     for rank, (part, *_) in enumerate(parts):
-        found = leaving(part.waves, rank)
-        assert 0 <= found - sent[rank] < 8 * 2 * len(part.waves) * ranks  # each rank's part ends at a multiple of 8
+        found = leaving(part.stages, rank)
+        assert 0 <= found - sent[rank] < 8 * 2 * len(part.stages) * ranks  # each rank's part ends at a multiple of 8
     for route in ("gather", "scatter"):
-        for number in range(len(schedule.waves)):
-            table = [getattr(part.waves[number], route) for part, *_ in parts]
+        for number in range(len(schedule.stages)):
+            table = [getattr(part.stages[number], route) for part, *_ in parts]
             assert [[row.send_counts[to] for row in table] for to in range(ranks)] == [
                 list(row.receive_counts) for row in table
             ]
@@ -54,7 +54,7 @@ def test_what_is_on_the_wires_is_what_the_plan_says(ranks, ep):
 def test_no_plan_is_below_the_bounds(ranks, ep):
     numbers = plan_of(Case(ODD, ranks, ep))
     bound = lower_bound(ODD.matrices, ranks, ep)
-    notes = 2 * numbers.waves * NOTE * (ranks - 1)
+    notes = 2 * numbers.stages * NOTE * (ranks - 1)
     assert numbers.units == 2 * (3 + 1 + 1 + 4)
     assert sum(numbers.sent) / ranks - notes >= bound.sent
     assert max(numbers.flops) >= undivided_bound(ODD.matrices, ranks) >= bound.flops
@@ -67,23 +67,23 @@ def test_even_rows_are_sent_at_the_bound():
     """Whatever the owners: each gets all but its own share of a matrix, and returns it."""
     model = Model("even", (tuple(Weight(f"{n}", (16, 8)) for n in range(5)),))
     numbers = plan_of(Case(model, 4, 1))
-    assert sum(numbers.sent) / 4 - 2 * numbers.waves * NOTE * 3 == lower_bound(model.matrices, 4).sent
+    assert sum(numbers.sent) / 4 - 2 * numbers.stages * NOTE * 3 == lower_bound(model.matrices, 4).sent
 
 
-def wave(*counts: int) -> Wave:
+def stage(*counts: int) -> Stage:
     """Sends and receives of the gather, then of the scatter, in bytes."""
     there, arrived, results, back = counts
-    return Wave(Route({}, {}, {}, (there,), (arrived,)), Route({}, {}, {}, (results,), (back,)), (), ())
+    return Stage(Route({}, {}, {}, (there,), (arrived,)), Route({}, {}, {}, (results,), (back,)), (), ())
 
 
-def test_peak_of_one_wave_is_its_fullest_exchange():
-    assert peak([wave(10, 20, 40, 30)]) == 70
-    assert peak([wave(30, 50, 10, 10)]) == 80
-    assert peak([wave(1, 50, 60, 1)]) == 110  # what has arrived stays until the results are ready
+def test_peak_of_one_stage_is_its_fullest_exchange():
+    assert peak([stage(10, 20, 40, 30)]) == 70
+    assert peak([stage(30, 50, 10, 10)]) == 80
+    assert peak([stage(1, 50, 60, 1)]) == 110  # what has arrived stays until the results are ready
 
 
-def test_peak_of_waves_counts_the_next_gather_and_the_last_scatter():
-    even = wave(1, 1, 1, 1)
+def test_peak_of_stages_counts_the_next_gather_and_the_last_scatter():
+    even = stage(1, 1, 1, 1)
     assert [peak([even] * count) for count in (1, 2, 3, 9)] == [2, 4, 6, 6]
 
 

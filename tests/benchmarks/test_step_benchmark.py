@@ -121,5 +121,5 @@ def test_a_step_sends_no_more_than_it_must(world):
     assert least <= ours.sent
     assert ours.sent <= 1.01 * least
     assert ours.kinds.keys() == {"all_to_all_single"}
-    assert ours.kinds.total() % 2 == 0  # there and back, in each wave
+    assert ours.kinds.total() % 2 == 0  # there and back, in each stage
     assert theirs.kinds.total() > 10 * ours.kinds.total()

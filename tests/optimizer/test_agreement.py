@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from muonckpt.optimizer import Muon
+from muonckpt.optimizer.step import notes
 from muonckpt.optimizer.step.agreement import STEP, Intent, refusal
 
 ODD = 1
@@ -206,10 +208,10 @@ def test_a_gradient_that_one_rank_cannot_take_stops_every_rank() -> None:
 
 
 def failing_owners(rank: int, world: int, options: dict[str, Any]) -> list[str]:
-    """The products fail at once, in the middle of a step, and before its last wave; then nothing does."""
+    """The products fail at once, in the middle of a step, and before its last stage; then nothing does."""
     mesh, found = init_device_mesh("cpu", (world,)), []
     params = [rows(mesh, 16, 40) for _ in range(4 * world)]
-    opt = Muon(params, waves=3, **options)
+    opt = Muon(params, stages=3, **options)
     opt.step()
     for after in (0, 7, 25, 40):
         if rank != ODD:
@@ -244,6 +246,27 @@ def test_an_owner_that_fails_amid_a_shared_matrix_is_named_on_every_rank() -> No
     for rank, failed in enumerate(run(4, one_large_matrix_in_blocks)):
         wanted = "MemoryError: out of memory" if rank == ODD else f"rank {ODD}: raised MemoryError: out of memory"
         assert all(wanted in message for message in failed)
+
+
+def read_later(rank: int, world: int) -> tuple[list[str], bool]:
+    """As on a GPU, where the notes after the first ones are read when the next step begins."""
+    mesh = init_device_mesh("cpu", (world,))
+    params = [rows(mesh, 16, 40) for _ in range(4 * world)]
+    opt = Muon(params, stages=2)
+    opt.step()
+    with patch.object(notes, "capturable", lambda device: True):
+        if rank == ODD:
+            with OutOfMemory(7):
+                return [raised(opt.step)], True
+        found = [raised(opt.step), raised(opt.step)]
+    return found, all(bool(param.to_local().isfinite().all()) for param in params)
+
+
+def test_where_notes_are_read_later_an_owner_that_fails_sends_zeros_and_stops_the_next_step() -> None:
+    for rank, (messages, finite) in enumerate(run(3, read_later)):
+        later = "RuntimeError: another rank failed during the last optimizer step"
+        wanted = ["MemoryError: out of memory"] if rank == ODD else ["no error", later]
+        assert finite and len(messages) == len(wanted) and all(map(str.startswith, messages, wanted))
 
 
 def failing_closures_and_hooks(rank: int, world: int) -> list[str]:

@@ -17,7 +17,8 @@ from muonckpt.optimizer import Muon, orthogonalize, scalar
 from muonckpt.optimizer import cuda_graphs as capture
 from muonckpt.optimizer.newton_schulz import products
 from muonckpt.optimizer.newton_schulz.forms import Form
-from muonckpt.optimizer.step import pipeline
+from muonckpt.optimizer.step import planner
+from muonckpt.optimizer.step import step as step_module
 
 SHAPES = ((5, torch.float32), (300, torch.float32), (7, torch.bfloat16))
 """Elements and dtypes of parameters that are not matrices."""
@@ -79,8 +80,8 @@ def give_gradients(params: list[nn.Parameter]) -> None:
 
 
 def test_a_step_reads_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels("step.fused")
-    monkeypatch.setattr(pipeline, "has_kernels", lambda device, dtype: True)
+    kernels("step.kernels")
+    monkeypatch.setattr(planner, "has_kernels", lambda device, dtype: True)
     for module in (scalar, products):
         monkeypatch.setattr(module, "capturable", lambda device: True)
     params, opt = whole_step(rates := live_rates())
@@ -102,7 +103,7 @@ def test_a_missing_gradient_is_refused_while_a_graph_is_captured(monkeypatch: py
     params, opt = matrices()
     give_gradients(params)
     params[1].grad = None
-    monkeypatch.setattr(pipeline, "capturing", lambda: True)
+    monkeypatch.setattr(step_module, "capturing", lambda: True)
     before = [param.detach().clone() for param in params]
     with pytest.raises(RuntimeError, match="1 of 3 parameters"):
         opt.step()
@@ -115,7 +116,7 @@ def test_what_a_graph_would_leave_out_is_refused(algorithm: str, monkeypatch: py
     params = [nn.Parameter(torch.ones(3, 3)) for _ in range(2)]
     opt = Muon([{"params": params, "algorithm": algorithm}])
     params[0].grad = torch.ones(3, 3)
-    for module in (capture, scalar, pipeline):
+    for module in (capture, scalar, step_module):
         monkeypatch.setattr(module, "capturing", lambda: True)
     with pytest.raises(RuntimeError, match="1 of 2 parameters have no gradient"):
         opt.step()

@@ -1,4 +1,4 @@
-"""The element-wise kernels have the bits of the torch form in `round`, for strips of any shape, in one launch."""
+"""The element-wise kernels have the bits of the torch form in `operators`, for strips of any shape, in one launch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from support.interpreted import DEVICE, kernels
 from support.launches import launches
 from torch import Tensor
 
-from muonckpt.optimizer.planning.encodings import Plain, ScaledHalf
 from muonckpt.optimizer.planning.routes import Strip
 from muonckpt.optimizer.scalar import decay
 
@@ -38,7 +37,7 @@ def strips(dtype: torch.dtype) -> tuple[list[tuple[int, Strip]], int]:
     found, at = [], 8
     for number, (_, boxes) in enumerate(CUTS):
         for sizes, strides, offset in boxes:
-            found.append((number, Strip(sizes, strides, offset, at, Plain(dtype))))
+            found.append((number, Strip(sizes, strides, offset, at, dtype)))
             at += math.prod(sizes) * dtype.itemsize + 8
     return found, at
 
@@ -85,7 +84,7 @@ def test_send_is_lerp_lerp_and_copy(
             part, fresh = strip.of(m), strip.of(g).float()
             if accumulate:
                 part.copy_(part.float().lerp_(fresh, 1 - beta))
-            strip.on(want)[0].copy_(torch.lerp(fresh, part.float(), beta) if nesterov[number] else part)
+            strip.on(want).copy_(torch.lerp(fresh, part.float(), beta) if nesterov[number] else part)
     weights = table([(1 - b, b if n else 1) for b, n in zip(betas, nesterov, strict=True)])
     segments = on_wire(cut, sent)
     e.send(segments, listed(momenta), listed(gradients), weights, found, sent, accumulate=accumulate)
@@ -100,12 +99,12 @@ def test_apply_is_decay_and_add(kind: torch.dtype, sent: torch.dtype, cautious: 
     params: list[Any] = [*tensors(kind)[:3], None, tensors(kind)[4]]
     arrived = wire(size)
     for _, strip in cut:
-        strip.on(arrived)[0].copy_(torch.randn(strip.sizes))
+        strip.on(arrived).copy_(torch.randn(strip.sizes))
     want = [None if p is None else p.clone() for p in params]
     scales = [0.7, 1.0, 0.2, 1.0, 3.0]
     for number, strip in cut:
         if (p := want[number]) is not None:
-            part, change = strip.of(p), strip.on(arrived)[0].float()
+            part, change = strip.of(p), strip.on(arrived).float()
             exact = part.float()
             decay([exact], [change], 0.02 * 0.1, cautious)
             part.copy_(exact.add_(change, alpha=-0.02 * scales[number]))
@@ -125,13 +124,13 @@ def test_long_rows_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         e.send(segments, listed(momenta), listed(momenta), weights, found, FP32, accumulate=False)
     assert torch.equal(whole, pieces)
     for number, strip in cut:
-        assert torch.equal(strip.on(whole)[0], strip.of(momenta[number]))
+        assert torch.equal(strip.on(whole), strip.of(momenta[number]))
 
 
 def test_launches_do_not_grow_with_the_number_of_tensors() -> None:
     for count in (1, 12):
         some = [torch.ones(3, 4, device=DEVICE) for _ in range(count)]
-        cut = [(n, Strip((3, 4), (4, 1), 0, 48 * n, Plain(FP32))) for n in range(count)]
+        cut = [(n, Strip((3, 4), (4, 1), 0, 48 * n, FP32)) for n in range(count)]
         segments, buffer, where = on_wire(cut, FP32, count), wire(48 * count), listed(some)
         with launches() as launched:
             e.send(segments, where, where, table([(0.1, 0.9)] * count), buffer, FP32, accumulate=True)
@@ -143,8 +142,8 @@ def test_launches_do_not_grow_with_the_number_of_tensors() -> None:
 def test_carry_puts_strips_into_memories_and_takes_them_back() -> None:
     """What a rank has for itself: from where it rests to another order in a memory that begins anywhere, bit by bit."""
     sources = [torch.randn(6, 10, device=DEVICE).to(BF16), torch.full((4,), torch.nan, device=DEVICE, dtype=BF16)]
-    near, far = Strip((5, 2), (10, 1), 13, 0, Plain(BF16)), Strip((5, 2), (1, 7), 3, 0, Plain(BF16))
-    whole = Strip((4,), (1,), 0, 0, Plain(BF16))
+    near, far = Strip((5, 2), (10, 1), 13, 0, BF16), Strip((5, 2), (1, 7), 3, 0, BF16)
+    whole = Strip((4,), (1,), 0, 0, BF16)
     moves = [cuts.Move.to_memory(0, near, far, 8), cuts.Move.to_memory(1, whole, whole, 0)]
     segments = cuts.Segments.of(moves, 2, BF16, DEVICE)
     buffer = wire(8 + 2 * 20)
@@ -167,9 +166,7 @@ def test_nothing_is_launched_for_nothing() -> None:
 
 
 def test_refusals() -> None:
-    strip = Strip((3,), (1,), 0, 0, Plain(FP32))
-    with pytest.raises(ValueError, match="not written in one pass"):
-        cuts.Move.to_wire(0, Strip((3,), (1,), 0, 0, ScaledHalf()))
+    strip = Strip((3,), (1,), 0, 0, FP32)
     with pytest.raises(ValueError, match="tensor 1, of 1"):
         on_wire([(1, strip)], FP32, 1)
     segments = on_wire([(0, strip), (1, strip)], FP32, 2)

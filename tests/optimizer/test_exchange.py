@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from weakref import ref
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,9 +28,9 @@ def on_rows(shapes: list[tuple[int, int]], world: int, **options) -> tuple[list[
     return params, opt
 
 
-def counted_step(rank: int, world: int, shapes: list[tuple[int, int]], waves: int) -> tuple[int, int, int, int]:
-    """(all-to-alls of one step, waves, bytes that this rank sent to others, elements that the plan moves from it)."""
-    params, opt = on_rows(shapes, world, waves=waves)
+def counted_step(rank: int, world: int, shapes: list[tuple[int, int]], stages: int) -> tuple[int, int, int, int]:
+    """(all-to-alls of one step, stages, bytes that this rank sent to others, elements that the plan moves from it)."""
+    params, opt = on_rows(shapes, world, stages=stages)
     opt.step()  # plans and compares them; from here on only the exchange itself talks
     honest, sent = dist.all_to_all_single, []
 
@@ -49,22 +52,22 @@ def counted_step(rank: int, world: int, shapes: list[tuple[int, int]], waves: in
         for unit in schedule.units
         if unit.param == index and unit.owners == (rank,)
     )
-    return len(sent), len(schedule.waves), sum(sent), gathered + returned
+    return len(sent), len(schedule.stages), sum(sent), gathered + returned
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("waves", [1, 4])
-def test_a_wave_is_two_collectives_of_exactly_the_elements_that_must_move_in_16_bits(world, waves):
+@pytest.mark.parametrize("stages", [1, 4])
+def test_a_stage_is_two_collectives_of_exactly_the_elements_that_must_move_in_16_bits(world, stages):
     shapes = [(40, 16), (13, 16), (3, 16), (64, 24), (24, 64), (16, 16), (40, 16), (13, 16)]
-    for calls, made, sent, must in run(world, counted_step, shapes, waves):
-        assert calls == 2 * made and made <= waves
+    for calls, made, sent, must in run(world, counted_step, shapes, stages):
+        assert calls == 2 * made and made <= stages
         assert 2 * must <= sent <= 2 * must + calls * (world - 1) * (NOTE + ALIGN - 2)
 
 
-def peak_of_a_step(rank: int, world: int, waves: int) -> tuple[int, list[int], int]:
-    """(most bytes that a step had allocated at a time, bytes of each wave's wires, bytes of the largest matrix)."""
+def peak_of_a_step(rank: int, world: int, stages: int) -> tuple[int, list[int], int]:
+    """(most bytes that a step had allocated at a time, bytes of each stage's wires, bytes of the largest matrix)."""
     shapes = [(256, 64)] * 24
-    _, opt = on_rows(shapes, world, waves=waves)
+    _, opt = on_rows(shapes, world, stages=stages)
     opt.step()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
         opt.step()
@@ -75,14 +78,14 @@ def peak_of_a_step(rank: int, world: int, waves: int) -> tuple[int, list[int], i
         peak = max(peak, live)
     assert peak > 0
     [schedule] = opt.schedules.values()
-    return peak, [wave.bytes for wave in schedule.waves], 4 * 256 * 64
+    return peak, [stage.bytes for stage in schedule.stages], 4 * 256 * 64
 
 
-def test_a_step_never_holds_more_than_two_waves():
+def test_a_step_never_holds_more_than_two_stages():
     """Besides the products of the one matrix that is being orthogonalised."""
-    for waves in (1, 2, 6):
-        for peak, wires, matrix in run(2, peak_of_a_step, waves):
-            assert len(wires) == waves
+    for stages in (1, 2, 6):
+        for peak, wires, matrix in run(2, peak_of_a_step, stages):
+            assert len(wires) == stages
             most = max(a + b for a, b in zip([*wires, 0], [0, *wires], strict=True))
             assert peak <= most + 8 * matrix
 
@@ -145,8 +148,39 @@ def test_ranks_that_disagree_about_gradients_stop_and_can_go_on():
 
 
 @pytest.mark.parametrize(
-    ("option", "message"), [({"exchange": "pigeons"}, "all_gather"), ({"waves": 0}, "at least one")]
+    ("option", "message"), [({"exchange": "pigeons"}, "all_gather"), ({"stages": 0}, "at least one")]
 )
 def test_unknown_exchanges_are_refused(option, message):
     with pytest.raises(ValueError, match=message):
         Muon([nn.Parameter(torch.ones(2, 2))], **option)
+
+
+def test_the_former_name_of_stages_is_taken_with_a_warning():
+    p = nn.Parameter(torch.ones(2, 2))
+    with pytest.warns(DeprecationWarning, match="stages="):
+        Muon([p], waves=2)
+    with pytest.warns(DeprecationWarning), pytest.raises(ValueError, match="stages=0: expected at least one"):
+        Muon([p], waves=0)
+
+
+def test_a_step_keeps_no_gradient():
+    memory = np.ones((4, 4), np.float32)
+    alive = ref(memory)
+    p = nn.Parameter(torch.ones(4, 4))
+    p.grad = torch.from_numpy(memory)
+    del memory
+    opt = Muon([p])
+    opt.step()
+    assert alive() is not None
+    opt.zero_grad()
+    assert alive() is None
+
+
+def test_float16_does_not_limit_what_travels():
+    """Momenta far beyond its range and far below give the bits that they give at their common size."""
+    params = [nn.Parameter(torch.zeros(8, 12)) for _ in range(3)]
+    gradient = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
+    for param, power in zip(params, (0, 60, -60), strict=True):
+        param.grad = gradient * 2.0**power
+    Muon(params, ns_dtype="float16", eps=1e-30).step()
+    assert torch.equal(params[0], params[1]) and torch.equal(params[0], params[2])

@@ -78,6 +78,9 @@ def steps_that_fail(rank: int, world: int, layout: str) -> dict[str, str]:
     opt.param_groups[0]["lr"] = 0.5 if odd else 0.25
     step("rate")
     opt.param_groups[0]["lr"] = 0.25
+    opt.param_groups[0]["ns_steps"] = 4 if odd else 5
+    step("steps")
+    opt.param_groups[0]["ns_steps"] = 5
     if odd:
         with OutOfMemory(2):
             step("owner")
@@ -96,6 +99,7 @@ def test_an_error_on_one_rank_reaches_all(layout: str) -> None:
     for rank, found in enumerate(run(3, steps_that_fail, layout)):
         assert found.pop("before") == found.pop("after") == "no error"
         assert f"rank {ODD}: lr of group 0 is 0.5, on rank 0 0.25" in found.pop("rate")
+        assert f"rank {ODD}: ns_steps of group 0 is 4, on rank 0 5" in found.pop("steps")
         errors = {"owner": "MemoryError: out of memory", "state": "ValueError: the state does not fit"}
         for what, message in found.items():
             error = errors.get(what, "KeyError: 'no such batch'")

@@ -15,15 +15,14 @@ from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, mesh_lay
 from muonckpt.layouts.owned import owned_layout
 from muonckpt.optimizer.newton_schulz.costs import CostTable, flops, measure
 from muonckpt.optimizer.newton_schulz.forms import Form
-from muonckpt.optimizer.planning.encodings import Plain
 from muonckpt.optimizer.planning.matrices import Fused, matrices_of, reduced_shape, shapes_of
-from muonckpt.optimizer.planning.owners import Work, assign, in_waves
+from muonckpt.optimizer.planning.owners import Work, assign, in_stages
 from muonckpt.optimizer.planning.routes import NOTE
 from muonckpt.optimizer.planning.schedule import Schedule, make_schedule
 from muonckpt.optimizer.planning.units import Slot, Spec, given, residence
 from muonckpt.plan import make_share
 
-HALF = Plain(torch.bfloat16)
+HALF = torch.bfloat16
 
 
 def cost(rows: int, columns: int, parts: int) -> int:
@@ -175,17 +174,17 @@ def test_more_ranks_than_experts_or_fewer_are_all_used(count):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_waves_share_every_ranks_work_and_have_as_many_matrices_as_ranks(seed):
+def test_stages_share_every_ranks_work_and_have_as_many_matrices_as_ranks(seed):
     rng = np.random.default_rng(seed)
     ranks, most = int(rng.integers(1, 9)), int(rng.integers(1, 7))
     costs = rng.integers(1, 100, size=int(rng.integers(1, 100))).tolist()
     owners = assign([work_of(row_layout((4, 4), ranks), cost, ranks) for cost in costs], range(ranks))
-    waves = in_waves(costs, owners, ranks, most)
-    count = max(waves) + 1
-    assert set(waves) == set(range(count)) and count <= max(1, min(most, len(costs) // ranks))
+    stages = in_stages(costs, owners, ranks, most)
+    count = max(stages) + 1
+    assert set(stages) == set(range(count)) and count <= max(1, min(most, len(costs) // ranks))
     for rank in range(ranks):
         load = [
-            sum(c for c, o, w in zip(costs, owners, waves, strict=True) if (o, w) == (rank, k)) for k in range(count)
+            sum(c for c, o, w in zip(costs, owners, stages, strict=True) if (o, w) == (rank, k)) for k in range(count)
         ]
         assert max(load) - max(costs) <= sum(load) / count + max(costs)
 
@@ -196,10 +195,10 @@ def test_every_rank_makes_its_part_of_one_schedule():
     specs = [Spec((Slot("m", layout, Fused(), HALF, HALF),), cost) for layout in layouts]
     parts = [make_schedule(specs, mesh.ranks, rank) for rank in range(6)]
     assert len({part.digest for part in parts}) == len({part.units for part in parts}) == 1
-    for wave in zip(*(part.waves for part in parts), strict=True):
+    for stage in zip(*(part.stages for part in parts), strict=True):
         for direction in ("gather", "scatter"):
-            sent = [getattr(part, direction).send_counts for part in wave]
-            received = [getattr(part, direction).receive_counts for part in wave]
+            sent = [getattr(part, direction).send_counts for part in stage]
+            received = [getattr(part, direction).receive_counts for part in stage]
             assert np.array_equal(np.array(sent), np.array(received).T)
     other = make_schedule([*specs[1:], specs[0]], mesh.ranks, 0)
     assert other.digest != parts[0].digest
@@ -209,8 +208,8 @@ def crossing(schedules: list[Schedule], replica: list[int], direction: str) -> i
     """Bytes of what travels between replicas, without notes."""
     total = 0
     for rank, schedule in enumerate(schedules):
-        for wave in schedule.waves:
-            counts = getattr(wave, direction).send_counts
+        for stage in schedule.stages:
+            counts = getattr(stage, direction).send_counts
             total += sum(count - NOTE for peer, count in enumerate(counts) if replica[peer] != replica[rank])
     return total
 

@@ -42,7 +42,7 @@ ELSEWHERE: dict[int, tuple[str, ...]] = {
         "optimizer/test_muon_refusals.py::test_how_to_compute_comes_from_the_code_and_what_a_run_carries_from_the_checkpoint",
     ),
     # Buffers of whole models for the last, uneven round.
-    5: ("optimizer/test_exchange.py::test_a_step_never_holds_more_than_two_waves",),
+    5: ("optimizer/test_exchange.py::test_a_step_never_holds_more_than_two_stages",),
     # A parameter that never had a gradient broke the resume, or the step.
     6: (
         "optimizer/test_muon.py::test_a_parameter_without_a_gradient_is_left_alone",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.every_kind import TENSORS, assert_same_bits, make, snapshot, train, values
+from support.every_kind import assert_same_bits, make, snapshot, train, values
 from support.interpreted import DEVICE, kernels
 from support.launches import launches
 from support.workers import run
@@ -16,10 +16,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.newton_schulz.forms import Form
-from muonckpt.optimizer.step import pipeline
+from muonckpt.optimizer.step import planner
 from muonckpt.optimizer.step.batches import in_batches
 
-fused = kernels("step.fused")
+kernels("step.kernels")
 
 KERNELS = Form(kernels=True, gram=False)
 
@@ -29,37 +29,36 @@ def by_kernels(device: torch.device, dtype: torch.dtype, rows: int, columns: int
 
 
 @pytest.fixture
-def swept(monkeypatch: pytest.MonkeyPatch) -> None:
+def by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Element-wise parts by kernels also where there is no GPU."""
-    monkeypatch.setattr(pipeline, "has_kernels", lambda device, dtype: True)
+    monkeypatch.setattr(planner, "has_kernels", lambda device, dtype: True)
 
 
 def placed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(DEVICE)
 
 
-def stepped(dtype: torch.dtype, steps: int = 2, **options: Any) -> tuple[Muon, list[torch.Tensor]]:
+def stepped(dtype: torch.dtype, steps: int = 2, **options: Any) -> list[torch.Tensor]:
     params = [nn.Parameter(placed(v)) for v in values(0, dtype)]
     opt = make(params, **options)
     train(params, opt, placed, dtype, steps)
-    return opt, snapshot(params, opt)
+    return snapshot(params, opt)
 
 
-def test_a_swept_step_has_the_bits_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_by_kernels_has_the_bits_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused rows, columns, query groups, stacks, NorMuon, fp16, matrices in blocks, cautious decay, no Nesterov."""
-    monkeypatch.setattr(pipeline, "has_kernels", lambda device, dtype: False)
-    _, expected = stepped(torch.float32)
-    monkeypatch.setattr(pipeline, "has_kernels", lambda device, dtype: True)
-    opt, found = stepped(torch.float32)
+    monkeypatch.setattr(planner, "has_kernels", lambda device, dtype: False)
+    with launches() as names:
+        expected = stepped(torch.float32)
+    assert not {"_send", "_apply"} & set(names)
+    monkeypatch.setattr(planner, "has_kernels", lambda device, dtype: True)
+    with launches() as names:
+        found = stepped(torch.float32)
+    assert {"_send", "_apply"} <= set(names)
     assert_same_bits(found, expected)
-    [made] = opt._pipelines.values()
-    matrices = [group for _, group in TENSORS if group.get("algorithm") not in ("adamw", "lion")]
-    half = [group.get("ns_dtype") == "float16" for group in matrices]
-    assert made.sweep.sends == made.sweep.accumulates == {n for n, travels in enumerate(half) if not travels}
-    assert made.sweep.applies == set(range(len(matrices)))
 
 
-@pytest.mark.usefixtures("swept")
+@pytest.mark.usefixtures("by_default")
 def test_batches_of_kernels_have_the_bits_of_one_matrix_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [(12, 16), (16, 12), (12, 40), (2, 12, 16)]
 
@@ -81,35 +80,36 @@ def test_batches_of_kernels_have_the_bits_of_one_matrix_at_a_time(monkeypatch: p
     assert counts == [[4, 1], [1] * 5]
 
 
-def swept_on_ranks(rank: int, world: int) -> list[torch.Tensor]:
+def on_ranks(rank: int, world: int) -> list[torch.Tensor]:
     mesh = init_device_mesh("cpu", (world,))
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
         return distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
 
-    before, pipeline.has_kernels = pipeline.has_kernels, lambda device, dtype: True
+    before, planner.has_kernels = planner.has_kernels, lambda device, dtype: True
     try:
         params = [nn.Parameter(place(v)) for v in values(0, torch.float32)]
         opt = make(params)
-        train(params, opt, place, torch.float32, steps=2)
+        with launches() as names:
+            train(params, opt, place, torch.float32, steps=2)
     finally:
-        pipeline.has_kernels = before
-    assert all(made.sweep.applies for made in opt._pipelines.values())
+        planner.has_kernels = before
+    assert {"_send", "_carry", "_apply"} <= set(names)
     return snapshot(params, opt)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the ranks of this test have no interpreter where there is a GPU")
-def test_swept_ranks_have_the_bits_of_one_process() -> None:
-    _, expected = stepped(torch.float32)
-    for found in run(2, swept_on_ranks):
+def test_ranks_with_kernels_have_the_bits_of_one_process() -> None:
+    expected = stepped(torch.float32)
+    for found in run(2, on_ranks):
         assert_same_bits(found, expected)
 
 
 def launched(layers: int) -> list[str]:
-    """Of a second step with so many layers of three shapes; sorted, as a wave has its batches in any order."""
+    """Of a second step with so many layers of three shapes; sorted, as a stage has its batches in any order."""
     shapes = [(16, 48), (32, 64), (48, 16)] * layers
     params = [nn.Parameter(torch.ones(shape, device=DEVICE)) for shape in shapes]
-    opt = Muon(params, form=by_kernels, ns_steps=1, waves=1)
+    opt = Muon(params, form=by_kernels, ns_steps=1, stages=1)
     for _ in range(2):
         for param in params:
             param.grad = torch.ones_like(param)
@@ -118,7 +118,7 @@ def launched(layers: int) -> list[str]:
     return sorted(names)
 
 
-@pytest.mark.usefixtures("swept")
+@pytest.mark.usefixtures("by_default")
 def test_launches_do_not_grow_with_the_number_of_layers() -> None:
     few = launched(1)
     assert few == launched(5)
@@ -126,7 +126,7 @@ def test_launches_do_not_grow_with_the_number_of_layers() -> None:
     assert len(few) == 2 * (1 + 3 + 3 + 1)
 
 
-@pytest.mark.usefixtures("swept")
+@pytest.mark.usefixtures("by_default")
 def test_rates_in_tensors_are_read_when_the_step_runs() -> None:
     """Nothing of them is kept on the host, so a captured graph follows them; the bits are those of numbers."""
     results = []
@@ -148,7 +148,7 @@ def test_rates_in_tensors_are_read_when_the_step_runs() -> None:
     assert_same_bits(*results)
 
 
-@pytest.mark.usefixtures("swept")
+@pytest.mark.usefixtures("by_default")
 def test_autograd_knows_that_kernels_wrote() -> None:
     param = nn.Parameter(torch.ones(6, 8, device=DEVICE))
     opt = Muon([param])

@@ -1,4 +1,4 @@
-"""The element-wise parts of a step by kernels: what `round` does by operators, strip by strip, in a few launches.
+"""The element-wise parts of a step by Triton kernels: what `operators` does strip by strip, in a few launches.
 
 Updates go from where they rest to the wire, and to the owner's stack where that is this rank, in one pass over gradient
 and momentum; results go from the wire or the stack to the parameters in one pass.  Where all elements of a parameter
@@ -9,26 +9,24 @@ This file needs Triton.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...vocabulary import MOMENTUM
 from ..cuda_graphs import capturing, uploaded
-from ..planning.routes import Key, Own, Route, Strip
+from ..planning.routes import Key, Route, Strip
 from ..planning.schedule import Schedule
 from ..planning.units import Spec
 from ..triton import elementwise
+from .elementwise import Sizes
+from .resting import Resting
 from .segments import DTYPES, Move, Segments, Tensors, addresses
-
-if TYPE_CHECKING:
-    from .round import Round, Sizes
 
 Routed = Mapping[Key, tuple[Strip, ...]]
 
@@ -45,104 +43,90 @@ class Kind:
     accumulate: bool
 
 
-class Fused:
-    """The updates of a schedule.  Tensors are numbered by parameter and shape of the matrix, as rates depend on both.
+class Kernels:
+    """The element-wise backend for NVIDIA GPUs (`elementwise.Elementwise`).
+
+    Tensors are numbered by parameter and shape of the matrix, as rates depend on both.
 
     Args:
+        specs: of the schedule's parameters.
         numels: elements of each parameter that rest on this rank.
-
-    Attributes:
-        sends: parameters whose updates are sent by kernels: all but those that travel with an exponent (fp16).
-        accumulates: those whose momenta are changed on the way.
-        applies: those whose results are applied by kernels: all.
     """
 
     def __init__(self, schedule: Schedule, specs: Sequence[Spec], numels: Sequence[int], device: torch.device) -> None:
         self._schedule, self._specs, self._device = schedule, specs, device
         entries = list(dict.fromkeys((unit.param, unit.rows_columns) for unit in schedule.units))
         number = {entry: index for index, entry in enumerate(entries)}
-        self._entries, self._params = entries, [param for param, _ in entries]
+        self._params = [param for param, _ in entries]
+        self._scales = [specs[param].scale(*shape) for param, shape in entries]
         self._entry = [number[unit.param, unit.rows_columns] for unit in schedule.units]
-        self.applies = frozenset(range(len(specs)))
-        self.sends = frozenset(param for param, spec in enumerate(specs) if not spec.slots[0].there.tail)
-        sent = [0] * len(specs)
-        for wave in schedule.waves:
-            for routed in (wave.gather.sends, {key: own.sources for key, own in wave.gather.own.items()}):
-                for (unit, slot), strips in routed.items():
-                    param = schedule.units[unit].param
-                    if slot == specs[param].slots[0].name:
-                        sent[param] += sum(strip.numel for strip in strips)
-        self.accumulates = frozenset(param for param in self.sends if sent[param] == numels[param])
+        sent = _sent(schedule)
+        self._accumulated = frozenset(param for param, numel in enumerate(numels) if sent[param] == numel)
         self._kinds: list[Kind] = []
         self._segments: dict[Hashable, list[tuple[Kind, Segments]]] = {}
         self._tables: dict[Hashable, tuple[tuple[float, ...], Tensor]] = {}
         self._captured: list[Tensor] = []
 
-    def begin(self, round_: Round) -> None:
+    def begin(self, resting: Resting) -> None:
         """Look where tensors lie at this step, and what its rates are."""
-        kinds = [self._kind(round_, param) for param in self._params]
+        resting.accumulate(param for param in range(len(self._specs)) if param not in self._accumulated)
+        kinds = [self._kind(resting, param) for param in self._params]
         if kinds != self._kinds:
             self._kinds, self._segments = kinds, {}
-        active = [round_.active[param] for param in self._params]
-        momenta = [round_.slots[p][MOMENTUM] if on else None for p, on in zip(self._params, active, strict=True)]
-        gradients = [round_.gradients[param] for param in self._params]
-        weights = [round_.dense[param] if on else None for param, on in zip(self._params, active, strict=True)]
+        gradients = [resting.gradients[param] for param in self._params]
+        pairs = list(zip(self._params, gradients, strict=True))
+        momenta = [None if gradient is None else resting.slots[param][MOMENTUM] for param, gradient in pairs]
+        weights = [None if gradient is None else resting.weights[param] for param, gradient in pairs]
         self._momenta = {kind: self._tensors("momenta", kind, kind.momentum, momenta) for kind in set(kinds)}
         self._gradients = {kind: self._tensors("gradients", kind, kind.gradient, gradients) for kind in set(kinds)}
         self._weights = {kind: self._tensors("weights", kind, kind.weight, weights) for kind in set(kinds)}
         # Kernels write behind torch's back: autograd must know that what it saved is no longer there.
         torch.autograd.graph.increment_version([t for t in (*momenta, *weights) if t is not None])
-        groups = [round_.groups[param] for param in self._params]
+        groups = [resting.groups[param] for param in self._params]
         momentum = self._numbers("momentum", [group["momentum"] for group in groups])
         ahead = torch.where(self._numbers("nesterov", [bool(group["nesterov"]) for group in groups]) > 0, momentum, 1.0)
         self._averaging = torch.stack([1 - momentum, ahead], dim=1).float()
-        scales = [round_.scale(param, *shape) for param, shape in self._entries]
         self._rates = elementwise.rates(
             self._numbers("lr", [group["lr"] for group in groups]),
-            self._numbers("scale", scales),
+            self._numbers("scale", self._scales),
             self._numbers("weight_decay", [group["weight_decay"] for group in groups]),
             self._numbers("cautious", [bool(group["cautious"]) for group in groups]) > 0,
         )
 
-    def send(self, number: int, wire: Tensor) -> None:
-        """Updates of a wave that leave this rank: to the wire."""
-        sends = self._schedule.waves[number].gather.sends
-        units = self._schedule.waves[number].held
-        self._send(("send", number), lambda: self._on_wire(units, sends), wire)
+    def send(self, resting: Resting, stage: int, wire: Tensor) -> None:
+        sends, units = self._schedule.stages[stage].gather.sends, self._schedule.stages[stage].held
+        self._send(("send", stage), lambda: self._on_wire(units, sends), wire)
 
-    def assemble(self, number: int, sizes: Sizes, stack: Tensor, wire: Tensor) -> None:
-        """Updates of matrices that this rank owns, end to end: from where they rest here, and from the wire."""
-        gather = self._schedule.waves[number].gather
+    def assemble(self, resting: Resting, stage: int, sizes: Sizes, wire: Tensor) -> Tensor:
+        gather = self._schedule.stages[stage].gather
+        dtype = self._kinds[self._entry[next(iter(sizes))]].there
+        stack = torch.empty(sum(sizes.values()), dtype=dtype, device=self._device)
         own = partial(self._own, gather, sizes, stack.element_size(), back=False)
-        self._send(("own", number, *sizes), own, stack.view(torch.uint8))
-        self._carry(("arrived", number, *sizes), sizes, gather.receives, stack, wire, back=True)
+        self._send(("own", stage, *sizes), own, stack.view(torch.uint8))
+        self._carry(("arrived", stage, *sizes), sizes, gather.receives, stack, wire, back=True)
+        return stack
 
-    def release(self, number: int, sizes: Sizes, stack: Tensor, wire: Tensor) -> None:
-        """Results of matrices that this rank owns, end to end: to the wire, and to what rests here."""
-        scatter = self._schedule.waves[number].scatter
-        own = partial(self._own, scatter, sizes, stack.element_size(), back=True)
-        self._carry(("back", number, *sizes), sizes, scatter.sends, stack, wire, back=False)
-        self._apply(("mine", number, *sizes), own, stack.view(torch.uint8))
+    def release(self, resting: Resting, stage: int, sizes: Sizes, results: Tensor, wire: Tensor) -> None:
+        scatter = self._schedule.stages[stage].scatter
+        own = partial(self._own, scatter, sizes, results.element_size(), back=True)
+        self._carry(("back", stage, *sizes), sizes, scatter.sends, results, wire, back=False)
+        self._apply(("mine", stage, *sizes), own, results.view(torch.uint8))
 
-    def apply(self, number: int, wire: Tensor) -> None:
-        """Results of a wave that have arrived: from the wire to the parameters."""
-        receives = self._schedule.waves[number].scatter.receives
-        units = self._schedule.waves[number].held
-        self._apply(("apply", number), lambda: self._on_wire(units, receives, sent=False), wire)
+    def apply(self, resting: Resting, stage: int, wire: Tensor) -> None:
+        receives, units = self._schedule.stages[stage].scatter.receives, self._schedule.stages[stage].held
+        self._apply(("apply", stage), lambda: self._on_wire(units, receives), wire)
 
     def _own(self, route: Route, sizes: Sizes, itemsize: int, *, back: bool) -> Iterator[tuple[int, Move]]:
         """Between where units rest on this rank and where they lie end to end."""
         for unit, begin in _begins(sizes):
-            pairs = route.own.get((unit, self._slot(unit)), Own())
-            for source, target in zip(pairs.sources, pairs.targets, strict=True):
+            for source, target in route.own.get((unit, MOMENTUM), ()):
                 near, far = (target, source) if back else (source, target)
                 yield unit, Move.to_memory(self._entry[unit], near, far, begin * itemsize)
 
-    def _on_wire(self, units: Iterable[int], routed: Routed, sent: bool = True) -> Iterator[tuple[int, Move]]:
+    def _on_wire(self, units: Iterable[int], routed: Routed) -> Iterator[tuple[int, Move]]:
         for unit in units:
-            if self._schedule.units[unit].param in (self.sends if sent else self.applies):
-                for strip in routed.get((unit, self._slot(unit)), ()):
-                    yield unit, Move.to_wire(self._entry[unit], strip)
+            for strip in routed.get((unit, MOMENTUM), ()):
+                yield unit, Move.to_wire(self._entry[unit], strip)
 
     def _send(self, key: Hashable, moves: Callable[[], Iterable[tuple[int, Move]]], buffer: Tensor) -> None:
         for kind, segments in self._planned(key, moves, lambda kind: kind.there):
@@ -161,7 +145,7 @@ class Fused:
             moves = [
                 Move.to_wire(0, replace(strip, offset=begin + strip.offset))
                 for unit, begin in _begins(sizes)
-                for strip in routed.get((unit, self._slot(unit)), ())
+                for strip in routed.get((unit, MOMENTUM), ())
             ]
             kind = self._kinds[self._entry[next(iter(sizes))]]
             self._segments[key] = [(kind, Segments.of(moves, 1, stack.dtype, self._device))] if moves else []
@@ -178,23 +162,20 @@ class Fused:
             for unit, move in moves():
                 by_kind[self._kinds[self._entry[unit]]].append(move)
             self._segments[key] = [
-                (kind, Segments.of(some, len(self._entries), dtype(kind), self._device))
+                (kind, Segments.of(some, len(self._params), dtype(kind), self._device))
                 for kind, some in by_kind.items()
             ]
         return self._segments[key]
 
-    def _slot(self, unit: int) -> str:
-        return self._specs[self._schedule.units[unit].param].slots[0].name
-
-    def _kind(self, round_: Round, param: int) -> Kind:
-        update, gradient, weight = self._specs[param].slots[0], round_.gradients[param], round_.dense[param]
+    def _kind(self, resting: Resting, param: int) -> Kind:
+        update, gradient, weight = self._specs[param].slots[0], resting.gradients[param], resting.weights[param]
         return Kind(
-            round_.slots[param][MOMENTUM].dtype,
+            resting.slots[param][MOMENTUM].dtype,
             weight.dtype if gradient is None else gradient.dtype,
             weight.dtype,
-            update.there.dtype,
-            update.back.dtype,
-            param in self.accumulates,
+            update.there,
+            update.back,
+            param in self._accumulated,
         )
 
     def _tensors(self, name: str, kind: Kind, dtype: torch.dtype, tensors: Sequence[Tensor | None]) -> Tensors:
@@ -221,6 +202,17 @@ class Fused:
         if capturing():
             self._captured.append(held[1])
         return held[1]
+
+
+def _sent(schedule: Schedule) -> Counter[int]:
+    """How many elements of the update of each parameter this rank sends to owners, or has for itself."""
+    sent: Counter[int] = Counter()
+    for stage in schedule.stages:
+        own = {key: [source for source, _ in copies] for key, copies in stage.gather.own.items()}
+        for (unit, slot), strips in (*stage.gather.sends.items(), *own.items()):
+            if slot == MOMENTUM:
+                sent[schedule.units[unit].param] += sum(strip.numel for strip in strips)
+    return sent
 
 
 def _begins(sizes: Sizes) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,241 @@
+"""A step of the matrices of one schedule: momentum, exchange, orthogonalise, exchange back, apply.
+
+Stages overlap: while the matrices of one are orthogonalised, the next one's updates are on their way to their owners
+and the previous one's results on their way back.  So at most two stages are in memory at any time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..cuda_graphs import capturable, capturing, refuse_absent, refuse_host
+from ..newton_schulz.iterations import Total, orthogonalize_parts, sums_of_parts
+from ..planning.schedule import Ranks, Schedule
+from ..planning.units import Spec
+from .agreement import PLAN_FACT, STEP, Intent, step_intent
+from .batches import Batch, Options, in_batches
+from .elementwise import Elementwise
+from .exchange import Link, SharedSum, Wire
+from .methods import MATRICES
+from .notes import Notes
+from .rank_set import RankSet
+from .resting import Group, Resting, State
+from .rows import Rows
+from .turn import Turn
+
+Thing = TypeVar("Thing")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Connection:
+    """What connects the ranks of a schedule.
+
+    Attributes:
+        group: of all of them; None for this process alone.
+        links: there and back, of each stage.
+        sharing: a process group for each set of ranks that shares a matrix with this one.
+    """
+
+    group: dist.ProcessGroup | None
+    links: Sequence[tuple[Link, Link]]
+    sharing: Mapping[Ranks, dist.ProcessGroup | None]
+
+
+class Step:
+    """What one set of ranks does at every step.
+
+    Args:
+        schedule: for the matrices of ``params``, described by ``specs``.
+        rank: this one.
+        elementwise: the backend for the element-wise parts.
+        device: where ranks exchange.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        params: Sequence[Tensor],
+        specs: Sequence[Spec],
+        rank: int,
+        elementwise: Elementwise,
+        connection: Connection,
+        device: torch.device,
+    ) -> None:
+        self.schedule = schedule
+        self._params, self._specs, self._rank, self._device = tuple(params), tuple(specs), rank, device
+        self._elementwise, self._rows = elementwise, Rows(schedule, specs, rank, device)
+        self._connection = connection
+        self._notes = Notes(connection.group, device) if connection.group is not None else None
+        self._batches: tuple[tuple[bool, ...], list[list[Batch]]] = (), []
+
+    def take(self, held: RankSet, groups: Sequence[Group], state: State, failure: Exception | None) -> None:
+        """Update those parameters that have a gradient.  Collective.
+
+        Args:
+            held: all parameters of these ranks, matrices or not.
+            groups: all of the optimizer.
+            state: by parameter and slot.
+            failure: what keeps this rank from it; the others learn of it.
+
+        Raises:
+            Exception: on all ranks, if they differ in what they are about to do, or one of them fails.
+        """
+        if self._notes is not None:
+            self._notes.read()
+        intent = Intent.of(STEP, {})
+        if not held.alone:
+            active = [member.param.grad is not None for member in held.members]
+            intent = step_intent(lambda: held.labels, active, held.groups(groups), self._device)
+        if failure is not None:
+            intent = intent.failed(failure, self._rank)
+        with torch.autocast(self._device.type, enabled=False):  # it would round what is meant to be exact
+            self._take([groups[member.group] for member in held.matrices], state, intent)
+
+    def retire(self, failure: Exception | None) -> None:
+        """Take part in this plan for the last time: the first exchange of a step, with notes only.  Collective.
+
+        Raises:
+            Exception: on all ranks, if not all of them plan anew, or one of them fails.
+        """
+        if self._notes is None or capturing():
+            return
+        self._notes.read()
+        intent = Intent.of(STEP, {PLAN_FACT: "made anew, as options or groups have changed or a state was loaded"})
+        turn = Turn(intent if failure is None else intent.failed(failure, self._rank), self._notes)
+        first, *others = [self._gather(turn, None, stage) for stage in range(min(2, len(self.schedule.stages)))]
+        first.arrive()
+        turn.check(first, at_once=True)
+        for wire in others:
+            wire.arrive()
+
+    def _take(self, groups: Sequence[Group], state: State, intent: Intent) -> None:
+        if captured := capturing():
+            refuse_absent([tuple(param.shape) for param in self._params], [p.grad is not None for p in self._params])
+            if not capturable(self._device):
+                refuse_host("muon", self._device)
+        # A graph is captured on all ranks or on none, and nothing can be read meanwhile.
+        turn = Turn(intent, None if captured else self._notes)
+        resting = turn.attempt(lambda: self._begin(groups, state))
+        returning: Wire | None = None
+        stages = range(len(self.schedule.stages))
+        for stage, coming in enumerate(_one_ahead(self._gather(turn, resting, stage) for stage in stages)):
+            coming.arrive()
+            turn.check(coming, at_once=stage == 0)
+            assert resting is not None, "all ranks stop at the first check if one has failed"
+            if not self.schedule.units:
+                return
+            back = Wire(self.schedule.stages[stage].scatter, self._connection.links[stage][1], self._device)
+            self._orthogonalize(turn, resting, stage, coming, back)
+            del coming
+            turn.start(back)
+            if returning:
+                self._apply(turn, resting, stage - 1, returning)
+            returning = back
+        if returning and resting:
+            self._apply(turn, resting, stages[-1], returning)
+            turn.attempt(lambda: resting.return_to(self._params, state))
+        turn.end()
+
+    def _begin(self, groups: Sequence[Group], state: State) -> Resting:
+        resting = Resting.of(self._params, groups, state)
+        active = tuple(gradient is not None for gradient in resting.gradients)
+        if self._batches[0] != active:
+            self._batches = active, self._batched(active, groups)
+        self._elementwise.begin(resting)
+        return resting
+
+    def _batched(self, active: Sequence[bool], groups: Sequence[Group]) -> list[list[Batch]]:
+        """Of each stage, what this rank orthogonalises alone."""
+        units = self.schedule.units
+        return [
+            in_batches(
+                units, (n for n in stage.owned if active[units[n].param] and units[n].blocks == 1), groups.__getitem__
+            )
+            for stage in self.schedule.stages
+        ]
+
+    def _gather(self, turn: Turn, resting: Resting | None, stage: int) -> Wire:
+        """Send what rests here to the owners of a stage's matrices."""
+        wire = Wire(self.schedule.stages[stage].gather, self._connection.links[stage][0], self._device)
+        if resting is not None:
+            turn.attempt(partial(self._elementwise.send, resting, stage, wire.memory))
+            turn.attempt(partial(self._rows.send, resting, stage, wire.memory))
+        turn.start(wire)
+        return wire
+
+    def _orthogonalize(self, turn: Turn, resting: Resting, stage: int, coming: Wire, back: Wire) -> None:
+        """Do this rank's matrices of a stage, and write the results, to be sent back."""
+        for batch in self._batches[1][stage]:
+            turn.attempt(partial(self._finish, batch, resting, stage, coming.memory, back.memory))
+        for unit in self.schedule.stages[stage].owned:
+            if self.schedule.units[unit].blocks > 1 and resting.gradients[self.schedule.units[unit].param] is not None:
+                total = self._total(unit, resting)
+                turn.attempt(partial(self._finish_blocks, unit, total, resting, stage, coming.memory, back.memory))
+                if turn.failed:
+                    total.give_up()
+
+    def _finish(self, batch: Batch, resting: Resting, stage: int, arrived: Tensor, back: Tensor) -> None:
+        """Orthogonalise a batch, and do with each matrix what its algorithm does besides."""
+        method = MATRICES[batch.options.algorithm]
+        results = batch.orthogonalized(self._elementwise.assemble(resting, stage, batch.sizes, arrived))
+        if method.slots:
+            for unit, result in zip(batch.numbers, batch.places.of_memory(results), strict=True):
+                rows = self._rows.assemble(resting, stage, unit, arrived)
+                result.copy_(method.finish(result, rows, resting.groups[self.schedule.units[unit].param]))
+                self._rows.release(resting, stage, unit, rows, back)
+        self._elementwise.release(resting, stage, batch.sizes, results, back)
+
+    def _finish_blocks(
+        self, number: int, total: Total, resting: Resting, stage: int, arrived: Tensor, back: Tensor
+    ) -> None:
+        """Do this rank's blocks of a matrix that is computed in blocks."""
+        unit = self.schedule.units[number]
+        [update] = self._specs[unit.param].slots
+        shapes = unit.parts(update, self._rank)
+        tall = unit.rows_columns[0] > unit.rows_columns[1]
+        lengths = [math.prod(shape) for shape in shapes]
+        sizes = {number: sum(lengths)}
+        cut = torch.split(self._elementwise.assemble(resting, stage, sizes, arrived), lengths)
+        parts = [part.view(shape) for part, shape in zip(cut, shapes, strict=True)]
+        options = Options.of(resting.groups[unit.param]).arguments()
+        done = orthogonalize_parts([part.mT if tall else part for part in parts], **options, total=total)
+        results = torch.cat([(part.mT if tall else part).reshape(-1) for part in done])
+        self._elementwise.release(resting, stage, sizes, results, back)
+
+    def _total(self, number: int, resting: Resting) -> SharedSum:
+        """What adds up Gram matrices over the ranks that share a matrix."""
+        unit = self.schedule.units[number]
+        short = min(unit.rows_columns)
+        shapes = sums_of_parts(short, resting.groups[unit.param]["ns_steps"])
+        return SharedSum(self._connection.sharing[unit.owners], shapes, self._device)
+
+    def _apply(self, turn: Turn, resting: Resting, stage: int, returning: Wire) -> None:
+        """Apply what other owners have sent."""
+        returning.arrive()
+        turn.check(returning)
+        turn.attempt(partial(self._elementwise.apply, resting, stage, returning.memory))
+        turn.attempt(partial(self._rows.apply, resting, stage, returning.memory))
+
+
+def shared(schedule: Schedule) -> list[Ranks]:
+    """Sets of ranks that share matrices with this one, in the order in which all of them first do."""
+    owned = (schedule.units[number] for number in schedule.owned)
+    return list(dict.fromkeys(unit.owners for unit in owned if unit.blocks > 1))
+
+
+def _one_ahead(things: Iterable[Thing]) -> Iterator[Thing]:
+    """Things, each when the one after it has been made."""
+    rest = iter(things)
+    current = next(rest, None)
+    while current is not None:
+        following = next(rest, None)
+        yield current
+        current = following
