@@ -206,13 +206,14 @@ class Muon(CollectiveOptimizer):
         return {ranks: step.schedule for ranks, step in self._steps.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: pipelines refer to the original's parameters, so a copy makes its own."""
-        kept = (
-            "_matrices", "_replicas", "_exchange", "_stages", "_layout", "_cost", "_form", "_scales", "_fixed", "_inheriting"
-        )  # fmt: skip
+        """For copies: steps refer to the original's parameters, so a copy makes its own."""
+        copied = (
+            *("_matrices", "_replicas", "_exchange", "_stages", "_layout", "_cost", "_form", "_scales", "_fixed"),
+            "_inheriting",
+        )
         return {
             **super().__getstate__(),
-            **{name: getattr(self, name) for name in kept},
+            **{name: getattr(self, name) for name in copied},
             "_process_groups": ProcessGroups(),
             "_rank_sets": None,
             "_steps": {},
@@ -228,10 +229,10 @@ class Muon(CollectiveOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As any torch optimizer's; rates that are tensors are written as numbers."""
-        found = super().state_dict()
-        for group in found["param_groups"]:
+        state = super().state_dict()
+        for group in state["param_groups"]:
             group.update({key: as_numbers(value) for key, value in group.items()})
-        return found
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state, and those hyper-parameters that belong to the run (`RESTORED`); if refused, nothing is changed.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 
-class Work(Protocol):
+class Collective(Protocol):
     """A collective under way."""
 
     def wait(self) -> object: ...
@@ -23,7 +23,7 @@ class Bucket(Protocol):
     @property
     def gradient_of(self) -> Mapping[str, Tensor]: ...
 
-    def reduce(self) -> Sequence[Work]: ...
+    def reduce(self) -> Sequence[Collective]: ...
 
 
 class Gradients:
@@ -53,7 +53,7 @@ class Gradients:
     def _begin(self) -> None:
         self._awaited = [set(bucket.gradient_of) for bucket in self._buckets]
         self._reduced = 0
-        self._works: list[Work] = []
+        self._works: list[Collective] = []
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -116,7 +116,7 @@ class Gradients:
         self._works = []
 
 
-Gather = Callable[[], Sequence[Work]]
+Gather = Callable[[], Sequence[Collective]]
 
 
 class Gathers:
@@ -124,7 +124,7 @@ class Gathers:
 
     def __init__(self, gathers: Sequence[Gather]) -> None:
         self._gathers = tuple(gathers)
-        self._under_way: dict[int, Sequence[Work]] = {}
+        self._under_way: dict[int, Sequence[Collective]] = {}
 
     def start(self) -> None:
         """Begin all, those of the first layers first: the last bucket of the backward pass is the first of these."""

@@ -335,10 +335,10 @@ class LayerWise(CollectiveOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """As any torch optimizer's, with live tensors; rates that are tensors are written as numbers."""
         self.wait()
-        found = super().state_dict()
-        for group in found["param_groups"]:
+        state = super().state_dict()
+        for group in state["param_groups"]:
             group.update({key: as_numbers(value) for key, value in group.items()})
-        return found
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

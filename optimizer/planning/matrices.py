@@ -41,7 +41,7 @@ class Fused:
             times = f"{self.interleaved} times " if self.interleaved != 1 else ""
             raise LayoutError(f"pieces {heights} must be positive and {times}add up to the {rows} rows")
         for lo, hi in pairwise(accumulate(heights, initial=0)):
-            yield [(at + lo, at + hi) for at in range(0, rows, block)]
+            yield [(start + lo, start + hi) for start in range(0, rows, block)]
 
     def columns_of(self, columns: int) -> Iterator[tuple[int, int]]:
         """For each column piece, its range.
@@ -95,11 +95,11 @@ def matrices_of(shape: Index, fused: Fused = Fused()) -> tuple[tuple[Piece, ...]
 @lru_cache(maxsize=4096)
 def shapes_of(shape: Index, fused: Fused = Fused()) -> tuple[Index, ...]:
     """The shape of each of a parameter's matrices, in the parameter's rank."""
-    found = []
+    shapes = []
     for matrix in matrices_of(shape, fused):
         ends = [[o + n for o, n in zip(piece.origin, piece.box.shape, strict=True)] for piece in matrix]
-        found.append(tuple(map(max, zip(*ends, strict=True))))
-    return tuple(found)
+        shapes.append(tuple(map(max, zip(*ends, strict=True))))
+    return tuple(shapes)
 
 
 def rows_columns(shape: Sequence[int]) -> tuple[int, int]:

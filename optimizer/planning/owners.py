@@ -16,7 +16,7 @@ Int = NDArray[np.int64]
 SLACK = 1.05
 """A matrix leaves its holders only where that saves more than a twentieth of the makespan: moving it costs bytes."""
 
-Entry = tuple[int, int, bool, bool, int]
+Candidate = tuple[int, int, bool, bool, int]
 """Load, minus elements held, new to the shape, far from the matrix, position: the smallest is the best."""
 
 
@@ -58,32 +58,33 @@ def assign(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> list[tu
     """
     if not work:
         return []
-    best = max(-(-sum(each.cost * each.parts for each in work) // len(ranks)), max(each.cost for each in work))
-    cap = -(-sum(each.numel for each in work) // len(ranks)) + max(each.numel for each in work)
+    total = sum(matrix.cost * matrix.parts for matrix in work)
+    best = max(-(-total // len(ranks)), max(matrix.cost for matrix in work))
+    cap = -(-sum(matrix.numel for matrix in work) // len(ranks)) + max(matrix.numel for matrix in work)
     books = _Books(cap, np.asarray(ranks, np.int64) // node)
     kinds = {key: number for number, key in enumerate(dict.fromkeys(map(_kind, work)))}
     owners: list[tuple[int, ...]] = [()] * len(work)
     order = sorted(range(len(work)), key=lambda i: (-work[i].cost, kinds[_kind(work[i])], i))
     for _, alike in groupby(order, key=lambda i: (work[i].cost, kinds[_kind(work[i])])):
         numbers = list(alike)
-        each = work[numbers[0]]
-        home = books.queue(each)
+        matrix = work[numbers[0]]
+        home = books.queue(matrix)
         for index in numbers:
-            if each.parts > 1:
-                owners[index] = books.share(each)
+            if matrix.parts > 1:
+                owners[index] = books.share(matrix)
                 continue
-            owner = books.first(home, each)
-            if owner is None or books.load[owner] + each.cost > SLACK * best:
-                least = books.least(each)
+            owner = books.first(home, matrix)
+            if owner is None or books.load[owner] + matrix.cost > SLACK * best:
+                least = books.least(matrix)
                 owner = least if owner is None or books.load[least] < books.load[owner] else owner
-            books.give(owner, each)
+            books.give(owner, matrix)
             owners[index] = (owner,)
     return owners
 
 
-def _kind(each: Work) -> tuple[tuple[int, ...], int, int, int]:
+def _kind(matrix: Work) -> tuple[tuple[int, ...], int, int, int]:
     """Work that cannot be told apart but by its cost.  The arrays are cached by geometry (`units.residence`)."""
-    return each.shape, each.parts, id(each.holders), id(each.held)
+    return matrix.shape, matrix.parts, id(matrix.holders), id(matrix.held)
 
 
 class _Books:
@@ -94,52 +95,51 @@ class _Books:
         self.load, self.received = np.zeros(len(nodes), np.int64), np.zeros(len(nodes), np.int64)
         self.shapes: defaultdict[tuple[int, ...], NDArray[np.bool_]] = defaultdict(lambda: np.zeros(len(nodes), bool))
 
-    def queue(self, each: Work) -> list[Entry]:
+    def queue(self, matrix: Work) -> list[Candidate]:
         """The holders of a matrix, by load and then by what makes one better than another; a heap."""
-        entries = [
-            self._entry(rank, held, each) for rank, held in zip(each.holders.tolist(), each.held.tolist(), strict=True)
-        ]
-        heapify(entries)
-        return entries
+        holders = zip(matrix.holders.tolist(), matrix.held.tolist(), strict=True)
+        candidates = [self._candidate(rank, held, matrix) for rank, held in holders]
+        heapify(candidates)
+        return candidates
 
-    def _entry(self, rank: int, held: int, each: Work) -> Entry:
-        new, far = not self.shapes[each.shape][rank], bool(self.nodes[rank] != self._node(each))
+    def _candidate(self, rank: int, held: int, matrix: Work) -> Candidate:
+        new, far = not self.shapes[matrix.shape][rank], bool(self.nodes[rank] != self._node(matrix))
         return int(self.load[rank]), -held, new, far, rank
 
-    def first(self, queue: list[Entry], each: Work) -> int | None:
-        """The first of a queue that may receive the matrix, if any; entries that are out of date are mended."""
+    def first(self, queue: list[Candidate], matrix: Work) -> int | None:
+        """The first of a queue that may receive the matrix, if any; candidates that are out of date are mended."""
         while queue:
             load, minus_held, _, _, rank = queue[0]
-            if self.received[rank] + each.numel + minus_held > self.cap:
+            if self.received[rank] + matrix.numel + minus_held > self.cap:
                 heappop(queue)
             elif load != self.load[rank]:
-                heapreplace(queue, self._entry(rank, -minus_held, each))
+                heapreplace(queue, self._candidate(rank, -minus_held, matrix))
             else:
                 return rank
         return None
 
-    def least(self, each: Work) -> int:
+    def least(self, matrix: Work) -> int:
         """The least loaded of all ranks that may receive all of a matrix."""
-        loads = np.where(self.received + each.numel <= self.cap, self.load, np.iinfo(np.int64).max)
+        loads = np.where(self.received + matrix.numel <= self.cap, self.load, np.iinfo(np.int64).max)
         equal = np.flatnonzero(loads == loads.min())
-        far, new = self.nodes[equal] != self._node(each), ~self.shapes[each.shape][equal]
+        far, new = self.nodes[equal] != self._node(matrix), ~self.shapes[matrix.shape][equal]
         return int(equal[np.lexsort((far, new))[0]])
 
-    def share(self, each: Work) -> tuple[int, ...]:
+    def share(self, matrix: Work) -> tuple[int, ...]:
         """Give a matrix to the least loaded run of ranks."""
-        runs = len(self.load) // each.parts
-        start = int(self.load[: runs * each.parts].reshape(runs, -1).max(axis=1).argmin()) * each.parts
-        for rank in range(start, start + each.parts):
-            self.give(rank, each)
-        return tuple(range(start, start + each.parts))
+        runs = len(self.load) // matrix.parts
+        start = int(self.load[: runs * matrix.parts].reshape(runs, -1).max(axis=1).argmin()) * matrix.parts
+        for rank in range(start, start + matrix.parts):
+            self.give(rank, matrix)
+        return tuple(range(start, start + matrix.parts))
 
-    def give(self, rank: int, each: Work) -> None:
-        self.load[rank] += each.cost
-        self.received[rank] += (each.numel - int(each.held[each.holders == rank].sum())) // each.parts
-        self.shapes[each.shape][rank] = True
+    def give(self, rank: int, matrix: Work) -> None:
+        self.load[rank] += matrix.cost
+        self.received[rank] += (matrix.numel - int(matrix.held[matrix.holders == rank].sum())) // matrix.parts
+        self.shapes[matrix.shape][rank] = True
 
-    def _node(self, each: Work) -> int:
-        return int(self.nodes[each.holders[0]])
+    def _node(self, matrix: Work) -> int:
+        return int(self.nodes[matrix.holders[0]])
 
 
 def in_stages(costs: Sequence[int], owners: Sequence[tuple[int, ...]], ranks: int, most: int) -> list[int]:

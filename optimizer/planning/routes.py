@@ -75,7 +75,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class Message:
     """A tensor that travels, in which dtype, the rank that the share calls `units.OWNER`, and this rank's share of its
     plan."""
 
@@ -94,37 +94,37 @@ class Item:
         return Strip(copy.box.shape, place.strides, place.offset, wire_offset, self.dtype)
 
 
-def route(items: Sequence[Item], ranks: Sequence[int], rank: int) -> Route:
-    """The route of a list of items, which every rank of ``ranks`` (in the order of its group) must list alike."""
+def route(messages: Sequence[Message], ranks: Sequence[int], rank: int) -> Route:
+    """The route of a list of messages, which every rank of ``ranks`` (in the order of its group) must list alike."""
     peers = {peer: index for index, peer in enumerate(ranks)}
-    outgoing: defaultdict[int, list[tuple[Item, Copy]]] = defaultdict(list)
-    incoming: defaultdict[int, list[tuple[Item, Copy]]] = defaultdict(list)
-    for item in items:
-        for copy in item.share.gives:
-            outgoing[peers[item.rank_of(copy.target.buffer)]].append((item, copy))
-        for copy in item.share.takes:
-            incoming[peers[item.rank_of(copy.source.buffer)]].append((item, copy))
+    outgoing: defaultdict[int, list[tuple[Message, Copy]]] = defaultdict(list)
+    incoming: defaultdict[int, list[tuple[Message, Copy]]] = defaultdict(list)
+    for message in messages:
+        for copy in message.share.gives:
+            outgoing[peers[message.rank_of(copy.target.buffer)]].append((message, copy))
+        for copy in message.share.takes:
+            incoming[peers[message.rank_of(copy.source.buffer)]].append((message, copy))
     outgoing.pop(peers[rank], None)
     own: defaultdict[Key, list[LocalCopy]] = defaultdict(list)
-    for item, copy in incoming.pop(peers[rank], []):
-        own[item.key].append((item.strip(copy, copy.source, 0), item.strip(copy, copy.target, 0)))
+    for message, copy in incoming.pop(peers[rank], []):
+        own[message.key].append((message.strip(copy, copy.source, 0), message.strip(copy, copy.target, 0)))
     sends, send_counts = _laid_out([outgoing.get(peer, []) for peer in range(len(ranks))], lambda copy: copy.source)
     receives, receive_counts = _laid_out([incoming.get(p, []) for p in range(len(ranks))], lambda copy: copy.target)
     return Route(sends, receives, {key: tuple(moves) for key, moves in own.items()}, send_counts, receive_counts)
 
 
 def _laid_out(
-    by_peer: Sequence[Sequence[tuple[Item, Copy]]], here: Callable[[Copy], Place]
+    by_peer: Sequence[Sequence[tuple[Message, Copy]]], here: Callable[[Copy], Place]
 ) -> tuple[Mapping[Key, tuple[Strip, ...]], tuple[int, ...]]:
-    """Copies end to end, by the rank on the other side and then in the order of the items."""
+    """Copies end to end, by the rank on the other side and then in the order of the messages."""
     strips: defaultdict[Key, list[Strip]] = defaultdict(list)
     counts, start = [], 0
     for copies in by_peer:
         end = start + NOTE
-        for item, copy in copies:
-            begin = _up(end, item.dtype.itemsize)
-            strips[item.key].append(item.strip(copy, here(copy), begin))
-            end = begin + copy.box.numel * item.dtype.itemsize
+        for message, copy in copies:
+            begin = _up(end, message.dtype.itemsize)
+            strips[message.key].append(message.strip(copy, here(copy), begin))
+            end = begin + copy.box.numel * message.dtype.itemsize
         counts.append(_up(end, ALIGN) - start)
         start += counts[-1]
     return {key: tuple(listed) for key, listed in strips.items()}, tuple(counts)

@@ -20,7 +20,7 @@ from ...plan import Copy, Share, make_share
 from ..newton_schulz.forms import Form
 from .matrices import rows_columns
 from .owners import Work, assign, in_stages
-from .routes import Item, Route, route
+from .routes import Message, Route, route
 from .units import Slot, Spec, Unit, given, replicated, residence, resident
 
 Ranks = tuple[int, ...]
@@ -72,10 +72,18 @@ def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int = 
     where = [(number, index) for number, spec in enumerate(specs) for index in range(len(spec.slots[0].shapes))]
     work = _work(specs, ranks)
     owners = assign(work, ranks)
-    turns = in_stages([each.cost for each in work], owners, len(ranks), stages)
+    turns = in_stages([matrix.cost for matrix in work], owners, len(ranks), stages)
     units = tuple(
-        Unit(*place, each.shape, tuple(ranks[at] for at in sharers), specs[place[0]].blocks, stage, each.cost, form)
-        for place, each, sharers, stage, form in zip(where, work, owners, turns, _forms(specs), strict=True)
+        Unit(
+            *place,
+            matrix.shape,
+            tuple(ranks[index] for index in sharers),
+            specs[place[0]].blocks,
+            stage,
+            matrix.cost,
+            form,
+        )
+        for place, matrix, sharers, stage, form in zip(where, work, owners, turns, _forms(specs), strict=True)
     )
     here = [
         frozenset[int]().union(*(resident(slot.layout, slot.fused, ranks, rank) for slot in spec.slots))
@@ -96,12 +104,12 @@ def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int = 
 def _forms(specs: Sequence[Spec]) -> list[Form]:
     """Of all matrices.  What decides is how many of a shape a *parameter* has: that is the same under any sharding, and
     on ranks that do not hold the same parameters."""
-    found = []
+    forms = []
     for spec in specs:
         shapes = [rows_columns(shape) for shape in spec.slots[0].shapes]
         form = {shape: spec.form(*shape, copies) for shape, copies in Counter(shapes).items()}
-        found += [form[shape] for shape in shapes]
-    return found
+        forms += [form[shape] for shape in shapes]
+    return forms
 
 
 def _work(specs: Sequence[Spec], ranks: Ranks) -> list[Work]:
@@ -127,8 +135,8 @@ def _stage(numbers: Sequence[int], units: Sequence[Unit], specs: Sequence[Spec],
         unit = units[number]
         for slot in specs[unit.param].slots:
             there, back = _shares(unit, slot, rank)
-            gather.append(Item((number, slot.name), slot.there, unit.owners[0], there))
-            scatter.append(Item((number, slot.name), slot.back, unit.owners[0], back))
+            gather.append(Message((number, slot.name), slot.there, unit.owners[0], there))
+            scatter.append(Message((number, slot.name), slot.back, unit.owners[0], back))
     return Stage(
         route(gather, ranks, rank),
         route(scatter, ranks, rank),

@@ -99,10 +99,10 @@ class Unit:
 
     def parts(self, slot: Slot, rank: int) -> list[tuple[int, int]]:
         """``(m, n)`` of the blocks that an owner has of a slot, in the order of its memory; some may be empty."""
-        each = self.blocks // len(self.owners)
-        first = self.owners.index(rank) * each
+        count = self.blocks // len(self.owners)
+        first = self.owners.index(rank) * count
         return [
-            rows_columns(box.shape) for box in blocks_of(slot.shapes[self.index], self.blocks)[first : first + each]
+            rows_columns(box.shape) for box in blocks_of(slot.shapes[self.index], self.blocks)[first : first + count]
         ]
 
 
@@ -136,8 +136,10 @@ def residence(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...]) -> tup
 @lru_cache(maxsize=4096)
 def resident(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...], rank: int) -> frozenset[int]:
     """The numbers of a parameter's matrices of which a rank holds part."""
-    at = ranks.index(rank)
-    return frozenset(number for number, (holders, _) in enumerate(residence(layout, fused, ranks)) if at in holders)
+    position = ranks.index(rank)
+    return frozenset(
+        number for number, (holders, _) in enumerate(residence(layout, fused, ranks)) if position in holders
+    )
 
 
 OWNER = "owner"
@@ -162,7 +164,7 @@ def given(layout: TensorLayout, fused: Fused, rank: int) -> Mapping[int, tuple[C
         return {}
     corners = [np.array([getattr(piece.box, end) for _, piece in pieces], np.int64) for end in ("lo", "hi")]
     ours = [np.array([getattr(fragment.box, end) for fragment in held], np.int64) for end in ("lo", "hi")]
-    found: defaultdict[int, list[Copy]] = defaultdict(list)
+    copies_of: defaultdict[int, list[Copy]] = defaultdict(list)
     for i, j in zip(*(index.tolist() for index in overlaps(*corners, *ours)), strict=True):
         number, piece = pieces[i]
         common = piece.box & held[j].box
@@ -170,5 +172,5 @@ def given(layout: TensorLayout, fused: Fused, rank: int) -> Mapping[int, tuple[C
         moved = common.shift([new - old for new, old in zip(piece.origin, piece.box.lo, strict=True)])
         strides = row_major(shapes[number])
         offset = sum(lo * stride for lo, stride in zip(moved.lo, strides, strict=True))
-        found[number].append(Copy(moved, held[j].at(common.lo), Place(OWNER, offset, strides)))
-    return {number: tuple(copies) for number, copies in found.items()}
+        copies_of[number].append(Copy(moved, held[j].at(common.lo), Place(OWNER, offset, strides)))
+    return {number: tuple(copies) for number, copies in copies_of.items()}

@@ -137,7 +137,7 @@ class Wire:
     def differing(self) -> Tensor:
         """Whether any rank has sent another note than this one; a bool on the device."""
         assert self._buffer is not None and self._note is not None, "no notes have arrived"
-        notes = torch.stack([self._buffer.narrow(0, at, NOTE) for at in _starts(self._route.receive_counts)])
+        notes = torch.stack([self._buffer.narrow(0, start, NOTE) for start in _starts(self._route.receive_counts)])
         return (notes != self._note).any()
 
 
@@ -215,8 +215,8 @@ def any_has(flags: Tensor, intent: Intent, group: dist.ProcessGroup) -> tuple[Te
     # The largest of each byte and of its complement: this rank's, unless notes differ.
     told = torch.cat([flags, note, 255 - note])
     dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
-    found, largest, smallest = torch.split(told, [len(flags), NOTE, NOTE])
-    return found, (largest != note).any() | (smallest != 255 - note).any()
+    union, largest, smallest = torch.split(told, [len(flags), NOTE, NOTE])
+    return union, (largest != note).any() | (smallest != 255 - note).any()
 
 
 def disagreement(intent: Intent, group: dist.ProcessGroup) -> Exception:

@@ -186,11 +186,11 @@ class Kernels:
     def _numbers(self, name: str, values: Sequence[float | Tensor]) -> Tensor:
         """One for each entry, fp64; those that are tensors on the device are read there, whenever this runs."""
         live = {id(value): value for value in values if isinstance(value, Tensor) and value.device == self._device}
-        found = self._table(name, tuple(0.0 if id(v) in live else float(v) for v in values), torch.float64)
+        numbers = self._table(name, tuple(0.0 if id(v) in live else float(v) for v in values), torch.float64)
         for key, value in live.items():
             these = self._table((name, key), tuple(float(id(v) == key) for v in values), torch.float64)
-            found = torch.where(these > 0, value.reshape(()).double(), found)
-        return found
+            numbers = torch.where(these > 0, value.reshape(()).double(), numbers)
+        return numbers
 
     def _table(self, name: Hashable, values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
         """Numbers on the device, sent there when they change.  A captured graph reads them as long as it lives."""

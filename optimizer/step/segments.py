@@ -81,12 +81,12 @@ class Segments:
             RuntimeError: a CUDA graph is being captured.
         """
         settled("moves have not been cut into segments")
-        found = []
+        rows: list[tuple[int, ...]] = []
         for move in moves:
             if not 0 <= move.tensor < tensors:
                 raise ValueError(f"a move of tensor {move.tensor}, of {tensors}")
-            found += [(move.tensor, *row) for row in _rows(move, dtype.itemsize)]
-        table = np.array(found, np.int64).reshape(-1, 9)
+            rows += [(move.tensor, *row) for row in _rows(move, dtype.itemsize)]
+        table = np.array(rows, np.int64).reshape(-1, 9)
         counts = -(-table[:, 5] // BLOCK)
         segment = np.repeat(np.arange(len(table)), counts)
         first = (np.arange(len(segment)) - np.repeat(counts.cumsum() - counts, counts)) * BLOCK
@@ -139,14 +139,14 @@ def _rows(move: Move, size: int) -> Iterator[tuple[int, ...]]:
     *outer, (rows, row_near, row_far), (columns, near, far) = [(1, 0, 0), (1, 0, 0), *dims]
     for index in np.ndindex(*(size for size, _, _ in outer)):
         place = move.near + sum(k * stride for k, (_, stride, _) in zip(index, outer, strict=True))
-        at = move.far + size * sum(k * stride for k, (_, _, stride) in zip(index, outer, strict=True))
+        buffer_offset = move.far + size * sum(k * stride for k, (_, _, stride) in zip(index, outer, strict=True))
         if columns <= LONGEST:
-            yield place, columns, row_near, near, rows * columns, at, row_far, far
+            yield place, columns, row_near, near, rows * columns, buffer_offset, row_far, far
             continue
         for row, first in np.ndindex(rows, -(-columns // LONGEST)):
             start = first * LONGEST
             length = min(LONGEST, columns - start)
-            here, there = place + row * row_near + start * near, at + size * (row * row_far + start * far)
+            here, there = place + row * row_near + start * near, buffer_offset + size * (row * row_far + start * far)
             yield here, length, 0, near, length, there, 0, far
 
 

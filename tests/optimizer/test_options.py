@@ -174,6 +174,11 @@ def test_a_step_of_parameters_on_the_meta_device_is_refused(algorithm):
 
 # --- between two steps ------------------------------------------------------------------------------------------
 
+
+def half(rows: int, columns: int) -> float:
+    return 0.5
+
+
 CHANGES = [
     ({}, {"pieces": (4, 8)}),
     ({"pieces": (4, 8)}, {"pieces": None}),
@@ -188,7 +193,7 @@ CHANGES = [
     ({"ns_dtype": "float32"}, {"blocks": 4}),
     ({"ns_dtype": "float32", "blocks": 4}, {"blocks": 1}),
     ({}, {"adjust_lr": "match_rms_adamw"}),
-    ({}, {"adjust_lr": lambda m, n: 0.5}),
+    ({}, {"adjust_lr": half}),
     ({}, {"nesterov": False}),
     ({}, {"cautious": True}),
     ({}, {"momentum": 0.5}),
