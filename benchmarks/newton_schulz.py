@@ -25,10 +25,12 @@ from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from muonckpt.optimizer.newton_schulz import gram as gram_form
+from muonckpt.optimizer.newton_schulz.coefficients import COEFFICIENTS
 from muonckpt.optimizer.newton_schulz.costs import CostTable, measure
-from muonckpt.optimizer.newton_schulz.forms import Choice, Form, by_shape, in_company
+from muonckpt.optimizer.newton_schulz.forms import Choice, Form, by_shape, prefer_kernels
 from muonckpt.optimizer.newton_schulz.iterations import orthogonalize_all
 from muonckpt.optimizer.newton_schulz.places import Places
+from muonckpt.optimizer.newton_schulz.recipe import Recipe
 
 Method = Callable[[Tensor, Places], Tensor]
 """Of matrices end to end in one memory."""
@@ -109,7 +111,7 @@ def batched(memory: Tensor, places: Places) -> Tensor:
     return torch.cat(done)
 
 
-def ours(dtype: torch.dtype, gram: Sequence[int] | None = None, choice: Choice = in_company) -> Method:
+def ours(dtype: torch.dtype, gram: tuple[int, ...] | None = None, choice: Choice = prefer_kernels) -> Method:
     """What the optimizer runs, or in another form."""
 
     @cache
@@ -117,11 +119,8 @@ def ours(dtype: torch.dtype, gram: Sequence[int] | None = None, choice: Choice =
         count, rows, columns = places.runs[0]
         return choice(device, dtype, rows, columns, count)
 
-    def method(memory: Tensor, places: Places) -> Tensor:
-        options = {"coefficients": "keller", "steps": STEPS, "dtype": dtype, "gram": gram}
-        return orthogonalize_all(memory, places, **options, form=form(memory.device, places))
-
-    return method
+    recipe = Recipe(COEFFICIENTS["keller"], STEPS, dtype, gram=gram)
+    return lambda memory, places: orthogonalize_all(memory, places, recipe, form(memory.device, places))
 
 
 def gram_newton_schulz() -> Method:

@@ -6,19 +6,22 @@ matrices with owners.  Open ``muon`` first.
 """
 
 from .clipping import clip_grad_norm_
+from .groups import sort_parameters
 from .layer_wise import LayerWise
 from .muon import ADJUST_LR, Muon
-from .newton_schulz import COEFFICIENTS, orthogonalize, orthogonalize_batch
+from .newton_schulz import COEFFICIENTS, CostTable, measure, orthogonalize
 from .qk_clip import Projection, qk_clip
 
 __all__ = [
     "ADJUST_LR",
     "COEFFICIENTS",
+    "CostTable",
     "LayerWise",
     "Muon",
     "Projection",
     "clip_grad_norm_",
+    "measure",
     "orthogonalize",
-    "orthogonalize_batch",
     "qk_clip",
+    "sort_parameters",
 ]

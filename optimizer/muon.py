@@ -24,7 +24,7 @@ from .collective import CollectiveOptimizer
 from .cuda_graphs import capturing
 from .newton_schulz.coefficients import CoefficientSet, Triple, plain_coefficients
 from .newton_schulz.costs import Cost, flops
-from .newton_schulz.forms import Choice, in_company
+from .newton_schulz.forms import Choice, prefer_kernels
 from .options import CYCLED, check, cycled, fixed, refuse_shared_rate, refuse_unknown
 from .planning.schedule import Schedule
 from .scalar import SCALARS, counted_on
@@ -119,7 +119,7 @@ class Muon(CollectiveOptimizer):
         interleaved: int = MUON.interleaved,
         blocks: int = MUON.blocks,
         cost: Cost = flops,
-        form: Choice = in_company,
+        form: Choice = prefer_kernels,
         replicas: dist.ProcessGroup | None = None,
         exchange: str = "all_to_all",
         stages: int = 4,

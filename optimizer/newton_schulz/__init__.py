@@ -1,11 +1,12 @@
 """Newton-Schulz: the orthogonal factor of a matrix by matrix products.
 
-``iterations`` runs it, ``coefficients`` has the published sets, ``gram`` the form on the short side, ``products``
-torch's arithmetic, ``forms`` the choice between it and the kernels, ``costs`` measured times.  Open ``iterations``
-first.
+``iterations`` runs a ``recipe``, ``coefficients`` has the published sets, ``gram`` the form on the short side,
+``products`` torch's arithmetic, ``forms`` the choice between it and the kernels, ``costs`` measured times.  Open
+``iterations`` first.
 """
 
 from .coefficients import COEFFICIENTS, CoefficientSet
-from .iterations import orthogonalize, orthogonalize_batch
+from .costs import CostTable, measure
+from .iterations import orthogonalize
 
-__all__ = ["COEFFICIENTS", "CoefficientSet", "orthogonalize", "orthogonalize_batch"]
+__all__ = ["COEFFICIENTS", "CoefficientSet", "CostTable", "measure", "orthogonalize"]

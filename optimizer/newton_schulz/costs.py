@@ -13,7 +13,7 @@ import torch
 
 from . import gram as gram_form
 from .forms import Form, has_kernels
-from .iterations import orthogonalize_batch
+from .iterations import orthogonalize
 
 Cost = Callable[[int, int, int, Sequence[int] | None, int], int]
 """Cost of an ``m x n`` matrix on each of ``parts`` ranks that share it: ``(m, n, steps, gram, parts)``, in any unit."""
@@ -143,7 +143,7 @@ def _timed(stack: torch.Tensor, steps: int, dtype: torch.dtype, gram: tuple[int,
     if stack.is_cuda:
         torch.cuda.synchronize(stack.device)
     begin = perf_counter_ns()
-    orthogonalize_batch(stack, steps=steps, dtype=dtype, gram=gram, form=form)
+    orthogonalize(stack, steps=steps, dtype=dtype, gram=gram, form=form)
     if stack.is_cuda:
         torch.cuda.synchronize(stack.device)
     return perf_counter_ns() - begin

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .gram import pays
+from .gram import gram_is_cheaper
 from .products import Products, by_torch
 
 
@@ -38,22 +38,22 @@ symmetric kernel loses at 1024², with 36 tiles (0.0124 ms to 0.0112), and wins 
 Not measured by us: `costs.measure` does on the GPU that is there."""
 
 
-def fills(rows: int, columns: int, copies: int = 1) -> bool:
+def saturates_gpu(rows: int, columns: int, copies: int = 1) -> bool:
     """Whether the triangle of a Gram matrix, for so many matrices of a shape, has a `WAVE` of tiles: from 1281² on."""
     side = -(-min(rows, columns) // 128)
     return copies * side * (side + 1) // 2 >= WAVE
 
 
 def by_shape(device: torch.device, dtype: torch.dtype, rows: int, columns: int, copies: int) -> Form:
-    """The form of matrices that are done on their own, where nothing has been measured: by estimates (`fills`,
-    `gram.pays`)."""
-    return Form(has_kernels(device, dtype) and fills(rows, columns, copies), pays(rows, columns))
+    """The form of matrices that are done on their own, where nothing has been measured: by estimates (`saturates_gpu`,
+    `gram.gram_is_cheaper`)."""
+    return Form(has_kernels(device, dtype) and saturates_gpu(rows, columns, copies), gram_is_cheaper(rows, columns))
 
 
-def in_company(device: torch.device, dtype: torch.dtype, rows: int, columns: int, copies: int) -> Form:
+def prefer_kernels(device: torch.device, dtype: torch.dtype, rows: int, columns: int, copies: int) -> Form:
     """The `Choice` of a step where nothing has been measured: kernels wherever they run, as there the small matrices of
     all shapes share their launches, and fill the GPU together."""
-    return Form(has_kernels(device, dtype), pays(rows, columns))
+    return Form(has_kernels(device, dtype), gram_is_cheaper(rows, columns))
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:

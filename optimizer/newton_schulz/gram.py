@@ -40,7 +40,7 @@ def spans(gram: Sequence[int], steps: int, dtype: torch.dtype) -> tuple[tuple[in
     return found
 
 
-def pays(rows: int, columns: int) -> bool:
+def gram_is_cheaper(rows: int, columns: int) -> bool:
     """Whether a matrix of this shape is rectangular enough for the Gram form; the same for any restarts.
 
     Each step that continues on a Gram matrix saves two products with the long side (``4 s² l``) and adds three of the
@@ -58,7 +58,7 @@ def cost(rows: int, columns: int, steps: int, gram: Sequence[int] | None = None)
     every other step has three more products of ``2 s³``.  A cubic step has no square, which is not counted here.
     """
     short, long = sorted((rows, columns))
-    built = steps if gram is None or not pays(rows, columns) else len(gram) + 1
+    built = steps if gram is None or not gram_is_cheaper(rows, columns) else len(gram) + 1
     return 4 * short**2 * long * built + 2 * short**3 * (steps + 3 * (steps - built))
 
 

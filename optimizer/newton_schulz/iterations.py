@@ -15,33 +15,14 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from .coefficients import COEFFICIENTS, CoefficientSet, Triple, coefficient_set
+from .coefficients import CoefficientSet, Triple, coefficient_set
 from .forms import Form, arithmetic, by_shape
-from .gram import compound, spans
+from .gram import compound
 from .places import Places
 from .products import REDUCTIONS, M, Products, bounded, by_torch, frobenius, reduction, widened
-
-__all__ = [
-    "COEFFICIENTS",
-    "orthogonalize",
-    "orthogonalize_all",
-    "orthogonalize_batch",
-    "orthogonalize_parts",
-    "tree_sum",
-]
+from .recipe import Recipe
 
 Total = Callable[[Iterator[Tensor]], Tensor]
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-HOLD = 4.0
-"""``X`` is held at four times its size, which moves the small elements of a large matrix away from the end of fp16.
-
-Elements of a normalised ``m x n`` have an rms of ``1 / √(mn)``: 2^-13 at 4096 x 16384, and 2^-16 at 65536 x 65536,
-where fp16 at this size is still normal; absolute rounding errors below it, 2^-27 each, are no more than bf16 makes of
-singular values of 1e-3, and no set lifts smaller ones in five steps.  No larger power of two is safe: products hold
-``HOLD⁴ σ⁴``, sets overshoot to ``σ = 2``, and a GPU may keep partial sums of fp16 products in fp16, which ends at 2^16.
-Powers of two are exact, so bf16 and fp32 give the bits that they would give without.  The last step takes it back."""
 
 
 def orthogonalize(
@@ -54,14 +35,14 @@ def orthogonalize(
     gram: Sequence[int] | None = None,
     form: Form | None = None,
 ) -> Tensor:
-    """The approximate polar factor ``U Vᵀ`` of ``matrix = U S Vᵀ``; ``matrix`` itself is left alone.
+    """The approximate polar factor ``U Vᵀ`` of ``matrix = U S Vᵀ``, or of each matrix of a stack.
 
-    The result depends on the values of ``matrix`` only, not on its strides, its alignment or what shares its
+    The result depends on the values of a matrix only, not on its strides, its alignment or what shares its
     memory: the work is done on a fresh contiguous copy in the wide orientation, so a tall matrix gives
-    exactly the transpose of what its transpose gives.  No gradient flows.
+    exactly the transpose of what its transpose gives.  ``matrix`` is left alone, and no gradient flows.
 
     Args:
-        matrix: ``[m, n]``, any real floating dtype; a dim may be 0.
+        matrix: ``[m, n]``, or a stack ``[B, m, n]``, of any real floating dtype; a dim may be 0.
         coefficients: a name in :data:`COEFFICIENTS`, a set, or the triples of a set of one's own, one for each step.
         steps: how many, at least 1; see :meth:`CoefficientSet.schedule` for more steps than the set has.
         dtype: bf16, fp16, fp32 or fp64: every operand of a product is rounded to it, and so is the result.
@@ -75,67 +56,29 @@ def orthogonalize(
         gram: None for the plain form; else the steps after which the Gram form (:mod:`.gram`) rebuilds its Gram
             matrix, e.g. ``(2,)``, or ``()`` for never.  It is used where ``form`` says so.  With bf16 its operands
             are rounded to fp16, an eighth of the error at the same cost, and the result to bf16.
-        form: how; None: by shape alone (:func:`.forms.by_shape`).
+        form: how; None: by shape and ``B`` alone (:func:`.forms.by_shape`).  A matrix of a stack gets the bits that it
+            has alone in the same form.
 
     Returns:
-        ``[m, n]`` of ``dtype``, of any strides.  Zeros for zeros.  All NaN if an element is not finite, in fp32 or
-        the wider of the two dtypes: a diverged momentum is not hidden.
+        The shape of ``matrix``, of ``dtype``, of any strides.  Zeros for zeros.  All NaN if an element is not finite,
+        in fp32 or the wider of the two dtypes: a diverged momentum is not hidden.
 
     Raises:
-        ValueError: not a matrix of floats, an unknown name, no step, another dtype, restarts that are out of order or
-            too few (:func:`.gram.spans`), or a form that this device does not have.
+        ValueError: neither a matrix nor a stack of floats, an unknown name, what :class:`Recipe` refuses, or a form
+            that this device does not have.
     """
-    if matrix.ndim != 2 or not matrix.is_floating_point():
-        raise ValueError(f"expected a matrix of floats, got shape {tuple(matrix.shape)} of {matrix.dtype}")
-    made = _made()(
-        coefficient_set(coefficients), steps, dtype, eps, _restarts(gram), form, matrix.device, ((1, *matrix.shape),)
-    )
-    return made[0].kind.one(matrix.detach(), dtype, made[0])
-
-
-def orthogonalize_batch(
-    stack: Tensor,
-    *,
-    coefficients: str | CoefficientSet | Sequence[Triple] = "quintic",
-    steps: int = 5,
-    dtype: torch.dtype = torch.bfloat16,
-    eps: float = 1e-7,
-    gram: Sequence[int] | None = None,
-    form: Form | None = None,
-) -> Tensor:
-    """:func:`orthogonalize_all` for matrices of one shape: ``[B, m, n]`` in and out.
-
-    Args:
-        form: None: by shape and ``B`` (:func:`.forms.by_shape`).
-    """
-    if stack.ndim != 3:
-        raise ValueError(f"expected a stack of matrices of one shape, got shape {tuple(stack.shape)}")
-    count, rows, columns = stack.shape
+    if matrix.ndim not in (2, 3) or not matrix.is_floating_point():
+        raise ValueError(f"expected a matrix of floats or a stack, got shape {tuple(matrix.shape)} of {matrix.dtype}")
+    recipe = Recipe(coefficient_set(coefficients), steps, dtype, eps, None if gram is None else tuple(gram))
+    if matrix.ndim == 2:
+        [iteration] = _made()(recipe, form, matrix.device, ((1, *matrix.shape),))
+        return iteration.kind.one(matrix.detach(), dtype, iteration)
+    count, rows, columns = matrix.shape
     places = Places(((count, rows, columns),) if count else ())
-    done = orthogonalize_all(
-        stack.reshape(-1),
-        places,
-        coefficients=coefficients,
-        steps=steps,
-        dtype=dtype,
-        eps=eps,
-        gram=gram,
-        form=form or by_shape(stack.device, dtype, rows, columns, count),
-    )
-    return done.view(stack.shape)
+    return orthogonalize_all(matrix.reshape(-1), places, recipe, form).view(matrix.shape)
 
 
-def orthogonalize_all(
-    memory: Tensor,
-    places: Places,
-    *,
-    coefficients: str | CoefficientSet | Sequence[Triple] = "quintic",
-    steps: int = 5,
-    dtype: torch.dtype = torch.bfloat16,
-    eps: float = 1e-7,
-    gram: Sequence[int] | None = None,
-    form: Form,
-) -> Tensor:
+def orthogonalize_all(memory: Tensor, places: Places, recipe: Recipe, form: Form | None) -> Tensor:
     """:func:`orthogonalize` for matrices of any shapes, end to end in one memory: ``[places.numel]`` in and out.
 
     With kernels of ours, all are done by as many launches as one.  Each matrix gets the bits that it has alone, if
@@ -145,19 +88,20 @@ def orthogonalize_all(
         memory: contiguous, of a real floating dtype.
         places: where the matrices lie; for kernels all are tall, or none.
     """
-    if not memory.is_floating_point():
-        raise ValueError(f"expected matrices of floats, got {memory.dtype}")
-    made = _made()(coefficient_set(coefficients), steps, dtype, eps, _restarts(gram), form, memory.device, places.runs)
-    if len(made) == 1:
-        return made[0].kind.over(memory.detach(), places, dtype, made[0])
-    parts = torch.split(memory.detach(), [each.places.numel for each in made])
-    done = [each.kind.over(part, each.places, dtype, each) for each, part in zip(made, parts, strict=True)]
-    return torch.cat([memory.new_empty(0, dtype=dtype), *done])
+    iterations = _made()(recipe, form, memory.device, places.runs)
+    if len(iterations) == 1:
+        return iterations[0].kind.over(memory.detach(), places, recipe.dtype, iterations[0])
+    parts = torch.split(memory.detach(), [iteration.places.numel for iteration in iterations])
+    results = [
+        iteration.kind.over(part, iteration.places, recipe.dtype, iteration)
+        for iteration, part in zip(iterations, parts, strict=True)
+    ]
+    return torch.cat([memory.new_empty(0, dtype=recipe.dtype), *results])
 
 
 @dataclass(frozen=True, slots=True)
 class _Iteration(Generic[M]):
-    """All that is done to a wide matrix, or to a stack of them: `triples` applied to it over its norm times ``scale``.
+    """What is done to a wide matrix, or to several at once: ``triples`` applied to it over its norm times ``scale``.
 
     Attributes:
         spans: runs of steps that share a Gram matrix; none for the plain form.
@@ -183,59 +127,38 @@ class _Iteration(Generic[M]):
         return x
 
 
-Made = tuple[_Iteration[Any], ...]
+Run = tuple[int, int, int]
+"""How many matrices of one shape lie end to end, and the shape: a run of :class:`Places`."""
 
 
 def _iterations(
-    coefficients: CoefficientSet,
-    steps: int,
-    dtype: torch.dtype,
-    eps: float,
-    gram: tuple[int, ...] | None,
-    form: Form | None,
-    device: torch.device,
-    runs: tuple[tuple[int, int, int], ...],
-) -> Made:
-    """What is done to the runs of :class:`Places`; the same exceptions as :func:`orthogonalize_all`."""
-    if dtype not in _DTYPES:
-        raise ValueError(f"Newton-Schulz runs in {', '.join(map(str, _DTYPES))}, got {dtype}")
-    triples, scale = _held(coefficients, steps)
-    found = spans(gram, steps, dtype) if gram is not None else ()
+    recipe: Recipe, form: Form | None, device: torch.device, runs: tuple[Run, ...]
+) -> tuple[_Iteration[Any], ...]:
+    """What is done to each run, or to all of them at once."""
+    triples, dtype = recipe.triples, recipe.dtype
 
-    def of(form: Form, runs: tuple[tuple[int, int, int], ...]) -> _Iteration[Any]:
-        used = found if form.gram else ()
-        inner = torch.float16 if used and dtype.itemsize == 2 else dtype
+    def of(form: Form, runs: tuple[Run, ...]) -> _Iteration[Any]:
+        spans = recipe.spans if form.gram else ()
+        inner = torch.float16 if spans and dtype.itemsize == 2 else dtype
         kind = arithmetic(form, device, inner, *runs[0][1:])
-        return _Iteration(kind, triples, used, eps, scale, Places(runs))
+        return _Iteration(kind, triples, spans, recipe.eps, recipe.scale, Places(runs))
 
     forms = [form or by_shape(device, dtype, rows, columns, count) for count, rows, columns in runs]
     if runs and forms[0].kernels:
         return (of(forms[0], runs),)  # for all shapes; torch's products are chosen by shape
-    return tuple(of(each, (run,)) for each, run in zip(forms, runs, strict=True))
+    return tuple(of(form, (run,)) for form, run in zip(forms, runs, strict=True))
 
 
 # Made anew, they would take a tenth of the time of a small matrix.
 _cached = lru_cache(maxsize=1024)(_iterations)
 
 
-def _made() -> Callable[..., Made]:
+def _made() -> Callable[..., tuple[_Iteration[Any], ...]]:
     return _iterations if torch.compiler.is_compiling() else _cached
 
 
-def _restarts(gram: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if gram is None else tuple(gram)
-
-
 @torch.no_grad()
-def orthogonalize_parts(
-    parts: Sequence[Tensor],
-    *,
-    coefficients: str | CoefficientSet | Sequence[Triple] = "quintic",
-    steps: int = 5,
-    dtype: torch.dtype = torch.bfloat16,
-    eps: float = 1e-7,
-    total: Total,
-) -> list[Tensor]:
+def orthogonalize_parts(parts: Sequence[Tensor], recipe: Recipe, total: Total) -> list[Tensor]:
     """This rank's parts of the polar factor of a matrix that several ranks share.
 
     The matrix is cut into blocks of columns (of rows if it is tall, each given transposed), and each rank has some of
@@ -256,23 +179,22 @@ def orthogonalize_parts(
         For each part, ``[s, l_i]``, contiguous, of ``dtype``.
 
     Raises:
-        ValueError: no part, parts that are no matrices of floats or differ in rows; an unknown name, no step, another
-            dtype.
+        ValueError: no part, or parts that are not matrices of floats or differ in rows.
     """
-    if dtype not in _DTYPES or not all(part.is_floating_point() for part in parts):
-        raise ValueError(f"expected floats, computed in one of {_DTYPES}: got {[p.dtype for p in parts]}, {dtype}")
+    if not all(part.is_floating_point() for part in parts):
+        raise ValueError(f"expected floats, got {[part.dtype for part in parts]}")
     if len({part.shape[0] for part in parts}) != 1 or any(part.ndim != 2 for part in parts):
         raise ValueError(f"expected parts of one number of rows, got {[tuple(part.shape) for part in parts]}")
-    triples, scale = _held(coefficient_set(coefficients), steps)
+    dtype = recipe.dtype
     kind = by_torch(parts[0].device, dtype, 0, 0)
     exact = [widened(part, dtype) for part in parts]
     # The root of a rounded square is what was squared (radix 2): one block has the norm that it has alone.
     norms = (torch.stack([frobenius(x), frobenius(x / REDUCTIONS[x.dtype][1])]) for x in exact)
     norm, reduced = total(pair.square().view(1, 2) for pair in norms).sqrt()[0]
     divisor = reduction(norm)
-    norm = bounded(torch.where(divisor > 1, reduced, norm), eps / divisor, scale)
+    norm = bounded(torch.where(divisor > 1, reduced, norm), recipe.eps / divisor, recipe.scale)
     xs = [(x / divisor / norm).to(kind.dtype) for x in exact]
-    for a, b, c in triples:
+    for a, b, c in recipe.triples:
         gram = total(_unrounded_gram(x) for x in xs).to(kind.dtype)
         p = kind.square(gram, b, c)
         xs = [kind.added(x, a, p) for x in xs]
@@ -302,14 +224,7 @@ def tree_sum(partials: Iterable[Tensor]) -> Tensor:
         sums.append((level, right))
     if not sums:
         raise ValueError("tree_sum of no tensors")
-    return reduce(lambda right, left: left + right, [each for _, each in reversed(sums)])
-
-
-def _held(chosen: CoefficientSet, steps: int) -> tuple[tuple[Triple, ...], float]:
-    """The polynomials for a matrix held at ``HOLD`` times its size, and what its norm is multiplied by for that."""
-    triples = tuple((a, b / HOLD**2, c / HOLD**4) for a, b, c in chosen.schedule(steps))
-    a, b, c = triples[-1]
-    return (*triples[:-1], (a / HOLD, b / HOLD, c / HOLD)), chosen.norm_scale / HOLD
+    return reduce(lambda right, left: left + right, [term for _, term in reversed(sums)])
 
 
 def _unrounded_gram(x: Tensor) -> Tensor:

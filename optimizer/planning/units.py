@@ -16,7 +16,7 @@ from ...layouts.owned import blocks_layout, blocks_of
 from ...overlap import overlaps
 from ...plan import Copy
 from ..newton_schulz.forms import Form
-from ..newton_schulz.gram import pays
+from ..newton_schulz.gram import gram_is_cheaper
 from .matrices import Fused, matrices_of, rows_columns, shapes_of
 from .owners import Int
 
@@ -57,7 +57,7 @@ class Spec:
     slots: tuple[Slot, ...]
     cost: Callable[[int, int, int], int]
     blocks: int = 1
-    form: Callable[[int, int, int], Form] = lambda m, n, copies: Form(kernels=False, gram=pays(m, n))
+    form: Callable[[int, int, int], Form] = lambda m, n, copies: Form(kernels=False, gram=gram_is_cheaper(m, n))
     scale: Callable[[int, int], float] = lambda m, n: 1.0
 
 

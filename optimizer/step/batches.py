@@ -1,4 +1,4 @@
-"""Matrices that are orthogonalised together: of one form, in one group's way."""
+"""Matrices that are orthogonalised together: in one form, by one recipe."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ..newton_schulz.coefficients import CoefficientSet, coefficient_set
-from ..newton_schulz.forms import Form, fills
+from ..newton_schulz.coefficients import coefficient_set
+from ..newton_schulz.forms import Form, saturates_gpu
 from ..newton_schulz.iterations import orthogonalize_all
 from ..newton_schulz.places import Places, Shape
+from ..newton_schulz.recipe import Recipe
 from ..planning.precision import PRECISIONS
 from ..planning.units import Unit
 
@@ -23,27 +24,11 @@ LARGEST = 1 << 25
 In 16 bits they are 64 MiB, and Newton-Schulz takes up to four times that besides."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What a group says about how its matrices are done."""
-
-    algorithm: str
-    ns: CoefficientSet
-    steps: int
-    dtype: str
-    eps: float
-    gram: tuple[int, ...] | None
-
-    @classmethod
-    def of(cls, group: Group) -> Options:
-        gram = tuple(group["gram"]) if group["gram"] is not None else None
-        ns = coefficient_set(group["ns"])
-        return cls(group["algorithm"], ns, group["ns_steps"], group["ns_dtype"], group["eps"], gram)
-
-    def arguments(self) -> dict[str, Any]:
-        """For the functions of `newton_schulz`, but for the Gram form."""
-        dtype = PRECISIONS[self.dtype].compute
-        return {"coefficients": self.ns, "steps": self.steps, "dtype": dtype, "eps": self.eps}
+def recipe_of(group: Group) -> Recipe:
+    """How the matrices of a group are orthogonalised."""
+    gram = None if group["gram"] is None else tuple(group["gram"])
+    dtype = PRECISIONS[group["ns_dtype"]].compute
+    return Recipe(coefficient_set(group["ns"]), group["ns_steps"], dtype, group["eps"], gram)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +42,8 @@ class Batch:
     numbers: tuple[int, ...]
     places: Places
     form: Form
-    options: Options
+    algorithm: str
+    recipe: Recipe
 
     def __post_init__(self) -> None:
         if not self.numbers or len(self.numbers) != len(self.places):
@@ -70,9 +56,11 @@ class Batch:
 
     def orthogonalized(self, memory: Tensor) -> Tensor:
         """The matrices of ``[places.numel]``, end to end in the order of ``numbers``."""
-        return orthogonalize_all(
-            memory, self.places, **self.options.arguments(), gram=self.options.gram, form=self.form
-        )
+        return orthogonalize_all(memory, self.places, self.recipe, self.form)
+
+
+_Kind = tuple[Form, str, Recipe]
+"""What matrices of one batch share: their form, algorithm and recipe."""
 
 
 def in_batches(units: Sequence[Unit], numbers: Iterable[int], group_of: Callable[[int], Group]) -> list[Batch]:
@@ -82,19 +70,20 @@ def in_batches(units: Sequence[Unit], numbers: Iterable[int], group_of: Callable
     together, tall ones apart.  torch's products take one matrix after the other, so there a batch would only take
     memory.
     """
-    alike: defaultdict[tuple[Shape, Form, Options], list[int]] = defaultdict(list)
+    alike: defaultdict[tuple[Shape, _Kind], list[int]] = defaultdict(list)
     for number in numbers:
         unit = units[number]
-        alike[unit.rows_columns, unit.form, Options.of(group_of(unit.param))].append(number)
-    together: defaultdict[tuple[Shape | bool, Form, Options], list[tuple[int, Shape]]] = defaultdict(list)
-    for (shape, form, options), members in alike.items():
+        group = group_of(unit.param)
+        alike[unit.rows_columns, (unit.form, group["algorithm"], recipe_of(group))].append(number)
+    together: defaultdict[tuple[Shape | bool, _Kind], list[tuple[int, Shape]]] = defaultdict(list)
+    for (shape, kind), members in alike.items():
         rows, columns = shape
-        company = shape if fills(rows, columns, len(members)) else rows > columns
-        together[company, form, options] += [(number, shape) for number in members]
+        company = shape if saturates_gpu(rows, columns, len(members)) else rows > columns
+        together[company, kind] += [(number, shape) for number in members]
     return [
-        Batch(tuple(number for number, _ in cut), Places.of(shape for _, shape in cut), form, options)
-        for (_, form, options), members in together.items()
-        for cut in _cut(members, LARGEST if form.kernels else 1)
+        Batch(tuple(number for number, _ in cut), Places.of(shape for _, shape in cut), *kind)
+        for (_, kind), members in together.items()
+        for cut in _cut(members, LARGEST if kind[0].kernels else 1)
     ]
 
 

@@ -21,7 +21,7 @@ from ..newton_schulz.iterations import Total, orthogonalize_parts, sums_of_parts
 from ..planning.schedule import Ranks, Schedule
 from ..planning.units import Spec
 from .agreement import PLAN_FACT, STEP, Intent, step_intent
-from .batches import Batch, Options, in_batches
+from .batches import Batch, in_batches, recipe_of
 from .elementwise import Elementwise
 from .exchange import Link, SharedSum, Wire
 from .methods import MATRICES
@@ -184,7 +184,7 @@ class Step:
 
     def _finish(self, batch: Batch, resting: Resting, stage: int, arrived: Tensor, back: Tensor) -> None:
         """Orthogonalise a batch, and do with each matrix what its algorithm does besides."""
-        method = MATRICES[batch.options.algorithm]
+        method = MATRICES[batch.algorithm]
         results = batch.orthogonalized(self._elementwise.assemble(resting, stage, batch.sizes, arrived))
         if method.slots:
             for unit, result in zip(batch.numbers, batch.places.of_memory(results), strict=True):
@@ -205,8 +205,8 @@ class Step:
         sizes = {number: sum(lengths)}
         cut = torch.split(self._elementwise.assemble(resting, stage, sizes, arrived), lengths)
         parts = [part.view(shape) for part, shape in zip(cut, shapes, strict=True)]
-        options = Options.of(resting.groups[unit.param]).arguments()
-        done = orthogonalize_parts([part.mT if tall else part for part in parts], **options, total=total)
+        recipe = recipe_of(resting.groups[unit.param])
+        done = orthogonalize_parts([part.mT if tall else part for part in parts], recipe, total)
         results = torch.cat([(part.mT if tall else part).reshape(-1) for part in done])
         self._elementwise.release(resting, stage, sizes, results, back)
 

@@ -13,6 +13,7 @@ from support.workers import run
 from torch import Tensor
 
 from muonckpt.optimizer.newton_schulz.iterations import orthogonalize, orthogonalize_parts, tree_sum
+from muonckpt.optimizer.newton_schulz.recipe import Recipe
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SHAPES = [(24, 80), (80, 24), (33, 101), (101, 33), (32, 32), (40, 57)]
@@ -43,7 +44,7 @@ def test_any_spread_over_ranks_gives_the_bits_of_one(
         sums.append(tree_sum(partials))
         return sums[-1]
 
-    expected = orthogonalize_parts(blocks, dtype=dtype, total=alone)
+    expected = orthogonalize_parts(blocks, Recipe(dtype=dtype), alone)
     found: list[Tensor] = []
     by_rank: list[list[Tensor]] = []
     for first in range(0, len(blocks), each):
@@ -54,7 +55,7 @@ def test_any_spread_over_ranks_gives_the_bits_of_one(
             mine.append(tree_sum(partials))
             return sums[len(mine) - 1]
 
-        found += orthogonalize_parts(blocks[first : first + each], dtype=dtype, total=together)
+        found += orthogonalize_parts(blocks[first : first + each], Recipe(dtype=dtype), together)
     assert [len(mine) for mine in by_rank] == [1 + 5] * len(by_rank)
     for parts, total in zip(zip(*by_rank, strict=True), sums, strict=True):
         assert torch.equal(tree_sum(parts), total)
@@ -71,13 +72,13 @@ def on_ranks(rank: int, world: int, shape: tuple[int, int], count: int, dtype: t
         dist.all_gather(everyone, mine)
         return tree_sum(everyone)
 
-    return orthogonalize_parts(blocks[rank * each : (rank + 1) * each], dtype=dtype, total=total)
+    return orthogonalize_parts(blocks[rank * each : (rank + 1) * each], Recipe(dtype=dtype), total)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("shape", [(24, 80), (101, 33)])
 def test_real_ranks_give_the_bits_of_one(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    expected = whole(orthogonalize_parts(blocks_of(gauss(*shape), 8), dtype=dtype, total=tree_sum), shape)
+    expected = whole(orthogonalize_parts(blocks_of(gauss(*shape), 8), Recipe(dtype=dtype), tree_sum), shape)
     for world in (2, 4):
         by_rank = run(world, on_ranks, shape, 8, dtype)
         assert torch.equal(whole((part for parts in by_rank for part in parts), shape), expected)
@@ -86,7 +87,7 @@ def test_real_ranks_give_the_bits_of_one(shape: tuple[int, int], dtype: torch.dt
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_block_is_the_whole_matrix(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    found = orthogonalize_parts(blocks_of(gauss(*shape), 1), dtype=dtype, total=tree_sum)
+    found = orthogonalize_parts(blocks_of(gauss(*shape), 1), Recipe(dtype=dtype), tree_sum)
     assert torch.equal(whole(found, shape), orthogonalize(gauss(*shape), dtype=dtype))
 
 
@@ -94,7 +95,7 @@ def test_one_block_is_the_whole_matrix(shape: tuple[int, int], dtype: torch.dtyp
 @pytest.mark.parametrize(("spectrum", "m", "n"), [("gauss", 128, 512), ("gauss", 512, 128), ("log-uniform", 128, 500)])
 def test_blocks_are_as_exact_as_the_whole(spectrum: str, m: int, n: int, dtype: torch.dtype) -> None:
     matrix = spectra.matrix(spectrum, m, n)
-    blocked = whole(orthogonalize_parts(blocks_of(matrix, 8), dtype=dtype, total=tree_sum), (m, n))
+    blocked = whole(orthogonalize_parts(blocks_of(matrix, 8), Recipe(dtype=dtype), tree_sum), (m, n))
     unblocked = orthogonalize(matrix, dtype=dtype)
     assert spectra.error(blocked, spectrum) <= 1.001 * spectra.error(unblocked, spectrum)
     assert spectra.noise(blocked, spectrum) <= 1.02 * spectra.noise(unblocked, spectrum) + 1e-6
@@ -105,18 +106,18 @@ def test_blocks_are_as_exact_as_the_whole(spectrum: str, m: int, n: int, dtype: 
 def test_parts_are_never_mutated_and_results_are_their_own(given: torch.dtype, dtype: torch.dtype) -> None:
     matrix = gauss(20, 60).to(given)
     before = matrix.clone()
-    found = orthogonalize_parts(blocks_of(matrix, 4), dtype=dtype, total=tree_sum)
+    found = orthogonalize_parts(blocks_of(matrix, 4), Recipe(dtype=dtype), tree_sum)
     assert torch.equal(matrix, before)
     assert all(part.shape == (20, 15) and part.dtype == dtype and part.is_contiguous() for part in found)
     assert len({part.untyped_storage().data_ptr() for part in (*found, matrix)}) == 5
     copies = [block.contiguous() for block in blocks_of(matrix, 4)]
-    assert all(map(torch.equal, orthogonalize_parts(copies, dtype=dtype, total=tree_sum), found))
+    assert all(map(torch.equal, orthogonalize_parts(copies, Recipe(dtype=dtype), tree_sum), found))
 
 
 def test_an_empty_block_changes_nothing() -> None:
     one, two = gauss(6, 10).split(5, dim=1)
-    expected = orthogonalize_parts([one, two], total=tree_sum)
-    found = orthogonalize_parts([one, two, torch.empty(6, 0)], total=tree_sum)
+    expected = orthogonalize_parts([one, two], Recipe(), tree_sum)
+    found = orthogonalize_parts([one, two, torch.empty(6, 0)], Recipe(), tree_sum)
     assert found.pop().shape == (6, 0)
     assert all(map(torch.equal, found, expected))
 
@@ -124,16 +125,16 @@ def test_an_empty_block_changes_nothing() -> None:
 def test_divergence_in_one_block_is_hidden_in_none() -> None:
     one, two = gauss(6, 10).clone().split(5, dim=1)
     two[3, 3] = torch.nan
-    assert all(part.isnan().all() for part in orthogonalize_parts([one, two], total=tree_sum))
+    assert all(part.isnan().all() for part in orthogonalize_parts([one, two], Recipe(), tree_sum))
 
 
 @pytest.mark.parametrize("power", [61, 66, 90, 126])
 def test_a_norm_that_overflows_is_no_divergence(power: int) -> None:
     one, two = gauss(6, 10).split(5, dim=1)
-    expected = orthogonalize_parts([one, two], total=tree_sum)
-    found = orthogonalize_parts([one * 2.0**power, two * 2.0**power], total=tree_sum)
+    expected = orthogonalize_parts([one, two], Recipe(), tree_sum)
+    found = orthogonalize_parts([one * 2.0**power, two * 2.0**power], Recipe(), tree_sum)
     assert all(map(torch.equal, found, expected))
-    mixed = orthogonalize_parts([one, two * 2.0**power], total=tree_sum)
+    mixed = orthogonalize_parts([one, two * 2.0**power], Recipe(), tree_sum)
     assert all(part.isfinite().all() for part in mixed) and mixed[0].abs().max() < 1e-12
 
 
@@ -193,4 +194,4 @@ def test_tree_sum_holds_few_tensors_at_a_time() -> None:
 )
 def test_refusals(parts: list[Tensor], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        orthogonalize_parts(parts, total=tree_sum)
+        orthogonalize_parts(parts, Recipe(), tree_sum)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from muonckpt.optimizer.newton_schulz import forms, products
-from muonckpt.optimizer.newton_schulz.forms import Form, arithmetic, by_shape, fills, in_company
+from muonckpt.optimizer.newton_schulz.forms import Form, arithmetic, by_shape, prefer_kernels, saturates_gpu
 from muonckpt.optimizer.newton_schulz.places import Places
 from muonckpt.optimizer.newton_schulz.products import LARGE, WORTH, StripProducts, TorchProducts, by_torch
 
@@ -34,7 +34,7 @@ NOT_FILLED = [(1024, 1024, 1), (1280, 4096, 1), (128, 4096, 63), (0, 5, 1000)]
     [(*shape, True) for shape in FILLED] + [(*shape, False) for shape in NOT_FILLED],
 )
 def test_a_wave_of_tiles(rows: int, columns: int, copies: int, filled: bool) -> None:
-    assert fills(rows, columns, copies) == fills(columns, rows, copies) == filled
+    assert saturates_gpu(rows, columns, copies) == saturates_gpu(columns, rows, copies) == filled
 
 
 def test_forms_by_shape(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,8 +42,8 @@ def test_forms_by_shape(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_shape(CUDA, FP16, 100, 400, 200) == Form(kernels=True, gram=True)
     assert by_shape(CUDA, FP16, 4096, 4096, 1) == KERNELS
     assert by_shape(CUDA, BF16, 64, 4096, 1) == Form(kernels=False, gram=True)
-    assert in_company(CUDA, BF16, 64, 4096, 1) == Form(kernels=True, gram=True)
-    assert in_company(CUDA, FP32, 64, 64, 1) == in_company(CPU, BF16, 4096, 4096, 1) == PLAIN
+    assert prefer_kernels(CUDA, BF16, 64, 4096, 1) == Form(kernels=True, gram=True)
+    assert prefer_kernels(CUDA, FP32, 64, 64, 1) == prefer_kernels(CPU, BF16, 4096, 4096, 1) == PLAIN
     for device, dtype in ((CPU, BF16), (CUDA, FP32)):
         assert by_shape(device, dtype, 4096, 4096, 1) == PLAIN
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))

@@ -8,20 +8,21 @@ from support import spectra
 from support.interpreted import DEVICE, kernels
 from torch import Tensor
 
-from muonckpt.optimizer.newton_schulz import iterations as newton_schulz
+from muonckpt.optimizer.newton_schulz.coefficients import COEFFICIENTS
 from muonckpt.optimizer.newton_schulz.forms import Form
-from muonckpt.optimizer.newton_schulz.iterations import orthogonalize, orthogonalize_all, orthogonalize_batch
+from muonckpt.optimizer.newton_schulz.iterations import orthogonalize, orthogonalize_all
 from muonckpt.optimizer.newton_schulz.places import Places
+from muonckpt.optimizer.newton_schulz.recipe import Recipe
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [(24, 40), (40, 24), (31, 31), (17, 70), (1, 5)]
 
 
 @pytest.fixture
-def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def by_kernels() -> Form:
     """Kernels, whatever the device and the size."""
     kernels("triton.products")
-    monkeypatch.setattr(newton_schulz, "by_shape", lambda device, dtype, m, n, copies: Form(kernels=True, gram=True))
+    return Form(kernels=True, gram=True)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
@@ -29,48 +30,51 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("m", "n"), SHAPES)
 def test_a_stack_has_the_bits_of_its_matrices(m: int, n: int, gram: tuple[int, ...] | None, dtype: torch.dtype) -> None:
     stack = torch.randn(3, m, n)
-    found = orthogonalize_batch(stack, dtype=dtype, gram=gram)
+    found = orthogonalize(stack, dtype=dtype, gram=gram)
     assert found.is_contiguous()
     for index in range(3):
         assert torch.equal(found[index], orthogonalize(stack[index], dtype=dtype, gram=gram))
 
 
-@pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize(("m", "n", "gram"), [(40, 24, None), (17, 50, (2,))])
-def test_a_stack_has_the_bits_of_its_matrices_by_kernels(m: int, n: int, gram: tuple[int, ...] | None) -> None:
+def test_a_stack_has_the_bits_of_its_matrices_by_kernels(
+    by_kernels: Form, m: int, n: int, gram: tuple[int, ...] | None
+) -> None:
     stack = torch.randn(2, m, n, device=DEVICE)
-    found = orthogonalize_batch(stack, gram=gram, steps=3)
+    found = orthogonalize(stack, gram=gram, steps=3, form=by_kernels)
     assert found.is_contiguous()
     for index in range(2):
-        assert torch.equal(found[index], orthogonalize(stack[index], gram=gram, steps=3))
+        assert torch.equal(found[index], orthogonalize(stack[index], gram=gram, steps=3, form=by_kernels))
 
 
-@pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize(("tall", "gram"), [(False, None), (True, (1,))])
-def test_matrices_of_any_shapes_have_the_bits_that_they_have_alone(tall: bool, gram: tuple[int, ...] | None) -> None:
+def test_matrices_of_any_shapes_have_the_bits_that_they_have_alone(
+    by_kernels: Form, tall: bool, gram: tuple[int, ...] | None
+) -> None:
     shapes = [(16, 48), (7, 20), (7, 20), (0, 3), (33, 40), (15, 16)] + ([] if tall else [(20, 20)])
     places = Places.of(shape[::-1] if tall else shape for shape in shapes)
     memory = torch.randn(places.numel, device=DEVICE)
-    found = orthogonalize_all(memory, places, gram=gram, steps=2, form=Form(kernels=True, gram=True))
+    found = orthogonalize_all(memory, places, Recipe(steps=2, gram=gram), by_kernels)
     for matrix, done in zip(places.of_memory(memory), places.of_memory(found), strict=True):
-        alone = orthogonalize(matrix, gram=gram, steps=2)
+        alone = orthogonalize(matrix, gram=gram, steps=2, form=by_kernels)
         assert torch.equal(done, alone)
         # Turned, the norm is summed in another order; a square has another Gram matrix.
-        torch.testing.assert_close(alone.mT, orthogonalize(matrix.mT, gram=gram, steps=2), rtol=0, atol=0.02)
+        torch.testing.assert_close(
+            alone.mT, orthogonalize(matrix.mT, gram=gram, steps=2, form=by_kernels), rtol=0, atol=0.02
+        )
 
 
-@pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize(("dtype", "noise"), [(BF16, 0.03), (FP16, 0.004)])
 @pytest.mark.parametrize("gram", [None, (2,)])
 @pytest.mark.parametrize(("m", "n"), [(33, 90), (90, 33)])
 @pytest.mark.parametrize("coefficients", ["quintic", "cubic5"])
 def test_kernels_are_the_iteration(
-    m: int, n: int, gram: tuple[int, ...] | None, dtype: torch.dtype, noise: float, coefficients: str
+    by_kernels: Form, m: int, n: int, gram: tuple[int, ...] | None, dtype: torch.dtype, noise: float, coefficients: str
 ) -> None:
     matrix: Tensor = spectra.gauss(m, n).to(DEVICE)
-    found = orthogonalize(matrix, coefficients=coefficients, dtype=dtype, gram=gram)
+    found = orthogonalize(matrix, coefficients=coefficients, dtype=dtype, gram=gram, form=by_kernels)
     u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
-    chosen = newton_schulz.COEFFICIENTS[coefficients]
+    chosen = COEFFICIENTS[coefficients]
     s = s / (s.norm() * chosen.norm_scale)
     for a, b, c in chosen.schedule(5):
         s = a * s + b * s**3 + c * s**5
@@ -78,11 +82,10 @@ def test_kernels_are_the_iteration(
     assert (found.double() - exact).norm() <= noise * exact.norm()
 
 
-@pytest.mark.usefixtures("by_kernels")
-def test_kernels_hide_no_divergence() -> None:
+def test_kernels_hide_no_divergence(by_kernels: Form) -> None:
     stack = torch.randn(3, 20, 30, device=DEVICE)
     stack[0, 3, 4], stack[2] = torch.inf, 0
-    found = orthogonalize_batch(stack, steps=2)
+    found = orthogonalize(stack, steps=2, form=by_kernels)
     assert found[0].isnan().all()
     assert found[1].isfinite().all()
     assert not found[2].any()
@@ -90,11 +93,12 @@ def test_kernels_hide_no_divergence() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 0, 5), (0, 4, 5), (2, 5, 0)])
 def test_empty_stacks(shape: tuple[int, ...]) -> None:
-    assert orthogonalize_batch(torch.ones(shape)).shape == shape
+    assert orthogonalize(torch.ones(shape)).shape == shape
 
 
-def test_a_stack_has_three_dims() -> None:
-    with pytest.raises(ValueError, match="stack of matrices"):
-        orthogonalize_batch(torch.ones(3, 4))
+def test_neither_a_matrix_nor_a_stack() -> None:
+    for shape in [(3,), (2, 3, 4, 5)]:
+        with pytest.raises(ValueError, match="or a stack"):
+            orthogonalize(torch.ones(shape))
     with pytest.raises(ValueError, match="floats"):
-        orthogonalize_batch(torch.ones(3, 4, 5, dtype=torch.int32))
+        orthogonalize(torch.ones(3, 4, 5, dtype=torch.int32))
