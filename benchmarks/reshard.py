@@ -29,7 +29,9 @@ from machine import describe
 
 import muonckpt
 from muonckpt.converters.engine.job import Job, make_job
+from muonckpt.converters.target.formats import container_of
 from muonckpt.converters.target.topology import Target
+from muonckpt.converters.translate.request import unchanged
 
 SHAPES = ((4611, 1536), (1538, 1536), (5123, 1536), (5123, 1536), (1538, 5123))
 """A layer's matrices (q, k and v; output; gate; up; down); no row count divides by 4 or 8."""
@@ -203,7 +205,7 @@ def ways(folder: Path, gigabytes: float, rounds: int) -> None:
     padded = save(folder, "padded", gigabytes, SHAPES, *ROWS_4, "--layout", "padded-nscost")
     ep = [each.format(2, 4) for each in EP_FSDP]
     experts = save(folder, "experts", gigabytes, EXPERTS, *ep)
-    job = make_job(muonckpt.open(four), Target({"dp": 8}))
+    job = make_job(muonckpt.open(four), Target({"dp": 8}), (), unchanged, container_of("dcp"))
 
     def ours(source: Path, *options: str) -> Way:
         return lambda to: reshard(source, to, *options)

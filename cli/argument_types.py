@@ -10,7 +10,7 @@ from ..layouts.buffers.placements import FORMER
 from ..store.io.location import Location, location
 
 
-class Place(click.ParamType):  # type: ignore[type-arg]  # generic in new releases of click only
+class CheckpointType(click.ParamType):  # type: ignore[type-arg]  # generic in new releases of click only
     """Where a checkpoint is: a path, or a URL of an object store."""
 
     name = "path or url"
@@ -22,7 +22,7 @@ class Place(click.ParamType):  # type: ignore[type-arg]  # generic in new releas
             self.fail(str(error), param, context)
 
 
-CHECKPOINT = Place()
+CHECKPOINT = CheckpointType()
 
 JOBS = click.IntRange(1, 1024)
 
@@ -31,7 +31,7 @@ _MOST_DIGITS = 6
 """Of a mesh size: a million ranks."""
 
 
-class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic in new releases of click only
+class ByteCountType(click.ParamType):  # type: ignore[type-arg]  # generic in new releases of click only
     """A number of bytes with an optional unit, such as 256MiB."""
 
     name = "bytes"
@@ -45,7 +45,7 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic in new releas
         return int(match[1]) * _UNITS[match[2].lower()]
 
 
-class MeshSizes(click.ParamType):  # type: ignore[type-arg]
+class MeshType(click.ParamType):  # type: ignore[type-arg]
     """Sizes of mesh axes by name, the outermost first, such as dp=8,tp=2."""
 
     name = "mesh"
@@ -62,7 +62,7 @@ class MeshSizes(click.ParamType):  # type: ignore[type-arg]
         return sizes
 
 
-class ShardRule(click.ParamType):  # type: ignore[type-arg]
+class ShardRuleType(click.ParamType):  # type: ignore[type-arg]
     """A pattern for keys and the axes that cut what fits it, each with a dim: '*experts*=ep:0,dp:1'; none: '*='."""
 
     name = "glob=axis:dim,..."
@@ -78,7 +78,7 @@ class ShardRule(click.ParamType):  # type: ignore[type-arg]
         return glob, cuts
 
 
-class LayoutName(click.Choice):  # type: ignore[type-arg]
+class LayoutType(click.Choice):  # type: ignore[type-arg]
     """What ranks hold, by its name; a former name is still understood."""
 
     def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> str:

@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..converters.buffer_summary import Labelled
-from .output import section, size
+from ..converters.buffer_summary import LabelledBuffer
+from .printing import print_section, size
 
-FEW = 24
+_FEW_RANKS = 24
 """Most rows of ranks that are shown unless all are asked for."""
 
-SIZES = ("buffers of", "placed by", "ranks", "buckets", "elements", "padding")
-HEADERS = (*SIZES, "busiest by elements", "by Newton-Schulz")
-RANK_HEADERS = ("rank", "buffers of", "placed by", "elements", "Newton-Schulz", "of the mean")
-PARAMETER_HEADERS = ("parameter", "buffers of", "placed by", "bucket", "elements", "owner")
+_SIZES = ("buffers of", "placed by", "ranks", "buckets", "elements", "padding")
+_HEADERS = (*_SIZES, "busiest by elements", "by Newton-Schulz")
+_RANK_HEADERS = ("rank", "buffers of", "placed by", "elements", "Newton-Schulz", "of the mean")
+_PARAMETER_HEADERS = ("parameter", "buffers of", "placed by", "bucket", "elements", "owner")
 
 
-def show(summary: Sequence[Mapping[str, Any]], every_rank: bool = False) -> None:
+def print_summary(summary: Sequence[Mapping[str, Any]], every_rank: bool = False) -> None:
     """Print a summary: a line for each entry, and for each rank if these are few or all are asked for."""
     of_ranks = list(_rank_rows(summary))
-    section(HEADERS, list(_rows(summary)))
-    section(RANK_HEADERS, of_ranks if every_rank or len(of_ranks) <= FEW else ())
+    print_section(_HEADERS, list(_rows(summary)))
+    print_section(_RANK_HEADERS, of_ranks if every_rank or len(of_ranks) <= _FEW_RANKS else ())
 
 
-def show_parameters(buffers: Iterable[Labelled]) -> None:
+def print_parameters(buffers: Iterable[LabelledBuffer]) -> None:
     """Print a line for each parameter of each buffer: where it lies, and who owns it."""
-    section(PARAMETER_HEADERS, list(_parameter_rows(buffers)))
+    print_section(_PARAMETER_HEADERS, list(_parameter_rows(buffers)))
 
 
 def _rows(summary: Iterable[Mapping[str, Any]]) -> Iterator[tuple[object, ...]]:
@@ -48,7 +48,7 @@ def _rank_rows(summary: Iterable[Mapping[str, Any]]) -> Iterator[tuple[object, .
             yield share["rank"], entry["of"], _placed_by(entry), share["elements"], cost, part
 
 
-def _parameter_rows(buffers: Iterable[Labelled]) -> Iterator[tuple[object, ...]]:
+def _parameter_rows(buffers: Iterable[LabelledBuffer]) -> Iterator[tuple[object, ...]]:
     for of, buffer in buffers:
         layout, owners = buffer.layout, buffer.layout.owners
         for placed in layout.parameters:

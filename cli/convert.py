@@ -7,13 +7,13 @@ from typing import Any
 import click
 
 from ..converters.rewrite import convert
-from .options import PLACES, SHARED, Command
 from .rewriting import rewrite
+from .shared_options import SHARED_OPTIONS, SOURCE_AND_DESTINATION, RewriteCommand
 
 
-@click.command("convert", cls=Command)
-@PLACES
-@SHARED
+@click.command("convert", cls=RewriteCommand)
+@SOURCE_AND_DESTINATION
+@SHARED_OPTIONS
 def command(**options: Any) -> None:
     """Rewrite the checkpoint SOURCE as DESTINATION in another format, or for another program.
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import click
 
-from ..converters.buffer_summary import labelled
+from ..converters.buffer_summary import labelled_buffers
 from ..converters.inspection import Inspection, inspect
 from ..record import StateRecord
 from ..store.io.location import Location
 from . import buffer_tables
 from .argument_types import CHECKPOINT
-from .output import printable, section, size
+from .printing import print_section, printable, size
 
 
 @click.command("inspect")
@@ -34,12 +34,12 @@ def command(checkpoint: Location, tensors: bool, ranks: bool, as_json: bool) -> 
         return
     for label, value in lines(inspection):
         click.echo(printable(f"{label:<13} {value}"))
-    section(("slot", "tensors", "elements", "bytes", "dtypes"), list(map(_slot_row, inspection.slots)))
-    buffer_tables.show(inspection.buffers, ranks)
+    print_section(("slot", "tensors", "elements", "bytes", "dtypes"), list(map(_slot_row, inspection.slots)))
+    buffer_tables.print_summary(inspection.buffers, ranks)
     if tensors:
-        buffer_tables.show_parameters(labelled(inspection.manifest.provenance))
+        buffer_tables.print_parameters(labelled_buffers(inspection.manifest.provenance))
         headers = ("tensor", "shape", "dtype", "convention", "chunks", "fingerprint")
-        section(headers, list(map(_row, inspection.manifest.tensors)))
+        print_section(headers, list(map(_row, inspection.manifest.tensors)))
 
 
 def lines(inspection: Inspection) -> Iterator[tuple[str, str]]:

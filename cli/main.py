@@ -32,7 +32,7 @@ COMMANDS = {
 }
 """Every command and its one-line help, so that `--help` imports none of them."""
 
-RENAMED = {"export": "convert"}
+_RENAMED = {"export": "convert"}
 """Commands of earlier versions, which take the same options, by what they are called now."""
 
 EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
@@ -62,9 +62,9 @@ class _Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name in RENAMED:
-            _complain(f"`{name}` is called `{RENAMED[name]}` now")
-            name = RENAMED[name]
+        if name in _RENAMED:
+            _complain(f"`{name}` is called `{_RENAMED[name]}` now")
+            name = _RENAMED[name]
         if name not in COMMANDS:
             return None
         command: click.Command = import_module(f".{name}", __package__).command
@@ -77,15 +77,13 @@ class _Commands(click.Group):
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(VERSION)
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-@click.pass_context
-def cli(context: click.Context, debug: bool) -> None:
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")  # `run` looks for it
+def cli() -> None:
     """Inspect, verify and reshard the checkpoints of sharded Muon training.
 
     Exit codes: 0 fine, 1 a finding, 2 usage, 3 source unreadable or corrupt, 4 destination or IO, 5 interrupted but
     resumable.
     """
-    context.obj = debug
 
 
 def run(arguments: Sequence[str]) -> int:

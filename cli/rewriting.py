@@ -14,7 +14,7 @@ from ..converters.engine.launch import worker_of
 from ..converters.engine.workers import LaunchError
 from ..converters.report import Report
 from ..errors import TargetError
-from .output import counted, printable, progress, size, some_of, table
+from .printing import counted, print_table, printable, progress, size, some_of
 
 
 def rewrite(function: Callable[..., Report | None], label: str, *, as_json: bool, **options: Any) -> None:
@@ -47,11 +47,11 @@ def _labelled(label: str) -> str:
 
 def _show_plan(report: Report) -> None:
     rows = [(file.file, file.items, size(file.elements), size(file.bytes)) for file in report.files]
-    table(("file", "items", "elements", "bytes"), rows)
+    print_table(("file", "items", "elements", "bytes"), rows)
     if report.buffers:
         from . import buffer_tables
 
-        buffer_tables.show(report.buffers)
+        buffer_tables.print_summary(report.buffers)
 
 
 def _would_do(report: Report) -> str:

@@ -6,9 +6,9 @@ import click
 
 from ..converters.target.topology import LAYOUTS
 from ..converters.translate.dialects import DIALECTS
-from ..converters.translate.tables import READY, ready
+from ..converters.translate.tables import READY_MADE, ready_made
 from ..errors import TargetError
-from .output import table
+from .printing import print_table
 
 
 @click.command("rules")
@@ -24,14 +24,14 @@ def command(name: str | None, dialects: bool, layouts: bool) -> None:
     """
     if dialects:
         known = [(d.name, d.convention or "-", "" if d.writable else "read only", d.who) for d in DIALECTS.values()]
-        table(("dialect", "momentum", "", "program"), known)
+        print_table(("dialect", "momentum", "", "program"), known)
     elif layouts:
-        table(("layout", "what a rank has"), list(LAYOUTS.items()))
+        print_table(("layout", "what a rank has"), list(LAYOUTS.items()))
     elif name is None:
-        tables = [(name, len(ready(name).rules), str(ready(name).rules[0])) for name in READY]
-        table(("table", "rules", "the first"), tables)
+        tables = [(name, len(ready_made(name).rules), str(ready_made(name).rules[0])) for name in READY_MADE]
+        print_table(("table", "rules", "the first"), tables)
     else:
         try:
-            click.echo(ready(name).to_toml(), nl=False)
+            click.echo(ready_made(name).to_toml(), nl=False)
         except TargetError as error:
             raise click.UsageError(str(error)) from error

@@ -10,7 +10,7 @@ import click
 from ..store.audit import verify
 from ..store.io.location import Location
 from .argument_types import CHECKPOINT, JOBS
-from .output import printable, progress, size
+from .printing import printable, progress, size
 
 
 @click.command("verify")

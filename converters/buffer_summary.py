@@ -18,11 +18,11 @@ RUN = "(the run that saved)"
 """What buffers are of, if they were those of a training run: its parameters and gradients."""
 
 
-Labelled = tuple[str, GroupBuffer]
+LabelledBuffer = tuple[str, GroupBuffer]
 """A buffer, and what it is of: a slot of state, `NO_STATE` or `RUN`."""
 
 
-def labelled(provenance: Mapping[str, Any]) -> tuple[Labelled, ...]:
+def labelled_buffers(provenance: Mapping[str, Any]) -> tuple[LabelledBuffer, ...]:
     """The buffers that a checkpoint lies in; if it lies in none, those of the run that saved it.
 
     Raises:
@@ -40,7 +40,7 @@ def without_buffers(provenance: Mapping[str, Any]) -> dict[str, Any]:
     return short
 
 
-def buffer_summary(buffers: Sequence[Labelled]) -> list[dict[str, Any]]:
+def buffer_summary(buffers: Sequence[LabelledBuffer]) -> list[dict[str, Any]]:
     """JSON data, for what they are of and who placed them: sizes and padding, and what each rank has.
 
     ``padding_bytes`` is of one buffer of that dtype; ``newton_schulz`` the FLOPs of an iteration on the matrices that

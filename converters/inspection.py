@@ -14,10 +14,10 @@ from typing import Any
 from ..errors import SourceError
 from ..record import Extent, Manifest, StateRecord
 from ..store.io.location import Remote
-from ..store.open_checkpoint import OpenCheckpoint, open
+from ..store.open_checkpoint import open
 from ..store.reading.dtypes import itemsize
-from .buffer_summary import NO_STATE, buffer_summary, labelled, without_buffers
-from .translate.detection import annotate, detect
+from .buffer_summary import NO_STATE, buffer_summary, labelled_buffers, without_buffers
+from .translate.detection import detect, with_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +69,7 @@ def inspect(path: str | os.PathLike[str] | Remote) -> Inspection:
         SourceError: there is no checkpoint, or its metadata are damaged or refused.
     """
     with open(path) as checkpoint:
-        return inspection_of(checkpoint)
-
-
-def inspection_of(checkpoint: OpenCheckpoint) -> Inspection:
-    """The same for an open checkpoint."""
-    manifest = annotate(checkpoint.outline)
+        manifest = with_slots(checkpoint.outline)
     layouts = Counter(json.dumps(tensor.layout) for tensor in manifest.tensors if tensor.layout)
     return Inspection(
         checkpoint=str(checkpoint.path),
@@ -87,7 +82,7 @@ def inspection_of(checkpoint: OpenCheckpoint) -> Inspection:
         other_items=len(manifest.blobs),
         files=len({item.file for item in _items(manifest)}),
         layouts=tuple({**json.loads(layout), "tensors": count} for layout, count in layouts.most_common()),
-        buffers=tuple(buffer_summary(labelled(manifest.provenance))),
+        buffers=tuple(buffer_summary(labelled_buffers(manifest.provenance))),
         slots=tuple(_slot(name, manifest.tensors) for name in dict.fromkeys(t.slot for t in manifest.tensors)),
         manifest=manifest,
     )

@@ -9,7 +9,7 @@ from typing import Any
 from ..record import Manifest
 from ..store.io.location import Location
 from .engine.job import Job
-from .target.item_file import beside
+from .target.item_file import item_file_location
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
         avoided=job.reads_avoided,
         written=job.bytes_to_write,
         unchecked=sum(not payloads.is_checked(chunk) for chunk in chunks),
-        items_file=None if job.items is None else str(beside(destination)),
+        items_file=None if job.items is None else str(item_file_location(destination)),
         decoded=0 if job.items is None else len(job.items.decoded),
         undecoded=() if job.items is None else job.items.undecoded,
         left_out=job.left_out,
@@ -117,6 +117,6 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
 def _summary(buffers: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
     if not buffers:
         return ()
-    from .buffer_summary import buffer_summary, labelled  # rows need none of it
+    from .buffer_summary import buffer_summary, labelled_buffers  # rows need none of it
 
-    return tuple(buffer_summary(labelled({"buffers": buffers})))
+    return tuple(buffer_summary(labelled_buffers({"buffers": buffers})))

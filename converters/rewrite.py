@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import update_wrapper
 from types import MappingProxyType
+from typing import Any, ParamSpec, TypeVar
 
 from ..errors import DestinationError, TargetError
 from ..layouts.buffers.placements import present_name
+from ..store.audit import Progress
 from ..store.formats.registry import BUFFERS
 from ..store.formats.signs import is_torch_dist
 from ..store.io.location import Remote, location
@@ -16,35 +19,28 @@ from ..store.open_checkpoint import OpenCheckpoint, open
 from ..vocabulary import Convention
 from .engine.job import check_destination, make_job
 from .engine.launch import TIMEOUT, joined
-from .engine.run import THREADS, run
+from .engine.run import MEMORY, THREADS, run_job
 from .report import Report, report_of
 from .target.container import Container
 from .target.formats import container_of
-from .target.item_file import beside
-from .target.topology import ROWS, Cut, Rule, Target
+from .target.item_file import item_file_location
+from .target.topology import ROWS, AxisCut, ShardRule, Target
 from .translate.conventions import Overrides
-from .translate.dialects import DIALECTS, Dialect
-from .translate.names import Rules
+from .translate.dialect import Dialect
+from .translate.dialects import DIALECTS
+from .translate.names import NameRules
 from .translate.request import Request
-from .translate.tables import table
+from .translate.tables import load_rules
 
-Place = str | os.PathLike[str] | Remote
-"""A path, or a URL such as ``s3://bucket/step1000``."""
-
-Progress = Callable[[int, int], None]
-"""Told the bytes that were checked or written since the last call, and how many there are in all; called from several
-threads."""
-
-MEMORY = 256 << 20
-"""Bytes of buffers unless the caller says otherwise."""
+_ONE_RANK = MappingProxyType({"dp": 1})
 
 
 def reshard(
-    source: Place,
-    destination: Place,
+    source: str | os.PathLike[str] | Remote,
+    destination: str | os.PathLike[str] | Remote,
     *,
     mesh: Mapping[str, int] | None = None,
-    shard: Mapping[str, Sequence[Cut]] = MappingProxyType({}),
+    shard: Mapping[str, Sequence[AxisCut]] = MappingProxyType({}),
     layout: str = ROWS,
     format: str | None = None,
     shard_size: int | None = None,
@@ -52,7 +48,7 @@ def reshard(
     select: Sequence[str] = (),
     from_dialect: str | None = None,
     to_dialect: str | None = None,
-    rules: str | Rules | Iterable[str | Rules] = (),
+    rules: str | NameRules | Iterable[str | NameRules] = (),
     convention: str | None = None,
     target_convention: str | None = None,
     mu: float | None = None,
@@ -85,7 +81,7 @@ def reshard(
         select: shell patterns; what has a key that fits none of them is neither read nor written.
         from_dialect: the program whose keys the source has; found from them if None.
         to_dialect: the program to write for: its keys, slots, groups and momentum convention.
-        rules: tables of names and structure, applied in order: names of ready-made ones, TOML files, or `Rules`;
+        rules: tables of names and structure, applied in order: names of ready-made ones, TOML files, or `NameRules`;
             ``inverse:`` before a name is the way back.
         convention: of the source's momentum, where nothing else says it: ``"ema"`` or ``"sum"``.
         target_convention: to write, where the target's program has none of its own.
@@ -121,8 +117,8 @@ def reshard(
             frozenset(drop),
             tensors_only,
         )
-        shard_rules = tuple(Rule(glob, tuple(cuts)) for glob, cuts in shard.items())
-        target = Target(mesh or {"dp": 1}, shard_rules, present_name(layout))
+        shard_rules = tuple(ShardRule(glob, tuple(cuts)) for glob, cuts in shard.items())
+        target = Target(mesh or _ONE_RANK, shard_rules, present_name(layout))
         place = location(destination, DestinationError)
         with open(source) as opened:
             container = container_of(format or _default_format(opened, request.target), shard_size)
@@ -133,7 +129,7 @@ def reshard(
             if dry_run:
                 return report if workers.me.coordinates else None
             total = (job.bytes_to_check + job.payload_to_write * (1 + verify)) // workers.me.world
-            manifest = run(
+            manifest = run_job(
                 job,
                 place,
                 memory=memory,
@@ -146,58 +142,26 @@ def reshard(
         return None if manifest is None else report.finished(manifest)
 
 
-def convert(
-    source: Place,
-    destination: Place,
-    *,
-    format: str | None = None,
-    shard_size: int | None = None,
-    tensors_only: bool = False,
-    select: Sequence[str] = (),
-    from_dialect: str | None = None,
-    to_dialect: str | None = None,
-    rules: str | Rules | Iterable[str | Rules] = (),
-    convention: str | None = None,
-    target_convention: str | None = None,
-    mu: float | None = None,
-    step: int | None = None,
-    drop: Collection[str] = (),
-    memory: int = MEMORY,
-    jobs: int = THREADS,
-    resume: bool = False,
-    verify: bool = False,
-    dry_run: bool = False,
-    timeout: float = TIMEOUT,
-    progress: Progress = lambda count, total: None,
-) -> Report | None:
-    """Rewrite a checkpoint in another format or for another program: `reshard` for one rank.
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
-    The arguments, what is returned and what is raised are those of `reshard`.
+
+def _called_like(model: Callable[Arguments, Result]) -> Callable[[Callable[..., Result]], Callable[Arguments, Result]]:
+    """Give a function the signature of another, for type checkers and for `help`."""
+
+    def decorate(function: Callable[..., Result]) -> Callable[Arguments, Result]:
+        return update_wrapper(function, model, assigned=())
+
+    return decorate
+
+
+@_called_like(reshard)
+def convert(*places: Any, **options: Any) -> Report | None:
+    """Rewrite a checkpoint in another format or for another program: `reshard` with a mesh of one rank.
+
+    The arguments, the result and the errors are those of `reshard`; only ``mesh`` is ``{"dp": 1}`` unless it is given.
     """
-    return reshard(
-        source,
-        destination,
-        mesh={"dp": 1},
-        format=format,
-        shard_size=shard_size,
-        tensors_only=tensors_only,
-        select=select,
-        from_dialect=from_dialect,
-        to_dialect=to_dialect,
-        rules=rules,
-        convention=convention,
-        target_convention=target_convention,
-        mu=mu,
-        step=step,
-        drop=drop,
-        memory=memory,
-        jobs=jobs,
-        resume=resume,
-        verify=verify,
-        dry_run=dry_run,
-        timeout=timeout,
-        progress=progress,
-    )
+    return reshard(*places, **{"mesh": _ONE_RANK, **options})
 
 
 def _dialect(option: str, name: str | None) -> Dialect | None:
@@ -216,9 +180,9 @@ def _convention(name: str | None) -> Convention | None:
     return Convention(name)
 
 
-def _rules(tables: str | Rules | Iterable[str | Rules]) -> Rules:
-    listed = [tables] if isinstance(tables, str | Rules) else tables
-    return sum((table(each) if isinstance(each, str) else each for each in listed), Rules())
+def _rules(tables: str | NameRules | Iterable[str | NameRules]) -> NameRules:
+    listed = [tables] if isinstance(tables, str | NameRules) else tables
+    return sum((load_rules(each) if isinstance(each, str) else each for each in listed), NameRules())
 
 
 def _default_format(source: OpenCheckpoint, target: Dialect | None) -> str:
@@ -253,5 +217,5 @@ def _unused(container: Container, mesh: Mapping[str, int] | None) -> tuple[str, 
 
 def _unread(source: OpenCheckpoint) -> tuple[str, ...]:
     """What is said of a file of items beside the source."""
-    place = beside(source.path)
+    place = item_file_location(source.path)
     return (f"what is no tensor lies in {place} and is not read",) if place.exists() else ()

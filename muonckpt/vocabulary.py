@@ -28,6 +28,9 @@ STEP = "step"
 MASTER = "fp32_param"
 """The float32 copy of a 16-bit parameter that the optimizer updates, shaped like the parameter; Megatron's name."""
 
+PARAMS = "params"
+"""The option of a parameter group that lists its parameters, as in torch's optimizers."""
+
 ELEMENTWISE = frozenset({EXP_AVG, EXP_AVG_SQ})
 """Slots of which no rank needs a whole tensor, because no element's update depends on another element."""
 

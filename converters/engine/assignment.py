@@ -28,7 +28,7 @@ def assignment(job: Job, worker: Worker, finished: Collection[str] = ()) -> Assi
     mine: set[str] = set()
     for is_finished in (True, False):
         files = [file for file in job.files if (file.name in finished) is is_finished]
-        ends = (0, *cuts([file.length for file in files], worker.world))
+        ends = (0, *part_ends([file.length for file in files], worker.world))
         mine.update(file.name for file in files[ends[worker.rank] : ends[worker.rank + 1]])
     checked = _sources(file for file in job.files if file.name in mine)
     if worker.coordinates:
@@ -41,7 +41,7 @@ def assignment(job: Job, worker: Worker, finished: Collection[str] = ()) -> Assi
     )
 
 
-def cuts(sizes: Sequence[int], world: int) -> tuple[int, ...]:
+def part_ends(sizes: Sequence[int], world: int) -> tuple[int, ...]:
     """Where each of ``world`` parts of a sequence ends, so that the largest sum of sizes in one is the least possible.
 
     Parts are contiguous: files that follow each other are mostly made of the same chunks of the source, which a worker

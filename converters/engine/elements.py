@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...box import Box, Index
 from ...layout import Buffer, Fragment, Place
@@ -15,11 +13,8 @@ from ...store.reading.bands import within
 from ...store.reading.dtypes import dtype, itemsize
 from ...store.reading.payloads import Payloads, as_words, payload_of
 from ...store.reading.strided import span, strided
-from ..translate.conventions import scaled
+from ..translate.conventions import Words, scaled
 from .outputs import OutputTensor
-
-Words = NDArray[Any]
-"""Elements as unsigned words; of 16-byte elements, whose halves are a last dim of 2."""
 
 
 def bytes_of(payloads: Payloads, tensor: OutputTensor, buffer: Buffer, start: int, numel: int) -> memoryview:
@@ -31,7 +26,7 @@ def bytes_of(payloads: Payloads, tensor: OutputTensor, buffer: Buffer, start: in
     return payloads.view(Extent(payload.file, payload.offset + start * size, numel * size))
 
 
-def gathered(payloads: Payloads, tensor: OutputTensor, fragments: Iterable[Fragment], box: Box) -> Words:
+def gather_elements(payloads: Payloads, tensor: OutputTensor, fragments: Iterable[Fragment], box: Box) -> Words:
     """The elements of a box, dense and scaled.  ``fragments`` are some of the tensor's that cover it, each once."""
     kind, scale = dtype(tensor.record.dtype), tensor.scale
     halves = (2,) if kind.itemsize > 8 else ()

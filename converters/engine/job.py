@@ -15,20 +15,16 @@ from ...errors import DestinationError
 from ...record import Extent, Manifest, StateRecord
 from ...store.io import publish
 from ...store.io.checksums import xxh3_128
-from ...store.io.gc_paused import not_collecting
+from ...store.io.gc_paused import gc_paused
 from ...store.io.location import Location, at_each
 from ...store.io.regular import open_regular
 from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize
 from ..target.container import Container
 from ..target.item_file import ItemFile
-from ..target.rank_files import DcpFiles
 from ..target.topology import Target
-from ..translate.request import unchanged
-from .output_files import OutputFile, Task
+from .output_files import OutputFile, WriteRequest
 from .outputs import MakeOutputs
-
-_DCP = DcpFiles()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,18 +108,18 @@ class Job:
             yield repr((file.name, file.length, file.items, chunks))
 
 
-@not_collecting()
+@gc_paused()
 def make_job(
     source: OpenCheckpoint,
     target: Target,
-    select: Sequence[str] = (),
-    make_outputs: MakeOutputs = unchanged,
-    container: Container = _DCP,
+    select: Sequence[str],
+    make_outputs: MakeOutputs,
+    container: Container,
 ) -> Job:
     """Plan to write a checkpoint's tensors as ``target`` says, in files as ``container`` makes them.
 
     Args:
-        make_outputs: says what is made of the source; without it, a copy of everything.
+        make_outputs: says what is made of the source.
         select: shell patterns; what is to be called a key that fits none of them is not written, and nothing that
             only it needs is read.  Empty: everything.
 
@@ -135,12 +131,12 @@ def make_job(
     outputs = make_outputs(source).selected(select)
     manifest = outputs.used(source.manifest)
     name = source.path.resolve().name
-    task = Task(name, manifest.provenance, source.payloads, outputs, target, tuple(select))
+    task = WriteRequest(name, manifest.provenance, source.payloads, outputs, target, tuple(select))
     arranged = container.arrange(task)
     return Job(
         source,
         manifest,
-        state_of(source.path, manifest),
+        file_states(source.path, manifest),
         target,
         container,
         tuple(select),
@@ -163,7 +159,7 @@ def check_destination(source: Location, destination: Location, container: Contai
         raise DestinationError(f"{destination} lies inside the source {source}; choose a place outside of it")
 
 
-def state_of(source: Location, manifest: Manifest) -> tuple[object, ...]:
+def file_states(source: Location, manifest: Manifest) -> tuple[object, ...]:
     """Which files the source has, how long they are and when they were changed.
 
     Raises:

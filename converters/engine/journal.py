@@ -17,7 +17,7 @@ from ...store.io.lines import new_lines
 from ...store.io.location import Location
 
 
-class Sum(NamedTuple):
+class ChunkSums(NamedTuple):
     """What passed when an item was written: xxh3-128 and the frame's checksum of its payload, its share of the
     fingerprint."""
 
@@ -26,16 +26,16 @@ class Sum(NamedTuple):
     share: int
 
 
-class Done(NamedTuple):
+class FinishedFile(NamedTuple):
     """A finished file: the digest of each blob and the sums of each tensor item, in the order of the job."""
 
     blobs: tuple[str, ...]
-    items: tuple[Sum, ...]
+    items: tuple[ChunkSums, ...]
 
     @classmethod
-    def of(cls, blobs: Iterable[str], items: Iterable[Iterable[Any]]) -> Done:
+    def of(cls, blobs: Iterable[str], items: Iterable[Iterable[Any]]) -> FinishedFile:
         """From JSON data."""
-        return cls(tuple(blobs), tuple(Sum(*item) for item in items))
+        return cls(tuple(blobs), tuple(ChunkSums(*item) for item in items))
 
 
 class Journal:
@@ -46,17 +46,17 @@ class Journal:
         self._adding = Lock()
         self.close = self._lines.close
 
-    def add(self, file: str, done: Done) -> None:
+    def add(self, file: str, done: FinishedFile) -> None:
         """Note a finished (and synced) file."""
         line = sealed(self._job, {"file": file, "blobs": done.blobs, "items": done.items})
         with self._adding:
             self._lines.add(line)
 
 
-def finished(lines: Iterable[bytes], job: str) -> dict[str, Done]:
+def finished(lines: Iterable[bytes], job: str) -> dict[str, FinishedFile]:
     """What lines say is finished, by file; of several about one file the last."""
     entries = (unsealed(job, line) for line in lines)
-    return {entry["file"]: Done.of(entry["blobs"], entry["items"]) for entry in entries if entry is not None}
+    return {entry["file"]: FinishedFile.of(entry["blobs"], entry["items"]) for entry in entries if entry is not None}
 
 
 def sealed(seal: str, entry: Any) -> bytes:

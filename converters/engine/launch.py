@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from .workers import Alone, LaunchError, Worker, Workers, together
+from .workers import LaunchError, SingleWorker, Worker, Workers, together
 
 TIMEOUT = 120.0
 """Seconds without an answer after which another worker counts as lost, unless the user says otherwise."""
 
-LAUNCHERS = (
+_LAUNCHERS = (
     ("RANK", "WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -31,7 +31,7 @@ def worker_of(environment: Mapping[str, str]) -> Worker:
     Raises:
         LaunchError: no such worker is possible, or only one of a launcher's two variables is set.
     """
-    for names in LAUNCHERS:
+    for names in _LAUNCHERS:
         values = [environment[name] for name in names if name in environment]
         if not values or (len(values) == 1 and names[0] in environment.keys() & _SET_WITHOUT_A_LAUNCHER):
             continue
@@ -61,7 +61,7 @@ def joined(environment: Mapping[str, str], timeout: float = TIMEOUT) -> Iterator
     """
     me = worker_of(environment)
     if me.world == 1:
-        yield Alone()
+        yield SingleWorker()
         return
     if missing := [name for name in _ADDRESS if name not in environment]:
         raise LaunchError(

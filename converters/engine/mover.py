@@ -24,8 +24,9 @@ from ...store.reading.bands import bands
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Payloads, as_words, check_chunk, payload_of
 from ...store.stored_items import check_blob
-from .elements import Words, bytes_of, gathered
-from .journal import Done, Sum
+from ..translate.conventions import Words
+from .elements import bytes_of, gather_elements
+from .journal import ChunkSums, FinishedFile
 from .output_files import OutputChunk, OutputFile, PlacedItem
 from .staging import Staging
 
@@ -35,7 +36,7 @@ LARGEST_BAND = 2 << 20
 _MOST_ROWS = 1 << 16
 """Of a band: the fingerprint has a weight of 8 bytes for each, and remembers those of the last 16 bands."""
 
-Progress = Callable[[int], None]
+Advance = Callable[[int], None]
 """Told the bytes that have been checked or written since the last call; called from several threads."""
 
 
@@ -53,7 +54,7 @@ class Mover:
         chunks: Iterable[tuple[StateRecord, Chunk]],
         band_bytes: int,
         stop: threading.Event,
-        progress: Progress,
+        progress: Advance,
     ) -> None:
         self._staged, self._drafts = staging.place, staging.drafts
         self.unchecked = {chunk.item: (tensor, chunk) for tensor, chunk in chunks}
@@ -73,28 +74,28 @@ class Mover:
             check_chunk(self._payloads, *found)
             self._progress(payload_of(*found).length)
 
-    def write(self, file: OutputFile) -> Done:
+    def write(self, file: OutputFile) -> FinishedFile:
         """One file, synced.  A chunk is checked right before an item is copied from it: if all were checked first the
         disk would have nothing to do, and the source would be read from it twice."""
         self._go_on()
         for folder in reversed(PurePosixPath(file.name).parents[:-1]):  # not the one that holds all: it must be there
             (self._staged / str(folder)).mkdir(exist_ok=True)
         with drafted(self._staged / file.name, file.length, self._drafts) as output:
-            told: tuple[Sum, ...] | None = None
-            if file.front and not output.rewinds:  # what tells the sums comes first: they need a pass of their own
+            told: tuple[ChunkSums, ...] | None = None
+            if file.header and not output.rewinds:  # what tells the sums comes first: they need a pass of their own
                 told = tuple(self._pass(chunk) for chunk in file.chunks)
-                output.write(file.front(told), 0)
-            done = Done(
+                output.write(file.header(told), 0)
+            done = FinishedFile(
                 tuple(self._write_item(output, item) for item in file.items),
                 tuple(self._write_chunk(output, chunk) for chunk in file.chunks),
             )
             if told not in (None, done.items):
                 raise SourceError(f"the source of {file.name} was not the same when it was read again")
-            if file.front and output.rewinds:
-                output.write(file.front(done.items), 0)
+            if file.header and output.rewinds:
+                output.write(file.header(done.items), 0)
             return done
 
-    def is_finished(self, file: OutputFile, done: Done | None) -> bool:
+    def is_finished(self, file: OutputFile, done: FinishedFile | None) -> bool:
         """Whether a file that the journal claims holds, in every byte, what was written."""
         if done is None or (len(done.blobs), len(done.items)) != (len(file.items), len(file.chunks)):
             return False
@@ -103,7 +104,7 @@ class Mover:
             self._progress(file.payload)
         return whole
 
-    def verify(self, file: OutputFile, done: Done) -> None:
+    def verify(self, file: OutputFile, done: FinishedFile) -> None:
         """Read a written file back, from the disk if the system lets its pages go, and compare every byte's sum.
 
         Raises:
@@ -117,7 +118,7 @@ class Mover:
             raise DestinationError(f"{name} does not hold what was written into it: the disk or its driver lost data")
         self._progress(file.payload)
 
-    def _holds(self, file: OutputFile, done: Done) -> bool:
+    def _holds(self, file: OutputFile, done: FinishedFile) -> bool:
         try:
             with open_regular(self._staged / file.name) as written, Payloads(self._staged) as mine:
                 return written.size == file.length and all(
@@ -132,7 +133,7 @@ class Mover:
         output.write(raw, item.blob.item.offset)
         return xxh3_128([raw])
 
-    def _write_chunk(self, output: Writing, chunk: OutputChunk) -> Sum:
+    def _write_chunk(self, output: Writing, chunk: OutputChunk) -> ChunkSums:
         at = chunk.stored.item.offset
         output.write(chunk.frame.head, at)
         at += len(chunk.frame.head)
@@ -146,18 +147,18 @@ class Mover:
         output.write(chunk.frame.tail(passed.checksum), at)
         return passed
 
-    def _pass(self, chunk: OutputChunk, put: Callable[[memoryview], None] = lambda raw: None) -> Sum:
+    def _pass(self, chunk: OutputChunk, put: Callable[[memoryview], None] = lambda raw: None) -> ChunkSums:
         """Sum the elements of a chunk, and hand on their bytes in order."""
         for source in sorted(chunk.sources, key=lambda source: (source.file, source.offset)):
             self.check(source)
         sums = Sums(chunk.frame.checksum_of)
-        parts = self._straight(chunk) if is_straight(chunk) else self._assembled(chunk)
+        parts = self._straight(chunk) if is_direct(chunk) else self._assembled(chunk)
         for words, origin in parts:
             self._go_on()
             put(sums.add(words, origin))
         for source in chunk.sources:
             self._payloads.release(source)
-        return Sum(sums.digest, sums.checksum, sums.share)
+        return ChunkSums(sums.digest, sums.checksum, sums.share)
 
     def _straight(self, chunk: OutputChunk) -> Iterator[tuple[Words, Index]]:
         """The elements of a chunk in order, as views of the source, with the global index of each view's first."""
@@ -175,7 +176,7 @@ class Mover:
         fragments = [Fragment(copy.box, copy.source) for copy in chunk.copies]
         for band in bands(chunk.stored.box, self._most(chunk.stored.box, itemsize(chunk.tensor.dtype))):
             for box in band.boxes:
-                yield gathered(self._payloads, chunk.output, fragments, box), box.lo
+                yield gather_elements(self._payloads, chunk.output, fragments, box), box.lo
 
     def _most(self, box: Box, size: int) -> int:
         """Elements of a band of this box, at most."""
@@ -187,7 +188,7 @@ class Mover:
             raise Interrupted("stopped")
 
 
-def is_straight(chunk: OutputChunk) -> bool:
+def is_direct(chunk: OutputChunk) -> bool:
     """Whether elements are only moved, and each copy is one run of them, in the source as in what is written."""
     plain = chunk.output.scale is None
     return plain and all(
@@ -199,17 +200,17 @@ def _is_run(place: Place, shape: Index) -> bool:
     return all(n == 1 or a == b for n, a, b in zip(shape, place.strides, row_major(shape), strict=True))
 
 
-def _parts(file: OutputFile, done: Done) -> Iterator[tuple[Extent, str]]:
+def _parts(file: OutputFile, done: FinishedFile) -> Iterator[tuple[Extent, str]]:
     """A written file from its first byte to its last, with the digest of each part."""
     at = 0
 
     def known(content: bytes) -> tuple[Extent, str]:
         return Extent(file.name, at, len(content)), xxh3_128([content])
 
-    if file.front:
-        front = file.front(done.items)
-        yield known(front)
-        at = len(front)
+    if file.header:
+        header = file.header(done.items)
+        yield known(header)
+        at = len(header)
     for item, digest in zip(file.items, done.blobs, strict=True):
         yield from _zeros(file.name, at, item.blob.item.offset)
         yield item.blob.item, digest

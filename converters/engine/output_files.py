@@ -14,11 +14,11 @@ from ...store.io.checksums import Checksum, crc32_of
 from ...store.reading.payloads import Payloads
 from ..target.item_file import ItemFile
 from ..target.topology import Target
-from .journal import Sum
+from .journal import ChunkSums
 from .outputs import OutputItem, Outputs, OutputTensor
 
 
-class Frame(Protocol):
+class PayloadFrame(Protocol):
     """What lies around the elements of an item; all numbers in bytes."""
 
     @property
@@ -44,7 +44,7 @@ class Frame(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Bare:
+class NoFrame:
     """The frame of elements with nothing around them."""
 
     payload_length: int
@@ -72,7 +72,7 @@ class OutputChunk:
 
     output: OutputTensor
     stored: Chunk
-    frame: Frame
+    frame: PayloadFrame
     copies: tuple[Copy, ...]
 
     @property
@@ -85,7 +85,7 @@ class OutputChunk:
         chunks = self.output.chunks
         return {chunks[copy.source.buffer].item for copy in self.copies if copy.source.buffer in chunks}
 
-    def written(self, passed: Sum) -> Chunk:
+    def written(self, passed: ChunkSums) -> Chunk:
         """The chunk, with what is known when its elements have passed."""
         carried = passed.checksum if self.frame.checksum_of is crc32_of else None
         return dataclasses.replace(self.stored, digest=passed.digest, crc32=carried)
@@ -99,22 +99,19 @@ class PlacedItem:
     blob: Blob
 
 
-Front = Callable[[Sequence[Sum]], bytes]
-"""What a file begins with, made of the sums of its chunks; as long whatever they are."""
-
-
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """One file to write: its front, items, then chunks of tensors, in the order of their places; zeros elsewhere.
+    """One file to write: its header, items, then chunks of tensors, in the order of their places; zeros elsewhere.
 
-    ``length`` in bytes.  A name with slashes lies in folders.
+    ``length`` in bytes.  A name with slashes lies in folders.  ``header`` makes the first bytes of the file from the
+    sums of its chunks; how many bytes these are does not depend on the sums.
     """
 
     name: str
     items: tuple[PlacedItem, ...]
     chunks: tuple[OutputChunk, ...]
     length: int
-    front: Front | None = None
+    header: Callable[[Sequence[ChunkSums]], bytes] | None = None
 
     @property
     def count(self) -> int:
@@ -139,7 +136,7 @@ def place_items(name: str, items: Sequence[OutputItem]) -> tuple[tuple[PlacedIte
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class WriteRequest:
     """What is asked for: ``outputs``, made of a source (its name, provenance and bytes), chosen by ``select``, to lie
     as ``target`` says."""
 
@@ -162,7 +159,3 @@ class Arranged:
     words: Mapping[str, Mapping[str, Any] | None]
     provenance: Mapping[str, Any]
     items: ItemFile | None = None
-
-
-Arrange = Callable[[Task], Arranged]
-"""Decides what goes where in which file."""

@@ -1,6 +1,6 @@
 """Resharding a checkpoint without a training run: one plan per tensor, executed as streamed file IO.
 
-`make_job` decides everything that does not need the data (:mod:`.job`).  `run` checks the source, fills the files
+`make_job` decides everything that does not need the data (:mod:`.job`).  `run_job` checks the source, fills the files
 front to back in bands of bounded size, fingerprints the bytes as they pass, compares with the source's fingerprints,
 and publishes.  No tensor is ever deserialised.  Several processes may share a job (:mod:`.launch`): each writes some of
 the files, and the coordinator publishes.
@@ -20,17 +20,20 @@ from ...errors import DestinationError, Interrupted, SourceError
 from ...fingerprint import as_hex, combine
 from ...record import Chunk, Manifest
 from ...store.io import side_file
-from ...store.io.gc_paused import not_collecting
+from ...store.io.gc_paused import gc_paused
 from ...store.io.location import Location, check_memory
 from ...store.io.regular import open_regular
-from ..target.item_file import beside
+from ..target.item_file import item_file_location
 from .assignment import assignment
-from .job import Job, check_destination, state_of
-from .journal import Done, Journal
-from .mover import Mover, Progress
+from .job import Job, check_destination, file_states
+from .journal import FinishedFile, Journal
+from .mover import Advance, Mover
 from .output_files import OutputFile
-from .staging import Coordinator, Staging, is_unfinished, way_out
-from .workers import Alone, LaunchError, Worker, Workers, together
+from .staging import Coordinator, Staging, how_to_resume, is_unfinished
+from .workers import LaunchError, SingleWorker, Worker, Workers, together
+
+MEMORY = 256 << 20
+"""Bytes of buffers unless the caller gives another number."""
 
 THREADS = 3
 """By default.  On two cores, some go on while another waits for the disk: rows of 1 GB took 0.84 to 0.95 of the time of
@@ -40,15 +43,15 @@ _SLICE = 0.2
 """Seconds of waiting in a row: a signal that comes just before a wait begins is noticed only when it ends."""
 
 
-def run(
+def run_job(
     job: Job,
     destination: Location,
     *,
-    memory: int = 256 << 20,
+    memory: int = MEMORY,
     threads: int = THREADS,
     resume: bool = False,
     verify: bool = False,
-    progress: Progress = lambda count: None,
+    progress: Advance = lambda count: None,
     workers: Workers | None = None,
 ) -> Manifest | None:
     """Do a job, or a worker's share of it: the destination appears whole, or not at all.
@@ -70,12 +73,12 @@ def run(
         Interrupted: Ctrl-C, or a worker was lost; finished files are kept beside the destination for ``resume``.
         MuonckptError: another worker failed; the kind of error that it met.
     """
-    workers = workers or Alone()
+    workers = workers or SingleWorker()
     check_destination(job.source.path, destination, job.container)
     if job.items:
-        side_file.refuse_other(beside(destination), job.items.data)
+        side_file.refuse_other(item_file_location(destination), job.items.data)
     check_memory(job.source.path, destination, max((file.length for file in job.files), default=0), threads, memory)
-    place, digest, done = job.container.staged(destination), _agreed(job, workers), dict[str, Done]()
+    place, digest, done = job.container.staged(destination), _agreed(job, workers), dict[str, FinishedFile]()
     with (
         _writing(destination),
         _hold(workers, destination, place, digest, resume) as coordinator,
@@ -95,18 +98,18 @@ def run(
         every = [part for parts in workers.gather(done) for part in parts.items()]
         if coordinator is None:
             return None
-        return _publish(job, destination, coordinator, {name: Done.of(*finished) for name, finished in every})
+        return _publish(job, destination, coordinator, {name: FinishedFile.of(*finished) for name, finished in every})
 
 
 @contextmanager
-def _resumable(place: Location, files: int, done: Mapping[str, Done]) -> Iterator[None]:
+def _resumable(place: Location, files: int, done: Mapping[str, FinishedFile]) -> Iterator[None]:
     """Ctrl-C is an error that says how to go on, where there is something to go on with."""
     try:
         yield
     except KeyboardInterrupt:
         if not is_unfinished(place):
             raise
-        raise Interrupted(f"stopped with {len(done)} of {files} files written; {way_out(place)}") from None
+        raise Interrupted(f"stopped with {len(done)} of {files} files written; {how_to_resume(place)}") from None
 
 
 @contextmanager
@@ -139,21 +142,23 @@ def _hold(
     return Coordinator(destination, place, digest, resume) if workers.me.coordinates else nullcontext()
 
 
-def _begun(coordinator: Coordinator | None, place: Location, workers: Workers) -> tuple[Staging, dict[str, Done]]:
+def _begun(
+    coordinator: Coordinator | None, place: Location, workers: Workers
+) -> tuple[Staging, dict[str, FinishedFile]]:
     """What the coordinator tells all workers: where this run works, and what earlier runs have finished."""
     run, history = workers.gather(coordinator and [coordinator.staging.run, coordinator.history])[0]
-    return Staging(place, run), {name: Done.of(*finished) for name, finished in history.items()}
+    return Staging(place, run), {name: FinishedFile.of(*finished) for name, finished in history.items()}
 
 
 def _work(
     mover: Mover,
     files: Sequence[OutputFile],
-    history: Mapping[str, Done],
+    history: Mapping[str, FinishedFile],
     journal: Journal,
     threads: int,
     verify: bool,
     stop: threading.Event,
-) -> Iterator[tuple[OutputFile, Done]]:
+) -> Iterator[tuple[OutputFile, FinishedFile]]:
     """The files as they are finished, and the mover's chunks checked; after the last all have been seen whole."""
 
     def looked_through(file: OutputFile) -> bool:
@@ -162,7 +167,7 @@ def _work(
             journal.add(file.name, history[file.name])
         return whole
 
-    def written(file: OutputFile) -> Done:
+    def written(file: OutputFile) -> FinishedFile:
         done = mover.write(file)
         journal.add(file.name, done)
         return done
@@ -205,8 +210,8 @@ def _next(queue: SimpleQueue[T]) -> T:
             return queue.get(timeout=_SLICE)
 
 
-@not_collecting()
-def _publish(job: Job, destination: Location, coordinator: Coordinator, done: Mapping[str, Done]) -> Manifest:
+@gc_paused()
+def _publish(job: Job, destination: Location, coordinator: Coordinator, done: Mapping[str, FinishedFile]) -> Manifest:
     """Describe the finished files and give them their name."""
     if not _is_unchanged(job):
         raise SourceError(f"{job.source.path} changed while it was read; nothing was published")
@@ -226,7 +231,7 @@ def _items_published(job: Job, staged: Location, destination: Location) -> Abstr
     """The file of items, if there is one, is there before the destination is."""
     if job.items is None:
         return nullcontext()
-    return side_file.published_first(beside(destination), job.items.data, staged / "items.json")
+    return side_file.published_first(item_file_location(destination), job.items.data, staged / "items.json")
 
 
 def _length(file: Location) -> int | None:
@@ -239,12 +244,12 @@ def _length(file: Location) -> int | None:
 
 def _is_unchanged(job: Job) -> bool:
     try:
-        return state_of(job.source.path, job.manifest) == job.state
+        return file_states(job.source.path, job.manifest) == job.state
     except SourceError:
         return False
 
 
-def _describe(job: Job, done_files: Mapping[str, Done]) -> Manifest:
+def _describe(job: Job, done_files: Mapping[str, FinishedFile]) -> Manifest:
     """The manifest of what was written, after comparing the fingerprints of both sides.
 
     Raises:

@@ -24,7 +24,7 @@ from ...errors import DestinationError, Interrupted, MuonckptError
 from ...store.io import lock, publish
 from ...store.io.lines import read_lines
 from ...store.io.location import Location, Remote
-from .journal import Done, finished, sealed, unsealed
+from .journal import FinishedFile, finished, sealed, unsealed
 
 _SEAL = "lock"
 _DRAFTS = ".drafts"
@@ -53,7 +53,7 @@ def is_unfinished(place: Location) -> bool:
     return publish.journal(place).exists()
 
 
-def way_out(place: Location) -> str:
+def how_to_resume(place: Location) -> str:
     """What can be done when work was stopped."""
     return f"run the same command with --resume to go on, or remove {place}"
 
@@ -76,7 +76,7 @@ class Coordinator:
 
     def __init__(self, destination: Location, place: Location, job: str, resume: bool) -> None:
         self.staging = Staging(place, uuid.uuid4().hex[:12])
-        self.history: dict[str, Done] = {}
+        self.history: dict[str, FinishedFile] = {}
         self._destination = destination
         existed = place.exists()
         try:

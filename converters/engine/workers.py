@@ -65,7 +65,7 @@ class Workers(Protocol):
         ...
 
 
-class Alone:
+class SingleWorker:
     """A single process."""
 
     def __init__(self) -> None:

@@ -12,9 +12,9 @@ from ...layouts.buffers.parameters import Parameter
 from ...layouts.buffers.ranges import divided, end_to_end
 from ...record import Manifest
 from ...store.formats import flat_buffers
-from ...store.formats.flat_buffers import FILE, INDEX, ITEMS
+from ...store.formats.flat_buffers import FILE, ITEMS
 from ...store.io.location import Location
-from ..engine.output_files import Bare, OutputChunk, OutputFile, place_items
+from ..engine.output_files import NoFrame, OutputChunk, OutputFile, place_items
 from ..engine.outputs import OutputItem
 from .rank_files import Filled, LocalBox, RankFiles
 
@@ -26,7 +26,6 @@ class BufferFiles(RankFiles):
     """
 
     name: ClassVar[str] = "buffers"
-    descriptions: ClassVar[tuple[str, ...]] = (INDEX,)
 
     def fill(
         self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[Sequence[LocalBox]]
@@ -40,7 +39,7 @@ class BufferFiles(RankFiles):
             chunks = []
             for local in mine:
                 place = places[rank, local.output.key, local.box]
-                chunks.append(OutputChunk(local.output, place, Bare(place.item.length), local.copies))
+                chunks.append(OutputChunk(local.output, place, NoFrame(place.item.length), local.copies))
             chunks.sort(key=lambda chunk: chunk.stored.item.offset)
             files.append(OutputFile(FILE(rank), (), tuple(chunks), ends.get(FILE(rank), 0)))
         return Filled(tuple(files), tuple(buffer.to_json() for buffer in stored))

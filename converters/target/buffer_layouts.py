@@ -18,7 +18,7 @@ from ...layouts.mesh import Mesh, Shard, mesh_layout
 from ...record import StateRecord
 from ...vocabulary import ELEMENTWISE
 from .source_buffers import buffers_of_state
-from .topology import FLAT, Cut, Laid, Target
+from .topology import FLAT, AxisCut, LaidOut, Target
 
 
 def _flat(model: ToPlace) -> tuple[BufferLayout, ...]:
@@ -30,14 +30,14 @@ def _flat(model: ToPlace) -> tuple[BufferLayout, ...]:
     return tuple(buffers)
 
 
-def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenance: Mapping[str, Any]) -> Laid:
+def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenance: Mapping[str, Any]) -> LaidOut:
     """Buffers of their own for each slot of state, and for each part that the cut axes leave."""
     place = _flat if target.layout == FLAT else PLACEMENTS[target.layout].place
     groups: defaultdict[tuple[str | None, tuple[str, ...]], list[StateRecord]] = defaultdict(list)
     cuts = {tensor.key: target.cuts(tensor, ()) for tensor in tensors}
     for tensor in tensors:
         groups[tensor.slot, tuple(axis for axis, _ in cuts[tensor.key])].append(tensor)
-    known = _by_group(buffers_of_state(provenance, tensors))
+    known = _by_slot_and_ranks(buffers_of_state(provenance, tensors))
     fragments: dict[str, list[Fragment]] = {tensor.key: [] for tensor in tensors}
     words: dict[str, Mapping[str, Any] | None] = dict.fromkeys(fragments)
     buffers: list[GroupBuffer] = []
@@ -60,18 +60,17 @@ def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenanc
         for key, fragment in buffer.fragments():
             fragments[key].append(fragment)
     layouts = {tensor.key: TensorLayout(tensor.shape, tuple(fragments[tensor.key])) for tensor in tensors}
-    return Laid(layouts, words, tuple(buffers))
+    return LaidOut(layouts, words, tuple(buffers))
 
 
-Group = tuple[str | None, tuple[int, ...]]
-"""A slot of state, and the global ranks that share its buffers."""
-
-
-def _by_group(buffers: Iterable[GroupBuffer]) -> defaultdict[Group, list[BufferLayout]]:
-    found: defaultdict[Group, list[BufferLayout]] = defaultdict(list)
-    for each in buffers:
-        found[each.slot, each.group].append(each.layout)
-    return found
+def _by_slot_and_ranks(
+    buffers: Iterable[GroupBuffer],
+) -> defaultdict[tuple[str | None, tuple[int, ...]], list[BufferLayout]]:
+    """The layouts of buffers, by the slot of state in them and the global ranks that share them."""
+    layouts = defaultdict(list)
+    for buffer in buffers:
+        layouts[buffer.slot, buffer.group].append(buffer.layout)
+    return layouts
 
 
 def _kept(fresh: tuple[BufferLayout, ...], known: Sequence[BufferLayout]) -> tuple[BufferLayout, ...]:
@@ -83,13 +82,13 @@ def _kept(fresh: tuple[BufferLayout, ...], known: Sequence[BufferLayout]) -> tup
     return mine if wanted == {placed.parameter for layout in mine for placed in layout.parameters} else fresh
 
 
-def _parts(shape: Index, sizes: Index, cuts: Sequence[Cut]) -> dict[int, Box]:
+def _parts(shape: Index, sizes: Index, cuts: Sequence[AxisCut]) -> dict[int, Box]:
     """What the cut axes leave of a tensor, by coordinate; a part without elements is left out."""
     layout = mesh_layout(shape, Mesh.of(*sizes), tuple(Shard(dim) for _, dim in cuts))
     return {int(fragment.place.buffer): fragment.box for fragment in layout.fragments}
 
 
-def _words(target: Target, buffer: BufferLayout, cuts: Sequence[Cut]) -> Mapping[str, Any]:
+def _words(target: Target, buffer: BufferLayout, cuts: Sequence[AxisCut]) -> Mapping[str, Any]:
     return {
         "algorithm": buffer.algorithm,
         "version": buffer.version,

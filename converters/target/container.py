@@ -10,7 +10,7 @@ from ...record import Manifest
 from ...store.io import publish
 from ...store.io.location import Location
 from ...version import PROGRAM
-from ..engine.output_files import Arranged, Task
+from ..engine.output_files import Arranged, WriteRequest
 
 
 class Container(ABC):
@@ -19,12 +19,10 @@ class Container(ABC):
     Attributes:
         name: of the format.
         of_ranks: whether each rank of a mesh has a file of its own; otherwise tensors are written whole.
-        descriptions: the names of the files that `describe` writes.
     """
 
     name: ClassVar[str]
     of_ranks: ClassVar[bool]
-    descriptions: ClassVar[tuple[str, ...]]
 
     @property
     def root(self) -> str:
@@ -32,7 +30,7 @@ class Container(ABC):
         return ""
 
     @abstractmethod
-    def arrange(self, task: Task) -> Arranged:
+    def arrange(self, task: WriteRequest) -> Arranged:
         """Decide what goes where in which file.
 
         Raises:
@@ -49,8 +47,8 @@ class Container(ABC):
         return publish.staged(destination)
 
 
-def provenance(
-    task: Task, name: str, step: Mapping[str, Any], earlier: Sequence[Any] | None, buffers: Sequence[Any]
+def extended_provenance(
+    task: WriteRequest, name: str, step: Mapping[str, Any], earlier: Sequence[Any] | None, buffers: Sequence[Any]
 ) -> dict[str, Any]:
     """The provenance of the source, and under ``name`` what is done now; flat buffers are these, if there are any.
 

@@ -28,17 +28,17 @@ def _zarr(shard_bytes: int | None) -> Container:
     return ZarrFiles(shard_bytes)
 
 
-OF_RANKS: Mapping[str, Callable[[], Container]] = MappingProxyType(
+_RANK_FORMATS: Mapping[str, Callable[[], Container]] = MappingProxyType(
     {"dcp": DcpFiles, "buffers": _buffers, "torch_dist": TorchDistFiles}
 )
 """Those whose files are of ranks."""
 
-OF_WHOLE_TENSORS: Mapping[str, Callable[[int | None], Container]] = MappingProxyType(
+_WHOLE_TENSOR_FORMATS: Mapping[str, Callable[[int | None], Container]] = MappingProxyType(
     {"safetensors": _safetensors, "zarr": _zarr}
 )
 """Those of whole tensors, for the most bytes of elements in a file; without a number as is usual."""
 
-FORMATS = (*OF_RANKS, *OF_WHOLE_TENSORS)
+FORMATS = (*_RANK_FORMATS, *_WHOLE_TENSOR_FORMATS)
 """The names of all."""
 
 
@@ -48,10 +48,10 @@ def container_of(name: str, shard_bytes: int | None = None) -> Container:
     Raises:
         TargetError: there is none; or its files are of ranks, and ``shard_bytes`` means nothing there.
     """
-    if name in OF_WHOLE_TENSORS:
-        return OF_WHOLE_TENSORS[name](shard_bytes)
-    if name not in OF_RANKS:
+    if name in _WHOLE_TENSOR_FORMATS:
+        return _WHOLE_TENSOR_FORMATS[name](shard_bytes)
+    if name not in _RANK_FORMATS:
         raise TargetError(f"no format {name!r} to write; there are {', '.join(FORMATS)}")
     if shard_bytes is not None:
         raise TargetError(f"--shard-size means nothing to format {name}; leave it out")
-    return OF_RANKS[name]()
+    return _RANK_FORMATS[name]()

@@ -20,12 +20,12 @@ from ...store.reading.payloads import Payloads
 from ...store.stored_items import check_blob
 from ..engine.outputs import OutputItem
 
-SUFFIX = ".items.json"
+_SUFFIX = ".items.json"
 """What the name of the destination is followed by."""
 
-VERSION = 1
+_VERSION = 1
 
-LARGEST = 32 << 20
+_LONGEST = 32 << 20
 """Length of the longest text of one item: a small pickle can share parts a million times."""
 
 
@@ -61,16 +61,16 @@ class ItemFile:
                 reasons.append((item.key, _text({**named, "bytes": len(raw), "reason": "it is nested too deeply"})))
             except SourceError as error:
                 reasons.append((item.key, _text({**named, "bytes": len(raw), "reason": str(error)})))
-        head = _text({"format": "muonckpt items", "version": VERSION, "source": source})[:-1]
+        head = _text({"format": "muonckpt items", "version": _VERSION, "source": source})[:-1]
         listed = (",\n  ".join(text for _, text in entries) for entries in (values, reasons))
         text = '{},\n "items": [\n  {}\n ],\n "undecoded": [\n  {}\n ]}}\n'.format(head, *listed)
         keys = (tuple(key for key, _ in entries) for entries in (values, reasons))
         return cls(text.encode(), *keys)
 
 
-def beside(destination: Location) -> Location:
+def item_file_location(destination: Location) -> Location:
     """Where the file of items of a destination is."""
-    return destination.parent / f"{destination.name}{SUFFIX}"
+    return destination.parent / f"{destination.name}{_SUFFIX}"
 
 
 def _text(value: object) -> str:
@@ -82,8 +82,8 @@ def _text(value: object) -> str:
     text = StringIO()
     for part in json.JSONEncoder(allow_nan=False).iterencode(value):
         text.write(part)
-        if text.tell() > LARGEST:
-            raise SourceError(f"expected at most {LARGEST >> 20} MiB of JSON, found more")
+        if text.tell() > _LONGEST:
+            raise SourceError(f"expected at most {_LONGEST >> 20} MiB of JSON, found more")
     return text.getvalue()
 
 

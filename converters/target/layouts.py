@@ -12,12 +12,12 @@ from ...layout import TensorLayout
 from ...layouts.mesh import Placement, Replicate, Shard, mesh_layout
 from ...layouts.owned import owned_layout
 from ...record import StateRecord
-from .topology import ROWS, Laid, Target
+from .topology import ROWS, LaidOut, Target
 
 
 def lay_out(
     target: Target, tensors: Sequence[StateRecord], provenance: Mapping[str, Any] = MappingProxyType({})
-) -> Laid:
+) -> LaidOut:
     """Where each of these tensors goes.
 
     Args:
@@ -39,7 +39,7 @@ def lay_out(
     return lay_out_in_buffers(target, tensors, provenance)
 
 
-def _in_rows(target: Target, tensors: Sequence[StateRecord]) -> Laid:
+def _in_rows(target: Target, tensors: Sequence[StateRecord]) -> LaidOut:
     layouts: dict[str, TensorLayout] = {}
     words: dict[str, Mapping[str, Any] | None] = {}
     every = tuple((axis, 0) for axis in target.mesh)
@@ -60,4 +60,4 @@ def _in_rows(target: Target, tensors: Sequence[StateRecord]) -> Laid:
             "ranks": list(mesh.ranks),
             "placements": list(map(str, placements)),
         }
-    return Laid(layouts, words)
+    return LaidOut(layouts, words)

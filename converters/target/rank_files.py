@@ -19,11 +19,11 @@ from ...store.formats.torch_save import tensor_item
 from ...store.formats.torch_save.stored_zip import aligned
 from ...store.io.location import Location
 from ...store.reading.dtypes import itemsize
-from ..engine.output_files import Arranged, OutputChunk, OutputFile, Task, place_items
+from ..engine.output_files import Arranged, OutputChunk, OutputFile, WriteRequest, place_items
 from ..engine.outputs import OutputItem, OutputTensor
-from .container import Container, provenance
+from .container import Container, extended_provenance
 from .layouts import lay_out
-from .topology import Laid
+from .topology import LaidOut
 
 if TYPE_CHECKING:
     from ...layouts.buffers.group_buffer import GroupBuffer
@@ -53,7 +53,7 @@ class RankFiles(Container):
 
     of_ranks: ClassVar[bool] = True
 
-    def arrange(self, task: Task) -> Arranged:
+    def arrange(self, task: WriteRequest) -> Arranged:
         outputs, target = task.outputs, task.target
         laid = lay_out(target, [output.record for output in outputs.tensors], task.provenance)
         filled = self.fill(laid.buffers, outputs.items, _by_rank(outputs.tensors, laid, target.ranks))
@@ -65,7 +65,7 @@ class RankFiles(Container):
         }
         earlier = task.provenance.get("resharded", [])
         files = tuple(file for file in filled.files if file.length)
-        return Arranged(files, laid.words, provenance(task, "resharded", step, earlier, filled.buffers))
+        return Arranged(files, laid.words, extended_provenance(task, "resharded", step, earlier, filled.buffers))
 
     @abstractmethod
     def fill(
@@ -87,7 +87,6 @@ class DcpFiles(RankFiles):
     """
 
     name: ClassVar[str] = "dcp"
-    descriptions: ClassVar[tuple[str, ...]] = ("muonckpt.json", ".metadata")
 
     def fill(
         self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[Sequence[LocalBox]]
@@ -107,7 +106,6 @@ class TorchDistFiles(DcpFiles):
     """
 
     name: ClassVar[str] = "torch_dist"
-    descriptions: ClassVar[tuple[str, ...]] = torch_dist.DESCRIPTIONS
 
     def fill(
         self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[Sequence[LocalBox]]
@@ -134,7 +132,7 @@ def _items_of(name: str, items: Sequence[OutputItem], boxes: Sequence[LocalBox])
     return OutputFile(name, placed, tuple(chunks), end)
 
 
-def _by_rank(tensors: Sequence[OutputTensor], laid: Laid, ranks: int) -> list[list[LocalBox]]:
+def _by_rank(tensors: Sequence[OutputTensor], laid: LaidOut, ranks: int) -> list[list[LocalBox]]:
     """What each rank has.  Of replicas, that of the rank that has the least to write so far is written."""
     boxes: list[list[LocalBox]] = [[] for _ in range(ranks)]
     written = [0] * ranks

@@ -11,8 +11,8 @@ from ...record import Chunk, Extent, Manifest
 from ...store.formats.safetensors import folder as safetensors
 from ...store.io import publish
 from ...store.io.location import Location
-from ..engine.journal import Sum
-from ..engine.output_files import Bare, OutputChunk, OutputFile
+from ..engine.journal import ChunkSums
+from ..engine.output_files import NoFrame, OutputChunk, OutputFile
 from ..engine.outputs import OutputTensor
 from .whole_files import WholeFiles
 
@@ -23,7 +23,6 @@ class SafetensorsFile(WholeFiles):
     there."""
 
     name: ClassVar[str] = "safetensors"
-    descriptions: ClassVar[tuple[str, ...]] = ()
 
     @property
     def root(self) -> str:
@@ -46,7 +45,6 @@ class SafetensorsFolder(WholeFiles):
 
     shard_bytes: int
     name: ClassVar[str] = "safetensors"
-    descriptions: ClassVar[tuple[str, ...]] = (safetensors.INDEX,)
 
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
         records = [output.record for output in tensors]
@@ -63,7 +61,7 @@ def _file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any
     by_key = {output.key: output for output in tensors}
     records = safetensors.in_order([output.record for output in tensors])
 
-    def front(passed: Sequence[Sum]) -> bytes:
+    def front(passed: Sequence[ChunkSums]) -> bytes:
         return safetensors.front(records, recorded, [(sums.digest, sums.share) for sums in passed])
 
     end = len(front(()))
@@ -72,6 +70,6 @@ def _file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any
         output, box = by_key[record.key], Box.of(record.shape)
         place = Extent(name, end, safetensors.length_of(record))
         [copies] = output.copies([box]) if box.numel else [()]
-        chunks.append(OutputChunk(output, Chunk(box, place, place), Bare(place.length), copies))
+        chunks.append(OutputChunk(output, Chunk(box, place, place), NoFrame(place.length), copies))
         end = place.end
     return OutputFile(name, (), tuple(chunks), end, front)

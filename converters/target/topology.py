@@ -24,7 +24,7 @@ from ...record import StateRecord
 if TYPE_CHECKING:
     from ...layouts.buffers.group_buffer import GroupBuffer
 
-Cut = tuple[str, int]
+AxisCut = tuple[str, int]
 """An axis of the mesh and the dim of a tensor that it cuts."""
 
 ROWS = "rows"
@@ -44,12 +44,12 @@ LAYOUTS: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ShardRule:
     """Tensors whose key fits the shell pattern ``glob`` are cut by these axes, the first of them into the coarsest
     parts.  The axes that it does not name hold replicas or, in a layout of buffers, share the buffer."""
 
     glob: str
-    cuts: tuple[Cut, ...]
+    cuts: tuple[AxisCut, ...]
 
     def __str__(self) -> str:
         return f"{self.glob}={','.join(f'{axis}:{dim}' for axis, dim in self.cuts)}"
@@ -67,7 +67,7 @@ class Target:
     """
 
     mesh: Mapping[str, int]
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[ShardRule, ...] = ()
     layout: str = "rows"
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class Target:
     def ranks(self) -> int:
         return math.prod(self.mesh.values())
 
-    def cuts(self, tensor: StateRecord, default: tuple[Cut, ...]) -> tuple[Cut, ...]:
+    def cuts(self, tensor: StateRecord, default: tuple[AxisCut, ...]) -> tuple[AxisCut, ...]:
         """The axes that cut a tensor.
 
         Raises:
@@ -101,7 +101,7 @@ class Target:
             )
         return cuts if tensor.shape else ()
 
-    def grid(self, cuts: Sequence[Cut]) -> tuple[Mesh, tuple[str, ...]]:
+    def grid(self, cuts: Sequence[AxisCut]) -> tuple[Mesh, tuple[str, ...]]:
         """The same ranks on a mesh whose first axes are those of the cuts, in their order; and its axes' names."""
         axes = [axis for axis, _ in cuts]
         axes += [axis for axis in self.mesh if axis not in axes]
@@ -111,7 +111,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class LaidOut:
     """By key: a layout whose buffers are ranks, and the same in words for the manifest; then the flat buffers used."""
 
     layouts: Mapping[str, TensorLayout]

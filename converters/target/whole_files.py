@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..engine.output_files import Arranged, OutputFile, Task
+from ..engine.output_files import Arranged, OutputFile, WriteRequest
 from ..engine.outputs import OutputTensor
-from .container import Container, provenance
+from .container import Container, extended_provenance
 from .item_file import ItemFile
 
 
@@ -21,13 +21,13 @@ class WholeFiles(Container):
     shard_bytes: int | None = None
     of_ranks: ClassVar[bool] = False
 
-    def arrange(self, task: Task) -> Arranged:
+    def arrange(self, task: WriteRequest) -> Arranged:
         outputs = task.outputs
         items = ItemFile.of(outputs.items, task.payloads, task.source) if outputs.items else None
         layouts = {output.key: output.record.layout for output in outputs.tensors}
         buffers = task.provenance.get("buffers", ()) if any(layouts.values()) else ()  # a tensor still speaks of them
         step = {"items": len(items.decoded), "undecoded": list(items.undecoded)} if items else {}
-        recorded = provenance(task, "exported", step, None, buffers)
+        recorded = extended_provenance(task, "exported", step, None, buffers)
         return Arranged(tuple(self.files(outputs.tensors, recorded)), layouts, recorded, items)
 
     @abstractmethod

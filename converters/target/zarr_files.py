@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ...record import Chunk, Extent, Manifest, StateRecord
 from ...store.formats.zarr import writer as zarr_writer
-from ...store.formats.zarr.array import METADATA, ZarrArray
+from ...store.formats.zarr.array import ZarrArray
 from ...store.io.location import Location
 from ...store.reading.dtypes import itemsize
 from ..engine.output_files import OutputChunk, OutputFile
@@ -22,7 +22,6 @@ class ZarrFiles(WholeFiles):
 
     chunk_bytes: int = zarr_writer.CHUNK_BYTES
     name: ClassVar[str] = "zarr"
-    descriptions: ClassVar[tuple[str, ...]] = (METADATA,)
 
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
         arrays = self._arrays([output.record for output in tensors])

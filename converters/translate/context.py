@@ -11,8 +11,8 @@ from ...record import Chunk, Manifest, StateRecord
 from ...store.stored_items import Values
 from ..engine.outputs import OutputTensor
 from .conventions import Overrides
-from .dialects import Dialect
-from .group_options import Group
+from .dialect import Dialect
+from .group_options import SourceGroup
 from .roles import Roles
 
 
@@ -66,7 +66,7 @@ class Context:
     overrides: Overrides
     chunks: SourceChunks
     roles: Roles
-    groups: Mapping[str, Group]
+    groups: Mapping[str, SourceGroup]
     dropped: Collection[str] = ()
 
     @property

@@ -23,6 +23,7 @@ from ...errors import SourceError
 from ...vocabulary import Convention
 
 Words = NDArray[Any]
+"""Raw elements as unsigned words of their size; elements of 16 bytes as two words each, in a last dim of 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def check_mu(mu: float, where: str) -> float:
     return mu
 
 
-def agreed(about: str, flag: str, sources: Mapping[str, Convention | None]) -> Convention | None:
+def agreed_convention(about: str, flag: str, sources: Mapping[str, Convention | None]) -> Convention | None:
     """The one convention that the sources name, None if none does; ``flag`` is how a user says it.
 
     Raises:
@@ -68,7 +69,7 @@ def agreed(about: str, flag: str, sources: Mapping[str, Convention | None]) -> C
     return next(iter(named.values()), None)
 
 
-def factor(source: Convention | None, target: Convention | None, mu: float | None, about: str) -> float | None:
+def momentum_factor(source: Convention | None, target: Convention | None, mu: float | None, about: str) -> float | None:
     """What to multiply a momentum with; None where nothing changes, so that the bytes can be copied.
 
     Raises:

@@ -13,7 +13,9 @@ from types import MappingProxyType
 
 from ...errors import SourceError
 from ...record import Manifest, StateRecord
-from .dialects import DIALECTS, Dialect, KeyPath
+from ...store.formats.dcp.directory import KeyPath
+from .dialect import Dialect
+from .dialects import DIALECTS
 
 _MARKS: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
     {
@@ -60,7 +62,7 @@ def detect(manifest: Manifest) -> Detected:
     raise SourceError(f"no keys of a known dialect ({', '.join(DIALECTS)}); name one with --from")
 
 
-def annotate(manifest: Manifest) -> Manifest:
+def with_slots(manifest: Manifest) -> Manifest:
     """The same, with the parameter and the slot that keys of its dialect speak of, where nothing else says them.
 
     Unchanged if the dialect cannot be told.

@@ -13,19 +13,16 @@ from dataclasses import dataclass, field, replace
 from ...errors import SourceError
 from ...record import Blob, Manifest, StateRecord
 from ...store.stored_items import Values
-from .dialects import Dialect, Method
+from ...vocabulary import PARAMS
+from .dialect import Dialect, StoredMethod
 
-PARAMS = "params"
-"""The option that lists the parameters of a group in a list of groups, in every dialect."""
-
-
-Item = Blob | StateRecord
+StoredEntry = Blob | StateRecord
 
 _SCALAR = bool | int | float | str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SourceGroup:
     """Parameters that share options, as the source has them.
 
     ``number`` is the position in the list of groups, None where groups are by name.  ``items`` are where the options
@@ -34,11 +31,11 @@ class Group:
 
     number: int | None
     params: tuple[str, ...]
-    items: Mapping[str, Item] = field(default_factory=dict)
+    items: Mapping[str, StoredEntry] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class TargetGroup:
     """A group as the target has it: the names of its parameters and its options.  ``listed`` as in the source."""
 
     params: tuple[str, ...]
@@ -46,7 +43,7 @@ class Written:
     listed: bool
 
 
-def read_groups(manifest: Manifest, dialect: Dialect, values: Values) -> tuple[Group, ...]:
+def source_groups(manifest: Manifest, dialect: Dialect, values: Values) -> tuple[SourceGroup, ...]:
     """The groups of a checkpoint, in their order.
 
     Raises:
@@ -54,20 +51,20 @@ def read_groups(manifest: Manifest, dialect: Dialect, values: Values) -> tuple[G
     """
     if dialect.option is None:
         return tuple(_in_common(manifest, dialect, values))
-    listed: defaultdict[int, dict[str, Item]] = defaultdict(dict)
-    named: defaultdict[str, dict[str, Item]] = defaultdict(dict)
-    entries: tuple[Item, ...] = (*manifest.blobs, *manifest.tensors)
+    listed: defaultdict[int, dict[str, StoredEntry]] = defaultdict(dict)
+    named: defaultdict[str, dict[str, StoredEntry]] = defaultdict(dict)
+    entries: tuple[StoredEntry, ...] = (*manifest.blobs, *manifest.tensors)
     for entry in entries:
         match dialect.option.read(entry.path):
             case {"group": number, "option": option}:
                 listed[int(number)][option] = entry
             case {"name": name, "option": option}:
                 named[name][option] = entry
-    groups = (Group(number, _params(number, items, values), items) for number, items in sorted(listed.items()))
-    return (*groups, *(Group(None, (name,), items) for name, items in named.items()))
+    groups = (SourceGroup(number, _params(number, items, values), items) for number, items in sorted(listed.items()))
+    return (*groups, *(SourceGroup(None, (name,), items) for name, items in named.items()))
 
 
-def _in_common(manifest: Manifest, dialect: Dialect, values: Values) -> Iterator[Group]:
+def _in_common(manifest: Manifest, dialect: Dialect, values: Values) -> Iterator[SourceGroup]:
     """Groups in Megatron's common state, but for those that share an optimizer: it does not say what is in which."""
     names: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for tensor in manifest.tensors:
@@ -82,7 +79,7 @@ def _in_common(manifest: Manifest, dialect: Dialect, values: Values) -> Iterator
                 if len(groups) == 1 and chain in names:
                     plain = {option: value for option, value in groups[0].items() if _is_plain(value)}
                     items = {option: values.part(blob, f"{chain}{option}", value) for option, value in plain.items()}
-                    yield Group(number, tuple(names[chain]), items)
+                    yield SourceGroup(number, tuple(names[chain]), items)
 
 
 def _optimizers(chain: str, node: object) -> Iterator[tuple[str, list[dict[str, object]]]]:
@@ -104,14 +101,14 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, _SCALAR)
 
 
-def _params(number: int, items: Mapping[str, Item], values: Values) -> tuple[str, ...]:
+def _params(number: int, items: Mapping[str, StoredEntry], values: Values) -> tuple[str, ...]:
     if PARAMS not in items:
         raise SourceError(f"group {number} does not list its parameters under {PARAMS!r}")
     return tuple(map(str, values.read(items[PARAMS])))
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class GroupOptions:
     """A group's options in our words: ``lr``, ``weight_decay``, ``momentum``, ``beta1``, ``scale``, …
 
     ``unknown`` are options without one, by the source's words; ``scale`` is an lr scale by its name here.
@@ -121,7 +118,7 @@ class Words:
     unknown: tuple[str, ...]
 
 
-def understand(group: Group, dialect: Dialect, method: Method, values: Values) -> Words:
+def read_options(group: SourceGroup, dialect: Dialect, method: StoredMethod, values: Values) -> GroupOptions:
     """What a dialect's group says.  Options without a word of ours are not read.
 
     Raises:
@@ -135,10 +132,10 @@ def understand(group: Group, dialect: Dialect, method: Method, values: Values) -
         meant = [word for word, same in dialect.scales.items() if known["scale"] in same]
         known["scale"] = meant[0] if meant else f"{known['scale']!r} of {dialect.name}"
     taken = {*method.options.values(), dialect.method_option, PARAMS}
-    return Words(known, tuple(word for word in group.items if word not in taken))
+    return GroupOptions(known, tuple(word for word in group.items if word not in taken))
 
 
-def say(words: Words, dialect: Dialect, method: Method, notes: set[str]) -> dict[str, object]:
+def write_options(words: GroupOptions, dialect: Dialect, method: StoredMethod, notes: set[str]) -> dict[str, object]:
     """The same in a dialect's words, completed with what a new optimizer of that program has.
 
     ``notes`` gets a sentence for each thing that is not the source's.
@@ -172,9 +169,9 @@ def say(words: Words, dialect: Dialect, method: Method, notes: set[str]) -> dict
     return {**said, **fresh, **method_name}
 
 
-def merged(groups: Iterable[Written]) -> list[Written]:
+def merge_equal(groups: Iterable[TargetGroup]) -> list[TargetGroup]:
     """Groups that were by name, and have the same options, as one each, in the order of their first parameters."""
-    out: dict[str, Written] = {}
+    out: dict[str, TargetGroup] = {}
     for at, group in enumerate(groups):
         key = str(at) if group.listed else repr(sorted(group.options.items()))
         params = (*out[key].params, *group.params) if key in out else group.params

@@ -1,7 +1,7 @@
 """Names and structure: a table of rules that says which tensors of one program are which tensors of another.
 
 A rule renames a tensor, or splits one *whole* into *parts*, or joins parts into a whole; it applies to a parameter and
-to its optimizer state alike.  The table is TOML, so it can be printed, edited and passed; :meth:`Rules.inverse` is
+to its optimizer state alike.  The table is TOML, so it can be printed, edited and passed; :meth:`NameRules.inverse` is
 the way back.  Nothing is done that no rule says.
 
 What a rule does to a tensor's elements is in :mod:`.structure`.
@@ -20,7 +20,7 @@ _PLACEHOLDER = re.compile(r"\{([a-z]+)(\*?)\}")
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class NameRule:
     """One row of the table.  ``source`` and ``target`` are patterns of parameter names; one side has one pattern.
 
     ``{x}`` in a pattern stands for one part of a dotted name or some of its characters, ``{x*}`` for one or more whole
@@ -82,7 +82,7 @@ class Rule:
     def whole(self) -> str:
         return (self.source if self.splits else self.target)[0]
 
-    def inverse(self) -> Rule:
+    def inverse(self) -> NameRule:
         """The rule of the way back."""
         return replace(self, source=self.target, target=self.source)
 
@@ -91,14 +91,14 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class NameRules:
     """A table: its rules are applied in order, each to what those before it left."""
 
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[NameRule, ...] = ()
 
     @classmethod
-    def from_toml(cls, text: str) -> Rules:
-        """Read a table: ``[[rule]]`` with ``from``, ``to`` and the attributes of :class:`Rule`.
+    def from_toml(cls, text: str) -> NameRules:
+        """Read a table: ``[[rule]]`` with ``from``, ``to`` and the attributes of :class:`NameRule`.
 
         Raises:
             SourceError: it is not TOML, has an unknown key, or a row is not a rule.
@@ -117,23 +117,23 @@ class Rules:
         """The table as text that :meth:`from_toml` reads."""
         return "\n".join(map(_toml, self.rules))
 
-    def inverse(self) -> Rules:
+    def inverse(self) -> NameRules:
         """The table of the way back."""
-        return Rules(tuple(rule.inverse() for rule in reversed(self.rules)))
+        return NameRules(tuple(rule.inverse() for rule in reversed(self.rules)))
 
-    def __add__(self, other: Rules) -> Rules:
-        return Rules((*self.rules, *other.rules))
+    def __add__(self, other: NameRules) -> NameRules:
+        return NameRules((*self.rules, *other.rules))
 
 
-_KEYS = {"from", "to", *(field.name for field in fields(Rule))} - {"source", "target"}
+_KEYS = {"from", "to", *(field.name for field in fields(NameRule))} - {"source", "target"}
 
 T = TypeVar("T")
 
 
-def _rule(row: Mapping[str, object]) -> Rule:
+def _rule(row: Mapping[str, object]) -> NameRule:
     if not row.keys() <= _KEYS:
         raise SourceError(f"rules: unknown keys {sorted(row.keys() - _KEYS)}; expected some of {sorted(_KEYS)}")
-    return Rule(
+    return NameRule(
         _names(row["from"]),
         _names(row["to"]),
         dim=_typed(int, row.get("dim", 0)),
@@ -157,7 +157,7 @@ def _typed(kind: type[T], value: object) -> T:
     return value
 
 
-def _toml(rule: Rule) -> str:
+def _toml(rule: NameRule) -> str:
     lines = ["[[rule]]"]
     for key, side in (("from", rule.source), ("to", rule.target)):
         lines.append(f"{key} = {_text(side[0]) if len(side) == 1 else '[' + ', '.join(map(_text, side)) + ']'}")

@@ -9,40 +9,41 @@ from ...box import Box
 from ...errors import SourceError
 from ...layout import TensorLayout, dense
 from ...record import StateRecord
+from ...store.formats.dcp.directory import KeyPath
 from ...store.stored_items import scalar_bytes
 from ...vocabulary import Convention
 from ..engine.outputs import OutputItem, OutputTensor
 from .context import Context
-from .conventions import agreed, factor
-from .dialects import KeyPath, key_of
-from .names import Rules
+from .conventions import agreed_convention, momentum_factor
+from .dialect import key_of
+from .names import NameRules
 from .source_parameters import Param, SlotTensors
-from .structure import Tensor, apply
+from .structure import TranslatedTensor, apply_rules
 
 _COUNTER = "counter"
 _ONE_ELEMENT = TensorLayout((), (dense(Box((), ()), _COUNTER),))
 
 
-def tensors_by_slot(context: Context, rules: Rules) -> SlotTensors:
+def tensors_by_slot(context: Context, rules: NameRules) -> SlotTensors:
     """The weights and the state of the source, renamed, split and joined as the rules say."""
-    by_slot: defaultdict[str | None, dict[str, Tensor]] = defaultdict(dict)
+    by_slot: defaultdict[str | None, dict[str, TranslatedTensor]] = defaultdict(dict)
     for (slot, name), tensor in context.roles.tensors.items():
-        by_slot[slot][name] = Tensor(tensor.dtype, context.chunks.layout(tensor), name, (name,))
-    return {slot: apply(rules, tensors) for slot, tensors in by_slot.items()}
+        by_slot[slot][name] = TranslatedTensor(tensor.dtype, context.chunks.layout(tensor), name, (name,))
+    return {slot: apply_rules(rules, tensors) for slot, tensors in by_slot.items()}
 
 
-def carried(context: Context, tensor: StateRecord, path: KeyPath) -> OutputTensor:
+def carried_tensor(context: Context, tensor: StateRecord, path: KeyPath) -> OutputTensor:
     """A tensor of the source as it is, under this path."""
     return context.chunks.output(_under(tensor, path), context.chunks.layout(tensor))
 
 
-def weight(context: Context, name: str, tensor: Tensor) -> OutputTensor:
+def weight_tensor(context: Context, name: str, tensor: TranslatedTensor) -> OutputTensor:
     """A parameter."""
     record = _record(context, None, tensor, context.target.model.write(name=name))
     return context.chunks.output(record, tensor.layout)
 
 
-def state(context: Context, slot: str, tensor: Tensor, param: Param) -> OutputTensor:
+def state_tensor(context: Context, slot: str, tensor: TranslatedTensor, param: Param) -> OutputTensor:
     """What the source has in this slot for a parameter; momentum in the convention that the target follows.
 
     Raises:
@@ -55,13 +56,13 @@ def state(context: Context, slot: str, tensor: Tensor, param: Param) -> OutputTe
     if word != "momentum":
         return context.chunks.output(record, tensor.layout)
     source, target = _conventions(context, slot, tensor, param)
-    scale = factor(source, target, _mu(context, param), f"parameter {param.name!r}")
+    scale = momentum_factor(source, target, _mu(context, param), f"parameter {param.name!r}")
     fingerprint = record.fingerprint if scale is None else None
     record = dataclasses.replace(record, convention=target, fingerprint=fingerprint)
     return context.chunks.output(record, tensor.layout, scale)
 
 
-def counter(context: Context, param: Param) -> OutputTensor | OutputItem:
+def step_counter(context: Context, param: Param) -> OutputTensor | OutputItem:
     """The step of a parameter: moved if it is a tensor in the source, else made one where the dialect is another.
 
     Raises:
@@ -86,7 +87,7 @@ def _under(record: StateRecord, path: KeyPath) -> StateRecord:
     return dataclasses.replace(record, key=key_of(path), path=path, chunks=(), layout=None)
 
 
-def _record(context: Context, slot: str | None, tensor: Tensor, path: KeyPath) -> StateRecord:
+def _record(context: Context, slot: str | None, tensor: TranslatedTensor, path: KeyPath) -> StateRecord:
     """The record of a target tensor; what rests on the source's structure is kept where that is."""
     if tensor.restructured:
         return StateRecord(key_of(path), path, tensor.shape, tensor.dtype, ())
@@ -94,16 +95,16 @@ def _record(context: Context, slot: str | None, tensor: Tensor, path: KeyPath) -
 
 
 def _conventions(
-    context: Context, slot: str, tensor: Tensor, param: Param
+    context: Context, slot: str, tensor: TranslatedTensor, param: Param
 ) -> tuple[Convention | None, Convention | None]:
     """What the momentum follows, and what the target's is to follow."""
     about, tensors, overrides = f"parameter {param.name!r}", context.roles.tensors, context.overrides
     parts = [tensors[slot, alias] for alias in tensor.aliases if (slot, alias) in tensors]
     recorded = {f"the manifest ({part.key})": part.convention for part in parts}
     known = {context.dialect.name: context.dialect.convention, "--convention": overrides.convention}
-    source = agreed(about, "--convention", recorded | known)
+    source = agreed_convention(about, "--convention", recorded | known)
     asked = {context.target.name: context.target.convention, "--target-convention": overrides.target}
-    return source, agreed(about, "--target-convention", asked) or source
+    return source, agreed_convention(about, "--target-convention", asked) or source
 
 
 def _mu(context: Context, param: Param) -> float | None:

@@ -10,17 +10,23 @@ from typing import Any
 
 from ...errors import SourceError
 from ...record import StateRecord
+from ...store.formats.dcp.directory import KeyPath
 from ...store.formats.torch_save.plain_item import plain_item
+from ...vocabulary import PARAMS
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from .context import Context
-from .dialects import Dialect, KeyPath, key_of
-from .group_options import PARAMS, Group, Written, merged, say, understand
-from .output_tensors import carried
+from .dialect import Dialect, key_of
+from .group_options import SourceGroup, TargetGroup, merge_equal, read_options, write_options
+from .output_tensors import carried_tensor
 from .source_parameters import Param, SlotTensors
 
 
 def regroup(
-    context: Context, groups: tuple[Group, ...], by_slot: SlotTensors, params: Mapping[str, Param], notes: set[str]
+    context: Context,
+    groups: tuple[SourceGroup, ...],
+    by_slot: SlotTensors,
+    params: Mapping[str, Param],
+    notes: set[str],
 ) -> Outputs:
     """The target's groups, as items and as tensors; ``notes`` gets a sentence for each thing that is not the source's.
 
@@ -42,20 +48,20 @@ def regroup(
         tensor.group: params[name] for tensors in by_slot.values() for name, tensor in tensors.items() if name in params
     }
     pairs = zip(groups, names, strict=True)
-    written = merged(group for old, mine in pairs for group in _written(context, old, mine, by_group, notes))
+    written = merge_equal(group for old, mine in pairs for group in _written(context, old, mine, by_group, notes))
     if context.target.common is not None:
         return Outputs((), [_item(context.target.common, [_common(written, by_group)])])
     return Outputs((), list(_items(context.target, written)))
 
 
-def _names(context: Context, groups: tuple[Group, ...], by_slot: SlotTensors) -> list[tuple[str, ...]]:
+def _names(context: Context, groups: tuple[SourceGroup, ...], by_slot: SlotTensors) -> list[tuple[str, ...]]:
     """The target's names of each group's parameters, each name in the first group that has a part of it."""
     after: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for tensors in by_slot.values():
         for tensor in tensors.values():
             for alias in tensor.aliases:
                 after[alias][tensor.group] = None
-    first: dict[str, Group] = {}
+    first: dict[str, SourceGroup] = {}
     names: list[tuple[str, ...]] = []
     for group in groups:
         found = dict.fromkeys(new for name in group.params for new in after.get(name, {name: None}))
@@ -66,7 +72,7 @@ def _names(context: Context, groups: tuple[Group, ...], by_slot: SlotTensors) ->
     return names
 
 
-def _check_alike(context: Context, name: str, one: Group, other: Group) -> None:
+def _check_alike(context: Context, name: str, one: SourceGroup, other: SourceGroup) -> None:
     """Raises `SourceError` if two groups that hold parts of one parameter differ."""
     for option in (one.items.keys() | other.items.keys()) - {PARAMS}:
         values = [context.values.read(group.items[option]) if option in group.items else None for group in (one, other)]
@@ -75,8 +81,8 @@ def _check_alike(context: Context, name: str, one: Group, other: Group) -> None:
 
 
 def _written(
-    context: Context, group: Group, names: tuple[str, ...], by_group: Mapping[str, Param], notes: set[str]
-) -> Iterator[Written]:
+    context: Context, group: SourceGroup, names: tuple[str, ...], by_group: Mapping[str, Param], notes: set[str]
+) -> Iterator[TargetGroup]:
     """A source's group in the target's words; one for each method and step that its parameters have.
 
     A parameter without state goes with the others, if these are all alike.
@@ -95,21 +101,23 @@ def _written(
             notes.add(f"{name} has no state: it is in no group of the target")
     for (_, step), members in alike.items():
         first = next(by_group[name] for name in members if name in kinds)
-        yield Written(tuple(members), _options(context, group, first, step, notes), group.number is not None)
+        yield TargetGroup(tuple(members), _options(context, group, first, step, notes), group.number is not None)
 
 
-def _options(context: Context, group: Group, param: Param, step: int | None, notes: set[str]) -> dict[str, object]:
+def _options(
+    context: Context, group: SourceGroup, param: Param, step: int | None, notes: set[str]
+) -> dict[str, object]:
     """The options of a group in the target's words."""
     if param.source_method.speaks_like(param.target_method):  # one optimizer under other keys: options are as they were
         rescaled = context.overrides.target not in (None, context.dialect.convention)
         leave = {PARAMS, *(context.target.unsaid if rescaled else ())}
         return {option: context.values.read(item) for option, item in group.items.items() if option not in leave}
-    words = understand(group, context.dialect, param.source_method, context.values)
+    words = read_options(group, context.dialect, param.source_method, context.values)
     known = words.known if step is None else {**words.known, "step": step}
-    return say(dataclasses.replace(words, known=known), context.target, param.target_method, notes)
+    return write_options(dataclasses.replace(words, known=known), context.target, param.target_method, notes)
 
 
-def _items(target: Dialect, groups: list[Written]) -> Iterator[OutputItem]:
+def _items(target: Dialect, groups: list[TargetGroup]) -> Iterator[OutputItem]:
     """The items of groups, in a list or by name."""
     assert target.option is not None
     listed = "{group}" in target.option.parts
@@ -121,7 +129,7 @@ def _items(target: Dialect, groups: list[Written]) -> Iterator[OutputItem]:
                 yield _item(target.option.write(**fields, option=option), value)
 
 
-def _common(groups: list[Written], by_group: Mapping[str, Param]) -> dict[str, object]:
+def _common(groups: list[TargetGroup], by_group: Mapping[str, Param]) -> dict[str, object]:
     """Megatron's common state, as far as it is of optimizers: their groups, without parameters, and AdamW's step.
 
     The optimizer of each chain prefix is in dicts by its numbers: ``chained_0.`` is ``{0: …}``.
@@ -154,7 +162,7 @@ def _item(path: KeyPath, value: object) -> OutputItem:
     return OutputItem(key_of(path), path, data=plain_item(value))
 
 
-def _same(context: Context, groups: tuple[Group, ...], names: list[tuple[str, ...]]) -> Outputs:
+def _same(context: Context, groups: tuple[SourceGroup, ...], names: list[tuple[str, ...]]) -> Outputs:
     """Groups in the dialect that they are in: every option as it is, only the parameters' names are new."""
     items: list[OutputItem] = []
     tensors: list[OutputTensor] = []
@@ -169,7 +177,7 @@ def _same(context: Context, groups: tuple[Group, ...], names: list[tuple[str, ..
             else:
                 paths = [item.path]
             if isinstance(item, StateRecord):
-                tensors += [carried(context, item, path) for path in paths]
+                tensors += [carried_tensor(context, item, path) for path in paths]
             else:
                 items += [OutputItem(key_of(path), path, item) for path in paths]
     return Outputs(tensors, items)

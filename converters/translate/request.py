@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from ...store.open_checkpoint import OpenCheckpoint
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from .conventions import Overrides
-from .detection import annotate
-from .dialects import Dialect
-from .names import Rules
+from .detection import with_slots
+from .dialect import Dialect
+from .names import NameRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Request:
 
     source: Dialect | None = None
     target: Dialect | None = None
-    rules: Rules = field(default_factory=Rules)
+    rules: NameRules = field(default_factory=NameRules)
     overrides: Overrides = field(default_factory=Overrides)
     drop: frozenset[str] = frozenset()
     tensors_only: bool = False
@@ -58,7 +58,7 @@ def unchanged(source: OpenCheckpoint) -> Outputs:
     """
     manifest = source.manifest
     recorded = any(tensor.slot is not None for tensor in manifest.tensors)
-    tensors = (manifest if recorded else annotate(manifest)).tensors
+    tensors = (manifest if recorded else with_slots(manifest)).tensors
     return Outputs(
         [OutputTensor(t, t.chunk_layout(), {str(i): chunk for i, chunk in enumerate(t.chunks)}) for t in tensors],
         [OutputItem(blob.key, blob.path, blob) for blob in manifest.blobs],

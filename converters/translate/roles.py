@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...errors import SourceError
 from ...record import Blob, Manifest, StateRecord
-from .dialects import Dialect
+from .dialect import Dialect
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,12 @@ from typing import Any
 
 from ...errors import SourceError
 from .context import Context
-from .dialects import FOREIGN, Method
-from .group_options import Group
-from .structure import Tensor
+from .dialect import StoredMethod
+from .dialects import FOREIGN_OPTIONS
+from .group_options import SourceGroup
+from .structure import TranslatedTensor
 
-SlotTensors = Mapping[str | None, Mapping[str, Tensor]]
+SlotTensors = Mapping[str | None, Mapping[str, TranslatedTensor]]
 """The weights (None) and each slot's tensors, by the target's names of parameters."""
 
 
@@ -26,9 +27,9 @@ class Param:
 
     name: str
     aliases: tuple[str, ...]
-    source_method: Method
-    target_method: Method
-    group: Group | None
+    source_method: StoredMethod
+    target_method: StoredMethod
+    group: SourceGroup | None
     step: int | None
     chain: Mapping[str, str]
 
@@ -49,10 +50,10 @@ def params_of(context: Context, by_slot: SlotTensors) -> Iterator[Param]:
 
 def _param(context: Context, name: str, aliases: tuple[str, ...], slots: frozenset[str]) -> Param:
     group = next((context.groups[alias] for alias in aliases if alias in context.groups), None)
-    if group and (foreign := next(iter(FOREIGN.keys() & group.items.keys()), None)):
+    if group and (foreign := next(iter(FOREIGN_OPTIONS.keys() & group.items.keys()), None)):
         raise SourceError(
-            f"parameter {name!r}: the {foreign!r} of its group is of {FOREIGN[foreign]}, which no program here takes: "
-            "first make a copy without its state, by reshard with --select"
+            f"parameter {name!r}: its group has the option {foreign!r} of {FOREIGN_OPTIONS[foreign]}, which cannot be "
+            "translated; first make a copy without its state, with `muonckpt reshard --select`"
         )
     option = context.dialect.method_option or ""
     named = context.values.read(group.items[option]) if group and option in group.items else None
@@ -62,7 +63,7 @@ def _param(context: Context, name: str, aliases: tuple[str, ...], slots: frozens
     return Param(name, aliases, source_method, target_method, group, step, chain)
 
 
-def _chain(context: Context, name: str, aliases: tuple[str, ...], method: Method) -> Mapping[str, str]:
+def _chain(context: Context, name: str, aliases: tuple[str, ...], method: StoredMethod) -> Mapping[str, str]:
     """What the target puts in front of the state: what it always does, or else what the source had there.
 
     Raises:
@@ -76,7 +77,9 @@ def _chain(context: Context, name: str, aliases: tuple[str, ...], method: Method
     return {"chain": context.target.chains.get(method.name, next(iter(chains), ""))}
 
 
-def _step(context: Context, name: str, aliases: tuple[str, ...], method: Method, group: Group | None) -> int | None:
+def _step(
+    context: Context, name: str, aliases: tuple[str, ...], method: StoredMethod, group: SourceGroup | None
+) -> int | None:
     """How many steps the parameter has taken, if the source says so.
 
     Raises:

@@ -17,13 +17,13 @@ from itertools import accumulate, chain
 from ...box import Box, Index
 from ...errors import LayoutError, about
 from ...layout import Fragment, Piece, Place, TensorLayout, stacked, through
-from .names import Rule, Rules
+from .names import NameRule, NameRules
 
 _PLACEHOLDER = re.compile(r"\\\{([a-z]+)(\\\*)?\\\}")  # as re.escape() leaves it
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class TranslatedTensor:
     """A tensor on its way.
 
     Attributes:
@@ -44,7 +44,7 @@ class Tensor:
         return self.layout.shape
 
 
-def apply(rules: Rules, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def apply_rules(rules: NameRules, tensors: Mapping[str, TranslatedTensor]) -> dict[str, TranslatedTensor]:
     """Apply a table to tensors by parameter name.  What no rule names stays as it is.
 
     Raises:
@@ -52,7 +52,7 @@ def apply(rules: Rules, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     named = dict(tensors)
     for rule in rules.rules:
-        left, made = dict(named), dict[str, Tensor]()
+        left, made = dict(named), dict[str, TranslatedTensor]()
         for names, values in _matches(rule, named):
             parts = [left.pop(name) for name in names]
             with about(f"tensor {' + '.join(names)!r}"):
@@ -67,7 +67,7 @@ def apply(rules: Rules, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return named
 
 
-def _known(rule: Rule, name: str, tensor: Tensor) -> Tensor:
+def _known(rule: NameRule, name: str, tensor: TranslatedTensor) -> TranslatedTensor:
     """The tensor with the names that groups have for it, where they name wholes on the side of the parts too."""
     if not rule.keeps_groups:
         return replace(tensor, group=name)
@@ -79,14 +79,14 @@ def _known(rule: Rule, name: str, tensor: Tensor) -> Tensor:
 # Which tensors a rule is about.
 
 
-def _targets(rule: Rule, values: Mapping[str, str], count: int) -> Iterator[str]:
+def _targets(rule: NameRule, values: Mapping[str, str], count: int) -> Iterator[str]:
     """The names of what the rule makes, given its placeholders."""
     if not rule.splits or rule.each is None:
         return (_filled(pattern, values) for pattern in rule.target)
     return (_filled(rule.target[0], {**values, rule.each: str(number)}) for number in range(count))
 
 
-def _matches(rule: Rule, names: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
+def _matches(rule: NameRule, names: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
     """The sets of names that are one source of the rule, in the order of its parts, and their placeholders."""
     found: defaultdict[tuple[tuple[str, str], ...], dict[int, str]] = defaultdict(dict)
     for name in names:
@@ -124,7 +124,7 @@ def _filled(pattern: str, values: Mapping[str, str]) -> str:
 # What it does to them.
 
 
-def _split(rule: Rule, whole: Tensor) -> list[Tensor]:
+def _split(rule: NameRule, whole: TranslatedTensor) -> list[TranslatedTensor]:
     count = rule.count or (len(rule.target) if rule.each is None else None)
     if count == 1 and not rule.stacked:
         return [whole]
@@ -141,7 +141,7 @@ def _split(rule: Rule, whole: Tensor) -> list[Tensor]:
     return parts
 
 
-def _join(rule: Rule, parts: Sequence[Tensor]) -> Tensor:
+def _join(rule: NameRule, parts: Sequence[TranslatedTensor]) -> TranslatedTensor:
     dtypes, ranks = {part.dtype for part in parts}, {len(part.shape) for part in parts}
     if len(dtypes) > 1 or len(ranks) > 1:
         raise LayoutError(f"rule {rule}: parts of dtypes {sorted(dtypes)} and ranks {sorted(ranks)} are no one tensor")
@@ -155,7 +155,7 @@ def _join(rule: Rule, parts: Sequence[Tensor]) -> Tensor:
     shape = _replaced(layouts[0].shape, rule.dim, sum(lengths))
     boxes = _boxes(shape, rule.dim, rule.shares or tuple(lengths), rule.interleaved)
     moved = (_moved(layout, part, rule.dim) for layout, part in zip(layouts, boxes, strict=True))
-    return Tensor(parts[0].dtype, TensorLayout(shape, tuple(chain.from_iterable(moved))), "", aliases, True)
+    return TranslatedTensor(parts[0].dtype, TensorLayout(shape, tuple(chain.from_iterable(moved))), "", aliases, True)
 
 
 def _boxes(shape: Index, dim: int, shares: Sequence[int], interleaved: int) -> Iterator[list[Box]]:

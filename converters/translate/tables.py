@@ -7,9 +7,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ...errors import SourceError, TargetError
-from .names import Rules
+from .names import NameRules
 
-READY: Mapping[str, str] = MappingProxyType(
+READY_MADE: Mapping[str, str] = MappingProxyType(
     {
         # Megatron-LM's fsdp_dtensor stores the gate and the up half of a SwiGLU's fc1 as `_w` and `_v`.  Its groups
         # (`param_to_group_meta`) name the whole.  Source: megatron/core/transformer/fsdp_dtensor_checkpoint.py.
@@ -54,34 +54,36 @@ shares = [1, 1]
 _INVERSE = "inverse:"
 
 
-def ready(name: str) -> Rules:
+def ready_made(name: str) -> NameRules:
     """A ready-made table by its name, or with ``inverse:`` in front the way back.
 
     Raises:
         TargetError: there is none of this name.
     """
     plain = name.removeprefix(_INVERSE)
-    if plain not in READY:
-        raise TargetError(f"no table of rules called {plain!r}; there are {', '.join(READY)}")
-    return _turned(name, Rules.from_toml(READY[plain]))
+    if plain not in READY_MADE:
+        raise TargetError(f"no table of rules called {plain!r}; there are {', '.join(READY_MADE)}")
+    return _turned(name, NameRules.from_toml(READY_MADE[plain]))
 
 
-def table(name: str) -> Rules:
+def load_rules(name: str) -> NameRules:
     """A ready-made table by its name, or that of a TOML file; with ``inverse:`` in front the way back.
 
     Raises:
         TargetError: there is no such table, or it is none.
     """
     plain = name.removeprefix(_INVERSE)
-    if plain in READY:
-        return ready(name)
+    if plain in READY_MADE:
+        return ready_made(name)
     try:
-        return _turned(name, Rules.from_toml(Path(plain).read_text(encoding="utf-8")))
+        return _turned(name, NameRules.from_toml(Path(plain).read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError) as error:
-        raise TargetError(f"cannot read rules {plain!r} ({error}), and it is none of {', '.join(READY)}") from error
+        raise TargetError(
+            f"cannot read rules {plain!r} ({error}), and it is none of {', '.join(READY_MADE)}"
+        ) from error
     except SourceError as error:
         raise TargetError(f"{plain}: {error}") from error
 
 
-def _turned(name: str, rules: Rules) -> Rules:
+def _turned(name: str, rules: NameRules) -> NameRules:
     return rules.inverse() if name.startswith(_INVERSE) else rules

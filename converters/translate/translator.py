@@ -15,10 +15,10 @@ from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from .context import Context, SourceChunks
 from .conventions import Overrides
 from .detection import Detected, detect
-from .dialects import Dialect
-from .group_options import read_groups
-from .names import Rules
-from .output_tensors import carried, counter, state, tensors_by_slot, weight
+from .dialect import Dialect
+from .group_options import source_groups
+from .names import NameRules
+from .output_tensors import carried_tensor, state_tensor, step_counter, tensors_by_slot, weight_tensor
 from .regroup import regroup
 from .roles import Roles, roles_of
 from .source_parameters import SlotTensors, params_of
@@ -30,7 +30,7 @@ def translate(
     target: Dialect | None = None,
     *,
     source: Dialect | None = None,
-    rules: Rules | None = None,
+    rules: NameRules | None = None,
     overrides: Overrides | None = None,
     drop: frozenset[str] = frozenset(),
 ) -> Outputs:
@@ -52,13 +52,13 @@ def translate(
         LayoutError: rules do not fit the tensors, or a tensor has a hole or an overlap.
     """
     detected = detect(manifest) if source is None else Detected(source, ("named by the user",))
-    dialect, target, rules = detected.dialect, target or detected.dialect, rules or Rules()
+    dialect, target, rules = detected.dialect, target or detected.dialect, rules or NameRules()
     if not target.writable:
         raise SourceError(f"checkpoints of {target.name} are read, not written; say with --to what to write")
     _refuse_unknown(manifest, dialect, drop)
     roles = roles_of(manifest, dialect, drop if dialect is target and not rules.rules else drop | dialect.derived)
     _refuse_unread(manifest, dialect, roles)
-    groups = read_groups(manifest, dialect, values)
+    groups = source_groups(manifest, dialect, values)
     group_of = {name: group for group in groups for name in group.params}
     chunks = SourceChunks.of(manifest)
     context = Context(dialect, target, values, overrides or Overrides(), chunks, roles, group_of, drop)
@@ -66,16 +66,16 @@ def translate(
     _refuse_unfit(rules, by_slot)
     params = {param.name: param for param in params_of(context, by_slot)}
     notes: set[str] = set()
-    counters = [counter(context, param) for param in params.values() if "step" in param.target_method.slots]
+    counters = [step_counter(context, param) for param in params.values() if "step" in param.target_method.slots]
     grouped = regroup(context, groups, by_slot, params, notes)
     if roles.others and not context.same_dialect:
         example = roles.others[0].key
         notes.add(f"{len(roles.others)} tensors are neither weights nor state and keep their keys, such as {example!r}")
     tensors = [
-        *(carried(context, tensor, tensor.path) for tensor in roles.others),
-        *(weight(context, name, tensor) for name, tensor in by_slot.get(None, {}).items()),
+        *(carried_tensor(context, tensor, tensor.path) for tensor in roles.others),
+        *(weight_tensor(context, name, tensor) for name, tensor in by_slot.get(None, {}).items()),
         *(
-            state(context, slot, tensor, params[name])
+            state_tensor(context, slot, tensor, params[name])
             for slot, tensors in by_slot.items()
             if slot is not None
             for name, tensor in tensors.items()
@@ -111,7 +111,7 @@ def _refuse_unread(manifest: Manifest, dialect: Dialect, roles: Roles) -> None:
             raise SourceError(f"{other.key!r} is state of an optimizer, under a key that cannot be translated: {keys}")
 
 
-def _refuse_unfit(rules: Rules, by_slot: SlotTensors) -> None:
+def _refuse_unfit(rules: NameRules, by_slot: SlotTensors) -> None:
     tensors = [(name, tensor) for named in by_slot.values() for name, tensor in named.items()]
     fits = any(tensor.restructured or tensor.aliases != (name,) for name, tensor in tensors)
     if rules.rules and not fits:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ..errors import SourceError
 from ..record import Blob, Manifest, StateRecord
 from .formats.registry import Format, format_of
-from .io.gc_paused import not_collecting
+from .io.gc_paused import gc_paused
 from .io.location import Location, Remote, location
 from .reading.payloads import Payloads
 from .stored_items import Items, Values, read_groups
@@ -31,7 +31,7 @@ class OpenCheckpoint:
         SourceError: there is no checkpoint, or its metadata are damaged or refused.
     """
 
-    @not_collecting()
+    @gc_paused()
     def __init__(self, path: Location) -> None:
         self.path = path
         self.format: Format = format_of(path)

@@ -13,13 +13,13 @@ from support.resharded import make_job
 from support.translated import MEGATRON, executed, expected, read, translated
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from muonckpt.converters.engine.run import run
+from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.topology import Target
-from muonckpt.converters.translate.tables import ready
+from muonckpt.converters.translate.tables import ready_made
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-SWIGLU, EXPERTS = ready("megatron-swiglu"), ready("megatron-experts")
+SWIGLU, EXPERTS = ready_made("megatron-swiglu"), ready_made("megatron-experts")
 CASES = [
     ("torch_fsdp4/ckpt", "titan", {}, 3),
     ("dion_fsdp4/ckpt", "torch", {}, 3),
@@ -33,7 +33,7 @@ CASES = [
 def written(name: str, target: str, path, ranks: int = 3, **how):
     """The translation, after a reshard has written it to ``path``."""
     result = translated(name, target, **how)
-    run(make_job(read(name)[0], Target({"dp": ranks}), make_outputs=lambda source: result), path)
+    run_job(make_job(read(name)[0], Target({"dp": ranks}), make_outputs=lambda source: result), path)
     return result
 
 

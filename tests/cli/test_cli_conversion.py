@@ -16,8 +16,8 @@ from support.translated import nested
 import muonckpt
 from muonckpt.cli.main import COMMANDS
 from muonckpt.converters.translate.dialects import DIALECTS
-from muonckpt.converters.translate.names import Rules
-from muonckpt.converters.translate.tables import READY, ready
+from muonckpt.converters.translate.names import NameRules
+from muonckpt.converters.translate.tables import READY_MADE, ready_made
 from muonckpt.record import Manifest
 from muonckpt.store.formats.registry import BUFFERS, OWN, format_of
 
@@ -76,7 +76,7 @@ def test_what_was_export_is_convert_and_says_so(split, tmp_path):
 
 def test_a_printed_table_edited_and_passed_does_what_it_says(split, tmp_path):
     printed = called("rules", "hf-qkv")
-    assert printed.returncode == 0 and Rules.from_toml(printed.stdout) == ready("hf-qkv")
+    assert printed.returncode == 0 and NameRules.from_toml(printed.stdout) == ready_made("hf-qkv")
     (tmp_path / "rules.toml").write_text(printed.stdout.replace("qkv_proj", "wqkv") + "shares = [2, 1, 1]\n")
     there = ("--mesh", "dp=2", "--rules", tmp_path / "rules.toml")
     assert called("reshard", split, tmp_path / "fused", *there).returncode == 0
@@ -98,11 +98,11 @@ def test_parts_that_were_cut_by_columns_are_joined_into_a_whole_tensor(split, tm
 
 
 def test_every_ready_made_table_and_program_is_listed_and_every_table_printed():
-    assert all(name in called("rules").stdout for name in READY)
+    assert all(name in called("rules").stdout for name in READY_MADE)
     listed = called("rules", "--dialects").stdout
     assert all(f"{name} " in listed for name in DIALECTS)
-    for name in READY:
-        assert Rules.from_toml(called("rules", f"inverse:{name}").stdout) == ready(name).inverse()
+    for name in READY_MADE:
+        assert NameRules.from_toml(called("rules", f"inverse:{name}").stdout) == ready_made(name).inverse()
 
 
 def test_what_is_decided_is_said_before_it_is_done_and_recorded_after(split, tmp_path):

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import muonckpt
 from muonckpt.cli.main import run as muonckpt_command
-from muonckpt.converters.buffer_summary import buffer_summary, labelled
+from muonckpt.converters.buffer_summary import buffer_summary, labelled_buffers
 from muonckpt.layouts.buffers.balanced import balanced, newton_schulz
 from muonckpt.layouts.buffers.layout_json import to_json
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter
@@ -99,7 +99,7 @@ def test_balance_is_of_ranks_whose_experts_are_recorded():
     expert = [Parameter(f"expert {name}", shape, "float32", expert=True) for name, shape in shapes.items()]
     buffers = balanced([*dense, *expert], GroupSizes(4, 2))
     run = {"layout": "balanced", "buffers": [*map(to_json, buffers)], "ranks": [[0, 1, 2, 3], [0, 2]]}
-    [entry] = buffer_summary(labelled({"layer_wise": run}))
+    [entry] = buffer_summary(labelled_buffers({"layer_wise": run}))
     owners = {name: owner for buffer in buffers for name, owner in buffer.owners.items()}
     mine = {0: [p for p in dense if owners[p.name] == 0] + [p for p in expert if owners[p.name] == 0]}
     mine[2] = [p for p in dense if owners[p.name] == 2] + [p for p in expert if owners[p.name] == 1]

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.resharded import plan_job, saved
 
-from muonckpt.converters.engine.assignment import Assignment, assignment, cuts
+from muonckpt.converters.engine.assignment import Assignment, assignment, part_ends
 from muonckpt.converters.engine.workers import Worker
 
 
 @given(st.lists(st.integers(0, 40), max_size=7), st.integers(1, 5))
 def test_parts_follow_each_other_and_the_largest_is_as_small_as_can_be(sizes, world):
-    ends = [0, *cuts(sizes, world)]
+    ends = [0, *part_ends(sizes, world)]
     assert len(ends) == world + 1 and ends[-1] == len(sizes) and sorted(ends) == ends
 
     def largest(inner: tuple[int, ...]) -> int:

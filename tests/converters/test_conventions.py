@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from muonckpt.converters.translate.conventions import Overrides, agreed, factor, scaled
+from muonckpt.converters.translate.conventions import Overrides, agreed_convention, momentum_factor, scaled
 from muonckpt.errors import SourceError
 from muonckpt.vocabulary import Convention
 
@@ -76,43 +76,43 @@ def test_the_average_is_the_sum_scaled_by_what_torch_and_dion_compute(nesterov):
         total, average = mu * total + gradient, torch.lerp(gradient, average, mu)
     if nesterov:
         total, average = gradient + mu * total, torch.lerp(gradient, average, mu)
-    by = factor(SUM, EMA, mu, "w")
+    by = momentum_factor(SUM, EMA, mu, "w")
     scaled_sum = torch.from_numpy(scaled(bits(total), "float64", by).view("<i8")).view(torch.float64)
     torch.testing.assert_close(scaled_sum, average, rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("convention", [EMA, SUM, None])
 def test_nothing_is_scaled_where_nothing_changes(convention):
-    assert factor(convention, convention, None, "w") is None
-    assert factor(convention, None, None, "w") is None
+    assert momentum_factor(convention, convention, None, "w") is None
+    assert momentum_factor(convention, None, None, "w") is None
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.5, 0.9, 0.95])
 def test_factors_there_and_back(mu):
-    assert factor(SUM, EMA, mu, "w") == 1 - mu
-    assert factor(EMA, SUM, mu, "w") == 1 / (1 - mu)
+    assert momentum_factor(SUM, EMA, mu, "w") == 1 - mu
+    assert momentum_factor(EMA, SUM, mu, "w") == 1 / (1 - mu)
 
 
 def test_what_is_not_known_is_asked_for():
     with pytest.raises(SourceError, match=r"'w'.*--convention ema or --convention sum"):
-        factor(None, EMA, 0.9, "parameter 'w'")
+        momentum_factor(None, EMA, 0.9, "parameter 'w'")
     with pytest.raises(SourceError, match=r"'w'.*sum into ema.*give --mu"):
-        factor(SUM, EMA, None, "parameter 'w'")
+        momentum_factor(SUM, EMA, None, "parameter 'w'")
 
 
 @pytest.mark.parametrize("mu", [1.0, 1.5, -0.1, float("nan")])
 def test_a_coefficient_that_cannot_be_converted_with_is_refused(mu):
     with pytest.raises(SourceError, match=r"in \[0, 1\)"):
-        factor(EMA, SUM, mu, "w")
+        momentum_factor(EMA, SUM, mu, "w")
     with pytest.raises(SourceError, match="--mu"):
         Overrides(mu=mu)
 
 
 def test_contradictions_are_refused():
-    assert agreed("w", "--convention", {"the manifest": EMA, "--convention": None}) is EMA
-    assert agreed("w", "--convention", {"the manifest": None}) is None
+    assert agreed_convention("w", "--convention", {"the manifest": EMA, "--convention": None}) is EMA
+    assert agreed_convention("w", "--convention", {"the manifest": None}) is None
     with pytest.raises(SourceError, match="the manifest says ema, --convention says sum"):
-        agreed("w", "--convention", {"the manifest": EMA, "--convention": SUM})
+        agreed_convention("w", "--convention", {"the manifest": EMA, "--convention": SUM})
 
 
 @pytest.mark.parametrize("dtype", ["int64", "float8_e4m3fn", "complex64"])

@@ -7,11 +7,12 @@ from support.resharded import make_job
 from support.translated import MEGATRON, W, nested, options, read, saved, truth_of
 
 import muonckpt
-from muonckpt.converters.engine.run import run
+from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.conventions import Overrides
-from muonckpt.converters.translate.detection import annotate, detect
-from muonckpt.converters.translate.dialects import DIALECTS, Template
+from muonckpt.converters.translate.detection import detect, with_slots
+from muonckpt.converters.translate.dialect import Template
+from muonckpt.converters.translate.dialects import DIALECTS
 from muonckpt.converters.translate.request import Request
 from muonckpt.converters.translate.translator import translate
 from muonckpt.errors import SourceError
@@ -44,13 +45,13 @@ def test_the_keys_of_real_checkpoints_say_parameter_and_slot(name):
             had.add(tuple(key.removeprefix("optimizer.state.module.module.module.").rsplit(".", 1)))
         elif key.startswith("optimizer.state."):
             had.add(tuple(key.removeprefix("optimizer.state.").split(".")[::-1]))
-    known = {(tensor.name, tensor.slot) for tensor in annotate(read(name)[1]).tensors if tensor.slot}
+    known = {(tensor.name, tensor.slot) for tensor in with_slots(read(name)[1]).tensors if tensor.slot}
     assert known == had
 
 
 def test_keys_that_tell_no_dialect_are_left_alone(tmp_path):
     manifest = saved(tmp_path, {"something": {"else": W}})[0]
-    assert annotate(manifest) == manifest
+    assert with_slots(manifest) == manifest
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_the_sum_of_an_optimizer_beside_muon_is_not_taken_for_its_average(tmp_pa
     """torch.optim.SGD has a momentum_buffer as well."""
     state = nested({"momentum_buffer": W.clone()}, lr=0.1, momentum=0.9, nesterov=False, dampening=0.0)
     manifest, path = saved(tmp_path, state)
-    with pytest.raises(SourceError, match=r"'dampening' of its group is of torch.optim.SGD.*--select"):
+    with pytest.raises(SourceError, match=r"its group has the option 'dampening' of torch.optim.SGD.*--select"):
         translate(manifest, muonckpt.open(path).values, DIALECTS["dion"], source=DIALECTS["torch"])
 
 
@@ -129,7 +130,7 @@ def test_the_sum_of_an_optimizer_beside_muon_is_not_taken_for_its_average(tmp_pa
 def test_a_sum_under_the_keys_of_no_program_is_not_taken_for_the_average_of_one(source, overrides, tmp_path):
     """What torch alone writes says as well that its momentum is an average."""
     path = read(f"{source}_fsdp4/ckpt")[0]
-    run(
+    run_job(
         make_job(path, Target({"dp": 2}), make_outputs=Request(target=DIALECTS["dcp"], overrides=overrides).outputs),
         tmp_path / "out",
     )

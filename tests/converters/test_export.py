@@ -26,8 +26,8 @@ from support.trees import tree
 import muonckpt
 from muonckpt.cli.convert import command
 from muonckpt.converters.engine.job import Job
-from muonckpt.converters.engine.run import run
-from muonckpt.converters.target.formats import OF_WHOLE_TENSORS, container_of
+from muonckpt.converters.engine.run import run_job
+from muonckpt.converters.target.formats import _WHOLE_TENSOR_FORMATS, container_of
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.request import unchanged
 from muonckpt.errors import DestinationError, LayoutError, SourceError
@@ -49,7 +49,7 @@ def plan(source: Path, kind: str, make_outputs=unchanged) -> Job:
 
 
 def export(source: Path, destination: Path, kind: str, **how) -> Manifest:
-    return run(plan(source, kind, tensors_only), destination, **how)
+    return run_job(plan(source, kind, tensors_only), destination, **how)
 
 
 def stock_read(path: Path) -> dict[str, bytes]:
@@ -74,7 +74,7 @@ def own(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     tensors = {key: value for key, value in sharded.small().items() if key != "complex128"}
     muonckpt.save({"t": tensors, "odd": {"ä b/c": torch.ones(3)}}, folder / "one")
-    run(plan_job(folder / "one", 3), folder / "three")
+    run_job(plan_job(folder / "one", 3), folder / "three")
     return folder / "three"
 
 
@@ -162,19 +162,20 @@ import re, sys
 from pathlib import Path
 import muonckpt
 from muonckpt.converters.engine.job import make_job
-from muonckpt.converters.engine.run import run
+from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.formats import container_of
 from muonckpt.converters.target.topology import Target
+from muonckpt.converters.translate.request import unchanged
 def watch(count):
     seen.append(int(re.search(r"RssAnon:\\s*([0-9]+) kB", Path("/proc/self/status").read_text())[1]))
-job, seen = make_job(muonckpt.open(sys.argv[1]), Target({"dp": 1}), container=container_of(sys.argv[3])), []
+job, seen = make_job(muonckpt.open(sys.argv[1]), Target({"dp": 1}), (), unchanged, container_of(sys.argv[3])), []
 watch(0)
-run(job, Path(sys.argv[2]), memory=16 << 20, progress=watch)
+run_job(job, Path(sys.argv[2]), memory=16 << 20, progress=watch)
 print(max(seen) - seen[0])
 """
 
 
-@pytest.mark.parametrize("target", OF_WHOLE_TENSORS)
+@pytest.mark.parametrize("target", _WHOLE_TENSOR_FORMATS)
 def test_memory_stays_within_the_budget_whatever_the_shapes(target, tmp_path):
     shapes = {"matrix": (4096, 3200), "long": (12_000_000,), "tall": (6_000_000, 2), "row": (1, 2_000_000)}
     muonckpt.save({n: torch.ones(shape) for n, shape in shapes.items()}, tmp_path / "a")
@@ -309,7 +310,7 @@ print(sorted({"torch", "zarr", "safetensors"} & set(sys.modules)))
 """
 
 
-@pytest.mark.parametrize("target", OF_WHOLE_TENSORS)
+@pytest.mark.parametrize("target", _WHOLE_TENSOR_FORMATS)
 def test_neither_torch_nor_the_formats_own_libraries_are_needed(target, own, tmp_path):
     script = [sys.executable, "-c", LOADED, own, tmp_path / "a", "--format", target]
     out = subprocess.run(script, capture_output=True, text=True, check=True).stdout
@@ -320,7 +321,7 @@ def test_the_plan_is_what_is_written_and_the_bytes_told_are_those_checked_writte
     for kind in KINDS:
         told: list[int] = []
         job = plan(own, kind)
-        run(job, tmp_path / kind, verify=True, progress=told.append)
+        run_job(job, tmp_path / kind, verify=True, progress=told.append)
         assert sum(told) == job.bytes_to_check + 2 * job.payload_to_write
         sizes = sum(math.prod(t.shape) * getattr(torch, t.dtype).itemsize for t in job.manifest.tensors)
         assert job.bytes_to_check == job.payload_to_write == sizes

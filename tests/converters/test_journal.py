@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from muonckpt.converters.engine.journal import Done, Journal, Sum, finished, sealed, unsealed
+from muonckpt.converters.engine.journal import ChunkSums, FinishedFile, Journal, finished, sealed, unsealed
 from muonckpt.store.io import lock
 from muonckpt.store.io.lines import read_lines
 from muonckpt.store.io.location import location
 
-DONE = Done(("ab" * 16,), (Sum("cd" * 16, 7, 2**64 - 1), Sum("ef" * 16, 0, 5)))
+DONE = FinishedFile(("ab" * 16,), (ChunkSums("cd" * 16, 7, 2**64 - 1), ChunkSums("ef" * 16, 0, 5)))
 
 
 @pytest.fixture(params=["directory", "object store"])
@@ -22,10 +22,10 @@ def test_what_is_noted_is_read_whole(place):
     journal = Journal(place / "0", "job")
     for number in range(12):
         journal.add(f"file {number}\n", DONE)
-    journal.add("file 3\n", Done((), ()))
+    journal.add("file 3\n", FinishedFile((), ()))
     journal.close()
     told = finished(read_lines(place / "0"), "job")
-    assert told == {f"file {number}\n": DONE for number in range(12)} | {"file 3\n": Done((), ())}
+    assert told == {f"file {number}\n": DONE for number in range(12)} | {"file 3\n": FinishedFile((), ())}
     assert finished(read_lines(place / "0"), "another job") == {}
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from muonckpt.box import Box
-from muonckpt.converters.translate.names import Rule, Rules
-from muonckpt.converters.translate.structure import Tensor, apply
+from muonckpt.converters.translate.names import NameRule, NameRules
+from muonckpt.converters.translate.structure import TranslatedTensor, apply_rules
 from muonckpt.errors import LayoutError, SourceError
 from muonckpt.layout import TensorLayout, dense
 
@@ -37,7 +37,7 @@ class Stored:
     def __init__(self, arrays: dict[str, np.ndarray], seed: int) -> None:
         rng = random.Random(seed)
         self.buffers: dict[str, np.ndarray] = {}
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, TranslatedTensor] = {}
         for name, array in arrays.items():
             fragments = []
             for box in cut(array.shape, rng) if array.size else ():
@@ -46,9 +46,9 @@ class Stored:
                 self.buffers[buffer] = part.reshape(-1).copy()
                 fragments.append(dense(box, buffer))
             layout = TensorLayout(array.shape, tuple(fragments))
-            self.tensors[name] = Tensor(str(array.dtype), layout, name, (name,))
+            self.tensors[name] = TranslatedTensor(str(array.dtype), layout, name, (name,))
 
-    def read(self, tensor: Tensor) -> np.ndarray:
+    def read(self, tensor: TranslatedTensor) -> np.ndarray:
         """The elements, one at a time."""
         out = np.full(tensor.shape, -1, tensor.dtype)
         for fragment in tensor.layout.fragments:
@@ -67,17 +67,17 @@ def numbers(*shape: int) -> np.ndarray:
 
 def check(table: str, arrays: dict[str, np.ndarray], expected: dict[str, np.ndarray], back: str | None = None) -> None:
     """The rules turn the one into the other, and their inverse turns it back, however the arrays are cut."""
-    rules = Rules.from_toml(table)
-    assert Rules.from_toml(rules.to_toml()) == rules
+    rules = NameRules.from_toml(table)
+    assert NameRules.from_toml(rules.to_toml()) == rules
     assert rules.inverse().inverse() == rules
     for seed in range(20):
         stored = Stored(arrays, seed)
-        made = apply(rules, stored.tensors)
+        made = apply_rules(rules, stored.tensors)
         assert made.keys() == expected.keys()
         for name, array in expected.items():
             assert np.array_equal(stored.read(made[name]), array), name
-        inverse = Rules.from_toml(back) if back else rules.inverse()
-        again = apply(inverse, made)
+        inverse = NameRules.from_toml(back) if back else rules.inverse()
+        again = apply_rules(inverse, made)
         assert again.keys() == arrays.keys()
         for name, array in arrays.items():
             assert np.array_equal(stored.read(again[name]), array), name
@@ -157,9 +157,9 @@ def test_a_layout_with_holders_in_many_buffers_is_followed():
     fragments = tuple(dense(Box((0, lo), (6, lo + 2)), lo // 2) for lo in (0, 2))
     stored = Stored({}, 0)
     stored.buffers = {0: whole[:, :2].reshape(-1).copy(), 1: whole[:, 2:].reshape(-1).copy()}
-    made = apply(
-        Rules((Rule(("w",), ("a", "b"), shares=(1, 2)),)),
-        {"w": Tensor("int64", TensorLayout((6, 4), fragments), "w", ("w",))},
+    made = apply_rules(
+        NameRules((NameRule(("w",), ("a", "b"), shares=(1, 2)),)),
+        {"w": TranslatedTensor("int64", TensorLayout((6, 4), fragments), "w", ("w",))},
     )
     assert np.array_equal(stored.read(made["b"]), whole[2:])
 
@@ -184,7 +184,7 @@ def test_a_layout_with_holders_in_many_buffers_is_followed():
 def test_what_does_not_tile_is_refused(table, arrays, message):
     stored = Stored({name: numbers(*shape) for name, shape in arrays.items()}, 1)
     with pytest.raises(LayoutError, match=message):
-        apply(Rules.from_toml("[[rule]]\n" + table), stored.tensors)
+        apply_rules(NameRules.from_toml("[[rule]]\n" + table), stored.tensors)
 
 
 @pytest.mark.parametrize(
@@ -206,32 +206,32 @@ def test_what_does_not_tile_is_refused(table, arrays, message):
 )
 def test_a_table_that_is_none_is_refused(text, message):
     with pytest.raises(SourceError, match=message):
-        Rules.from_toml(text)
+        NameRules.from_toml(text)
 
 
 def test_what_no_rule_names_keeps_its_layout():
     stored = Stored({"w": numbers(3, 4)}, 3)
-    assert apply(Rules(), stored.tensors) == stored.tensors
+    assert apply_rules(NameRules(), stored.tensors) == stored.tensors
 
 
 def test_groups_name_wholes_where_the_rule_says_so():
     stored = Stored({"l.w": numbers(4, 2), "l.x": numbers(4, 2)}, 3)
     keeping, naming = (
-        Rule(("{l}." + name,), ("{l}." + name + "_a", "{l}." + name + "_b"), keeps_groups=keeps)
+        NameRule(("{l}." + name,), ("{l}." + name + "_a", "{l}." + name + "_b"), keeps_groups=keeps)
         for name, keeps in (("w", True), ("x", False))
     )
-    made = apply(Rules((keeping, naming)), stored.tensors)
+    made = apply_rules(NameRules((keeping, naming)), stored.tensors)
     assert {name: tensor.group for name, tensor in made.items()} == {
         "l.w_a": "l.w",
         "l.w_b": "l.w",
         "l.x_a": "l.x_a",
         "l.x_b": "l.x_b",
     }
-    joined = apply(Rules((keeping.inverse(),)), {name: made[name] for name in ("l.w_a", "l.w_b")})
+    joined = apply_rules(NameRules((keeping.inverse(),)), {name: made[name] for name in ("l.w_a", "l.w_b")})
     assert joined["l.w"].group == "l.w" and "l.w" in joined["l.w"].aliases
 
 
 def test_the_tables_that_the_documentation_shows_are_tables():
     page = (Path(__file__).parents[2] / "docs" / "formats" / "names.md").read_text()
-    tables = [Rules.from_toml(text) for text in re.findall(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)]
+    tables = [NameRules.from_toml(text) for text in re.findall(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)]
     assert [len(table.rules) for table in tables] == [3, 2]

@@ -22,9 +22,9 @@ from support.resharded import contents, make_job, nothing_but, once, plan_job, r
 from support.sharded import edit, elements_of, manifest_edited, raw_bytes
 
 import muonckpt
-from muonckpt.converters.engine.run import run
+from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.topology import Target
-from muonckpt.converters.translate.detection import annotate
+from muonckpt.converters.translate.detection import with_slots
 from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.record import Manifest
 
@@ -42,7 +42,7 @@ def check_reshard(source: Path, destination: Path, ranks: int, expected: dict[st
     assert sharded.stock_load(destination, before) == expected
     if oracle:
         assert elements_of(destination) == expected
-    assert described(annotate(before)) == described(after)
+    assert described(with_slots(before)) == described(after)
     for old, new in zip(before.tensors, after.tensors, strict=True):
         assert old.fingerprint in (None, new.fingerprint) and new.fingerprint
         found = [(chunk.item.file, *chunk.box.lo[:1], *chunk.box.hi[:1]) for chunk in new.chunks]
@@ -123,14 +123,16 @@ import re, sys
 from pathlib import Path
 import muonckpt
 from muonckpt.converters.engine.job import make_job
-from muonckpt.converters.engine.run import run
-from muonckpt.converters.target.topology import Rule, Target
+from muonckpt.converters.engine.run import run_job
+from muonckpt.converters.target.formats import container_of
+from muonckpt.converters.target.topology import ShardRule, Target
+from muonckpt.converters.translate.request import unchanged
 def watch(count):
     seen.append(int(re.search(r"RssAnon:\\s*([0-9]+) kB", Path("/proc/self/status").read_text())[1]))
-rules = Rule("[mt]a*", (("dp", int(sys.argv[3])),)), Rule("row", (("dp", int(sys.argv[3])),))
-job, seen = make_job(muonckpt.open(sys.argv[1]), Target({"dp": 3}, rules)), []
+rules = ShardRule("[mt]a*", (("dp", int(sys.argv[3])),)), ShardRule("row", (("dp", int(sys.argv[3])),))
+job, seen = make_job(muonckpt.open(sys.argv[1]), Target({"dp": 3}, rules), (), unchanged, container_of("dcp")), []
 watch(0)
-run(job, Path(sys.argv[2]), memory=16 << 20, progress=watch)
+run_job(job, Path(sys.argv[2]), memory=16 << 20, progress=watch)
 print(max(seen) - seen[0])
 """
 
@@ -227,7 +229,7 @@ def test_a_source_that_is_cut_meanwhile_is_an_error_and_not_a_crash(tmp_path):
             os.truncate(source / "__1_0.distcp", 4096)
 
     with pytest.raises(SourceError, match=r"__1_0\.distcp has 4096 bytes.*it was cut"):
-        run(job, tmp_path / "out", memory=1, threads=1, progress=cut_when_all_is_checked)
+        run_job(job, tmp_path / "out", memory=1, threads=1, progress=cut_when_all_is_checked)
     assert nothing_but(tmp_path, "source")
 
 
@@ -285,7 +287,7 @@ def test_a_tensor_that_torch_saved_in_another_order_is_the_same_tensor(tmp_path:
     assert not whole.findings
     for layout in ("rows", "flat"):
         out = tmp_path / layout
-        run(make_job(tmp_path / "source", Target({"dp": 3}, layout=layout)), out)
+        run_job(make_job(tmp_path / "source", Target({"dp": 3}, layout=layout)), out)
         assert elements_of(out) == plain and muonckpt.verify(out).fingerprints == whole.fingerprints
     loaded = {key: torch.zeros(tensor.shape, dtype=tensor.dtype) for key, tensor in tensors.items()}
     muonckpt.load(loaded, tmp_path / "source")

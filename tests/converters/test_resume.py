@@ -18,7 +18,7 @@ from support.sharded import edit, elements_of
 from support.trees import tree
 
 import muonckpt
-from muonckpt.converters.engine.run import run
+from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.formats import container_of
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.request import unchanged
@@ -82,7 +82,7 @@ def unfinished(tmp_path):
     job = plan_job(source, 3)
     two_files = sum(file.payload for file in job.files[:2])
     with pytest.raises(Interrupted, match=r"2 of 3 files.*--resume"):
-        run(job, tmp_path / "out", threads=1, progress=Stop(job.bytes_to_check + two_files + 1))
+        run_job(job, tmp_path / "out", threads=1, progress=Stop(job.bytes_to_check + two_files + 1))
     return source, tmp_path / "out", tmp_path / ".out.reshard.tmp", contents(tmp_path / "whole")
 
 
@@ -131,7 +131,7 @@ def test_resume_trusts_nothing_that_it_does_not_check(left, twice, unfinished, t
         job = plan_job(source, 3)
         late = Stop(job.bytes_to_check + job.payload_to_write - 1)
         with pytest.raises(Interrupted):
-            run(job, destination, resume=True, threads=1, progress=late)
+            run_job(job, destination, resume=True, threads=1, progress=late)
     reshard(source, destination, 3, resume=True)
     assert contents(destination) == whole
     assert nothing_but(tmp_path, "out", "whole")
@@ -148,12 +148,12 @@ def test_resume_begins_anew_where_nothing_tells_what_is_finished(unfinished, tmp
 def test_resume_looks_at_headers_and_indices_as_well(form, at, tmp_path):
     container = container_of(form, 700)
     job = make_job(saved("own rows4"), Target({"dp": 1}), ["t.float*", "t.int64"], container=container)
-    run(job, tmp_path / "whole")
+    run_job(job, tmp_path / "whole")
     with pytest.raises(Interrupted):
-        run(job, tmp_path / "out", threads=1, progress=Stop(job.bytes_to_check + job.payload_to_write - 1))
+        run_job(job, tmp_path / "out", threads=1, progress=Stop(job.bytes_to_check + job.payload_to_write - 1))
     file = tmp_path / ".out.reshard.tmp" / job.files[0].name
     edit(file, at % file.stat().st_size)
-    run(job, tmp_path / "out", resume=True)
+    run_job(job, tmp_path / "out", resume=True)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole") and nothing_but(tmp_path, "out", "whole")
 
 
@@ -166,7 +166,7 @@ def test_resume_does_not_write_again_what_is_finished(unfinished):
     before = written(staged)
     told: list[int] = []
     job = plan_job(source, 3)
-    run(job, destination, resume=True, progress=told.append)
+    run_job(job, destination, resume=True, progress=told.append)
     assert written(destination) == before
     assert sum(told) == job.bytes_to_check + job.payload_to_write
 
@@ -188,7 +188,7 @@ def test_a_source_without_checksums_that_changed_in_between_is_another_job(tmp_p
         dcp.save({"w": torch.arange(12.0).reshape(4, 3)}, checkpoint_id=tmp_path / "source", no_dist=True)
     job = plan_job(tmp_path / "source", 2)
     with pytest.raises(Interrupted):
-        run(job, tmp_path / "out", threads=1, progress=Stop(job.bytes_to_check + 25))
+        run_job(job, tmp_path / "out", threads=1, progress=Stop(job.bytes_to_check + 25))
     payload = job.manifest.tensors[0].chunks[0].payload
     edit(tmp_path / "source" / payload.file, payload.offset)
     with pytest.raises(DestinationError, match="another job"):

@@ -16,7 +16,7 @@ from support.sharded import bits, elements_of
 from support.trees import tree
 
 import muonckpt
-from muonckpt.converters.translate.names import Rule, Rules
+from muonckpt.converters.translate.names import NameRule, NameRules
 from muonckpt.errors import DestinationError, SourceError, TargetError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -71,7 +71,7 @@ def test_convert_needs_no_mesh(source, tmp_path):
 
 
 def test_rules_are_tables_by_name_files_or_values(source, tmp_path):
-    rules = Rules((Rule(("a", "b"), ("ab",)),))
+    rules = NameRules((NameRule(("a", "b"), ("ab",)),))
     (tmp_path / "rules.toml").write_text(rules.to_toml())
     for number, how in enumerate((rules, str(tmp_path / "rules.toml"), [rules], ["hf-qkv", rules])):
         out = tmp_path / str(number)

@@ -22,7 +22,7 @@ import muonckpt
 from muonckpt.converters.engine.assignment import assignment
 from muonckpt.converters.engine.job import Job
 from muonckpt.converters.engine.launch import joined
-from muonckpt.converters.engine.run import run
+from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.engine.workers import Worker
 from muonckpt.converters.target.formats import container_of
 from muonckpt.converters.target.topology import Target
@@ -38,14 +38,14 @@ def source(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("workers")
     state = {"w": torch.arange(230.0).reshape(46, 5), "b": torch.randn(64, 9).bfloat16(), "e": torch.empty(0, 3)}
     muonckpt.save({**state, "n": torch.tensor(7), "lr": 0.1}, folder / "one")
-    run(plan_job(folder / "one", 4), folder / "four")
+    run_job(plan_job(folder / "one", 4), folder / "four")
     return folder / "four"
 
 
 @pytest.fixture(scope="module")
 def whole(source) -> dict[str, bytes]:
     """What a single process makes of it."""
-    run(plan_job(source, RANKS), source.with_name("whole"))
+    run_job(plan_job(source, RANKS), source.with_name("whole"))
     return contents(source.with_name("whole"))
 
 
@@ -68,7 +68,7 @@ def plan(rank: int, source: Path, form: str = "ranks") -> Job:
     ("world", "form"), [(2, "ranks"), (3, "ranks"), (8, "ranks"), (2, "file"), (2, "shards"), (3, "zarr")]
 )
 def test_any_number_of_workers_writes_the_same_bytes_and_publishes_once(world, form, source, tmp_path):
-    run(plan(0, source, form), tmp_path / "alone")
+    run_job(plan(0, source, form), tmp_path / "alone")
     told = together(world, plan, source, form, destination=tmp_path / "out", threads=1, verify=world == 3)
     assert told == ["published", *["done"] * (world - 1)]
     assert tree(tmp_path / "out") == tree(tmp_path / "alone") and nothing_but(tmp_path, "alone", "out")
@@ -175,7 +175,7 @@ def test_a_lost_worker_ends_all_and_resume_writes_only_what_is_missing(how, vict
             assert started.ended([victim])[0][0] == code
         told = together(again, plan, source, destination=tmp_path / "out", resume=True) if again > 1 else None
         if told is None:
-            run(plan_job(source, RANKS), tmp_path / "out", resume=True)
+            run_job(plan_job(source, RANKS), tmp_path / "out", resume=True)
         assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
         written = finished_files(tmp_path / "out")
         assert {name: written[name] for name in before} == before
@@ -219,11 +219,11 @@ def test_torchrun_starts_a_killed_worker_again_and_resume_goes_on(source, whole,
 def test_a_second_run_is_refused_where_the_kernel_tells_that_the_first_one_lives(resume, source, whole, tmp_path):
     def second():
         with pytest.raises(DestinationError, match="another process is writing"):
-            run(plan_job(source, RANKS), tmp_path / "out", resume=resume)
+            run_job(plan_job(source, RANKS), tmp_path / "out", resume=resume)
         refused.append(True)
 
     refused: list[bool] = []
-    run(plan_job(source, RANKS), tmp_path / "out", progress=once(second))
+    run_job(plan_job(source, RANKS), tmp_path / "out", progress=once(second))
     assert refused and contents(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
 
 
@@ -236,32 +236,32 @@ def no_locks(monkeypatch):
 def test_without_locks_a_second_run_is_refused_unless_told_to_go_on(no_locks, source, whole, tmp_path):
     def second():
         with pytest.raises(DestinationError, match="--resume"):
-            run(plan_job(source, RANKS), tmp_path / "out")
+            run_job(plan_job(source, RANKS), tmp_path / "out")
         refused.append(True)
 
     refused: list[bool] = []
-    run(plan_job(source, RANKS), tmp_path / "out", progress=once(second))
+    run_job(plan_job(source, RANKS), tmp_path / "out", progress=once(second))
     assert refused and contents(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
 
 
 def test_without_locks_two_runs_of_a_job_publish_it_once_and_whole(no_locks, source, whole, tmp_path):
     def second():
-        run(plan_job(source, RANKS), tmp_path / "out", resume=True)
+        run_job(plan_job(source, RANKS), tmp_path / "out", resume=True)
 
     with pytest.raises((DestinationError, Interrupted)):
-        run(plan_job(source, RANKS), tmp_path / "out", threads=1, progress=once(second))
+        run_job(plan_job(source, RANKS), tmp_path / "out", threads=1, progress=once(second))
     assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
 
 
 def test_without_locks_a_run_that_lost_its_lock_neither_publishes_nor_removes(no_locks, source, whole, tmp_path):
     def second():
         with pytest.raises(Interrupted):
-            run(plan_job(source, RANKS), tmp_path / "out", resume=True, threads=1, progress=once(interrupt))
+            run_job(plan_job(source, RANKS), tmp_path / "out", resume=True, threads=1, progress=once(interrupt))
 
     with pytest.raises((DestinationError, Interrupted)):
-        run(plan_job(source, RANKS), tmp_path / "out", threads=1, progress=once(second))
+        run_job(plan_job(source, RANKS), tmp_path / "out", threads=1, progress=once(second))
     assert nothing_but(tmp_path, STAGED)
-    run(plan_job(source, RANKS), tmp_path / "out", resume=True)
+    run_job(plan_job(source, RANKS), tmp_path / "out", resume=True)
     assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,12 +18,11 @@ from support.resharded import contents, make_job, saved
 from support.sharded import elements_of, manifest_edited
 
 import muonckpt
-from muonckpt.converters.engine import mover
-from muonckpt.converters.engine.mover import Mover
+from muonckpt.converters.engine.mover import is_direct
 from muonckpt.converters.engine.outputs import OutputItem, Outputs, OutputTensor
-from muonckpt.converters.engine.run import run
+from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.layouts import lay_out
-from muonckpt.converters.target.topology import LAYOUTS, Rule, Target
+from muonckpt.converters.target.topology import LAYOUTS, ShardRule, Target
 from muonckpt.converters.translate.request import unchanged
 from muonckpt.errors import DestinationError, TargetError
 from muonckpt.layout import stacked, through
@@ -59,7 +59,7 @@ def test_rows_are_what_torch_chunk_gives_for_any_mesh_and_any_order_of_cuts():
         shape = tuple(choose.randint(1, 9) for _ in range(choose.randint(1, 3)))
         axes = choose.sample(list(mesh), choose.randint(0, len(mesh)))
         cuts = tuple((axis, choose.randrange(len(shape))) for axis in axes)
-        laid = lay_out(Target(mesh, (Rule("*", cuts),)), [tensor("w", *shape)])
+        laid = lay_out(Target(mesh, (ShardRule("*", cuts),)), [tensor("w", *shape)])
         held = scatter(arange(shape), laid.layouts["w"])
         for rank in range(math.prod(mesh.values())):
             mine = held.get(rank, {})
@@ -69,7 +69,7 @@ def test_rows_are_what_torch_chunk_gives_for_any_mesh_and_any_order_of_cuts():
 
 def test_without_a_rule_every_axis_cuts_rows_and_the_first_rule_that_fits_wins():
     mesh = {"dp": 2, "tp": 2}
-    rules = Rule("a.*", (("tp", 1),)), Rule("a.b*", (("tp", 0),)), Rule("kept", ())
+    rules = ShardRule("a.*", (("tp", 1),)), ShardRule("a.b*", (("tp", 0),)), ShardRule("kept", ())
     laid = lay_out(Target(mesh, rules), [tensor("a.b", 6, 4), tensor("c", 6, 4), tensor("kept", 6, 4), tensor("step")])
     words = {key: (word["axes"], word["placements"]) for key, word in laid.words.items() if word}
     assert words == {
@@ -82,14 +82,14 @@ def test_without_a_rule_every_axis_cuts_rows_and_the_first_rule_that_fits_wins()
 
 WRONG = {
     "layout": (lambda: Target({"dp": 2}, (), "diagonal"), "no layout 'diagonal'; there are rows, flat"),
-    "axis": (lambda: Target({"dp": 2}, (Rule("*", (("tp", 0),)),)), "expected axes out of dp"),
-    "twice": (lambda: Target({"dp": 2}, (Rule("*", (("dp", 0), ("dp", 1))),)), "each at most once"),
+    "axis": (lambda: Target({"dp": 2}, (ShardRule("*", (("tp", 0),)),)), "expected axes out of dp"),
+    "twice": (lambda: Target({"dp": 2}, (ShardRule("*", (("dp", 0), ("dp", 1))),)), "each at most once"),
     "dim": (
-        lambda: lay_out(Target({"dp": 2}, (Rule("*", (("dp", 1),)),)), [tensor("m", 2, 2), tensor("v", 2)]),
+        lambda: lay_out(Target({"dp": 2}, (ShardRule("*", (("dp", 1),)),)), [tensor("m", 2, 2), tensor("v", 2)]),
         r"rule \*=dp:1 cuts a dim that tensor 'v' of shape \(2,\) does not have",
     ),
     "nothing": (
-        lambda: lay_out(Target({"dp": 2}, (Rule("x*", (("dp", 0),)),)), [tensor("v", 2)]),
+        lambda: lay_out(Target({"dp": 2}, (ShardRule("x*", (("dp", 0),)),)), [tensor("v", 2)]),
         "fits none of 1 tensors",
     ),
     "selected": (lambda: make_job(saved("own rows3"), Target({"dp": 2}), ["x*"]), "nothing.*fits 'x"),
@@ -106,13 +106,13 @@ def test_a_target_that_does_not_fit_is_an_error_that_says_why(case):
 # --- every element arrives --------------------------------------------------------------------------------------------
 
 # Two axes that cut rows of everything but what has one row, in the order that torch's mesh cannot say without strides.
-TURNED = Rule("t.row", (("tp", 1),)), Rule("t.*", (("tp", 0), ("dp", 0)))
-EXPERTS = Rule("t.cube", (("ep", 0), ("dp", 1))), Rule("t.tower", (("dp", 3), ("ep", 0)))
+TURNED = ShardRule("t.row", (("tp", 1),)), ShardRule("t.*", (("tp", 0), ("dp", 0)))
+EXPERTS = ShardRule("t.cube", (("ep", 0), ("dp", 1))), ShardRule("t.tower", (("dp", 3), ("ep", 0)))
 TARGETS = {
     **{layout: Target({"dp": 3}, (), layout) for layout in LAYOUTS},
     **{f"{layout} in parts": Target({"dp": 2, "ep": 2}, EXPERTS, layout) for layout in LAYOUTS},
     "turned": Target({"dp": 2, "tp": 3}, TURNED),
-    "replicas": Target({"r": 3, "dp": 2}, (Rule("*", (("dp", 0),)),)),
+    "replicas": Target({"r": 3, "dp": 2}, (ShardRule("*", (("dp", 0),)),)),
     "three axes": Target({"dp": 2, "ep": 2, "tp": 2}, EXPERTS),
 }
 
@@ -133,29 +133,37 @@ def check(manifest: Manifest, target: Target) -> None:
 @pytest.mark.parametrize("source", ["stock grid2x2", "own rows4"])
 def test_every_element_arrives_bit_for_bit_in_any_layout_and_back(name, source, tmp_path):
     expected = {f"t.{key}": sharded.bits(value) for key, value in sharded.small().items()}
-    done = run(make_job(saved(source), TARGETS[name]), tmp_path / "there")
+    done = run_job(make_job(saved(source), TARGETS[name]), tmp_path / "there")
     check(done, TARGETS[name])
     before = muonckpt.open(saved(source)).outline
     assert elements_of(tmp_path / "there") == sharded.stock_load(tmp_path / "there", before) == expected
     report = muonckpt.verify(tmp_path / "there")
     assert {finding.kind for finding in report.findings} <= {"nonfinite"} and report.notes == ()
-    back = run(make_job(tmp_path / "there", Target({"dp": 4})), tmp_path / "back")
+    back = run_job(make_job(tmp_path / "there", Target({"dp": 4})), tmp_path / "back")
     assert elements_of(tmp_path / "back") == expected
     assert {t.fingerprint for t in back.tensors} == {t.fingerprint for t in done.tensors}
     assert "buffers" not in back.provenance
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_the_fast_path_and_the_general_one_write_the_same_bytes(name, tmp_path, monkeypatch):
+def test_copying_runs_and_assembling_bands_write_the_same_bytes(name, tmp_path):
+    """Elements that are multiplied, though by 1, are assembled in memory; those that only move are mostly copied."""
     job = make_job(saved("own columns3", "wide"), Target({"dp": 3}, (), TARGETS[name].layout))
-    run(job, tmp_path / "source")
+    run_job(job, tmp_path / "source")
     rules = tuple(rule for rule in TARGETS[name].rules if rule.glob == "*")
-    job = make_job(tmp_path / "source", Target(TARGETS[name].mesh, rules, TARGETS[name].layout))
-    assert any(mover.is_straight(item) for file in job.files for item in file.chunks)
-    run(job, tmp_path / "fast")
-    monkeypatch.setattr(mover, "is_straight", lambda item: False)
-    run(job, tmp_path / "general", memory=1)
-    assert contents(tmp_path / "fast") == contents(tmp_path / "general")
+    target = Target(TARGETS[name].mesh, rules, TARGETS[name].layout)
+    job = make_job(tmp_path / "source", target)
+    assert any(is_direct(chunk) for file in job.files for chunk in file.chunks)
+    run_job(job, tmp_path / "copied")
+
+    def multiplied(source):
+        outputs = unchanged(source)
+        return replace(outputs, tensors=[replace(output, scale=1.0) for output in outputs.tensors])
+
+    job = make_job(tmp_path / "source", target, make_outputs=multiplied)
+    assert not any(is_direct(chunk) for file in job.files for chunk in file.chunks)
+    run_job(job, tmp_path / "assembled", memory=1)
+    assert contents(tmp_path / "copied") == contents(tmp_path / "assembled")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -163,13 +171,13 @@ def test_the_fast_path_and_the_general_one_write_the_same_bytes(name, tmp_path, 
 def test_checkpoints_of_other_programs_take_any_layout(name, layout, tmp_path):
     source = golden(name)
     expected = sharded.stock_load(source, muonckpt.open(source).outline)
-    run(make_job(source, Target({"dp": 2, "ep": 3}, (), layout)), tmp_path / "out")
+    run_job(make_job(source, Target({"dp": 2, "ep": 3}, (), layout)), tmp_path / "out")
     assert sharded.stock_load(tmp_path / "out", muonckpt.open(source).outline) == expected
 
 
 def test_buffers_are_recorded_with_their_owners_and_those_have_the_tensors(tmp_path):
     for layout in ("balanced", "padded-nscost", "padded-numel", "decoupled-total-order", "legacy-pingpong"):
-        done = run(make_job(saved("own rows3"), Target({"dp": 3}, (), layout)), tmp_path / layout)
+        done = run_job(make_job(saved("own rows3"), Target({"dp": 3}, (), layout)), tmp_path / layout)
         buffers = recorded(muonckpt.open(tmp_path / layout).outline.provenance)
         assert all(buffer.group == (0, 1, 2) and buffer.layout.whole for buffer in buffers)
         owners = {name: owner for buffer in buffers for name, owner in buffer.layout.owners.items()}
@@ -190,14 +198,14 @@ def test_replicas_are_written_once_and_spread_over_their_holders(tmp_path):
 def test_what_is_not_selected_is_neither_read_nor_written(tmp_path):
     whole = elements_of(saved("own rows3"))
     job = make_job(saved("own rows3"), Target({"dp": 2}), ["t.cube", "*.bf*", "hyper.*"])
-    done = run(job, tmp_path / "out")
+    done = run_job(job, tmp_path / "out")
     assert elements_of(tmp_path / "out") == {key: whole[key] for key in ("t.cube", "t.bfloat16")}
     assert sorted(blob.key for blob in done.blobs) == ["hyper.betas", "hyper.lr"]
     assert job.bytes_to_check == job.payload_to_write == len(whole["t.cube"]) + len(whole["t.bfloat16"])
 
 
 def test_reads_avoided_are_those_of_whole_chunks(tmp_path):
-    run(make_job(saved("own rows3"), Target({"dp": 1}), ["t.cube"]), tmp_path / "one")
+    run_job(make_job(saved("own rows3"), Target({"dp": 1}), ["t.cube"]), tmp_path / "one")
     assert make_job(tmp_path / "one", Target({"dp": 1})).reads_avoided == 0
     assert make_job(tmp_path / "one", Target({"dp": 3})).reads_avoided == 2 * 3 * 4 * 5 * 4
 
@@ -223,7 +231,7 @@ def test_a_translation_may_rename_split_scale_and_add(tmp_path):
     whole = elements_of(source)["t.float32"]
     job = make_job(source, Target({"dp": 3}), ["t.float32*", "step", "moved", "new"], halves_and_more)
     assert [tensor.key for tensor in job.manifest.tensors] == ["t.float32"]
-    done = run(job, tmp_path / "out", verify=True)
+    done = run_job(job, tmp_path / "out", verify=True)
     assert [(t.key, t.shape) for t in done.tensors] == [("t.float32_w", (7, 5)), ("t.float32_v", (6, 5)), ("step", ())]
     found = elements_of(tmp_path / "out")
     assert found["t.float32_w"] == whole[: 7 * 5 * 4] and struct.unpack("<f", found["step"]) == (3,)
@@ -239,24 +247,25 @@ def test_a_translation_may_rename_split_scale_and_add(tmp_path):
 # --- verified ---------------------------------------------------------------------------------------------------------
 
 
-def test_verify_reads_back_what_was_written_and_publishes_nothing_that_differs(tmp_path, monkeypatch):
+def test_verify_reads_back_what_was_written_and_publishes_nothing_that_differs(tmp_path):
     job, told = make_job(saved("own rows3"), Target({"dp": 2})), []
-    run(job, tmp_path / "fine", verify=True, progress=told.append)
+    run_job(job, tmp_path / "fine", verify=True, progress=told.append)
     assert sum(told) == job.bytes_to_check + 2 * job.payload_to_write
-    verify = Mover.verify
+    first, told = job.files[0], []
 
-    def spoilt(self, file, done):
-        sharded.edit(self._staged / file.name, file.chunks[-1].stored.payload.end - 1)
-        verify(self, file, done)
+    def spoil(count):
+        """Damage the first file when the last byte of the second is about to be written."""
+        told.append(count)
+        if sum(told) == job.bytes_to_check + job.payload_to_write:
+            sharded.edit(tmp_path / ".out.reshard.tmp" / first.name, first.chunks[-1].stored.payload.end - 1)
 
-    monkeypatch.setattr(Mover, "verify", spoilt)
-    with pytest.raises(DestinationError, match=r"__[01]_0\.distcp does not hold what was written"):
-        run(job, tmp_path / "out", verify=True)
+    with pytest.raises(DestinationError, match=r"__0_0\.distcp does not hold what was written"):
+        run_job(job, tmp_path / "out", threads=1, verify=True, progress=spoil)
     assert [path.name for path in tmp_path.iterdir()] == ["fine"]
 
 
 def test_words_of_a_layout_that_is_given_up_do_not_stay_in_the_manifest(tmp_path):
-    run(make_job(saved("own rows3"), Target({"dp": 2}, (), "padded-nscost")), tmp_path / "padded-nscost")
+    run_job(make_job(saved("own rows3"), Target({"dp": 2}, (), "padded-nscost")), tmp_path / "padded-nscost")
     manifest_edited(tmp_path / "padded-nscost", lambda entries: entries["t.cube"].update(layout={"algorithm": "old"}))
-    done = run(make_job(tmp_path / "padded-nscost", Target({"dp": 2})), tmp_path / "rows")
+    done = run_job(make_job(tmp_path / "padded-nscost", Target({"dp": 2})), tmp_path / "rows")
     assert {t.layout["algorithm"] for t in done.tensors if t.layout} == {"mesh"}

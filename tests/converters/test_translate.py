@@ -30,8 +30,8 @@ from support.translated import (
 import muonckpt
 from muonckpt.converters.translate.conventions import Overrides
 from muonckpt.converters.translate.dialects import DIALECTS
-from muonckpt.converters.translate.names import Rule, Rules
-from muonckpt.converters.translate.tables import READY, ready
+from muonckpt.converters.translate.names import NameRule, NameRules
+from muonckpt.converters.translate.tables import READY_MADE, ready_made
 from muonckpt.converters.translate.translator import translate
 from muonckpt.errors import SourceError, TargetError
 from muonckpt.optimizer.muon import Muon
@@ -273,9 +273,9 @@ def test_masters_of_layer_wise_training_are_state_of_ours(target, tmp_path):
 
 
 def test_a_rule_renames_a_parameter_its_state_and_its_groups():
-    rule = Rule(("layers.{i}.{rest*}",), ("model.layers.{i}.{rest*}",))
+    rule = NameRule(("layers.{i}.{rest*}",), ("model.layers.{i}.{rest*}",))
     path, manifest = read("torch_fsdp4/ckpt")
-    result = translated("torch_fsdp4/ckpt", "torch", rules=Rules((rule,)))
+    result = translated("torch_fsdp4/ckpt", "torch", rules=NameRules((rule,)))
     found, plain = executed(path, result), executed(path, translated("torch_fsdp4/ckpt", "torch"))
     renamed = {k.replace("model.layers.", "model.model.layers.").replace("state.layers.", "state.model.layers."): v
                for k, v in plain.items()}  # fmt: skip
@@ -285,13 +285,13 @@ def test_a_rule_renames_a_parameter_its_state_and_its_groups():
     assert len(result.items) == len(manifest.blobs)
 
 
-@pytest.mark.parametrize("name", READY)
+@pytest.mark.parametrize("name", READY_MADE)
 def test_ready_made_tables_read_back_and_have_a_way_back(name):
-    rules = ready(name)
-    assert Rules.from_toml(rules.to_toml()) == rules
-    assert ready(f"inverse:{name}").inverse() == rules
+    rules = ready_made(name)
+    assert NameRules.from_toml(rules.to_toml()) == rules
+    assert ready_made(f"inverse:{name}").inverse() == rules
     with pytest.raises(TargetError, match="there are megatron-swiglu"):
-        ready("no such table")
+        ready_made("no such table")
 
 
 def two_groups(lr: float) -> dict:
@@ -304,7 +304,7 @@ def two_groups(lr: float) -> dict:
 
 
 def test_parts_of_groups_that_differ_are_not_joined(tmp_path):
-    rules = Rules((Rule(("a", "b"), ("ab",)),))
+    rules = NameRules((NameRule(("a", "b"), ("ab",)),))
     manifest, path = saved(tmp_path / "same", two_groups(0.1))
     result = translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], rules=rules)
     assert options(result) == {"optimizer.param_groups.0.params": ["ab"], "optimizer.param_groups.1.params": []}

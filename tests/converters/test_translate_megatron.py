@@ -10,7 +10,7 @@ from support.translated import MEGATRON, W, copied, executed, options, read, sav
 import muonckpt
 from muonckpt.converters.translate.conventions import Overrides
 from muonckpt.converters.translate.dialects import DIALECTS
-from muonckpt.converters.translate.tables import ready
+from muonckpt.converters.translate.tables import ready_made
 from muonckpt.converters.translate.translator import translate
 from muonckpt.errors import LayoutError, SourceError
 from muonckpt.optimizer.muon import Muon
@@ -27,7 +27,7 @@ def megatron(name: str) -> tuple:
 @pytest.mark.parametrize("name", ["dp4", "dp4tp2ep2"])
 def test_megatron_halves_and_experts_are_joined_and_come_apart_again(name):
     path, truth = megatron(name)
-    rules = ready("megatron-swiglu") + ready("megatron-experts")
+    rules = ready_made("megatron-swiglu") + ready_made("megatron-experts")
     result = translated(MEGATRON.format(name), "dcp", rules=rules)
     found = executed(path, result)
     seen = set()
@@ -68,8 +68,8 @@ def test_megatron_there_and_back_is_the_same_checkpoint(name):
     """Rules and their inverse in one table: every tensor under its key, every group as it was."""
     path, truth = megatron(name)
     _, manifest = read(MEGATRON.format(name))
-    forth = ready("megatron-swiglu") + ready("megatron-experts")
-    back = ready("inverse:megatron-experts") + ready("inverse:megatron-swiglu")
+    forth = ready_made("megatron-swiglu") + ready_made("megatron-experts")
+    back = ready_made("inverse:megatron-experts") + ready_made("inverse:megatron-swiglu")
     result = translated(MEGATRON.format(name), "fsdp_dtensor", rules=forth + back)
     found = executed(path, result)
     for key, words in truth.items():
@@ -81,7 +81,7 @@ def test_megatron_there_and_back_is_the_same_checkpoint(name):
 def test_megatron_momentum_in_the_convention_of_another_program():
     """The coefficient is in the metadata of the whole, the momentum in two halves."""
     path, truth = megatron("dp4")
-    rules = ready("megatron-swiglu")
+    rules = ready_made("megatron-swiglu")
     with pytest.raises(SourceError, match="--convention"):
         translated(MEGATRON.format("dp4"), "dion", rules=rules)
     result = translated(MEGATRON.format("dp4"), "dion", rules=rules, overrides=Overrides(Convention.EMA))
@@ -98,7 +98,9 @@ def test_megatron_momentum_in_the_convention_of_another_program():
 def test_megatron_groups_have_all_options_of_a_new_optimizer_of_ours():
     """`load` looks for every one of them."""
     overrides = Overrides(Convention.EMA)
-    found = options(translated(MEGATRON.format("dp4"), "muonckpt", rules=ready("megatron-swiglu"), overrides=overrides))
+    found = options(
+        translated(MEGATRON.format("dp4"), "muonckpt", rules=ready_made("megatron-swiglu"), overrides=overrides)
+    )
     weight, bias = torch.nn.Parameter(torch.zeros(4, 3)), torch.nn.Parameter(torch.zeros(3))
     fresh = Muon([{"params": [weight]}, {"params": [bias], "algorithm": "adamw", "lr": 1e-3}]).param_groups
     of_megatron = {"lr", "weight_decay", "momentum", "betas", "eps", "params"}
@@ -113,4 +115,4 @@ def test_a_state_that_lacks_a_half_is_refused(tmp_path):
     state = {"optimizer": {"state": {"module.module.module.a.linear_fc1.weight_w": {"momentum_buffer": W.clone()}}}}
     manifest, path = saved(tmp_path, state)
     with pytest.raises(LayoutError, match=r"linear_fc1.weight_w.* without part 1"):
-        translate(manifest, muonckpt.open(path).values, DIALECTS["fsdp_dtensor"], rules=ready("megatron-swiglu"))
+        translate(manifest, muonckpt.open(path).values, DIALECTS["fsdp_dtensor"], rules=ready_made("megatron-swiglu"))

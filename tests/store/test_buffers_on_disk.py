@@ -38,10 +38,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import muonckpt
 from muonckpt.cli.main import run as command
-from muonckpt.converters.engine.journal import Done
+from muonckpt.converters.engine.journal import FinishedFile
 from muonckpt.converters.engine.mover import LARGEST_BAND, _parts
 from muonckpt.converters.engine.output_files import OutputFile
-from muonckpt.converters.engine.run import run
+from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.formats import container_of
 from muonckpt.converters.target.topology import LAYOUTS, Target
 from muonckpt.errors import Interrupted, SourceError
@@ -119,7 +119,7 @@ def test_each_layout_goes_to_each_other_one_byte_for_byte(place, source, stored,
         assert binaries(tmp_path / "out") == expected, other
         assert prints(done) == prints(muonckpt.open(source).outline)
         shutil.rmtree(tmp_path / "out")
-    back = run(make_job(stored(*place), Target({"dp": 2})), tmp_path / "back")
+    back = run_job(make_job(stored(*place), Target({"dp": 2})), tmp_path / "back")
     assert elements_of(tmp_path / "back") == {key: value.tobytes() for key, value in values.items()}
     before, after = muonckpt.open(source).outline, muonckpt.open(tmp_path / "back").outline
     assert prints(before) == prints(after) and "buffers" not in back.provenance
@@ -164,7 +164,7 @@ def test_what_lies_in_padding_is_ignored(layout, stored, values, tmp_path):
 
 def test_padding_is_read_back_in_bounded_parts():
     """A padded buffer may be mostly zeros."""
-    parts = [extent for extent, _ in _parts(OutputFile("rank_0.bin", (), (), 1 << 30), Done((), ()))]
+    parts = [extent for extent, _ in _parts(OutputFile("rank_0.bin", (), (), 1 << 30), FinishedFile((), ()))]
     assert max(extent.length for extent in parts) <= LARGEST_BAND
     assert [extent.offset for extent in parts[1:]] == [extent.end for extent in parts[:-1]] and parts[-1].end == 1 << 30
 
@@ -187,7 +187,7 @@ def test_the_same_layout_on_the_same_ranks_keeps_recorded_owners_and_their_versi
     assert owners(same) == expected and {t.layout["version"] for t in same.tensors} == {7}
     for other, dp in ("legacy-pingpong", 1), ("decoupled-total-order", 3):
         assert {t.layout["version"] for t in written(source, tmp_path / other, other, dp).tensors} == {1}
-    run(make_job(source, Target({"dp": 3}, (), "legacy-pingpong")), tmp_path / "dcp")
+    run_job(make_job(source, Target({"dp": 3}, (), "legacy-pingpong")), tmp_path / "dcp")
     assert owners(written(tmp_path / "dcp", tmp_path / "through dcp", "legacy-pingpong", 3)) == expected
 
 
@@ -280,9 +280,9 @@ def test_stopped_work_is_resumed_and_what_lies_in_padding_then_is_not_trusted(da
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted):
-        run(job, tmp_path / "out", threads=1, progress=stop)
+        run_job(job, tmp_path / "out", threads=1, progress=stop)
     damage(tmp_path / ".out.reshard.tmp" / "rank_0.bin")
-    run(job, tmp_path / "out", resume=True, memory=1)
+    run_job(job, tmp_path / "out", resume=True, memory=1)
     assert binaries(tmp_path / "out") == binaries(stored("padded-nscost", 3))
 
 

@@ -22,7 +22,7 @@ from support.sharded import elements_of
 import muonckpt
 from muonckpt.box import row_major
 from muonckpt.converters.engine.job import Job
-from muonckpt.converters.engine.run import run
+from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.formats import FORMATS, container_of
 from muonckpt.converters.target.topology import Target
 from muonckpt.errors import DestinationError, SourceError
@@ -243,7 +243,7 @@ def test_there_is_no_checkpoint_before_the_last_object(source, store):
     for form, shard_bytes in (("zarr", None), ("safetensors", None), ("safetensors", 1)):
         name = f"{form}{shard_bytes}"
         job = make_job(source, Target({"dp": 1}), [MATRIX], container=container_of(form, shard_bytes))
-        run(job, store / name, progress=looking(name))
+        run_job(job, store / name, progress=looking(name))
         assert not any(seen) and is_checkpoint(store / name)
         assert not [found for found in objects(store) if found.startswith(f".{name}")]
 
@@ -320,11 +320,11 @@ def test_several_processes_go_on_with_an_interrupted_run_in_a_store(source, serv
             raise KeyboardInterrupt
 
     with pytest.raises(muonckpt.errors.Interrupted, match="--resume"):
-        run(job, place, threads=1, progress=late)
+        run_job(job, place, threads=1, progress=late)
     begun = objects(place)
     assert 0 < sum(name.startswith("/__") for name in begun) < 5 and not is_checkpoint(place)
     with pytest.raises(DestinationError, match="--resume"):
-        run(job, place)
+        run_job(job, place)
     assert objects(place) == begun
 
     store = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}

@@ -21,7 +21,7 @@ from support.sharded import SHAPES, bits, raw_bytes, small, some, wide
 from support.whole import assemble, record, write, write_values
 
 from muonckpt.box import Box
-from muonckpt.converters.engine.run import run
+from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.safetensors_files import SafetensorsFile, SafetensorsFolder
 from muonckpt.converters.target.topology import Target
 from muonckpt.errors import SourceError
@@ -308,9 +308,9 @@ def test_a_header_that_tells_of_other_elements_is_not_published(tmp_path):
     source.write((tmp_path / "source.safetensors").read_bytes())
     out = location(f"memory://{tmp_path.name}/out.safetensors")
     with pytest.raises(SourceError, match="not the same when it was read again"):
-        run(make_job(source, Target({"dp": 1}), container=SafetensorsFile()), out)
+        run_job(make_job(source, Target({"dp": 1}), container=SafetensorsFile()), out)
     assert not out.exists() and source.exists()
-    run(make_job(source, Target({"dp": 1}), container=SafetensorsFile()), out)  # now it always says the same
+    run_job(make_job(source, Target({"dp": 1}), container=SafetensorsFile()), out)  # now it always says the same
     assert out.exists()
 
 

@@ -18,7 +18,7 @@ from support.translated import W, nested, truth_of
 
 import muonckpt
 from muonckpt.cli.main import run
-from muonckpt.converters.translate.detection import annotate
+from muonckpt.converters.translate.detection import with_slots
 from muonckpt.store.formats.dcp.directory import COMMON_FILE
 from muonckpt.store.formats.dcp.metadata_pickle import parse
 from muonckpt.store.formats.megatron.torch_dist import COMMON_STATE, CONFIG
@@ -51,7 +51,7 @@ def test_it_has_what_megatrons_own_has(name, tmp_path):
     dcp.load(state, checkpoint_id=mine, no_dist=True)
     for key, words in truth_of(f"megatron/layer_wise/{name}").items():
         assert np.array_equal(state[key].view(torch.int16).numpy(), words.view("<i2")), key
-    assert {tensor.slot for tensor in annotate(muonckpt.open(theirs).outline).tensors} == {
+    assert {tensor.slot for tensor in with_slots(muonckpt.open(theirs).outline).tensors} == {
         None,
         "momentum_buffer",
         "fp32_param",

@@ -12,7 +12,7 @@ from typing import Any
 
 from muonckpt.converters.engine.job import Job
 from muonckpt.converters.engine.launch import joined
-from muonckpt.converters.engine.run import run
+from muonckpt.converters.engine.run import run_job
 from muonckpt.errors import MuonckptError
 from muonckpt.store.io.location import location
 from support import workers
@@ -29,8 +29,8 @@ def environment(rank: int, world: int, port: int = 1) -> dict[str, str]:
 def together(world: int, plan: Callable[..., Job], *arguments: Any, **how: Any) -> list[str]:
     """What each worker did: "published", "done", or the name and text of its error.
 
-    ``plan`` makes the job, with the rank as its first argument; ``how`` are arguments of `run`, whose destination may
-    be a URL, and ``environment`` is added to that of the workers.
+    ``plan`` makes the job, with the rank as its first argument; ``how`` are arguments of `run_job`, whose destination
+    may be a URL, and ``environment`` is added to that of the workers.
     """
     return workers.run(world, work, plan, arguments, how)
 
@@ -41,7 +41,7 @@ def work(rank: int, world: int, plan: Callable[..., Job], arguments: Sequence[An
     destination = location(str(how.pop("destination")))
     try:
         with joined(environment(rank, world), timeout=60) as group:
-            manifest = run(plan(rank, *arguments), destination, workers=group, **how)
+            manifest = run_job(plan(rank, *arguments), destination, workers=group, **how)
     except MuonckptError as error:
         return f"{type(error).__name__}: {error}"
     return "done" if manifest is None else "published"

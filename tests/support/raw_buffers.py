@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from muonckpt.converters.engine.run import run
+from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.formats import container_of
-from muonckpt.converters.target.topology import Rule, Target
+from muonckpt.converters.target.topology import ShardRule, Target
 from muonckpt.layouts.buffers.group_buffer import GroupBuffer
 from muonckpt.layouts.buffers.parameters import Parameter
 from muonckpt.record import Manifest, StateRecord
@@ -19,13 +19,13 @@ from muonckpt.store.reading.dtypes import itemsize
 from support.resharded import make_job
 
 INDEX = "flat_buffers.json"
-EXPERTS = Rule("*experts*", (("ep", 0),))
+EXPERTS = ShardRule("*experts*", (("ep", 0),))
 MESHES = {1: ({"dp": 1}, ()), 3: ({"dp": 3}, ()), 4: ({"dp": 2, "ep": 2}, (EXPERTS,))}
 
 
 def written(source: Path, path: Path, layout: str, dp: int, **how: Any) -> Manifest:
     mesh, rules = MESHES[dp]
-    done = run(make_job(source, Target(mesh, rules, layout), container=container_of("buffers")), path, **how)
+    done = run_job(make_job(source, Target(mesh, rules, layout), container=container_of("buffers")), path, **how)
     assert done is not None
     return done
 

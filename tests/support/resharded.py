@@ -9,13 +9,16 @@ from pathlib import Path
 from muonckpt.converters.engine import job as jobs
 from muonckpt.converters.engine.job import Job
 from muonckpt.converters.engine.outputs import Outputs
-from muonckpt.converters.engine.run import run
+from muonckpt.converters.engine.run import run_job
+from muonckpt.converters.target.container import Container
+from muonckpt.converters.target.formats import container_of
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.request import unchanged
 from muonckpt.record import Manifest
 from muonckpt.store.open_checkpoint import OpenCheckpoint
 from support import sharded
 
+DCP = container_of("dcp")
 _FOLDER = tempfile.TemporaryDirectory(prefix="muonckpt-tests-")
 
 
@@ -27,9 +30,9 @@ def saved(name: str, values: str = "small") -> Path:
     return path
 
 
-def make_job(source: Path, target: Target, *more, **how) -> Job:
-    """What the engine plans for a checkpoint at this place."""
-    return jobs.make_job(OpenCheckpoint(source), target, *more, **how)
+def make_job(source: Path, target: Target, select=(), make_outputs=unchanged, container: Container = DCP) -> Job:
+    """What the engine plans for a checkpoint at this place; unless told otherwise, a copy of everything as DCP."""
+    return jobs.make_job(OpenCheckpoint(source), target, select, make_outputs, container)
 
 
 def plan_job(source: Path, ranks: int) -> Job:
@@ -38,7 +41,7 @@ def plan_job(source: Path, ranks: int) -> Job:
 
 
 def reshard(source: Path, destination: Path, ranks: int, **how) -> Manifest:
-    return run(plan_job(source, ranks), destination, **how)
+    return run_job(plan_job(source, ranks), destination, **how)
 
 
 def tensors_only(source: OpenCheckpoint) -> Outputs:

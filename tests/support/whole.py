@@ -11,7 +11,7 @@ import torch
 
 from muonckpt.box import Box
 from muonckpt.converters.engine.outputs import Outputs, OutputTensor
-from muonckpt.converters.engine.run import run
+from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.container import Container
 from muonckpt.converters.target.topology import Target
 from muonckpt.layout import dense
@@ -35,7 +35,7 @@ def write(path: Path, container: Container, tensors: Iterable[tuple[StateRecord,
     source.mkdir(parents=True)
     (source / FILE).write_text(Manifest((), (), {"step": 3}).to_json())
     job = make_job(source, Target({"dp": 1}), make_outputs=lambda _: Outputs(made), container=container)
-    return run(job, path, **how)
+    return run_job(job, path, **how)
 
 
 def write_values(path: Path, container: Container, tensors: dict[str, torch.Tensor], **how: Any) -> Manifest:

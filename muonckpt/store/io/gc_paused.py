@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def not_collecting() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """For what makes a million small objects that all stay: to look through them in between finds nothing."""
     enabled = gc.isenabled()
     try:

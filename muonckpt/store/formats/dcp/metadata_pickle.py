@@ -16,7 +16,7 @@ from typing import cast
 
 from ....box import Index
 from ....errors import SourceError
-from ...io.gc_paused import not_collecting
+from ...io.gc_paused import gc_paused
 from ...reading.dtypes import DTYPES
 from ..torch_save.inert_pickle import Global, Pickler, Record, expect, ints, sequence, unpickle
 
@@ -95,7 +95,7 @@ def parse(data: bytes) -> Metadata:
         SourceError: it is not such a file, is cut, names anything that a stock file does not have, or
             gives a size that is no integer >= 0, or one item twice.  File names are not checked here.
     """
-    with not_collecting():
+    with gc_paused():
         content = unpickle(data, _KNOWN)
         try:
             return _metadata(content)

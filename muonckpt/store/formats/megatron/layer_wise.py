@@ -19,6 +19,7 @@ from ....errors import SourceError
 from ....layouts.buffers.group_buffer import GroupBuffer
 from ....layouts.buffers.ranges import PlacedParameter
 from ....record import Blob, Extent, Manifest, StateRecord
+from ....vocabulary import PARAMS
 from ...io.location import Location
 from ...reading.payloads import Payloads
 from ...reading.reader import LocatedReader
@@ -27,7 +28,7 @@ from ..torch_save.torch_file import SavedTensor
 from . import model_weights, rank_file
 from .layer_wise_names import FILES, Dealt, Description, Member, deal, load
 from .model_weights import whole_tensor
-from .rank_file import PARAMS, RankFile, RankGroup, State
+from .rank_file import RankFile, RankGroup, State
 
 EXPERTS = "is_expert_parallel"
 """The option by which a group says what it is of."""

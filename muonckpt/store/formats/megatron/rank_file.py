@@ -13,13 +13,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ....errors import SourceError
-from ....vocabulary import MASTER
+from ....vocabulary import MASTER, PARAMS
 from ...io.location import Location
 from ..torch_save import torch_file
 from ..torch_save.inert_pickle import Record, expect
 from ..torch_save.torch_file import SavedTensor, TorchFile
-
-PARAMS = "params"
 
 Value = SavedTensor | bool | int | float | str | None
 State = Mapping[str, Value]

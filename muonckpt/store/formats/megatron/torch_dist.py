@@ -23,8 +23,6 @@ CONFIG = signs.MEGATRON
 
 COMMON_STATE = "common_state/shard_0_1"
 
-DESCRIPTIONS = (FILE, dcp.FILE, CONFIG)
-
 
 def item_key(key: str) -> str:
     """What an item is called: its key ends with the number of its piece and of all; strict loads refuse other keys."""

@@ -15,20 +15,20 @@ from ..converters.engine.run import THREADS
 from ..converters.target.formats import FORMATS
 from ..converters.translate.dialects import DIALECTS
 from ..vocabulary import Convention
-from .argument_types import CHECKPOINT, JOBS, Bytes
+from .argument_types import CHECKPOINT, JOBS, ByteCountType
 
 
-class Rare(click.Option):
+class RareOption(click.Option):
     """An option that few need."""
 
 
-class Command(click.Command):
+class RewriteCommand(click.Command):
     """A command whose help lists rare options at the end."""
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         options = [parameter for parameter in self.get_params(context) if isinstance(parameter, click.Option)]
         for title, rare in (("Options", False), ("Rare options", True)):
-            records = [option.get_help_record(context) for option in options if isinstance(option, Rare) is rare]
+            records = [option.get_help_record(context) for option in options if isinstance(option, RareOption) is rare]
             with formatter.section(title):
                 formatter.write_dl([record for record in records if record])
 
@@ -36,7 +36,7 @@ class Command(click.Command):
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def taking(*options: Callable[[Function], Function]) -> Callable[[Function], Function]:
+def decorated_by(*options: Callable[[Function], Function]) -> Callable[[Function], Function]:
     """All of these decorators, the first the outermost: help lists options in this order."""
 
     def decorate(function: Function) -> Function:
@@ -47,12 +47,14 @@ def taking(*options: Callable[[Function], Function]) -> Callable[[Function], Fun
     return decorate
 
 
-PLACES = taking(click.argument("source", type=CHECKPOINT), click.argument("destination", type=CHECKPOINT))
+SOURCE_AND_DESTINATION = decorated_by(
+    click.argument("source", type=CHECKPOINT), click.argument("destination", type=CHECKPOINT)
+)
 
 _CONVENTIONS = click.Choice([convention.value for convention in Convention])
 _WRITABLE = [dialect.name for dialect in DIALECTS.values() if dialect.writable]
 
-SHARED = taking(
+SHARED_OPTIONS = decorated_by(
     click.option(
         "--to-format",
         "--format",
@@ -84,45 +86,52 @@ SHARED = taking(
     click.option("--json", "as_json", is_flag=True, help="Print the result, or the plan, as JSON."),
     click.option(
         "--convention",
-        cls=Rare,
+        cls=RareOption,
         type=_CONVENTIONS,
         metavar="ema|sum",
         help="What SOURCE's momentum is, where nothing else says it.",
     ),
     click.option(
         "--target-convention",
-        cls=Rare,
+        cls=RareOption,
         type=_CONVENTIONS,
         metavar="ema|sum",
         help="What to write, where the target's program has none of its own.",
     ),
     click.option(
         "--mu",
-        cls=Rare,
+        cls=RareOption,
         type=click.FloatRange(0, 1, max_open=True),
         metavar="NUMBER",
         help="Momentum coefficient, where SOURCE has none.",
     ),
     click.option(
         "--step",
-        cls=Rare,
+        cls=RareOption,
         type=click.IntRange(0),
         metavar="NUMBER",
         help="Steps taken, where SOURCE does not say it.",
     ),
-    click.option("--drop", cls=Rare, multiple=True, metavar="SLOT", help="Leave a slot of state behind; repeatable."),
+    click.option(
+        "--drop", cls=RareOption, multiple=True, metavar="SLOT", help="Leave a slot of state behind; repeatable."
+    ),
     click.option(
         "--shard-size",
-        cls=Rare,
-        type=Bytes(),
+        cls=RareOption,
+        type=ByteCountType(),
         help="Most bytes in a file of safetensors (then a folder) or zarr.",
     ),
     click.option(
-        "--memory", cls=Rare, type=Bytes(), default="256MiB", show_default=True, help="Most bytes of buffers."
+        "--memory",
+        cls=RareOption,
+        type=ByteCountType(),
+        default="256MiB",
+        show_default=True,
+        help="Most bytes of buffers.",
     ),
     click.option(
         "--jobs",
-        cls=Rare,
+        cls=RareOption,
         type=JOBS,
         default=THREADS,
         show_default=True,
@@ -131,7 +140,7 @@ SHARED = taking(
     ),
     click.option(
         "--timeout",
-        cls=Rare,
+        cls=RareOption,
         type=click.FloatRange(0, min_open=True),
         default=TIMEOUT,
         show_default=True,

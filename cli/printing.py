@@ -10,10 +10,11 @@ from contextlib import contextmanager, suppress
 
 import click
 
+_MOST_NAMES = 8
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table.  Off a terminal: aligned columns, nothing wrapped or cut, so that it can be searched."""
     cells = [[printable(str(cell)) for cell in row] for row in rows]
     if sys.stdout.isatty():
@@ -32,11 +33,11 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
-def section(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+def print_section(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table after an empty line; nothing if it has no rows."""
     if rows:
         click.echo()
-        table(headers, rows)
+        print_table(headers, rows)
 
 
 def printable(text: str) -> str:
@@ -49,9 +50,9 @@ def counted(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def some_of(names: Sequence[str], most: int = 8) -> str:
+def some_of(names: Sequence[str]) -> str:
     """The first names of a list, and how many more there are."""
-    return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)
+    return ", ".join(names[:_MOST_NAMES]) + f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES)
 
 
 def size(count: int) -> str:
