@@ -119,7 +119,7 @@ class Sides:
     @classmethod
     def of(cls, case: Case) -> Sides:
         matrices = {side: sharded(case) for side in (OURS, THEIRS)}
-        ours, theirs = Muon(matrices[OURS], ns="keller"), torch.optim.Muon(matrices[THEIRS])
+        ours, theirs = Muon(matrices[OURS], ns_coefficients="keller"), torch.optim.Muon(matrices[THEIRS])
         return cls(matrices, {OURS: ours.step, THEIRS: theirs.step})
 
     def disagreement(self) -> float:

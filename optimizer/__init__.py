@@ -8,9 +8,10 @@ matrices with owners.  Open ``muon`` first.
 from .clipping import clip_grad_norm_
 from .groups import sort_parameters
 from .layer_wise import LayerWise
-from .muon import ADJUST_LR, Muon
+from .muon import Muon
 from .newton_schulz import COEFFICIENTS, CostTable, measure, orthogonalize
 from .qk_clip import Projection, qk_clip
+from .scales import ADJUST_LR
 
 __all__ = [
     "ADJUST_LR",

@@ -7,9 +7,8 @@ sends the result back along the same boxes, and applies it in full precision whe
 from __future__ import annotations
 
 import copy
-import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,12 +21,23 @@ from ..layouts.tensors import layout_of
 from ..vocabulary import MUON, OURS, STEP
 from .collective import CollectiveOptimizer
 from .cuda_graphs import capturing
-from .newton_schulz.coefficients import CoefficientSet, Triple, plain_coefficients
+from .newton_schulz.coefficients import Coefficients
 from .newton_schulz.costs import Cost, flops
 from .newton_schulz.forms import Choice, prefer_kernels
-from .options import CYCLED, check, cycled, fixed, refuse_shared_rate, refuse_unknown
+from .options import (
+    CYCLED,
+    TORCH_NAMES,
+    as_plain,
+    check,
+    cycled,
+    fixed,
+    in_our_names,
+    refuse_shared_rate,
+    refuse_unknown,
+)
 from .planning.schedule import Schedule
 from .scalar import SCALARS, counted_on
+from .scales import Scale, Scales
 from .state import as_numbers, check_gradient, check_state, check_values, fault, fitting, fresh_state
 from .step.exchange import LINKS
 from .step.methods import MATRICES
@@ -35,17 +45,6 @@ from .step.planner import Planner
 from .step.process_groups import ProcessGroups, Ranks
 from .step.rank_set import RankSet, rank_sets
 from .step.step import Step
-
-Scale = Callable[[int, int], float]
-
-ADJUST_LR: Mapping[str, Scale] = {
-    "original": lambda m, n: math.sqrt(max(1.0, m / n)),
-    "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),
-    "spectral": lambda m, n: math.sqrt(m / n),
-    "none": lambda m, n: 1.0,
-}
-"""Learning-rate factor of an ``m x n`` matrix.  "original": Jordan et al. 2024; "match_rms_adamw": Liu et al. 2025
-(arXiv 2502.16982), so that AdamW's rate and decay carry over; "spectral": Bernstein & Newhouse (arXiv 2410.21265)."""
 
 
 class Muon(CollectiveOptimizer):
@@ -68,16 +67,17 @@ class Muon(CollectiveOptimizer):
     Args:
         params: parameters or groups, as for any torch optimizer.
         lr: default of all groups; but groups of AdamW and Lion must say their own, unless every group of matrices has
-            ``adjust_lr="match_rms_adamw"``, with which one rate serves both.
+            ``adjust_lr_fn="match_rms_adamw"``, with which one rate serves both.
         weight_decay: default of all groups.  Decay is decoupled: ``p *= 1 - lr * weight_decay``.
         cautious: default of all groups; if True, only elements that the update does not move away from zero decay.
         momentum, nesterov: of matrix groups ("muon", "normuon").
-        adjust_lr: how the rate of a matrix group grows with the matrix's shape: a key of ``ADJUST_LR``, or a function
-            of rows and columns, which a state dict knows by its name only.
-        ns, ns_steps, ns_dtype, gram, eps: coefficients (the name of a set, a `CoefficientSet`, or triples of your own,
-            which a state dict carries as numbers), iterations, dtype ("bfloat16", "float16" or "float32"; see
-            `precision` for what travels), restarts of the Gram form (None: the plain form) and smallest norm of
-            Newton-Schulz.
+        adjust_lr_fn: how the rate of a matrix group grows with the matrix's shape: a key of ``ADJUST_LR``, or a
+            function of rows and columns, which a state dict knows by its name only.  None is "original".  Groups and
+            state dicts call it ``adjust_lr``, and ``ns_coefficients`` ``ns``; a group may be given with either name.
+        ns_coefficients, ns_steps, ns_dtype, gram, eps: of Newton-Schulz: coefficients (the name of a set, a
+            `CoefficientSet`, a triple for every step, or triples for the first ones; a state dict carries them as
+            numbers), iterations, dtype ("bfloat16", "float16" or "float32"; see `precision` for what travels), restarts
+            of the Gram form (None: the plain form) and smallest norm.
         pieces, columns, interleaved: what is fused in each parameter of a group (`matrices.Fused`).
         blocks: a power of two.  The matrices of a group are computed in so many blocks of their long side, with Gram
             matrices added up in float32, so that up to as many ranks can share a matrix that is much larger than a
@@ -92,7 +92,7 @@ class Muon(CollectiveOptimizer):
         stages: at most so many rounds of exchange and compute, which overlap.  More stages, smaller buffers.
         layout: where a parameter's elements are, for parameters that do not say it by mesh and placements (None: they
             do).  It is also asked for nothing else: state and gradients lie as their parameter does.
-        waves: the former name of ``stages``.
+        waves, adjust_lr, ns: former names of ``stages``, ``adjust_lr_fn`` and ``ns_coefficients``.
 
     Raises:
         ValueError: an unknown algorithm, scale, coefficient set or dtype, or a hyper-parameter out of range.
@@ -108,8 +108,8 @@ class Muon(CollectiveOptimizer):
         nesterov: bool = MUON.nesterov,
         weight_decay: float = MUON.weight_decay,
         cautious: bool = MUON.cautious,
-        adjust_lr: str | Scale = MUON.adjust_lr,
-        ns: str | CoefficientSet | Sequence[Triple] = MUON.ns,
+        adjust_lr_fn: str | Scale | None = MUON.adjust_lr,
+        ns_coefficients: Coefficients = MUON.ns,
         ns_steps: int = MUON.ns_steps,
         ns_dtype: str = MUON.ns_dtype,
         gram: tuple[int, ...] | None = MUON.gram,
@@ -125,18 +125,26 @@ class Muon(CollectiveOptimizer):
         stages: int = 4,
         layout: Callable[[Tensor], TensorLayout] | None = None,
         waves: int | None = None,
+        adjust_lr: str | Scale | None = None,
+        ns: Coefficients | None = None,
     ) -> None:
         if exchange not in LINKS:
             raise ValueError(f"exchange={exchange!r}: expected one of {sorted(LINKS)}")
         if waves is not None:
             warnings.warn("waves= is called stages= now", DeprecationWarning, stacklevel=2)
             stages = waves
+        if adjust_lr is not None:
+            warnings.warn("adjust_lr= is called adjust_lr_fn= now", DeprecationWarning, stacklevel=2)
+            adjust_lr_fn = adjust_lr
+        if ns is not None:
+            warnings.warn("ns= is called ns_coefficients= now", DeprecationWarning, stacklevel=2)
+            ns_coefficients = ns
         if stages < 1:
             raise ValueError(f"stages={stages!r}: expected at least one")
         self._replicas, self._exchange, self._stages, self._layout = replicas, exchange, stages, layout
         self._cost, self._form = cost, form
         self._process_groups = ProcessGroups()
-        self._scales: dict[str, Scale] = {}
+        self._scales = Scales()
         self._rank_sets: list[RankSet] | None = None
         self._steps: dict[Ranks, Step] = {}
         self._outdated: dict[Ranks, Step] = {}
@@ -145,8 +153,7 @@ class Muon(CollectiveOptimizer):
         self._matrices = {
             "momentum": momentum,
             "nesterov": nesterov,
-            "adjust_lr": adjust_lr,
-            "ns": ns,
+            **in_our_names({"adjust_lr_fn": adjust_lr_fn, "ns_coefficients": ns_coefficients}),
             "ns_steps": ns_steps,
             "ns_dtype": ns_dtype,
             "gram": gram,
@@ -169,6 +176,7 @@ class Muon(CollectiveOptimizer):
             self.defaults.update(cycled(self.param_groups))
 
     def _add(self, param_group: dict[str, Any]) -> None:
+        param_group = in_our_names(param_group)
         algorithm = param_group.get("algorithm", "muon")
         if algorithm in MATRICES:
             defaults = {**self._matrices, **MATRICES[algorithm].defaults}
@@ -351,35 +359,17 @@ class Muon(CollectiveOptimizer):
             self._resting,
             self._cost,
             self._form,
-            self._scale,
+            self._scales.factor,
         )
 
     def _resting(self, param: Tensor, ranks: Ranks) -> TensorLayout:
         return self._layout(param) if self._layout is not None else layout_of(param, replicas=ranks)
 
-    def _scale(self, group: Mapping[str, Any], rows: int, columns: int) -> float:
-        return {**ADJUST_LR, **self._scales}[group["adjust_lr"]](rows, columns)
-
     def _settle(self, group: dict[str, Any]) -> None:
         """Check the options of a group, and make plain values of them."""
         if group["algorithm"] in MATRICES:
-            group["adjust_lr"] = self._name_of_scale(group["adjust_lr"])
-            group["ns"] = self._numbers_of(group["ns"])
-        check(group, {**ADJUST_LR, **self._scales})
-
-    @staticmethod
-    def _numbers_of(coefficients: str | CoefficientSet | Sequence[Triple]) -> str | tuple[tuple[str, Any], ...]:
-        """The same for coefficients."""
-        try:
-            return plain_coefficients(coefficients)
-        except ValueError as error:
-            raise ValueError(f"ns={coefficients!r}: {error}") from error
-
-    def _name_of_scale(self, scale: str | Scale) -> str:
-        """Groups hold plain values, so a function is kept here and known by its name."""
-        if not callable(scale):
-            return scale
-        name = f"{scale.__module__}.{scale.__qualname__}"
-        if self._scales.setdefault(name, scale) is not scale:
-            raise ValueError(f"adjust_lr: two different functions are called {name}")
-        return name
+            written = {name: group.pop(name) for name in TORCH_NAMES if name in group}
+            group |= in_our_names(written)
+            group["adjust_lr"] = self._scales.name_of(group["adjust_lr"])
+            group["ns"] = as_plain(group["ns"])
+        check(group, self._scales.names)

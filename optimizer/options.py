@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from ..vocabulary import OURS
+from .newton_schulz.coefficients import Coefficients, Plain, plain_coefficients
 from .newton_schulz.gram import spans
 from .planning.precision import PRECISIONS
 from .scalar import SCALARS
+from .scales import UNNAMED
 from .step.methods import MATRICES, UPDATE_NORMS
 
 Group = Mapping[str, Any]
@@ -26,6 +28,9 @@ SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_m
 
 NAMES = frozenset({"params", "param_names", "name"})
 """What a group consists of, and what it is called: ``name`` is the user's, for logs."""
+
+TORCH_NAMES: Mapping[str, str] = {"adjust_lr_fn": "adjust_lr", "ns_coefficients": "ns"}
+"""What torch.optim.Muon calls options of matrices, and what groups and state dicts call them here."""
 
 FOREIGN = frozenset({"amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize"})
 """Options of torch's optimizers that no algorithm here has; they may be there if they are off."""
@@ -46,6 +51,23 @@ def fixed(group: Group) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in RATES | SCHEDULED | NAMES}
 
 
+def in_our_names(options: Group) -> dict[str, Any]:
+    """Options of a group, some of which may have torch's names; ``adjust_lr_fn=None`` is torch's default.
+
+    Raises:
+        ValueError: an option is there under both names.
+    """
+    ours = {name: value for name, value in options.items() if name not in TORCH_NAMES}
+    for torchs, name in TORCH_NAMES.items():
+        if torchs not in options:
+            continue
+        value = options[torchs]
+        if options.get(name, value) != value:
+            raise ValueError(f"{torchs}={value!r} and {name}={options[name]!r} are one option: give only one of them")
+        ours[name] = UNNAMED if torchs == "adjust_lr_fn" and value is None else value
+    return ours
+
+
 def refuse_unknown(group: Group, algorithm: str, options: Collection[str]) -> None:
     """Refuse keys that would be ignored silently.
 
@@ -59,8 +81,20 @@ def refuse_unknown(group: Group, algorithm: str, options: Collection[str]) -> No
         raise ValueError(f"{key}={group[key]!r}: {algorithm!r} groups have no such option; {cure}")
 
 
+def as_plain(coefficients: Coefficients) -> Plain:
+    """Coefficients as plain values.
+
+    Raises:
+        ValueError: as `coefficient_set`.
+    """
+    try:
+        return plain_coefficients(coefficients)
+    except ValueError as error:
+        raise ValueError(f"ns_coefficients={coefficients!r}: {error}") from error
+
+
 ONE_RATE = "match_rms_adamw"
-"""The ``adjust_lr`` with which the rate of matrices is AdamW's as well."""
+"""The ``adjust_lr_fn`` with which the rate of matrices is AdamW's as well."""
 
 
 def refuse_shared_rate(groups: Iterable[Group], algorithm: str, lr: float | Tensor) -> None:
@@ -78,8 +112,8 @@ def refuse_shared_rate(groups: Iterable[Group], algorithm: str, lr: float | Tens
         if group["algorithm"] in MATRICES and group["adjust_lr"] != ONE_RATE:
             raise ValueError(
                 f"a group of {algorithm!r} says no lr, and lr={float(lr)!r} is a rate of matrices with "
-                f"adjust_lr={group['adjust_lr']!r}: give the group its own, such as 'lr': 3e-4, or give all matrices "
-                f"adjust_lr={ONE_RATE!r}, with which one rate serves both"
+                f"adjust_lr_fn={group['adjust_lr']!r}: give the group its own, such as 'lr': 3e-4, or give all "
+                f"matrices adjust_lr_fn={ONE_RATE!r}, with which one rate serves both"
             )
 
 

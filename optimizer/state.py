@@ -15,6 +15,7 @@ from ..box import Index
 from ..layout import TensorLayout
 from ..layouts.tensors import zeros_placed_as
 from ..vocabulary import MOMENTUM, OURS
+from .options import in_our_names
 from .planning.matrices import Fused, matrices_of
 from .scalar import SCALARS
 from .step.methods import MATRICES
@@ -71,6 +72,7 @@ def fused_of(group: Mapping[str, Any]) -> Fused:
 
 def merged(number: int, mine: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """A group as it is after loading: the code's, with what a run carries on."""
+    saved = in_our_names(saved)
     if saved.get("algorithm", mine["algorithm"]) != mine["algorithm"]:
         raise ValueError(
             f"group {number} was saved by {saved['algorithm']!r}, this optimizer has {mine['algorithm']!r}"

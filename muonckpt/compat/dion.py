@@ -90,7 +90,7 @@ class Muon(optimizer.Muon):
         if newton_schulz_func is not None:
             raise ValueError(
                 "newton_schulz_func: a function of one's own cannot be planned for; choose coefficients of "
-                "muonckpt.optimizer.COEFFICIENTS with muonckpt.optimizer.Muon(ns=...)"
+                "muonckpt.optimizer.COEFFICIENTS with muonckpt.optimizer.Muon(ns_coefficients=...)"
             )
         self._betas, self._epsilon, self._flatten = betas, epsilon, flatten
         super().__init__(
@@ -100,7 +100,7 @@ class Muon(optimizer.Muon):
             nesterov=nesterov,
             weight_decay=weight_decay,  # type: ignore[arg-type]  # a tensor, as in groups
             cautious=cautious_wd,
-            adjust_lr=_scale(adjust_lr),
+            adjust_lr_fn=_scale(adjust_lr),
             eps=epsilon,
             replicas=_replicas(distributed_mesh),
             **_newton_schulz(use_gram_newton_schulz, use_polar_express),
@@ -228,8 +228,8 @@ def _pieces(group: Group, params: Sequence[Tensor]) -> dict[str, Any]:
 def _newton_schulz(gram: bool, polar_express: bool) -> dict[str, Any]:
     """The iteration that dion would run, as options of `optimizer.Muon`."""
     if gram:
-        return {"ns": "polar_express_gram", "ns_dtype": "float16", "gram": (2,)}
-    return {"ns": "polar_express_dion" if polar_express else "quintic"}
+        return {"ns_coefficients": "polar_express_gram", "ns_dtype": "float16", "gram": (2,)}
+    return {"ns_coefficients": "polar_express_dion" if polar_express else "quintic"}
 
 
 def _replicas(mesh: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -14,8 +14,9 @@ from typing import Any
 
 Triple = tuple[float, float, float]
 
-Plain = str | tuple[tuple[str, Any], ...]
-"""Coefficients as plain values: the name of a published set, or the fields of a set of the user's own."""
+Plain = str | Triple | tuple[tuple[str, Any], ...]
+"""Coefficients as plain values: the name of a published set, a triple for every step, or the fields of a set of the
+user's own."""
 
 #: The classic quintic, ``p(1) = 1`` and ``p'(1) = p''(1) = 0``: it draws any singular value between 0 and 1.5
 #: towards 1, so appending it never undoes what the steps before it reached.
@@ -178,12 +179,15 @@ _SETS = (
 COEFFICIENTS: Mapping[str, CoefficientSet] = MappingProxyType({each.name: each for each in _SETS})
 
 
-def coefficient_set(coefficients: str | CoefficientSet | Sequence[Any]) -> CoefficientSet:
+Coefficients = str | CoefficientSet | Triple | Sequence[Triple] | Plain
+
+
+def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
     """The set that these coefficients mean.
 
     Args:
-        coefficients: the name of a published set, a set, the triples of a set of one's own, one for each step, or what
-            :func:`plain_coefficients` makes of a set.
+        coefficients: the name of a published set, a set, a triple for every step, the triples of a set of one's own,
+            one for each step, or what :func:`plain_coefficients` makes of a set.
 
     Raises:
         ValueError: no set has this name, or these are no triples of finite numbers.
@@ -197,6 +201,8 @@ def coefficient_set(coefficients: str | CoefficientSet | Sequence[Any]) -> Coeff
         return COEFFICIENTS[coefficients]
     numbers: Any = coefficients
     try:
+        if len(numbers) == 3 and all(isinstance(number, int | float) for number in numbers):
+            return CoefficientSet("custom", (_triple(numbers),), "given by the user", _triple(numbers))
         fields = dict(numbers) if all(isinstance(name, str) for name, *_ in numbers) else {}
         steps = tuple(_triple(step) for step in fields.pop("steps", numbers))
         tail = _triple(fields.pop("tail", SAFE_TAIL))
@@ -205,7 +211,7 @@ def coefficient_set(coefficients: str | CoefficientSet | Sequence[Any]) -> Coeff
         raise ValueError(f"expected triples (a, b, c) of finite numbers, got {coefficients!r}") from error
 
 
-def plain_coefficients(coefficients: str | CoefficientSet | Sequence[Any]) -> Plain:
+def plain_coefficients(coefficients: Coefficients) -> Plain:
     """Coefficients as plain values for a parameter group: a published set by its name, any other by its numbers.
 
     Raises:
@@ -214,6 +220,8 @@ def plain_coefficients(coefficients: str | CoefficientSet | Sequence[Any]) -> Pl
     chosen = coefficient_set(coefficients)
     if COEFFICIENTS.get(chosen.name) == chosen:
         return chosen.name
+    if chosen.steps == (chosen.tail,) and chosen.norm_scale == 1:
+        return chosen.tail
     return (("steps", chosen.steps), ("tail", chosen.tail), ("norm_scale", chosen.norm_scale))
 
 

@@ -15,7 +15,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from .coefficients import CoefficientSet, Triple, coefficient_set
+from .coefficients import Coefficients, Triple, coefficient_set
 from .forms import Form, arithmetic, by_shape
 from .gram import compound
 from .places import Places
@@ -28,7 +28,7 @@ Total = Callable[[Iterator[Tensor]], Tensor]
 def orthogonalize(
     matrix: Tensor,
     *,
-    coefficients: str | CoefficientSet | Sequence[Triple] = "quintic",
+    coefficients: Coefficients = "quintic",
     steps: int = 5,
     dtype: torch.dtype = torch.bfloat16,
     eps: float = 1e-7,
@@ -43,7 +43,8 @@ def orthogonalize(
 
     Args:
         matrix: ``[m, n]``, or a stack ``[B, m, n]``, of any real floating dtype; a dim may be 0.
-        coefficients: a name in :data:`COEFFICIENTS`, a set, or the triples of a set of one's own, one for each step.
+        coefficients: a name in :data:`COEFFICIENTS`, a set, a triple for every step, or the triples of a set of one's
+            own, one for each step.
         steps: how many, at least 1; see :meth:`CoefficientSet.schedule` for more steps than the set has.
         dtype: bf16, fp16, fp32 or fp64: every operand of a product is rounded to it, and so is the result.
             16-bit products are summed in fp32; fp32 ones on CUDA follow torch's TF32 setting.  Small matrices on a

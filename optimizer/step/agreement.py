@@ -177,7 +177,7 @@ def step_intent(
             | {subject: ", ".join(values) for subject, values in seen.items()}
         )
 
-    return Intent(STEP, _digest(bytes(active) + near.tobytes() + repr(constants).encode()), far, facts)
+    return Intent(STEP, _digest(bytes(active) + near.tobytes() + repr(sorted(constants.items())).encode()), far, facts)
 
 
 def _present(active: bool) -> str:

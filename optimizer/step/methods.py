@@ -52,7 +52,7 @@ UPDATE_NORMS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 """The Frobenius norm of what NorMuon applies, from the orthogonalised matrix.  "muon": that of the matrix, so that
 learning rates carry over from Muon; "rms": a root mean square of 0.2, the scale of the paper, which belongs with
-``adjust_lr="none"``."""
+``adjust_lr_fn="none"``."""
 
 
 def _normalized_rows(matrix: Tensor, slots: Mapping[str, Tensor], group: Group) -> Tensor:

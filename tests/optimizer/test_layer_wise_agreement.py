@@ -30,8 +30,8 @@ def differing_at_construction(rank: int, world: int) -> list[str]:
     found = [
         raised(lambda options=options: made(**(options if odd else {})))
         for options in (
-            {"ns": "keller"},
-            {"adjust_lr": "spectral"},
+            {"ns_coefficients": "keller"},
+            {"adjust_lr_fn": "spectral"},
             {"average": False},
             {"layout": "balanced"},
             {"gradient_dtype": torch.bfloat16},
@@ -82,6 +82,12 @@ def steps_that_fail(rank: int, world: int, layout: str) -> dict[str, str]:
     step("steps")
     opt.param_groups[0]["ns_steps"] = 5
     if odd:
+        for group in opt.param_groups:
+            options = dict(group)
+            group.clear()
+            group.update(reversed(options.items()))
+    step("order of options")
+    if odd:
         with OutOfMemory(2):
             step("owner")
     else:
@@ -97,7 +103,7 @@ def steps_that_fail(rank: int, world: int, layout: str) -> dict[str, str]:
 @pytest.mark.parametrize("layout", ["padded", "balanced"])
 def test_an_error_on_one_rank_reaches_all(layout: str) -> None:
     for rank, found in enumerate(run(3, steps_that_fail, layout)):
-        assert found.pop("before") == found.pop("after") == "no error"
+        assert found.pop("before") == found.pop("order of options") == found.pop("after") == "no error"
         assert f"rank {ODD}: lr of group 0 is 0.5, on rank 0 0.25" in found.pop("rate")
         assert f"rank {ODD}: ns_steps of group 0 is 4, on rank 0 5" in found.pop("steps")
         errors = {"owner": "MemoryError: out of memory", "state": "ValueError: the state does not fit"}

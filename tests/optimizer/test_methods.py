@@ -47,7 +47,7 @@ def test_a_function_may_scale_the_rate_and_only_its_name_is_in_the_state():
     start, gradient = torch.randn(24, 16), torch.randn(24, 16)
     p = nn.Parameter(start.clone())
     p.grad = gradient.clone()
-    opt = Muon([p], lr=0.1, weight_decay=0.0, momentum=0.0, adjust_lr=halved)
+    opt = Muon([p], lr=0.1, weight_decay=0.0, momentum=0.0, adjust_lr_fn=halved)
     opt.step()
     update = orthogonalize(gradient.bfloat16()).float() * halved(24, 16)
     torch.testing.assert_close(p.detach(), start - 0.1 * update, rtol=0, atol=1e-6)
@@ -63,6 +63,6 @@ def test_two_functions_of_one_name_are_not_mixed_up():
     def scale(factor: float):
         return lambda rows, columns: factor
 
-    opt = Muon([nn.Parameter(torch.ones(2, 2))], adjust_lr=scale(1.0))
+    opt = Muon([nn.Parameter(torch.ones(2, 2))], adjust_lr_fn=scale(1.0))
     with pytest.raises(ValueError, match="two different functions are called"):
         opt.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "adjust_lr": scale(2.0)})

@@ -147,7 +147,7 @@ def test_the_update_is_decay_then_scaled_orthogonal_momentum():
     for adjust, scale in ADJUST_LR.items():
         p = nn.Parameter(start.clone())
         p.grad = gradient.clone()
-        Muon([p], lr=0.1, weight_decay=0.5, adjust_lr=adjust).step()
+        Muon([p], lr=0.1, weight_decay=0.5, adjust_lr_fn=adjust).step()
         moment = 0.05 * gradient
         update = orthogonalize(torch.lerp(gradient, moment, 0.95).bfloat16()).float() * scale(24, 16)
         torch.testing.assert_close(p.detach(), start * (1 - 0.1 * 0.5) - 0.1 * update, rtol=0, atol=1e-6)
@@ -175,7 +175,7 @@ def test_a_16_bit_momentum_and_update_are_float32_rounded_once(nesterov):
     p = nn.Parameter(start.bfloat16())
     p.grad_dtype = torch.float32
     p.grad = gradient.clone()
-    opt = Muon([p], nesterov=nesterov, lr=0.1, weight_decay=0.0, adjust_lr="none", ns_dtype="float32")
+    opt = Muon([p], nesterov=nesterov, lr=0.1, weight_decay=0.0, adjust_lr_fn="none", ns_dtype="float32")
     opt.state[p]["momentum_buffer"].copy_(momentum)
     opt.step()
     kept = momentum.bfloat16().float().lerp_(gradient, 0.05).bfloat16()
@@ -253,7 +253,7 @@ def test_a_gradient_missing_on_some_ranks_stops_every_rank():
     ("group", "error", "message"),
     [
         ({"algorithm": "sgd"}, ValueError, "'sgd'.*adamw.*muon"),
-        ({"ns": "magic"}, ValueError, "ns='magic'.*quintic"),
+        ({"ns_coefficients": "magic"}, ValueError, "ns_coefficients='magic'.*quintic"),
         ({"ns_dtype": "float64"}, ValueError, "float64.*float16"),
         ({"gram": ()}, ValueError, "gram"),
         ({"adjust_lr": "x"}, ValueError, "match_rms_adamw"),

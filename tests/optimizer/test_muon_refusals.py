@@ -46,7 +46,9 @@ def test_a_refused_state_leaves_the_optimizer_as_it_was(damage):
 
 def test_how_to_compute_comes_from_the_code_and_what_a_run_carries_from_the_checkpoint():
     saved = Muon([nn.Parameter(torch.randn(6, 3))], lr=0.5).state_dict()
-    opt = Muon([nn.Parameter(torch.randn(6, 3))], ns_steps=6, ns="cans", adjust_lr="spectral", pieces=(3, 3))
+    opt = Muon(
+        [nn.Parameter(torch.randn(6, 3))], ns_steps=6, ns_coefficients="cans", adjust_lr_fn="spectral", pieces=(3, 3)
+    )
     with pytest.warns(UserWarning, match="keeps the code's.*ns_steps=6 .saved 5."):
         opt.load_state_dict(saved)
     [group] = opt.param_groups

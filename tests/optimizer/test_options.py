@@ -118,16 +118,16 @@ def test_the_rate_of_matrices_is_only_adamws_where_it_is_scaled_to_be(algorithm,
 
     def build() -> Muon:
         if first == "added":
-            opt = Muon(groups[:1], lr=0.02, adjust_lr=scale)
+            opt = Muon(groups[:1], lr=0.02, adjust_lr_fn=scale)
             opt.add_param_group(groups[1])
             return opt
-        return Muon(groups if first == "matrices" else groups[::-1], lr=0.02, adjust_lr=scale)
+        return Muon(groups if first == "matrices" else groups[::-1], lr=0.02, adjust_lr_fn=scale)
 
     if fine:
         rates = {group["algorithm"]: group["lr"] for group in build().param_groups}
         assert rates == {"muon": 0.02, algorithm: own.get("lr", 0.02)}
     else:
-        told = f"a group of {algorithm!r} says no lr.*lr=0.02.*adjust_lr={scale!r}.*match_rms_adamw"
+        told = f"a group of {algorithm!r} says no lr.*lr=0.02.*adjust_lr_fn={scale!r}.*match_rms_adamw"
         with pytest.raises(ValueError, match=told):
             build()
 
@@ -136,15 +136,15 @@ def test_one_matrix_group_of_another_scale_is_enough_and_none_at_all_is_fine():
     weights, bias = [nn.Parameter(normal(12, 8)) for _ in range(2)], nn.Parameter(normal(12))
     matched, own = {"params": [weights[0]], "adjust_lr": "match_rms_adamw"}, {"params": [weights[1]]}
     rest = {"params": [bias], "algorithm": "adamw"}
-    with pytest.raises(ValueError, match="adjust_lr='original'"):
+    with pytest.raises(ValueError, match="adjust_lr_fn='original'"):
         Muon([matched, rest, own])
     opt = Muon([matched, rest])
-    with pytest.raises(ValueError, match="adjust_lr='original'"):
+    with pytest.raises(ValueError, match="adjust_lr_fn='original'"):
         opt.add_param_group(own)
     assert len(opt.param_groups) == 2
     assert Muon([rest], lr=0.5).param_groups[0]["lr"] == 0.5
     copied = copy.deepcopy(opt)
-    with pytest.raises(ValueError, match="adjust_lr='original'"):
+    with pytest.raises(ValueError, match="adjust_lr_fn='original'"):
         copied.add_param_group(own)
 
 
@@ -227,7 +227,7 @@ def test_an_option_changed_after_the_first_step_is_as_if_it_had_been_so_from_the
     ("before", "change", "error", "message"),
     [
         ({}, {"pieces": (4, 4)}, LayoutError, "add up to the 12 rows"),
-        ({}, {"ns": "nope"}, ValueError, "ns='nope'"),
+        ({}, {"ns": "nope"}, ValueError, "ns_coefficients='nope'"),
         ({}, {"ns_steps": 0}, ValueError, "ns_steps=0"),
         ({}, {"ns_dtype": "float8"}, ValueError, "ns_dtype='float8'"),
         ({}, {"gram": ()}, ValueError, "gram=()"),
@@ -316,3 +316,47 @@ def test_normuon_takes_the_scale_of_the_paper():
     assert torch.allclose(update / update.norm(), other / other.norm(), atol=2e-3)  # rounded to bfloat16 on the way
     with pytest.raises(ValueError, match="update_norm='l1': expected one of"):
         matrix(algorithm="normuon", update_norm="l1")
+
+
+# --- names ---------------------------------------------------------------------------------------------------------
+
+
+def options_of(group: dict) -> dict:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def test_former_names_of_arguments_are_taken_with_a_warning():
+    with pytest.warns(DeprecationWarning, match="is called") as told:
+        opt = Muon([nn.Parameter(normal(12, 8))], adjust_lr="spectral", ns="keller")
+    assert {warning.filename for warning in told} == {__file__} and len(told) == 2
+    new = Muon([nn.Parameter(normal(12, 8))], adjust_lr_fn="spectral", ns_coefficients="keller")
+    assert options_of(opt.param_groups[0]) == options_of(new.param_groups[0])
+
+
+@pytest.mark.filterwarnings("error")
+def test_groups_take_the_names_of_torch_as_well():
+    weights = [nn.Parameter(normal(12, 8)) for _ in range(3)]
+    opt = Muon([{"params": weights[:1], "adjust_lr_fn": "spectral", "ns_coefficients": "cans"}])
+    opt.add_param_group({"params": weights[1:2], "adjust_lr": "spectral", "ns": "cans"})
+    first, second = opt.param_groups
+    assert options_of(first) == options_of(second) and (first["adjust_lr"], first["ns"]) == ("spectral", "cans")
+    first["ns_coefficients"] = second["ns"] = "polar_express"
+    opt.step()
+    assert options_of(first) == options_of(second) and first["ns"] == "polar_express"
+    with pytest.raises(ValueError, match="ns_coefficients='cans' and ns='keller' are one option"):
+        opt.add_param_group({"params": weights[2:], "ns": "keller", "ns_coefficients": "cans"})
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_state_dict_loads_with_the_names_of_torch_as_well():
+    opt = Muon([nn.Parameter(normal(12, 8))], adjust_lr_fn=None, ns_coefficients="keller")
+    saved = copy.deepcopy(opt.state_dict())
+    [group] = saved["param_groups"]
+    assert (group["adjust_lr"], group["ns"]) == ("original", "keller")
+    group["adjust_lr_fn"], group["ns_coefficients"] = None, group.pop("ns")
+    del group["adjust_lr"]
+    opt.load_state_dict(saved)
+    assert opt.param_groups[0].keys() == {*group} - {"adjust_lr_fn", "ns_coefficients"} | {"adjust_lr", "ns"}
+    group["ns_coefficients"] = "cans"
+    with pytest.raises(UserWarning, match="keeps the code's ns='keller'"):
+        opt.load_state_dict(saved)

@@ -76,7 +76,7 @@ def test_a_state_dict_is_plain_data_and_a_run_goes_on_from_it(algorithm):
 
 def test_functions_and_process_groups_are_not_in_the_state():
     nets = [Line() for _ in range(2)]
-    opt, twin = (Muon([net.weight], adjust_lr=halved, layout=None, replicas=None) for net in nets)
+    opt, twin = (Muon([net.weight], adjust_lr_fn=halved, layout=None, replicas=None) for net in nets)
     state = reloaded(opt.state_dict())
     assert is_plain(state) and is_plain(opt.param_groups[0]["adjust_lr"])
     twin.load_state_dict(state)

@@ -186,10 +186,10 @@ def test_03_three_dim_experts_are_so_many_matrices_however_they_are_sharded(shap
 
 def test_04_the_scale_after_a_resume_is_the_one_of_the_new_configuration():
     saved, resumed, fresh = (nn.Parameter(uneven_rows("muon", 0)) for _ in range(3))
-    old = Muon([saved], adjust_lr="match_rms_adamw", lr=0.5)
+    old = Muon([saved], adjust_lr_fn="match_rms_adamw", lr=0.5)
     saved.grad = uneven_rows("muon", 1)
     old.step()
-    new, control = Muon([resumed], adjust_lr="spectral"), Muon([fresh], adjust_lr="spectral", lr=0.5)
+    new, control = Muon([resumed], adjust_lr_fn="spectral"), Muon([fresh], adjust_lr_fn="spectral", lr=0.5)
     with pytest.warns(UserWarning, match="adjust_lr='spectral'"):
         new.load_state_dict(old.state_dict())
     control.state[fresh]["momentum_buffer"].copy_(old.state[saved]["momentum_buffer"])

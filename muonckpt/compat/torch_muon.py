@@ -1,0 +1,78 @@
+"""``Muon`` with the arguments of ``torch.optim.Muon``, and updates equal to its own up to rounding, on any mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import optimizer
+from ..optimizer.options import TORCH_NAMES
+
+SCALES = (None, "original", "match_rms_adamw")
+"""What ``adjust_lr_fn`` may be there."""
+
+
+class Muon(optimizer.Muon):
+    """``torch.optim.Muon``, drop-in.
+
+    Groups take the options that they take there, and those of `optimizer.Muon`.  State is the same in both: a state
+    dict of either loads into the other.
+
+    What differs: state exists from construction on, not from a parameter's first gradient on; loading one that is
+    incomplete is refused; and parameters may be sharded in any way, with the same bits as in one process.
+
+    Args:
+        params, lr, weight_decay, momentum, nesterov, eps, ns_steps: as there, and as for `optimizer.Muon`.
+        ns_coefficients: of every step of Newton-Schulz.
+        adjust_lr_fn: "original", which is also what None means, or "match_rms_adamw".
+        replicas: as for `optimizer.Muon`; torch has no such argument.
+
+    Raises:
+        ValueError: a parameter that has not two dims, or a scale that torch does not have; and what `optimizer.Muon`
+            refuses.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        replicas: dist.ProcessGroup | None = None,
+    ) -> None:
+        if adjust_lr_fn not in SCALES:
+            raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r}: expected None, 'original' or 'match_rms_adamw'")
+        super().__init__(
+            params,
+            lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_coefficients=ns_coefficients,
+            eps=eps,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+            replicas=replicas,
+        )
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.ndim != 2:
+                    raise ValueError(
+                        f"a parameter of shape {tuple(param.shape)}: torch.optim.Muon takes two dims only; use "
+                        "muonckpt.optimizer.Muon for stacks of matrices, and with an 'adamw' group for the rest"
+                    )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `optimizer.Muon.state_dict`, with options under torch's names as well."""
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            group |= {torchs: group[ours] for torchs, ours in TORCH_NAMES.items()}
+        return state
