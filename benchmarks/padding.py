@@ -16,7 +16,7 @@ import numpy as np
 from models import Model, Weight, deepseek_v3, llama3_8b, llama3_70b, qwen3_235b
 
 from muonckpt.layouts.buffers.balanced import balanced, newton_schulz
-from muonckpt.layouts.buffers.layout import BufferLayout
+from muonckpt.layouts.buffers.buffer_layout import BufferLayout
 from muonckpt.layouts.buffers.megatron_padded import padded_nscost, padded_numel
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter, numel
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from models import Matrix
 
-from muonckpt.layouts.buffers.layout import BufferLayout
+from muonckpt.layouts.buffers.buffer_layout import BufferLayout
 from muonckpt.layouts.buffers.megatron_compact import decoupled_total_order
 from muonckpt.layouts.buffers.megatron_padded import padded_nscost
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter

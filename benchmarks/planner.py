@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from machine import describe
 
-from muonckpt.layouts.mesh import Mesh, Placement, Shard, mesh_layout
+from muonckpt.layouts.mesh import AxisPlacement, Mesh, Shard, mesh_layout
 from muonckpt.plan import make_plan
 
 Tensors = Iterator[tuple[str, tuple[int, ...]]]
@@ -59,7 +59,7 @@ def rows(ranks: int):
 
 def experts_3d(ep: int, fsdp: int):
     """One 3-D parameter a layer: experts over EP, the rows of each over FSDP."""
-    placements: tuple[Placement, ...] = (Shard(0), Shard(1))
+    placements: tuple[AxisPlacement, ...] = (Shard(0), Shard(1))
     return lambda name, shape: mesh_layout(shape, Mesh.of(ep, fsdp), placements)
 
 

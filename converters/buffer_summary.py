@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..layouts.buffers.balanced import newton_schulz
+from ..layouts.buffers.buffer_layout import rank_of
 from ..layouts.buffers.group_buffer import GroupBuffer, recorded, recorded_run
-from ..layouts.buffers.layout import rank_of
 from ..store.reading.dtypes import itemsize
 
 NO_STATE = "(not optimizer state)"

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from .box import Index
 
 U64 = NDArray[np.uint64]
-MASK = 2**64 - 1
+_MASK = 2**64 - 1
 
 # Increment and multipliers of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators",
 # OOPSLA 2014), used as a hash of (dim, index).
@@ -61,12 +61,12 @@ def fingerprint(values: NDArray[np.unsignedinteger], origin: Index) -> int:
         rows = _outer(0, block.shape[:split], at)
         matrix = block.reshape(len(rows), len(columns))
         total += int(rows @ np.einsum("ij,j->i", matrix, columns))
-    return total & MASK
+    return total & _MASK
 
 
 def combine(*shares: int) -> int:
     """Fingerprint of the union of disjoint boxes."""
-    return sum(shares) & MASK
+    return sum(shares) & _MASK
 
 
 def as_hex(value: int) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 
 from .box import Box, Index, row_major
 from .errors import LayoutError
-from .overlap import Int, overlaps
+from .overlap import IntArray, overlaps
 
 Buffer = int | str
 """Names a buffer: the number of the rank that holds it, or any string."""
@@ -84,8 +84,8 @@ class TensorLayout:
     fragments: tuple[Fragment, ...]
     holders: tuple[tuple[Fragment, ...], ...] = field(init=False, repr=False, compare=False)
     held: Mapping[Buffer, tuple[int, ...]] = field(init=False, repr=False, compare=False)
-    starts: Int = field(init=False, repr=False, compare=False)
-    stops: Int = field(init=False, repr=False, compare=False)
+    starts: IntArray = field(init=False, repr=False, compare=False)
+    stops: IntArray = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -180,7 +180,7 @@ def dense(box: Box, buffer: Buffer, offset: int = 0) -> Fragment:
     return Fragment(box, Place(buffer, offset, row_major(box.shape)))
 
 
-def _corners(shape: Index, boxes: Sequence[Box]) -> tuple[Int, Int]:
+def _corners(shape: Index, boxes: Sequence[Box]) -> tuple[IntArray, IntArray]:
     """Boxes as two read-only arrays ``[n, max(ndim, 1)]``; a 0-d tensor counts as one element of one dim."""
     for box in boxes:
         if box.ndim != len(shape):

@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-Int = NDArray[np.int64]
+IntArray = NDArray[np.int64]
 
 
-def _candidates(a_lo: Int, a_hi: Int, b_lo: Int, b_hi: Int) -> tuple[Int, Int, Int]:
+def _candidates(a_lo: IntArray, a_hi: IntArray, b_lo: IntArray, b_hi: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     """Along one dim: the order that sorts ``b`` by start, and for each ``a`` the range of it that may overlap.
 
     Ends are not sorted when intervals of ``b`` nest, so the first candidate is found in their running maximum:
@@ -23,7 +23,7 @@ def _candidates(a_lo: Int, a_hi: Int, b_lo: Int, b_hi: Int) -> tuple[Int, Int, I
     return order, first, np.maximum(last, first)
 
 
-def overlaps(a_lo: Int, a_hi: Int, b_lo: Int, b_hi: Int) -> tuple[Int, Int]:
+def overlaps(a_lo: IntArray, a_hi: IntArray, b_lo: IntArray, b_hi: IntArray) -> tuple[IntArray, IntArray]:
     """Index pairs ``(i, j)`` with ``a[i]`` and ``b[j]`` overlapping, sorted by ``i`` and then ``j``.
 
     Sorts along every dim, joins along the one with the fewest candidates and filters by the others.  For tilings

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 from .box import Box, Index
 from .errors import LayoutError, SourceError, about
 from .layout import Buffer, Fragment, Place, TensorLayout, dense
-from .vocabulary import Convention
+from .vocabulary import Convention, KeyPath
 
-FILE = "muonckpt.json"
+MANIFEST_FILE = "muonckpt.json"
 """Name of the manifest in a checkpoint directory."""
 
-VERSION = 1
+MANIFEST_VERSION = 1
 """Version of the manifest format that this package writes, and the only one it reads."""
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
@@ -81,7 +81,7 @@ class Blob:
     """An item that is not a tensor.  Its bytes are carried verbatim and never unpickled."""
 
     key: str
-    path: tuple[str | int, ...]
+    path: KeyPath
     item: Extent
     digest: str | None = None
 
@@ -98,7 +98,7 @@ class StateRecord:
     """
 
     key: str
-    path: tuple[str | int, ...]
+    path: KeyPath
     shape: Index
     dtype: str
     chunks: tuple[Chunk, ...]
@@ -142,7 +142,7 @@ class Manifest:
         tensors = ",\n  ".join(map(_compact, map(_tensor_json, self.tensors)))
         blobs = ",\n  ".join(map(_compact, map(_blob_json, self.blobs)))
         return (
-            f'{{"format": "muonckpt", "version": {VERSION},\n "provenance": {_compact(self.provenance)},\n'
+            f'{{"format": "muonckpt", "version": {MANIFEST_VERSION},\n "provenance": {_compact(self.provenance)},\n'
             f' "tensors": [\n  {tensors}\n ],\n "blobs": [\n  {blobs}\n ]}}\n'
         )
 
@@ -155,10 +155,10 @@ class Manifest:
         """
         try:
             data = json.loads(text)
-            if data["format"] != "muonckpt" or data["version"] != VERSION:
+            if data["format"] != "muonckpt" or data["version"] != MANIFEST_VERSION:
                 raise SourceError(
                     f"manifest of format {data['format']!r} version {data['version']!r}; this program reads "
-                    f"'muonckpt' version {VERSION}"
+                    f"'muonckpt' version {MANIFEST_VERSION}"
                 )
             return cls(
                 tensors=tuple(map(_tensor, data["tensors"])),
@@ -278,7 +278,7 @@ def _ints(value: Any) -> Index:
     return tuple(map(_int, value))
 
 
-def _path(value: Any) -> tuple[str | int, ...]:
+def _path(value: Any) -> KeyPath:
     if not isinstance(value, list):
         raise TypeError(f"expected a path, got {value!r}")
     return tuple(part if isinstance(part, str) else _int(part) for part in value)

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
+KeyPath = tuple[str | int, ...]
+"""A key as a path in a nested state dict: keys as strings, positions in lists as integers."""
+
 MOMENTUM = "momentum_buffer"
 """Of Muon and NorMuon: shaped like the parameter; what it accumulates is a `Convention`."""
 
@@ -44,7 +47,7 @@ class Convention(StrEnum):
     """``m = mu * m + g``"""
 
 
-OURS = Convention.EMA
+MUON_CONVENTION = Convention.EMA
 """The convention of `muonckpt.optimizer.Muon`."""
 
 

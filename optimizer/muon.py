@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..layout import TensorLayout
 from ..layouts.tensors import layout_of
-from ..vocabulary import MUON, OURS, STEP
+from ..vocabulary import MUON, MUON_CONVENTION, STEP
 from .collective import CollectiveOptimizer
 from .cuda_graphs import capturing
 from .newton_schulz.coefficients import Coefficients
@@ -162,7 +162,7 @@ class Muon(CollectiveOptimizer):
             "columns": columns,
             "interleaved": interleaved,
             "blocks": blocks,
-            "convention": OURS.value,
+            "convention": MUON_CONVENTION.value,
         }
         super().__init__(params, {"algorithm": "muon", "lr": lr, "weight_decay": weight_decay, "cautious": cautious})
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..vocabulary import OURS
+from ..vocabulary import MUON_CONVENTION
 from .newton_schulz.coefficients import Coefficients, Plain, plain_coefficients
 from .newton_schulz.gram import spans
 from .planning.precision import PRECISIONS
@@ -142,7 +142,11 @@ def check(group: Group, scales: Collection[str]) -> None:
     need("ns_steps", group["ns_steps"] >= 1, "at least one step")
     need("ns_dtype", group["ns_dtype"] in PRECISIONS, f"one of {sorted(PRECISIONS)}")
     need("eps", 0 < group["eps"] < math.inf, "a positive number")
-    need("convention", group["convention"] == OURS, f"{str(OURS)!r}: converters translate state of another convention")
+    need(
+        "convention",
+        group["convention"] == MUON_CONVENTION,
+        f"{str(MUON_CONVENTION)!r}: converters translate state of another convention",
+    )
     if group["gram"] is not None:
         spans(group["gram"], group["ns_steps"], PRECISIONS[group["ns_dtype"]].compute)
     need("blocks", group["blocks"] > 0 and group["blocks"].bit_count() == 1, "a power of two")

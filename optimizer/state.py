@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..box import Index
 from ..layout import TensorLayout
 from ..layouts.tensors import zeros_placed_as
-from ..vocabulary import MOMENTUM, OURS
+from ..vocabulary import MOMENTUM, MUON_CONVENTION
 from .options import in_our_names
 from .planning.matrices import Fused, matrices_of
 from .scalar import SCALARS
@@ -77,10 +77,10 @@ def merged(number: int, mine: dict[str, Any], saved: dict[str, Any]) -> dict[str
         raise ValueError(
             f"group {number} was saved by {saved['algorithm']!r}, this optimizer has {mine['algorithm']!r}"
         )
-    if saved.get("convention", OURS) != OURS:
+    if saved.get("convention", MUON_CONVENTION) != MUON_CONVENTION:
         raise ValueError(
             f"the state of group {number} was saved with momentum convention {saved['convention']!r}, this optimizer "
-            f"keeps {OURS.value!r}; convert it first: m_ema = (1 - momentum) * m_sum"
+            f"keeps {MUON_CONVENTION.value!r}; convert it first: m_ema = (1 - momentum) * m_sum"
         )
     code = {key: value for key, value in mine.items() if key not in (*RESTORED, "params", "param_names")}
     differing = sorted(key for key in code.keys() & saved.keys() if _plain(saved[key]) != _plain(code[key]))

@@ -90,7 +90,7 @@ MAY_COMMUNICATE = {"converters/engine/process_group", "optimizer/step/exchange",
 
 @dataclass(frozen=True)
 class Module:
-    """A source file: its path in the house, such as "store/io/output" (a package is its folder), and what it imports.
+    """A source file: its path in the house, such as "store/io/new_file" (a package is its folder), and what it imports.
 
     Attributes:
         house: the modules of the house that it imports, also inside functions and for typing only.
@@ -212,7 +212,7 @@ UNUSED = {
     "muonckpt.converters.target.safetensors_files",
     "muonckpt.converters.target.zarr_files",
     "muonckpt.converters.translate.translator",
-    "muonckpt.layouts.buffers.layout",
+    "muonckpt.layouts.buffers.buffer_layout",
     "muonckpt.store.formats.flat_buffers",
     "muonckpt.store.formats.megatron.layer_wise",
     "muonckpt.store.formats.safetensors.folder",

@@ -18,7 +18,7 @@ from ...errors import DestinationError, Interrupted, SourceError
 from ...layout import Fragment, Place
 from ...record import Chunk, Extent, StateRecord
 from ...store.io.checksums import Sums, xxh3_128
-from ...store.io.output import Writing, drafted
+from ...store.io.new_file import Writing, drafted
 from ...store.io.regular import open_regular
 from ...store.reading.bands import bands
 from ...store.reading.dtypes import itemsize

@@ -81,7 +81,7 @@ class Coordinator:
         existed = place.exists()
         try:
             place.mkdir(parents=True, exist_ok=True)
-            self._lock = lock.opened(place, f"{publish.JOURNAL}/lock")
+            self._lock = lock.open_lock(place, f"{publish.JOURNAL}/lock")
             try:
                 if existed or self._lock.earlier is not None:
                     self._take_over(job, resume)

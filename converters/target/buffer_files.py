@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
+from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.group_buffer import GroupBuffer
-from ...layouts.buffers.layout import BufferLayout
 from ...layouts.buffers.parameters import Parameter
 from ...layouts.buffers.ranges import divided, end_to_end
 from ...record import Manifest
 from ...store.formats import flat_buffers
-from ...store.formats.flat_buffers import FILE, ITEMS
+from ...store.formats.flat_buffers import ITEMS, RANK_FILE
 from ...store.io.location import Location
 from ..engine.output_files import NoFrame, OutputChunk, OutputFile, place_items
 from ..engine.outputs import OutputItem
@@ -41,11 +41,11 @@ class BufferFiles(RankFiles):
                 place = places[rank, local.output.key, local.box]
                 chunks.append(OutputChunk(local.output, place, NoFrame(place.item.length), local.copies))
             chunks.sort(key=lambda chunk: chunk.stored.item.offset)
-            files.append(OutputFile(FILE(rank), (), tuple(chunks), ends.get(FILE(rank), 0)))
+            files.append(OutputFile(RANK_FILE(rank), (), tuple(chunks), ends.get(RANK_FILE(rank), 0)))
         return Filled(tuple(files), tuple(buffer.to_json() for buffer in stored))
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
-        flat_buffers.write_index(manifest, folder)
+        flat_buffers.write_buffer_index(manifest, folder)
 
 
 def _own(boxes: Sequence[Sequence[LocalBox]]) -> Iterator[GroupBuffer]:

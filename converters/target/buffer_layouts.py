@@ -9,8 +9,8 @@ from typing import Any
 
 from ...box import Box, Index
 from ...layout import Fragment, TensorLayout
+from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.group_buffer import GroupBuffer
-from ...layouts.buffers.layout import BufferLayout
 from ...layouts.buffers.parameters import GroupSizes, Parameter, split
 from ...layouts.buffers.placements import PLACEMENTS, ToPlace
 from ...layouts.buffers.ranges import divided, end_to_end

@@ -44,7 +44,7 @@ class Container(ABC):
 
     def staged(self, destination: Location) -> Location:
         """Where files are written before the destination is published."""
-        return publish.staged(destination)
+        return publish.staging_place(destination)
 
 
 def extended_provenance(

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import TargetError
 from ...layout import TensorLayout
-from ...layouts.mesh import Placement, Replicate, Shard, mesh_layout
+from ...layouts.mesh import AxisPlacement, Replicate, Shard, mesh_layout
 from ...layouts.owned import owned_layout
 from ...record import StateRecord
 from .topology import ROWS, LaidOut, Target
@@ -49,7 +49,7 @@ def _in_rows(target: Target, tensors: Sequence[StateRecord]) -> LaidOut:
             continue
         cuts = target.cuts(tensor, every)
         mesh, axes = target.grid(cuts)
-        placements: list[Placement] = [Shard(dim) for _, dim in cuts]
+        placements: list[AxisPlacement] = [Shard(dim) for _, dim in cuts]
         placements += [Replicate()] * (len(axes) - len(cuts))
         layouts[tensor.key] = mesh_layout(tensor.shape, mesh, tuple(placements))
         words[tensor.key] = {

@@ -96,7 +96,7 @@ class DcpFiles(RankFiles):
         return Filled(tuple(files), tuple(buffer.to_json() for buffer in buffers))
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
-        native.write_manifest(manifest, folder)
+        native.write_native(manifest, folder)
 
 
 class TorchDistFiles(DcpFiles):
@@ -116,7 +116,7 @@ class TorchDistFiles(DcpFiles):
         return Filled((*inside.files, *files), inside.buffers)
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
-        torch_dist.write_manifest(manifest, folder)
+        torch_dist.write_torch_dist(manifest, folder)
 
 
 def _items_of(name: str, items: Sequence[OutputItem], boxes: Sequence[LocalBox]) -> OutputFile:

@@ -29,7 +29,7 @@ class SafetensorsFile(WholeFiles):
         return "model.safetensors"
 
     def staged(self, destination: Location) -> Location:
-        return publish.beside(destination)
+        return publish.staging_file(destination)
 
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
         safetensors.refuse([output.record for output in tensors])
@@ -54,12 +54,12 @@ class SafetensorsFolder(WholeFiles):
         return [_file(name, [by_key[record.key] for record in shard], recorded) for name, shard in shards]
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
-        safetensors.write_index(manifest, folder)
+        safetensors.write_shard_index(manifest, folder)
 
 
 def _file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> OutputFile:
     by_key = {output.key: output for output in tensors}
-    records = safetensors.in_order([output.record for output in tensors])
+    records = safetensors.by_element_size([output.record for output in tensors])
 
     def front(passed: Sequence[ChunkSums]) -> bytes:
         return safetensors.front(records, recorded, [(sums.digest, sums.share) for sums in passed])

@@ -28,7 +28,7 @@ class ZarrFiles(WholeFiles):
         return [file for output, array in zip(tensors, arrays, strict=True) for file in _files(output, array)]
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
-        zarr_writer.describe(manifest, self._arrays(manifest.tensors), folder)
+        zarr_writer.write_descriptions(manifest, self._arrays(manifest.tensors), folder)
 
     def _arrays(self, tensors: Sequence[StateRecord]) -> list[ZarrArray]:
         return zarr_writer.arrays(tensors, self.shard_bytes, self.chunk_bytes)

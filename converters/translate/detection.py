@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from ...errors import SourceError
 from ...record import Manifest, StateRecord
-from ...store.formats.dcp.directory import KeyPath
+from ...vocabulary import KeyPath
 from .dialect import Dialect
 from .dialects import DIALECTS
 

@@ -13,8 +13,8 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from ...errors import SourceError
-from ...store.formats.dcp.directory import COMMON_FILE, KeyPath
-from ...vocabulary import Convention
+from ...store.formats.dcp.directory import COMMON_FILE
+from ...vocabulary import Convention, KeyPath
 
 
 def key_of(path: KeyPath) -> str:

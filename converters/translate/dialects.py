@@ -19,7 +19,7 @@ from ...vocabulary import (
     MASTER,
     MOMENTUM,
     MUON,
-    OURS,
+    MUON_CONVENTION,
     SECOND_MOMENT,
     STEP,
     Convention,
@@ -72,7 +72,7 @@ _SHARED_SCALES: Mapping[str, tuple[object, ...]] = {
 # Rates and momentum are the run's: what the source does not have of these is left out, and shows.
 _OUR_FRESH: Mapping[str, object] = {
     **{name: value for name, value in asdict(MUON).items() if name not in ("lr", "weight_decay", "momentum")},
-    "convention": OURS.value,
+    "convention": MUON_CONVENTION.value,
 }
 
 _OUR_SCALES: Mapping[str, tuple[object, ...]] = {"original": ("original",), "rms": ("match_rms_adamw",),
@@ -165,7 +165,7 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
                 derived=frozenset({"lr_ratio"}), method_option="algorithm", scales=_SHARED_SCALES,
             ),
             Dialect(
-                "muonckpt", "muonckpt.optimizer.Muon", _MODEL, _NESTED, _LIST, OURS,
+                "muonckpt", "muonckpt.optimizer.Muon", _MODEL, _NESTED, _LIST, MUON_CONVENTION,
                 _ours({}, _MASTER),
                 method_option="algorithm", scales=_OUR_SCALES,
             ),

@@ -9,9 +9,8 @@ from ...box import Box
 from ...errors import SourceError
 from ...layout import TensorLayout, dense
 from ...record import StateRecord
-from ...store.formats.dcp.directory import KeyPath
 from ...store.stored_items import scalar_bytes
-from ...vocabulary import Convention
+from ...vocabulary import Convention, KeyPath
 from ..engine.outputs import OutputItem, OutputTensor
 from .context import Context
 from .conventions import agreed_convention, momentum_factor

@@ -10,9 +10,8 @@ from typing import Any
 
 from ...errors import SourceError
 from ...record import StateRecord
-from ...store.formats.dcp.directory import KeyPath
 from ...store.formats.torch_save.plain_item import plain_item
-from ...vocabulary import PARAMS
+from ...vocabulary import PARAMS, KeyPath
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from .context import Context
 from .dialect import Dialect, key_of

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 
 from ..errors import about
-from ..layouts.tensors import check_one_box, describe
-from ..vocabulary import MOMENTUM, Convention
-
-KeyPath = tuple[str | int, ...]
+from ..layouts.tensors import check_one_box, placement_json
+from ..vocabulary import MOMENTUM, Convention, KeyPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +24,7 @@ class Annotation:
     layout: Mapping[str, Any] | None = None
 
 
-def annotate(state_dict: Mapping[str, Any]) -> dict[KeyPath, Annotation]:
+def annotations_of(state_dict: Mapping[str, Any]) -> dict[KeyPath, Annotation]:
     """Annotations of all tensors, by path (as DCP makes paths: keys as strings, list positions as integers).
 
     An optimizer's state is recognised by the structure that torch documents for it: ``state`` (parameter -> slot ->
@@ -44,7 +42,7 @@ def _walk(path: KeyPath, node: Any, known: Mapping[KeyPath, Annotation]) -> Iter
         with about(f"tensor {'.'.join(map(str, path))!r}"):
             check_one_box(node)
         found = known.get(path, Annotation())
-        yield path, Annotation(found.name, found.slot, found.convention, found.pieces, describe(node))
+        yield path, Annotation(found.name, found.slot, found.convention, found.pieces, placement_json(node))
     elif isinstance(node, Mapping):
         known = {**known, **dict(_optimizer(path, node))}
         for key, value in node.items():

@@ -12,12 +12,12 @@ from torch import Tensor
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """``torch.float32`` -> ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_of(name: str) -> torch.dtype:
+def torch_dtype(name: str) -> torch.dtype:
     """``"float32"`` -> ``torch.float32``."""
     found = getattr(torch, name)
     assert isinstance(found, torch.dtype), name

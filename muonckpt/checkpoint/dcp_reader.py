@@ -42,9 +42,10 @@ from ..store.open_checkpoint import OpenCheckpoint
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import as_words, check_chunk, checked_elements, payload_of
 from ..store.stored_items import check_blob
-from .annotation import Annotation, KeyPath, annotate
-from .bits import bits_of, dtype_of, name_of
-from .shared_check import PartlyRead, Run, holds, run_of
+from ..vocabulary import KeyPath
+from .annotation import Annotation, annotations_of
+from .bits import bits_of, dtype_name, torch_dtype
+from .shared_check import ByteRun, PartlyRead, holds, run_of
 
 Where = tuple[str, Index]
 """A chunk: its tensor's key, and its first index."""
@@ -108,7 +109,7 @@ class CheckingReader(StorageReader):
             chunks = [chunk for chunk in tensor.chunks if chunk.box.numel]
             self._chunks.update({(tensor.key, chunk.box.lo): (tensor, chunk) for chunk in chunks})
             entries[tensor.key] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=dtype_of(tensor.dtype)),
+                properties=TensorProperties(dtype=torch_dtype(tensor.dtype)),
                 size=torch.Size(tensor.shape),
                 chunks=[ChunkStorageMetadata(torch.Size(c.box.lo), torch.Size(c.box.shape)) for c in chunks],
             )
@@ -162,7 +163,7 @@ class CheckingReader(StorageReader):
             payload, size = payload_of(tensor, chunk), itemsize(tensor.dtype)
             start, stop = (place * size for place in run)
             raw = payloads.view(Extent(payload.file, payload.offset + start, stop - start))
-            self._note(tensor, chunk, Run(start, stop, crc32([raw])))
+            self._note(tensor, chunk, ByteRun(start, stop, crc32([raw])))
             return as_words(raw, tensor.dtype, lengths)
         if chunk not in checked:
             check_chunk(payloads, tensor, chunk)
@@ -170,7 +171,7 @@ class CheckingReader(StorageReader):
         place = chunk.stored("").at(tuple(map(int.__add__, chunk.box.lo, lo)))
         return payloads.gather(payload_of(tensor, chunk), tensor.dtype, place, lengths)
 
-    def _note(self, tensor: StateRecord, chunk: Chunk, run: Run) -> None:
+    def _note(self, tensor: StateRecord, chunk: Chunk, run: ByteRun) -> None:
         assert chunk.crc32 is not None, "other chunks are read whole"
         where = tensor.key, chunk.box.lo
         known = self.partly_read.get(where, PartlyRead(payload_of(tensor, chunk).length, chunk.crc32, ()))
@@ -220,7 +221,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         # Here, and not before DCP is called, so that what one rank refuses all ranks hear of.
-        self._annotations = annotate(state_dict)
+        self._annotations = annotations_of(state_dict)
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
@@ -280,8 +281,8 @@ class StrictLoadPlanner(DefaultLoadPlanner):
     def _differences(self, stored: StateRecord, wanted: torch.Tensor) -> Iterator[str]:
         if stored.shape != tuple(wanted.shape):
             yield f"{stored.key!r} has shape {stored.shape}, expected {tuple(wanted.shape)}"
-        if stored.dtype != name_of(wanted.dtype):
-            yield f"{stored.key!r} is {stored.dtype}, expected {name_of(wanted.dtype)} (nothing is cast silently)"
+        if stored.dtype != dtype_name(wanted.dtype):
+            yield f"{stored.key!r} is {stored.dtype}, expected {dtype_name(wanted.dtype)} (nothing is cast silently)"
         expected = self._annotations.get(tuple(self.mappings[stored.key]), Annotation()).convention
         if stored.convention and expected and stored.convention != expected:
             yield f"{stored.key!r} follows momentum convention {stored.convention}, expected {expected}"

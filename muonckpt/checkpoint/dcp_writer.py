@@ -32,13 +32,14 @@ from ..record import Blob, Chunk, Extent, Manifest, StateRecord
 from ..store.formats import native
 from ..store.formats.torch_save import tensor_item
 from ..store.formats.torch_save.stored_zip import aligned
-from ..store.formats.torch_save.tensor_item import Frame
+from ..store.formats.torch_save.tensor_item import ItemFrame
 from ..store.io import publish
 from ..store.io.checksums import Sums, xxh3_128
 from ..store.io.location import Location
-from ..store.io.output import Writing, created
-from .annotation import Annotation, KeyPath, annotate
-from .bits import bits_of, name_of
+from ..store.io.new_file import Writing, created
+from ..vocabulary import KeyPath
+from .annotation import Annotation, annotations_of
+from .bits import bits_of, dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class CoveringSavePlanner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         # Here, and not before DCP is called, so that what one rank refuses all ranks hear of.
-        self.annotations = annotate(state_dict)
+        self.annotations = annotations_of(state_dict)
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def annotation(self, key: str) -> Annotation:
@@ -174,7 +175,7 @@ class PublishingWriter(StorageWriter):
         stored, witnessed = _sort(result for of_rank in results for result in of_rank)
         _check_stored(self._planner.plans, stored)
         _check_witnesses(stored, witnessed, metadata)
-        native.write_manifest(self._manifest(metadata, stored), self.staged)
+        native.write_native(self._manifest(metadata, stored), self.staged)
         publish.publish(self.staged, self.destination)
 
     def _manifest(self, metadata: Metadata, stored: Mapping[MetadataIndex, _Written]) -> Manifest:
@@ -204,7 +205,7 @@ class PublishingWriter(StorageWriter):
                     key=key,
                     path=path,
                     shape=tuple(found.size),
-                    dtype=name_of(found.properties.dtype),
+                    dtype=dtype_name(found.properties.dtype),
                     chunks=tuple(sorted(chunks, key=lambda chunk: chunk.box.lo)),
                     fingerprint=as_hex(combine(*(written.share for _, written in by_key[key]))),
                     **{f.name: getattr(note, f.name) for f in dataclasses.fields(note)},
@@ -251,7 +252,7 @@ class _FileWriter:
         written = _Written(self._rank, xxh3_128([data]), item=Extent(self._target.file, start, len(data)))
         return WriteResult(index=item.index, size_in_bytes=len(data), storage_data=written)
 
-    def _put_tensor(self, output: Writing, item: WriteItem, frame: Frame, start: int) -> WriteResult:
+    def _put_tensor(self, output: Writing, item: WriteItem, frame: ItemFrame, start: int) -> WriteResult:
         tensor, sums = _tensor(self._planner, item), Sums()
         payload = Extent(self._target.file, start + frame.payload_offset, frame.payload_length)
         end = output.write(frame.head, start)
@@ -264,14 +265,14 @@ class _FileWriter:
         return WriteResult(index=item.index, size_in_bytes=payload.length, storage_data=written)
 
 
-def _frame(item: WriteItem) -> Frame:
+def _frame(item: WriteItem) -> ItemFrame:
     """What lies around the elements of a tensor, as planned."""
     assert item.tensor_data is not None
-    return tensor_item.frame(name_of(item.tensor_data.properties.dtype), tuple(item.tensor_data.chunk.sizes))
+    return tensor_item.frame(dtype_name(item.tensor_data.properties.dtype), tuple(item.tensor_data.chunk.sizes))
 
 
 def _kind(tensor: Tensor) -> str:
-    return f"{name_of(tensor.dtype)} {tuple(tensor.shape)}"
+    return f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
 
 
 def _tensor(planner: SavePlanner, item: WriteItem) -> Tensor:

@@ -13,7 +13,7 @@ from ..store.io.checksums import crc32_joined
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ByteRun:
     """Bytes ``start:stop`` of a chunk's payload, and their CRC-32 as a rank read them."""
 
     start: int
@@ -31,7 +31,7 @@ class PartlyRead:
 
     length: int
     crc32: int
-    runs: tuple[Run, ...]
+    runs: tuple[ByteRun, ...]
 
 
 def run_of(window_lo: Index, window: Index, shape: Index) -> tuple[int, int] | None:

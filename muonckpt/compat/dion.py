@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import optimizer
 from ..layouts.tensors import local_of
-from ..vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM, OURS, STEP
+from ..vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM, MUON_CONVENTION, STEP
 
 Group = Mapping[str, Any]
 
@@ -158,7 +158,7 @@ class Muon(optimizer.Muon):
         groups, state = [], {}
         for mine, group in zip(self.param_groups, saved["param_groups"], strict=False):
             ours = _ours(group, mine["params"], self._betas)
-            groups.append({**ours, "convention": OURS.value} if ours["algorithm"] == "muon" else ours)
+            groups.append({**ours, "convention": MUON_CONVENTION.value} if ours["algorithm"] == "muon" else ours)
             for key in group["params"]:
                 slots = dict(saved["state"].get(key, {}))
                 if group["algorithm"] == "adamw":

@@ -39,7 +39,7 @@ class Mesh:
         return cls(shape, tuple(range(math.prod(shape))))
 
 
-class Placement(Protocol):
+class AxisPlacement(Protocol):
     """What one mesh axis does to a tensor: which runs of ``dim`` the rank at ``index`` of ``parts`` keeps."""
 
     @property
@@ -97,7 +97,7 @@ class Replicate:
 
 
 @lru_cache(maxsize=65536)
-def mesh_layout(shape: Index, mesh: Mesh, placements: tuple[Placement, ...]) -> TensorLayout:
+def mesh_layout(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...]) -> TensorLayout:
     """The layout of a tensor of global ``shape`` on ``mesh``: dense row-major local tensors, one buffer per rank.
 
     Raises:
@@ -117,7 +117,7 @@ def mesh_layout(shape: Index, mesh: Mesh, placements: tuple[Placement, ...]) -> 
     return TensorLayout(shape, tuple(fragments))
 
 
-def local_shape(shape: Index, mesh: Mesh, placements: tuple[Placement, ...], rank: int) -> Index:
+def local_shape(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], rank: int) -> Index:
     """Shape of the local tensor on ``rank``: what torch must have there, or the layout does not describe it."""
     at = mesh.ranks.index(rank)
     coordinate = tuple(at // step % size for size, step in zip(mesh.shape, row_major(mesh.shape), strict=True))
@@ -126,7 +126,7 @@ def local_shape(shape: Index, mesh: Mesh, placements: tuple[Placement, ...], ran
 
 
 def _runs_along(
-    dim: int, shape: Index, mesh: Mesh, placements: tuple[Placement, ...]
+    dim: int, shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...]
 ) -> Callable[[tuple[int, ...]], Runs]:
     """The runs of one dim by mesh coordinate.  Only the axes that cut the dim matter; each share is made once."""
     axes = [axis for axis, placement in enumerate(placements) if placement.dim == dim]

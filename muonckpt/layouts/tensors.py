@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as TorchStrid
 from ..box import row_major
 from ..errors import LayoutError
 from ..layout import TensorLayout
-from .mesh import Mesh, Placement, Replicate, Shard, StridedShard, local_shape, mesh_layout
+from .mesh import AxisPlacement, Mesh, Replicate, Shard, StridedShard, local_shape, mesh_layout
 from .owned import owned_layout
 
 
@@ -92,7 +92,7 @@ def zeros_placed_as(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.d
     return made
 
 
-def describe(tensor: torch.Tensor) -> Mapping[str, Any] | None:
+def placement_json(tensor: torch.Tensor) -> Mapping[str, Any] | None:
     """The layout in words, as JSON data for a checkpoint's provenance; None if mesh and placements do not say it."""
     if not isinstance(tensor, DTensor) or _chunks_known(tensor):
         return None
@@ -137,11 +137,11 @@ def _mesh_of(tensor: DTensor) -> Mesh:
     return Mesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
 
 
-def _placements_of(tensor: DTensor) -> tuple[Placement, ...]:
+def _placements_of(tensor: DTensor) -> tuple[AxisPlacement, ...]:
     return tuple(_placement(placement, tensor.ndim) for placement in tensor.placements)
 
 
-def _placement(placement: TorchPlacement, ndim: int) -> Placement:
+def _placement(placement: TorchPlacement, ndim: int) -> AxisPlacement:
     match placement:
         case TorchStridedShard():
             return StridedShard(placement.dim % ndim, int(placement.split_factor))
@@ -157,7 +157,7 @@ def _placement(placement: TorchPlacement, ndim: int) -> Placement:
     raise LayoutError(f"unknown placement {placement!r}; expected Shard, _StridedShard or Replicate")
 
 
-def _check_local(tensor: DTensor, mesh: Mesh, placements: tuple[Placement, ...]) -> None:
+def _check_local(tensor: DTensor, mesh: Mesh, placements: tuple[AxisPlacement, ...]) -> None:
     rank = torch.distributed.get_rank()
     if rank not in mesh.ranks:
         return

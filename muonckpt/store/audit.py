@@ -12,20 +12,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import record
 from ..errors import LayoutError, MuonckptError, SourceError
 from ..fingerprint import as_hex, combine
-from ..record import Blob, Chunk, Extent, Manifest, StateRecord
-from .formats.dcp import directory as dcp
-from .formats.megatron import torch_dist
+from ..record import MANIFEST_FILE, Blob, Chunk, Extent, Manifest, StateRecord
+from .formats.dcp.directory import METADATA_FILE, DcpReader
 from .formats.registry import DCP, OWN
+from .formats.signs import MEGATRON_FILE
 from .io.checksums import Sums, crc32
 from .io.location import Location, Remote
 from .io.regular import open_regular
 from .open_checkpoint import OpenCheckpoint, open
 from .reading.bands import bands
 from .reading.dtypes import dtype, itemsize
-from .reading.payloads import BAND, Payloads, as_words, payload_of
+from .reading.payloads import BAND_BYTES, Payloads, as_words, payload_of
 from .stored_items import check_blob
 
 Progress = Callable[[int, int], None]
@@ -152,7 +151,7 @@ def _audit_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, passed: 
     try:
         payload = payload_of(tensor, chunk)
         at = payload.offset
-        for band in bands(chunk.box, BAND // itemsize(tensor.dtype)):
+        for band in bands(chunk.box, BAND_BYTES // itemsize(tensor.dtype)):
             for box in band.boxes:
                 part = Extent(payload.file, at, box.numel * itemsize(tensor.dtype))
                 if chunk.strides is None:
@@ -209,20 +208,24 @@ def _against_metadata(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
     if checkpoint.format is not OWN:
         return
     try:
-        stock = dcp.DcpReader(checkpoint.path)
+        stock = DcpReader(checkpoint.path)
         theirs = _described(replace(stock.outline, tensors=stock.locate(stock.outline.tensors)))
     except MuonckptError as error:
-        yield Finding("metadata", None, f"{checkpoint.path / dcp.FILE}: {error}")
+        yield Finding("metadata", None, f"{checkpoint.path / METADATA_FILE}: {error}")
         return
     ours = _described(checkpoint.manifest)
     for key in sorted(ours.keys() | theirs.keys()):
         if key not in ours or key not in theirs:
-            where = record.FILE if key in ours else dcp.FILE
-            yield Finding("metadata", key, f"{key!r} is in {where} only, expected it in {record.FILE} and {dcp.FILE}")
+            where = MANIFEST_FILE if key in ours else METADATA_FILE
+            yield Finding(
+                "metadata",
+                key,
+                f"{key!r} is in {where} only, expected it in {MANIFEST_FILE} and {METADATA_FILE}",
+            )
             continue
         for what in sorted(ours[key].items() ^ theirs[key].items(), key=str)[:1]:
             mine, other = (described[key].get(what[0]) for described in (ours, theirs))
-            message = f"{key!r}: {what[0]} {mine} in {record.FILE}, {other} in {dcp.FILE}; expected the same"
+            message = f"{key!r}: {what[0]} {mine} in {MANIFEST_FILE}, {other} in {METADATA_FILE}; expected the same"
             yield Finding("metadata", key, message)
 
 
@@ -239,7 +242,7 @@ def _described(manifest: Manifest) -> dict[str, dict[str, object]]:
 
 def _orphans(path: Location, manifest: Manifest) -> list[str]:
     used = {chunk.item.file for tensor in manifest.tensors for chunk in tensor.chunks}
-    used |= {blob.item.file for blob in manifest.blobs} | {record.FILE, dcp.FILE, torch_dist.CONFIG}
+    used |= {blob.item.file for blob in manifest.blobs} | {MANIFEST_FILE, METADATA_FILE, MEGATRON_FILE}
     return sorted(file.name for file in path.iterdir() if file.name not in used and not _is_empty(file))
 
 

@@ -15,7 +15,7 @@ from .formats.registry import Format, format_of
 from .io.gc_paused import gc_paused
 from .io.location import Location, Remote, location
 from .reading.payloads import Payloads
-from .stored_items import Items, Values, read_groups
+from .stored_items import Items, Values, read_torch_groups
 from .stored_tensor import StoredTensor, TensorReader
 
 
@@ -77,7 +77,7 @@ class OpenCheckpoint:
         Raises:
             SourceError: an option is damaged, or no plain data.
         """
-        return read_groups(self.outline, self.values)
+        return read_torch_groups(self.outline, self.values)
 
     @property
     def provenance(self) -> Mapping[str, Any]:
@@ -133,14 +133,14 @@ def open(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:
     return OpenCheckpoint(location(path, SourceError))
 
 
-Entry = TypeVar("Entry", StateRecord, Blob)
+_Entry = TypeVar("_Entry", StateRecord, Blob)
 
 
-def _by_key(path: Location, entries: Iterable[Entry]) -> dict[str, Entry]:
+def _by_key(path: Location, entries: Iterable[_Entry]) -> dict[str, _Entry]:
     """Raises:
     SourceError: a key occurs twice.
     """
-    found: dict[str, Entry] = {}
+    found: dict[str, _Entry] = {}
     for entry in entries:
         if found.setdefault(entry.key, entry) is not entry:
             raise SourceError(f"{path}: expected each key once, found {entry.key!r} twice")

@@ -122,7 +122,7 @@ class Items(Mapping[str, Any]):
         return len(self._blobs)
 
 
-def read_groups(manifest: Manifest, values: Values) -> dict[str, dict[str, Any]]:
+def read_torch_groups(manifest: Manifest, values: Values) -> dict[str, dict[str, Any]]:
     """The options of each parameter group, by the group's key, where keys are those of torch's state dicts.
 
     That is ``(…, "param_groups", number, option)``, or flattened ``param_groups.<parameter>.<option>``.

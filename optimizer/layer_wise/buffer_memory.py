@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...box import Box, flat_boxes
 from ...errors import LayoutError
-from ...layouts.buffers.layout import BufferLayout, rank_of
+from ...layouts.buffers.buffer_layout import BufferLayout, rank_of
 from ...layouts.buffers.placements import PLACEMENTS, ToPlace
 from ...layouts.buffers.ranges import PlacedParameter
 from ..rounding import exact_dtype

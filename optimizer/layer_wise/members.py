@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...layouts.buffers.layout import BufferLayout
+from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.layout_json import to_json
 from ...layouts.buffers.parameters import GroupSizes, Parameter
 from ...layouts.buffers.placements import ToPlace

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...layouts.buffers.layout import BufferLayout
+from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.layout_json import to_json
 from ...layouts.buffers.placements import present_name
 from ...vocabulary import MUON

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonckpt
 from muonckpt.checkpoint.dcp_reader import CheckingReader
-from muonckpt.checkpoint.shared_check import PartlyRead, Run, holds, run_of
+from muonckpt.checkpoint.shared_check import ByteRun, PartlyRead, holds, run_of
 from muonckpt.errors import SourceError
 from muonckpt.store.io.checksums import crc32_joined
 from muonckpt.store.reading.payloads import Payloads
@@ -47,8 +47,8 @@ def test_a_window_is_a_run_if_and_only_if_its_elements_follow_each_other(window)
 DATA = bytes(range(200))
 
 
-def part(start: int, stop: int, flip: int = 0) -> Run:
-    return Run(start, stop, zlib.crc32(DATA[start:stop]) ^ flip)
+def part(start: int, stop: int, flip: int = 0) -> ByteRun:
+    return ByteRun(start, stop, zlib.crc32(DATA[start:stop]) ^ flip)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_what_a_rank_misread_is_an_error_although_the_file_is_whole(tmp_path):
     chunk = muonckpt.open(tmp_path / "c").tensors["w"].record.chunks[0]
     half = chunk.payload.length // 2
     first, second = (
-        {("w", chunk.box.lo): PartlyRead(2 * half, chunk.crc32, (Run(at, at + half, 1),))} for at in (0, half)
+        {("w", chunk.box.lo): PartlyRead(2 * half, chunk.crc32, (ByteRun(at, at + half, 1),))} for at in (0, half)
     )
     reader.judge([first])  # they do not tile it: the file is looked at
     with pytest.raises(SourceError, match=r"'w'.*a rank read other bytes"):

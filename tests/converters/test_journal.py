@@ -40,12 +40,12 @@ def test_every_damaged_byte_of_a_line_costs_that_line_and_no_other():
 
 
 def test_a_lock_has_one_owner_and_the_next_sees_what_the_first_wrote(place):
-    first = lock.opened(place, "lock")
+    first = lock.open_lock(place, "lock")
     assert first.earlier is None
     first.sign(b"one")
     assert first.is_mine()
     first.close()
-    second = lock.opened(place, "lock")
+    second = lock.open_lock(place, "lock")
     assert [line for line in second.earlier if line] == [b"one"] and first.is_mine() and not second.is_mine()
     second.sign(b"two")
     assert second.is_mine() and not first.is_mine()
@@ -53,16 +53,16 @@ def test_a_lock_has_one_owner_and_the_next_sees_what_the_first_wrote(place):
 
 
 def test_a_directory_is_locked_as_long_as_its_lock_is_open(tmp_path):
-    first = lock.opened(tmp_path, "journal/lock")
+    first = lock.open_lock(tmp_path, "journal/lock")
     with pytest.raises(lock.InUse):
-        lock.opened(tmp_path, "journal/lock")
+        lock.open_lock(tmp_path, "journal/lock")
     first.close()
-    lock.opened(tmp_path, "journal/lock").close()
+    lock.open_lock(tmp_path, "journal/lock").close()
 
 
 def test_of_two_that_make_a_lock_in_a_store_at_once_one_is_refused(tmp_path):
     place = location(f"memory://{tmp_path.name}")
-    first, second = lock.opened(place, "lock"), lock.opened(place, "lock")
+    first, second = lock.open_lock(place, "lock"), lock.open_lock(place, "lock")
     first.sign(b"one")
     with pytest.raises(lock.InUse):
         second.sign(b"two")

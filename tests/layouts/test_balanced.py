@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from muonckpt.layouts.buffers.balanced import ALIGNMENT, TOLERANCE, assign, balanced, newton_schulz
+from muonckpt.layouts.buffers.balanced import ALIGNMENT, TOLERANCE, balanced, balanced_owners, newton_schulz
 from muonckpt.layouts.buffers.megatron_padded import padded_nscost, padded_numel
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter
 
@@ -73,7 +73,7 @@ def test_at_most_a_third_over_the_optimum():
         names = [p.name for p in parameters]
         every = product(range(ranks.dense), repeat=len(names))
         best = min(loads(parameters, dict(zip(names, chosen, strict=True)), ranks).max() for chosen in every)
-        found = loads(parameters, assign(parameters, ranks), ranks).max()
+        found = loads(parameters, balanced_owners(parameters, ranks), ranks).max()
         assert best <= found <= best * (4 / 3 - 1 / (3 * ranks.dense))
 
 
@@ -98,7 +98,7 @@ def test_dense_parameters_go_where_experts_leave_room():
     """Three equal experts on two expert ranks, each of two dense ranks: the busier one gets no dense parameter."""
     experts = [Parameter(f"e{i}", (64, 64), expert=True) for i in range(3)]
     dense = [Parameter(f"d{i}", (32, 32)) for i in range(2)]
-    owners = assign([*dense, *experts], GroupSizes(4, 2))
+    owners = balanced_owners([*dense, *experts], GroupSizes(4, 2))
     assert [owners[p.name] for p in experts] == [0, 1, 0]
     assert [owners[p.name] for p in dense] == [2, 3]
 
@@ -106,7 +106,7 @@ def test_dense_parameters_go_where_experts_leave_room():
 @pytest.mark.parametrize("ranks", [GroupSizes(3, 2), GroupSizes(2, 4), GroupSizes(1, 1), GroupSizes(5, 3)])
 def test_groups_of_any_size(ranks):
     parameters = transformer(3, experts=3)
-    owners = assign(parameters, ranks)
+    owners = balanced_owners(parameters, ranks)
     assert {p.name for p in parameters} == owners.keys()
     assert all(0 <= owners[p.name] < ranks.of(p) for p in parameters)
     assert {owners[p.name] for p in parameters if p.expert} == set(range(ranks.expert))
@@ -116,7 +116,7 @@ def test_equal_costs_are_spread_by_elements():
     shapes = {"vector": (14,), "first": (1, 3), "second": (1, 3), "third": (1, 3)}
     parameters = [Parameter(name, shape) for name, shape in shapes.items()]
     assert {newton_schulz(parameter) for parameter in parameters} == {14}
-    assert assign(parameters, GroupSizes(2)) == {"vector": 0, "first": 1, "second": 1, "third": 0}
+    assert balanced_owners(parameters, GroupSizes(2)) == {"vector": 0, "first": 1, "second": 1, "third": 0}
 
 
 def test_costs_are_floating_point_operations():
@@ -130,14 +130,14 @@ def test_nothing_moves_when_nothing_changes():
     for parameters, expert_parallel in (param.values for param in MODELS):
         ranks = GroupSizes(16, 16 // expert_parallel)
         before = owners_of(balanced(parameters, ranks))
-        assert assign(parameters, ranks, before) == before
+        assert balanced_owners(parameters, ranks, before) == before
 
 
 @pytest.mark.parametrize("dp", [8, 32, 256])
 @pytest.mark.parametrize("change", ["layer added", "layer removed", "matrix wider", "rank lost", "rank added"])
 def test_little_moves_when_little_changes(change, dp):
     parameters = transformer(30, hidden=128)
-    before = assign(parameters, GroupSizes(dp))
+    before = balanced_owners(parameters, GroupSizes(dp))
     wider = replace(parameters[1], shape=(160, 128))
     after, ranks = {
         "layer added": (transformer(31, hidden=128), dp),
@@ -146,7 +146,7 @@ def test_little_moves_when_little_changes(change, dp):
         "rank lost": (parameters, dp - 1),
         "rank added": (parameters, dp + 1),
     }[change]
-    fresh, kept = assign(after, GroupSizes(ranks)), assign(after, GroupSizes(ranks), before)
+    fresh, kept = balanced_owners(after, GroupSizes(ranks)), balanced_owners(after, GroupSizes(ranks), before)
     unavoidable = sum(p.numel for p in after if before.get(p.name, 0) >= ranks) / sum(p.numel for p in after)
     assert unavoidable <= moved(after, before, kept) <= unavoidable + 0.25
     assert loads(after, kept, GroupSizes(ranks)).max() <= loads(after, fresh, GroupSizes(ranks)).max() * TOLERANCE
@@ -155,10 +155,10 @@ def test_little_moves_when_little_changes(change, dp):
 def test_previous_owners_that_cannot_be_kept():
     parameters = transformer(2)
     gone = {p.name: 7 for p in parameters}
-    assert assign(parameters, GroupSizes(4), gone) == assign(parameters, GroupSizes(4))
-    assert assign(parameters, GroupSizes(4), dict.fromkeys(gone)) == assign(parameters, GroupSizes(4))
-    crowded = assign(parameters, GroupSizes(4), dict.fromkeys(gone, 0))
-    busiest = loads(parameters, assign(parameters, GroupSizes(4)), GroupSizes(4)).max()
+    assert balanced_owners(parameters, GroupSizes(4), gone) == balanced_owners(parameters, GroupSizes(4))
+    assert balanced_owners(parameters, GroupSizes(4), dict.fromkeys(gone)) == balanced_owners(parameters, GroupSizes(4))
+    crowded = balanced_owners(parameters, GroupSizes(4), dict.fromkeys(gone, 0))
+    busiest = loads(parameters, balanced_owners(parameters, GroupSizes(4)), GroupSizes(4)).max()
     assert loads(parameters, crowded, GroupSizes(4)).max() <= busiest * TOLERANCE
 
 
@@ -166,14 +166,14 @@ def test_a_new_parameter_goes_where_nobody_else_is_awaited():
     """Both ranks have work for 4; rank 0 still awaits what it had before, so the new work for 2 goes to rank 1."""
     sizes = {"new": 4, "kept": 4, "also new": 2, "awaited": 1}
     parameters = [Parameter(name, (size,)) for name, size in sizes.items()]
-    owners = assign(parameters, GroupSizes(2), {"kept": 1, "awaited": 0})
+    owners = balanced_owners(parameters, GroupSizes(2), {"kept": 1, "awaited": 0})
     assert owners == {"new": 0, "kept": 1, "also new": 1, "awaited": 0}
 
 
 def test_tied_parameters_belong_to_rank_0_whatever_it_has_to_do():
     parameters = [Parameter("large", (64, 64)), Parameter("small", (32, 32), tied=True)]
     for previous in (None, {}, {"large": 0, "small": 1}):
-        owners = assign(parameters, GroupSizes(2), previous)
+        owners = balanced_owners(parameters, GroupSizes(2), previous)
         assert owners["small"] == 0
 
 

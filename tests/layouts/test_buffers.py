@@ -13,8 +13,8 @@ from support.oracle import arange, execute, scatter
 
 from muonckpt.errors import LayoutError, SourceError
 from muonckpt.layouts.buffers.balanced import balanced
+from muonckpt.layouts.buffers.buffer_layout import BufferLayout
 from muonckpt.layouts.buffers.group_buffer import GroupBuffer, recorded, recorded_run
-from muonckpt.layouts.buffers.layout import BufferLayout
 from muonckpt.layouts.buffers.layout_json import from_json, to_json
 from muonckpt.layouts.buffers.megatron_compact import decoupled_total_order, legacy_pingpong
 from muonckpt.layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel

@@ -12,7 +12,7 @@ from support.foreign_buffers import cut_rows, fsdp_v1, fsdp_v2
 from support.golden import golden
 
 from muonckpt.errors import LayoutError
-from muonckpt.layouts.buffers.layout import BufferLayout
+from muonckpt.layouts.buffers.buffer_layout import BufferLayout
 from muonckpt.layouts.buffers.megatron_compact import decoupled_total_order, legacy_pingpong
 from muonckpt.layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from muonckpt.errors import LayoutError
-from muonckpt.layouts.tensors import describe, layout_of, local_of
+from muonckpt.layouts.tensors import layout_of, local_of, placement_json
 
 
 def numbered(shape: tuple[int, ...]) -> torch.Tensor:
@@ -78,7 +78,7 @@ def fsdp_over_tp(rank: int, world: int, rows: int) -> list[str]:
             refused.append(str(error))
         else:
             assert_held(parameter, rank, layout)
-            assert "StridedShard" in str(describe(parameter)) or name == "1.weight"
+            assert "StridedShard" in str(placement_json(parameter)) or name == "1.weight"
     return refused
 
 
@@ -122,4 +122,4 @@ def test_a_plain_tensor_lies_whole_on_each_replica():
     tensor = numbered((4, 3))
     assert [f.place.buffer for f in layout_of(tensor).fragments] == [0]
     assert [f.place.buffer for f in layout_of(tensor, replicas=(0, 2, 5)).fragments] == [0, 2, 5]
-    assert describe(tensor) is None
+    assert placement_json(tensor) is None

@@ -22,7 +22,7 @@ from muonckpt.converters.engine.run import run_job
 from muonckpt.errors import SourceError
 from muonckpt.record import Chunk
 from muonckpt.store.audit import AuditReport
-from muonckpt.store.formats.dcp.metadata_pickle import Metadata, StoredItem, dump, parse
+from muonckpt.store.formats.dcp.metadata_pickle import Metadata, StoredItem, dump_metadata, parse_metadata
 
 KINDS = ["own", "stock", "torch"]
 """With our manifest in three files; the same without it; written by torch in one."""
@@ -61,7 +61,7 @@ def kinds(report: AuditReport) -> set[str]:
 
 
 def metadata_edited(path: Path, change: Callable[[Metadata], Metadata]) -> None:
-    (path / ".metadata").write_bytes(dump(change(parse((path / ".metadata").read_bytes()))))
+    (path / ".metadata").write_bytes(dump_metadata(change(parse_metadata((path / ".metadata").read_bytes()))))
 
 
 # --- whole ------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from muonckpt.cli.main import run
 from muonckpt.errors import SourceError
 from muonckpt.layouts.buffers.group_buffer import GroupBuffer
 from muonckpt.layouts.buffers.parameters import Parameter
-from muonckpt.store.formats.megatron.layer_wise_names import Description, Member, deal
+from muonckpt.store.formats.megatron.layer_wise_names import Description, ListedParameter, deal
 from muonckpt.store.formats.registry import LAYER_WISE, format_of
 
 GOLDEN = {"ws4_padded": "padded-numel", "ws4_pingpong": "legacy-pingpong"}
@@ -92,7 +92,7 @@ def test_the_command_makes_of_them_what_megatron_itself_saved(name, tmp_path, ca
 # Who owns what.
 
 
-def walked(algorithm: str, members: list[Member], ranks: int, experts: int, owners: dict[str, int], places):
+def walked(algorithm: str, members: list[ListedParameter], ranks: int, experts: int, owners: dict[str, int], places):
     """(rank, group) -> names, as upstream's loops append them."""
     listed = sorted(members, key=lambda each: each.group)
     if algorithm == "legacy-pingpong":
@@ -125,7 +125,7 @@ def test_parameters_are_dealt_as_megatron_does(algorithm):
             for part in range(experts if expert else 1):
                 seen = Parameter(f"{index}@{part}", tuple(given["shape"]), expert=expert, chunk=given.get("chunk", 0),
                                  tied=given.get("shared_embedding", False))  # fmt: skip
-                members.append(Member(seen, 1 if expert else group_of[index], part))
+                members.append(ListedParameter(seen, 1 if expert else group_of[index], part))
                 owners[seen.name] = case[PUBLISHED[algorithm]]["owner"][index]
         for number, (buffer, lies) in enumerate(zip(case["buffers"], case["compact_buffer"]["buffers"], strict=True)):
             for index, (start, _, _) in zip(buffer["params"], lies["index_map"], strict=True):
@@ -168,8 +168,8 @@ def test_every_algorithm_and_a_model_beside_the_files(algorithm, ranks, tmp_path
 
 def test_experts_of_two_expert_parallel_ranks(tmp_path):
     """Four data-parallel ranks in two folders, as Megatron names them: ranks 0 and 2 have the experts of part 0."""
-    dense = [Member(Parameter(f"dense.{n}", (4, 2))) for n in range(3)]
-    experts = [Member(Parameter(f"expert.{n}", (3, 2), expert=True), 1, n // 3) for n in range(6)]
+    dense = [ListedParameter(Parameter(f"dense.{n}", (4, 2))) for n in range(3)]
+    experts = [ListedParameter(Parameter(f"expert.{n}", (3, 2), expert=True), 1, n // 3) for n in range(6)]
     shares = deal(Description("padded-numel", (*dense, *experts), experts=2), (*dense, *experts), 4).shares
     shapes = {each.parameter.name: each.parameter.shape for each in (*dense, *experts)}
     assert {rank for (rank, _), names in shares.items() if {"expert.0", "expert.1", "expert.2"} & {*names}} == {0, 2}

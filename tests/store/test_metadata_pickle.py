@@ -24,7 +24,14 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import muonckpt
 from muonckpt.errors import SourceError
-from muonckpt.store.formats.dcp.metadata_pickle import MAX_BYTES, Metadata, StoredItem, TensorMeta, dump, parse
+from muonckpt.store.formats.dcp.metadata_pickle import (
+    MAX_METADATA_BYTES,
+    Metadata,
+    StoredItem,
+    TensorMeta,
+    dump_metadata,
+    parse_metadata,
+)
 from muonckpt.store.formats.torch_save import inert_pickle
 from muonckpt.store.formats.torch_save.inert_pickle import unpickle
 from muonckpt.store.reading.dtypes import DTYPES
@@ -88,36 +95,36 @@ def small() -> dcp.Metadata:
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_metadata_is_read_as_torch_reads_it(name: str) -> None:
     data = (golden(name) / ".metadata").read_bytes()
-    found = parse(data)
+    found = parse_metadata(data)
     stock = pickle.loads(data)
     assert found.extra == (("all_local_plans",) if "torch_dist" in name else ())
     expected = plain(stock)
     assert found == Metadata(*(getattr(expected, field) for field in Metadata.__slots__[:-1]), extra=found.extra)
     assert list(found.storage) == list(expected.storage)
-    assert plain(pickle.loads(dump(found))) == expected
+    assert plain(pickle.loads(dump_metadata(found))) == expected
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_every_pickle_protocol_is_read(protocol: int) -> None:
-    assert parse(pickle.dumps(small(), protocol)) == plain(small())
+    assert parse_metadata(pickle.dumps(small(), protocol)) == plain(small())
 
 
 def test_the_directory_of_the_save_may_come_from_any_system() -> None:
     metadata = small()
     data = pickle.dumps(metadata)
     newer = data.replace(b"\x8c\x07pathlib", b"\x8c\x0epathlib._local")  # as Python 3.13 names it
-    assert newer != data and parse(newer) == plain(metadata)
+    assert newer != data and parse_metadata(newer) == plain(metadata)
     metadata.storage_meta = dcp.StorageMeta(PureWindowsPath("C:/run"), "id")
-    assert parse(pickle.dumps(metadata)) == plain(metadata)
+    assert parse_metadata(pickle.dumps(metadata)) == plain(metadata)
     metadata.storage_meta = None
-    assert parse(pickle.dumps(metadata)) == plain(metadata)
+    assert parse_metadata(pickle.dumps(metadata)) == plain(metadata)
 
 
 def test_attributes_of_other_programs_are_named() -> None:
     metadata = small()
     metadata.mcore_data = {"w": {"shape": (5, 4), "scale": 0.5, "big": 1 << 70, "flag": True, "none": [None]}}
     metadata.all_local_plans = [SavePlan([])]
-    assert parse(pickle.dumps(metadata)).extra == ("mcore_data", "all_local_plans")
+    assert parse_metadata(pickle.dumps(metadata)).extra == ("mcore_data", "all_local_plans")
 
 
 names = st.text(min_size=1, max_size=12)
@@ -148,8 +155,8 @@ def metadata(draw: st.DrawFn) -> Metadata:
 @settings(max_examples=100)
 @given(metadata())
 def test_dump_and_parse_are_inverse_and_torch_agrees(value: Metadata) -> None:
-    data = dump(value)
-    assert parse(data) == value
+    data = dump_metadata(value)
+    assert parse_metadata(data) == value
     assert plain(pickle.loads(data)) == value
 
 
@@ -161,16 +168,16 @@ def test_many_keys_take_few_bytes_each() -> None:
     }
     places = [(key, lo) for key, tensor in tensors.items() for lo, _ in tensor.chunks]
     value = Metadata(tensors, (), {place: StoredItem("__0_0.distcp", 0, 1000) for place in places})
-    data = dump(value)
+    data = dump_metadata(value)
     assert len(data) < 160 * len(places)
-    assert parse(data) == value
+    assert parse_metadata(data) == value
 
 
 def test_what_cannot_be_read_is_not_written() -> None:
     with pytest.raises(SourceError, match="float31"):
-        dump(Metadata({"w": TensorMeta("float31", (), ())}, (), {}))
+        dump_metadata(Metadata({"w": TensorMeta("float31", (), ())}, (), {}))
     with pytest.raises(SourceError, match="zstd"):
-        dump(Metadata({}, ("b",), {("b", None): StoredItem("f", 0, 1, ("stream.zstd/1",))}))
+        dump_metadata(Metadata({}, ("b",), {("b", None): StoredItem("f", 0, 1, ("stream.zstd/1",))}))
 
 
 class Call:
@@ -250,21 +257,21 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
 def test_hostile_or_damaged_metadata_is_refused(case: str) -> None:
     make, message = REFUSED[case]
     with pytest.raises(SourceError, match=message):
-        parse(make())
+        parse_metadata(make())
 
 
 def test_one_item_stored_twice_is_refused() -> None:
     value = Metadata({}, ("a", "b"), {("a", None): StoredItem("f", 0, 1), ("b", None): StoredItem("f", 1, 1)})
-    data = dump(value).replace(b"X\1\0\0\0b\x94", b"X\1\0\0\0a\x94")
+    data = dump_metadata(value).replace(b"X\1\0\0\0b\x94", b"X\1\0\0\0a\x94")
     with pytest.raises(SourceError, match="one stored item for 'a' at offset None, found two"):
-        parse(data)
+        parse_metadata(data)
 
 
 def test_code_is_not_run(tmp_path: Path) -> None:
     trap = tmp_path / "run"
     data = changed(lambda m: setattr(m, "extra", Call(os.mkdir, str(trap))))
     with pytest.raises(SourceError, match="mkdir"):
-        parse(data)
+        parse_metadata(data)
     assert not trap.exists()
     pickle.loads(data)
     assert trap.exists()  # the trap works
@@ -275,13 +282,13 @@ def test_damage_is_refused_or_read_but_never_a_crash() -> None:
     data = pickle.dumps(small())
     for length in range(len(data)):
         with pytest.raises(SourceError):
-            parse(data[:length])
+            parse_metadata(data[:length])
     for _ in range(4000):
         damaged = bytearray(data)
         for _ in range(rng.randrange(1, 4)):
             damaged[rng.randrange(len(data))] = rng.randrange(256)
         try:
-            parse(bytes(damaged))
+            parse_metadata(bytes(damaged))
         except SourceError as error:
             assert str(error)
 
@@ -296,16 +303,16 @@ def test_random_opcodes_are_refused_or_read_but_never_a_crash(opcodes: list[byte
 def test_the_size_is_bounded(tmp_path: Path) -> None:
     """A file of holes: nothing of it is read."""
     with (tmp_path / ".metadata").open("wb") as file:
-        file.truncate(MAX_BYTES + 1)
-    with pytest.raises(SourceError, match=f"at most {MAX_BYTES} bytes, found {MAX_BYTES + 1}"):
+        file.truncate(MAX_METADATA_BYTES + 1)
+    with pytest.raises(SourceError, match=f"at most {MAX_METADATA_BYTES} bytes, found {MAX_METADATA_BYTES + 1}"):
         muonckpt.open(tmp_path)
 
 
 def test_reading_needs_neither_torch_nor_numpy(tmp_path: Path) -> None:
     (tmp_path / "metadata").write_bytes(pickle.dumps(small()))
     code = (
-        "import sys, pathlib; from muonckpt.store.formats.dcp.metadata_pickle import parse\n"
-        "found = parse(pathlib.Path(sys.argv[1]).read_bytes())\n"
+        "import sys, pathlib; from muonckpt.store.formats.dcp.metadata_pickle import parse_metadata\n"
+        "found = parse_metadata(pathlib.Path(sys.argv[1]).read_bytes())\n"
         "print(len(found.storage), 'torch' in sys.modules, 'numpy' in sys.modules)"
     )
     done = subprocess.run(

@@ -28,7 +28,7 @@ from muonckpt.converters.target.topology import Target
 from muonckpt.errors import DestinationError, SourceError
 from muonckpt.layout import Place
 from muonckpt.record import Extent
-from muonckpt.store.io.location import GAP, MOST, PART, Remote, location, part_bytes
+from muonckpt.store.io.location import GAP, PART, REQUEST_BYTES, Remote, location, part_bytes
 from muonckpt.store.reading.payloads import Payloads
 from muonckpt.store.reading.strided import batches, blocks
 
@@ -211,7 +211,7 @@ def test_blocks_tile_a_box_and_keep_to_their_bounds(dims, gap, most):
     assert all(sum(block.span(strides) for block in batch) <= most for batch in together)
 
 
-@pytest.mark.parametrize("columns", [5, GAP // 16, 2 * GAP, MOST // 3], ids=["small", "near", "apart", "long"])
+@pytest.mark.parametrize("columns", [5, GAP // 16, 2 * GAP, REQUEST_BYTES // 3], ids=["small", "near", "apart", "long"])
 @pytest.mark.parametrize("dtype", ["uint8", "complex128"])
 def test_what_is_gathered_from_an_object_is_what_lies_there(columns, dtype, memory):
     """In one range, in several that are asked for together, and in more than one batch of these."""

@@ -30,13 +30,13 @@ from muonckpt.store.audit import nonfinite
 from muonckpt.store.formats.registry import SAFETENSORS, format_of
 from muonckpt.store.formats.safetensors import folder as safetensors
 from muonckpt.store.formats.safetensors import header as safetensors_header
-from muonckpt.store.formats.safetensors.header import CODES
+from muonckpt.store.formats.safetensors.header import CODE_OF_DTYPE
 from muonckpt.store.io.location import Remote, location
 from muonckpt.store.reading.dtypes import DTYPES
 from muonckpt.store.reading.payloads import Payloads
 from muonckpt.vocabulary import Convention
 
-LOADABLE = sorted(CODES.keys() - {"float8_e8m0fnu"})
+LOADABLE = sorted(CODE_OF_DTYPE.keys() - {"float8_e8m0fnu"})
 """What the stock library loads into torch: F8_E8M0 it can write only."""
 
 
@@ -46,7 +46,7 @@ def values() -> dict[str, torch.Tensor]:
 
 
 def stored(path: Path) -> dict[str, bytes]:
-    manifest = safetensors.read(path)
+    manifest = safetensors.read_safetensors(path)
     return {t.key: raw_bytes(safetensors.folder(path), t.chunks[0].payload) for t in manifest.tensors}
 
 
@@ -78,7 +78,7 @@ def test_we_read_what_the_stock_library_writes(tmp_path):
     tensors = values() | {"float8_e8m0fnu": some((3, 3), torch.float8_e8m0fnu, 4)}
     stock_torch.save_file(tensors, tmp_path / "a.safetensors", {"author": "somebody"})
     assert stored(tmp_path / "a.safetensors") == expected(tensors)
-    for tensor in safetensors.read(tmp_path / "a.safetensors").tensors:
+    for tensor in safetensors.read_safetensors(tmp_path / "a.safetensors").tensors:
         value = tensors[tensor.key]
         assert (tensor.shape, tensor.dtype) == (tuple(value.shape), str(value.dtype).removeprefix("torch."))
         assert (tensor.path, tensor.name, tensor.slot, tensor.fingerprint) == ((tensor.key,), None, None, None)
@@ -90,7 +90,7 @@ def test_elements_are_read_by_box_even_where_they_are_not_aligned(tmp_path):
     head = json.dumps({"w": {"dtype": "F32", "shape": [3, 4, 5], "data_offsets": [0, 240]}}).encode()
     head += b" " * (1 - len(head) % 2)
     (tmp_path / "a").write_bytes(len(head).to_bytes(8, "little") + head + data.tobytes())
-    (tensor,) = safetensors.read(tmp_path / "a").tensors
+    (tensor,) = safetensors.read_safetensors(tmp_path / "a").tensors
     assert tensor.chunks[0].payload.offset % 4
     with Payloads(tmp_path) as payloads:
         part = assemble(payloads, tensor, Box((1, 0, 2), (3, 4, 4)))
@@ -114,7 +114,7 @@ def test_an_index_and_its_files_are_read_and_written_as_hugging_face_libraries_d
         assert total <= 500 or len([v for v in part.values() if v.numel()]) == 1
         loaded |= part
     assert expected(loaded) == expected(tensors) == stored(tmp_path / "a")
-    assert [t.key for t in safetensors.read(tmp_path / "a").tensors if t.dtype == "float32"] == [
+    assert [t.key for t in safetensors.read_safetensors(tmp_path / "a").tensors if t.dtype == "float32"] == [
         key for key, value in tensors.items() if value.dtype == torch.float32
     ]
 
@@ -130,7 +130,7 @@ def test_nothing_that_is_known_of_a_tensor_is_lost(tmp_path):
     facts = {"name": "w", "slot": "momentum_buffer", "convention": Convention.EMA, "pieces": (3, 1)}
     tensor = record("état.w", value, **facts, layout={"algorithm": "mesh", "version": 1})
     write(tmp_path / "a", SafetensorsFile(), [(tensor, bits(value))])
-    manifest = safetensors.read(tmp_path / "a")
+    manifest = safetensors.read_safetensors(tmp_path / "a")
     (found,) = manifest.tensors
     assert manifest.provenance["step"] == 3
     for field in ("key", "path", "shape", "dtype", "name", "slot", "convention", "pieces", "layout"):
@@ -141,7 +141,7 @@ def test_nothing_that_is_known_of_a_tensor_is_lost(tmp_path):
         assert Manifest.from_json(opened.metadata()["muonckpt"]).tensors[0].slot == "momentum_buffer"
 
 
-@pytest.mark.parametrize("name", sorted(DTYPES.keys() - CODES.keys()))
+@pytest.mark.parametrize("name", sorted(DTYPES.keys() - CODE_OF_DTYPE.keys()))
 def test_what_the_format_cannot_say_is_refused_by_name(name):
     with pytest.raises(SourceError, match=rf"'x': safetensors has no dtype {name}; it has F64|.*{name}"):
         safetensors.refuse([StateRecord("x", ("x",), (2,), name, ())])
@@ -208,7 +208,7 @@ DAMAGED = {
 def test_a_damaged_file_is_refused(kind, tmp_path):
     (tmp_path / "a.safetensors").write_bytes(DAMAGED[kind])
     with pytest.raises(SourceError, match=r"a\.safetensors"):
-        safetensors.read(tmp_path / "a.safetensors")
+        safetensors.read_safetensors(tmp_path / "a.safetensors")
 
 
 @given(st.data())
@@ -218,7 +218,7 @@ def test_whatever_we_accept_the_stock_library_accepts_and_reads_alike(data):
         whole[data.draw(st.integers(0, len(whole) - 17))] = data.draw(st.sampled_from(b' "0123456789,:[]{}-.eFU'))
     length = int.from_bytes(whole[:8], "little")
     try:
-        ours = safetensors_header.parse(bytes(whole[8 : 8 + length]))
+        ours = safetensors_header.parse_header(bytes(whole[8 : 8 + length]))
         accepted = length <= len(whole) - 8 and ours.data_length == len(whole) - 8 - length
     except SourceError:
         return
@@ -227,7 +227,7 @@ def test_whatever_we_accept_the_stock_library_accepts_and_reads_alike(data):
         assert theirs == {name: (e.dtype, e.shape) for name, e in ours.entries.items()}
 
 
-CODES_OF = {code: name for name, code in CODES.items()}
+CODES_OF = {code: name for name, code in CODE_OF_DTYPE.items()}
 
 
 def test_a_description_that_is_not_of_this_file_is_refused(tmp_path):
@@ -237,7 +237,7 @@ def test_a_description_that_is_not_of_this_file_is_refused(tmp_path):
     for other in ({}, {"w": torch.ones(4)}, {"w": torch.ones(2, 2).int()}):
         stock_torch.save_file({"v": torch.ones(4), **other}, tmp_path / "b", ours)
         with pytest.raises(SourceError, match=r"/b: .*'w'"):
-            safetensors.read(tmp_path / "b")
+            safetensors.read_safetensors(tmp_path / "b")
 
 
 INDEX = "model.safetensors.index.json"
@@ -258,35 +258,35 @@ def test_an_index_that_is_not_true_is_refused(kind, tmp_path):
     stock_torch.save_file({"w": torch.ones(2), "u": torch.ones(2)}, tmp_path / "b.safetensors")
     good = {"v": "a.safetensors", "w": "b.safetensors", "u": "b.safetensors"}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": good}))
-    assert {t.key for t in safetensors.read(tmp_path).tensors} == good.keys()
+    assert {t.key for t in safetensors.read_safetensors(tmp_path).tensors} == good.keys()
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": INDICES[kind]}))
     with pytest.raises(SourceError):
-        safetensors.read(tmp_path)
+        safetensors.read_safetensors(tmp_path)
 
 
 def test_files_without_an_index_or_with_two_are_refused(tmp_path):
     for name in ("a", "b"):
         stock_torch.save_file({name: torch.ones(2)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(SourceError, match="expected one index"):
-        safetensors.read(tmp_path)
+        safetensors.read_safetensors(tmp_path)
     for name in ("a", "b"):
         (tmp_path / f"{name}.safetensors.index.json").write_text('{"weight_map": {}}')
     with pytest.raises(SourceError, match="expected one index"):
-        safetensors.read(tmp_path)
+        safetensors.read_safetensors(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', "[" * 100_000])
 def test_a_damaged_index_is_refused(text, tmp_path):
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(SourceError, match="damaged index"):
-        safetensors.read(tmp_path)
+        safetensors.read_safetensors(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_one_shard_without_an_index_is_not_a_whole_checkpoint(tmp_path):
     stock_torch.save_file({"w": torch.ones(3)}, tmp_path / "model-00001-of-00002.safetensors")
     with pytest.raises(SourceError, match="expected one index"):
-        safetensors.read(tmp_path)
+        safetensors.read_safetensors(tmp_path)
 
 
 class Fickle(MemoryFileSystem):
@@ -320,11 +320,11 @@ def test_what_one_rank_had_of_a_tensor_is_not_taken_for_all_of_it(tmp_path):
     (file,) = (tmp_path / "parts").iterdir()
     for place in (tmp_path / "parts", file):
         with pytest.raises(SourceError, match="what one rank had of them"):
-            safetensors.read(place)
+            safetensors.read_safetensors(place)
     dcp.save(
         {"a": torch.ones(2, 3)}, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path / "whole")), no_dist=True
     )
-    assert [tensor.shape for tensor in safetensors.read(tmp_path / "whole").tensors] == [(2, 3)]
+    assert [tensor.shape for tensor in safetensors.read_safetensors(tmp_path / "whole").tensors] == [(2, 3)]
 
 
 def test_the_same_tensor_in_two_files_is_refused(tmp_path):
@@ -333,7 +333,7 @@ def test_the_same_tensor_in_two_files_is_refused(tmp_path):
     names = {"v": "a.safetensors", "a": "a.safetensors", "b": "b.safetensors"}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
     with pytest.raises(SourceError, match="'v' is in another file"):
-        safetensors.read(tmp_path)
+        safetensors.read_safetensors(tmp_path)
 
 
 def test_links_and_pipes_are_not_opened(tmp_path):
@@ -342,8 +342,8 @@ def test_links_and_pipes_are_not_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for name in ("link", "pipe", "nothing"):
         with pytest.raises(SourceError, match=name):
-            safetensors.read(tmp_path / name)
+            safetensors.read_safetensors(tmp_path / name)
 
 
 def test_every_type_of_the_small_values_is_known():
-    assert {str(v.dtype).removeprefix("torch.") for v in small().values()} - CODES.keys() == {"complex128"}
+    assert {str(v.dtype).removeprefix("torch.") for v in small().values()} - CODE_OF_DTYPE.keys() == {"complex128"}

@@ -20,8 +20,9 @@ import muonckpt
 from muonckpt.cli.main import run
 from muonckpt.converters.translate.detection import with_slots
 from muonckpt.store.formats.dcp.directory import COMMON_FILE
-from muonckpt.store.formats.dcp.metadata_pickle import parse
-from muonckpt.store.formats.megatron.torch_dist import COMMON_STATE, CONFIG
+from muonckpt.store.formats.dcp.metadata_pickle import parse_metadata
+from muonckpt.store.formats.megatron.torch_dist import COMMON_STATE
+from muonckpt.store.formats.signs import MEGATRON_FILE
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -38,8 +39,8 @@ def test_it_has_what_megatrons_own_has(name, tmp_path):
     """The same keys, shapes, dtypes and items; other boxes, since the matrices are now cut by rows."""
     theirs = golden(f"megatron/layer_wise/{name}") / "torch_dist"
     mine = resharded(theirs, tmp_path / "out")
-    assert json.loads((mine / CONFIG).read_text()) == json.loads((theirs / CONFIG).read_text())
-    ours, other = (parse((path / ".metadata").read_bytes()) for path in (mine, theirs))
+    assert json.loads((mine / MEGATRON_FILE).read_text()) == json.loads((theirs / MEGATRON_FILE).read_text())
+    ours, other = (parse_metadata((path / ".metadata").read_bytes()) for path in (mine, theirs))
     assert {key: (t.dtype, t.size) for key, t in ours.tensors.items()} == {
         key: (t.dtype, t.size) for key, t in other.tensors.items()
     }
@@ -123,7 +124,7 @@ def test_weights_alone_get_an_empty_common_state(tmp_path):
     dcp.save({"w": W}, checkpoint_id=tmp_path / "in", no_dist=True)
     out = resharded(tmp_path / "in", tmp_path / "out")
     assert torch.load(out / COMMON_FILE, weights_only=True) == {}
-    assert set(parse((out / ".metadata").read_bytes()).tensors) == {"w"}
+    assert set(parse_metadata((out / ".metadata").read_bytes()).tensors) == {"w"}
     assert run(["verify", str(out)]) == 0
     (blob,) = muonckpt.open(resharded(out, tmp_path / "again")).outline.blobs
     assert blob.item.file == COMMON_FILE
@@ -139,7 +140,7 @@ def test_common_state_in_a_file_stays_one_and_is_never_lost(tmp_path):
     assert not (plain / COMMON_FILE).exists()
     out = resharded(plain, tmp_path / "out")
     assert (out / COMMON_FILE).read_bytes() == (tmp_path / "in" / COMMON_FILE).read_bytes()
-    assert not parse((out / ".metadata").read_bytes()).blobs
+    assert not parse_metadata((out / ".metadata").read_bytes()).blobs
     for path in (tmp_path / "in", plain, out):
         (blob,) = muonckpt.open(path).outline.blobs
         assert muonckpt.open(path).values.read(blob) == common

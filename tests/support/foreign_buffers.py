@@ -15,10 +15,10 @@ from dataclasses import replace
 from itertools import product
 
 from muonckpt.errors import LayoutError
-from muonckpt.layouts.buffers.layout import BufferLayout
+from muonckpt.layouts.buffers.buffer_layout import BufferLayout
 from muonckpt.layouts.buffers.megatron_compact import decoupled_total_order
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter, in_buckets, reaching
-from muonckpt.layouts.buffers.ranges import PlacedParameter, Span, divided, round_up, stacked
+from muonckpt.layouts.buffers.ranges import PlacedParameter, Span, consecutive_shards, divided, round_up
 from muonckpt.layouts.flat import FlatShard
 from muonckpt.layouts.uneven import Cuts
 
@@ -36,7 +36,7 @@ def compact(
 
 def replicated(buckets: Iterable[Span], ranks: int) -> tuple[FlatShard, ...]:
     """Every rank holds every bucket."""
-    return stacked((start, stop, rank) for start, stop in buckets for rank in range(ranks))
+    return consecutive_shards((start, stop, rank) for start, stop in buckets for rank in range(ranks))
 
 
 def fsdp_v1(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from muonckpt.layouts.buffers.parameters import Parameter
-from muonckpt.store.formats.megatron.layer_wise_names import Description, Member, deal
+from muonckpt.store.formats.megatron.layer_wise_names import Description, ListedParameter, deal
 
 
 def described(folder, **description):
@@ -51,7 +51,7 @@ def written(tmp_path: Path, algorithm: str, ranks: int) -> Path:
     """The files of Muon, with ``legacy-pingpong`` of AdamW too; the model's file; and a description that reads that."""
     adam = algorithm == "legacy-pingpong"
     managed = [(name, shape) for name, shape in MODEL if adam or len(shape) == 2]
-    members = [Member(Parameter(name, shape), int(len(shape) != 2)) for name, shape in managed]
+    members = [ListedParameter(Parameter(name, shape), int(len(shape) != 2)) for name, shape in managed]
     told = Description(algorithm, tuple(members), bucket_size=40)
     shares = deal(told, told.members, ranks).shares
     folder = tmp_path / algorithm

@@ -16,7 +16,7 @@ from muonckpt.converters.target.container import Container
 from muonckpt.converters.target.topology import Target
 from muonckpt.layout import dense
 from muonckpt.layouts.owned import owned_layout
-from muonckpt.record import FILE, Manifest, StateRecord
+from muonckpt.record import MANIFEST_FILE, Manifest, StateRecord
 from muonckpt.store.reading.bands import within
 from muonckpt.store.reading.dtypes import dtype
 from muonckpt.store.reading.payloads import Payloads, payload_of
@@ -33,7 +33,7 @@ def write(path: Path, container: Container, tensors: Iterable[tuple[StateRecord,
     made = [OutputTensor(each, owned_layout(each.shape, "raw"), made={"raw": raw}) for each, raw in tensors]
     source = path.with_name(f"{path.name}-source")
     source.mkdir(parents=True)
-    (source / FILE).write_text(Manifest((), (), {"step": 3}).to_json())
+    (source / MANIFEST_FILE).write_text(Manifest((), (), {"step": 3}).to_json())
     job = make_job(source, Target({"dp": 1}), make_outputs=lambda _: Outputs(made), container=container)
     return run_job(job, path, **how)
 

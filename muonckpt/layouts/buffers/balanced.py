@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from .layout import BufferLayout
+from .buffer_layout import BufferLayout
 from .parameters import GroupSizes, Parameter, in_buckets, reaching, split
 from .ranges import end_to_end, owned
 
@@ -41,19 +41,19 @@ def balanced(
     bucket_size: int | None = None,
     previous: Mapping[str, int | None] | None = None,
 ) -> tuple[BufferLayout, ...]:
-    """Buffers whose shards are unequal, with owners from `assign`.
+    """Buffers whose shards are unequal, with owners from `balanced_owners`.
 
     Args:
         parameters: in forward order.
         bucket_size: elements; a bucket closes after the parameter that fills it, in backprop order; None: one bucket.
             Owners do not depend on it.
-        previous: as for `assign`.
+        previous: as for `balanced_owners`.
     """
-    owners = assign(parameters, sizes, previous)
+    owners = balanced_owners(parameters, sizes, previous)
     return tuple(_buffer(own, sizes.of(own[0]), bucket_size, owners) for own in split(parameters))
 
 
-def assign(
+def balanced_owners(
     parameters: Sequence[Parameter],
     sizes: GroupSizes,
     previous: Mapping[str, int | None] | None = None,

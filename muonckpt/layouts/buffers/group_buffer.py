@@ -11,10 +11,10 @@ from ...box import Index
 from ...errors import LayoutError, SourceError
 from ...layout import Fragment
 from . import layout_json
-from .layout import BufferLayout
-from .layout_json import LAYOUT, Kinds, check_fields, ints
+from .buffer_layout import BufferLayout
+from .layout_json import LAYOUT, FieldTypes, check_fields, int_tuple
 
-GROUP: Kinds = {"slot": (str, NoneType), "part": (int,), "group": (list,), "origins": (list,)}
+GROUP: FieldTypes = {"slot": (str, NoneType), "part": (int,), "group": (list,), "origins": (list,)}
 """The fields that a checkpoint records of a buffer besides those of its layout."""
 
 
@@ -78,7 +78,7 @@ class GroupBuffer:
             own = {key: data[key] for key in GROUP}
             check_fields(own, GROUP)
             layout = layout_json.from_json({key: data[key] for key in LAYOUT})
-            return cls(own["slot"], own["part"], ints(own["group"]), tuple(map(ints, own["origins"])), layout)
+            return cls(own["slot"], own["part"], int_tuple(own["group"]), tuple(map(int_tuple, own["origins"])), layout)
         except (KeyError, TypeError, ValueError) as error:
             raise SourceError(f"damaged record of a flat buffer: {type(error).__name__}: {error}") from error
 
@@ -105,7 +105,7 @@ def recorded_run(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
     """
     try:
         run = provenance.get("layer_wise", {"buffers": (), "ranks": ()})
-        buffers = zip(map(layout_json.from_json, run["buffers"]), map(ints, run["ranks"]), strict=True)
+        buffers = zip(map(layout_json.from_json, run["buffers"]), map(int_tuple, run["ranks"]), strict=True)
         return tuple(GroupBuffer(None, 0, ranks, layout.origins, layout) for layout, ranks in buffers)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SourceError(f"damaged record of flat buffers: {type(error).__name__}: {error}") from error

@@ -8,13 +8,13 @@ from types import NoneType
 from typing import Any
 
 from ...errors import SourceError
-from .layout import BufferLayout, rank_of
+from .buffer_layout import BufferLayout, rank_of
 from .parameters import Parameter
-from .ranges import PlacedParameter, stacked
+from .ranges import PlacedParameter, consecutive_shards
 
-Kinds = Mapping[str, tuple[type, ...]]
+FieldTypes = Mapping[str, tuple[type, ...]]
 
-LAYOUT: Kinds = {
+LAYOUT: FieldTypes = {
     "algorithm": (str,),
     "version": (int,),
     "options": (dict,),
@@ -29,7 +29,7 @@ LAYOUT: Kinds = {
 }
 """The fields of a layout.  ``buckets`` are [start, stop], ``shards`` [start, stop, rank], in elements."""
 
-PARAMETER: Kinds = {
+PARAMETER: FieldTypes = {
     "name": (str,),
     "shape": (list,),
     "dtype": (str,),
@@ -85,8 +85,8 @@ def from_json(data: Mapping[str, Any]) -> BufferLayout:
         layout = BufferLayout(
             **{key: data[key] for key in ("algorithm", "version", "options", "ranks", "alignment", "whole")},
             parameters=tuple(map(_placed, data["parameters"])),
-            buckets=tuple((start, stop) for start, stop in map(ints, data["buckets"])),
-            shards=stacked((start, stop, rank) for start, stop, rank in map(ints, data["shards"])),
+            buckets=tuple((start, stop) for start, stop in map(int_tuple, data["buckets"])),
+            shards=consecutive_shards((start, stop, rank) for start, stop, rank in map(int_tuple, data["shards"])),
         )
     except (TypeError, ValueError) as error:
         raise SourceError(f"damaged buffer layout: {error}") from error
@@ -99,10 +99,10 @@ def from_json(data: Mapping[str, Any]) -> BufferLayout:
 def _placed(data: Any) -> PlacedParameter:
     check_fields(data, PARAMETER)
     seen = {field.name: data[field.name] for field in fields(Parameter)}
-    return PlacedParameter(Parameter(**{**seen, "shape": ints(data["shape"])}), data["start"], data["bucket"])
+    return PlacedParameter(Parameter(**{**seen, "shape": int_tuple(data["shape"])}), data["start"], data["bucket"])
 
 
-def check_fields(data: Any, kinds: Kinds) -> None:
+def check_fields(data: Any, kinds: FieldTypes) -> None:
     """Raises:
     TypeError: not an object of exactly these fields, or one is of another type.
     """
@@ -113,7 +113,7 @@ def check_fields(data: Any, kinds: Kinds) -> None:
             raise TypeError(f"{key!r} cannot be {value!r:.200}")
 
 
-def ints(values: Any) -> tuple[int, ...]:
+def int_tuple(values: Any) -> tuple[int, ...]:
     """Raises:
     TypeError: not a list of integers.
     """

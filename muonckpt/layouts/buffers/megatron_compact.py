@@ -13,11 +13,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from ...errors import LayoutError
-from .layout import BufferLayout
+from .buffer_layout import BufferLayout
 from .parameters import GroupSizes, Parameter, in_buckets, reaching, split
 from .ranges import PlacedParameter, Span, end_to_end, owned
 
-Compact = tuple[tuple[PlacedParameter, ...], tuple[Span, ...]]
+_CompactBuffer = tuple[tuple[PlacedParameter, ...], tuple[Span, ...]]
 """A buffer whose owners are not known yet: its parameters in forward order, and its buckets."""
 
 
@@ -64,8 +64,8 @@ def decoupled_total_order(
     return _with_owners("decoupled-total-order", buffers, [p for *_, p in listed], sizes, bucket_size)
 
 
-def _compact(parameters: Iterable[Parameter], bucket_size: int | None) -> list[Compact]:
-    buffers: list[Compact] = []
+def _compact(parameters: Iterable[Parameter], bucket_size: int | None) -> list[_CompactBuffer]:
+    buffers: list[_CompactBuffer] = []
     for own in split(parameters):
         contents = in_buckets(reversed(own), reaching(bucket_size), alone=lambda parameter: False)
         ranges, buckets = end_to_end(contents)
@@ -74,7 +74,11 @@ def _compact(parameters: Iterable[Parameter], bucket_size: int | None) -> list[C
 
 
 def _with_owners(
-    algorithm: str, buffers: Iterable[Compact], listed: Iterable[Parameter], sizes: GroupSizes, bucket_size: int | None
+    algorithm: str,
+    buffers: Iterable[_CompactBuffer],
+    listed: Iterable[Parameter],
+    sizes: GroupSizes,
+    bucket_size: int | None,
 ) -> tuple[BufferLayout, ...]:
     """Deal the parameters in this order; dense and expert ranks each take their turns."""
     dealt: defaultdict[bool, int] = defaultdict(int)

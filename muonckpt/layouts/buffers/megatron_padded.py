@@ -10,20 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from .layout import BufferLayout
+from .buffer_layout import BufferLayout
 from .parameters import GroupSizes, Parameter, in_buckets, numel, split
 from .ranges import PlacedParameter, Span, divided, end_to_end, round_up
 
-START = 64
+_ALIGNMENT = 64
 """Every parameter begins at a multiple of this many elements."""
 
-FILL = 0.9
+_FILL = 0.9
 """A bucket stays open until it would fill this share of shards as large as its largest parameter."""
 
-SLACK = 1 + 0.3
+_SLACK = 1 + 0.3
 """How much of the mean shard of a bucket the cost-balanced packing may fill."""
 
-Packed = list[tuple[Parameter, int, int]]
+_PackedBucket = list[tuple[Parameter, int, int]]
 """What one bucket holds: (parameter, shard, start in the shard)."""
 
 
@@ -73,7 +73,7 @@ def distributed_optimizer(
     return tuple(_cut_anywhere(own, sizes.of(own[0]), bucket_size, busbw) for own in split(parameters))
 
 
-def matrix_cost(parameter: Parameter) -> int:
+def _matrix_cost(parameter: Parameter) -> int:
     """Megatron's estimate of Newton-Schulz: ``long * short²``; for what is not a matrix its elements."""
     if len(parameter.shape) != 2:
         return parameter.numel
@@ -86,13 +86,13 @@ def _bucket_divisor(ranks: int, busbw: bool) -> int:
 
 
 def _shard_divisor(ranks: int, busbw: bool) -> int:
-    return math.lcm(START, _bucket_divisor(ranks, busbw) // ranks)
+    return math.lcm(_ALIGNMENT, _bucket_divisor(ranks, busbw) // ranks)
 
 
 def _is_full(bucket: list[Parameter], ranks: int, bucket_size: int | None) -> bool:
     if bucket_size is None or not bucket:
         return False
-    return numel(bucket) >= max(bucket_size, int(ranks * max(p.numel for p in bucket) * FILL))
+    return numel(bucket) >= max(bucket_size, int(ranks * max(p.numel for p in bucket) * _FILL))
 
 
 def _closed_when_grown(
@@ -109,7 +109,7 @@ def _closed_when_grown(
             yield from (bucket, [parameter])
             bucket, filled = [], [0] * ranks
             continue
-        fits = round_up(min(filled), START) + parameter.numel <= round_up(max(filled), divisor)
+        fits = round_up(min(filled), _ALIGNMENT) + parameter.numel <= round_up(max(filled), divisor)
         if not fits and _is_full(bucket, ranks, bucket_size):
             yield bucket
             bucket, filled = [], [0] * ranks
@@ -125,28 +125,28 @@ def _emptiest(filled: Sequence[int]) -> int:
 
 def _append(parameter: Parameter, shard: int, filled: list[int]) -> tuple[Parameter, int, int]:
     """Put a parameter at the end of a shard, given how far each shard is filled, which changes."""
-    start = round_up(filled[shard], START)
+    start = round_up(filled[shard], _ALIGNMENT)
     filled[shard] = start + parameter.numel
     return parameter, shard, start
 
 
-def _by_numel(bucket: list[Parameter], ranks: int) -> Packed:
+def _by_numel(bucket: list[Parameter], ranks: int) -> _PackedBucket:
     filled = [0] * ranks
     return [_append(parameter, _emptiest(filled), filled) for parameter in sorted(bucket, key=lambda p: -p.numel)]
 
 
-def _by_cost(bucket: list[Parameter], load: list[int]) -> Packed:
+def _by_cost(bucket: list[Parameter], load: list[int]) -> _PackedBucket:
     """Adds to ``load``, the cost that each shard has from the buckets before.  A tied parameter costs nothing."""
     if bucket[0].tied:
         return [(bucket[0], 0, 0)]
-    placed: Packed = []
+    placed: _PackedBucket = []
     filled = [0] * len(load)
-    most = sum(parameter.numel for parameter in bucket) / len(load) * SLACK
-    for parameter in sorted(bucket, key=lambda p: -matrix_cost(p)):
-        fitting = [s for s, stop in enumerate(filled) if round_up(stop, START) + parameter.numel <= most]
+    most = sum(parameter.numel for parameter in bucket) / len(load) * _SLACK
+    for parameter in sorted(bucket, key=lambda p: -_matrix_cost(p)):
+        fitting = [s for s, stop in enumerate(filled) if round_up(stop, _ALIGNMENT) + parameter.numel <= most]
         shard = min(fitting, key=lambda s: load[s]) if fitting else _emptiest(filled)
         placed.append(_append(parameter, shard, filled))
-        load[shard] += matrix_cost(parameter)
+        load[shard] += _matrix_cost(parameter)
     return placed
 
 
@@ -154,7 +154,7 @@ def _assemble(
     algorithm: str,
     parameters: Sequence[Parameter],
     ranks: int,
-    packed: Iterable[Packed],
+    packed: Iterable[_PackedBucket],
     bucket_size: int | None,
     busbw: bool,
 ) -> BufferLayout:
@@ -175,7 +175,7 @@ def _assemble(
         parameters=tuple(ranges[parameter.name] for parameter in parameters),
         buckets=tuple(buckets),
         shards=divided(buckets, ranks),
-        alignment=START,
+        alignment=_ALIGNMENT,
         whole=True,
         options={"bucket_size": bucket_size, "busbw": busbw},
     )
@@ -184,10 +184,10 @@ def _assemble(
 def _cut_anywhere(parameters: Sequence[Parameter], ranks: int, bucket_size: int | None, busbw: bool) -> BufferLayout:
     def full(bucket: list[Parameter]) -> bool:
         *before, last = (parameter.numel for parameter in bucket)
-        return bucket_size is not None and sum(round_up(size, START) for size in before) + last >= bucket_size
+        return bucket_size is not None and sum(round_up(size, _ALIGNMENT) for size in before) + last >= bucket_size
 
     contents = in_buckets(reversed(parameters), full)
-    ranges, buckets = end_to_end(contents, START, _bucket_divisor(ranks, busbw))
+    ranges, buckets = end_to_end(contents, _ALIGNMENT, _bucket_divisor(ranks, busbw))
     return BufferLayout(
         algorithm="distributed-optimizer",
         version=1,
@@ -195,6 +195,6 @@ def _cut_anywhere(parameters: Sequence[Parameter], ranks: int, bucket_size: int 
         parameters=tuple(ranges[parameter.name] for parameter in parameters),
         buckets=buckets,
         shards=divided(buckets, ranks),
-        alignment=START,
+        alignment=_ALIGNMENT,
         options={"bucket_size": bucket_size, "busbw": busbw},
     )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from .parameters import GroupSizes, Parameter
 
 if TYPE_CHECKING:
-    from .layout import BufferLayout
+    from .buffer_layout import BufferLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ToPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class BufferPlacement:
     """One way to place parameters.
 
     Args:
@@ -101,13 +101,13 @@ def _cut_evenly(model: ToPlace) -> tuple[BufferLayout, ...]:
     return distributed_optimizer(model.rest, model.sizes, model.bucket_size, model.busbw)
 
 
-PLACEMENTS: Mapping[str, Placement] = MappingProxyType(
+PLACEMENTS: Mapping[str, BufferPlacement] = MappingProxyType(
     {
-        "padded-nscost": Placement("Megatron main: padded, owners by Newton-Schulz cost", _padded_nscost),
-        "padded-numel": Placement("Megatron core 0.18, 0.19: padded, owners by elements", _padded_numel),
-        "decoupled-total-order": Placement("Megatron dev: no padding, ping-pong owners", _decoupled_total_order),
-        "legacy-pingpong": Placement("Megatron core 0.16 to 0.19: ping-pong owners of all", _legacy_pingpong),
-        "balanced": Placement("ours: no padding, owners by Newton-Schulz cost", _balanced),
+        "padded-nscost": BufferPlacement("Megatron main: padded, owners by Newton-Schulz cost", _padded_nscost),
+        "padded-numel": BufferPlacement("Megatron core 0.18, 0.19: padded, owners by elements", _padded_numel),
+        "decoupled-total-order": BufferPlacement("Megatron dev: no padding, ping-pong owners", _decoupled_total_order),
+        "legacy-pingpong": BufferPlacement("Megatron core 0.16 to 0.19: ping-pong owners of all", _legacy_pingpong),
+        "balanced": BufferPlacement("ours: no padding, owners by Newton-Schulz cost", _balanced),
     }
 )
 """By public name.  All but "legacy-pingpong" cut what is no matrix into equal shards, in buffers of its own."""

@@ -68,7 +68,7 @@ def divided(buckets: Iterable[Span], ranks: int) -> tuple[FlatShard, ...]:
     Raises:
         LayoutError: a bucket does not divide; pad it first.
     """
-    return stacked(
+    return consecutive_shards(
         (start + part.start, start + part.stop, rank)
         for start, stop in buckets
         for rank, part in enumerate(even_shards(stop - start, ranks))
@@ -84,10 +84,10 @@ def owned(parameters: Iterable[PlacedParameter], numel: int, owners: Mapping[str
     runs = groupby(in_order, key=lambda placed: (placed.bucket, owners[placed.name]))
     heads = [(next(run).start, rank) for (_, rank), run in runs]
     ends = [*(start for start, _ in heads[1:]), numel]
-    return stacked((start, stop, rank) for (start, rank), stop in zip(heads, ends, strict=False))
+    return consecutive_shards((start, stop, rank) for (start, rank), stop in zip(heads, ends, strict=False))
 
 
-def stacked(held: Iterable[tuple[int, int, int]]) -> tuple[FlatShard, ...]:
+def consecutive_shards(held: Iterable[tuple[int, int, int]]) -> tuple[FlatShard, ...]:
     """Shards of (start, stop, rank), in order: a rank's lie one after the other in its buffer."""
     ends: defaultdict[int, int] = defaultdict(int)
     shards = []

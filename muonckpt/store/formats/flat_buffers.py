@@ -13,27 +13,24 @@ from typing import Any
 
 from ...box import Box
 from ...errors import LayoutError, SourceError
+from ...layouts.buffers.buffer_layout import rank_of
 from ...layouts.buffers.group_buffer import GroupBuffer
-from ...layouts.buffers.layout import rank_of
-from ...layouts.buffers.layout_json import ints
+from ...layouts.buffers.layout_json import int_tuple
 from ...record import Chunk, Extent, Manifest, StateRecord
 from ..io.bounds import check_extents
 from ..io.location import Location
-from ..io.output import write_synced
+from ..io.new_file import write_synced
 from ..io.regular import open_regular
 from ..reading.dtypes import itemsize
-from . import signs
+from .signs import FLAT_BUFFERS_FILE
 
-INDEX = signs.FLAT_BUFFERS
-"""Name of the index."""
-
-FILE = "rank_{}.bin".format
+RANK_FILE = "rank_{}.bin".format
 """Name of a rank's file, as we write it.  A rank that holds nothing has none."""
 
 ITEMS = "items.bin"
 """Name of the file of items that are no tensors, as we write it."""
 
-ALIGNMENT = 4096
+_ALIGNMENT = 4096
 """Bytes; what a rank holds of a buffer begins at a multiple of it, so that it can be mapped, or read past the cache."""
 
 
@@ -55,7 +52,7 @@ class StoredBuffer:
 
     def chunks(self) -> Iterator[tuple[int, str, Chunk]]:
         """(global rank, key, chunk) for every box of every tensor in the buffer, replicas too."""
-        size = itemsize(dtype_of(self.buffer))
+        size = itemsize(buffer_dtype(self.buffer))
         places = dict(zip(self.buffer.group, self.places, strict=True))
         for key, fragment in self.buffer.fragments():
             rank = fragment.place.buffer
@@ -77,8 +74,8 @@ def place(buffers: Sequence[GroupBuffer]) -> tuple[StoredBuffer, ...]:
     for buffer in buffers:
         places = []
         for rank, length in zip(buffer.group, lengths(buffer), strict=True):
-            at = -(-ends[rank] // ALIGNMENT) * ALIGNMENT
-            places.append(Extent(FILE(rank), at, length))
+            at = -(-ends[rank] // _ALIGNMENT) * _ALIGNMENT
+            places.append(Extent(RANK_FILE(rank), at, length))
             ends[rank] = at + length if length else ends[rank]
         stored.append(StoredBuffer(buffer, tuple(places)))
     return tuple(stored)
@@ -95,13 +92,13 @@ def ends(stored: Sequence[StoredBuffer]) -> dict[str, int]:
 
 def lengths(buffer: GroupBuffer) -> list[int]:
     """Bytes that each rank of the group holds, padding included."""
-    held, size = [0] * buffer.layout.ranks, itemsize(dtype_of(buffer))
+    held, size = [0] * buffer.layout.ranks, itemsize(buffer_dtype(buffer))
     for shard in buffer.layout.shards:
         held[rank_of(shard)] += (shard.stop - shard.start) * size
     return held
 
 
-def dtype_of(buffer: GroupBuffer) -> str:
+def buffer_dtype(buffer: GroupBuffer) -> str:
     """Raises:
     LayoutError: the buffer's parameters are of more than one dtype, or there are none.
     """
@@ -111,14 +108,14 @@ def dtype_of(buffer: GroupBuffer) -> str:
     return dtypes.pop()
 
 
-def read(path: Location) -> Manifest:
+def read_flat_buffers(path: Location) -> Manifest:
     """What a checkpoint holds.  Reads the index only, and asks the files for their size.
 
     Raises:
         SourceError: the index is damaged or contradicts itself; a buffer has elements of a tensor that the index does
             not list; or a file is missing, cut, no regular file, or shared by what overlaps in it.
     """
-    file = path / INDEX
+    file = path / FLAT_BUFFERS_FILE
     try:
         with open_regular(file) as opened:
             text = opened.read(0, opened.size).decode()
@@ -135,14 +132,16 @@ def read(path: Location) -> Manifest:
     return replace(manifest, tensors=tensors)
 
 
-def write_index(manifest: Manifest, directory: Location) -> None:
+def write_buffer_index(manifest: Manifest, directory: Location) -> None:
     """Write the index of finished files, and wait until it is on disk.  It has a record of buffers even if none is."""
     index = replace(manifest, provenance={"buffers": [], **manifest.provenance})
-    write_synced(directory / INDEX, index.to_json().encode())
+    write_synced(directory / FLAT_BUFFERS_FILE, index.to_json().encode())
 
 
 def _stored(data: Mapping[str, Any]) -> StoredBuffer:
-    return StoredBuffer(GroupBuffer.from_json(data), tuple(Extent(file, *ints(span)) for file, *span in data["files"]))
+    return StoredBuffer(
+        GroupBuffer.from_json(data), tuple(Extent(file, *int_tuple(span)) for file, *span in data["files"])
+    )
 
 
 def _placed(tensors: Sequence[StateRecord], stored: Sequence[StoredBuffer]) -> tuple[StateRecord, ...]:
@@ -150,7 +149,7 @@ def _placed(tensors: Sequence[StateRecord], stored: Sequence[StoredBuffer]) -> t
     dtypes = {tensor.key: tensor.dtype for tensor in tensors}
     found: defaultdict[str, dict[Box, Chunk]] = defaultdict(dict)
     for each in stored:
-        dtype = dtype_of(each.buffer)
+        dtype = buffer_dtype(each.buffer)
         for _, key, chunk in each.chunks():
             if dtypes.get(key) != dtype:
                 raise SourceError(f"a buffer of {dtype} holds tensor {key!r}; the index lists it as {dtypes.get(key)}")

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ...record import VERSION, Manifest, StateRecord
+from ...record import MANIFEST_VERSION, Manifest, StateRecord
 
 
 def entry_of(tensor: StateRecord) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def entry_of(tensor: StateRecord) -> dict[str, Any]:
     text = Manifest((dataclasses.replace(tensor, chunks=()),)).to_json()
     (entry,) = json.loads(text)["tensors"]
     del entry["chunks"]
-    return {"version": VERSION, **entry}
+    return {"version": MANIFEST_VERSION, **entry}
 
 
 def tensor_of(entry: Mapping[str, Any]) -> StateRecord:

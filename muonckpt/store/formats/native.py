@@ -6,18 +6,18 @@ from ... import record
 from ...errors import SourceError
 from ...record import Manifest
 from ..io.location import Location
-from ..io.output import write_synced
+from ..io.new_file import write_synced
 from ..io.regular import open_regular
 from .dcp import directory as dcp
 
 
-def read(path: Location) -> Manifest:
+def read_native(path: Location) -> Manifest:
     """The manifest of a checkpoint of ours.
 
     Raises:
         SourceError: it is damaged or refused.
     """
-    file = path / record.FILE
+    file = path / record.MANIFEST_FILE
     try:
         with open_regular(file) as opened:
             return Manifest.from_json(opened.read(0, opened.size).decode())
@@ -25,7 +25,7 @@ def read(path: Location) -> Manifest:
         raise SourceError(f"cannot read {file}: {error}") from error
 
 
-def write_manifest(manifest: Manifest, directory: Location) -> None:
+def write_native(manifest: Manifest, directory: Location) -> None:
     """Write both descriptions of a checkpoint, ours and DCP's, and sync them."""
-    write_synced(directory / record.FILE, manifest.to_json().encode())
+    write_synced(directory / record.MANIFEST_FILE, manifest.to_json().encode())
     dcp.write_metadata(manifest, directory)

@@ -27,19 +27,19 @@ class Format:
 
 
 def _own(path: Location) -> Reader:
-    return LocatedReader(native.read(path), Payloads(path))
+    return LocatedReader(native.read_native(path), Payloads(path))
 
 
 def _flat_buffers(path: Location) -> Reader:
     from . import flat_buffers
 
-    return LocatedReader(flat_buffers.read(path), Payloads(path))
+    return LocatedReader(flat_buffers.read_flat_buffers(path), Payloads(path))
 
 
 def _safetensors(path: Location) -> Reader:
     from .safetensors import folder as safetensors
 
-    return LocatedReader(safetensors.read(path), Payloads(safetensors.folder(path)))
+    return LocatedReader(safetensors.read_safetensors(path), Payloads(safetensors.folder(path)))
 
 
 def _zarr(path: Location) -> Reader:
@@ -63,11 +63,11 @@ LAYER_WISE = Format("Megatron's layer-wise files", _layer_wise)
 
 
 SIGNS: tuple[tuple[str, Format], ...] = (
-    (record.FILE, OWN),
-    *((name, LAYER_WISE) for name in signs.LAYER_WISE),
-    (dcp.FILE, DCP),
-    (signs.FLAT_BUFFERS, BUFFERS),
-    (signs.ZARR, ZARR),
+    (record.MANIFEST_FILE, OWN),
+    *((name, LAYER_WISE) for name in signs.LAYER_WISE_FILES),
+    (dcp.METADATA_FILE, DCP),
+    (signs.FLAT_BUFFERS_FILE, BUFFERS),
+    (signs.ZARR_FILE, ZARR),
     ("*.safetensors", SAFETENSORS),
     ("*.safetensors.index.json", SAFETENSORS),
     ("layer_wise_optimizer_[0-9]*.pt", LAYER_WISE),

@@ -7,24 +7,24 @@ import json
 from ..io.location import Location
 from ..io.regular import open_regular
 
-FLAT_BUFFERS = "flat_buffers.json"
+FLAT_BUFFERS_FILE = "flat_buffers.json"
 """Name of the index of raw flat buffers."""
 
-ZARR = "zarr.json"
+ZARR_FILE = "zarr.json"
 """Name of the file that describes a group or an array of zarr v3."""
 
-MEGATRON = "metadata.json"
+MEGATRON_FILE = "metadata.json"
 """Name of the file that tells Megatron the format of a checkpoint."""
 
-LAYER_WISE = ("layer_wise.toml", "layer_wise.json")
+LAYER_WISE_FILES = ("layer_wise.toml", "layer_wise.json")
 """Names of a description of Megatron's per-rank optimizer files."""
 
 
 def is_torch_dist(path: Location) -> bool:
     """Whether a directory is a ``torch_dist`` checkpoint to Megatron."""
-    if not (path / MEGATRON).is_file():
+    if not (path / MEGATRON_FILE).is_file():
         return False
-    with open_regular(path / MEGATRON) as file:
+    with open_regular(path / MEGATRON_FILE) as file:
         data = file.read(0, min(file.size, 1 << 16))
     try:
         told = json.loads(data)

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from ...box import Index
 from ...fingerprint import combine, fingerprint
 
-BAND = 1 << 20
+_BAND_BYTES = 1 << 20
 """Bytes summed at a time: few enough that they stay in cache from one sum to the next, and to the write."""
 
-Bytes = bytes | memoryview
+RawBytes = bytes | memoryview
 
-Checksum = Callable[[Bytes, int], int]
+Checksum = Callable[[RawBytes, int], int]
 """The checksum of bytes that follow those with the given one; of the first bytes that is 0."""
 
 _POLYNOMIAL = 0xEDB88320
@@ -28,7 +28,7 @@ _POLYNOMIAL = 0xEDB88320
 _X0 = 1 << 31
 
 
-def crc32_of(raw: Bytes, start: int) -> int:
+def crc32_of(raw: RawBytes, start: int) -> int:
     """CRC-32, the one of zip."""
     return isal_zlib.crc32(raw, start)
 
@@ -60,15 +60,15 @@ class Sums:
 
     def passing(self, words: NDArray[Any], origin: Index) -> Iterator[memoryview]:
         """Add a whole dense chunk band by band, and hand on the bytes of each."""
-        if words.ndim == 0 or words.nbytes <= BAND:
+        if words.ndim == 0 or words.nbytes <= _BAND_BYTES:
             yield self.add(words, origin)
             return
-        rows = max(BAND * len(words) // words.nbytes, 1)
+        rows = max(_BAND_BYTES * len(words) // words.nbytes, 1)
         for start in range(0, len(words), rows):
             yield self.add(words[start : start + rows], (origin[0] + start, *origin[1:]))
 
 
-def xxh3_128(parts: Iterable[Bytes]) -> str:
+def xxh3_128(parts: Iterable[RawBytes]) -> str:
     """Digest of the concatenated parts, in hex."""
     state = xxhash.xxh3_128()
     for part in parts:
@@ -76,7 +76,7 @@ def xxh3_128(parts: Iterable[Bytes]) -> str:
     return str(state.hexdigest())
 
 
-def crc32(parts: Iterable[Bytes]) -> int:
+def crc32(parts: Iterable[RawBytes]) -> int:
     """CRC-32 (the one of zip) of the concatenated parts."""
     total = 0
     for part in parts:

@@ -23,7 +23,7 @@ GAP = 128 << 10
 for a prefix (its guide "Best practices design patterns: optimizing Amazon S3 performance"): at 1 GB/s a request costs
 as much as 180 kB."""
 
-MOST = 4 << 20
+REQUEST_BYTES = 4 << 20
 """Bytes of an object that are asked for at a time, at most."""
 
 PART = 8 << 20
@@ -214,7 +214,7 @@ def location(name: str | os.PathLike[str] | Remote, error: type[Exception] = Val
 class RemoteFile:
     """An object, read by ranges."""
 
-    gap, most = GAP, MOST
+    gap, most = GAP, REQUEST_BYTES
 
     def __init__(self, place: Remote, info: dict[str, Any]) -> None:
         self._place = place
@@ -290,7 +290,7 @@ def check_memory(source: Location, destination: Location, longest: int, threads:
     Raises:
         DestinationError: it says how much is needed.
     """
-    reads = _READ * MOST if isinstance(source, Remote) else 0
+    reads = _READ * REQUEST_BYTES if isinstance(source, Remote) else 0
     writes = _WRITTEN * part_bytes(longest) if isinstance(destination, Remote) else 0
     if threads * (reads + writes) > memory:
         raise DestinationError(

@@ -43,7 +43,7 @@ class Lock(Protocol):
         ...
 
 
-def opened(folder: Location, name: str) -> Lock:
+def open_lock(folder: Location, name: str) -> Lock:
     """The lock of this name, for all that is in a directory; made if there is none.
 
     Raises:

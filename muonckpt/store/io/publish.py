@@ -11,7 +11,7 @@ from pathlib import Path
 from ...errors import DestinationError
 from .location import Location, Remote
 
-CLAIM = ".muonckpt.saving"
+_CLAIM = ".muonckpt.saving"
 """An object by which a save tells others that a destination in a store is taken, until it is published."""
 
 JOURNAL = ".journal"
@@ -40,21 +40,21 @@ def reserve(destination: Location) -> Location:
 def _claim(destination: Remote) -> None:
     taken = DestinationError(f"{destination} is being written by another save; choose another destination")
     try:
-        (destination / CLAIM).create(b"of a save that is not finished\n")
+        (destination / _CLAIM).create(b"of a save that is not finished\n")
     except FileExistsError:
         raise taken from None
-    if any(place.name != CLAIM for place in destination.iterdir()):  # it was published since we looked
-        (destination / CLAIM).unlink()
+    if any(place.name != _CLAIM for place in destination.iterdir()):  # it was published since we looked
+        (destination / _CLAIM).unlink()
         raise taken
 
 
-def staged(destination: Location) -> Location:
+def staging_place(destination: Location) -> Location:
     """Where files are written before they are published: beside the destination; in an object store, which cannot
     rename, where they belong."""
-    return destination if isinstance(destination, Remote) else beside(destination)
+    return destination if isinstance(destination, Remote) else staging_file(destination)
 
 
-def beside(destination: Location) -> Location:
+def staging_file(destination: Location) -> Location:
     """The same, but in an object store beside it as well: for a file that describes itself."""
     return destination.parent / f".{destination.name}.reshard.tmp"
 
@@ -93,7 +93,7 @@ def publish(staged: Location, destination: Location) -> None:
         DestinationError: the destination has appeared in the meantime, or it cannot be written.
     """
     if staged == destination:
-        (destination / CLAIM).unlink(missing_ok=True)
+        (destination / _CLAIM).unlink(missing_ok=True)
         return
     refuse_existing(destination)
     try:

@@ -14,7 +14,7 @@ from ...errors import SourceError
 from .location import Location, Remote
 
 
-class Bytes(Protocol):
+class FileBytes(Protocol):
     """The bytes of a file, by ranges; offsets and lengths in bytes.
 
     ``gap`` is the most bytes between two ranges that are rather taken along than asked apart; ``most`` what may be
@@ -53,7 +53,7 @@ class File(Protocol):
         """That range; shorter where the file ends before."""
         ...
 
-    def mapped(self) -> Bytes:
+    def mapped(self) -> FileBytes:
         """Its bytes, also after it has been closed."""
         ...
 

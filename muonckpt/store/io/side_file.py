@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...errors import DestinationError, SourceError
 from .location import Location, Remote
-from .output import write_synced
+from .new_file import write_synced
 from .publish import sync_directory
 from .regular import open_regular
 

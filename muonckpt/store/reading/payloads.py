@@ -16,11 +16,11 @@ from ...layout import Place
 from ...record import Chunk, Extent, StateRecord
 from ..io.checksums import crc32, xxh3_128
 from ..io.location import Location
-from ..io.regular import Bytes, Held, open_regular
+from ..io.regular import FileBytes, Held, open_regular
 from .dtypes import dtype, itemsize
 from .strided import batches, blocks, span, strided
 
-BAND = 4 << 20
+BAND_BYTES = 4 << 20
 """Bytes that are checked at a time: enough to amortise calls, few enough to stay in cache between two checks."""
 
 
@@ -34,7 +34,7 @@ class Payloads:
     def __init__(self, directory: Location, made: Mapping[str, bytes] = MappingProxyType({})) -> None:
         self.directory = directory
         self._made = {name: Held(data) for name, data in made.items()}
-        self._files: dict[str, Bytes] = {}
+        self._files: dict[str, FileBytes] = {}
 
     def __enter__(self) -> Payloads:
         return self
@@ -81,9 +81,9 @@ class Payloads:
         return gathered
 
     def bands(self, extent: Extent) -> Iterator[memoryview]:
-        """The bytes of an extent in order, `BAND` at a time; what has been consumed is given back to the system."""
-        for start in range(extent.offset, extent.end, BAND):
-            band = Extent(extent.file, start, min(BAND, extent.end - start))
+        """The bytes of an extent in order, `BAND_BYTES` at a time; what the caller has consumed is released."""
+        for start in range(extent.offset, extent.end, BAND_BYTES):
+            band = Extent(extent.file, start, min(BAND_BYTES, extent.end - start))
             yield self.view(band)
             self.release(band)
 
@@ -103,13 +103,13 @@ class Payloads:
         if extent.file in self._files:
             self._files[extent.file].release(extent.offset, extent.length)
 
-    def _reaching(self, name: str, end: int) -> Bytes:
+    def _reaching(self, name: str, end: int) -> FileBytes:
         file = self._bytes(name)
         if end > file.size:
             raise SourceError(f"{self.directory / name} has {file.size} bytes, expected at least {end}: it was cut")
         return file
 
-    def _bytes(self, name: str) -> Bytes:
+    def _bytes(self, name: str) -> FileBytes:
         if name not in self._files:
             self._files[name] = self._made.get(name) or _opened(self.directory, name)
         return self._files[name]
@@ -187,7 +187,7 @@ def payload_of(tensor: StateRecord, chunk: Chunk) -> Extent:
     return chunk.payload
 
 
-def _opened(directory: Location, name: str) -> Bytes:
+def _opened(directory: Location, name: str) -> FileBytes:
     file = directory / name
     if file.parent.resolve() != (directory.resolve() / name).parent:
         raise SourceError(f"cannot open {file}: there is a symbolic link on the way")

@@ -15,21 +15,20 @@ from dataclasses import replace
 from ....box import Box
 from ....errors import DestinationError, LayoutError, SourceError, about
 from ....record import Blob, Chunk, Extent, Manifest, StateRecord
+from ....vocabulary import KeyPath
 from ...io.bounds import check_extents
 from ...io.location import Location
-from ...io.output import write_synced
+from ...io.new_file import write_synced
 from ...io.regular import open_regular
 from ...reading.payloads import Payloads
 from .items import located
-from .metadata_pickle import MAX_BYTES, Metadata, StoredItem, TensorMeta, dump, parse
+from .metadata_pickle import MAX_METADATA_BYTES, Metadata, StoredItem, TensorMeta, dump_metadata, parse_metadata
 
-FILE = ".metadata"
+METADATA_FILE = ".metadata"
 """Name of DCP's description of a checkpoint."""
 
 COMMON_FILE = "common.pt"
 """Where Megatron's ``torch_dist`` before core 0.19 keeps all that is no tensor: a file beside, one item."""
-
-KeyPath = tuple[str | int, ...]
 
 
 class DcpReader:
@@ -44,8 +43,8 @@ class DcpReader:
         self.payloads = Payloads(path)
         try:
             data = _read_metadata(path)
-            with about(path / FILE):
-                manifest = _manifest(parse(data))
+            with about(path / METADATA_FILE):
+                manifest = _manifest(parse_metadata(data))
             self.outline = replace(manifest, blobs=(*manifest.blobs, *common_file(path)))
             check_extents(path, _named(self.outline))
         except OSError as error:
@@ -66,11 +65,11 @@ def write_metadata(manifest: Manifest, directory: Location) -> None:
         LayoutError: a key occurs twice, or two chunks of a tensor begin at the same place.
         DestinationError: it exists, or cannot be written.
     """
-    data = dump(_metadata(manifest))
+    data = dump_metadata(_metadata(manifest))
     try:
-        write_synced(directory / FILE, data)
+        write_synced(directory / METADATA_FILE, data)
     except OSError as error:
-        raise DestinationError(f"cannot write {directory / FILE}: {error.strerror or error}") from error
+        raise DestinationError(f"cannot write {directory / METADATA_FILE}: {error.strerror or error}") from error
 
 
 def common_file(path: Location) -> tuple[Blob, ...]:
@@ -171,19 +170,19 @@ def _read_metadata(path: Location) -> bytes:
     if not path.is_dir():
         raise SourceError(f"expected a checkpoint directory, found no directory {path}")
     names = {entry.name for entry in path.iterdir()}
-    if FILE not in names:
-        if any(fnmatch.fnmatchcase(name, f"__*{FILE}") for name in names):
+    if METADATA_FILE not in names:
+        if any(fnmatch.fnmatchcase(name, f"__*{METADATA_FILE}") for name in names):
             raise SourceError(
                 f"{path} holds one __<rank>.metadata for each rank, as DCP writes with use_collectives=False: each "
                 "knows only its own rank, so they cannot be resharded; load them on the same ranks and save again"
             )
-        unfinished = f": a save into {path} did not finish" if f"{FILE}.tmp" in names else ""
-        below = sorted(name for name in names if (path / name / FILE).exists())
+        unfinished = f": a save into {path} did not finish" if f"{METADATA_FILE}.tmp" in names else ""
+        below = sorted(name for name in names if (path / name / METADATA_FILE).exists())
         instead = f"; there is one in {', '.join(below[:8])}" if below else ""
-        raise SourceError(f"expected {FILE} in {path}, found none{unfinished}{instead}")
-    with open_regular(path / FILE) as file:
-        if file.size > MAX_BYTES:
-            raise SourceError(f"{path / FILE}: expected at most {MAX_BYTES} bytes, found {file.size}")
+        raise SourceError(f"expected {METADATA_FILE} in {path}, found none{unfinished}{instead}")
+    with open_regular(path / METADATA_FILE) as file:
+        if file.size > MAX_METADATA_BYTES:
+            raise SourceError(f"{path / METADATA_FILE}: expected at most {MAX_METADATA_BYTES} bytes, found {file.size}")
         return file.read(0, file.size)
 
 

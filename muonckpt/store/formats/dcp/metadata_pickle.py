@@ -16,11 +16,12 @@ from typing import cast
 
 from ....box import Index
 from ....errors import SourceError
+from ....vocabulary import KeyPath
 from ...io.gc_paused import gc_paused
 from ...reading.dtypes import DTYPES
-from ..torch_save.inert_pickle import Global, Pickler, Record, expect, ints, sequence, unpickle
+from ..torch_save.inert_pickle import Global, Pickler, Record, expect, sequence, sizes_of, unpickle
 
-MAX_BYTES = 1 << 30
+MAX_METADATA_BYTES = 1 << 30
 """Largest ``.metadata`` that is read, in bytes.  DCP writes about 150 bytes a chunk: this is 7 million chunks."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -80,7 +81,7 @@ class Metadata:
     tensors: Mapping[str, TensorMeta]
     blobs: tuple[str, ...]
     storage: Mapping[tuple[str, Index | None], StoredItem]
-    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    paths: Mapping[str, KeyPath] = field(default_factory=dict)
     version: str | None = "1.0.0"
     extra: tuple[str, ...] = ()
 
@@ -88,7 +89,7 @@ class Metadata:
 # Reading.
 
 
-def parse(data: bytes) -> Metadata:
+def parse_metadata(data: bytes) -> Metadata:
     """What a ``.metadata`` file says.  Runs nothing, imports nothing.
 
     Raises:
@@ -148,8 +149,8 @@ def _tensor(value: object, room: int) -> TensorMeta:
     boxes = (_fields("ChunkStorageMetadata", chunk) for chunk in chunks)
     return TensorMeta(
         dtype,
-        ints(fields["size"]),
-        tuple((ints(box["offsets"]), ints(box["sizes"])) for box in boxes),
+        sizes_of(fields["size"]),
+        tuple((sizes_of(box["offsets"]), sizes_of(box["sizes"])) for box in boxes),
     )
 
 
@@ -158,11 +159,11 @@ def _storage(stored: dict[object, object]) -> dict[tuple[str, Index | None], Sto
     for key, value in stored.items():
         index = _fields("MetadataIndex", key)
         offset = index.get("offset")
-        where = expect(str, index["fqn"]), None if offset is None else ints(offset)
+        where = expect(str, index["fqn"]), None if offset is None else sizes_of(offset)
         if where in storage:
             raise SourceError(f"expected one stored item for {where[0]!r} at offset {where[1]}, found two")
         info = _fields("_StorageInfo", value, _FILESYSTEM)
-        start, length = ints((info["offset"], info["length"]))
+        start, length = sizes_of((info["offset"], info["length"]))
         transforms = sequence(info.get("transform_descriptors") or ())
         storage[where] = StoredItem(
             expect(str, info["relative_path"]), start, length, tuple(expect(str, name) for name in transforms)
@@ -170,18 +171,18 @@ def _storage(stored: dict[object, object]) -> dict[tuple[str, Index | None], Sto
     return storage
 
 
-def _path(value: object) -> tuple[str | int, ...]:
+def _path(value: object) -> KeyPath:
     parts = tuple(sequence(value))
     for part in parts:
         if type(part) is not int:
             expect(str, part)
-    return cast("tuple[str | int, ...]", parts)
+    return cast(KeyPath, parts)
 
 
 # Writing.
 
 
-def dump(metadata: Metadata) -> bytes:
+def dump_metadata(metadata: Metadata) -> bytes:
     """The ``.metadata`` file with this content, as stock DCP reads it.
 
     It names no directory of a save (``storage_meta`` is None, which DCP accepts) and loses ``extra``.

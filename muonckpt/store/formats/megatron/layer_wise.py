@@ -19,24 +19,24 @@ from ....errors import SourceError
 from ....layouts.buffers.group_buffer import GroupBuffer
 from ....layouts.buffers.ranges import PlacedParameter
 from ....record import Blob, Extent, Manifest, StateRecord
-from ....vocabulary import PARAMS
+from ....vocabulary import PARAMS, KeyPath
 from ...io.location import Location
 from ...reading.payloads import Payloads
 from ...reading.reader import LocatedReader
 from ..torch_save.plain_item import plain_item
 from ..torch_save.torch_file import SavedTensor
 from . import model_weights, rank_file
-from .layer_wise_names import FILES, Dealt, Description, Member, deal, load
+from .layer_wise_names import DESCRIPTION_PARSERS, Dealt, Description, ListedParameter, deal, read_description
 from .model_weights import whole_tensor
-from .rank_file import RankFile, RankGroup, State
+from .rank_file import ParameterState, RankFile, RankGroup
 
-EXPERTS = "is_expert_parallel"
+_EXPERTS = "is_expert_parallel"
 """The option by which a group says what it is of."""
 
 _RANK = re.compile(r"layer_wise_optimizer_(0|[1-9][0-9]*)\.pt")
 
-STATE = ("layer_wise", "state")
-OPTION = ("layer_wise", "param_groups")
+_STATE = ("layer_wise", "state")
+_OPTION = ("layer_wise", "param_groups")
 """Paths of keys: state by parameter and slot, options by group and name.  Weights are under ``model``."""
 
 
@@ -50,14 +50,14 @@ def reader(path: Location) -> LocatedReader:
     Raises:
         SourceError: there is no description, a file is missing or damaged, or contradicts the description.
     """
-    told = load(path)
+    told = read_description(path)
     if told is None:
         raise SourceError(
             f"{path} holds Megatron's per-rank optimizer files, which have no names and do not say who owns what: "
-            f"write {next(iter(FILES))} beside them (docs/formats/layer_wise.md)"
+            f"write {next(iter(DESCRIPTION_PARSERS))} beside them (docs/formats/layer_wise.md)"
         )
-    files = [rank_file.read(path, name) for name in told.files or _files(path)]
-    model = model_weights.read(path, told.model) if told.model else None
+    files = [rank_file.read_rank_file(path, name) for name in told.files or _files(path)]
+    model = model_weights.read_weights(path, told.model) if told.model else None
     members = told.selected(model.listed if model else ())
     dealt = deal(told, members, len(files))
     _check_experts(files, members)
@@ -89,7 +89,7 @@ def _files(path: Location) -> tuple[str, ...]:
 
 
 def _description_file(path: Location) -> str:
-    return next((name for name in FILES if (path / name).is_file()), next(iter(FILES)))
+    return next((name for name in DESCRIPTION_PARSERS if (path / name).is_file()), next(iter(DESCRIPTION_PARSERS)))
 
 
 # Names.
@@ -97,7 +97,7 @@ def _description_file(path: Location) -> str:
 
 def _named(
     files: Sequence[RankFile], dealt: Dealt, shapes: Mapping[str, Index], told: Description
-) -> Iterator[tuple[str, State]]:
+) -> Iterator[tuple[str, ParameterState]]:
     """The state of every parameter, by its name."""
     counts = {len(file.groups) for file in files}
     groups = max(counts)
@@ -113,13 +113,13 @@ def _named(
             yield from zip(names, group.states, strict=True)
 
 
-def _check_experts(files: Sequence[RankFile], members: Sequence[Member]) -> None:
+def _check_experts(files: Sequence[RankFile], members: Sequence[ListedParameter]) -> None:
     """Raises `SourceError` if a group says whether it is of experts, and its parameters say the contrary."""
     for group, expert in {(member.group, member.parameter.expert) for member in members}:
         for file in files:
-            said = file.groups[group].options.get(EXPERTS, expert) if group < len(file.groups) else expert
+            said = file.groups[group].options.get(_EXPERTS, expert) if group < len(file.groups) else expert
             if said != expert:
-                raise SourceError(f"group {group} of {file.name} says {EXPERTS}={said}, the description the contrary")
+                raise SourceError(f"group {group} of {file.name} says {_EXPERTS}={said}, the description the contrary")
 
 
 def _agree(file: str, number: int, group: RankGroup, expected: list[tuple[str, Index]], algorithm: str) -> None:
@@ -137,7 +137,7 @@ def _is_elementwise(value: object) -> TypeGuard[SavedTensor]:
     return isinstance(value, SavedTensor) and value.shape != ()
 
 
-def _records(dealt: Dealt, states: Mapping[str, State]) -> Iterator[StateRecord]:
+def _records(dealt: Dealt, states: Mapping[str, ParameterState]) -> Iterator[StateRecord]:
     buffers = {placed.name: buffer for _, buffer in dealt.buffers for placed in buffer.parameters}
     for name, state in states.items():
         buffer = buffers[name]
@@ -145,11 +145,11 @@ def _records(dealt: Dealt, states: Mapping[str, State]) -> Iterator[StateRecord]
         words |= {"mesh": [buffer.ranks], "axes": ["dp"], "cuts": []}
         for slot, value in state.items():
             if isinstance(value, SavedTensor):
-                record = whole_tensor((*STATE, name, slot), value)
+                record = whole_tensor((*_STATE, name, slot), value)
                 yield replace(record, name=name, slot=slot, layout=words if value.shape else None)
 
 
-def _buffers(dealt: Dealt, states: Mapping[str, State]) -> Iterator[GroupBuffer]:
+def _buffers(dealt: Dealt, states: Mapping[str, ParameterState]) -> Iterator[GroupBuffer]:
     """The run's buffers for every slot, each with those of its parameters that have the slot."""
     for number, (group, buffer) in enumerate(dealt.buffers):
         named = [(placed, states[placed.name]) for placed in buffer.parameters]
@@ -165,7 +165,7 @@ def _buffers(dealt: Dealt, states: Mapping[str, State]) -> Iterator[GroupBuffer]
 
 
 def _key(placed: PlacedParameter, slot: str) -> str:
-    return ".".join((*STATE, placed.name, slot))
+    return ".".join((*_STATE, placed.name, slot))
 
 
 # Options.
@@ -184,14 +184,14 @@ def _options(files: Sequence[RankFile], params: Mapping[int, Sequence[str]]) -> 
 
 
 def _items(
-    path: Location, groups: Iterator[tuple[int, dict[str, object]]], states: Mapping[str, State]
+    path: Location, groups: Iterator[tuple[int, dict[str, object]]], states: Mapping[str, ParameterState]
 ) -> tuple[tuple[Blob, ...], bytes]:
     """Items for options, and for what the optimizer keeps of a parameter that is no tensor; and their bytes."""
-    values: list[tuple[tuple[str | int, ...], object]] = [
-        ((*OPTION, number, option), value) for number, options in groups for option, value in options.items()
+    values: list[tuple[KeyPath, object]] = [
+        ((*_OPTION, number, option), value) for number, options in groups for option, value in options.items()
     ]
     values += [
-        ((*STATE, name, slot), value)
+        ((*_STATE, name, slot), value)
         for name, state in states.items()
         for slot, value in state.items()
         if not isinstance(value, SavedTensor)

@@ -21,18 +21,18 @@ from typing import Any
 
 from ....box import Index
 from ....errors import LayoutError, SourceError
-from ....layouts.buffers.layout import BufferLayout
+from ....layouts.buffers.buffer_layout import BufferLayout
 from ....layouts.buffers.parameters import GroupSizes, Parameter
 from ....layouts.buffers.placements import PLACEMENTS, ToPlace
 from ...io.location import Location
 from ...io.regular import open_regular
 from .. import signs
 
-Order = Callable[[Parameter, int, int], tuple[int, ...]]
+_Order = Callable[[Parameter, int, int], tuple[int, ...]]
 """The place of a parameter in its group's numbers, given the number of its buffer and where it begins in it.  What is
 equal stays in forward order."""
 
-ORDERS: Mapping[str, Order] = MappingProxyType(
+_ORDERS: Mapping[str, _Order] = MappingProxyType(
     {
         "padded-nscost": lambda parameter, buffer, start: (),
         "padded-numel": lambda parameter, buffer, start: (),
@@ -42,14 +42,14 @@ ORDERS: Mapping[str, Order] = MappingProxyType(
 )
 """How Megatron numbers the parameters in a file, by the run's placement: those of `PLACEMENTS` that are Megatron's."""
 
-FILES: Mapping[str, Callable[[str], Any]] = MappingProxyType(
-    dict(zip(signs.LAYER_WISE, (tomllib.loads, json.loads), strict=True))
+DESCRIPTION_PARSERS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
+    dict(zip(signs.LAYER_WISE_FILES, (tomllib.loads, json.loads), strict=True))
 )
 """Names of a description, and how each is read."""
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ListedParameter:
     """A parameter, the optimizer's parameter group it is in, and if an expert its expert-parallel rank (``part``)."""
 
     parameter: Parameter
@@ -74,7 +74,7 @@ class Description:
     """A description, as written.
 
     Args:
-        algorithm: one of `ORDERS`.
+        algorithm: one of `_ORDERS`.
         members: the parameters, in forward order.
         model, groups: instead of members a model's checkpoint, and what each group takes of it.
         files: of the ranks, in order; none: ``layer_wise_optimizer_{rank}.pt``.
@@ -83,7 +83,7 @@ class Description:
     """
 
     algorithm: str
-    members: tuple[Member, ...] = ()
+    members: tuple[ListedParameter, ...] = ()
     model: str | None = None
     groups: tuple[Select, ...] = ()
     files: tuple[str, ...] = ()
@@ -92,8 +92,8 @@ class Description:
     busbw: bool = False
 
     def __post_init__(self) -> None:
-        if self.algorithm not in ORDERS:
-            raise SourceError(f"no algorithm {self.algorithm!r}; there are {', '.join(ORDERS)}")
+        if self.algorithm not in _ORDERS:
+            raise SourceError(f"no algorithm {self.algorithm!r}; there are {', '.join(_ORDERS)}")
         if bool(self.members) == bool(self.groups) or bool(self.groups) > bool(self.model):
             raise SourceError("expected either [[parameter]] tables, or a model and [[group]] tables that select of it")
         twice = [name for name, n in Counter(each.parameter.name for each in self.members).items() if n > 1]
@@ -107,7 +107,7 @@ class Description:
         if strange:
             raise SourceError(f"{strange[0].parameter.name!r} is in part {strange[0].part} of {self.experts}")
 
-    def selected(self, listed: Sequence[tuple[str, Index, str]]) -> tuple[Member, ...]:
+    def selected(self, listed: Sequence[tuple[str, Index, str]]) -> tuple[ListedParameter, ...]:
         """The parameters, given what the model's checkpoint lists: (name, shape, dtype), in forward order.
 
         Raises:
@@ -119,19 +119,19 @@ class Description:
         for name, shape, dtype in listed:
             number = next((n for n, group in enumerate(self.groups) if group.fits(name, shape)), None)
             if number is not None:
-                members.append(Member(Parameter(name, shape, dtype, self.groups[number].expert), number))
+                members.append(ListedParameter(Parameter(name, shape, dtype, self.groups[number].expert), number))
         if idle := set(range(len(self.groups))) - {member.group for member in members}:
             raise SourceError(f"nothing in {self.model} fits {self.groups[min(idle)]}")
         return tuple(members)
 
 
-def load(path: Location) -> Description | None:
+def read_description(path: Location) -> Description | None:
     """The description in a directory, or None if there is none.
 
     Raises:
         SourceError: it is not TOML or JSON, or not a description.
     """
-    for name, parse in FILES.items():
+    for name, parse in DESCRIPTION_PARSERS.items():
         file = path / name
         if file.is_file():
             try:
@@ -142,13 +142,13 @@ def load(path: Location) -> Description | None:
     return None
 
 
-Kinds = Mapping[str, type]
+_FieldTypes = Mapping[str, type]
 
-_TOLD: Kinds = {"algorithm": str, "model": str, "experts": int, "bucket_size": int, "busbw": bool}
-_LISTS: Kinds = {"files": list, "parameter": list, "group": list}
-_SEEN: Kinds = {"name": str, "shape": list, "dtype": str, "expert": bool, "tied": bool, "chunk": int, "fold": int}
-_MEMBER: Kinds = {"group": int, "part": int}
-_SELECT: Kinds = {"names": list, "dims": int, "expert": bool}
+_TOLD: _FieldTypes = {"algorithm": str, "model": str, "experts": int, "bucket_size": int, "busbw": bool}
+_LISTS: _FieldTypes = {"files": list, "parameter": list, "group": list}
+_SEEN: _FieldTypes = {"name": str, "shape": list, "dtype": str, "expert": bool, "tied": bool, "chunk": int, "fold": int}
+_MEMBER: _FieldTypes = {"group": int, "part": int}
+_SELECT: _FieldTypes = {"names": list, "dims": int, "expert": bool}
 
 
 def _description(data: Any) -> Description:
@@ -161,10 +161,10 @@ def _description(data: Any) -> Description:
     )
 
 
-def _member(data: Any) -> Member:
+def _member(data: Any) -> ListedParameter:
     _check(data, {**_SEEN, **_MEMBER}, "name", "shape")
     shape = tuple(map(int, data["shape"]))
-    return Member(Parameter(**{**_those(data, _SEEN), "shape": shape}), **_those(data, _MEMBER))
+    return ListedParameter(Parameter(**{**_those(data, _SEEN), "shape": shape}), **_those(data, _MEMBER))
 
 
 def _select(data: Any) -> Select:
@@ -172,11 +172,11 @@ def _select(data: Any) -> Select:
     return Select(**{**_those(data, _SELECT), "names": tuple(map(str, data["names"]))})
 
 
-def _those(data: Mapping[str, Any], kinds: Kinds) -> dict[str, Any]:
+def _those(data: Mapping[str, Any], kinds: _FieldTypes) -> dict[str, Any]:
     return {key: value for key, value in data.items() if key in kinds}
 
 
-def _check(data: Any, kinds: Kinds, *needed: str) -> None:
+def _check(data: Any, kinds: _FieldTypes, *needed: str) -> None:
     if not isinstance(data, Mapping) or not data.keys() >= set(needed):
         raise SourceError(f"expected a table with {', '.join(needed)}, found {data!r:.200}")
     for key, value in data.items():
@@ -200,7 +200,7 @@ class Dealt:
     shares: Mapping[tuple[int, int], tuple[str, ...]]
 
 
-def deal(description: Description, members: Sequence[Member], ranks: int) -> Dealt:
+def deal(description: Description, members: Sequence[ListedParameter], ranks: int) -> Dealt:
     """What each of ``ranks`` data-parallel ranks owns, as the algorithm of the description dealt it.
 
     Raises:
@@ -208,7 +208,7 @@ def deal(description: Description, members: Sequence[Member], ranks: int) -> Dea
     """
     if ranks % description.experts:
         raise SourceError(f"{ranks} ranks do not divide into {description.experts} expert-parallel parts")
-    place, order = PLACEMENTS[description.algorithm].place, ORDERS[description.algorithm]
+    place, order = PLACEMENTS[description.algorithm].place, _ORDERS[description.algorithm]
     buffers: list[tuple[tuple[int, ...], BufferLayout]] = []
     places: dict[str, tuple[int, ...]] = {}
     owners: dict[str, int] = {}
@@ -229,7 +229,7 @@ def deal(description: Description, members: Sequence[Member], ranks: int) -> Dea
     return Dealt(tuple(buffers), ordered)
 
 
-def _to_place(description: Description, members: Sequence[Member], ranks: int) -> ToPlace:
+def _to_place(description: Description, members: Sequence[ListedParameter], ranks: int) -> ToPlace:
     """What the run knew of its parameters: all of them are matrices, or belong to an optimizer that owns them whole."""
     groups: defaultdict[int, list[str]] = defaultdict(list)
     for member in members:

@@ -20,9 +20,9 @@ from ..dcp.directory import DcpReader
 from ..torch_save import torch_file
 from ..torch_save.inert_pickle import Record
 from ..torch_save.torch_file import SavedTensor
-from .rank_file import State
+from .rank_file import ParameterState
 
-MOST = 1 << 14
+_COMPARED_ELEMENTS = 1 << 14
 """Elements of a parameter that are compared."""
 
 _OF_OPTIMIZER = re.compile(r"(chained_[0-9]+\.)*optimizer\.")
@@ -30,7 +30,7 @@ _OF_OPTIMIZER = re.compile(r"(chained_[0-9]+\.)*optimizer\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelWeights:
     """Weights by name, in the order in which they are listed; their chunks are in files of ``folder``."""
 
     folder: Location
@@ -41,7 +41,7 @@ class Model:
         """Name, shape and dtype of each."""
         return tuple((name, weight.shape, weight.dtype) for name, weight in self.weights.items())
 
-    def check_masters(self, path: Location, states: Mapping[str, State]) -> None:
+    def check_masters(self, path: Location, states: Mapping[str, ParameterState]) -> None:
         """Compare the first rows of each fp32 master (in files of ``path``) with the weight that it rounds to.
 
         Raises:
@@ -60,7 +60,7 @@ class Model:
                         f"found {found}, and {master.dtype}"
                     )
                 box = chunks[0].box
-                rows = slice(max(1, MOST * box.shape[0] // box.numel)) if box.shape else ()
+                rows = slice(max(1, _COMPARED_ELEMENTS * box.shape[0] // box.numel)) if box.shape else ()
                 words = as_words(mine.view(master.payload), master.dtype, master.shape)
                 part = words[tuple(map(slice, box.lo, box.hi))][rows]
                 if not np.array_equal(_rounded(part, weight.dtype), elements(theirs, weight, chunks[0])[rows]):
@@ -70,7 +70,7 @@ class Model:
                     )
 
 
-def read(path: Location, where: str) -> Model:
+def read_weights(path: Location, where: str) -> ModelWeights:
     """Weights in a file of the directory that ``torch.save`` wrote, under ``model``; or in a DCP checkpoint.
 
     Raises:
@@ -79,8 +79,8 @@ def read(path: Location, where: str) -> Model:
     if (path / where).is_dir():
         stored = DcpReader(path / where)
         of_model = [tensor for tensor in stored.outline.tensors if not _OF_OPTIMIZER.match(tensor.key)]
-        return Model(path / where, {tensor.key: tensor for tensor in stored.locate(of_model)})
-    file = torch_file.read(path, where)
+        return ModelWeights(path / where, {tensor.key: tensor for tensor in stored.locate(of_model)})
+    file = torch_file.read_torch_file(path, where)
     content = file.content.get("model") if isinstance(file.content, dict) else None
     named = content.items if isinstance(content, Record) else content
     if not isinstance(named, dict):
@@ -89,7 +89,7 @@ def read(path: Location, where: str) -> Model:
     for name, value in named.items():  # and `_extra_state`s of modules, which are no tensors
         if isinstance(name, str) and isinstance(value, Record) and value.kind.startswith("torch._"):
             weights[name] = whole_tensor(("model", name), file.tensor(value))
-    return Model(path, weights)
+    return ModelWeights(path, weights)
 
 
 def whole_tensor(path: tuple[str, ...], tensor: SavedTensor) -> StateRecord:

@@ -19,8 +19,8 @@ from ..torch_save import torch_file
 from ..torch_save.inert_pickle import Record, expect
 from ..torch_save.torch_file import SavedTensor, TorchFile
 
-Value = SavedTensor | bool | int | float | str | None
-State = Mapping[str, Value]
+_Value = SavedTensor | bool | int | float | str | None
+ParameterState = Mapping[str, _Value]
 """What is kept of one parameter, by slot."""
 
 
@@ -33,7 +33,7 @@ class RankGroup:
 
     child: int
     options: Mapping[str, object]
-    states: tuple[State, ...]
+    states: tuple[ParameterState, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,13 @@ class RankFile:
     others: frozenset[str]
 
 
-def read(directory: Location, name: str) -> RankFile:
+def read_rank_file(directory: Location, name: str) -> RankFile:
     """One file; no element is read.
 
     Raises:
         SourceError: it is missing, damaged, or not what such an optimizer saves.
     """
-    file = torch_file.read(directory, name)
+    file = torch_file.read_torch_file(directory, name)
     try:
         children = file.content if type(file.content) is list else [file.content]
         groups = [group for number, child in enumerate(children) for group in _groups(file, number, child)]
@@ -90,7 +90,7 @@ def _mapping(value: object) -> dict[object, object]:
     return expect(dict, value)
 
 
-def _value(file: TorchFile, value: object) -> Value:
+def _value(file: TorchFile, value: object) -> _Value:
     return file.tensor(value) if type(value) is Record else _scalar(value)
 
 

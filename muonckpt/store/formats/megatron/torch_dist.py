@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ....record import FILE, Manifest
+from ....record import MANIFEST_FILE, Manifest
 from ...io.location import Location
-from ...io.output import write_synced
-from .. import signs
+from ...io.new_file import write_synced
 from ..dcp import directory as dcp
 from ..dcp.directory import COMMON_FILE
+from ..signs import MEGATRON_FILE
 from ..torch_save.plain_item import plain_item
-
-CONFIG = signs.MEGATRON
-"""By it Megatron tells the format."""
 
 COMMON_STATE = "common_state/shard_0_1"
 
@@ -29,7 +26,7 @@ def item_key(key: str) -> str:
     return key if "/shard_" in key or key == COMMON_FILE else f"{key}/shard_0_1"
 
 
-def write_manifest(manifest: Manifest, directory: Location) -> None:
+def write_torch_dist(manifest: Manifest, directory: Location) -> None:
     """Write our description of a checkpoint, DCP's and Megatron's, and sync them.
 
     Where the checkpoint has no common state, an empty one is written: without one Megatron loads no tensor either.
@@ -38,7 +35,7 @@ def write_manifest(manifest: Manifest, directory: Location) -> None:
         (directory / COMMON_FILE).unlink(missing_ok=True)  # of a run that was killed right after this
         write_synced(directory / COMMON_FILE, plain_item({}))
         manifest = replace(manifest, blobs=(*manifest.blobs, *dcp.common_file(directory)))
-    write_synced(directory / FILE, manifest.to_json().encode())
-    write_synced(directory / CONFIG, b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    write_synced(directory / MANIFEST_FILE, manifest.to_json().encode())
+    write_synced(directory / MEGATRON_FILE, b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     items = (blob for blob in manifest.blobs if blob.item.file != COMMON_FILE)
     dcp.write_metadata(replace(manifest, blobs=tuple(items)), directory)

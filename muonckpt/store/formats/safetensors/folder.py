@@ -18,16 +18,16 @@ from ....fingerprint import as_hex
 from ....record import Chunk, Extent, Manifest, StateRecord
 from ...io.checksums import Sums
 from ...io.location import Location
-from ...io.output import write_synced
+from ...io.new_file import write_synced
 from ...io.regular import open_regular
 from ...reading.dtypes import itemsize
 from . import header
-from .header import CODES, METADATA, Entry, Header
+from .header import CODE_OF_DTYPE, METADATA_KEY, Header, HeaderEntry
 
-INDEX = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 """Name of the index of a sharded checkpoint, as we write it.  Others are read if there is only one."""
 
-OURS = "muonckpt"
+_MANIFEST_KEY = "muonckpt"
 """Name of the manifest in ``__metadata__``."""
 
 _DATA = "data"
@@ -43,7 +43,7 @@ _SHARD = re.compile(r"model-[0-9]+-of-[0-9]+\.safetensors$")
 """How the files of a sharded checkpoint are called: one of them alone is a part, or not finished."""
 
 
-def read(path: Location) -> Manifest:
+def read_safetensors(path: Location) -> Manifest:
     """What a file, or a folder with an index or a single file, holds.  Reads headers only.
 
     Extents name files in ``folder(path)``.  Tensors that we did not write have their name as key, and nothing else.
@@ -72,7 +72,7 @@ def read(path: Location) -> Manifest:
 
 
 def folder(path: Location) -> Location:
-    """The directory in which the extents of `read` name files."""
+    """The directory in which the extents of `read_safetensors` name files."""
     return path if path.is_dir() else path.parent
 
 
@@ -81,12 +81,12 @@ def refuse(tensors: Sequence[StateRecord]) -> None:
     SourceError: the format cannot hold one of the tensors; names all dtypes that it lacks.
     """
     for tensor in tensors:
-        if tensor.dtype not in CODES:
+        if tensor.dtype not in CODE_OF_DTYPE:
             raise SourceError(
-                f"tensor {tensor.key!r}: safetensors has no dtype {tensor.dtype}; it has {', '.join(CODES)}"
+                f"tensor {tensor.key!r}: safetensors has no dtype {tensor.dtype}; it has {', '.join(CODE_OF_DTYPE)}"
             )
-        if tensor.key == METADATA:
-            raise SourceError(f"safetensors keeps the name {METADATA!r} for itself; no tensor can have it")
+        if tensor.key == METADATA_KEY:
+            raise SourceError(f"safetensors keeps the name {METADATA_KEY!r} for itself; no tensor can have it")
         try:
             tensor.key.encode()
         except UnicodeEncodeError:
@@ -108,14 +108,16 @@ def front(
     entries, described, at = {}, [], 0
     for tensor, (digest, share) in zip(tensors, passed or [(none.digest, none.share)] * len(tensors), strict=True):
         place = Extent(_DATA, at, length_of(tensor))
-        entries[tensor.key] = Entry(tensor.dtype, tensor.shape, at, place.end)
+        entries[tensor.key] = HeaderEntry(tensor.dtype, tensor.shape, at, place.end)
         chunk = Chunk(Box.of(tensor.shape), place, place, digest)
         described.append(dataclasses.replace(tensor, chunks=(chunk,), fingerprint=as_hex(share)))
         at = place.end
     # "format" tells Hugging Face libraries whose tensors these are; some refuse a file without it.
-    head = Header(entries, {"format": "pt", OURS: Manifest(tuple(described), (), provenance).to_json()}).encode()
-    if len(head) - 8 > header.MAX_BYTES:
-        raise DestinationError(f"a header of {len(head)} bytes, of at most {header.MAX_BYTES}; use --shard-size")
+    head = Header(
+        entries, {"format": "pt", _MANIFEST_KEY: Manifest(tuple(described), (), provenance).to_json()}
+    ).encode()
+    if len(head) - 8 > header.MAX_HEADER_BYTES:
+        raise DestinationError(f"a header of {len(head)} bytes, of at most {header.MAX_HEADER_BYTES}; use --shard-size")
     return head
 
 
@@ -133,14 +135,14 @@ def shards(tensors: Sequence[StateRecord], most: int) -> list[tuple[str, list[St
     return [(f"model-{number:05d}-of-{len(found):05d}.safetensors", own) for number, own in enumerate(found, 1)]
 
 
-def write_index(manifest: Manifest, directory: Location) -> None:
+def write_shard_index(manifest: Manifest, directory: Location) -> None:
     """Write the index of finished shards, and wait until it is on disk."""
     files = {tensor.key: tensor.chunks[0].item.file for tensor in manifest.tensors}
     index = {"metadata": {"total_size": sum(map(length_of, manifest.tensors))}, "weight_map": files}
-    write_synced(directory / INDEX, json.dumps(index, indent=1, ensure_ascii=False).encode())
+    write_synced(directory / INDEX_FILE, json.dumps(index, indent=1, ensure_ascii=False).encode())
 
 
-def in_order(tensors: Sequence[StateRecord]) -> list[StateRecord]:
+def by_element_size(tensors: Sequence[StateRecord]) -> list[StateRecord]:
     """Large elements first, as the stock writer does: each is then aligned to its own size."""
     return sorted(tensors, key=lambda tensor: -itemsize(tensor.dtype))
 
@@ -172,17 +174,17 @@ def _files(path: Location) -> tuple[list[Location], dict[str, str] | None]:
 def _read_file(file: Location, indexed: bool) -> tuple[Mapping[str, Any], list[StateRecord]]:
     """Provenance and tensors of one file."""
     with open_regular(file) as opened:
-        found, start = header.read(opened)
+        found, start = header.read_header(opened)
     if _PARTS in found.metadata and not indexed:
         raise SourceError(
             "expected whole tensors, found what one rank had of them (by DCP's HuggingFaceStorageWriter with "
             "save_distributed): consolidate the files of all ranks with torch first"
         )
-    recorded = Manifest.from_json(found.metadata[OURS]) if OURS in found.metadata else Manifest(())
+    recorded = Manifest.from_json(found.metadata[_MANIFEST_KEY]) if _MANIFEST_KEY in found.metadata else Manifest(())
     known = {tensor.key: tensor for tensor in recorded.tensors}
     lost = sorted(known.keys() - found.entries.keys())
     if lost:
-        raise SourceError(f"expected tensor {lost[0]!r}, which {METADATA} describes; found none")
+        raise SourceError(f"expected tensor {lost[0]!r}, which {METADATA_KEY} describes; found none")
     tensors = []
     for key, entry in found.entries.items():
         place = Extent(file.name, start + entry.start, entry.stop - entry.start)
@@ -192,7 +194,9 @@ def _read_file(file: Location, indexed: bool) -> tuple[Mapping[str, Any], list[S
             tensors.append(StateRecord(key, (key,), entry.shape, entry.dtype, (chunk,)))
             continue
         if (tensor.dtype, tensor.shape, [c.box for c in tensor.chunks]) != (entry.dtype, entry.shape, [chunk.box]):
-            raise SourceError(f"tensor {key!r}: {entry.dtype} of shape {entry.shape}, but {METADATA} says otherwise")
+            raise SourceError(
+                f"tensor {key!r}: {entry.dtype} of shape {entry.shape}, but {METADATA_KEY} says otherwise"
+            )
         digest = tensor.chunks[0].digest
         tensors.append(dataclasses.replace(tensor, chunks=(dataclasses.replace(chunk, digest=digest),)))
     return recorded.provenance, tensors

@@ -21,13 +21,13 @@ from ....errors import SourceError
 from ...io.regular import File
 from ...reading.dtypes import itemsize
 
-MAX_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """Longest header that stock readers accept."""
 
-METADATA = "__metadata__"
+METADATA_KEY = "__metadata__"
 """The one name that no tensor can have."""
 
-DTYPES: Mapping[str, str] = MappingProxyType(
+DTYPE_OF_CODE: Mapping[str, str] = MappingProxyType(
     {
         "F64": "float64",
         "F32": "float32",
@@ -52,14 +52,14 @@ DTYPES: Mapping[str, str] = MappingProxyType(
 )
 """What the format calls each element type.  Its types below a byte (F4, F6) have no elements of their own bytes."""
 
-CODES: Mapping[str, str] = MappingProxyType({name: code for code, name in DTYPES.items()})
+CODE_OF_DTYPE: Mapping[str, str] = MappingProxyType({name: code for code, name in DTYPE_OF_CODE.items()})
 
 _ALIGNMENT = 8
 _MOST_DIMS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class HeaderEntry:
     """One tensor: ``dtype`` by torch's name, ``start`` and ``stop`` in bytes from the begin of the data.
 
     Raises:
@@ -89,7 +89,7 @@ class Header:
         SourceError: there is a gap, an overlap or a wrong order.
     """
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, HeaderEntry]
     metadata: Mapping[str, str]
 
     def __post_init__(self) -> None:
@@ -105,16 +105,16 @@ class Header:
 
     def encode(self) -> bytes:
         """The bytes in front of the data, their number a multiple of 8, so that 8-byte elements are aligned."""
-        fields: dict[str, Any] = {METADATA: dict(self.metadata)}
+        fields: dict[str, Any] = {METADATA_KEY: dict(self.metadata)}
         for name, entry in self.entries.items():
             place = [entry.start, entry.stop]
-            fields[name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
+            fields[name] = {"dtype": CODE_OF_DTYPE[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
         text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
         return len(text).to_bytes(8, "little") + text
 
 
-def read(file: File) -> tuple[Header, int]:
+def read_header(file: File) -> tuple[Header, int]:
     """The header of an open file, and the byte at which its data begins.
 
     Raises:
@@ -122,19 +122,19 @@ def read(file: File) -> tuple[Header, int]:
     """
     size = file.size
     length = int.from_bytes(file.read(0, 8), "little")
-    most = min(max(size - 8, 0), MAX_BYTES)
+    most = min(max(size - 8, 0), MAX_HEADER_BYTES)
     if size < 8 or length > most:
         raise SourceError(
             f"expected a safetensors file (checkpoints of other formats are directories): a header of at most {most} "
             f"bytes in {size}, found one of {length}"
         )
-    header = parse(file.read(8, length))
+    header = parse_header(file.read(8, length))
     if 8 + length + header.data_length != size:
         raise SourceError(f"expected {8 + length + header.data_length} bytes, found {size}: it was cut or grew")
     return header, 8 + length
 
 
-def parse(text: bytes) -> Header:
+def parse_header(text: bytes) -> Header:
     """Raises:
     SourceError: it is not the JSON that the format prescribes; names the tensor.
     """
@@ -142,9 +142,9 @@ def parse(text: bytes) -> Header:
         fields = _fields(json.loads(text.decode(), object_pairs_hook=_unique))
     except (ValueError, RecursionError) as error:
         raise SourceError(f"damaged safetensors header: {type(error).__name__}: {error}") from error
-    metadata = fields.pop(METADATA, {})
+    metadata = fields.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise SourceError(f"expected strings in {METADATA}, found something else")
+        raise SourceError(f"expected strings in {METADATA_KEY}, found something else")
     entries = {name: _entry(name, value) for name, value in fields.items()}
     return Header(dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop))), metadata)
 
@@ -155,7 +155,7 @@ def _fields(value: Any) -> dict[str, Any]:
     return value
 
 
-def _entry(name: str, value: Any) -> Entry:
+def _entry(name: str, value: Any) -> HeaderEntry:
     match value:
         case {"dtype": str(code), "shape": [*shape], "data_offsets": [start, stop], **more} if not more and all(
             type(number) is int
@@ -164,10 +164,10 @@ def _entry(name: str, value: Any) -> Entry:
             pass
         case _:
             raise SourceError(f"tensor {name!r}: expected dtype, shape and data_offsets, found {str(value)[:200]}")
-    if code not in DTYPES:
-        raise SourceError(f"tensor {name!r}: expected one of the dtypes {', '.join(DTYPES)}, found {code!r}")
+    if code not in DTYPE_OF_CODE:
+        raise SourceError(f"tensor {name!r}: expected one of the dtypes {', '.join(DTYPE_OF_CODE)}, found {code!r}")
     try:
-        return Entry(DTYPES[code], tuple(shape), start, stop)
+        return HeaderEntry(DTYPE_OF_CODE[code], tuple(shape), start, stop)
     except SourceError as error:
         raise SourceError(f"tensor {name!r}: {error}") from error
 

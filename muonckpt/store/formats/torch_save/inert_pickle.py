@@ -21,7 +21,7 @@ from typing import TypeVar, cast
 from ....box import Index
 from ....errors import SourceError
 
-LONGEST = 64
+_LONGEST_SEQUENCE = 64
 """Most items in a sequence of sizes or path parts: longer ones do not occur, and a hostile file can share one often."""
 
 T = TypeVar("T")
@@ -220,12 +220,12 @@ def sequence(value: object) -> Sequence[object]:
         (value,) = expect(tuple, value.args)
     if type(value) is not tuple and type(value) is not list:
         raise SourceError(f"expected a sequence, found {type(value).__name__}")
-    if len(value) > LONGEST:
-        raise SourceError(f"expected a sequence of at most {LONGEST} items, found {len(value)}")
+    if len(value) > _LONGEST_SEQUENCE:
+        raise SourceError(f"expected a sequence of at most {_LONGEST_SEQUENCE} items, found {len(value)}")
     return cast(Sequence[object], value)
 
 
-def ints(value: object) -> Index:
+def sizes_of(value: object) -> Index:
     """A ``torch.Size``, tuple or list of integers >= 0."""
     numbers = tuple(sequence(value))
     for number in numbers:

@@ -15,10 +15,10 @@ from typing import Any
 
 from ....errors import SourceError
 from .inert_pickle import Global, Record, unpickle
-from .stored_zip import ALIGNMENT, directory, read_members, store
+from .stored_zip import MEMBER_ALIGNMENT, directory, read_members, store
 from .tensor_item import SERIALIZATION_ID
 
-LARGEST = 16 << 20
+_LARGEST_PICKLE = 16 << 20
 """Bytes of the largest pickle that is read: the names of all parameters of a group are one."""
 
 _NUMBERS = ("numpy._core.multiarray scalar", "numpy.core.multiarray scalar")
@@ -38,8 +38,8 @@ def plain_value(raw: bytes, allowed: Container[str] = ()) -> Any:
     """
     members = {member.name: member for member in read_members(lambda at, count: raw[at : at + count], 0, len(raw))}
     found = members.get("data.pkl")
-    if found is None or found.length > LARGEST:
-        raise SourceError(f"expected a data.pkl of at most {LARGEST} bytes, found {found}")
+    if found is None or found.length > _LARGEST_PICKLE:
+        raise SourceError(f"expected a data.pkl of at most {_LARGEST_PICKLE} bytes, found {found}")
     data = raw[found.offset : found.offset + found.length]
     if found.crc32 is not None and zlib.crc32(data) != found.crc32:
         raise SourceError(f"expected checksum {found.crc32:#010x} for data.pkl, found {zlib.crc32(data):#010x}")
@@ -89,7 +89,7 @@ def plain_item(value: object) -> bytes:
     contents = (
         ("data.pkl", pickle.dumps(value, protocol=2)),
         (".format_version", b"1"),
-        (".storage_alignment", str(ALIGNMENT).encode()),
+        (".storage_alignment", str(MEMBER_ALIGNMENT).encode()),
         ("byteorder", b"little"),
         ("version", b"3\n"),
         (".data/serialization_id", SERIALIZATION_ID),

@@ -19,7 +19,7 @@ from ....errors import SourceError
 Read = Callable[[int, int], bytes]
 """``read(offset, length)``: that range of a file, in bytes; shorter where the file ends before."""
 
-ALIGNMENT = 64
+MEMBER_ALIGNMENT = 64
 """Members' data begins at multiples of this many bytes of the archive.  We begin archives at such multiples of the file
 too, so that payloads can be mapped as arrays."""
 
@@ -36,12 +36,12 @@ _END = struct.Struct("<4s4H2IH")
 
 
 def aligned(offset: int) -> int:
-    """The first multiple of `ALIGNMENT` that is not before this byte."""
-    return -(-offset // ALIGNMENT) * ALIGNMENT
+    """The first multiple of `MEMBER_ALIGNMENT` that is not before this byte."""
+    return -(-offset // MEMBER_ALIGNMENT) * MEMBER_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ZipEntry:
     """A member as the central directory lists it.  ``at`` is where its local header begins in the item."""
 
     name: str
@@ -62,7 +62,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ZipMember:
     """A member of an item: its name without the archive's, and its data as a range of bytes in the file.
 
     ``crc32`` is None where the writer switched checksums off; every one in the item is 0 then.
@@ -74,40 +74,40 @@ class Member:
     crc32: int | None
 
 
-def store(contents: Iterable[tuple[str, bytes]], at: int) -> tuple[bytes, tuple[Entry, ...]]:
+def store(contents: Iterable[tuple[str, bytes]], at: int) -> tuple[bytes, tuple[ZipEntry, ...]]:
     """Small members, one behind another from byte ``at`` of the item."""
     out, entries = b"", []
     for name, data in contents:
-        entry = Entry(name, at + len(out), len(data), zlib.crc32(data))
+        entry = ZipEntry(name, at + len(out), len(data), zlib.crc32(data))
         entries.append(entry)
         out += local_header(entry) + data + descriptor(entry)
     return out, tuple(entries)
 
 
-def local_header(entry: Entry) -> bytes:
+def local_header(entry: ZipEntry) -> bytes:
     """A local header, padded so that the member's data is aligned.  Checksum and sizes follow the data."""
     name = f"archive/{entry.name}".encode()
     zip64 = entry.zip64(packed=0)
-    padding = -(entry.at + _LOCAL.size + len(name) + len(zip64) + 4) % ALIGNMENT
+    padding = -(entry.at + _LOCAL.size + len(name) + len(zip64) + 4) % MEMBER_ALIGNMENT
     extra = zip64 + b"FB" + struct.pack("<H", padding) + b"Z" * padding
     return _LOCAL.pack(b"PK\3\4", 0, entry.flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
 
 
-def descriptor(entry: Entry) -> bytes:
+def descriptor(entry: ZipEntry) -> bytes:
     if not entry.size:
         return b""
     sizes = "<4sI2Q" if entry.size >= _BIG or entry.at >= _BIG else "<4s3I"
     return struct.pack(sizes, b"PK\7\x08", entry.crc32, entry.size, entry.size)
 
 
-def directory(entries: tuple[Entry, ...], at: int) -> bytes:
+def directory(entries: tuple[ZipEntry, ...], at: int) -> bytes:
     """The central directory of these members and the end records, for byte ``at`` of the archive."""
     central = b"".join(map(_central, entries))
     return central + _end(len(entries), at, len(central))
 
 
 @lru_cache(maxsize=8192)
-def _central(entry: Entry) -> bytes:
+def _central(entry: ZipEntry) -> bytes:
     """Cached: items of one dtype and shape share all but that of the payload."""
     name = f"archive/{entry.name}".encode()
     extra = entry.zip64(packed=entry.size)
@@ -125,7 +125,7 @@ def _end(count: int, at: int, size: int) -> bytes:
     )
 
 
-def read_members(read: Read, offset: int, length: int) -> tuple[Member, ...]:
+def read_members(read: Read, offset: int, length: int) -> tuple[ZipMember, ...]:
     """The members of the item that is ``length`` bytes at byte ``offset`` of a file, in the order of their data.
 
     Also for items that are not tensors; what their pickles hold is never looked at.
@@ -136,7 +136,7 @@ def read_members(read: Read, offset: int, length: int) -> tuple[Member, ...]:
     return members_in(window(read, offset, length), offset, length)
 
 
-def member_data(read: Read, member: Member, most: int) -> bytes:
+def member_data(read: Read, member: ZipMember, most: int) -> bytes:
     """The data of a small member, compared with its checksum.  ``read`` takes offsets in the file.
 
     Raises:
@@ -175,7 +175,7 @@ def _exactly(read: Read, offset: int, length: int) -> bytes:
     return data
 
 
-def members_in(part: Read, offset: int, length: int) -> tuple[Member, ...]:
+def members_in(part: Read, offset: int, length: int) -> tuple[ZipMember, ...]:
     directory_at, count, listing = _directory(part, length)
     entries = sorted(_entries(listing), key=lambda entry: entry.at)
     if len(entries) != count:
@@ -191,7 +191,7 @@ def members_in(part: Read, offset: int, length: int) -> tuple[Member, ...]:
         at = _data_at(part, entry)
         if at + entry.size > next_at:
             raise SourceError(f"expected {name} to end by byte {next_at} of the item, found {at + entry.size}")
-        members.append(Member(name, offset + at, entry.size, entry.crc32 if recorded else None))
+        members.append(ZipMember(name, offset + at, entry.size, entry.crc32 if recorded else None))
     return tuple(members)
 
 
@@ -228,7 +228,7 @@ def _end64(part: Read, length: int) -> tuple[int, int, int, int] | None:
     return here, count, size, at
 
 
-def _entries(directory: bytes) -> Iterator[Entry]:
+def _entries(directory: bytes) -> Iterator[ZipEntry]:
     at = 0
     while at < len(directory):
         if len(directory) - at < _CENTRAL.size or directory[at : at + 4] != b"PK\1\2":
@@ -245,7 +245,7 @@ def _entries(directory: bytes) -> Iterator[Entry]:
             size, packed, header = _unsaturated((size, packed, header), directory[extra_at : extra_at + extra_length])
         if disk or kind & _FOLDER or method or flags & ~0x808 or packed != size:
             raise SourceError(f"expected {name!r} stored plainly, found method {method}, flags {flags:#x}")
-        yield Entry(name, header, size, crc32)
+        yield ZipEntry(name, header, size, crc32)
 
 
 def _unsaturated(numbers: tuple[int, int, int], extra: bytes) -> Iterator[int]:
@@ -264,7 +264,7 @@ def _unsaturated(numbers: tuple[int, int, int], extra: bytes) -> Iterator[int]:
         yield number
 
 
-def _data_at(part: Read, entry: Entry) -> int:
+def _data_at(part: Read, entry: ZipEntry) -> int:
     """Where a member's data begins in the item, by its local header."""
     expected = entry.name.encode()
     header = part(entry.at, _LOCAL.size + len(expected))

@@ -31,11 +31,11 @@ from ....box import Index, row_major
 from ....errors import SourceError
 from ...io.checksums import Checksum, crc32_of
 from ...reading.dtypes import DTYPES, itemsize
-from .inert_pickle import PERSISTENT, Global, Record, expect, integer, ints, unpickle
+from .inert_pickle import PERSISTENT, Global, Record, expect, integer, sizes_of, unpickle
 from .stored_zip import (
-    ALIGNMENT,
-    Entry,
+    MEMBER_ALIGNMENT,
     Read,
+    ZipEntry,
     descriptor,
     directory,
     local_header,
@@ -55,7 +55,7 @@ _LARGEST_PICKLE = 1 << 12
 _REBUILD = {"torch._utils _rebuild_tensor_v2": 6, "torch._utils _rebuild_tensor_v3": 7}
 _UNTYPED = "torch.storage UntypedStorage"
 _TYPED = {f"torch {dtype.storage}": name for name, dtype in DTYPES.items() if dtype.storage}
-TENSOR_NAMES = frozenset(
+_TENSOR_NAMES = frozenset(
     {PERSISTENT, _UNTYPED, "collections OrderedDict", *_REBUILD, *_TYPED, *(f"torch {name}" for name in DTYPES)}
 )
 """What the pickle of a plain tensor names."""
@@ -65,7 +65,7 @@ TENSOR_NAMES = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class ItemFrame:
     """A tensor's item without its payload; all numbers in bytes.
 
     ``head`` is what comes before the payload of ``payload_length`` bytes, ``length`` the length of the whole item.
@@ -75,7 +75,7 @@ class Frame:
     head: bytes
     payload_length: int
     length: int
-    members: tuple[Entry, ...]
+    members: tuple[ZipEntry, ...]
 
     @property
     def payload_offset(self) -> int:
@@ -91,7 +91,7 @@ class Frame:
         return _tail(self.members, len(self.head) + self.payload_length, checksum, serialization_id)
 
 
-def frame(dtype: str, shape: Sequence[int]) -> Frame:
+def frame(dtype: str, shape: Sequence[int]) -> ItemFrame:
     """The item of a dense row-major tensor of this dtype (torch's name) and shape (elements), but for its payload.
 
     Raises:
@@ -101,18 +101,18 @@ def frame(dtype: str, shape: Sequence[int]) -> Frame:
     contents = (
         ("data.pkl", _data_pickle(dtype, tuple(shape))),
         (".format_version", b"1"),
-        (".storage_alignment", str(ALIGNMENT).encode()),
+        (".storage_alignment", str(MEMBER_ALIGNMENT).encode()),
         ("byteorder", b"little"),
     )
     head, members = store(contents, 0)
-    payload = Entry(_PAYLOAD, len(head), payload_length, 0)
+    payload = ZipEntry(_PAYLOAD, len(head), payload_length, 0)
     head += local_header(payload)
     payload_end = len(head) + payload_length
     length = payload_end + len(_tail((*members, payload), payload_end, 0, SERIALIZATION_ID))
-    return Frame(head, payload_length, length, (*members, payload))
+    return ItemFrame(head, payload_length, length, (*members, payload))
 
 
-def _tail(members: tuple[Entry, ...], payload_end: int, crc32: int, serialization_id: bytes) -> bytes:
+def _tail(members: tuple[ZipEntry, ...], payload_end: int, crc32: int, serialization_id: bytes) -> bytes:
     payload = replace(members[-1], crc32=crc32)
     after = descriptor(payload)
     start = payload_end + len(after)
@@ -122,7 +122,7 @@ def _tail(members: tuple[Entry, ...], payload_end: int, crc32: int, serializatio
 
 
 @lru_cache(maxsize=1024)
-def _after(start: int, serialization_id: bytes) -> tuple[bytes, tuple[Entry, ...]]:
+def _after(start: int, serialization_id: bytes) -> tuple[bytes, tuple[ZipEntry, ...]]:
     """The members behind the payload.  Cached: items of one dtype and shape share them."""
     return store((("version", b"3\n"), (".data/serialization_id", serialization_id)), start)
 
@@ -212,7 +212,7 @@ def read_tensor(read: Read, offset: int, length: int) -> TensorItem:
 @lru_cache(maxsize=1024)
 def _tensor(data: bytes) -> tuple[str, Index, Index]:
     """Dtype, shape and strides in the pickle of a tensor, whose storage must hold each of its elements once."""
-    found = described(unpickle(data, TENSOR_NAMES))
+    found = described(unpickle(data, _TENSOR_NAMES))
     if found.storage != "0":
         raise SourceError(f"expected a tensor of storage '0', found storage {found.storage!r}")
     return found.dtype, found.shape, found.strides
@@ -252,7 +252,7 @@ def described(value: object) -> Described:
     dtype = expect(Global, element[0]).removeprefix("torch ") if element else _TYPED.get(kind, kind)
     if bool(element) != (kind == _UNTYPED) or dtype not in DTYPES:
         raise SourceError(f"expected the storage and the dtype to agree, found {kind} and {dtype}")
-    shape, strides = ints(size), ints(stride)
+    shape, strides = sizes_of(size), sizes_of(stride)
     if start != 0 or count != math.prod(shape) * (itemsize(dtype) if element else 1):
         raise SourceError(f"expected a storage of just the elements of shape {shape}, found a view of {count}")
     if not _is_dense(shape, strides):

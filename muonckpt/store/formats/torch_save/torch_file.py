@@ -19,10 +19,10 @@ from ...io.location import Location
 from ...io.regular import File, open_regular
 from ...reading.dtypes import itemsize
 from .inert_pickle import Anything, Global, Record, unpickle
-from .stored_zip import Member, member_data, read_members
+from .stored_zip import ZipMember, member_data, read_members
 from .tensor_item import described, is_row_major
 
-LARGEST = 1 << 28
+_LARGEST_PICKLE = 1 << 28
 """Bytes of the largest ``data.pkl`` that is read: about 300 bytes a tensor."""
 
 _TYPES = ("torch Tensor", "torch.nn.parameter Parameter")
@@ -44,7 +44,7 @@ class TorchFile:
 
     name: str
     content: object
-    members: Mapping[str, Member]
+    members: Mapping[str, ZipMember]
 
     def tensor(self, value: object) -> SavedTensor:
         """The tensor that part of the content stands for, be it a parameter or have attributes of its own.
@@ -64,7 +64,7 @@ class TorchFile:
         return SavedTensor(found.dtype, found.shape, payload, member.crc32)
 
 
-def read(directory: Location, name: str) -> TorchFile:
+def read_torch_file(directory: Location, name: str) -> TorchFile:
     """A file in a directory; its tensors' elements are not read.
 
     Raises:
@@ -83,7 +83,7 @@ def _read(file: File, name: str) -> TorchFile:
         raise SourceError(f"expected a file of torch.save, found a zip archive of {', '.join(members)[:200]}")
     if "byteorder" in members and member_data(file.read, members["byteorder"], 64) != b"little":
         raise SourceError("expected little-endian elements")
-    return TorchFile(name, unpickle(member_data(file.read, members["data.pkl"], LARGEST), Anything()), members)
+    return TorchFile(name, unpickle(member_data(file.read, members["data.pkl"], _LARGEST_PICKLE), Anything()), members)
 
 
 def _bare(value: object) -> object:

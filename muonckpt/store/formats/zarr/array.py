@@ -15,18 +15,15 @@ from typing import Any
 from ....box import Box, Index
 from ....errors import SourceError
 from ...reading.dtypes import DTYPES, itemsize
-from .. import signs
+from ..signs import ZARR_FILE
 
-METADATA = signs.ZARR
-"""Name of the file that describes a group or an array."""
-
-OURS = "muonckpt"
+MANIFEST_ATTRIBUTE = "muonckpt"
 """The attribute under which we keep what zarr cannot say."""
 
 INDEX_CHECKSUM = 4
 """Bytes of the CRC-32C behind a chunk or an index."""
 
-NAMES: Mapping[str, str] = MappingProxyType(
+_ZARR_DTYPES: Mapping[str, str] = MappingProxyType(
     {
         name: name
         for name in DTYPES
@@ -35,7 +32,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
 )
 """Our element types that zarr has, under the same names.  The others are stored as their bits."""
 
-_READABLE = NAMES.keys() | {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
+_READABLE = _ZARR_DTYPES.keys() | {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
 """The last ones are extensions, which tensorstore writes and stock zarr cannot read."""
 
 _CRC32C = {"name": "crc32c"}
@@ -45,7 +42,7 @@ _MAX_JSON = 64 << 20
 
 def stored_as(dtype: str) -> str:
     """The zarr data type that holds this one: itself, or unsigned integers of its bits."""
-    return NAMES.get(dtype, f"uint{8 * itemsize(dtype)}")
+    return _ZARR_DTYPES.get(dtype, f"uint{8 * itemsize(dtype)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +145,9 @@ def parse_node(data: bytes) -> dict[str, Any]:
         if fields["zarr_format"] != 3 or fields["node_type"] not in ("group", "array"):
             raise SourceError(f"expected a node of zarr format 3, found {fields['zarr_format']!r}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise SourceError(f"damaged {METADATA}: {type(error).__name__}: {error}") from error
+        raise SourceError(f"damaged {ZARR_FILE}: {type(error).__name__}: {error}") from error
     if not isinstance(fields.setdefault("attributes", {}), dict):
-        raise SourceError(f"damaged {METADATA}: expected attributes by name")
+        raise SourceError(f"damaged {ZARR_FILE}: expected attributes by name")
     return dict(fields)
 
 
@@ -183,7 +180,7 @@ def parse_array(node: str, fields: Mapping[str, Any]) -> ZarrArray:
             attributes=fields["attributes"],
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise SourceError(f"damaged {METADATA}: {type(error).__name__}: {error}") from error
+        raise SourceError(f"damaged {ZARR_FILE}: {type(error).__name__}: {error}") from error
 
 
 def _grid(box: Box, step: Index) -> Iterator[tuple[Index, Box]]:

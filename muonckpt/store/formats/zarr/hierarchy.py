@@ -17,12 +17,13 @@ from ....box import Box
 from ....errors import SourceError, about
 from ....record import Chunk, Extent, Manifest, StateRecord
 from ...io.location import Location
-from ...io.regular import Bytes, Held, open_regular
+from ...io.regular import FileBytes, Held, open_regular
 from ...reading.dtypes import itemsize
 from ...reading.payloads import Payloads
 from ...reading.reader import LocatedReader
 from ..manifest_entry import tensor_of
-from .array import INDEX_CHECKSUM, METADATA, OURS, ZarrArray, parse_array, parse_node, stored_as
+from ..signs import ZARR_FILE
+from .array import INDEX_CHECKSUM, MANIFEST_ATTRIBUTE, ZarrArray, parse_array, parse_node, stored_as
 
 _MISSING = 2**64 - 1
 """Offset and length, in the index of a shard, of a chunk that is not there."""
@@ -42,7 +43,7 @@ class ZarrPayloads(Payloads):
         self._checked = {file for array in arrays if array.trailer for file, _ in array.files()}
         self._decode = lru_cache(_DECODED_FILES)(self._decoded)
 
-    def _bytes(self, name: str) -> Bytes:
+    def _bytes(self, name: str) -> FileBytes:
         return Held(self._decode(name)) if name in self._encoded else super()._bytes(name)
 
     def is_checked(self, chunk: Chunk) -> bool:
@@ -85,7 +86,7 @@ def reader(path: Location) -> LocatedReader:
         tensors = tuple(_record(path, array) for array in arrays)
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error}") from error
-    match attributes.get(OURS):
+    match attributes.get(MANIFEST_ATTRIBUTE):
         case None:
             provenance: Mapping[str, Any] = {"format": "zarr"}
         case {"tensors": int(count), "provenance": dict(provenance)} if count == len(tensors):
@@ -93,7 +94,7 @@ def reader(path: Location) -> LocatedReader:
         case {"tensors": int(count)}:
             raise SourceError(f"{path}: expected {count} arrays, found {len(tensors)}")
         case _:
-            raise SourceError(f"{path / METADATA}: damaged attribute {OURS!r}")
+            raise SourceError(f"{path / ZARR_FILE}: damaged attribute {MANIFEST_ATTRIBUTE!r}")
     return LocatedReader(Manifest(tensors, (), provenance), ZarrPayloads(path, arrays))
 
 
@@ -104,8 +105,8 @@ def _nodes(path: Location) -> tuple[Mapping[str, Any], list[ZarrArray]]:
     while pending:
         node = pending.pop()
         place = path / node
-        with about(place / METADATA):
-            fields = parse_node(_read_file(path, f"{node}/{METADATA}" if node else METADATA))
+        with about(place / ZARR_FILE):
+            fields = parse_node(_read_file(path, f"{node}/{ZARR_FILE}" if node else ZARR_FILE))
             if not node:
                 attributes = fields["attributes"]
             if fields["node_type"] == "array":
@@ -113,28 +114,30 @@ def _nodes(path: Location) -> tuple[Mapping[str, Any], list[ZarrArray]]:
                 continue
         inside = [entry.name for entry in place.iterdir() if entry.is_dir() and not entry.is_symlink()]
         members = [f"{node}/{name}" if node else name for name in sorted(inside, reverse=True)]
-        pending += [member for member in members if (path / member / METADATA).exists()]
+        pending += [member for member in members if (path / member / ZARR_FILE).exists()]
     return attributes, arrays
 
 
 def _record(path: Location, array: ZarrArray) -> StateRecord:
     with about(path / array.node):
         chunks = tuple(_chunks(path, array)) if 0 not in array.shape else ()
-        if OURS not in array.attributes:
+        if MANIFEST_ATTRIBUTE not in array.attributes:
             parts = tuple(array.node.split("/"))
             return StateRecord(array.node or path.name, parts, array.shape, array.dtype, chunks)
-        entry = array.attributes[OURS]
+        entry = array.attributes[MANIFEST_ATTRIBUTE]
         if not isinstance(entry, dict):
-            raise SourceError(f"damaged attribute {OURS!r}")
+            raise SourceError(f"damaged attribute {MANIFEST_ATTRIBUTE!r}")
         tensor = tensor_of(entry)
         if (tensor.shape, stored_as(tensor.dtype)) != (array.shape, array.dtype):
-            raise SourceError(f"{array.dtype} of shape {array.shape}, but attribute {OURS!r} says otherwise")
+            raise SourceError(
+                f"{array.dtype} of shape {array.shape}, but attribute {MANIFEST_ATTRIBUTE!r} says otherwise"
+            )
         return dataclasses.replace(tensor, chunks=chunks)
 
 
 def _is_read_raw(array: ZarrArray) -> bool:
     """A CRC-32C is checked by decoding, unless there is a fingerprint, which every reader of ours compares."""
-    checked = array.trailer == 0 or OURS in array.attributes
+    checked = array.trailer == 0 or MANIFEST_ATTRIBUTE in array.attributes
     return array.is_plain and checked
 
 

@@ -21,13 +21,14 @@ import xxhash
 from ....box import Index
 from ....errors import SourceError
 from ....record import Manifest, StateRecord
-from ...io.checksums import Bytes, Checksum
+from ...io.checksums import Checksum, RawBytes
 from ...io.location import Location
-from ...io.output import write_synced
+from ...io.new_file import write_synced
 from ...io.publish import sync_tree
 from ...reading.dtypes import itemsize
 from ..manifest_entry import entry_of
-from .array import INDEX_CHECKSUM, METADATA, OURS, ZarrArray, stored_as
+from ..signs import ZARR_FILE
+from .array import INDEX_CHECKSUM, MANIFEST_ATTRIBUTE, ZarrArray, stored_as
 
 CHUNK_BYTES = 4 << 20
 """Most bytes of a chunk, the smallest part that zarr reads."""
@@ -84,7 +85,7 @@ class ChunkFrame:
         return padding + _crc32c(padding, checksum).to_bytes(INDEX_CHECKSUM, "little") + self.index
 
 
-def _crc32c(raw: Bytes, start: int) -> int:
+def _crc32c(raw: RawBytes, start: int) -> int:
     from google_crc32c import extend
 
     return int(extend(start, bytes(raw)))
@@ -113,11 +114,14 @@ def arrays(tensors: Sequence[StateRecord], shard_bytes: int | None, chunk_bytes:
     ]
 
 
-def describe(manifest: Manifest, made: Sequence[ZarrArray], directory: Location) -> None:
+def write_descriptions(manifest: Manifest, made: Sequence[ZarrArray], directory: Location) -> None:
     """Write what describes finished files, groups and the ``arrays`` of the tensors, and wait until all is on disk."""
     for tensor, array in zip(manifest.tensors, made, strict=True):
-        _write(directory / array.node, dataclasses.replace(array, attributes={OURS: entry_of(tensor)}).to_json())
-    ours = {OURS: {"version": 1, "tensors": len(made), "provenance": dict(manifest.provenance)}}
+        _write(
+            directory / array.node,
+            dataclasses.replace(array, attributes={MANIFEST_ATTRIBUTE: entry_of(tensor)}).to_json(),
+        )
+    ours = {MANIFEST_ATTRIBUTE: {"version": 1, "tensors": len(made), "provenance": dict(manifest.provenance)}}
     groups = {parent for array in made for parent in _parents(array.node)} | {""}
     for group in sorted(groups, reverse=True):  # the root last: it is what tells that there is a hierarchy
         node = {"zarr_format": 3, "node_type": "group", "attributes": {} if group else ours}
@@ -127,8 +131,8 @@ def describe(manifest: Manifest, made: Sequence[ZarrArray], directory: Location)
 
 def _write(folder: Location, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / METADATA).unlink(missing_ok=True)  # of a run that was killed
-    write_synced(folder / METADATA, text.encode())
+    (folder / ZARR_FILE).unlink(missing_ok=True)  # of a run that was killed
+    write_synced(folder / ZARR_FILE, text.encode())
 
 
 def _array(tensor: StateRecord, node: str, shard_bytes: int, chunk_bytes: int) -> ZarrArray:
@@ -160,7 +164,7 @@ def _name(part: str | int) -> str:
     """
     text = str(part)
     plain = re.sub(r"[^A-Za-z0-9._-]", "_", text)[:_LONGEST_NAME]
-    if plain == text and text and not text.startswith((".", "__")) and text != METADATA:
+    if plain == text and text and not text.startswith((".", "__")) and text != ZARR_FILE:
         return text
     digest = xxhash.xxh3_64_hexdigest(text.encode(errors="surrogatepass"))
     return f"{plain.lstrip('._')}-{digest}"
