@@ -7,7 +7,6 @@ sends the result back along the same boxes, and applies it in full precision whe
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +20,8 @@ from ..layouts.tensors import layout_of
 from ..vocabulary import MUON, MUON_CONVENTION, STEP
 from .collective import CollectiveOptimizer
 from .cuda_graphs import capturing
+from .doubts import doubt_idle, doubt_plain
+from .following import Seen, carry_over, changes
 from .newton_schulz.coefficients import Coefficients
 from .newton_schulz.costs import Cost, flops
 from .newton_schulz.forms import Choice, prefer_kernels
@@ -34,6 +35,7 @@ from .options import (
     in_our_names,
     refuse_shared_rate,
     refuse_unknown,
+    renamed,
 )
 from .planning.schedule import Schedule
 from .scalar import SCALARS, counted_on
@@ -90,14 +92,16 @@ class Muon(CollectiveOptimizer):
             None: this process orthogonalises its plain tensors itself.
         exchange: "all_to_all", or "all_gather" for networks that do not stand it at scale, at more bytes.
         stages: at most so many rounds of exchange and compute, which overlap.  More stages, smaller buffers.
-        layout: where a parameter's elements are, for parameters that do not say it by mesh and placements (None: they
-            do).  It is also asked for nothing else: state and gradients lie as their parameter does.
+        layout: where a parameter, its state and its gradients lie, if mesh and placements do not say it.
         waves, adjust_lr, ns: former names of ``stages``, ``adjust_lr_fn`` and ``ns_coefficients``.
 
     Raises:
         ValueError: an unknown algorithm, scale, coefficient set or dtype, or a hyper-parameter out of range.
         LayoutError: a parameter that is no matrix, or pieces that do not add up to its rows.
     """
+
+    _doubts = True
+    """Whether to warn of plain tensors on several ranks, and of steps without a gradient."""
 
     def __init__(
         self,
@@ -130,15 +134,9 @@ class Muon(CollectiveOptimizer):
     ) -> None:
         if exchange not in LINKS:
             raise ValueError(f"exchange={exchange!r}: expected one of {sorted(LINKS)}")
-        if waves is not None:
-            warnings.warn("waves= is called stages= now", DeprecationWarning, stacklevel=2)
-            stages = waves
-        if adjust_lr is not None:
-            warnings.warn("adjust_lr= is called adjust_lr_fn= now", DeprecationWarning, stacklevel=2)
-            adjust_lr_fn = adjust_lr
-        if ns is not None:
-            warnings.warn("ns= is called ns_coefficients= now", DeprecationWarning, stacklevel=2)
-            ns_coefficients = ns
+        stages = renamed("stages", stages, "waves", waves)
+        adjust_lr_fn = renamed("adjust_lr_fn", adjust_lr_fn, "adjust_lr", adjust_lr)
+        ns_coefficients = renamed("ns_coefficients", ns_coefficients, "ns", ns)
         if stages < 1:
             raise ValueError(f"stages={stages!r}: expected at least one")
         self._replicas, self._exchange, self._stages, self._layout = replicas, exchange, stages, layout
@@ -149,6 +147,7 @@ class Muon(CollectiveOptimizer):
         self._steps: dict[Ranks, Step] = {}
         self._outdated: dict[Ranks, Step] = {}
         self._fixed: list[dict[str, Any]] = []
+        self._seen: list[tuple[Seen, ...]] = []
         self._inheriting: str | None = None  # the algorithm of a group that does not say its rate
         self._matrices = {
             "momentum": momentum,
@@ -200,6 +199,7 @@ class Muon(CollectiveOptimizer):
             self.state[param].update(slots)
         self._plan_anew()
         self._fixed.append(fixed(group))
+        self._seen.append(tuple(map(Seen.of, group["params"])))
         self._inheriting = inheriting
 
     def _plan_anew(self) -> None:
@@ -217,7 +217,7 @@ class Muon(CollectiveOptimizer):
         """For copies: steps refer to the original's parameters, so a copy makes its own."""
         copied = (
             *("_matrices", "_replicas", "_exchange", "_stages", "_layout", "_cost", "_form", "_scales", "_fixed"),
-            "_inheriting",
+            *("_seen", "_inheriting"),
         )
         return {
             **super().__getstate__(),
@@ -237,6 +237,7 @@ class Muon(CollectiveOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As any torch optimizer's; rates that are tensors are written as numbers."""
+        self._follow_parameters()
         state = super().state_dict()
         for group in state["param_groups"]:
             group.update({key: as_numbers(value) for key, value in group.items()})
@@ -253,6 +254,7 @@ class Muon(CollectiveOptimizer):
             ValueError: names every parameter whose state is incomplete or laid out otherwise than the parameter, or a
                 group of another algorithm, or the momentum convention if it is not "ema".
         """
+        self._follow_parameters()
         fits: list[dict[str, Any]] = []
 
         def check(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
@@ -295,7 +297,10 @@ class Muon(CollectiveOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._follow_parameters()
         self._follow_options()
+        if self._doubts:
+            doubt_idle(self.param_groups, stacklevel=6)
         for group in self.param_groups:
             for param in group["params"]:
                 check_values(param)
@@ -305,6 +310,24 @@ class Muon(CollectiveOptimizer):
             if group["algorithm"] in SCALARS:
                 SCALARS[group["algorithm"]].step(group, self.state)
         return loss
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def _follow_parameters(self) -> None:
+        """Make state anew for parameters that have been replaced, cast or moved, and give it what there was."""
+        changed = changes(self._seen, self.param_groups)
+        if not changed:
+            return
+        made = {}
+        for change in changed:
+            group, param = self.param_groups[change.group], change.current
+            made[param] = fresh_state(param, self._resting(param, (0,)), group)
+            carry_over(change, self.state[change.former], made[param])
+        for change in changed:
+            del self.state[change.former]
+        self.state.update(made)
+        self._seen = [tuple(map(Seen.of, group["params"])) for group in self.param_groups]
+        self._plan_anew()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _follow_options(self) -> None:
@@ -336,6 +359,8 @@ class Muon(CollectiveOptimizer):
                 if held.ranks not in self._steps:
                     if held.ranks in self._outdated:
                         self._outdated[held.ranks].retire(failure)
+                    if self._doubts and self._replicas is None:
+                        doubt_plain(held)
                     self._steps[held.ranks] = self._planner().plan(held, self.param_groups, self.state, failure)
                     self._outdated.pop(held.ranks, None)
                     planned = True

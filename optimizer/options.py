@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from .scales import UNNAMED
 from .step.methods import MATRICES, UPDATE_NORMS
 
 Group = Mapping[str, Any]
+
+T = TypeVar("T")
 
 RATES = frozenset({"lr", "weight_decay", "momentum", "betas", "beta2"})
 """Options that every step reads anew, so that schedules may change them."""
@@ -66,6 +69,18 @@ def in_our_names(options: Group) -> dict[str, Any]:
             raise ValueError(f"{torchs}={value!r} and {name}={options[name]!r} are one option: give only one of them")
         ours[name] = UNNAMED if torchs == "adjust_lr_fn" and value is None else value
     return ours
+
+
+def renamed(name: str, value: T, former: str, given: T | None) -> T:
+    """The value of an argument of a constructor, which may be given under its former name.
+
+    Warns:
+        DeprecationWarning: it is.
+    """
+    if given is None:
+        return value
+    warnings.warn(f"{former}= is called {name}= now", DeprecationWarning, stacklevel=3)
+    return given
 
 
 def refuse_unknown(group: Group, algorithm: str, options: Collection[str]) -> None:

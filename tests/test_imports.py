@@ -48,8 +48,8 @@ RULES = {
     "optimizer/step": "box layout layouts vocabulary optimizer optimizer/newton_schulz optimizer/planning "
     "optimizer/triton",
     "optimizer/layer_wise": "errors box vocabulary layouts layouts/buffers optimizer optimizer/step",
-    "optimizer": "errors box layout layouts vocabulary optimizer/groups optimizer/layer_wise optimizer/newton_schulz "
-    "optimizer/planning optimizer/step",
+    "optimizer": "errors box layout layouts plan vocabulary optimizer/groups optimizer/layer_wise "
+    "optimizer/newton_schulz optimizer/planning optimizer/step",
     "compat": "vocabulary layouts optimizer",
     "converters/engine": "errors box layout plan fingerprint record store store/io store/reading store/formats "
     "converters/target converters/translate",

@@ -92,6 +92,12 @@ def _filled(
     return parts, buckets
 
 
+class _Owned(Muon):
+    """Steps what this rank owns: plain tensors that no other rank has, at times without a gradient."""
+
+    _doubts = False
+
+
 class LayerWise(CollectiveOptimizer):
     """Muon for data parallelism with whole matrices, in flat buffers; AdamW or Lion for the rest, cut anywhere.
 
@@ -180,12 +186,13 @@ class LayerWise(CollectiveOptimizer):
         self._divisor = size_of(group) if average else 1
         self._parts, buckets = _filled(self.buffers, members, gradient_dtype, exact)
         stepped = members.stepped(self.param_groups, self._parts)
-        self._inner = Muon(groups_with(stepped, self.param_groups), lr, **options)
+        self._inner = _Owned(groups_with(stepped, self.param_groups), lr, **options)
         meshes = {of: members.mesh(of) for of in set(members.group_of.values())}
         for param, name in members.name_of.items():
             part, whole, mesh = self._parts[name], wholes[param], meshes[members.group_of[name]]
             inner = self._inner.state.get(part.stepped, {})
             self.state[param].update(state_of(whole, example.state[whole], part, inner, mesh))
+        self._addresses = {param: param.data_ptr() for param in members.name_of}
         self._gradients = Gradients(members.named, buckets)
         self._gathers = Gathers([bucket.gather for bucket in buckets])
         self._active: set[str] | None = None
@@ -269,8 +276,19 @@ class LayerWise(CollectiveOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_parameters()
         self._take_part(None)
         return loss
+
+    def _check_parameters(self) -> None:
+        """Refuse parameters that no longer lie in the buffers: they would not be trained."""
+        held = {param for group in self.param_groups for param in group["params"]}
+        for param, name in self._members.name_of.items():
+            if param not in held or param.data_ptr() != self._addresses[param]:
+                raise ValueError(
+                    f"parameter {name!r} was replaced, cast or moved after the optimizer was built, and lies "
+                    "outside of its buffers: build the optimizer when the model has its final parameters"
+                )
 
     def _take_part(self, failure: Exception | None) -> None:
         self._awaited = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -80,7 +81,6 @@ def rank_sets(groups: Sequence[Group], replicas: dist.ProcessGroup | None) -> li
     if replicas is not None:
         held[members(replicas)] = []
     for number, group in enumerate(groups):
-        for index, param in enumerate(group["params"]):
-            name = group["param_names"][index] if "param_names" in group else None
+        for param, name in zip_longest(group["params"], group.get("param_names", ())[: len(group["params"])]):
             held[ranks_of(param, replicas)].append(Member(param, number, group["algorithm"], name))
     return [RankSet(ranks, tuple(held[ranks])) for ranks in sorted(held, key=in_order)]

@@ -126,3 +126,25 @@ def experts_that_fail(rank: int, world: int) -> str:
 def test_a_group_of_experts_tells_the_others() -> None:
     for rank, message in enumerate(run(4, experts_that_fail)):
         assert message.startswith("RuntimeError: mat1" if rank == 3 else "RuntimeError: an optimizer step"), message
+
+
+def parameters_that_leave(rank: int, world: int) -> list[str]:
+    found = []
+    for leave in (
+        lambda net, opt: net.to(torch.float64),
+        lambda net, opt: setattr(net.up, "data", net.up.detach().clone()),
+        lambda net, opt: opt.param_groups[0].update(params=[nn.Parameter(net.up.detach().clone())]),
+    ):
+        net, opt = made()
+        net(gradients(net, 0, rank)).backward()
+        if rank == ODD:
+            leave(net, opt)
+        found.append(raised(opt.step))
+    return found
+
+
+def test_parameters_that_leave_their_buffers_are_refused() -> None:
+    for rank, messages in enumerate(run(2, parameters_that_leave)):
+        for message in messages:
+            assert message.startswith("ValueError: parameter" if rank == ODD else "RuntimeError: "), message
+            assert "was replaced, cast or moved after the optimizer was built" in message

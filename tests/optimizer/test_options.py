@@ -341,6 +341,7 @@ def test_groups_take_the_names_of_torch_as_well():
     first, second = opt.param_groups
     assert options_of(first) == options_of(second) and (first["adjust_lr"], first["ns"]) == ("spectral", "cans")
     first["ns_coefficients"] = second["ns"] = "polar_express"
+    weights[0].grad = normal(12, 8)
     opt.step()
     assert options_of(first) == options_of(second) and first["ns"] == "polar_express"
     with pytest.raises(ValueError, match="ns_coefficients='cans' and ns='keller' are one option"):
