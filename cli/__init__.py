@@ -1,1 +1,1 @@
-"""The ``muonckpt`` command: one file a command; none imports torch.  Open ``main`` first."""
+"""The ``muonckpt`` command, one file for each subcommand; none imports torch.  Open ``main`` first."""

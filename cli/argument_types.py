@@ -1,4 +1,4 @@
-"""Kinds of arguments that several commands take."""
+"""Types of the arguments that several commands take."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CHECKPOINT = CheckpointType()
 JOBS = click.IntRange(1, 1024)
 
 _UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
-_MOST_DIGITS = 6
-"""Of a mesh size: a million ranks."""
+_MAX_SIZE_DIGITS = 6
+"""A mesh axis has fewer than a million ranks."""
 
 
 class ByteCountType(click.ParamType):  # type: ignore[type-arg]  # generic in new releases of click only
@@ -56,30 +56,31 @@ class MeshType(click.ParamType):  # type: ignore[type-arg]
         sizes: dict[str, int] = {}
         for part in str(value).split(","):
             match = re.fullmatch(r"([A-Za-z_]\w*)=([1-9][0-9]*)", part.strip())
-            if not match or match[1] in sizes or len(match[2]) > _MOST_DIGITS:
+            if not match or match[1] in sizes or len(match[2]) > _MAX_SIZE_DIGITS:
                 self.fail(f"{value!r} is not a mesh; write for example dp=8,tp=2", param, context)
             sizes[match[1]] = int(match[2])
         return sizes
 
 
 class ShardRuleType(click.ParamType):  # type: ignore[type-arg]
-    """A pattern for keys and the axes that cut what fits it, each with a dim: '*experts*=ep:0,dp:1'; none: '*='."""
+    """A pattern for keys, and which axes cut which dims of matching tensors: '*experts*=ep:0,dp:1'; none: '*='."""
 
     name = "glob=axis:dim,..."
 
     def convert(
         self, value: object, param: click.Parameter | None, context: click.Context | None
     ) -> tuple[str, tuple[tuple[str, int], ...]]:
-        glob, equals, listed = str(value).rpartition("=")  # a key may have a "=" itself, an axis not
-        found = [re.fullmatch(r"([A-Za-z_]\w*):([0-9]{1,2})", part.strip()) for part in listed.split(",") if listed]
-        cuts = tuple((match[1], int(match[2])) for match in found if match)
-        if not glob or not equals or len(cuts) != len(found):
+        glob, equals, cuts_text = str(value).rpartition("=")  # a key may contain "=", an axis cannot
+        parts = cuts_text.split(",") if cuts_text else []
+        matches = [re.fullmatch(r"([A-Za-z_]\w*):([0-9]{1,2})", part.strip()) for part in parts]
+        cuts = tuple((match[1], int(match[2])) for match in matches if match)
+        if not glob or not equals or len(cuts) != len(parts):
             self.fail(f"{value!r} is not a rule; write for example '*experts*=ep:0,dp:1'", param, context)
         return glob, cuts
 
 
 class LayoutType(click.Choice):  # type: ignore[type-arg]
-    """What ranks hold, by its name; a former name is still understood."""
+    """The name of a layout; a former name is accepted with a warning."""
 
     def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> str:
         name = str(value)

@@ -1,4 +1,4 @@
-"""Tables of flat buffers."""
+"""Tables that describe flat buffers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..converters.buffer_summary import LabelledBuffer
 from .printing import print_section, size
 
 _FEW_RANKS = 24
-"""Most rows of ranks that are shown unless all are asked for."""
+"""The most ranks that are listed unless all are asked for."""
 
 _SIZES = ("buffers of", "placed by", "ranks", "buckets", "elements", "padding")
 _HEADERS = (*_SIZES, "busiest by elements", "by Newton-Schulz")
@@ -18,44 +18,44 @@ _PARAMETER_HEADERS = ("parameter", "buffers of", "placed by", "bucket", "element
 
 
 def print_summary(summary: Sequence[Mapping[str, Any]], every_rank: bool = False) -> None:
-    """Print a summary: a line for each entry, and for each rank if these are few or all are asked for."""
-    of_ranks = list(_rank_rows(summary))
+    """Print a summary: a line for each entry, and for each rank if there are few or all are asked for."""
+    rank_rows = list(_rank_rows(summary))
     print_section(_HEADERS, list(_rows(summary)))
-    print_section(_RANK_HEADERS, of_ranks if every_rank or len(of_ranks) <= _FEW_RANKS else ())
+    print_section(_RANK_HEADERS, rank_rows if every_rank or len(rank_rows) <= _FEW_RANKS else ())
 
 
 def print_parameters(buffers: Iterable[LabelledBuffer]) -> None:
-    """Print a line for each parameter of each buffer: where it lies, and who owns it."""
+    """Print a line for each parameter of each buffer: where it lies, and which rank owns it."""
     print_section(_PARAMETER_HEADERS, list(_parameter_rows(buffers)))
 
 
 def _rows(summary: Iterable[Mapping[str, Any]]) -> Iterator[tuple[object, ...]]:
     for entry in summary:
         padding = f"{entry['padding']} ({entry['padding_percent']} %, {size(entry['padding_bytes'])})"
-        busiest = (_or_dash(entry["busiest"][what]) for what in ("elements", "newton_schulz"))
+        busiest = (_or_dash(entry["busiest"][measure]) for measure in ("elements", "newton_schulz"))
         sizes = len(entry["ranks"]), entry["buckets"], entry["elements"]
         yield entry["of"], _placed_by(entry), *sizes, padding, *busiest
 
 
 def _rank_rows(summary: Iterable[Mapping[str, Any]]) -> Iterator[tuple[object, ...]]:
-    """The mean is of Newton-Schulz work, or of elements if no rank owns any."""
+    """Shares are compared with the mean Newton-Schulz work, or with the mean number of elements if no rank owns any."""
     for entry in summary:
-        what = "elements" if entry["ranks"][0]["newton_schulz"] is None else "newton_schulz"
-        mean = sum(share[what] for share in entry["ranks"]) / len(entry["ranks"])
+        measure = "elements" if entry["ranks"][0]["newton_schulz"] is None else "newton_schulz"
+        mean = sum(share[measure] for share in entry["ranks"]) / len(entry["ranks"])
         for share in entry["ranks"]:
-            part = f"{share[what] / mean:.3f}" if mean else "-"
+            ratio = f"{share[measure] / mean:.3f}" if mean else "-"
             cost = _or_dash(share["newton_schulz"])
-            yield share["rank"], entry["of"], _placed_by(entry), share["elements"], cost, part
+            yield share["rank"], entry["of"], _placed_by(entry), share["elements"], cost, ratio
 
 
 def _parameter_rows(buffers: Iterable[LabelledBuffer]) -> Iterator[tuple[object, ...]]:
-    for of, buffer in buffers:
+    for label, buffer in buffers:
         layout, owners = buffer.layout, buffer.layout.owners
         for placed in layout.parameters:
             owner = owners[placed.name]
             name, span = placed.name, f"{placed.start}:{placed.stop}"
             placed_by = f"{layout.algorithm} v{layout.version}"
-            yield name, of, placed_by, placed.bucket, span, "-" if owner is None else buffer.group[owner]
+            yield name, label, placed_by, placed.bucket, span, "-" if owner is None else buffer.group[owner]
 
 
 def _placed_by(entry: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from .shared_options import SHARED_OPTIONS, SOURCE_AND_DESTINATION, RewriteComma
 def command(**options: Any) -> None:
     """Rewrite the checkpoint SOURCE as DESTINATION in another format, or for another program.
 
-    safetensors and zarr hold whole tensors; the other formats are written as one rank has them.  For more ranks, and
-    other layouts, see reshard, which takes the same options.
+    safetensors and zarr hold whole tensors; the other formats are written for one rank.  For more ranks and other
+    layouts use `reshard`, which takes the same options.  `muonckpt rules` lists programs and tables.
     """
     rewrite(convert, "convert", **options)

@@ -19,18 +19,18 @@ from .printing import print_section, printable, size
 
 @click.command("inspect")
 @click.argument("checkpoint", type=CHECKPOINT)
-@click.option("--tensors", is_flag=True, help="One line for every tensor.")
-@click.option("--ranks", is_flag=True, help="Where there are flat buffers: one line for every rank, however many.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: the summary, with --tensors the whole manifest.")
+@click.option("--tensors", is_flag=True, help="List every tensor.")
+@click.option("--ranks", is_flag=True, help="List every rank of flat buffers, however many.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON; with --tensors also the manifest.")
 def command(checkpoint: Location, tensors: bool, ranks: bool, as_json: bool) -> None:
-    """Say what is in CHECKPOINT and how it is laid out.
+    """Say what is in CHECKPOINT, of any format, and how it is laid out.
 
-    Reads metadata only; the checkpoint may be one of ours or any that torch.distributed.checkpoint wrote.
+    Reads metadata only.
     """
     inspection = inspect(checkpoint)
     if as_json:
-        whole = {"manifest": json.loads(inspection.manifest.to_json())} if tensors else {}
-        click.echo(json.dumps({**inspection.to_json(), **whole}, indent=1))
+        manifest = {"manifest": json.loads(inspection.manifest.to_json())} if tensors else {}
+        click.echo(json.dumps({**inspection.to_json(), **manifest}, indent=1))
         return
     for label, value in lines(inspection):
         click.echo(printable(f"{label:<13} {value}"))
@@ -43,7 +43,7 @@ def command(checkpoint: Location, tensors: bool, ranks: bool, as_json: bool) -> 
 
 
 def lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
-    """What is in a checkpoint, as labelled lines, without the tables."""
+    """The summary of a checkpoint as labelled lines; the tables are not included."""
     yield "checkpoint", inspection.checkpoint
     yield "kind", inspection.kind
     for name, value in inspection.provenance.items():
@@ -52,7 +52,7 @@ def lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
     yield "other items", str(inspection.other_items)
     yield "files", str(inspection.files)
     dialect = inspection.dialect
-    yield "keys", f"{dialect['name']} ({dialect['who']})" if dialect["name"] else "not told apart"
+    yield "keys", f"{dialect['name']} ({dialect['who']})" if dialect["name"] else "unknown"
     for reason in dialect["reasons"]:
         yield "", reason
     for layout in inspection.layouts:

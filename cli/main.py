@@ -1,8 +1,8 @@
-"""Entry point: finds the command, and turns errors into one clear paragraph and an exit code.
+"""The entry point: finds the command, and turns errors into one clear paragraph and an exit code.
 
-Exit codes: 0 fine; 1 a finding (damage, difference); 2 usage; 3 the source is unreadable, corrupt or refused;
-4 the destination or its file system failed; 5 interrupted, and can be resumed; 70 a bug of ours; 130 interrupted,
-nothing to resume; 141 nobody reads the output any more.  (The last three as the BSD sysexits and shells number them.)
+Exit codes: 0 success; 1 damage or a difference was found; 2 usage; 3 the source is unreadable, corrupt or refused;
+4 the destination or its file system failed; 5 interrupted, and can be resumed; 70 a bug in muonckpt; 130 interrupted,
+nothing to resume; 141 standard output was closed.  (70 is from BSD's sysexits; shells use 130 and 141.)
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ COMMANDS = {
     "convert": "Rewrite a checkpoint in another format, or for another program.",
     "rules": "Print the ready-made tables of names and structure; list programs and layouts.",
 }
-"""Every command and its one-line help, so that `--help` imports none of them."""
+"""The commands, each with a line for `--help`, which imports none of them."""
 
 _RENAMED = {"export": "convert"}
-"""Commands of earlier versions, which take the same options, by what they are called now."""
+"""Former names of commands, with the present ones, which take the same options."""
 
 EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (SourceError, 3),
@@ -43,15 +43,14 @@ EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (OSError, 4),
 )
 
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Commands(click.Group):
-    """Imports a command's module when it is called, so that each starts with only what it needs."""
+    """Imports the module of a command only when that command runs."""
 
     def invoke(self, context: click.Context) -> object:
-        """Run the command; caught here because click would end with 1, which means a finding."""
+        """Run the command.  A closed output is handled here because click would exit with 1, which means damage."""
         try:
             return super().invoke(context)
         except BrokenPipeError:  # `muonckpt inspect … | head`
@@ -79,10 +78,10 @@ class _Commands(click.Group):
 @click.version_option(VERSION)
 @click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")  # `run` looks for it
 def cli() -> None:
-    """Inspect, verify and reshard the checkpoints of sharded Muon training.
+    """Inspect, verify, reshard and convert checkpoints of sharded Muon training.
 
-    Exit codes: 0 fine, 1 a finding, 2 usage, 3 source unreadable or corrupt, 4 destination or IO, 5 interrupted but
-    resumable.
+    Exit codes: 0 success, 1 damage found, 2 usage, 3 source unreadable or corrupt, 4 destination failed, 5 interrupted
+    and resumable.
     """
 
 
@@ -111,27 +110,27 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _complain(text: str) -> None:
-    with suppress(OSError):  # nobody reads standard error
+    with suppress(OSError):  # standard error may be closed
         click.echo(f"muonckpt: {text}", err=True)
 
 
 def _discard_output() -> None:
-    """Whatever is still buffered cannot be written, and must not fail again when the interpreter ends."""
+    """Redirect standard output to nowhere, so that what is still buffered does not fail again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main() -> None:
     """The console script.  SIGTERM, which schedulers send, is treated as Ctrl-C; a second signal ends the process."""
-    # numpy's BLAS would start a thread for each core as soon as it is imported, and nobody here calls it.
+    # numpy's BLAS would start a thread for each core when it is imported, and no command uses it.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what fails in torch is in our own message
-    for stream in (sys.stdout, sys.stderr):  # a name of a tensor may be anything
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # our own messages say what failed in torch
+    for stream in (sys.stdout, sys.stderr):  # the name of a tensor may contain anything
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         _catch_signals()
         code = run(sys.argv[1:])
-    except KeyboardInterrupt:  # before the command began, or when it was done
+    except KeyboardInterrupt:  # before or after the command ran
         code = 130
     _leave_signals()
     try:
@@ -139,14 +138,14 @@ def main() -> None:
     except OSError:
         _discard_output()
     if threading.active_count() > 1:
-        os._exit(code)  # a thread that was left inside torch would come back to a Python that is no more
-    gc.freeze()  # or every object would be looked at once more before the process ends
+        os._exit(code)  # a thread still inside torch would return into an interpreter that has ended
+    gc.freeze()  # or the collector would visit every object once more at exit
     sys.exit(code)
 
 
 def _catch_signals() -> None:
     for number in _SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as it is for Ctrl-C in a background job of a shell
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as Ctrl-C is in a background job of a shell
             signal.signal(number, _interrupt)
     sys.unraisablehook = _interrupt_again
 
@@ -163,7 +162,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
-    """An interruption that came in a destructor, where Python drops errors, comes again."""
+    """Raise an interruption again that came in a destructor, where Python drops errors."""
     if not isinstance(unraisable.exc_value, KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
         return

@@ -34,45 +34,45 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
 
 
 def print_section(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table after an empty line; nothing if it has no rows."""
+    """Print an empty line and a table; nothing if it has no rows."""
     if rows:
         click.echo()
         print_table(headers, rows)
 
 
 def printable(text: str) -> str:
-    """Text from a file, with what could control a terminal or break a line written as an escape."""
+    """Text from a file, with characters that could control a terminal or break a line escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def counted(count: int, what: str) -> str:
-    """``1 file``, ``2 files``."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: ``1 file``, ``2 files``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def some_of(names: Sequence[str]) -> str:
-    """The first names of a list, and how many more there are."""
+    """The first names of a list, and the number of the others."""
     return ", ".join(names[:_MOST_NAMES]) + f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES)
 
 
 def size(count: int) -> str:
-    """Bytes for people: binary units, three figures."""
+    """A number of bytes in binary units, with three figures."""
     value = float(count)
     for unit in _UNITS:
         if value < 1024 or unit == _UNITS[-1]:
             return f"{count} B" if unit == "B" else f"{value:.3g} {unit}"
         value /= 1024
-    raise AssertionError("unreachable: the last unit takes everything")
+    raise AssertionError("the last unit takes everything")
 
 
 @contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A function to call, from any thread, with the bytes done since the last call and how many there are in all.
+    """Show progress; gives a function to call, from any thread, with the bytes done since the last call and the total.
 
-    On a terminal a bar on standard error; elsewhere a line at every tenth, at most one a second.
+    A terminal gets a bar on standard error; other outputs get a line for every tenth, at most one a second.
     """
     lock = threading.Lock()
-    done, told, last = 0, 0, time.monotonic()
+    done, tenths, last = 0, 0, time.monotonic()
     if sys.stderr.isatty():
         from rich import progress as bars
         from rich.console import Console
@@ -84,12 +84,12 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
         return
 
     def advance(count: int, total: int) -> None:
-        nonlocal done, told, last
+        nonlocal done, tenths, last
         with lock:
             done += count
-            if total and told < done * 10 // total and time.monotonic() - last >= 1:
-                told, last = done * 10 // total, time.monotonic()
-                with suppress(OSError):  # nobody reads it; that must not stop the work
+            if total and tenths < done * 10 // total and time.monotonic() - last >= 1:
+                tenths, last = done * 10 // total, time.monotonic()
+                with suppress(OSError):  # a closed standard error must not stop the work
                     click.echo(f"{label}: {size(done)} of {size(total)} ({done * 100 // total} %)", err=True)
 
     yield advance

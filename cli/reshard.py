@@ -17,30 +17,30 @@ from .shared_options import SHARED_OPTIONS, SOURCE_AND_DESTINATION, RewriteComma
 @click.command("reshard", cls=RewriteCommand)
 @SOURCE_AND_DESTINATION
 @decorated_by(
-    click.option("--mesh", type=MeshType(), help="Axes and sizes of the ranks, the outermost first: dp=8,ep=4,tp=2."),
+    click.option("--mesh", type=MeshType(), help="Mesh axes, outermost first: dp=8,tp=2."),
     click.option(
         "--shard",
         type=ShardRuleType(),
         multiple=True,
         metavar="GLOB=AXIS:DIM,...",
-        help="Which axes cut which dims of the tensors whose key fits.",
+        help="Axes that cut matching tensors; repeatable.",
     ),
     click.option(
         "--layout",
         type=LayoutType(list(LAYOUTS)),
         default=ROWS,
         metavar="LAYOUT",
-        help=f"What ranks hold: {', '.join(LAYOUTS)}.",
+        help=f"What each rank holds: {', '.join(LAYOUTS)}.",
     ),
     SHARED_OPTIONS,
 )
 def command(shard: Sequence[tuple[str, tuple[AxisCut, ...]]], **options: Any) -> None:
     """Rewrite the checkpoint SOURCE as DESTINATION for another mesh, layout, format or program.
 
-    Streams bytes; needs no GPU and no process group.  DESTINATION must not exist; it appears whole, when everything
-    has been written, checked and synced.  Nothing is renamed or rescaled unless asked for.
+    Needs no GPU.  DESTINATION must not exist; it appears when everything has been written and checked.  Nothing is
+    renamed or rescaled unless you ask for it.  `muonckpt rules` lists layouts, programs and tables.
     """
     rules: dict[str, tuple[AxisCut, ...]] = {}
-    for glob, cuts in shard:  # the first that fits wins
+    for glob, cuts in shard:  # the first that matches wins
         rules.setdefault(glob, cuts)
     rewrite(reshard, "reshard", shard=rules, **options)

@@ -1,4 +1,4 @@
-"""What `reshard` and `convert` have in common: the work is shown while it is done, and then the report."""
+"""What `reshard` and `convert` have in common: they show progress, then print the report."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from .printing import counted, print_table, printable, progress, size, some_of
 
 
 def rewrite(function: Callable[..., Report | None], label: str, *, as_json: bool, **options: Any) -> None:
-    """Call ``function``, showing how far it is, and print what it did."""
+    """Call ``function``, show its progress, and print its report."""
     with _usage_errors(), progress(_labelled(label)) as advance:
         report = function(**options, progress=advance)
-    if report is None:  # the coordinator of several processes speaks for all
+    if report is None:  # only the coordinator of several processes prints
         return
     if report.unchecked and report.fingerprints is not None:
-        click.echo(f"note: {report.unchecked} source chunks carry no checksum; their bytes cannot be judged", err=True)
+        click.echo(
+            f"note: {report.unchecked} source chunks have no checksum, so damage to them cannot be noticed", err=True
+        )
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=1))
         return
@@ -33,8 +35,8 @@ def rewrite(function: Callable[..., Report | None], label: str, *, as_json: bool
     if report.fingerprints is None:
         _show_plan(report)
     if report.items_file:
-        listed = f"; only listed, as no plain data: {some_of(report.undecoded)}" if report.undecoded else ""
-        click.echo(printable(f"{report.items_file}: {counted(report.decoded, 'item')} of plain data{listed}"))
+        undecoded = f"; only listed, not plain data: {some_of(report.undecoded)}" if report.undecoded else ""
+        click.echo(printable(f"{report.items_file}: {counted(report.decoded, 'item')} of plain data{undecoded}"))
     if report.left_out:
         click.echo(printable(f"left out: {some_of(report.left_out)}"))
     click.echo(_would_do(report) if report.fingerprints is None else _done(report))
@@ -64,15 +66,15 @@ def _would_do(report: Report) -> str:
 def _done(report: Report) -> str:
     where = counted(len(report.files), "file") if report.ranks is None else counted(report.ranks, "rank")
     how = f"whole in {where}" if report.ranks is None else f"over {where}"
-    told = "no fingerprints of the source to compare with"
+    comparison = "no fingerprints of the source to compare with"
     if report.compared:
-        told = f"{report.compared} fingerprints compared with the source's, all equal"
-    return f"{report.destination}: {report.tensors} tensors {how}, {size(report.written)}; {told}"
+        comparison = f"{report.compared} fingerprints compared with the source's, all equal"
+    return f"{report.destination}: {report.tensors} tensors {how}, {size(report.written)}; {comparison}"
 
 
 @contextmanager
 def _usage_errors() -> Iterator[None]:
-    """A target that does not fit is a mistake in the command line, as is a launch that cannot be."""
+    """Report a target that does not fit, or an impossible launch, as a mistake in the command line."""
     try:
         yield
     except (TargetError, LaunchError) as error:

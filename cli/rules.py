@@ -1,4 +1,4 @@
-"""`muonckpt rules`: the ready-made tables of names and structure, to look at, or to edit and pass to `--rules`."""
+"""`muonckpt rules`: prints the ready-made tables of names and structure, for editing and for `--rules`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from .printing import print_table
 
 @click.command("rules")
 @click.argument("name", required=False)
-@click.option("--dialects", is_flag=True, help="List the programs that --from and --to know.")
-@click.option("--layouts", is_flag=True, help="List the layouts that --layout knows.")
+@click.option("--dialects", is_flag=True, help="List the programs for --from and --to.")
+@click.option("--layouts", is_flag=True, help="List the layouts for --layout.")
 def command(name: str | None, dialects: bool, layouts: bool) -> None:
-    """Print the table NAME (inverse:NAME for the way back) as the TOML that --rules takes; without NAME list them.
+    """Print the table NAME as TOML for --rules (inverse:NAME for the opposite direction); without NAME list all tables.
 
     \b
     muonckpt rules megatron-swiglu > rules.toml
     muonckpt reshard SRC DST --mesh dp=8 --rules rules.toml
     """
     if dialects:
-        known = [(d.name, d.convention or "-", "" if d.writable else "read only", d.who) for d in DIALECTS.values()]
-        print_table(("dialect", "momentum", "", "program"), known)
+        dialects_rows = [
+            (d.name, d.convention or "-", "" if d.writable else "read only", d.who) for d in DIALECTS.values()
+        ]
+        print_table(("dialect", "momentum", "", "program"), dialects_rows)
     elif layouts:
         print_table(("layout", "what a rank has"), list(LAYOUTS.items()))
     elif name is None:

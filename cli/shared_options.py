@@ -1,6 +1,6 @@
-"""The options that `reshard` and `convert` share, and how help shows them: the usual first, the rare at the end.
+"""The options that `reshard` and `convert` share; help lists the rare ones at the end.
 
-An option is called as the argument of the function in Python that does the work.
+Each option has the name of the Python function's argument.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from ..converters.engine.launch import TIMEOUT
-from ..converters.engine.run import THREADS
+from ..converters.engine.run import MEMORY, THREADS
 from ..converters.target.formats import FORMATS
 from ..converters.translate.dialects import DIALECTS
 from ..vocabulary import Convention
@@ -23,7 +23,7 @@ class RareOption(click.Option):
 
 
 class RewriteCommand(click.Command):
-    """A command whose help lists rare options at the end."""
+    """A command whose help lists its rare options at the end."""
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         options = [parameter for parameter in self.get_params(context) if isinstance(parameter, click.Option)]
@@ -37,7 +37,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def decorated_by(*options: Callable[[Function], Function]) -> Callable[[Function], Function]:
-    """All of these decorators, the first the outermost: help lists options in this order."""
+    """Apply all of these decorators, the first as the outermost: help lists options in this order."""
 
     def decorate(function: Function) -> Function:
         for option in reversed(options):
@@ -61,73 +61,62 @@ SHARED_OPTIONS = decorated_by(
         "format",
         type=click.Choice(FORMATS),
         metavar="FORMAT",
-        help=f"What to write: {', '.join(FORMATS)}.",
+        help=f"Format to write: {', '.join(FORMATS)}.",
     ),
     click.option(
         "--to",
         "to_dialect",
         type=click.Choice(_WRITABLE),
         metavar="PROGRAM",
-        help="The program to write for: its keys, groups and convention.",
+        help="Program to write for.",
     ),
     click.option(
         "--from",
         "from_dialect",
         type=click.Choice(list(DIALECTS)),
         metavar="PROGRAM",
-        help="Whose keys SOURCE has (`muonckpt rules --dialects`).",
+        help="Program that wrote SOURCE, if unclear.",
     ),
-    click.option("--rules", multiple=True, metavar="TABLE", help="Rename, split, join: `muonckpt rules`, or a file."),
-    click.option("--select", multiple=True, metavar="GLOB", help="Take only what has a key that fits; repeatable."),
-    click.option("--tensors-only", is_flag=True, help="Leave out what is no tensor."),
-    click.option("--dry-run", is_flag=True, help="Print the plan; read metadata only and write nothing."),
-    click.option("--resume", is_flag=True, help="Go on with an interrupted run of the same command."),
-    click.option("--verify", is_flag=True, help="Read everything back and compare before it is published."),
-    click.option("--json", "as_json", is_flag=True, help="Print the result, or the plan, as JSON."),
+    click.option("--rules", multiple=True, metavar="TABLE", help="Table of renames, splits and joins; repeatable."),
+    click.option("--select", multiple=True, metavar="GLOB", help="Take only what has a matching key; repeatable."),
+    click.option("--tensors-only", is_flag=True, help="Leave out items that are not tensors."),
+    click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
+    click.option("--resume", is_flag=True, help="Continue an interrupted run."),
+    click.option("--verify", is_flag=True, help="Read every file back before publishing."),
+    click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."),
     click.option(
         "--convention",
         cls=RareOption,
         type=_CONVENTIONS,
         metavar="ema|sum",
-        help="What SOURCE's momentum is, where nothing else says it.",
+        help="SOURCE's momentum convention, if unrecorded.",
     ),
     click.option(
         "--target-convention",
         cls=RareOption,
         type=_CONVENTIONS,
         metavar="ema|sum",
-        help="What to write, where the target's program has none of its own.",
+        help="Convention to write, if the program has none.",
     ),
     click.option(
         "--mu",
         cls=RareOption,
         type=click.FloatRange(0, 1, max_open=True),
         metavar="NUMBER",
-        help="Momentum coefficient, where SOURCE has none.",
+        help="Momentum coefficient, if missing.",
     ),
+    click.option("--step", cls=RareOption, type=click.IntRange(0), metavar="NUMBER", help="Steps taken, if missing."),
     click.option(
-        "--step",
-        cls=RareOption,
-        type=click.IntRange(0),
-        metavar="NUMBER",
-        help="Steps taken, where SOURCE does not say it.",
+        "--drop", cls=RareOption, multiple=True, metavar="SLOT", help="Leave out a slot of state; repeatable."
     ),
-    click.option(
-        "--drop", cls=RareOption, multiple=True, metavar="SLOT", help="Leave a slot of state behind; repeatable."
-    ),
-    click.option(
-        "--shard-size",
-        cls=RareOption,
-        type=ByteCountType(),
-        help="Most bytes in a file of safetensors (then a folder) or zarr.",
-    ),
+    click.option("--shard-size", cls=RareOption, type=ByteCountType(), help="Largest file of safetensors or zarr."),
     click.option(
         "--memory",
         cls=RareOption,
         type=ByteCountType(),
-        default="256MiB",
+        default=f"{MEMORY >> 20}MiB",
         show_default=True,
-        help="Most bytes of buffers.",
+        help="Memory for buffers.",
     ),
     click.option(
         "--jobs",
@@ -136,7 +125,7 @@ SHARED_OPTIONS = decorated_by(
         default=THREADS,
         show_default=True,
         metavar="N",
-        help="Threads that check and write.",
+        help="Threads.",
     ),
     click.option(
         "--timeout",
@@ -145,6 +134,6 @@ SHARED_OPTIONS = decorated_by(
         default=TIMEOUT,
         show_default=True,
         metavar="SECONDS",
-        help="How long another process may give no answer.",
+        help="Wait for other processes.",
     ),
 )

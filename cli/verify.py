@@ -1,4 +1,4 @@
-"""`muonckpt verify`: is a checkpoint whole, and are its bytes those that were written?"""
+"""`muonckpt verify`: checks that a checkpoint is whole and that its bytes are those that were written."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .printing import printable, progress, size
 
 @click.command("verify")
 @click.argument("checkpoint", type=CHECKPOINT)
-@click.option("--jobs", type=JOBS, default=2, show_default=True, help="Threads that read and check.")
+@click.option("--jobs", type=JOBS, default=2, show_default=True, metavar="N", help="Threads that read and check.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(checkpoint: Location, jobs: int, as_json: bool) -> int:
-    """Check that CHECKPOINT is whole; exit 1 if anything is wrong.
+    """Check that CHECKPOINT is whole; exit with 1 if anything is wrong.
 
-    Coverage, bounds, digests, CRC-32s, fingerprints, and infinite or NaN values.  A stock
-    torch.distributed.checkpoint directory without our manifest is checked by the CRC-32 that every item carries.
+    Reads everything and checks coverage, bounds, checksums, fingerprints, and for infinite or NaN values.  Without our
+    manifest, DCP checkpoints are checked by the CRC-32 of each item.
     """
     with progress("verify") as advance:
         report = verify(checkpoint, jobs=jobs, progress=advance)
@@ -33,9 +33,9 @@ def command(checkpoint: Location, jobs: int, as_json: bool) -> int:
     for note in report.notes:
         click.echo(printable(f"note: {note}"))
     if report.unchecked:
-        click.echo(f"note: {report.unchecked} chunks carry neither a digest nor a CRC-32; their bytes cannot be judged")
-    what = (
+        click.echo(f"note: {report.unchecked} chunks have no checksum, so damage to them cannot be noticed")
+    summary = (
         f"{report.tensors} tensors in {report.chunks} chunks, {report.blobs} other items, {size(report.payload_bytes)}"
     )
-    click.echo(f"{checkpoint}: {what}: " + (f"{len(report.findings)} findings" if report.findings else "whole"))
+    click.echo(f"{checkpoint}: {summary}: " + (f"{len(report.findings)} findings" if report.findings else "whole"))
     return 1 if report.findings else 0

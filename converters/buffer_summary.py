@@ -1,4 +1,4 @@
-"""The flat buffers that a checkpoint records, in figures: what they pad, and how much of them each rank has."""
+"""A summary of the flat buffers that a checkpoint records: their padding, and how much of them each rank holds."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from ..layouts.buffers.group_buffer import GroupBuffer, recorded, recorded_run
 from ..store.reading.dtypes import itemsize
 
 NO_STATE = "(not optimizer state)"
-"""What tensors that are in no slot of state are called."""
+"""The label of tensors that are in no slot of optimizer state."""
 
 RUN = "(the run that saved)"
-"""What buffers are of, if they were those of a training run: its parameters and gradients."""
+"""The label of buffers of a training run: those of its parameters and gradients."""
 
 
 LabelledBuffer = tuple[str, GroupBuffer]
-"""A buffer, and what it is of: a slot of state, `NO_STATE` or `RUN`."""
+"""A label (a slot of optimizer state, `NO_STATE` or `RUN`) and a buffer."""
 
 
 def labelled_buffers(provenance: Mapping[str, Any]) -> tuple[LabelledBuffer, ...]:
-    """The buffers that a checkpoint lies in; if it lies in none, those of the run that saved it.
+    """The buffers that a checkpoint is laid out in; if there are none, those of the run that saved it.
 
     Raises:
-        SourceError: a record is not what ``docs/formats/manifest.md`` says.
+        SourceError: a record does not follow ``docs/formats/manifest.md``.
     """
     state = tuple((buffer.slot or NO_STATE, buffer) for buffer in recorded(provenance))
     return state or tuple((RUN, buffer) for buffer in recorded_run(provenance))
 
 
 def without_buffers(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """Provenance without what it records of buffers, which is long."""
+    """Provenance without its records of buffers, which are long."""
     short = {name: value for name, value in provenance.items() if name != "buffers"}
     if run := short.get("layer_wise"):
         short["layer_wise"] = {name: value for name, value in run.items() if name not in ("buffers", "ranks")}
@@ -41,17 +41,17 @@ def without_buffers(provenance: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def buffer_summary(buffers: Sequence[LabelledBuffer]) -> list[dict[str, Any]]:
-    """JSON data, for what they are of and who placed them: sizes and padding, and what each rank has.
+    """JSON data for each label and placement: sizes, padding, and what each rank holds.
 
-    ``padding_bytes`` is of one buffer of that dtype; ``newton_schulz`` the FLOPs of an iteration on the matrices that
-    a rank owns, null where no rank owns any.  ``busiest`` is the most that a rank has, over the mean.
+    ``padding_bytes`` counts one buffer of the dtype.  ``newton_schulz`` is the FLOPs of one iteration on the matrices
+    that a rank owns, null if no rank owns any.  ``busiest`` is the most that a rank holds, divided by the mean.
     """
     groups: defaultdict[tuple[str, str, int], list[GroupBuffer]] = defaultdict(list)
-    for of, buffer in buffers:
-        groups[of, buffer.layout.algorithm, buffer.layout.version].append(buffer)
+    for label, buffer in buffers:
+        groups[label, buffer.layout.algorithm, buffer.layout.version].append(buffer)
     return [
-        {"of": of, "algorithm": algorithm, "version": version, **_sizes(members), **_shares(members)}
-        for (of, algorithm, version), members in groups.items()
+        {"of": label, "algorithm": algorithm, "version": version, **_sizes(members), **_shares(members)}
+        for (label, algorithm, version), members in groups.items()
     ]
 
 
@@ -69,8 +69,11 @@ def _sizes(members: Sequence[GroupBuffer]) -> dict[str, Any]:
 
 
 def _shares(members: Sequence[GroupBuffer]) -> dict[str, Any]:
-    """Of ranks that share all of the buffers, as of the experts of a run only one group's are recorded; or if there are
-    none, because the buffers are those of several parts, of all ranks."""
+    """What each rank holds.
+
+    The ranks are those that share all of the buffers, because of experts a run records the buffers of one group only.
+    If no rank shares all of them, because the buffers are those of several parts, they are all ranks.
+    """
     groups = [set(buffer.group) for buffer in members]
     ranks = sorted(set.intersection(*groups) or set.union(*groups))
     held: Counter[int] = Counter()

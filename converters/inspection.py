@@ -1,4 +1,4 @@
-"""What is in a checkpoint and how it is laid out, from its metadata alone: what ``muonckpt inspect`` prints."""
+"""What is in a checkpoint and how it is laid out, from its metadata alone."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from .translate.detection import detect, with_slots
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What the metadata of a checkpoint say; sizes in bytes.
+    """A summary of a checkpoint's metadata; sizes are in bytes.
 
     Attributes:
         checkpoint: where it is.
         kind: its format.
-        dialect: whose keys it has: ``name`` and ``who``, None where that cannot be told, and the ``reasons``.
-        provenance: who made it and how, without the flat buffers that it records, which are long.
-        tensors, chunks, bytes: how many there are, and the bytes of all elements.
-        other_items, files: how many there are.
-        layouts: how the programs that wrote tensors had them on their ranks, and how many ``tensors`` each.
-        buffers: the flat buffers, summarised: sizes and padding, and what each rank has.
+        dialect: the program whose keys it has: ``name`` and ``who``, None if that is unknown, and the ``reasons``.
+        provenance: which program made it and how, without its records of flat buffers, which are long.
+        tensors, chunks, bytes: the numbers of tensors and chunks, and the bytes of all elements.
+        other_items, files: the numbers of non-tensor items and of files.
+        layouts: how tensors were laid out on the ranks that wrote them, with the number of ``tensors`` of each layout.
+        buffers: a summary of the flat buffers: sizes, padding, and what each rank holds.
         slots: for each slot of optimizer state ``tensors``, ``elements``, ``bytes`` and ``dtypes``.
-        manifest: everything, with the parameters and slots that keys of the dialect name.
+        manifest: the manifest, with parameters and slots as the keys of the dialect name them.
     """
 
     checkpoint: str
@@ -58,7 +58,7 @@ class Inspection:
 
 
 def inspect(path: str | os.PathLike[str] | Remote) -> Inspection:
-    """Say what is in a checkpoint of any format and how it is laid out: what ``muonckpt inspect`` prints.
+    """Summarise what is in a checkpoint of any format and how it is laid out, as ``muonckpt inspect`` prints it.
 
     Reads metadata only, and needs no torch.
 
@@ -89,22 +89,22 @@ def inspect(path: str | os.PathLike[str] | Remote) -> Inspection:
 
 
 def _dialect(manifest: Manifest) -> dict[str, Any]:
-    """Whose keys these are, if that can be told, and why or why not."""
+    """The program whose keys these are, if that is known, and why or why not."""
     try:
-        found = detect(manifest)
+        detected = detect(manifest)
     except SourceError as error:
         return {"name": None, "who": None, "reasons": [str(error)]}
-    return {"name": found.dialect.name, "who": found.dialect.who, "reasons": list(found.reasons)}
+    return {"name": detected.dialect.name, "who": detected.dialect.who, "reasons": list(detected.reasons)}
 
 
 def _slot(name: str | None, tensors: Sequence[StateRecord]) -> dict[str, Any]:
-    mine = [tensor for tensor in tensors if tensor.slot == name]
+    members = [tensor for tensor in tensors if tensor.slot == name]
     return {
         "slot": name or NO_STATE,
-        "tensors": len(mine),
-        "elements": sum(math.prod(tensor.shape) for tensor in mine),
-        "bytes": sum(map(_bytes, mine)),
-        "dtypes": sorted({tensor.dtype for tensor in mine}),
+        "tensors": len(members),
+        "elements": sum(math.prod(tensor.shape) for tensor in members),
+        "bytes": sum(map(_bytes, members)),
+        "dtypes": sorted({tensor.dtype for tensor in members}),
     }
 
 

@@ -1,4 +1,4 @@
-"""What rewriting a checkpoint did, or would do: what the commands print."""
+"""The report of `reshard` and `convert`: what they did, or would do in a dry run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .target.item_file import item_file_location
 
 @dataclass(frozen=True, slots=True)
 class FileReport:
-    """A file that is written: its name, how many chunks and items are in it, the bytes of elements, and all bytes."""
+    """A file of the destination: its name, the number of chunks and items, the bytes of elements, and all bytes."""
 
     file: str
     items: int
@@ -24,27 +24,27 @@ class FileReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was done, or would be; sizes in bytes.
+    """What was done, or would be done; sizes are in bytes.
 
     Attributes:
         source, destination: where they are.
         format: of the destination.
-        ranks, mesh, layout: of the destination; None where tensors are written whole.
-        buffers: the flat buffers in which ranks share the tensors, summarised: sizes and padding, what each rank has.
-        files: of the destination, but for those that describe the others.
-        tensors: how many are written.
-        checked: elements of the source that are used; all are compared with what is recorded of them.
-        read: elements that are read to be written.
-        avoided: what a reader of whole chunks would read besides.
-        written: of all files.
-        unchecked: how many chunks of the source carry no checksum.
-        items_file: where what is no tensor is written, if the format cannot hold it.
-        decoded: how many items are in it.
-        undecoded: keys of those that it only lists, because they are no plain data.
-        left_out: keys of what the source has and the destination has not.
+        ranks, mesh, layout: of the destination; None if tensors are written whole.
+        buffers: a summary of the flat buffers that ranks share: sizes, padding, and what each rank holds.
+        files: the files of the destination, without those that only describe the others.
+        tensors: the number of tensors that are written.
+        checked: bytes of the source that are checked against their checksums before they are used.
+        read: bytes of elements that are read to be written.
+        avoided: bytes that a reader of whole chunks would read in addition.
+        written: bytes of all files.
+        unchecked: the number of source chunks without a checksum.
+        items_file: the file of non-tensor items, if the format cannot hold them.
+        decoded: the number of items whose values are in that file.
+        undecoded: the keys of items that it only lists, because they are not plain data.
+        left_out: the keys of the source's tensors and items that are not in the destination.
         notes: sentences about what was decided.
-        compared: how many fingerprints of the source the tensors were, or are to be, compared with.
-        fingerprints: of the tensors that were written, by key; None if nothing was written yet.
+        compared: the number of tensors whose fingerprints are compared with the source's.
+        fingerprints: of the tensors that were written, by key; None if nothing was written.
     """
 
     source: str
@@ -70,7 +70,7 @@ class Report:
     fingerprints: Mapping[str, str | None] | None = None
 
     def finished(self, manifest: Manifest) -> Report:
-        """The same, when this was written."""
+        """The report when everything has been written."""
         return replace(self, fingerprints={tensor.key: tensor.fingerprint for tensor in manifest.tensors})
 
     def to_json(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Report:
 
 
 def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> Report:
-    """What a job will do, with more notes than its own."""
+    """What a job will do; ``notes`` are added before its own."""
     chunks = [chunk for tensor in job.manifest.tensors for chunk in tensor.chunks if chunk.box.numel]
     payloads, of_ranks = job.source.payloads, job.container.of_ranks
     return Report(
@@ -117,6 +117,6 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
 def _summary(buffers: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
     if not buffers:
         return ()
-    from .buffer_summary import buffer_summary, labelled_buffers  # rows need none of it
+    from .buffer_summary import buffer_summary, labelled_buffers  # not needed for rows
 
     return tuple(buffer_summary(labelled_buffers({"buffers": buffers})))

@@ -1,4 +1,4 @@
-"""Rewriting a checkpoint: for another mesh, layout, format or program.  What the commands of these names do."""
+"""Rewrites a checkpoint for another mesh, layout, format or program."""
 
 from __future__ import annotations
 
@@ -62,51 +62,51 @@ def reshard(
     timeout: float = TIMEOUT,
     progress: Progress = lambda count, total: None,
 ) -> Report | None:
-    """Rewrite a checkpoint for another mesh, layout, format or program; without torch, and nothing in it is run.
+    """Rewrite a checkpoint for another mesh, layout, format or program, without torch; nothing in it is executed.
 
-    The destination must not exist.  It appears whole, when everything has been written, checked and synced.
+    The destination must not exist.  It appears when everything has been written, checked and synced.
 
     Args:
         source: a checkpoint of any format.
         destination: where to write; a file for ``format="safetensors"`` without ``shard_size``, else a folder.
         mesh: axes and their sizes, the outermost first: ``{"dp": 8, "tp": 2}``.  Formats of whole tensors need none.
-        shard: which axes cut which dims of the tensors whose key fits a shell pattern, in the order of cutting:
-            ``{"*experts*": [("ep", 0), ("dp", 1)], "*norm*": []}``.  The first pattern that fits wins.  Without one,
-            all axes cut the rows; in other layouts all ranks share the buffer.
-        layout: what ranks hold, of :data:`.topology.LAYOUTS` (`muonckpt rules --layouts`).
-        format: what to write, of :data:`.formats.FORMATS`.  None: what ``to_dialect`` needs; or what the source is,
-            if it is flat buffers or torch_dist; else dcp.
-        shard_size: most bytes of tensors in a file of safetensors or zarr.
-        tensors_only: leave out what is no tensor.
-        select: shell patterns; what has a key that fits none of them is neither read nor written.
-        from_dialect: the program whose keys the source has; found from them if None.
+        shard: which axes cut which dims of the tensors whose key matches a shell pattern, in the order of cutting:
+            ``{"*experts*": [("ep", 0), ("dp", 1)], "*norm*": []}``.  The first matching pattern counts.  Tensors that
+            match none are cut by rows over all axes; in the layouts other than rows all ranks share their buffer.
+        layout: what each rank holds, one of :data:`.topology.LAYOUTS` (`muonckpt rules --layouts`).
+        format: the format to write, one of :data:`.formats.FORMATS`.  None means the one that ``to_dialect`` needs, or
+            the source's if that is flat buffers or torch_dist, or else dcp.
+        shard_size: the most bytes of tensors in a file of safetensors or zarr.
+        tensors_only: leave out items that are not tensors.
+        select: shell patterns; tensors and items whose key matches none of them are neither read nor written.
+        from_dialect: the program whose keys the source has; None means that the keys tell.
         to_dialect: the program to write for: its keys, slots, groups and momentum convention.
         rules: tables of names and structure, applied in order: names of ready-made ones, TOML files, or `NameRules`;
-            ``inverse:`` before a name is the way back.
-        convention: of the source's momentum, where nothing else says it: ``"ema"`` or ``"sum"``.
-        target_convention: to write, where the target's program has none of its own.
-        mu: the momentum coefficient, where the source's groups have none.
-        step: steps taken, where the target stores them and the source does not.
-        drop: slots of state to leave behind.
-        memory: most bytes of buffers.
+            ``inverse:`` before a name means the opposite direction.
+        convention: of the source's momentum, if it is not recorded: ``"ema"`` or ``"sum"``.
+        target_convention: the convention to write, if the target's program has none of its own.
+        mu: the momentum coefficient, if the source's groups have none.
+        step: the number of steps taken, if the target stores it and the source does not.
+        drop: slots of optimizer state to leave out.
+        memory: bytes of all buffers together.
         jobs: threads that check and write files.
-        resume: go on with an interrupted run of the same arguments.
+        resume: continue an interrupted run with the same arguments.
         verify: read everything back and compare before it is published.
         dry_run: plan only; nothing is written.
-        timeout: where several processes share the work (torchrun started them): seconds after which one that gives no
-            answer counts as lost, and ends the others.
-        progress: told how far the work is.
+        timeout: seconds without an answer after which another process counts as lost, which ends all of them, if
+            several processes share the work (under torchrun).
+        progress: receives the bytes done since its last call and the total.
 
     Returns:
-        What was done, or would be.  Where several processes share the work, None in all but the coordinator, rank 0.
+        What was done, or would be.  If several processes share the work: None in all but the coordinator, rank 0.
 
     Raises:
         TargetError: an argument does not fit the others, or the checkpoint.
-        SourceError: the source is damaged or refused, or the target has no place for something.
+        SourceError: the source is damaged or refused, or the target cannot hold all of it.
         LayoutError: a tensor has a hole or an overlap, or rules do not fit it.
         DestinationError: the destination exists, lies inside the source, or cannot be written.
-        Interrupted: it can be resumed.
-        LaunchError: the environment says something impossible about the processes, or they do different work.
+        Interrupted: the work can be resumed.
+        LaunchError: the environment contradicts itself about the processes, or they do different work.
     """
     with joined(os.environ, timeout) as workers:
         request = Request(
@@ -168,7 +168,7 @@ def _dialect(option: str, name: str | None) -> Dialect | None:
     if name is None:
         return None
     if name not in DIALECTS:
-        raise TargetError(f"{option}: no program {name!r}; there are {', '.join(DIALECTS)}")
+        raise TargetError(f"{option}: unknown program {name!r}; expected one of {', '.join(DIALECTS)}")
     return DIALECTS[name]
 
 
@@ -176,18 +176,17 @@ def _convention(name: str | None) -> Convention | None:
     if name is None:
         return None
     if name not in set(Convention):
-        raise TargetError(f"no momentum convention {name!r}; there are {', '.join(Convention)}")
+        raise TargetError(f"unknown momentum convention {name!r}; expected one of {', '.join(Convention)}")
     return Convention(name)
 
 
 def _rules(tables: str | NameRules | Iterable[str | NameRules]) -> NameRules:
-    listed = [tables] if isinstance(tables, str | NameRules) else tables
-    return sum((load_rules(each) if isinstance(each, str) else each for each in listed), NameRules())
+    sequence = [tables] if isinstance(tables, str | NameRules) else tables
+    return sum((load_rules(table) if isinstance(table, str) else table for table in sequence), NameRules())
 
 
 def _default_format(source: OpenCheckpoint, target: Dialect | None) -> str:
-    """What the target's program reads, or what the source is; DCP where files of its kind are not written by ranks, or
-    are another program's."""
+    """The format that the target's program reads, or the source's if ranks can write it, or else DCP."""
     if target and target.format:
         return target.format
     if source.format is BUFFERS:
@@ -196,26 +195,26 @@ def _default_format(source: OpenCheckpoint, target: Dialect | None) -> str:
 
 
 def _check_use(container: Container, mesh: Mapping[str, int] | None, has_rules: bool, layout: str) -> None:
-    """Nothing that is asked for is silently ignored.
+    """Check that no argument would be silently ignored.
 
     Raises:
         TargetError: the format needs a mesh, or has no use for rules or a layout.
     """
     if container.of_ranks and mesh is None:
-        raise TargetError(f"format {container.name} has files of ranks: say for which, such as --mesh dp=8")
+        raise TargetError(f"format {container.name} has a file for each rank: give their mesh, such as --mesh dp=8")
     for option, given in (("--shard", has_rules), ("--layout", layout != ROWS)):
         if given and not container.of_ranks:
-            raise TargetError(f"{option} means nothing to format {container.name}; leave it out")
+            raise TargetError(f"{option} has no meaning for format {container.name}; leave it out")
 
 
 def _unused(container: Container, mesh: Mapping[str, int] | None) -> tuple[str, ...]:
-    """What is said of a mesh that makes no difference."""
+    """A note if a mesh makes no difference."""
     if container.of_ranks or math.prod((mesh or {}).values()) == 1:
         return ()
-    return (f"{container.name} holds whole tensors, on any mesh alike",)
+    return (f"{container.name} holds whole tensors; the mesh makes no difference",)
 
 
 def _unread(source: OpenCheckpoint) -> tuple[str, ...]:
-    """What is said of a file of items beside the source."""
+    """A note if there is a file of items beside the source."""
     place = item_file_location(source.path)
-    return (f"what is no tensor lies in {place} and is not read",) if place.exists() else ()
+    return (f"the items in {place} are not read",) if place.exists() else ()

@@ -1,5 +1,7 @@
-"""From a job to files: what is written where, who writes it, and what is left to do after an interruption.
+"""From a plan to files: what is written where, by which process, and how an interrupted run is continued.
 
-``outputs`` says what a destination holds, ``job`` which file each part goes into, ``mover`` copies the bytes,
-``journal`` records finished files.  Open ``run`` first.
+``outputs`` says what a destination holds, ``job`` and ``output_files`` which file each part goes into; ``mover`` copies
+the bytes, with ``elements`` for those that do not lie in one run; ``staging`` and ``journal`` hold finished files until
+they are published.  ``launch``, ``workers``, ``process_group`` and ``assignment`` share a job among several processes.
+Open ``run`` first.
 """

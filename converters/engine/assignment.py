@@ -1,4 +1,4 @@
-"""Who does what of a job: which files each worker writes, and which chunks of the source it checks."""
+"""How a job is shared: which files each worker writes, and which chunks of the source it checks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .workers import Worker
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What one worker does of a job: the chunks of the source that it checks, the files that it sees to."""
+    """The part of one worker: the chunks of the source that it checks, and the files that it writes."""
 
     chunks: tuple[tuple[StateRecord, Chunk], ...]
     files: tuple[OutputFile, ...]
 
 
 def assignment(job: Job, worker: Worker, finished: Collection[str] = ()) -> Assignment:
-    """An equal share, by bytes, of the finished files, to look through, and of those to be written.
+    """An equal share, by bytes, of the finished files, which are checked, and of those that are still to be written.
 
-    Each chunk is checked by every worker that copies from it; what nobody copies from, by the coordinator.
+    Every worker checks the chunks that it copies from; the coordinator also checks those that no worker copies from.
     """
     mine: set[str] = set()
     for is_finished in (True, False):
@@ -32,8 +32,8 @@ def assignment(job: Job, worker: Worker, finished: Collection[str] = ()) -> Assi
         mine.update(file.name for file in files[ends[worker.rank] : ends[worker.rank + 1]])
     checked = _sources(file for file in job.files if file.name in mine)
     if worker.coordinates:
-        others = _sources(file for file in job.files if file.name not in mine)
-        checked |= {chunk.item for tensor in job.manifest.tensors for chunk in tensor.chunks} - others
+        checked_by_others = _sources(file for file in job.files if file.name not in mine)
+        checked |= {chunk.item for tensor in job.manifest.tensors for chunk in tensor.chunks} - checked_by_others
     chunks = ((tensor, chunk) for tensor in job.manifest.tensors for chunk in tensor.chunks if chunk.box.numel)
     return Assignment(
         tuple((tensor, chunk) for tensor, chunk in chunks if chunk.item in checked),
@@ -42,10 +42,10 @@ def assignment(job: Job, worker: Worker, finished: Collection[str] = ()) -> Assi
 
 
 def part_ends(sizes: Sequence[int], world: int) -> tuple[int, ...]:
-    """Where each of ``world`` parts of a sequence ends, so that the largest sum of sizes in one is the least possible.
+    """Where each of ``world`` parts of a sequence ends, with the largest sum of sizes in a part as small as possible.
 
-    Parts are contiguous: files that follow each other are mostly made of the same chunks of the source, which a worker
-    reads once.  No part exceeds the mean by more than the largest size.  The same on every worker.
+    Parts are contiguous, because neighbouring files mostly copy from the same chunks, which a worker then reads once.
+    No part exceeds the mean by more than the largest size.  All workers get the same result.
     """
     most = range(max(sizes, default=0), sum(sizes) + 1)
     least = most[bisect_left(most, True, key=lambda limit: len(_filled(sizes, limit)) <= world)] if sizes else 0
@@ -54,7 +54,7 @@ def part_ends(sizes: Sequence[int], world: int) -> tuple[int, ...]:
 
 
 def _filled(sizes: Sequence[int], limit: int) -> list[int]:
-    """Where parts end that are filled one after the other up to this limit."""
+    """Where parts end if each is filled up to this limit before the next begins."""
     ends, filled = [], 0
     for index, size in enumerate(sizes):
         if filled + size > limit:

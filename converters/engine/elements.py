@@ -1,4 +1,4 @@
-"""The elements of an output tensor, from wherever they lie: the one way from a source's bytes to what is written."""
+"""Reads the elements of an output tensor from wherever they lie in the source or in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .outputs import OutputTensor
 
 
 def bytes_of(payloads: Payloads, tensor: OutputTensor, buffer: Buffer, start: int, numel: int) -> memoryview:
-    """The bytes of ``numel`` elements from element ``start`` of a buffer, not copied."""
+    """A view of the bytes of ``numel`` elements from element ``start`` of a buffer."""
     size = itemsize(tensor.record.dtype)
     if buffer in tensor.made:
         return memoryview(tensor.made[buffer])[start * size : (start + numel) * size]
@@ -27,19 +27,19 @@ def bytes_of(payloads: Payloads, tensor: OutputTensor, buffer: Buffer, start: in
 
 
 def gather_elements(payloads: Payloads, tensor: OutputTensor, fragments: Iterable[Fragment], box: Box) -> Words:
-    """The elements of a box, dense and scaled.  ``fragments`` are some of the tensor's that cover it, each once."""
+    """The elements of a box, dense and scaled.  ``fragments`` of the tensor must cover the box, without overlaps."""
     kind, scale = dtype(tensor.record.dtype), tensor.scale
     halves = (2,) if kind.itemsize > 8 else ()
     words = np.empty((*box.shape, *halves), kind.bits)
     for fragment in fragments:
         common = fragment.box & box
         if common is not None:
-            words[within(common, box.lo)] = _at(payloads, tensor, fragment.at(common.lo), common.shape)
+            words[within(common, box.lo)] = _elements_at(payloads, tensor, fragment.at(common.lo), common.shape)
     return words if scale is None else scaled(words, tensor.record.dtype, scale)
 
 
-def _at(payloads: Payloads, tensor: OutputTensor, place: Place, shape: Index) -> Words:
-    """The elements of a box of this shape at a place; nothing beyond its first and last is looked at."""
+def _elements_at(payloads: Payloads, tensor: OutputTensor, place: Place, shape: Index) -> Words:
+    """The elements of a box of this shape at a place; reads nothing before the first or after the last of them."""
     name = tensor.record.dtype
     if place.buffer not in tensor.made:
         return payloads.gather(payload_of(tensor.record, tensor.chunks[place.buffer]), name, place, shape)

@@ -1,8 +1,8 @@
 """What a reshard will do, decided without the data: which boxes go into which file, and where in it.
 
-The way of a tensor: the source's manifest says where its elements are; a translation may rename, split or join
-tensors, which only makes other layouts of the same buffers; the container says which boxes lie in which file, by what
-the target says of ranks if its files are those of ranks; one plan per tensor says which bytes go where.
+For each tensor the source's manifest says where the elements are.  A translation may rename, split or join tensors,
+which only makes other layouts of the same buffers.  The container decides which boxes lie in which file; if each rank
+has a file, by the layouts of the target.  One plan per tensor then lists the bytes to copy.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Job:
     """Everything about a reshard that does not need the data.
 
     Args:
-        manifest: of the source, as much of it as is read.
-        state: tells whether the source has changed since.
-        container: what the files are.
-        select: what the tensors and items were chosen by.
-        tensors: to write, without their chunks.
-        words, provenance: for the manifest: each tensor's layout, by key; where everything comes from.
-        left_out, notes: as `Outputs` has them.
-        items: the file with what is no tensor, beside a destination that cannot hold it.
+        manifest: the part of the source's manifest that is read.
+        state: the state of the source's files, which shows whether they change later.
+        container: the kind of the files to write.
+        select: the shell patterns by which tensors and items were chosen.
+        tensors: the tensors to write, without their chunks.
+        recorded_layouts, provenance: for the manifest: each tensor's layout as JSON data, by key; and the provenance.
+        left_out, notes: those of the `Outputs`.
+        items: the file of non-tensor items, beside a destination that cannot hold them.
     """
 
     source: OpenCheckpoint
@@ -49,7 +49,7 @@ class Job:
     container: Container
     select: tuple[str, ...]
     tensors: tuple[StateRecord, ...]
-    words: Mapping[str, Mapping[str, Any] | None]
+    recorded_layouts: Mapping[str, Mapping[str, Any] | None]
     provenance: Mapping[str, Any]
     files: tuple[OutputFile, ...]
     left_out: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class Job:
 
     @property
     def bytes_to_check(self) -> int:
-        """Payload of the source that is used: all of it is checked before."""
+        """Bytes of the source's payloads that are used; all of them are checked first."""
         return sum(c.payload.length for t in self.manifest.tensors for c in t.chunks if c.payload)
 
     @property
@@ -68,7 +68,7 @@ class Job:
 
     @property
     def payload_to_write(self) -> int:
-        """Bytes of elements in them: as many are read to write them."""
+        """Bytes of elements in all files; as many are read to write them."""
         return sum(file.payload for file in self.files)
 
     @property
@@ -78,7 +78,7 @@ class Job:
 
     @property
     def reads_avoided(self) -> int:
-        """Bytes that need not be read to fill the chunks, but that a reader of whole chunks, as stock DCP is, would."""
+        """Bytes that a reader of whole chunks, such as stock DCP, would read in addition."""
         whole = 0
         for file in self.files:
             touched: dict[Extent, int] = {}
@@ -96,7 +96,7 @@ class Job:
         return xxh3_128(text.encode(errors="surrogatepass") for text in self._described())
 
     def _described(self) -> Iterator[str]:
-        """All that makes two jobs differ, in parts."""
+        """Everything in which two jobs can differ, in parts."""
         yield self.manifest.to_json()
         yield Manifest(self.tensors, (), self.provenance).to_json()
         yield repr((self.state, self.target, self.container.name, self.select, self.items))
@@ -116,16 +116,16 @@ def make_job(
     make_outputs: MakeOutputs,
     container: Container,
 ) -> Job:
-    """Plan to write a checkpoint's tensors as ``target`` says, in files as ``container`` makes them.
+    """Plan to write a checkpoint for ``target`` in the files of ``container``.
 
     Args:
-        make_outputs: says what is made of the source.
-        select: shell patterns; what is to be called a key that fits none of them is not written, and nothing that
-            only it needs is read.  Empty: everything.
+        select: shell patterns.  Only outputs whose key matches one are written, and only what they need is read;
+            empty means everything.
+        make_outputs: makes the outputs from the source.
 
     Raises:
         SourceError: the source cannot be read, or the container cannot hold what is in it.
-        TargetError: the target does not fit the tensors, or a pattern fits nothing.
+        TargetError: the target does not fit the tensors, or a pattern matches nothing.
         LayoutError: a tensor of the source has a hole or an overlap.
     """
     outputs = make_outputs(source).selected(select)
@@ -141,7 +141,7 @@ def make_job(
         container,
         tuple(select),
         tuple(output.record for output in outputs.tensors),
-        arranged.words,
+        arranged.recorded_layouts,
         arranged.provenance,
         arranged.files,
         outputs.left_out,
@@ -151,8 +151,10 @@ def make_job(
 
 
 def check_destination(source: Location, destination: Location, container: Container) -> None:
-    """Raises:
-    DestinationError: something is there already, or it lies inside the source.
+    """Check that a destination can be written.
+
+    Raises:
+        DestinationError: it exists already, or lies inside the source.
     """
     publish.refuse_existing(destination, container.staged(destination))
     if source.resolve() in destination.resolve().parents:
@@ -160,7 +162,7 @@ def check_destination(source: Location, destination: Location, container: Contai
 
 
 def file_states(source: Location, manifest: Manifest) -> tuple[object, ...]:
-    """Which files the source has, how long they are and when they were changed.
+    """The files of the source, with their lengths and modification times.
 
     Raises:
         SourceError: one is missing.

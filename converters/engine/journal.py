@@ -1,8 +1,8 @@
-"""The journal of finished files, so that work that was stopped can go on.
+"""The journal of finished files, from which an interrupted run can continue.
 
-Each worker writes lines of its own, one for each file that it has finished.  A line carries a checksum, made with the
-digest of the job, so a damaged line or one of another job is not taken for anything.  Nobody waits for what is
-written here: it is read when a run begins.
+Each worker writes a journal of its own, with a line for each file that it has finished.  The checksum of a line
+includes the digest of the job, so damaged lines and those of other jobs are ignored.  Journals are read only when a run
+begins.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ...store.io.location import Location
 
 
 class ChunkSums(NamedTuple):
-    """What passed when an item was written: xxh3-128 and the frame's checksum of its payload, its share of the
-    fingerprint."""
+    """Sums of the elements of a chunk, computed while they were written: xxh3-128, the checksum that the frame stores,
+    and the share of the tensor's fingerprint."""
 
     digest: str
     checksum: int
@@ -27,19 +27,19 @@ class ChunkSums(NamedTuple):
 
 
 class FinishedFile(NamedTuple):
-    """A finished file: the digest of each blob and the sums of each tensor item, in the order of the job."""
+    """A finished file: the digest of each item and the sums of each chunk, in the order of the job."""
 
-    blobs: tuple[str, ...]
-    items: tuple[ChunkSums, ...]
+    items: tuple[str, ...]
+    chunks: tuple[ChunkSums, ...]
 
     @classmethod
-    def of(cls, blobs: Iterable[str], items: Iterable[Iterable[Any]]) -> FinishedFile:
-        """From JSON data."""
-        return cls(tuple(blobs), tuple(ChunkSums(*item) for item in items))
+    def of(cls, items: Iterable[str], chunks: Iterable[Iterable[Any]]) -> FinishedFile:
+        """A finished file from JSON data."""
+        return cls(tuple(items), tuple(ChunkSums(*sums) for sums in chunks))
 
 
 class Journal:
-    """The lines of one worker at this place; safe to use from several threads."""
+    """The journal of one worker, written at this place; safe to use from several threads."""
 
     def __init__(self, place: Location, job: str) -> None:
         self._lines, self._job = new_lines(place), job
@@ -47,25 +47,25 @@ class Journal:
         self.close = self._lines.close
 
     def add(self, file: str, done: FinishedFile) -> None:
-        """Note a finished (and synced) file."""
-        line = sealed(self._job, {"file": file, "blobs": done.blobs, "items": done.items})
+        """Record a file that is finished and synced."""
+        line = sealed(self._job, {"file": file, "blobs": done.items, "items": done.chunks})
         with self._adding:
             self._lines.add(line)
 
 
 def finished(lines: Iterable[bytes], job: str) -> dict[str, FinishedFile]:
-    """What lines say is finished, by file; of several about one file the last."""
+    """The finished files that journal lines name; of several lines about one file the last counts."""
     entries = (unsealed(job, line) for line in lines)
     return {entry["file"]: FinishedFile.of(entry["blobs"], entry["items"]) for entry in entries if entry is not None}
 
 
 def sealed(seal: str, entry: Any) -> bytes:
-    """JSON data as one line with a checksum, which is not that of the same data with another seal."""
+    """JSON data as one line with a checksum of the data and the seal."""
     text = json.dumps(entry).encode()
     return xxh3_128([seal.encode(), text]).encode() + b" " + text
 
 
 def unsealed(seal: str, line: bytes) -> Any:
-    """The data of such a line; None if it is damaged, or has another seal."""
+    """The data of a sealed line; None if it is damaged or has another seal."""
     digest, _, text = line.partition(b" ")
     return json.loads(text) if digest == xxh3_128([seal.encode(), text]).encode() else None

@@ -1,8 +1,8 @@
 """Moving the bytes of one job: the part of offline work that touches data.
 
-Every file is written front to back by one thread, item by item in bands of bounded size; what passes is summed.  No
-tensor is ever deserialised.  Where every copy of an item is one run of bytes on both sides, as for rows, the bytes go
-from the source's pages to the file; otherwise a band is assembled in memory first.  Both give the same file.
+One thread writes a file from its first byte to its last, in bands of bounded size, and computes checksums on the way.
+No tensor is ever deserialised.  If every copy of a chunk is one run of bytes on both sides, as for rows, the bytes go
+directly from the source's pages to the file; otherwise bands are assembled in memory.  Both give the same file.
 """
 
 from __future__ import annotations
@@ -31,20 +31,23 @@ from .output_files import OutputChunk, OutputFile, PlacedItem
 from .staging import Staging
 
 LARGEST_BAND = 2 << 20
-"""Bytes moved at a time, at most: few enough to stay in cache from the copy to the checksums to the write."""
+"""The most bytes of a band: it should stay in cache from the copy through the checksums to the write."""
 
-_MOST_ROWS = 1 << 16
-"""Of a band: the fingerprint has a weight of 8 bytes for each, and remembers those of the last 16 bands."""
+_MAX_BAND_ROWS = 1 << 16
+"""The most rows of a band: the fingerprint keeps 8 bytes for each row of the last 16 bands."""
 
 Advance = Callable[[int], None]
-"""Told the bytes that have been checked or written since the last call; called from several threads."""
+"""Receives the number of bytes checked or written since the last call; called from several threads."""
 
 
 class Mover:
-    """Moves bytes: the only part that touches data.
+    """Checks, copies and reads back the bytes of a job.
 
     Args:
-        chunks: of the source, with their tensors, that are to be checked: `unchecked`, by item, until they are.
+        chunks: the chunks of the source to check, with their tensors.
+
+    Attributes:
+        unchecked: the chunks that have not been checked yet, with their tensors, by item.
     """
 
     def __init__(
@@ -64,40 +67,46 @@ class Mover:
         self._progress = progress
 
     def check(self, source: Extent) -> None:
-        """Raises `SourceError` if a source chunk is not what was recorded of it.
+        """Check a chunk of the source against its checksum; returns at once if another thread has begun to.
 
-        One that another thread has taken up is not waited for.
+        Raises:
+            SourceError: the chunk is damaged.
         """
-        found = self.unchecked.pop(source, None)
-        if found is not None:
-            self._go_on()
-            check_chunk(self._payloads, *found)
-            self._progress(payload_of(*found).length)
+        tensor_and_chunk = self.unchecked.pop(source, None)
+        if tensor_and_chunk is not None:
+            self._raise_if_stopped()
+            check_chunk(self._payloads, *tensor_and_chunk)
+            self._progress(payload_of(*tensor_and_chunk).length)
 
     def write(self, file: OutputFile) -> FinishedFile:
-        """One file, synced.  A chunk is checked right before an item is copied from it: if all were checked first the
-        disk would have nothing to do, and the source would be read from it twice."""
-        self._go_on()
-        for folder in reversed(PurePosixPath(file.name).parents[:-1]):  # not the one that holds all: it must be there
+        """Write one file and sync it.
+
+        A chunk of the source is checked right before it is copied from.  If all chunks were checked first, the disk
+        would be idle meanwhile, and the source would be read from it twice.
+        """
+        self._raise_if_stopped()
+        for folder in reversed(PurePosixPath(file.name).parents[:-1]):  # the staging directory itself exists
             (self._staged / str(folder)).mkdir(exist_ok=True)
         with drafted(self._staged / file.name, file.length, self._drafts) as output:
-            told: tuple[ChunkSums, ...] | None = None
-            if file.header and not output.rewinds:  # what tells the sums comes first: they need a pass of their own
-                told = tuple(self._pass(chunk) for chunk in file.chunks)
-                output.write(file.header(told), 0)
+            first_sums: tuple[ChunkSums, ...] | None = None
+            if (
+                file.header and not output.rewinds
+            ):  # the header with the sums is written first, so they need a pass of their own
+                first_sums = tuple(self._pass(chunk) for chunk in file.chunks)
+                output.write(file.header(first_sums), 0)
             done = FinishedFile(
                 tuple(self._write_item(output, item) for item in file.items),
                 tuple(self._write_chunk(output, chunk) for chunk in file.chunks),
             )
-            if told not in (None, done.items):
-                raise SourceError(f"the source of {file.name} was not the same when it was read again")
+            if first_sums not in (None, done.chunks):
+                raise SourceError(f"the source of {file.name} changed between two reads; nothing was published")
             if file.header and output.rewinds:
-                output.write(file.header(done.items), 0)
+                output.write(file.header(done.chunks), 0)
             return done
 
     def is_finished(self, file: OutputFile, done: FinishedFile | None) -> bool:
-        """Whether a file that the journal claims holds, in every byte, what was written."""
-        if done is None or (len(done.blobs), len(done.items)) != (len(file.items), len(file.chunks)):
+        """Whether a file that the journal names still holds, in every byte, what was written."""
+        if done is None or (len(done.items), len(done.chunks)) != (len(file.items), len(file.chunks)):
             return False
         whole = self._holds(file, done)
         if whole:
@@ -105,17 +114,17 @@ class Mover:
         return whole
 
     def verify(self, file: OutputFile, done: FinishedFile) -> None:
-        """Read a written file back, from the disk if the system lets its pages go, and compare every byte's sum.
+        """Read a written file back, from the disk if the system drops its cached pages, and compare all checksums.
 
         Raises:
             DestinationError: it does not hold what was written.
         """
-        self._go_on()
-        name = self._staged / file.name
-        with open_regular(name) as written:
+        self._raise_if_stopped()
+        place = self._staged / file.name
+        with open_regular(place) as written:
             written.forget()
         if not self._holds(file, done):
-            raise DestinationError(f"{name} does not hold what was written into it: the disk or its driver lost data")
+            raise DestinationError(f"{place} does not hold what was written to it: the disk or its driver lost data")
         self._progress(file.payload)
 
     def _holds(self, file: OutputFile, done: FinishedFile) -> bool:
@@ -124,7 +133,7 @@ class Mover:
                 return written.size == file.length and all(
                     xxh3_128(mine.bands(extent)) == digest for extent, digest in _parts(file, done)
                 )
-        except SourceError:  # gone, too short, or no file of ours
+        except SourceError:  # it is gone, too short, or not a regular file
             return False
 
     def _write_item(self, output: Writing, item: PlacedItem) -> str:
@@ -134,64 +143,61 @@ class Mover:
         return xxh3_128([raw])
 
     def _write_chunk(self, output: Writing, chunk: OutputChunk) -> ChunkSums:
-        at = chunk.stored.item.offset
-        output.write(chunk.frame.head, at)
-        at += len(chunk.frame.head)
+        position = output.write(chunk.frame.head, chunk.stored.item.offset)
 
         def put(raw: memoryview) -> None:
-            nonlocal at
-            at = output.write(raw, at)
+            nonlocal position
+            position = output.write(raw, position)
             self._progress(len(raw))
 
-        passed = self._pass(chunk, put)
-        output.write(chunk.frame.tail(passed.checksum), at)
-        return passed
+        sums = self._pass(chunk, put)
+        output.write(chunk.frame.tail(sums.checksum), position)
+        return sums
 
     def _pass(self, chunk: OutputChunk, put: Callable[[memoryview], None] = lambda raw: None) -> ChunkSums:
-        """Sum the elements of a chunk, and hand on their bytes in order."""
+        """Compute the sums of a chunk's elements, and pass their bytes on in order."""
         for source in sorted(chunk.sources, key=lambda source: (source.file, source.offset)):
             self.check(source)
         sums = Sums(chunk.frame.checksum_of)
-        parts = self._straight(chunk) if is_direct(chunk) else self._assembled(chunk)
+        parts = self._direct(chunk) if is_direct(chunk) else self._assembled(chunk)
         for words, origin in parts:
-            self._go_on()
+            self._raise_if_stopped()
             put(sums.add(words, origin))
         for source in chunk.sources:
             self._payloads.release(source)
         return ChunkSums(sums.digest, sums.checksum, sums.share)
 
-    def _straight(self, chunk: OutputChunk) -> Iterator[tuple[Words, Index]]:
+    def _direct(self, chunk: OutputChunk) -> Iterator[tuple[Words, Index]]:
         """The elements of a chunk in order, as views of the source, with the global index of each view's first."""
         size = itemsize(chunk.tensor.dtype)
         for copy in sorted(chunk.copies, key=lambda copy: copy.target.offset):
-            at = copy.source.offset
-            for band in bands(copy.box, self._most(copy.box, size)):
+            start = copy.source.offset
+            for band in bands(copy.box, self._band_numel(copy.box, size)):
                 for box in band.boxes:
-                    found = bytes_of(self._payloads, chunk.output, copy.source.buffer, at, box.numel)
-                    yield as_words(found, chunk.tensor.dtype, box.shape), box.lo
-                    at += box.numel
+                    raw = bytes_of(self._payloads, chunk.output, copy.source.buffer, start, box.numel)
+                    yield as_words(raw, chunk.tensor.dtype, box.shape), box.lo
+                    start += box.numel
 
     def _assembled(self, chunk: OutputChunk) -> Iterator[tuple[Words, Index]]:
         """The elements of a chunk in order, gathered from wherever they lie."""
         fragments = [Fragment(copy.box, copy.source) for copy in chunk.copies]
-        for band in bands(chunk.stored.box, self._most(chunk.stored.box, itemsize(chunk.tensor.dtype))):
+        for band in bands(chunk.stored.box, self._band_numel(chunk.stored.box, itemsize(chunk.tensor.dtype))):
             for box in band.boxes:
                 yield gather_elements(self._payloads, chunk.output, fragments, box), box.lo
 
-    def _most(self, box: Box, size: int) -> int:
-        """Elements of a band of this box, at most."""
-        rows = _MOST_ROWS * math.prod(box.shape[1:]) if box.ndim > 1 else box.numel
+    def _band_numel(self, box: Box, size: int) -> int:
+        """The most elements of a band of this box."""
+        rows = _MAX_BAND_ROWS * math.prod(box.shape[1:]) if box.ndim > 1 else box.numel
         return max(min(self._band_bytes // size, rows), 1)
 
-    def _go_on(self) -> None:
+    def _raise_if_stopped(self) -> None:
         if self._stop.is_set():
             raise Interrupted("stopped")
 
 
 def is_direct(chunk: OutputChunk) -> bool:
-    """Whether elements are only moved, and each copy is one run of them, in the source as in what is written."""
-    plain = chunk.output.scale is None
-    return plain and all(
+    """Whether elements are moved unscaled, and each copy is one run of elements in both the source and the file."""
+    return chunk.output.scale is None and all(
         _is_run(copy.source, copy.box.shape) and _is_run(copy.target, copy.box.shape) for copy in chunk.copies
     )
 
@@ -202,36 +208,36 @@ def _is_run(place: Place, shape: Index) -> bool:
 
 def _parts(file: OutputFile, done: FinishedFile) -> Iterator[tuple[Extent, str]]:
     """A written file from its first byte to its last, with the digest of each part."""
-    at = 0
+    end = 0
 
     def known(content: bytes) -> tuple[Extent, str]:
-        return Extent(file.name, at, len(content)), xxh3_128([content])
+        return Extent(file.name, end, len(content)), xxh3_128([content])
 
     if file.header:
-        header = file.header(done.items)
+        header = file.header(done.chunks)
         yield known(header)
-        at = len(header)
-    for item, digest in zip(file.items, done.blobs, strict=True):
-        yield from _zeros(file.name, at, item.blob.item.offset)
+        end = len(header)
+    for item, digest in zip(file.items, done.items, strict=True):
+        yield from _zeros(file.name, end, item.blob.item.offset)
         yield item.blob.item, digest
-        at = item.blob.item.end
-    for chunk, passed in zip(file.chunks, done.items, strict=True):
+        end = item.blob.item.end
+    for chunk, sums in zip(file.chunks, done.chunks, strict=True):
         payload = payload_of(chunk.tensor, chunk.stored)
-        yield from _zeros(file.name, at, chunk.stored.item.offset)
-        at = chunk.stored.item.offset
+        yield from _zeros(file.name, end, chunk.stored.item.offset)
+        end = chunk.stored.item.offset
         yield known(chunk.frame.head)
-        yield payload, passed.digest
-        at = payload.end
-        yield known(chunk.frame.tail(passed.checksum))
-        at = chunk.stored.item.end
-    yield from _zeros(file.name, at, file.length)
+        yield payload, sums.digest
+        end = payload.end
+        yield known(chunk.frame.tail(sums.checksum))
+        end = chunk.stored.item.end
+    yield from _zeros(file.name, end, file.length)
 
 
 def _zeros(name: str, start: int, stop: int) -> Iterator[tuple[Extent, str]]:
-    """What no item covers, `LARGEST_BAND` at a time: a padded buffer may have more of it than fits into memory."""
-    for at in range(start, stop, LARGEST_BAND):
-        length = min(LARGEST_BAND, stop - at)
-        yield Extent(name, at, length), _digest_of_zeros(length)
+    """The padding between items, `LARGEST_BAND` bytes at a time, since all of it may not fit into memory."""
+    for offset in range(start, stop, LARGEST_BAND):
+        length = min(LARGEST_BAND, stop - offset)
+        yield Extent(name, offset, length), _digest_of_zeros(length)
 
 
 @lru_cache

@@ -1,4 +1,4 @@
-"""The files of a destination: which items each holds, and where in it.  Decided without the data."""
+"""The files of a destination: the items of each, and their places in it; decided without the data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .outputs import OutputItem, Outputs, OutputTensor
 
 
 class PayloadFrame(Protocol):
-    """What lies around the elements of an item; all numbers in bytes."""
+    """The bytes around the elements of a stored chunk; lengths and offsets are in bytes."""
 
     @property
     def head(self) -> bytes: ...
@@ -35,17 +35,17 @@ class PayloadFrame(Protocol):
 
     @property
     def checksum_of(self) -> Checksum:
-        """What the tail says of the elements."""
+        """The checksum of the elements that the tail contains."""
         ...
 
     def tail(self, checksum: int) -> bytes:
-        """What comes after elements with this checksum."""
+        """The bytes after elements with this checksum."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class NoFrame:
-    """The frame of elements with nothing around them."""
+    """The frame of elements that are stored with nothing around them."""
 
     payload_length: int
     head: ClassVar[bytes] = b""
@@ -65,9 +65,9 @@ class NoFrame:
 
 @dataclass(frozen=True, slots=True)
 class OutputChunk:
-    """One chunk of a tensor to write: where it goes (``stored``), its frame, and the copies that fill it.
+    """A chunk of a tensor to write: where it goes (``stored``), its frame, and the copies that fill it.
 
-    The places of the copies: the source's in a buffer of ``output``, the target's in the payload of this chunk.
+    The copies go from buffers of ``output`` to the payload of this chunk.
     """
 
     output: OutputTensor
@@ -81,19 +81,19 @@ class OutputChunk:
 
     @property
     def sources(self) -> set[Extent]:
-        """The items of the source that it is copied from."""
+        """The items of the source that this chunk is copied from."""
         chunks = self.output.chunks
         return {chunks[copy.source.buffer].item for copy in self.copies if copy.source.buffer in chunks}
 
-    def written(self, passed: ChunkSums) -> Chunk:
-        """The chunk, with what is known when its elements have passed."""
-        carried = passed.checksum if self.frame.checksum_of is crc32_of else None
-        return dataclasses.replace(self.stored, digest=passed.digest, crc32=carried)
+    def written(self, sums: ChunkSums) -> Chunk:
+        """The chunk with the checksums of its elements."""
+        crc32 = sums.checksum if self.frame.checksum_of is crc32_of else None
+        return dataclasses.replace(self.stored, digest=sums.digest, crc32=crc32)
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedItem:
-    """An item that is no tensor, and where it goes (``blob``)."""
+    """A non-tensor item, and where it goes (``blob``)."""
 
     output: OutputItem
     blob: Blob
@@ -101,7 +101,7 @@ class PlacedItem:
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """One file to write: its header, items, then chunks of tensors, in the order of their places; zeros elsewhere.
+    """A file to write: its header, items and chunks of tensors, in the order of their places, with zeros between them.
 
     ``length`` in bytes.  A name with slashes lies in folders.  ``header`` makes the first bytes of the file from the
     sums of its chunks; how many bytes these are does not depend on the sums.
@@ -115,17 +115,17 @@ class OutputFile:
 
     @property
     def count(self) -> int:
-        """Of chunks and items."""
+        """The number of chunks and items."""
         return len(self.items) + len(self.chunks)
 
     @property
     def payload(self) -> int:
-        """Bytes of elements in it."""
+        """Bytes of elements in this file."""
         return sum(chunk.frame.payload_length for chunk in self.chunks)
 
 
 def place_items(name: str, items: Sequence[OutputItem]) -> tuple[tuple[PlacedItem, ...], int]:
-    """The items one after the other in the file of this name, each aligned; and the byte behind the last."""
+    """The items one after the other in the file of this name, each aligned; and the offset behind the last."""
     end = 0
     placed = []
     for item in items:
@@ -137,8 +137,8 @@ def place_items(name: str, items: Sequence[OutputItem]) -> tuple[tuple[PlacedIte
 
 @dataclass(frozen=True, slots=True)
 class WriteRequest:
-    """What is asked for: ``outputs``, made of a source (its name, provenance and bytes), chosen by ``select``, to lie
-    as ``target`` says."""
+    """What a container shall write: ``outputs``, made from a source (its name, provenance and payloads), chosen by
+    ``select``, for ``target``."""
 
     source: str
     provenance: Mapping[str, Any]
@@ -150,12 +150,13 @@ class WriteRequest:
 
 @dataclass(frozen=True, slots=True)
 class Arranged:
-    """The files to write, and what the manifest says of them: ``words`` is the layout of each tensor, by key.
+    """The files to write, and what the manifest says about them.
 
-    ``items`` is a file beside the destination with what is no tensor, where the others cannot hold it.
+    ``recorded_layouts`` are the layouts of tensors as JSON data, by key.  ``items`` is a file beside the destination
+    for the non-tensor items, if the other files cannot hold them.
     """
 
     files: tuple[OutputFile, ...]
-    words: Mapping[str, Mapping[str, Any] | None]
+    recorded_layouts: Mapping[str, Mapping[str, Any] | None]
     provenance: Mapping[str, Any]
     items: ItemFile | None = None

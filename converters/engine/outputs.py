@@ -1,4 +1,4 @@
-"""What a destination holds: tensors made of the source's elements, and items that are no tensors."""
+"""What a destination holds: tensors made from the source's elements, and non-tensor items."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ...store.open_checkpoint import OpenCheckpoint
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """A tensor to write: ``record`` says what it is (its chunks do not count), ``layout`` where its elements lie.
+    """A tensor to write: ``record`` describes it (its chunks do not count), ``layout`` says where its elements lie.
 
-    A buffer of the layout is the payload of a chunk of the source (``chunks``), or bytes in memory (``made``); both
-    hold elements of ``record.dtype``.  Elements are multiplied by ``scale``, or if it is None copied bit for bit.
+    A buffer of the layout is the payload of a chunk of the source (``chunks``) or bytes in memory (``made``), of
+    elements of ``record.dtype``.  Elements are multiplied by ``scale``; if it is None, they are copied bit for bit.
     """
 
     record: StateRecord
@@ -36,14 +36,14 @@ class OutputTensor:
         return self.record.key
 
     def copies(self, boxes: Sequence[Box]) -> tuple[tuple[Copy, ...], ...]:
-        """For each of the boxes, which together are the tensor, the copies that make it, dense from element 0."""
+        """The copies that fill each of these boxes, which tile the tensor; each box is dense from element 0."""
         with about(f"tensor {self.key!r}"):
             return _copies(self.layout, tuple(boxes))
 
 
 @lru_cache(maxsize=1024)
 def _copies(source: TensorLayout, boxes: tuple[Box, ...]) -> tuple[tuple[Copy, ...], ...]:
-    """Cached: tensors of one geometry share them."""
+    """Cached, because tensors of the same geometry share their copies."""
     target = TensorLayout(source.shape, tuple(dense(box, number) for number, box in enumerate(boxes)))
     copies: defaultdict[Buffer, list[Copy]] = defaultdict(list)
     for copy in make_plan(source, target).copies:
@@ -53,7 +53,7 @@ def _copies(source: TensorLayout, boxes: tuple[Box, ...]) -> tuple[tuple[Copy, .
 
 @dataclass(frozen=True, slots=True)
 class OutputItem:
-    """An item that is no tensor: its bytes are those of an item of the source, or if that is None ``data``."""
+    """A non-tensor item: a copy of an item of the source, or if ``source`` is None the bytes ``data``."""
 
     key: str
     path: tuple[str | int, ...]
@@ -62,7 +62,7 @@ class OutputItem:
 
     @property
     def length(self) -> int:
-        """Bytes of the item."""
+        """Length in bytes."""
         return len(self.data) if self.source is None else self.source.item.length
 
 
@@ -70,10 +70,11 @@ class OutputItem:
 class Outputs:
     """Everything that a destination holds.
 
-    ``left_out`` are the keys of what the source has and this has not; ``notes`` sentences about what was decided.
+    ``left_out`` are the keys of the source's tensors and items that are not in the destination; ``notes`` are sentences
+    about what was decided.
 
     Raises:
-        SourceError: two of the tensors and items have one key.
+        SourceError: two tensors or items have the same key.
     """
 
     tensors: Sequence[OutputTensor]
@@ -82,26 +83,28 @@ class Outputs:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        twice = [key for key, count in Counter(self.keys).items() if count > 1]
-        if twice:
-            raise SourceError(f"two things would get the key {twice[0]!r}; a rule must rename one of them")
+        duplicates = [key for key, count in Counter(self.keys).items() if count > 1]
+        if duplicates:
+            raise SourceError(
+                f"two tensors or items would get the key {duplicates[0]!r}; add a rule that renames one of them"
+            )
 
     @property
     def keys(self) -> list[str]:
-        """Of all tensors and items."""
+        """The keys of all tensors and items."""
         return [tensor.key for tensor in self.tensors] + [item.key for item in self.items]
 
     def selected(self, globs: Sequence[str]) -> Outputs:
-        """What has a key that fits one of these shell patterns; everything if there are none.
+        """The tensors and items whose key matches one of these shell patterns; everything if there are none.
 
         Raises:
-            TargetError: a pattern fits nothing.
+            TargetError: a pattern matches nothing.
         """
         if not globs:
             return self
         for glob in globs:
             if not any(fnmatchcase(key, glob) for key in self.keys):
-                raise TargetError(f"nothing in the checkpoint has a key that fits {glob!r}")
+                raise TargetError(f"no key of the checkpoint matches {glob!r}")
         chosen = {key for key in self.keys if any(fnmatchcase(key, glob) for glob in globs)}
         return dataclasses.replace(
             self,
@@ -110,11 +113,11 @@ class Outputs:
         )
 
     def tensors_only(self) -> Outputs:
-        """Without what is no tensor."""
+        """The same without items."""
         return dataclasses.replace(self, items=(), left_out=(*self.left_out, *(item.key for item in self.items)))
 
     def used(self, manifest: Manifest) -> Manifest:
-        """As much of the source's manifest as these outputs are made of."""
+        """The part of the source's manifest that these outputs are made from."""
         chunks = {chunk.item for tensor in self.tensors for chunk in tensor.chunks.values()}
         blobs = {item.source for item in self.items}
         return dataclasses.replace(
@@ -125,4 +128,4 @@ class Outputs:
 
 
 MakeOutputs = Callable[[OpenCheckpoint], Outputs]
-"""Says what is made of a source."""
+"""Makes the outputs from an open checkpoint."""

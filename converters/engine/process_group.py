@@ -1,9 +1,9 @@
-"""Several workers, joined by a gloo process group: the only file of the room that communicates, and needs torch.
+"""Several workers, joined by a gloo process group: the only file of the room that communicates and needs torch.
 
-A worker may be busy for as long as it likes, so the work itself never waits in a collective.  A thread of each process
-takes part in rounds, one a second or faster.  In a round every worker says whether it is busy, has come with a value or
-an error, or wants to leave; when all have come, their values are exchanged.  A worker that is killed, stopped or cut
-off fails the next round by torch's own time-out, however long its work would have taken.
+A worker may be busy for any length of time, so the work itself never waits in a collective.  Instead a thread of each
+process takes part in rounds, at least one a second.  In a round every worker says that it is busy, brings a value or an
+error, or is ready to leave; when all bring a value, the values are exchanged.  If a worker is killed, stopped or cut
+off, the next round fails by torch's own time-out, however long the work would have taken.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ...errors import Interrupted, MuonckptError
 from .workers import LaunchError, Worker
 
 _PAUSE = 1.0
-"""Seconds between two rounds of a worker that is busy; a tenth of the time-out if that is less."""
+"""Seconds between two rounds of a busy worker; a tenth of the time-out if that is less."""
 
 _SLICE = 0.2
-"""Seconds of waiting in a row: a signal that comes just before a wait begins is noticed only when it ends."""
+"""The longest wait in seconds: a signal that arrives just before a wait begins is noticed only when the wait ends."""
 
 _PORT = "muonckpt/port"
 
 _CONNECT = timedelta(seconds=2)
-"""How long a store may take to answer, where one that is gone is asked for again."""
+"""How long to wait for a store that may no longer exist, before asking again."""
 
 
 class _Kind(IntEnum):
@@ -53,7 +53,7 @@ class _Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """``answer``: what all workers said, when all have; it stays empty where an error came first."""
+    """A message of this worker.  ``answer`` gets the data of all workers; it is empty if an error came first."""
 
     kind: _Kind
     data: bytes = b""
@@ -62,7 +62,7 @@ class _Message:
 
 @dataclass(frozen=True, slots=True)
 class _Trouble:
-    """Why all stop.  ``data`` is what the worker that failed said; empty if one is lost."""
+    """The reason why all stop.  ``data`` is the message of the worker that failed; empty if a worker is lost."""
 
     error: BaseException
     data: bytes = b""
@@ -87,34 +87,34 @@ class ProcessGroup:
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every worker, by rank; JSON data."""
-        said = self._wait(self._say(_Kind.VALUE, json.dumps(value).encode()))
+        values = self._wait(self._send(_Kind.VALUE, json.dumps(value).encode()))
         if self._trouble is not None:
             raise self._trouble.error
-        return [json.loads(text) for text in said]
+        return [json.loads(text) for text in values]
 
     def fail(self, error: BaseException) -> BaseException:
-        """Tell the others of an error, and wait until all workers have stopped; returns the error of the first.
+        """Tell the others about an error, and wait until all workers have stopped; returns the first worker's error.
 
-        An interruption does not wait for others that have not come yet.
+        An interruption does not wait for workers that have not joined yet.
         """
         if isinstance(error, KeyboardInterrupt) and not self._met:
             return error
         is_new = self._trouble is None
         if is_new:
-            self._wait(self._say(_Kind.ERROR, _packed(error)))
-        self._say(_Kind.LEAVING)
+            self._wait(self._send(_Kind.ERROR, _packed(error)))
+        self._send(_Kind.LEAVING)
         self._wait_for_the_end()
-        if self._trouble is None or (is_new and not self._trouble.data):  # nobody is left to hear of it
+        if self._trouble is None or (is_new and not self._trouble.data):  # no other worker is left
             self._trouble = _Trouble(error, _packed(error))
         return error if self._trouble.data == _packed(error) else self._trouble.error
 
     def leave(self) -> None:
-        """Wait until all workers have come here.
+        """Wait until all workers are ready to leave.
 
-        The coordinator does the last step of the work: where it comes here without an error all is done, whatever
-        happens to the others.  An interruption has nothing left to stop, so it is put off.
+        The coordinator does the last step of the work: if it comes here without an error, all is done, whatever happens
+        to the others.  An interruption has nothing left to stop, so it is raised afterwards.
         """
-        self._say(_Kind.LEAVING)
+        self._send(_Kind.LEAVING)
         try:
             self._wait_for_the_end()
         except KeyboardInterrupt:
@@ -125,20 +125,20 @@ class ProcessGroup:
 
     # --- the worker's own thread -------------------------------------------------------------------------------------
 
-    def _say(self, kind: _Kind, data: bytes = b"") -> _Message:
+    def _send(self, kind: _Kind, data: bytes = b"") -> _Message:
         message = _Message(kind, data)
         self._messages.put(message)
         return message
 
     def _wait(self, message: _Message) -> list[bytes]:
-        """What the others answer; nothing if it will not come."""
+        """The answer to a message; empty if the thread has ended without one."""
         while self._thread.is_alive() and not message.answer.done():
             with suppress(TimeoutError):
                 return message.answer.result(_SLICE)
         return message.answer.result() if message.answer.done() else []
 
     def _wait_for_the_end(self) -> None:
-        """Wait until the thread has ended: Python must not end while it is inside of torch."""
+        """Wait until the thread has ended: Python must not shut down while it is inside torch."""
         while self._thread.is_alive():
             self._thread.join(_SLICE)
 
@@ -147,7 +147,7 @@ class ProcessGroup:
     def _serve(self) -> None:
         try:
             group = self._connected()
-        except Exception as error:  # torch raises what it likes
+        except Exception as error:  # torch raises errors of any kind
             self._stop_for(Interrupted(self._absent(error)))
             return
         self._met = True
@@ -155,41 +155,41 @@ class ProcessGroup:
             self._take_part(group)
         except Exception as error:
             self._stop_for(Interrupted(self._lost(error)))
-        with suppress(Exception):  # all is said; what a lost worker leaves open may not close
+        with suppress(Exception):  # the work is done; connections to a lost worker may fail to close
             dist.destroy_process_group(group)
 
     def _connected(self) -> dist.ProcessGroup:
-        """A gloo process group of all workers; beside the training's own where this process has one already."""
+        """A gloo process group of all workers, in addition to the default group if this process has one."""
         limit = timedelta(seconds=self._timeout)
         if dist.is_initialized():
-            made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=limit)
-            return made
-        # Kept, because it may serve the others: they have yet to read what is in it.
+            group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=limit)
+            return group
+        # An attribute, because this process may be the server from which the others still have to read.
         self._shared, _, _ = next(rendezvous("env://", self.me.rank, self.me.world, timeout=limit))
         store = _new_store(self._shared, self.me, self._timeout)
         dist.init_process_group("gloo", store=store, rank=self.me.rank, world_size=self.me.world, timeout=limit)
         world: dist.ProcessGroup | None = dist.group.WORLD
-        assert world is not None, "just made"
+        assert world is not None, "init_process_group() makes it"
         return world
 
     def _take_part(self, group: dist.ProcessGroup) -> None:
         pause = min(_PAUSE, self._timeout / 10)
         message = busy = _Message(_Kind.BUSY)
         while True:
-            with suppress(Empty):  # a later message takes the place of one that was given up
+            with suppress(Empty):  # a new message replaces one that is no longer waited for
                 message = self._messages.get(timeout=pause if message is busy else 0)
             if self._trouble is not None and message.kind in (_Kind.VALUE, _Kind.ERROR):
-                message.answer.set_result([])  # it came too late
+                message.answer.set_result([])  # too late
                 message = busy
             sizes = _all(group, [int(message.kind), len(message.data)])
             kinds = [_Kind(kind) for kind, _ in sizes]
             if _Kind.ERROR in kinds or all(kind is _Kind.VALUE for kind in kinds):
-                said = _all_bytes(group, message.data, [size for _, size in sizes])
+                texts = _all_bytes(group, message.data, [size for _, size in sizes])
                 if _Kind.ERROR in kinds:
                     rank = kinds.index(_Kind.ERROR)
-                    self._stop_for(_unpacked(said[rank], Worker(rank, self.me.world)), said[rank])
+                    self._stop_for(_unpacked(texts[rank], Worker(rank, self.me.world)), texts[rank])
                 if message.kind in (_Kind.VALUE, _Kind.ERROR):
-                    message.answer.set_result(said)
+                    message.answer.set_result(texts)
                     message = busy
             elif all(kind is _Kind.LEAVING for kind in kinds):
                 return
@@ -202,23 +202,23 @@ class ProcessGroup:
 
     def _absent(self, error: Exception) -> str:
         return (
-            f"{self.me} did not meet the others within {self._timeout:g} s; see that all {self.me.world} were started "
-            f"and can reach MASTER_ADDR and MASTER_PORT (torch says: {_line(error)})"
+            f"{self.me} did not meet the others within {self._timeout:g} s; check that all {self.me.world} were "
+            f"started and can reach MASTER_ADDR and MASTER_PORT (torch says: {_line(error)})"
         )
 
     def _lost(self, error: Exception) -> str:
         return (
             f"{self.me} lost another worker, which was killed, stopped or cut off, or gave no answer for "
-            f"{self._timeout:g} s; go on with the same command and --resume (torch says: {_line(error)})"
+            f"{self._timeout:g} s; continue with the same command and --resume (torch says: {_line(error)})"
         )
 
 
 def _new_store(shared: Store, me: Worker, timeout: float) -> Store:
-    """Where the workers of this start tell each other their addresses, served by the coordinator.
+    """A new store, served by the coordinator, through which the workers tell each other their addresses.
 
-    When torchrun starts workers again, they get the store of those that were killed, and would find their addresses
-    (pytorch's issue 135712, in torch 2.13 still).  So nothing goes through that store but the port of a new one, and
-    a port that does not answer is not that of this start.
+    When torchrun restarts workers, they get the store of those that were killed, and would read their addresses from it
+    (pytorch's issue 135712, still in torch 2.13).  So the only thing in that store is the port of a new one; a port
+    that does not answer belongs to an earlier start.
     """
     limit, host = timedelta(seconds=timeout), os.environ["MASTER_ADDR"]
     if me.coordinates:
@@ -239,7 +239,7 @@ def _new_store(shared: Store, me: Worker, timeout: float) -> Store:
 
 
 def _all(group: dist.ProcessGroup, numbers: Sequence[int]) -> list[list[int]]:
-    """As many numbers of every worker, by rank."""
+    """The numbers of every worker, by rank; each has the same count of them."""
     mine = torch.tensor(numbers, dtype=torch.int64)
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, mine, group=group)
@@ -262,13 +262,13 @@ def _packed(error: BaseException) -> bytes:
 
 
 def _unpacked(data: bytes, worker: Worker) -> BaseException:
-    """An error of the same family, and so with the same exit code, as the one that this worker met."""
+    """An error of the same family, and so with the same exit code, as the one of this worker."""
     name, text = json.loads(data)
     return _families().get(name, MuonckptError)(f"{worker}: {text or 'stopped'}")
 
 
 def _families() -> dict[str, type[BaseException]]:
-    """Errors that keep their kind: those raised on purpose, those of the file system, and Ctrl-C."""
+    """The errors that keep their type: ours, those of the file system, and Ctrl-C."""
     families: dict[str, type[BaseException]] = {kind.__name__: kind for kind in (OSError, KeyboardInterrupt)}
     kinds: list[type[MuonckptError]] = [MuonckptError]
     while kinds:

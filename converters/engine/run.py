@@ -1,9 +1,8 @@
-"""Resharding a checkpoint without a training run: one plan per tensor, executed as streamed file IO.
+"""Runs a job: one plan per tensor, executed as streamed file I/O.
 
-`make_job` decides everything that does not need the data (:mod:`.job`).  `run_job` checks the source, fills the files
-front to back in bands of bounded size, fingerprints the bytes as they pass, compares with the source's fingerprints,
-and publishes.  No tensor is ever deserialised.  Several processes may share a job (:mod:`.launch`): each writes some of
-the files, and the coordinator publishes.
+`make_job` decides everything that does not need the data (:mod:`.job`).  `run_job` checks the source, writes the files
+in bands of bounded size, computes fingerprints on the way, compares them with the source's, and publishes.  Several
+processes may share a job (:mod:`.launch`): each writes some of the files, and the coordinator publishes.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from .staging import Coordinator, Staging, how_to_resume, is_unfinished
 from .workers import LaunchError, SingleWorker, Worker, Workers, together
 
 MEMORY = 256 << 20
-"""Bytes of buffers unless the caller gives another number."""
+"""The default size of all buffers together, in bytes."""
 
 THREADS = 3
-"""By default.  On two cores, some go on while another waits for the disk: rows of 1 GB took 0.84 to 0.95 of the time of
-two threads (medians of alternating runs), and no less with four."""
+"""The default number.  On two cores three threads took 0.84 to 0.95 of the time of two for rows of 1 GB (medians of
+alternating runs), because some work while another waits for the disk; four took no less."""
 
 _SLICE = 0.2
-"""Seconds of waiting in a row: a signal that comes just before a wait begins is noticed only when it ends."""
+"""The longest wait in seconds: a signal that arrives just before a wait begins is noticed only when the wait ends."""
 
 
 def run_job(
@@ -58,20 +57,20 @@ def run_job(
 
     Args:
         memory: bytes of buffers, all threads together.
-        resume: go on where an interrupted run of the same job stopped, with however many workers.
+        resume: continue an interrupted run of the same job, with any number of workers.
         verify: read every file back before anything is published.
-        workers: the processes that do this job together (:func:`.launch.joined`); all must see its source and
-            destination.  None: there is only this one.
+        workers: the processes that share this job (:func:`.launch.joined`); all must see its source and destination.
+            None means this process alone.
 
     Returns:
-        The manifest of what was published, or None if this worker is not the coordinator, which publishes.
+        The manifest of what was published; None for all workers but the coordinator, which publishes.
 
     Raises:
         DestinationError: the destination exists, is inside the source, or cannot be written.
-        SourceError: the source is damaged, or changed meanwhile.
-        LaunchError: the workers do not do the same job.
-        Interrupted: Ctrl-C, or a worker was lost; finished files are kept beside the destination for ``resume``.
-        MuonckptError: another worker failed; the kind of error that it met.
+        SourceError: the source is damaged, or changed during the run.
+        LaunchError: the workers have planned different jobs.
+        Interrupted: Ctrl-C, or a worker was lost; finished files stay beside the destination for ``resume``.
+        MuonckptError: another worker failed; the same kind of error as there.
     """
     workers = workers or SingleWorker()
     check_destination(job.source.path, destination, job.container)
@@ -93,17 +92,19 @@ def run_job(
             job.source.payloads as payloads,
         ):
             mover = Mover(payloads, staging, mine.chunks, band_bytes, workers.stop, progress)
-            for file, finished in _work(mover, mine.files, history, journal, threads, verify, workers.stop):
+            for file, finished in _finished_files(mover, mine.files, history, journal, threads, verify, workers.stop):
                 done[file.name] = finished
-        every = [part for parts in workers.gather(done) for part in parts.items()]
+        all_done = [entry for files in workers.gather(done) for entry in files.items()]
         if coordinator is None:
             return None
-        return _publish(job, destination, coordinator, {name: FinishedFile.of(*finished) for name, finished in every})
+        return _publish(
+            job, destination, coordinator, {name: FinishedFile.of(*finished) for name, finished in all_done}
+        )
 
 
 @contextmanager
 def _resumable(place: Location, files: int, done: Mapping[str, FinishedFile]) -> Iterator[None]:
-    """Ctrl-C is an error that says how to go on, where there is something to go on with."""
+    """Turn Ctrl-C into an error that says how to continue, if finished files were left."""
     try:
         yield
     except KeyboardInterrupt:
@@ -114,7 +115,7 @@ def _resumable(place: Location, files: int, done: Mapping[str, FinishedFile]) ->
 
 @contextmanager
 def _writing(destination: Location) -> Iterator[None]:
-    """Errors of the file system are those of the destination."""
+    """Report errors of the file system as errors of the destination."""
     try:
         yield
     except OSError as error:
@@ -128,9 +129,9 @@ def _agreed(job: Job, workers: Workers) -> str:
         LaunchError: they have planned different jobs.
     """
     digests: list[str] = workers.gather(job.digest())
-    if strangers := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+    if differing := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise LaunchError(
-            f"{Worker(strangers[0], len(digests))} has planned another job than worker 0: expected the same command "
+            f"{Worker(differing[0], len(digests))} has planned another job than worker 0: expected the same command "
             "and version, and a source with the same files, for all workers"
         )
     return digests[0]
@@ -145,12 +146,12 @@ def _hold(
 def _begun(
     coordinator: Coordinator | None, place: Location, workers: Workers
 ) -> tuple[Staging, dict[str, FinishedFile]]:
-    """What the coordinator tells all workers: where this run works, and what earlier runs have finished."""
+    """Tell all workers where this run stages its files, and which files earlier runs have finished."""
     run, history = workers.gather(coordinator and [coordinator.staging.run, coordinator.history])[0]
     return Staging(place, run), {name: FinishedFile.of(*finished) for name, finished in history.items()}
 
 
-def _work(
+def _finished_files(
     mover: Mover,
     files: Sequence[OutputFile],
     history: Mapping[str, FinishedFile],
@@ -159,9 +160,9 @@ def _work(
     verify: bool,
     stop: threading.Event,
 ) -> Iterator[tuple[OutputFile, FinishedFile]]:
-    """The files as they are finished, and the mover's chunks checked; after the last all have been seen whole."""
+    """Files as they are finished.  After the last, all chunks have been checked, and files read back if asked for."""
 
-    def looked_through(file: OutputFile) -> bool:
+    def is_reusable(file: OutputFile) -> bool:
         whole = mover.is_finished(file, history.get(file.name))
         if whole:
             journal.add(file.name, history[file.name])
@@ -174,15 +175,15 @@ def _work(
 
     with ThreadPoolExecutor(threads) as pool:
         try:
-            done = {file.name: history[file.name] for file, whole in _each(pool, looked_through, files) if whole}
+            done = {file.name: history[file.name] for file, whole in _results(pool, is_reusable, files) if whole}
             yield from ((file, done[file.name]) for file in files if file.name in done)
-            for file, finished in _each(pool, written, [file for file in files if file.name not in done]):
+            for file, finished in _results(pool, written, [file for file in files if file.name not in done]):
                 done[file.name] = finished
                 yield file, finished
-            for _ in _each(pool, mover.check, list(mover.unchecked)):  # of the files that were finished before
+            for _ in _results(pool, mover.check, list(mover.unchecked)):  # of the files that were finished before
                 pass
             if verify:
-                for _ in _each(pool, lambda file: mover.verify(file, done[file.name]), files):
+                for _ in _results(pool, lambda file: mover.verify(file, done[file.name]), files):
                     pass
         except BaseException:
             stop.set()
@@ -193,10 +194,10 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def _each(pool: ThreadPoolExecutor, function: Callable[[T], R], things: Iterable[T]) -> Iterator[tuple[T, R]]:
-    """Things and what a function makes of them, as they are finished."""
+def _results(pool: ThreadPoolExecutor, function: Callable[[T], R], arguments: Iterable[T]) -> Iterator[tuple[T, R]]:
+    """Arguments with the results of a function, as the calls finish."""
     finished: SimpleQueue[Future[R]] = SimpleQueue()
-    futures = {pool.submit(function, thing): thing for thing in things}
+    futures = {pool.submit(function, argument): argument for argument in arguments}
     for future in futures:
         future.add_done_callback(finished.put)
     for _ in range(len(futures)):
@@ -212,7 +213,7 @@ def _next(queue: SimpleQueue[T]) -> T:
 
 @gc_paused()
 def _publish(job: Job, destination: Location, coordinator: Coordinator, done: Mapping[str, FinishedFile]) -> Manifest:
-    """Describe the finished files and give them their name."""
+    """Write what describes the finished files, and publish them."""
     if not _is_unchanged(job):
         raise SourceError(f"{job.source.path} changed while it was read; nothing was published")
     place = coordinator.staging.place
@@ -228,7 +229,7 @@ def _publish(job: Job, destination: Location, coordinator: Coordinator, done: Ma
 
 
 def _items_published(job: Job, staged: Location, destination: Location) -> AbstractContextManager[None]:
-    """The file of items, if there is one, is there before the destination is."""
+    """Publish the file of items, if there is one, before the destination."""
     if job.items is None:
         return nullcontext()
     return side_file.published_first(item_file_location(destination), job.items.data, staged / "items.json")
@@ -250,7 +251,7 @@ def _is_unchanged(job: Job) -> bool:
 
 
 def _describe(job: Job, done_files: Mapping[str, FinishedFile]) -> Manifest:
-    """The manifest of what was written, after comparing the fingerprints of both sides.
+    """The manifest of what was written, after its fingerprints were compared with the source's.
 
     Raises:
         SourceError: the moved bytes are not those that the source's manifest describes.
@@ -260,19 +261,21 @@ def _describe(job: Job, done_files: Mapping[str, FinishedFile]) -> Manifest:
     blobs = []
     for file in job.files:
         done = done_files[file.name]
-        blobs += [dataclasses.replace(item.blob, digest=d) for item, d in zip(file.items, done.blobs, strict=True)]
-        for chunk, passed in zip(file.chunks, done.items, strict=True):
+        blobs += [dataclasses.replace(item.blob, digest=d) for item, d in zip(file.items, done.items, strict=True)]
+        for chunk, sums in zip(file.chunks, done.chunks, strict=True):
             key = chunk.tensor.key
-            chunks[key].append(chunk.written(passed))
-            shares[key] = combine(shares[key], passed.share)
+            chunks[key].append(chunk.written(sums))
+            shares[key] = combine(shares[key], sums.share)
     tensors = []
     for tensor in job.tensors:
-        found = as_hex(shares[tensor.key])
-        if tensor.fingerprint not in (None, found):
+        fingerprint = as_hex(shares[tensor.key])
+        if tensor.fingerprint not in (None, fingerprint):
             raise SourceError(
-                f"tensor {tensor.key!r}: the moved bytes have fingerprint {found}, the source's manifest says "
+                f"tensor {tensor.key!r}: the moved bytes have fingerprint {fingerprint}, the source's manifest says "
                 f"{tensor.fingerprint}; nothing was published"
             )
-        layout, mine = job.words[tensor.key], tuple(chunks[tensor.key])
-        tensors.append(dataclasses.replace(tensor, chunks=mine, fingerprint=found, layout=layout))
+        layout = job.recorded_layouts[tensor.key]
+        tensors.append(
+            dataclasses.replace(tensor, chunks=tuple(chunks[tensor.key]), fingerprint=fingerprint, layout=layout)
+        )
     return Manifest(tuple(tensors), tuple(blobs), job.provenance)

@@ -1,14 +1,15 @@
 """The staging directory of a job: where its files are written until they are published.
 
-It lies beside the destination, or in an object store where the files belong.  Until they are published it also holds:
+It lies beside the destination; in an object store it is the destination itself.  Until the files are published it also
+holds:
 
     .journal/lock         the job, and a line for each run that has worked on it; the coordinator keeps it locked
     .journal/RUN/0, 1 …   the journal of each worker of a run
-    .journal/RUN.drafts/  files on their way; a finished one is moved to its name
+    .journal/RUN.drafts/  unfinished files; a finished one is moved to its name
 
-Who makes the lock begins the job; later runs must be told to go on with it.  If two runs of a job live at once, as only
-a store or a file system without locks lets happen, they do each other no harm: files appear whole, those of both are
-the same bytes, one run publishes them, and the other finds that the lock is no longer its own.
+The run that creates the lock begins the job; later runs need ``--resume``.  Two runs of a job can be alive at once only
+in an object store or on a file system without locks.  They do not harm each other: files appear whole, both write the
+same bytes, one run publishes them, and the other finds that it has lost the lock.
 """
 
 from __future__ import annotations
@@ -32,46 +33,47 @@ _DRAFTS = ".drafts"
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """The staging directory ``place``, as every worker of a run sees it."""
+    """The staging directory ``place`` of a run, as every worker sees it."""
 
     place: Location
     run: str
 
     @property
     def journals(self) -> Location:
-        """Where the journals of this run are, by rank."""
+        """The directory of this run's journals, one for each rank."""
         return publish.journal(self.place) / self.run
 
     @property
     def drafts(self) -> Location:
-        """Where files are until they are finished."""
+        """The directory of this run's unfinished files."""
         return publish.journal(self.place) / f"{self.run}{_DRAFTS}"
 
 
 def is_unfinished(place: Location) -> bool:
-    """Whether there is something to go on with in a staging directory."""
+    """Whether a staging directory holds the work of an interrupted run."""
     return publish.journal(place).exists()
 
 
 def how_to_resume(place: Location) -> str:
-    """What can be done when work was stopped."""
-    return f"run the same command with --resume to go on, or remove {place}"
+    """What the user can do after an interruption."""
+    return f"run the same command with --resume to continue, or remove {place}"
 
 
 class Coordinator:
-    """The coordinator's hold on a staging directory: it begins the work there, and ends it.
+    """The coordinator's hold on a staging directory, from the beginning of the work to its end.
 
     Args:
-        place: where files are staged for this destination.
+        place: the staging directory of this destination.
         job: digest of the job; equal digests mean equal files.
-        resume: go on with what an earlier run left, if anything.
+        resume: continue the work of an earlier run, if there is any.
 
     Attributes:
-        history: what earlier runs have finished, by file; whether it is still so must be checked.
+        history: the files that earlier runs have finished, by name; they may have been damaged since.
 
     Raises:
-        DestinationError: unfinished work is there and ``resume`` is not set, or it is of another job; or another run
-            is at it.
+        DestinationError: there is unfinished work and ``resume`` is not set, or it belongs to another job; or another
+        run
+            is still working there.
     """
 
     def __init__(self, destination: Location, place: Location, job: str, resume: bool) -> None:
@@ -99,15 +101,15 @@ class Coordinator:
             raise
 
     def publish(self, root: str) -> None:
-        """Give the finished directory, or the one file ``root`` of it, its name.  Nothing else of it is left.
+        """Publish the finished directory, or the one file ``root`` of it, and remove everything else of it.
 
         Raises:
-            DestinationError: the destination has appeared in the meantime, or it cannot be written.
-            Interrupted: another run goes on with the work.
+            DestinationError: the destination has appeared in the meantime, or cannot be written.
+            Interrupted: another run has taken over the work.
         """
         place = self.staging.place
         if not self._lock.is_mine():
-            raise Interrupted(f"another run goes on with the work in {place}; nothing was published by this one")
+            raise Interrupted(f"another run has taken over the work in {place}; this one published nothing")
         try:
             _remove(publish.journal(place))
             publish.publish(place / root, self._destination)
@@ -116,7 +118,7 @@ class Coordinator:
                 publish.discard(place)
 
     def remove_strays(self, names: Collection[str]) -> None:
-        """Remove what is in the directory but no file of the job: it is of a run that was killed."""
+        """Remove files that are not the job's: they were left by a run that was killed."""
         place = self.staging.place
         journal = publish.journal(place).name
         for name, file in list(_files(place)):
@@ -129,7 +131,7 @@ class Coordinator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """After a failure remove everything, or if another run goes on with it what this one has noted there."""
+        """After a failure remove everything; if another run has taken over, only the journals of this one."""
         failed = isinstance(error, OSError | MuonckptError)
         try:
             if failed and not self._lock.is_mine():
@@ -142,9 +144,9 @@ class Coordinator:
     def _take_over(self, job: str, resume: bool) -> None:
         place = self.staging.place
         if not resume:
-            raise DestinationError(f"unfinished work lies in {place}; go on with --resume, or remove it to start again")
-        runs = [entry for line in self._lock.earlier or () if (entry := unsealed(_SEAL, line))]
-        if {run["job"] for run in runs} - {job}:
+            raise DestinationError(f"{place} holds unfinished work; continue with --resume, or remove it first")
+        entries = [entry for line in self._lock.earlier or () if (entry := unsealed(_SEAL, line))]
+        if {entry["job"] for entry in entries} - {job}:
             raise DestinationError(
                 f"{place} holds unfinished work of another job (other source, mesh or version); remove it first"
             )

@@ -1,4 +1,4 @@
-"""The processes that do one job together, as each of them sees it.  One process alone is the simplest case."""
+"""The processes that share a job, as each of them sees it; a single process is the simplest case."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ...errors import MuonckptError
 
 
 class LaunchError(MuonckptError, ValueError):
-    """The environment says something impossible about the processes of a command."""
+    """The environment contradicts itself about the processes of a command, or they do different work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One of ``world`` processes that do one job together."""
+    """One of ``world`` processes that share a job."""
 
     rank: int = 0
     world: int = 1
@@ -36,31 +36,31 @@ class Worker:
 
 
 class Workers(Protocol):
-    """The workers of one job.  All of them call the same methods in the same order."""
+    """The workers of a job.  All of them call the same methods in the same order."""
 
     @property
     def me(self) -> Worker:
-        """Which of them this process is."""
+        """This process."""
         ...
 
     @property
     def stop(self) -> Event:
-        """Set when a worker has failed or is lost: whoever works should then raise `Interrupted`."""
+        """Set when a worker has failed or is lost: the work should then raise `Interrupted`."""
         ...
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every worker, by rank; JSON data.
 
         Raises:
-            Exception: the error of a worker that failed instead, or `Interrupted` if one is lost.
+            Exception: the error of a worker that failed, or `Interrupted` if one is lost.
         """
         ...
 
     def fail(self, error: BaseException) -> BaseException:
-        """Tell the others of an error, and wait until all workers have stopped.
+        """Tell the others about an error, and wait until all workers have stopped.
 
         Returns:
-            The error that all of them should raise: that of the worker that failed first.
+            The error that all of them should raise: the one of the worker that failed first.
         """
         ...
 
@@ -83,7 +83,7 @@ class SingleWorker:
 
 @contextmanager
 def together(workers: Workers) -> Iterator[None]:
-    """An error that ends the block on one worker ends it on all, with the same error, when all have stopped."""
+    """A block in which an error on one worker is raised on all of them, when all have stopped."""
     try:
         yield
     except BaseException as error:

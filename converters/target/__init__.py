@@ -1,5 +1,6 @@
-"""How a destination is laid out: the ranks of its mesh, and the files they have.
+"""How a destination is laid out: the ranks of its mesh, and its files.
 
-``topology`` applies mesh rules and layouts; ``buffer_layouts`` lays tensors out in flat buffers; ``rank_files``,
-``buffer_files``, ``torch_dist_files`` and ``whole_files`` are the kinds of files.  Open ``topology`` first.
+``topology`` has meshes and rules, ``layouts`` and ``buffer_layouts`` apply them.  ``container`` is the protocol of
+formats: ``rank_files`` and ``buffer_files`` have files of ranks; ``safetensors_files`` and ``zarr_files`` hold whole
+tensors, with the other items in an ``item_file``.  Open ``topology`` first.
 """

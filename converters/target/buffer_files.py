@@ -1,4 +1,4 @@
-"""Raw flat buffers as a destination: what each rank holds of each buffer, padding included, and nothing else."""
+"""Raw flat buffers as a destination: the part of each rank of each buffer, with padding, and nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .rank_files import Filled, LocalBox, RankFiles
 class BufferFiles(RankFiles):
     """Flat buffers as they lie in the memory of ranks, and an index: docs/formats/flat_buffers.md.
 
-    Each tensor is at its place in the buffers; what is no tensor is end to end in a file of its own.
+    Each tensor is at its place in the buffers; non-tensor items are end to end in a file of their own.
     """
 
     name: ClassVar[str] = "buffers"
@@ -30,14 +30,14 @@ class BufferFiles(RankFiles):
     def fill(
         self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[Sequence[LocalBox]]
     ) -> Filled:
-        stored = flat_buffers.place(buffers or tuple(_own(boxes)))
+        stored = flat_buffers.place(buffers or tuple(_end_to_end(boxes)))
         ends = flat_buffers.ends(stored)
         places = {(rank, key, chunk.box): chunk for buffer in stored for rank, key, chunk in buffer.chunks()}
         placed, length = place_items(ITEMS, items)
         files = [OutputFile(ITEMS, placed, (), length)]
-        for rank, mine in enumerate(boxes):
+        for rank, local_boxes in enumerate(boxes):
             chunks = []
-            for local in mine:
+            for local in local_boxes:
                 place = places[rank, local.output.key, local.box]
                 chunks.append(OutputChunk(local.output, place, NoFrame(place.item.length), local.copies))
             chunks.sort(key=lambda chunk: chunk.stored.item.offset)
@@ -48,14 +48,14 @@ class BufferFiles(RankFiles):
         flat_buffers.write_buffer_index(manifest, folder)
 
 
-def _own(boxes: Sequence[Sequence[LocalBox]]) -> Iterator[GroupBuffer]:
-    """What each rank has of a layout without buffers, such as rows, end to end in buffers of its own."""
-    for rank, mine in enumerate(boxes):
+def _end_to_end(boxes: Sequence[Sequence[LocalBox]]) -> Iterator[GroupBuffer]:
+    """Buffers of each rank's own, with its boxes end to end, for layouts that have no buffers, such as rows."""
+    for rank, local_boxes in enumerate(boxes):
         members: defaultdict[tuple[str | None, str], list[LocalBox]] = defaultdict(list)
-        for local in mine:
+        for local in local_boxes:
             members[local.output.record.slot, local.output.record.dtype].append(local)
-        for (slot, dtype), own in members.items():
-            parameters = [Parameter(local.output.key, local.box.shape, dtype) for local in own]
+        for (slot, dtype), group in members.items():
+            parameters = [Parameter(local.output.key, local.box.shape, dtype) for local in group]
             ranges, buckets = end_to_end([parameters])
             layout = BufferLayout("end-to-end", 1, 1, tuple(ranges.values()), buckets, divided(buckets, 1))
-            yield GroupBuffer(slot, rank, (rank,), tuple(local.box.lo for local in own), layout)
+            yield GroupBuffer(slot, rank, (rank,), tuple(local.box.lo for local in group), layout)

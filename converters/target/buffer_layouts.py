@@ -1,4 +1,4 @@
-"""Laying tensors out in flat buffers that ranks share: evenly cut, or whole tensors with their owners."""
+"""Lays tensors out in flat buffers that ranks share: cut evenly, or whole tensors with owners."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .topology import FLAT, AxisCut, LaidOut, Target
 
 
 def _flat(model: ToPlace) -> tuple[BufferLayout, ...]:
-    """Everything of one dtype end to end, cut into equal parts, in the middle of a row if need be."""
+    """Buffers in which all tensors of a dtype lie end to end, cut into equal parts, even inside a row."""
     buffers, ranks = [], model.sizes.dense
-    for own in split(model.parameters):
-        ranges, buckets = end_to_end([own], divisor=ranks)
+    for parameters in split(model.parameters):
+        ranges, buckets = end_to_end([parameters], divisor=ranks)
         buffers.append(BufferLayout("flat", 1, ranks, tuple(ranges.values()), buckets, divided(buckets, ranks)))
     return tuple(buffers)
 
 
 def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenance: Mapping[str, Any]) -> LaidOut:
-    """Buffers of their own for each slot of state, and for each part that the cut axes leave."""
+    """Lay tensors out in buffers; each slot of state, and each part that the cut axes leave, has its own."""
     place = _flat if target.layout == FLAT else PLACEMENTS[target.layout].place
     groups: defaultdict[tuple[str | None, tuple[str, ...]], list[StateRecord]] = defaultdict(list)
     cuts = {tensor.key: target.cuts(tensor, ()) for tensor in tensors}
@@ -39,7 +39,7 @@ def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenanc
         groups[tensor.slot, tuple(axis for axis, _ in cuts[tensor.key])].append(tensor)
     known = _by_slot_and_ranks(buffers_of_state(provenance, tensors))
     fragments: dict[str, list[Fragment]] = {tensor.key: [] for tensor in tensors}
-    words: dict[str, Mapping[str, Any] | None] = dict.fromkeys(fragments)
+    recorded: dict[str, Mapping[str, Any] | None] = dict.fromkeys(fragments)
     buffers: list[GroupBuffer] = []
     for (slot, axes), members in groups.items():
         mesh, _ = target.grid([(axis, 0) for axis in axes])
@@ -48,19 +48,19 @@ def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenanc
         boxes = {t.key: _parts(t.shape, mesh.shape[: len(axes)], cuts[t.key]) for t in members}
         for part in range(parts):
             ranks = mesh.ranks[part * share : (part + 1) * share]
-            here = {key: box[part] for key, box in boxes.items() if part in box}
-            parameters = tuple(Parameter(t.key, here[t.key].shape, t.dtype) for t in members if t.key in here)
-            matrices = frozenset(() if slot in ELEMENTWISE else here)
+            local = {key: parts_of[part] for key, parts_of in boxes.items() if part in parts_of}
+            parameters = tuple(Parameter(t.key, local[t.key].shape, t.dtype) for t in members if t.key in local)
+            matrices = frozenset(() if slot in ELEMENTWISE else local)
             fresh = place(ToPlace(parameters, matrices, GroupSizes(share)))
-            for layout in _kept(fresh, known[slot, ranks]):
+            for layout in _known_or_fresh(known[slot, ranks], fresh):
                 names = [placed.name for placed in layout.parameters]
-                buffers.append(GroupBuffer(slot, part, ranks, tuple(here[name].lo for name in names), layout))
-                words |= {name: _words(target, layout, cuts[name]) for name in names}
+                buffers.append(GroupBuffer(slot, part, ranks, tuple(local[name].lo for name in names), layout))
+                recorded |= {name: _recorded(target, layout, cuts[name]) for name in names}
     for buffer in buffers:
         for key, fragment in buffer.fragments():
             fragments[key].append(fragment)
     layouts = {tensor.key: TensorLayout(tensor.shape, tuple(fragments[tensor.key])) for tensor in tensors}
-    return LaidOut(layouts, words, tuple(buffers))
+    return LaidOut(layouts, recorded, tuple(buffers))
 
 
 def _by_slot_and_ranks(
@@ -73,22 +73,22 @@ def _by_slot_and_ranks(
     return layouts
 
 
-def _kept(fresh: tuple[BufferLayout, ...], known: Sequence[BufferLayout]) -> tuple[BufferLayout, ...]:
-    """The known buffers of the same algorithm, if they hold exactly what the fresh ones do; else those."""
+def _known_or_fresh(known: Sequence[BufferLayout], fresh: tuple[BufferLayout, ...]) -> tuple[BufferLayout, ...]:
+    """The known buffers of the same algorithm if they hold exactly the same parameters, else the fresh ones."""
     algorithms = {layout.algorithm for layout in fresh}
-    wanted = {placed.parameter for layout in fresh for placed in layout.parameters}
+    parameters = {placed.parameter for layout in fresh for placed in layout.parameters}
     same = [layout for layout in known if layout.algorithm in algorithms]
-    mine = tuple(layout for layout in same if wanted.issuperset(placed.parameter for placed in layout.parameters))
-    return mine if wanted == {placed.parameter for layout in mine for placed in layout.parameters} else fresh
+    usable = tuple(layout for layout in same if parameters.issuperset(placed.parameter for placed in layout.parameters))
+    return usable if parameters == {placed.parameter for layout in usable for placed in layout.parameters} else fresh
 
 
 def _parts(shape: Index, sizes: Index, cuts: Sequence[AxisCut]) -> dict[int, Box]:
-    """What the cut axes leave of a tensor, by coordinate; a part without elements is left out."""
+    """The parts into which the cut axes divide a tensor, by coordinate; parts without elements are left out."""
     layout = mesh_layout(shape, Mesh.of(*sizes), tuple(Shard(dim) for _, dim in cuts))
     return {int(fragment.place.buffer): fragment.box for fragment in layout.fragments}
 
 
-def _words(target: Target, buffer: BufferLayout, cuts: Sequence[AxisCut]) -> Mapping[str, Any]:
+def _recorded(target: Target, buffer: BufferLayout, cuts: Sequence[AxisCut]) -> Mapping[str, Any]:
     return {
         "algorithm": buffer.algorithm,
         "version": buffer.version,

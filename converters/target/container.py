@@ -1,4 +1,4 @@
-"""A kind of destination: what its files are, how tensors and items lie in them, and what describes them all."""
+"""A kind of destination: its files, the places of tensors and items in them, and the files that describe the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Container(ABC):
     """One kind of destination.
 
     Attributes:
-        name: of the format.
+        name: the name of the format.
         of_ranks: whether each rank of a mesh has a file of its own; otherwise tensors are written whole.
     """
 
@@ -26,21 +26,21 @@ class Container(ABC):
 
     @property
     def root(self) -> str:
-        """The one file that the destination is; without a name it is the directory with all of them."""
+        """The name of the file that becomes the destination; empty if the destination is the directory of all files."""
         return ""
 
     @abstractmethod
-    def arrange(self, task: WriteRequest) -> Arranged:
+    def arrange(self, request: WriteRequest) -> Arranged:
         """Decide what goes where in which file.
 
         Raises:
-            SourceError: the format cannot hold something.
+            SourceError: the format cannot hold a tensor or an item.
             TargetError: the target does not fit the tensors.
         """
 
     @abstractmethod
     def describe(self, manifest: Manifest, folder: Location) -> None:
-        """Write what readers need besides the files, synced, into the finished directory."""
+        """Write and sync what readers need in addition, such as a manifest, into the finished directory."""
 
     def staged(self, destination: Location) -> Location:
         """Where files are written before the destination is published."""
@@ -48,16 +48,16 @@ class Container(ABC):
 
 
 def extended_provenance(
-    task: WriteRequest, name: str, step: Mapping[str, Any], earlier: Sequence[Any] | None, buffers: Sequence[Any]
+    request: WriteRequest, name: str, step: Mapping[str, Any], earlier: Sequence[Any] | None, buffers: Sequence[Any]
 ) -> dict[str, Any]:
-    """The provenance of the source, and under ``name`` what is done now; flat buffers are these, if there are any.
+    """The provenance of the source, with an entry ``name`` for this conversion, and with these flat buffers if any.
 
     Args:
-        step: what is done, besides by which program to which source.
-        earlier: steps of the same name, to which this is added; None where only the last is kept.
+        step: details of this conversion; the program and the source are added.
+        earlier: entries of the same name, to which this one is appended; None if only the last one is kept.
     """
-    told = {"notes": list(task.outputs.notes), "left_out": list(task.outputs.left_out)}
-    done = {"program": PROGRAM, "source": task.source, **step, **{key: value for key, value in told.items() if value}}
-    kept = {key: value for key, value in task.provenance.items() if key != "buffers"}
-    now = {name: done if earlier is None else [*earlier, done]}
-    return {**kept, **now, **({"buffers": list(buffers)} if buffers else {})}
+    notes = {"notes": list(request.outputs.notes), "left_out": list(request.outputs.left_out)}
+    entry = {"program": PROGRAM, "source": request.source, **step, **{key: text for key, text in notes.items() if text}}
+    source = {key: value for key, value in request.provenance.items() if key != "buffers"}
+    extended = {**source, name: entry if earlier is None else [*earlier, entry]}
+    return {**extended, "buffers": list(buffers)} if buffers else extended

@@ -1,4 +1,4 @@
-"""The formats that can be written, by name; what only one of them needs is imported when it is asked for."""
+"""The formats that can be written, by name; modules that only one format needs are imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ def _zarr(shard_bytes: int | None) -> Container:
 _RANK_FORMATS: Mapping[str, Callable[[], Container]] = MappingProxyType(
     {"dcp": DcpFiles, "buffers": _buffers, "torch_dist": TorchDistFiles}
 )
-"""Those whose files are of ranks."""
+"""Formats with a file for each rank."""
 
 _WHOLE_TENSOR_FORMATS: Mapping[str, Callable[[int | None], Container]] = MappingProxyType(
     {"safetensors": _safetensors, "zarr": _zarr}
 )
-"""Those of whole tensors, for the most bytes of elements in a file; without a number as is usual."""
+"""Formats of whole tensors; the argument is the most bytes of elements in a file, None for the format's default."""
 
 FORMATS = (*_RANK_FORMATS, *_WHOLE_TENSOR_FORMATS)
-"""The names of all."""
+"""The names of all formats."""
 
 
 def container_of(name: str, shard_bytes: int | None = None) -> Container:
-    """What writes the format of this name.
+    """The container of the format with this name.
 
     Raises:
-        TargetError: there is none; or its files are of ranks, and ``shard_bytes`` means nothing there.
+        TargetError: there is no such format; or each rank has a file in it, and ``shard_bytes`` is given.
     """
     if name in _WHOLE_TENSOR_FORMATS:
         return _WHOLE_TENSOR_FORMATS[name](shard_bytes)
     if name not in _RANK_FORMATS:
-        raise TargetError(f"no format {name!r} to write; there are {', '.join(FORMATS)}")
+        raise TargetError(f"unknown format {name!r}; expected one of {', '.join(FORMATS)}")
     if shard_bytes is not None:
-        raise TargetError(f"--shard-size means nothing to format {name}; leave it out")
+        raise TargetError(f"--shard-size has no meaning for format {name}; leave it out")
     return _RANK_FORMATS[name]()

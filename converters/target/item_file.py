@@ -1,7 +1,7 @@
-"""What is no tensor, beside a destination that holds tensors only: ``NAME.items.json``, plain data as JSON.
+"""Non-tensor items beside a destination that holds tensors only: ``NAME.items.json``, with plain data as JSON.
 
-Items are decoded without running anything that is in them.  One that is no plain data is listed with the reason, so
-that nothing is dropped without a word.  docs/formats/items.md describes the file.
+Items are decoded without running anything that is in them.  Items that are not plain data are listed with the reason,
+so that nothing is dropped silently.  docs/formats/items.md describes the file.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from ...store.stored_items import check_blob
 from ..engine.outputs import OutputItem
 
 _SUFFIX = ".items.json"
-"""What the name of the destination is followed by."""
 
 _VERSION = 1
 
-_LONGEST = 32 << 20
-"""Length of the longest text of one item: a small pickle can share parts a million times."""
+_MAX_JSON = 32 << 20
+"""The longest JSON text of one item: a small pickle can refer to the same part a million times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class ItemFile:
     Attributes:
         data: its bytes.
         decoded: keys of the items whose values are in it.
-        undecoded: keys of those that it only lists.
+        undecoded: keys of the items that it only lists.
     """
 
     data: bytes
@@ -45,7 +44,7 @@ class ItemFile:
 
     @classmethod
     def of(cls, items: Iterable[OutputItem], payloads: Payloads, source: str) -> ItemFile:
-        """The file of these items, which are or come from those of the checkpoint called ``source``.
+        """The file of these items of the checkpoint called ``source``.
 
         Raises:
             SourceError: an item is damaged.
@@ -69,12 +68,12 @@ class ItemFile:
 
 
 def item_file_location(destination: Location) -> Location:
-    """Where the file of items of a destination is."""
+    """The location of a destination's file of items."""
     return destination.parent / f"{destination.name}{_SUFFIX}"
 
 
 def _text(value: object) -> str:
-    """JSON of bounded length.
+    """A value as JSON of bounded length.
 
     Raises:
         SourceError: it would be longer.
@@ -82,15 +81,15 @@ def _text(value: object) -> str:
     text = StringIO()
     for part in json.JSONEncoder(allow_nan=False).iterencode(value):
         text.write(part)
-        if text.tell() > _LONGEST:
-            raise SourceError(f"expected at most {_LONGEST >> 20} MiB of JSON, found more")
+        if text.tell() > _MAX_JSON:
+            raise SourceError(f"expected at most {_MAX_JSON >> 20} MiB of JSON, found more")
     return text.getvalue()
 
 
 def _plain(value: Any, known: dict[int, Any]) -> Any:
-    """Plain data as JSON has them: numbers that JSON lacks as their names, integer keys as text.
+    """Plain data as JSON has it: numbers that JSON lacks become strings, integer keys become text.
 
-    ``known``, by id: parts may be shared.
+    ``known`` holds converted parts by id, because parts may be shared.
 
     Raises:
         SourceError: two keys of a dict would become one.

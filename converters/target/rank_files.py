@@ -1,4 +1,4 @@
-"""Files of ranks: every rank of a target has one, which holds what is the rank's."""
+"""Destinations in which every rank of the target has a file."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from .topology import LaidOut
 if TYPE_CHECKING:
     from ...layouts.buffers.group_buffer import GroupBuffer
 
-_frame = lru_cache(maxsize=1024)(tensor_item.frame)  # few dtypes and shapes
+_frame = lru_cache(maxsize=1024)(tensor_item.frame)  # there are few dtypes and shapes
 
 
 @dataclass(frozen=True, slots=True)
 class LocalBox:
-    """A box of a tensor that some rank has, and the copies that make it."""
+    """A box of a tensor on a rank, and the copies that fill it."""
 
     output: OutputTensor
     box: Box
@@ -42,48 +42,48 @@ class LocalBox:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """The files to write, and the flat buffers used, as the manifest records them."""
+    """The files to write, and the flat buffers as the manifest records them."""
 
     files: tuple[OutputFile, ...]
     buffers: tuple[Mapping[str, Any], ...]
 
 
 class RankFiles(Container):
-    """Everything where the target says, in files of its ranks."""
+    """Tensors laid out by the target, in a file for each rank."""
 
     of_ranks: ClassVar[bool] = True
 
-    def arrange(self, task: WriteRequest) -> Arranged:
-        outputs, target = task.outputs, task.target
-        laid = lay_out(target, [output.record for output in outputs.tensors], task.provenance)
+    def arrange(self, request: WriteRequest) -> Arranged:
+        outputs, target = request.outputs, request.target
+        laid = lay_out(target, [output.record for output in outputs.tensors], request.provenance)
         filled = self.fill(laid.buffers, outputs.items, _by_rank(outputs.tensors, laid, target.ranks))
         step = {
             "mesh": dict(target.mesh),
             "layout": target.layout,
             "shard": list(map(str, target.rules)),
-            "select": list(task.select),
+            "select": list(request.select),
         }
-        earlier = task.provenance.get("resharded", [])
+        earlier = request.provenance.get("resharded", [])
         files = tuple(file for file in filled.files if file.length)
-        return Arranged(files, laid.words, extended_provenance(task, "resharded", step, earlier, filled.buffers))
+        return Arranged(files, laid.recorded, extended_provenance(request, "resharded", step, earlier, filled.buffers))
 
     @abstractmethod
     def fill(
         self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[Sequence[LocalBox]]
     ) -> Filled:
-        """Make the files.
+        """Decide on the files.
 
         Args:
             buffers: the flat buffers that ranks share, if the layout has any.
-            items: what is no tensor.
-            boxes: what each rank has, in the order of the ranks.
+            items: the non-tensor items.
+            boxes: the boxes of each rank, in the order of the ranks.
         """
 
 
 class DcpFiles(RankFiles):
     """A directory that `torch.distributed.checkpoint` reads, with our manifest.
 
-    Each chunk is an item as torch saves it; what is no tensor is in the first rank's file.
+    Each chunk is an item as torch saves it; non-tensor items are in the first rank's file.
     """
 
     name: ClassVar[str] = "dcp"
@@ -91,8 +91,10 @@ class DcpFiles(RankFiles):
     def fill(
         self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[Sequence[LocalBox]]
     ) -> Filled:
-        first: list[Sequence[OutputItem]] = [items, *[()] * (len(boxes) - 1)]
-        files = (_items_of(f"__{rank}_0.distcp", first[rank], mine) for rank, mine in enumerate(boxes))
+        files = (
+            _dcp_file(f"__{rank}_0.distcp", () if rank else items, local_boxes)
+            for rank, local_boxes in enumerate(boxes)
+        )
         return Filled(tuple(files), tuple(buffer.to_json() for buffer in buffers))
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
@@ -100,9 +102,9 @@ class DcpFiles(RankFiles):
 
 
 class TorchDistFiles(DcpFiles):
-    """A directory that Megatron's `dist_checkpointing` reads as well: docs/formats/torch_dist.md.
+    """A directory that Megatron's `dist_checkpointing` reads, too: docs/formats/torch_dist.md.
 
-    The common state stays where Megatron looks for it, if the source had it in a file of its own.
+    If the source had the common state in a file of its own, where Megatron looks for it, so has the destination.
     """
 
     name: ClassVar[str] = "torch_dist"
@@ -110,17 +112,17 @@ class TorchDistFiles(DcpFiles):
     def fill(
         self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[Sequence[LocalBox]]
     ) -> Filled:
-        inside = super().fill(buffers, [item for item in items if item.key != COMMON_FILE], boxes)
+        filled = super().fill(buffers, [item for item in items if item.key != COMMON_FILE], boxes)
         common = [item for item in items if item.key == COMMON_FILE]
         files = (OutputFile(COMMON_FILE, place_items(COMMON_FILE, [item])[0], (), item.length) for item in common)
-        return Filled((*inside.files, *files), inside.buffers)
+        return Filled((*filled.files, *files), filled.buffers)
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
         torch_dist.write_torch_dist(manifest, folder)
 
 
-def _items_of(name: str, items: Sequence[OutputItem], boxes: Sequence[LocalBox]) -> OutputFile:
-    """Items end to end, each aligned; those that are no tensors first, as DCP does."""
+def _dcp_file(name: str, items: Sequence[OutputItem], boxes: Sequence[LocalBox]) -> OutputFile:
+    """A file of items end to end, each aligned; non-tensor items come first, as in DCP."""
     placed, end = place_items(name, items)
     chunks = []
     for local in boxes:
@@ -133,17 +135,17 @@ def _items_of(name: str, items: Sequence[OutputItem], boxes: Sequence[LocalBox])
 
 
 def _by_rank(tensors: Sequence[OutputTensor], laid: LaidOut, ranks: int) -> list[list[LocalBox]]:
-    """What each rank has.  Of replicas, that of the rank that has the least to write so far is written."""
+    """The boxes that each rank writes.  Of replicas, the rank with the least to write so far writes one."""
     boxes: list[list[LocalBox]] = [[] for _ in range(ranks)]
     written = [0] * ranks
     for output in tensors:
         holders = laid.layouts[output.key].holders
         copies = output.copies([replicas[0].box for replicas in holders])
-        for replicas, mine in zip(holders, copies, strict=True):
+        for replicas, box_copies in zip(holders, copies, strict=True):
             box = replicas[0].box
             rank = min((written[_rank(f.place.buffer)], _rank(f.place.buffer)) for f in replicas)[1]
             written[rank] += box.numel * itemsize(output.record.dtype)
-            boxes[rank].append(LocalBox(output, box, mine))
+            boxes[rank].append(LocalBox(output, box, box_copies))
     return boxes
 
 

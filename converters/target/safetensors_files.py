@@ -19,8 +19,7 @@ from .whole_files import WholeFiles
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile(WholeFiles):
-    """One file.  It is a checkpoint to its readers, so in an object store it appears under its name when it is all
-    there."""
+    """One file.  In an object store, too, it appears under its name only when it is complete."""
 
     name: ClassVar[str] = "safetensors"
 
@@ -36,7 +35,7 @@ class SafetensorsFile(WholeFiles):
         return [_file(self.root, tensors, recorded)]
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
-        """The header has said it all."""
+        """Nothing: the header describes the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +60,10 @@ def _file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any
     by_key = {output.key: output for output in tensors}
     records = safetensors.by_element_size([output.record for output in tensors])
 
-    def front(passed: Sequence[ChunkSums]) -> bytes:
-        return safetensors.front(records, recorded, [(sums.digest, sums.share) for sums in passed])
+    def header(chunk_sums: Sequence[ChunkSums]) -> bytes:
+        return safetensors.front(records, recorded, [(sums.digest, sums.share) for sums in chunk_sums])
 
-    end = len(front(()))
+    end = len(header(()))
     chunks = []
     for record in records:
         output, box = by_key[record.key], Box.of(record.shape)
@@ -72,4 +71,4 @@ def _file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any
         [copies] = output.copies([box]) if box.numel else [()]
         chunks.append(OutputChunk(output, Chunk(box, place, place), NoFrame(place.length), copies))
         end = place.end
-    return OutputFile(name, (), tuple(chunks), end, front)
+    return OutputFile(name, (), tuple(chunks), end, header)

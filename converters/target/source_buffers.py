@@ -1,4 +1,4 @@
-"""The flat buffers that a source records, so that their owners are kept and never computed again."""
+"""The flat buffers that a source records, which a destination reuses so that owners do not change."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from ...record import StateRecord
 
 
 def buffers_of_state(provenance: Mapping[str, Any], tensors: Sequence[StateRecord]) -> tuple[GroupBuffer, ...]:
-    """The buffers that a checkpoint lies in; if it lies in none, those of the layer-wise run that saved it, as buffers
-    of each slot of state.
+    """The buffers that a checkpoint is laid out in.
+
+    If there are none, those of the layer-wise run that saved it, once for each slot of optimizer state.
 
     Args:
-        tensors: of the checkpoint: they say which parameters have which slots, under which keys.
+        tensors: the tensors of the checkpoint, which say which parameters have which slots, under which keys.
 
     Raises:
-        SourceError: a record is not as docs/formats/manifest.md says.
+        SourceError: a record does not follow docs/formats/manifest.md.
     """
     return recorded(provenance) or tuple(_of_state(recorded_run(provenance), tensors))
 
 
 def _of_state(run: Sequence[GroupBuffer], tensors: Sequence[StateRecord]) -> Iterator[GroupBuffer]:
-    """The buffers of parameters as buffers of their state: of each slot what has it, in the same place.
+    """The buffers of parameters as buffers of their state: each slot has its tensors at the places of the parameters.
 
-    Parameters are known by name, shape and dtype here; what else an algorithm saw of them does not matter any more.
+    Only names, shapes and dtypes of the parameters are used; other properties mattered only to the placement.
     """
     slots: defaultdict[str, dict[str | None, StateRecord]] = defaultdict(dict)
     for tensor in tensors:
@@ -38,14 +39,14 @@ def _of_state(run: Sequence[GroupBuffer], tensors: Sequence[StateRecord]) -> Ite
     for slot, named in slots.items():
         for buffer in run:
             parameters = buffer.layout.parameters
-            held = tuple(_of(placed, named[placed.name]) for placed in parameters if _fits(placed, named))
-            if held:
-                layout = replace(buffer.layout, parameters=held)
+            placed_state = tuple(_of(placed, named[placed.name]) for placed in parameters if _fits(placed, named))
+            if placed_state:
+                layout = replace(buffer.layout, parameters=placed_state)
                 yield GroupBuffer(slot, 0, buffer.group, layout.origins, layout)
 
 
 def _fits(placed: PlacedParameter, named: Mapping[str | None, StateRecord]) -> bool:
-    """Whether a parameter has this slot of state, in its own shape."""
+    """Whether a parameter has this slot of state, in the parameter's shape."""
     return placed.name in named and named[placed.name].shape == placed.parameter.shape
 
 

@@ -1,7 +1,7 @@
-"""Where a checkpoint should lie: a mesh, what its axes do to which tensors, and which layout the ranks have.
+"""The target of a reshard: a mesh, rules by which its axes cut tensors, and the layout of the ranks.
 
-Nothing follows from the name of an axis or of a parameter.  A rule of the user says which axes cut which dims of
-which tensors, in that order; the first rule whose pattern fits a tensor's key wins.
+The names of axes and parameters have no meaning of their own.  The user's rules say which axes cut which dims of which
+tensors, and in which order; the first rule whose pattern matches a tensor's key counts.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ AxisCut = tuple[str, int]
 """An axis of the mesh and the dim of a tensor that it cuts."""
 
 ROWS = "rows"
-"""The layout without flat buffers: tensors are cut by rows, or as the rules say."""
+"""The layout without flat buffers: tensors are cut by rows, or by the rules."""
 
 FLAT = "flat"
-"""The layout in flat buffers that are cut evenly, wherever that falls."""
+"""The layout in flat buffers that are cut into equal parts, even inside a row."""
 
 LAYOUTS: Mapping[str, str] = MappingProxyType(
     {
@@ -40,13 +40,15 @@ LAYOUTS: Mapping[str, str] = MappingProxyType(
         **{name: placement.description for name, placement in PLACEMENTS.items()},
     }
 )
-"""Every layout by its name, with a line for help texts; those after the first are in flat buffers."""
+"""All layouts by name, with a line for help texts; all but the first are in flat buffers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRule:
-    """Tensors whose key fits the shell pattern ``glob`` are cut by these axes, the first of them into the coarsest
-    parts.  The axes that it does not name hold replicas or, in a layout of buffers, share the buffer."""
+    """A rule that cuts tensors whose key matches the shell pattern ``glob`` by these axes, in this order.
+
+    The axes that it does not name hold replicas or, in a layout of buffers, share the buffer.
+    """
 
     glob: str
     cuts: tuple[AxisCut, ...]
@@ -57,28 +59,30 @@ class ShardRule:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The mesh (sizes by axis, the first outermost; ranks are numbered row-major), rules, and one of `LAYOUTS`.
+    """A mesh (sizes by axis, outermost first; ranks are numbered in row-major order), rules, and one of `LAYOUTS`.
 
-    Tensors that no rule fits: in rows, every axis cuts dim 0, the first axis first; in buffers, no axis cuts them
-    and all ranks share the buffer.  A tensor without dims has nothing to cut, whatever the rules say.
+    Tensors that no rule matches: in rows, all axes cut dim 0, in the order of the mesh; in buffers, no axis cuts them
+    and all ranks share the buffer.  Tensors without dims are never cut.
 
     Raises:
-        TargetError: no such layout; a rule names an axis twice, or one that the mesh does not have.
+        TargetError: the layout is unknown; or a rule names an axis twice, or one that the mesh does not have.
     """
 
     mesh: Mapping[str, int]
     rules: tuple[ShardRule, ...] = ()
-    layout: str = "rows"
+    layout: str = ROWS
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
-            raise TargetError(f"no layout {self.layout!r}; there are {', '.join(LAYOUTS)}")
+            raise TargetError(f"unknown layout {self.layout!r}; expected one of {', '.join(LAYOUTS)}")
         if not self.mesh or min(self.mesh.values()) < 1:
-            raise TargetError(f"a mesh needs axes with ranks: {dict(self.mesh)}")
+            raise TargetError(
+                f"a mesh needs at least one axis, and every axis at least one rank; found {dict(self.mesh)}"
+            )
         for rule in self.rules:
             axes = [axis for axis, _ in rule.cuts]
             if len(set(axes)) != len(axes) or not self.mesh.keys() >= set(axes):
-                raise TargetError(f"rule {rule}: expected axes out of {', '.join(self.mesh)}, each at most once")
+                raise TargetError(f"rule {rule}: expected axes of the mesh ({', '.join(self.mesh)}), each at most once")
             if min((dim for _, dim in rule.cuts), default=0) < 0:
                 raise TargetError(f"rule {rule}: dims are counted from 0")
 
@@ -87,22 +91,22 @@ class Target:
         return math.prod(self.mesh.values())
 
     def cuts(self, tensor: StateRecord, default: tuple[AxisCut, ...]) -> tuple[AxisCut, ...]:
-        """The axes that cut a tensor.
+        """The axes that cut a tensor, with the dims that they cut.
 
         Raises:
-            TargetError: the rule that fits it cuts a dim that it does not have.
+            TargetError: the rule that matches it cuts a dim that it does not have.
         """
         rule = next((rule for rule in self.rules if fnmatchcase(tensor.key, rule.glob)), None)
         cuts = default if rule is None else rule.cuts
         if tensor.shape and any(dim >= len(tensor.shape) for _, dim in cuts):
             raise TargetError(
                 f"rule {rule} cuts a dim that tensor {tensor.key!r} of shape {tensor.shape} does not have; "
-                "put a rule of its own before it"
+                "put a rule for this tensor before it"
             )
         return cuts if tensor.shape else ()
 
     def grid(self, cuts: Sequence[AxisCut]) -> tuple[Mesh, tuple[str, ...]]:
-        """The same ranks on a mesh whose first axes are those of the cuts, in their order; and its axes' names."""
+        """A mesh of the same ranks, with the axes of the cuts first and in their order; and the names of its axes."""
         axes = [axis for axis, _ in cuts]
         axes += [axis for axis in self.mesh if axis not in axes]
         steps = dict(zip(self.mesh, row_major(tuple(self.mesh.values())), strict=True))
@@ -112,8 +116,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class LaidOut:
-    """By key: a layout whose buffers are ranks, and the same in words for the manifest; then the flat buffers used."""
+    """Where tensors go, by key: layouts whose buffers are ranks, the same as JSON data for the manifest, and the flat
+    buffers of the layout."""
 
     layouts: Mapping[str, TensorLayout]
-    words: Mapping[str, Mapping[str, Any] | None]
+    recorded: Mapping[str, Mapping[str, Any] | None]
     buffers: tuple[GroupBuffer, ...] = ()

@@ -1,4 +1,4 @@
-"""Files of formats that hold whole tensors, whatever ranks there are."""
+"""Destinations that hold whole tensors, on any mesh."""
 
 from __future__ import annotations
 
@@ -15,24 +15,28 @@ from .item_file import ItemFile
 
 @dataclass(frozen=True, slots=True)
 class WholeFiles(Container):
-    """Every tensor whole, with at most ``shard_bytes`` of elements in a file; None: as is usual.  What is no tensor is
-    in a file of items beside the destination."""
+    """Whole tensors, with at most ``shard_bytes`` of elements in a file, None for the format's default.
+
+    Non-tensor items are in a file of items beside the destination.
+    """
 
     shard_bytes: int | None = None
     of_ranks: ClassVar[bool] = False
 
-    def arrange(self, task: WriteRequest) -> Arranged:
-        outputs = task.outputs
-        items = ItemFile.of(outputs.items, task.payloads, task.source) if outputs.items else None
+    def arrange(self, request: WriteRequest) -> Arranged:
+        outputs = request.outputs
+        items = ItemFile.of(outputs.items, request.payloads, request.source) if outputs.items else None
         layouts = {output.key: output.record.layout for output in outputs.tensors}
-        buffers = task.provenance.get("buffers", ()) if any(layouts.values()) else ()  # a tensor still speaks of them
+        buffers = (
+            request.provenance.get("buffers", ()) if any(layouts.values()) else ()
+        )  # a tensor still refers to them
         step = {"items": len(items.decoded), "undecoded": list(items.undecoded)} if items else {}
-        recorded = extended_provenance(task, "exported", step, None, buffers)
+        recorded = extended_provenance(request, "exported", step, None, buffers)
         return Arranged(tuple(self.files(outputs.tensors, recorded)), layouts, recorded, items)
 
     @abstractmethod
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
-        """The files of these tensors; ``recorded`` is the provenance.
+        """The files of these tensors; ``recorded`` is the provenance to write.
 
         Raises:
             SourceError: the format cannot hold one of the tensors.

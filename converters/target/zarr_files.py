@@ -1,4 +1,4 @@
-"""A zarr hierarchy as a destination: a file for each shard of each array, with its chunks end to end."""
+"""A zarr hierarchy as a destination: one file for each shard of an array, with its chunks end to end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .whole_files import WholeFiles
 
 @dataclass(frozen=True, slots=True)
 class ZarrFiles(WholeFiles):
-    """A zarr hierarchy with chunks of at most ``chunk_bytes``, the smallest part that zarr reads."""
+    """A zarr hierarchy with chunks of at most ``chunk_bytes``, which is the least that zarr reads at a time."""
 
     chunk_bytes: int = zarr_writer.CHUNK_BYTES
     name: ClassVar[str] = "zarr"
@@ -43,9 +43,9 @@ def _files(output: OutputTensor, array: ZarrArray) -> Iterator[OutputFile]:
         written: list[OutputChunk] = []
         end = 0
         for number, box in chunks:
-            behind = index if number == chunks[-1][0] else b""
+            suffix = index if number == chunks[-1][0] else b""
             payload = Extent(name, end, box.numel * itemsize(array.dtype))
-            frame = zarr_writer.ChunkFrame(payload.length, array.chunk_bytes, behind)
+            frame = zarr_writer.ChunkFrame(payload.length, array.chunk_bytes, suffix)
             stored = Chunk(box, Extent(name, end, frame.length), payload)
             written.append(OutputChunk(output, stored, frame, next(copies)))
             end += frame.length

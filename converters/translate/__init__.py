@@ -1,6 +1,6 @@
-"""One program's checkpoint in the words of another.
+"""Translates checkpoints of one program to the keys, groups and conventions of another.
 
-``dialects`` has how each program names what it saves, ``detection`` finds out which one wrote a checkpoint, ``names``
+``dialects`` lists how each program names what it saves, ``detection`` tells which program wrote a checkpoint, ``names``
 and ``structure`` rename, split and join tensors, ``conventions`` converts momentum, ``regroup`` rewrites parameter
-groups. Open ``translator`` first.
+groups.  Open ``translator`` first.
 """

@@ -1,4 +1,4 @@
-"""What is known of a source while it is translated, and the tensors that are made of its elements."""
+"""The source of a translation, and the tensors that are made from its elements."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .roles import Roles
 
 @dataclass(frozen=True, slots=True)
 class SourceChunks:
-    """The chunks of a source, each a buffer with a name of its own: parts of several tensors can be joined.
+    """The chunks of a source, each a buffer with a unique name, so that parts of several tensors can be joined.
 
     Attributes:
-        by_buffer: every chunk.
-        buffers: of each tensor, by its key, the names of its chunks in their order.
+        by_buffer: all chunks by their names.
+        buffers: the names of each tensor's chunks, by its key.
     """
 
     by_buffer: Mapping[Buffer, Chunk]
@@ -30,7 +30,7 @@ class SourceChunks:
 
     @classmethod
     def of(cls, manifest: Manifest) -> SourceChunks:
-        """Of all tensors of a checkpoint."""
+        """The chunks of all tensors of a checkpoint."""
         by_buffer: dict[Buffer, Chunk] = {}
         buffers: dict[str, tuple[Buffer, ...]] = {}
         for tensor in manifest.tensors:
@@ -40,10 +40,10 @@ class SourceChunks:
         return cls(by_buffer, buffers)
 
     def layout(self, tensor: StateRecord) -> TensorLayout:
-        """Where a tensor lies in its chunks.
+        """The layout of a tensor in its chunks.
 
         Raises:
-            LayoutError: it has a hole or an overlap.
+            LayoutError: the chunks leave a hole, or overlap.
         """
         stored = zip(self.buffers[tensor.key], tensor.chunks, strict=True)
         with about(f"tensor {tensor.key!r}"):
@@ -52,13 +52,13 @@ class SourceChunks:
             )
 
     def output(self, record: StateRecord, layout: TensorLayout, scale: float | None = None) -> OutputTensor:
-        """The tensor that is made of the elements that ``layout`` names."""
+        """The tensor made of the elements that ``layout`` names."""
         return OutputTensor(record, layout, {buffer: self.by_buffer[buffer] for buffer in layout.buffers}, scale=scale)
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What is known of the source while it is translated: ``groups`` by the parameters in them, ``dropped`` slots."""
+    """What a translation knows: the source and the target, ``groups`` by parameter, and the ``dropped`` slots."""
 
     dialect: Dialect
     target: Dialect

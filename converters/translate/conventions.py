@@ -1,12 +1,12 @@
-"""Momentum conventions: sum and average, what is exact between them, and what must be said.
+"""Conversion between the momentum conventions: sum and exponential moving average.
 
-A sum ``m = mu * m + g`` and an exponential average ``m = mu * m + (1 - mu) * g`` that have seen the same gradients
-with the same, constant ``mu`` differ by the factor ``1 - mu`` (Nesterov's lookahead included), so one becomes the
-other by a multiplication of every element.  A forgotten factor never crashes: it weighs old gradients against new
-ones by ``1 / (1 - mu)``.  So a convention is never assumed: it is recorded in the checkpoint, documented of the
-program that wrote it, or given by the user.
+A sum ``m = mu * m + g`` and an average ``m = mu * m + (1 - mu) * g`` of the same gradients with the same, constant
+``mu`` differ by the factor ``1 - mu`` (also with Nesterov's lookahead), so a multiplication of every element converts
+one to the other.  A forgotten factor raises no error; it only weighs old gradients against new ones by
+``1 / (1 - mu)``.  So a convention is never assumed: it is recorded in the checkpoint, documented for the program that
+wrote it, or given by the user.
 
-This package writes products of float64, rounded once to the tensor's dtype.
+Products are computed in float64 and rounded once to the tensor's dtype.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Words = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """What the user says of the momentum where the checkpoint does not.
+    """What the user says about the momentum if the checkpoint does not.
 
     Attributes:
-        convention: what the source follows (``--convention``).
-        target: what to write where the target's dialect has none of its own (``--target-convention``).
-        mu: the momentum coefficient of parameters whose group does not have it (``--mu``).
-        step: the number of steps taken, where the target stores it and the source does not (``--step``).
+        convention: the convention of the source (``--convention``).
+        target: the convention to write if the target's dialect has none of its own (``--target-convention``).
+        mu: the momentum coefficient of parameters whose group does not have one (``--mu``).
+        step: the number of steps taken, if the target stores it and the source does not (``--step``).
     """
 
     convention: Convention | None = None
@@ -44,12 +44,14 @@ class Overrides:
 
     def __post_init__(self) -> None:
         if self.mu is not None:
-            check_mu(self.mu, "--mu")
+            _check_mu(self.mu, "--mu")
 
 
-def check_mu(mu: float, where: str) -> float:
-    """Raises:
-    SourceError: it is no momentum coefficient that can be converted with.
+def _check_mu(mu: float, where: str) -> float:
+    """Check a momentum coefficient, and return it.
+
+    Raises:
+        SourceError: momentum cannot be converted with it.
     """
     if not 0 <= mu < 1:
         raise SourceError(f"{where}: expected a momentum coefficient in [0, 1), found {mu!r}")
@@ -57,34 +59,34 @@ def check_mu(mu: float, where: str) -> float:
 
 
 def agreed_convention(about: str, flag: str, sources: Mapping[str, Convention | None]) -> Convention | None:
-    """The one convention that the sources name, None if none does; ``flag`` is how a user says it.
+    """The convention that the sources name, None if none does; ``flag`` is the option by which a user gives it.
 
     Raises:
-        SourceError: two of them contradict each other.
+        SourceError: two sources name different conventions.
     """
     named = {source: convention for source, convention in sources.items() if convention is not None}
     if len(set(named.values())) > 1:
-        told = ", ".join(f"{source} says {convention}" for source, convention in named.items())
-        raise SourceError(f"{about}: {told}; leave {flag} out if the checkpoint is right")
+        statements = ", ".join(f"{source} says {convention}" for source, convention in named.items())
+        raise SourceError(f"{about}: {statements}; leave {flag} out if the checkpoint is right")
     return next(iter(named.values()), None)
 
 
 def momentum_factor(source: Convention | None, target: Convention | None, mu: float | None, about: str) -> float | None:
-    """What to multiply a momentum with; None where nothing changes, so that the bytes can be copied.
+    """The factor for a momentum; None if nothing changes, so that the bytes can be copied.
 
     Raises:
-        SourceError: the convention of the source, or the coefficient, is needed and not known.
+        SourceError: the convention of the source, or the coefficient, is needed and unknown.
     """
     if target is None or source == target:
         return None
     if source is None:
         raise SourceError(
-            f"{about}: the target follows convention {target}, and nothing says what the source follows; "
+            f"{about}: the target follows convention {target}, but that of the source is unknown; "
             f"give --convention {Convention.EMA} or --convention {Convention.SUM}"
         )
     if mu is None:
-        raise SourceError(f"{about}: to turn {source} into {target}, its momentum coefficient is needed; give --mu")
-    check_mu(mu, about)
+        raise SourceError(f"{about}: converting {source} to {target} needs the momentum coefficient; give --mu")
+    _check_mu(mu, about)
     return 1 - mu if target is Convention.EMA else 1 / (1 - mu)
 
 
@@ -97,7 +99,7 @@ def _native(kind: str) -> Callable[[Words, float], Words]:
 
 
 def _bfloat16(words: Words, by: float) -> Words:
-    """Round to odd in float32, whose 16 spare bits then decide the rounding to nearest even as if it were the first."""
+    """Round to odd in float32 first; its 16 spare bits then make the second rounding, to nearest even, exact."""
     values = (words.astype("<u4") << 16).view("<f4").astype(np.float64) * by
     near = values.astype("<f4")
     away = np.abs(near.astype(np.float64)) > np.abs(values)
@@ -117,8 +119,8 @@ def scaled(words: Words, dtype: str, by: float) -> Words:
     """Elements multiplied by a factor, each rounded once (to nearest, ties to even).
 
     Args:
-        words: the raw bits as unsigned words of the element's size, of any shape.
-        dtype: torch's name of what they are.
+        words: the raw elements, of any shape.
+        dtype: torch's name of their dtype.
 
     Raises:
         SourceError: momentum of this dtype cannot be scaled.

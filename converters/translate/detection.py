@@ -1,7 +1,7 @@
-"""Which dialect a checkpoint's keys are written in, with the reasons; or a refusal that lists the choices.
+"""Tells which dialect a checkpoint's keys are written in, with the reasons; or refuses, and lists the choices.
 
-Nothing on disk names the program.  The shape of the keys tells most dialects apart; those that share torch's nested
-keys are told apart by a slot or an option that only one of them writes.
+Nothing on disk names the program.  Most dialects differ in the form of their keys; those that share torch's nested keys
+differ in a slot or an option that only one of them writes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _MARKS: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
         "torch": (("option", "ns_coefficients"),),
     }
 )
-"""What only one of the known programs writes into torch's nested keys."""
+"""Slots and options in torch's nested keys that only one of the known programs writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Detected:
-    """A dialect and why it is that; ``reasons`` are sentences for people."""
+    """A dialect, and the ``reasons`` why it is this one, as sentences."""
 
     dialect: Dialect
     reasons: tuple[str, ...]
@@ -44,7 +44,7 @@ def detect(manifest: Manifest) -> Detected:
     """The dialect of a checkpoint, by its keys alone.
 
     Raises:
-        SourceError: no dialect has such keys, or several do; the message lists them.
+        SourceError: no dialect, or more than one, has such keys; the message lists them.
     """
     entries = [*((t.key, t.path) for t in manifest.tensors), *((b.key, b.path) for b in manifest.blobs)]
     shapes = {name: _first(dialect, entries) for name, dialect in DIALECTS.items()}
@@ -59,36 +59,36 @@ def detect(manifest: Manifest) -> Detected:
     models = [name for name in ("fsdp_dtensor", "dcp") if weights and all(map(DIALECTS[name].model.read, weights))]
     if models:
         return Detected(DIALECTS[models[0]], (f"weights only, under {DIALECTS[models[0]].model}",))
-    raise SourceError(f"no keys of a known dialect ({', '.join(DIALECTS)}); name one with --from")
+    raise SourceError(f"the keys are not those of a known dialect ({', '.join(DIALECTS)}); name one with --from")
 
 
 def with_slots(manifest: Manifest) -> Manifest:
-    """The same, with the parameter and the slot that keys of its dialect speak of, where nothing else says them.
+    """The manifest with parameters and slots as its dialect's keys name them, where it does not record them.
 
-    Unchanged if the dialect cannot be told.
+    Unchanged if the dialect is unknown.
     """
     try:
         template = detect(manifest).dialect.state
     except SourceError:
         return manifest
 
-    def known(tensor: StateRecord) -> StateRecord:
-        found = template.read(tensor.path) if tensor.slot is None else None
-        return dataclasses.replace(tensor, name=found["name"], slot=found["slot"]) if found else tensor
+    def with_slot(tensor: StateRecord) -> StateRecord:
+        fields = template.read(tensor.path) if tensor.slot is None else None
+        return dataclasses.replace(tensor, name=fields["name"], slot=fields["slot"]) if fields else tensor
 
-    return dataclasses.replace(manifest, tensors=tuple(map(known, manifest.tensors)))
+    return dataclasses.replace(manifest, tensors=tuple(map(with_slot, manifest.tensors)))
 
 
 def _first(dialect: Dialect, entries: list[tuple[str, KeyPath]]) -> str | None:
-    """The first key that has this dialect's place for optimizer state.
+    """The first key of optimizer state in this dialect.
 
-    Where the slot comes before the name, only a known slot tells it from a name that begins there.
+    If the slot comes before the name, it must be a known one, since a name could begin there as well.
     """
     known = {slot for method in dialect.methods for slot in method.slots.values()}
     any_slot = dialect.state.parts[-1] == "{slot}" or dialect.state.parts[-1].endswith(".{slot}")
     for key, path in entries:
-        found = dialect.state.read(path)
-        if found and (any_slot or found["slot"] in known):
+        fields = dialect.state.read(path)
+        if fields and (any_slot or fields["slot"] in known):
             return key
     return None
 
@@ -97,33 +97,31 @@ def _flat(entries: list[tuple[str, KeyPath]], example: str) -> Detected:
     reason = f"its optimizer is flat, with keys such as {example!r}"
     if any(DIALECTS["veomni"].model.read(path) for _, path in entries):
         return Detected(DIALECTS["veomni"], (reason, "its model is under 'model'"))
-    state = {found["name"] for _, path in entries if (found := DIALECTS["titan"].state.read(path))}
+    state = {fields["name"] for _, path in entries if (fields := DIALECTS["titan"].state.read(path))}
     if any(path == (path[0],) and path[0] in state for _, path in entries):
         return Detected(DIALECTS["titan"], (reason, "its parameters are at the top"))
-    raise SourceError(f"{reason}, without the model that tells titan from veomni: name one with --from")
+    raise SourceError(f"{reason}, but there is no model to tell titan from veomni; name one with --from")
 
 
 def _nested(paths: list[KeyPath], example: str) -> Detected:
     reason = f"its optimizer has torch's nested keys, such as {example!r}"
     marks: dict[str, str] = {}
-    for kind, value in sorted(_words(paths)):
-        marks |= {
-            name: f"only it writes the {kind} {value!r}" for name, mine in _MARKS.items() if (kind, value) in mine
-        }
+    for kind, value in sorted(_slots_and_options(paths)):
+        marks |= {name: f"only it writes the {kind} {value!r}" for name, own in _MARKS.items() if (kind, value) in own}
     if len(marks) > 1:
-        told = ", ".join(f"{name} ({why})" for name, why in marks.items())
-        raise SourceError(f"{reason}, and marks of more than one program: {told}; name one with --from")
+        programs = ", ".join(f"{name} ({why})" for name, why in marks.items())
+        raise SourceError(f"{reason}, and marks of more than one program: {programs}; name one with --from")
     for name, why in marks.items():
         return Detected(DIALECTS[name], (reason, why))
-    return Detected(DIALECTS["dcp"], (reason, "no slot or option that one program alone writes"))
+    return Detected(DIALECTS["dcp"], (reason, "no slot or option is written by one program only"))
 
 
-def _words(paths: list[KeyPath]) -> Iterator[tuple[str, str]]:
-    """The slots and options that occur."""
+def _slots_and_options(paths: list[KeyPath]) -> Iterator[tuple[str, str]]:
+    """The slots and options in these paths, each with its kind."""
     nested = DIALECTS["dcp"]
     assert nested.option is not None
     for path in paths:
         for kind, template in (("slot", nested.state), ("option", nested.option)):
-            found = template.read(path)
-            if found:
-                yield kind, found[kind]
+            fields = template.read(path)
+            if fields:
+                yield kind, fields[kind]

@@ -1,4 +1,4 @@
-"""The dialects of the programs that are known.
+"""The dialects of all known programs.
 
 Nothing on disk says which program wrote a checkpoint; :mod:`.detection` tells it from the keys.
 
@@ -27,7 +27,7 @@ from ...vocabulary import (
 from .dialect import Dialect, StoredMethod, Template
 
 FOREIGN_OPTIONS: Mapping[str, str] = MappingProxyType({"dampening": "torch.optim.SGD, whose momentum_buffer is a sum"})
-"""Options that tell an optimizer whose state looks like that of a method here, and is not."""
+"""Options of optimizers whose state looks like that of a known method, but has another meaning."""
 
 
 def _path(*parts: str) -> Template:
@@ -69,7 +69,7 @@ _SHARED_SCALES: Mapping[str, tuple[object, ...]] = {
     "rms": ("rms_norm",),
 }
 
-# Rates and momentum are the run's: what the source does not have of these is left out, and shows.
+# Rates and momentum belong to the run: if the source lacks one, it is left out, so that it is noticed.
 _OUR_FRESH: Mapping[str, object] = {
     **{name: value for name, value in asdict(MUON).items() if name not in ("lr", "weight_decay", "momentum")},
     "convention": MUON_CONVENTION.value,
@@ -92,7 +92,7 @@ _MASTER, _STEP = {"master": MASTER}, {"step": "step"}
 
 
 def _ours(*more: Mapping[str, str]) -> tuple[StoredMethod, ...]:
-    """Our methods, with each of these sets of slots besides their own."""
+    """Our methods, each with every one of these sets of additional slots."""
     muon = {**_COMMON, "momentum": "momentum", "nesterov": "nesterov", "eps": "eps", "scale": "adjust_lr"}
     betas = {**_COMMON, "betas": "betas"}
     return tuple(
@@ -113,7 +113,7 @@ def _ours(*more: Mapping[str, str]) -> tuple[StoredMethod, ...]:
 
 
 def _megatron(*more: Mapping[str, str]) -> tuple[StoredMethod, ...]:
-    """Megatron's methods, with each of these sets of slots besides their own."""
+    """Megatron's methods, each with every one of these sets of additional slots."""
     return tuple(
         StoredMethod(name, {**slots, **extra}, options, _MEGATRON_FRESH)
         for extra in more

@@ -1,7 +1,7 @@
-"""Parameter groups: their options read from one dialect and written in another.
+"""Parameter groups: reads their options from one dialect and writes them in another.
 
-Options are small items (or 0-d tensors) of a checkpoint; a group is either a position in a list, with the names of
-its parameters, or one parameter by its name.
+Options are small items (or 0-d tensors) of a checkpoint.  A group is either a position in a list, with the names of its
+parameters, or a single parameter by its name.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _SCALAR = bool | int | float | str | None
 
 @dataclass(frozen=True, slots=True)
 class SourceGroup:
-    """Parameters that share options, as the source has them.
+    """Parameters of the source that share options.
 
-    ``number`` is the position in the list of groups, None where groups are by name.  ``items`` are where the options
-    are stored, by the dialect's words; they are read only when they are needed.
+    ``number`` is the position in the list of groups, None if groups are by name.  ``items`` holds where the options are
+    stored, by the dialect's names; they are read only when they are needed.
     """
 
     number: int | None
@@ -36,7 +36,7 @@ class SourceGroup:
 
 @dataclass(frozen=True, slots=True)
 class TargetGroup:
-    """A group as the target has it: the names of its parameters and its options.  ``listed`` as in the source."""
+    """A group of the target: its parameters and options, and whether the source had it in a list (``listed``)."""
 
     params: tuple[str, ...]
     options: Mapping[str, object]
@@ -44,7 +44,7 @@ class TargetGroup:
 
 
 def source_groups(manifest: Manifest, dialect: Dialect, values: Values) -> tuple[SourceGroup, ...]:
-    """The groups of a checkpoint, in their order.
+    """The parameter groups of a checkpoint, in their order.
 
     Raises:
         SourceError: a group does not list its parameters.
@@ -65,12 +65,12 @@ def source_groups(manifest: Manifest, dialect: Dialect, values: Values) -> tuple
 
 
 def _in_common(manifest: Manifest, dialect: Dialect, values: Values) -> Iterator[SourceGroup]:
-    """Groups in Megatron's common state, but for those that share an optimizer: it does not say what is in which."""
+    """The groups in Megatron's common state that are alone in their optimizer; of others the parameters are unknown."""
     names: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for tensor in manifest.tensors:
-        found = dialect.state.read(tensor.path)
-        if found:
-            names[found["chain"]][found["name"]] = None
+        fields = dialect.state.read(tensor.path)
+        if fields:
+            names[fields["chain"]][fields["name"]] = None
     for blob in manifest.blobs:
         if dialect.holds_groups(blob.path):
             whole = values.parts(blob)
@@ -83,7 +83,7 @@ def _in_common(manifest: Manifest, dialect: Dialect, values: Values) -> Iterator
 
 
 def _optimizers(chain: str, node: object) -> Iterator[tuple[str, list[dict[str, object]]]]:
-    """The groups of each optimizer, and the prefix of the keys of its state, as `.regroup` nests them."""
+    """The groups of each optimizer, with the prefix of its keys of state; :mod:`.regroup` writes the same nesting."""
     match node:
         case {"param_groups": [*groups]} if all(isinstance(group, dict) for group in groups):
             yield chain, groups
@@ -97,7 +97,7 @@ def _optimizers(chain: str, node: object) -> Iterator[tuple[str, list[dict[str, 
 
 def _is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
-        return all(isinstance(each, _SCALAR) for each in value)
+        return all(isinstance(part, _SCALAR) for part in value)
     return isinstance(value, _SCALAR)
 
 
@@ -109,9 +109,10 @@ def _params(number: int, items: Mapping[str, StoredEntry], values: Values) -> tu
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """A group's options in our words: ``lr``, ``weight_decay``, ``momentum``, ``beta1``, ``scale``, …
+    """A group's options by common names: ``lr``, ``weight_decay``, ``momentum``, ``beta1``, ``scale``, …
 
-    ``unknown`` are options without one, by the source's words; ``scale`` is an lr scale by its name here.
+    ``scale`` is the common name of an lr scale.  ``unknown`` are options without a common name, as the source calls
+    them.
     """
 
     known: Mapping[str, object]
@@ -119,28 +120,28 @@ class GroupOptions:
 
 
 def read_options(group: SourceGroup, dialect: Dialect, method: StoredMethod, values: Values) -> GroupOptions:
-    """What a dialect's group says.  Options without a word of ours are not read.
+    """Read the options of a dialect's group; those without a common name are not read.
 
     Raises:
-        SourceError: an option is damaged, or no plain data.
+        SourceError: an option is damaged, or is not plain data.
     """
-    known = {word: values.read(group.items[own]) for word, own in method.options.items() if own in group.items}
+    known = {name: values.read(group.items[own]) for name, own in method.options.items() if own in group.items}
     match known.pop("betas", None):
         case [beta1, beta2]:
             known |= {"beta1": beta1, "beta2": beta2}
     if "scale" in known:
-        meant = [word for word, same in dialect.scales.items() if known["scale"] in same]
-        known["scale"] = meant[0] if meant else f"{known['scale']!r} of {dialect.name}"
-    taken = {*method.options.values(), dialect.method_option, PARAMS}
-    return GroupOptions(known, tuple(word for word in group.items if word not in taken))
+        names = [name for name, own_values in dialect.scales.items() if known["scale"] in own_values]
+        known["scale"] = names[0] if names else f"{known['scale']!r} of {dialect.name}"
+    named = {*method.options.values(), dialect.method_option, PARAMS}
+    return GroupOptions(known, tuple(option for option in group.items if option not in named))
 
 
-def write_options(words: GroupOptions, dialect: Dialect, method: StoredMethod, notes: set[str]) -> dict[str, object]:
-    """The same in a dialect's words, completed with what a new optimizer of that program has.
+def write_options(options: GroupOptions, dialect: Dialect, method: StoredMethod, notes: set[str]) -> dict[str, object]:
+    """The options as a dialect names them, completed with those of a new optimizer of that program.
 
-    ``notes`` gets a sentence for each thing that is not the source's.
+    ``notes`` receives a sentence for every difference from the source.
     """
-    known = dict(words.known)
+    known = dict(options.known)
     if {"beta1", "beta2"} <= known.keys():
         known["betas"] = (known["beta1"], known["beta2"])
     withheld = set(dialect.unsaid)
@@ -151,29 +152,29 @@ def write_options(words: GroupOptions, dialect: Dialect, method: StoredMethod, n
         else:
             option = method.options["scale"]
             withheld |= {option} - method.fresh.keys()
-            done = "is left out" if option in withheld else f"becomes {method.fresh[option]!r}"
+            change = "is left out" if option in withheld else f"becomes {method.fresh[option]!r}"
             scale = known.pop("scale")
-            notes.add(f"{dialect.name} has no lr scale like {scale}: {option!r} {done}; the lr must be chosen anew")
-    said = {own: known[word] for word, own in method.options.items() if word in known}
-    fresh = {own: value for own, value in method.fresh.items() if own not in said and own not in withheld}
-    absent = {own for word, own in method.options.items() if own not in said and own not in fresh} - withheld
+            notes.add(f"{dialect.name} has no lr scale like {scale}: {option!r} {change}; choose a new lr")
+    translated = {own: known[name] for name, own in method.options.items() if name in known}
+    fresh = {own: value for own, value in method.fresh.items() if own not in translated and own not in withheld}
+    absent = {own for own in method.options.values() if own not in translated and own not in fresh} - withheld
     about = f"{method.name} groups"
     if fresh:
-        told = ", ".join(f"{own}={value!r}" for own, value in fresh.items())
-        notes.add(f"{about}: {told} as a new optimizer of {dialect.name} has them")
+        values_text = ", ".join(f"{own}={value!r}" for own, value in fresh.items())
+        notes.add(f"{about}: {values_text} as in a new optimizer of {dialect.name}")
     if absent:
         notes.add(f"{about}: {', '.join(sorted(absent))} of {dialect.name} are not in the source and are left out")
-    if words.unknown:
-        notes.add(f"{about}: {', '.join(sorted(words.unknown))} have no counterpart and are left behind")
+    if options.unknown:
+        notes.add(f"{about}: {', '.join(sorted(options.unknown))} have no counterpart and are left out")
     method_name = {dialect.method_option: method.name} if dialect.method_option else {}
-    return {**said, **fresh, **method_name}
+    return {**translated, **fresh, **method_name}
 
 
 def merge_equal(groups: Iterable[TargetGroup]) -> list[TargetGroup]:
-    """Groups that were by name, and have the same options, as one each, in the order of their first parameters."""
-    out: dict[str, TargetGroup] = {}
-    for at, group in enumerate(groups):
-        key = str(at) if group.listed else repr(sorted(group.options.items()))
-        params = (*out[key].params, *group.params) if key in out else group.params
-        out[key] = replace(group, params=params)
-    return list(out.values())
+    """Merge groups that were by name and have the same options, in the order of their first parameters."""
+    merged: dict[str, TargetGroup] = {}
+    for number, group in enumerate(groups):
+        key = str(number) if group.listed else repr(sorted(group.options.items()))
+        params = (*merged[key].params, *group.params) if key in merged else group.params
+        merged[key] = replace(group, params=params)
+    return list(merged.values())

@@ -1,8 +1,8 @@
-"""Names and structure: a table of rules that says which tensors of one program are which tensors of another.
+"""Names and structure: rules that map tensors of one program to tensors of another.
 
-A rule renames a tensor, or splits one *whole* into *parts*, or joins parts into a whole; it applies to a parameter and
-to its optimizer state alike.  The table is TOML, so it can be printed, edited and passed; :meth:`NameRules.inverse` is
-the way back.  Nothing is done that no rule says.
+A rule renames a tensor, splits one *whole* into *parts*, or joins parts into a whole; it applies to a parameter and to
+its optimizer state.  A table of rules is TOML, so that it can be printed, edited and passed;
+:meth:`NameRules.inverse` is the table of the opposite direction.  Tensors that no rule matches stay as they are.
 
 What a rule does to a tensor's elements is in :mod:`.structure`.
 """
@@ -21,23 +21,23 @@ _PLACEHOLDER = re.compile(r"\{([a-z]+)(\*?)\}")
 
 @dataclass(frozen=True, slots=True)
 class NameRule:
-    """One row of the table.  ``source`` and ``target`` are patterns of parameter names; one side has one pattern.
+    """A row of the table.  ``source`` and ``target`` are patterns of parameter names; one side has exactly one pattern.
 
-    ``{x}`` in a pattern stands for one part of a dotted name or some of its characters, ``{x*}`` for one or more whole
-    parts with their dots.  Both sides have the same placeholders, but for ``each``.
+    ``{x}`` in a pattern stands for one part of a dotted name, or some characters of it, ``{x*}`` for one or more whole
+    parts with their dots.  Both sides have the same placeholders, except ``each``.
 
     Attributes:
         source, target: one to one renames; one to many splits; many to one joins.
-        dim: along which the parts lie in the whole.
-        shares: relative sizes of the parts, such as ``(24, 8, 8)``; none says: equal ones, or as the parts are.
-        interleaved: how many times the parts take turns: ``q0 k0 v0 q1 k1 v1 …`` for 2.
-        each: the placeholder that numbers the parts from 0; it is in the pattern of the parts only.
-        count: how many numbered parts; needed to split what is not stacked.
-        stacked: the parts lack the dim, as experts that are matrices of one 3-d tensor.
-        keeps_groups: an optimizer's groups name the whole even where the state is in parts (Megatron's ``_w``, ``_v``).
+        dim: the dim of the whole along which the parts lie.
+        shares: relative sizes of the parts, such as ``(24, 8, 8)``; empty means equal sizes, or those of the parts.
+        interleaved: how many times the parts alternate: ``q0 k0 v0 q1 k1 v1 …`` for 2.
+        each: the placeholder that numbers the parts from 0; it is only in the pattern of the parts.
+        count: the number of numbered parts; needed to split what is not stacked.
+        stacked: the parts lack the dim, such as experts that are the matrices of one 3-d tensor.
+        keeps_groups: an optimizer's groups name the whole even if the state is in parts (Megatron's ``_w``, ``_v``).
 
     Raises:
-        SourceError: the row is not such a rule.
+        SourceError: the row is not a valid rule.
     """
 
     source: tuple[str, ...]
@@ -55,7 +55,7 @@ class NameRule:
         common = {frozenset(names - {self.each}) for names in sides}
         numbered = [self._numbers(side) for side in (self.source, self.target)]
         many = max(len(self.source), len(self.target))
-        for wrong, why in (
+        for is_wrong, expectation in (
             (min(len(self.source), len(self.target)) != 1, "one side must have exactly one pattern"),
             (len(common) != 1, "every pattern must have the same placeholders"),
             (self.each is not None and (sum(numbered) != 1 or many != 1), "`each` must be in the parts' one pattern"),
@@ -63,15 +63,15 @@ class NameRule:
             (self.shares and (len(self.shares) != many or min(self.shares) < 1), "one share >= 1 for each part"),
             (self.dim < 0 or self.interleaved < 1 or (self.count or 1) < 1, "dim >= 0, interleaved and count >= 1"),
         ):
-            if wrong:
-                raise SourceError(f"rule {self}: {why}")
+            if is_wrong:
+                raise SourceError(f"rule {self}: {expectation}")
 
     def _numbers(self, side: tuple[str, ...]) -> bool:
         return any(name == self.each for pattern in side for name, _ in _PLACEHOLDER.findall(pattern))
 
     @property
     def splits(self) -> bool:
-        """Whether the parts are the target (also said of a renaming)."""
+        """Whether the parts are the target; also true of a renaming."""
         return self._numbers(self.target) or (len(self.source) == 1 and not self._numbers(self.source))
 
     @property
@@ -83,7 +83,7 @@ class NameRule:
         return (self.source if self.splits else self.target)[0]
 
     def inverse(self) -> NameRule:
-        """The rule of the way back."""
+        """The rule of the opposite direction."""
         return replace(self, source=self.target, target=self.source)
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class NameRule:
 
 @dataclass(frozen=True, slots=True)
 class NameRules:
-    """A table: its rules are applied in order, each to what those before it left."""
+    """A table: its rules are applied in order, each to the result of those before it."""
 
     rules: tuple[NameRule, ...] = ()
 
@@ -103,7 +103,7 @@ class NameRules:
         Raises:
             SourceError: it is not TOML, has an unknown key, or a row is not a rule.
         """
-        import tomllib  # few commands read a table
+        import tomllib  # imported here because few commands read a table
 
         try:
             data = tomllib.loads(text)
@@ -118,7 +118,7 @@ class NameRules:
         return "\n".join(map(_toml, self.rules))
 
     def inverse(self) -> NameRules:
-        """The table of the way back."""
+        """The table of the opposite direction."""
         return NameRules(tuple(rule.inverse() for rule in reversed(self.rules)))
 
     def __add__(self, other: NameRules) -> NameRules:
@@ -152,7 +152,7 @@ def _names(value: object) -> tuple[str, ...]:
 
 
 def _typed(kind: type[T], value: object) -> T:
-    if type(value) is not kind:  # so a bool is no int
+    if type(value) is not kind:  # so that a bool is not taken for an int
         raise SourceError(f"rules: expected {kind.__name__}, found {value!r}")
     return value
 
@@ -171,5 +171,5 @@ def _toml(rule: NameRule) -> str:
 
 def _text(value: str) -> str:
     if "'" in value or not value.isprintable():
-        raise SourceError(f"rules: a name with quotes or control characters cannot be written: {value!r}")
+        raise SourceError(f"rules: a name with quotes or control characters cannot be written as TOML: {value!r}")
     return f"'{value}'"

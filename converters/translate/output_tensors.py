@@ -1,4 +1,4 @@
-"""The tensors of a translated checkpoint: under which key, in which convention, made of which elements."""
+"""The tensors of a translated checkpoint: their keys, their conventions, and the elements that they are made of."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ONE_ELEMENT = TensorLayout((), (dense(Box((), ()), _COUNTER),))
 
 
 def tensors_by_slot(context: Context, rules: NameRules) -> SlotTensors:
-    """The weights and the state of the source, renamed, split and joined as the rules say."""
+    """The weights and the state of the source, renamed, split and joined by the rules."""
     by_slot: defaultdict[str | None, dict[str, TranslatedTensor]] = defaultdict(dict)
     for (slot, name), tensor in context.roles.tensors.items():
         by_slot[slot][name] = TranslatedTensor(tensor.dtype, context.chunks.layout(tensor), name, (name,))
@@ -32,27 +32,27 @@ def tensors_by_slot(context: Context, rules: NameRules) -> SlotTensors:
 
 
 def carried_tensor(context: Context, tensor: StateRecord, path: KeyPath) -> OutputTensor:
-    """A tensor of the source as it is, under this path."""
+    """An unchanged tensor of the source, under this path."""
     return context.chunks.output(_under(tensor, path), context.chunks.layout(tensor))
 
 
 def weight_tensor(context: Context, name: str, tensor: TranslatedTensor) -> OutputTensor:
-    """A parameter."""
+    """The output tensor of a parameter."""
     record = _record(context, None, tensor, context.target.model.write(name=name))
     return context.chunks.output(record, tensor.layout)
 
 
 def state_tensor(context: Context, slot: str, tensor: TranslatedTensor, param: Param) -> OutputTensor:
-    """What the source has in this slot for a parameter; momentum in the convention that the target follows.
+    """The output tensor of a slot of a parameter; momentum is in the convention of the target.
 
     Raises:
-        SourceError: a convention or a coefficient is needed and not known, or they contradict each other.
+        SourceError: a convention or a coefficient is needed and unknown, or sources of it contradict each other.
     """
-    word = next(word for word, own in param.source_method.slots.items() if own == slot)
-    target_slot = param.target_method.slots[word]
+    common = next(name for name, own in param.source_method.slots.items() if own == slot)
+    target_slot = param.target_method.slots[common]
     path = context.target.state.write(name=param.name, slot=target_slot, **param.chain)
     record = dataclasses.replace(_record(context, slot, tensor, path), name=param.name, slot=target_slot)
-    if word != "momentum":
+    if common != "momentum":
         return context.chunks.output(record, tensor.layout)
     source, target = _conventions(context, slot, tensor, param)
     scale = momentum_factor(source, target, _mu(context, param), f"parameter {param.name!r}")
@@ -62,10 +62,10 @@ def state_tensor(context: Context, slot: str, tensor: TranslatedTensor, param: P
 
 
 def step_counter(context: Context, param: Param) -> OutputTensor | OutputItem:
-    """The step of a parameter: moved if it is a tensor in the source, else made one where the dialect is another.
+    """The step counter of a parameter: the source's if it is a tensor or the dialect stays the same, else a new tensor.
 
     Raises:
-        SourceError: nobody knows it.
+        SourceError: the number of steps is unknown.
     """
     slot = param.target_method.slots["step"]
     path = context.target.state.write(name=param.name, slot=slot, **param.chain)
@@ -76,18 +76,20 @@ def step_counter(context: Context, param: Param) -> OutputTensor | OutputItem:
     if own is not None and context.same_dialect:
         return OutputItem(key_of(path), path, own)
     if param.step is None:
-        raise SourceError(f"parameter {param.name!r}: {context.target.name} stores its step; give --step")
+        raise SourceError(
+            f"parameter {param.name!r}: {context.target.name} stores the number of steps, which is unknown; give --step"
+        )
     record = StateRecord(key_of(path), path, (), "float32", (), name=param.name, slot=slot)
     return OutputTensor(record, _ONE_ELEMENT, made={_COUNTER: scalar_bytes("float32", param.step)})
 
 
 def _under(record: StateRecord, path: KeyPath) -> StateRecord:
-    """The record of a tensor that is to be stored anew, under this path."""
+    """The record of a tensor that will be stored under this path."""
     return dataclasses.replace(record, key=key_of(path), path=path, chunks=(), layout=None)
 
 
 def _record(context: Context, slot: str | None, tensor: TranslatedTensor, path: KeyPath) -> StateRecord:
-    """The record of a target tensor; what rests on the source's structure is kept where that is."""
+    """The record of a target tensor; it keeps the source's fingerprint, pieces and names unless it was restructured."""
     if tensor.restructured:
         return StateRecord(key_of(path), path, tensor.shape, tensor.dtype, ())
     return _under(context.roles.tensors[slot, tensor.aliases[0]], path)
@@ -96,26 +98,26 @@ def _record(context: Context, slot: str | None, tensor: TranslatedTensor, path: 
 def _conventions(
     context: Context, slot: str, tensor: TranslatedTensor, param: Param
 ) -> tuple[Convention | None, Convention | None]:
-    """What the momentum follows, and what the target's is to follow."""
+    """The convention of the source's momentum, and the one to write."""
     about, tensors, overrides = f"parameter {param.name!r}", context.roles.tensors, context.overrides
     parts = [tensors[slot, alias] for alias in tensor.aliases if (slot, alias) in tensors]
     recorded = {f"the manifest ({part.key})": part.convention for part in parts}
     known = {context.dialect.name: context.dialect.convention, "--convention": overrides.convention}
     source = agreed_convention(about, "--convention", recorded | known)
-    asked = {context.target.name: context.target.convention, "--target-convention": overrides.target}
-    return source, agreed_convention(about, "--target-convention", asked) or source
+    target = {context.target.name: context.target.convention, "--target-convention": overrides.target}
+    return source, agreed_convention(about, "--target-convention", target) or source
 
 
 def _mu(context: Context, param: Param) -> float | None:
-    """The momentum coefficient of the parameter's group, or what the user says where that has none."""
-    option, told = param.source_method.options.get("momentum", ""), context.overrides.mu
+    """The momentum coefficient of the parameter's group, or the user's if the group has none."""
+    option, given = param.source_method.options.get("momentum", ""), context.overrides.mu
     if param.group is None or option not in param.group.items:
-        return told
+        return given
     stored = context.values.read(param.group.items[option])
     if stored is None:
-        return told
+        return given
     if not isinstance(stored, float | int):
         raise SourceError(f"parameter {param.name!r}: expected a number as {option} of its group, found {stored!r}")
-    if told not in (None, stored):
-        raise SourceError(f"parameter {param.name!r}: its group says {option}={stored!r}, --mu says {told!r}")
+    if given not in (None, stored):
+        raise SourceError(f"parameter {param.name!r}: its group says {option}={stored!r}, --mu says {given!r}")
     return float(stored)

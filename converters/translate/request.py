@@ -1,4 +1,4 @@
-"""What a user asks of names, structure and conventions: the way from a source to its outputs."""
+"""The user's request for names, structure and conventions, which makes the outputs from a source."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from .names import NameRules
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The arguments of :func:`.translator.translate`, whose defaults ask for nothing; and whether what is no tensor is
-    left out."""
+    """The arguments of :func:`.translator.translate`, which by default change nothing, and whether to drop items."""
 
     source: Dialect | None = None
     target: Dialect | None = None
@@ -25,10 +24,10 @@ class Request:
     tensors_only: bool = False
 
     def outputs(self, source: OpenCheckpoint) -> Outputs:
-        """What is made of a checkpoint.  Nothing is translated where nothing is asked for.
+        """The outputs made from a checkpoint; they are translated only if something is asked for.
 
         Raises:
-            SourceError, TargetError, LayoutError: as `translate` and `unchanged`.
+            SourceError, TargetError, LayoutError: as in `translate` and `unchanged`.
         """
         outputs = self._translated(source)
         return outputs.tensors_only() if self.tensors_only else outputs
@@ -36,7 +35,7 @@ class Request:
     def _translated(self, source: OpenCheckpoint) -> Outputs:
         if replace(self, tensors_only=False) == Request():
             return unchanged(source)
-        from .translator import translate  # few commands translate
+        from .translator import translate  # imported here because few commands translate
 
         return translate(
             source.manifest,
@@ -50,8 +49,9 @@ class Request:
 
 
 def unchanged(source: OpenCheckpoint) -> Outputs:
-    """Every tensor and every item under its own name; slots, by which layouts sort tensors, are those of the keys
-    where nothing is recorded.
+    """All tensors and items of a checkpoint under their own keys.
+
+    Layouts sort tensors by slot; if the manifest records no slots, they are taken from the keys.
 
     Raises:
         LayoutError: a tensor has a hole or an overlap.

@@ -1,4 +1,4 @@
-"""What the entries of a checkpoint are, by their dialect: weights, state, counters, options and the rest."""
+"""The roles of a checkpoint's entries in its dialect: weights, state, counters, options and others."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from .dialect import Dialect
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The entries of a checkpoint, sorted by what they are.
+    """The entries of a checkpoint, sorted by role.
 
     Attributes:
         tensors: weights, by (None, parameter), and state, by (slot, parameter).
-        counters: the steps of parameters, tensors or plain items, by parameter and slot.
-        others, items: tensors and items to be carried: neither state nor options of groups, or derived state.
-        left: keys of the slots that are to be left behind.
-        chains: which of several optimizers, as keys say it, the state of each parameter is of.
+        counters: the step counters of parameters, which are tensors or plain items, by parameter and slot.
+        others, items: tensors and items to copy: those that are neither state nor group options, and derived state.
+        left_out: keys of the slots to leave out.
+        chains: the optimizers, as keys name them, that the state of each parameter belongs to.
     """
 
     tensors: Mapping[tuple[str | None, str], StateRecord]
     counters: Mapping[str, Mapping[str, StateRecord | Blob]]
     others: tuple[StateRecord, ...]
     items: tuple[Blob, ...]
-    left: tuple[str, ...]
+    left_out: tuple[str, ...]
     chains: Mapping[str, Collection[str]]
 
 
-def roles_of(manifest: Manifest, dialect: Dialect, leave: Collection[str]) -> Roles:
-    """Sort the entries of a checkpoint; slots in ``leave`` are only listed.
+def roles_of(manifest: Manifest, dialect: Dialect, dropped: Collection[str]) -> Roles:
+    """Sort the entries of a checkpoint; ``dropped`` slots are only listed.
 
     Raises:
-        SourceError: state that belongs to each element is no tensor.
+        SourceError: state other than a counter is not a tensor.
     """
     steps = {method.slots["step"] for method in dialect.methods if "step" in method.slots}
     tensors: dict[tuple[str | None, str], StateRecord] = {}
     counters: defaultdict[str, dict[str, StateRecord | Blob]] = defaultdict(dict)
     others: list[StateRecord] = []
     items: list[Blob] = []
-    left: list[str] = []
+    left_out: list[str] = []
     chains: defaultdict[str, set[str]] = defaultdict(set)
 
-    def is_counted(entry: StateRecord | Blob, state: Mapping[str, str]) -> bool:
-        """Note state that is the same for tensors and items: what is left behind, and counters."""
+    def is_dropped_or_counter(entry: StateRecord | Blob, state: Mapping[str, str]) -> bool:
+        """Sort dropped slots and counters, which can be tensors or items."""
         chains[state["name"]].add(state.get("chain", ""))
-        if state["slot"] in leave:
-            left.append(entry.key)
+        if state["slot"] in dropped:
+            left_out.append(entry.key)
         elif state["slot"] in steps and state["slot"] not in dialect.derived:
             counters[state["name"]][state["slot"]] = entry
         else:
@@ -58,7 +58,7 @@ def roles_of(manifest: Manifest, dialect: Dialect, leave: Collection[str]) -> Ro
 
     for tensor in manifest.tensors:
         if state := dialect.state.read(tensor.path):
-            if is_counted(tensor, state):
+            if is_dropped_or_counter(tensor, state):
                 continue
             if state["slot"] in dialect.derived:
                 others.append(tensor)
@@ -72,11 +72,13 @@ def roles_of(manifest: Manifest, dialect: Dialect, leave: Collection[str]) -> Ro
             others.append(tensor)
     for blob in manifest.blobs:
         if state := dialect.state.read(blob.path):
-            if is_counted(blob, state):
+            if is_dropped_or_counter(blob, state):
                 continue
             if state["slot"] not in dialect.derived:
-                raise SourceError(f"{blob.key!r} is no tensor, expected one; leave it out with --drop {state['slot']}")
+                raise SourceError(
+                    f"expected a tensor at {blob.key!r}, found another item; leave it out with --drop {state['slot']}"
+                )
             items.append(blob)
         elif dialect.option is None or not dialect.option.read(blob.path):
             items.append(blob)
-    return Roles(tensors, counters, tuple(others), tuple(items), tuple(left), chains)
+    return Roles(tensors, counters, tuple(others), tuple(items), tuple(left_out), chains)

@@ -1,4 +1,4 @@
-"""The parameters of a checkpoint that is translated: what each is called, how it is updated, how far it is."""
+"""The parameters of a translation: their names, update methods, groups and step counts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .group_options import SourceGroup
 from .structure import TranslatedTensor
 
 SlotTensors = Mapping[str | None, Mapping[str, TranslatedTensor]]
-"""The weights (None) and each slot's tensors, by the target's names of parameters."""
+"""The weights (under None) and the tensors of each slot, by the target's names of parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter of the target that has state: the source's names for it, its method in both dialects, its group.
+    """A parameter of the target that has state: its names in the source, its method in both dialects, and its group.
 
-    ``chain`` is a field of the target's keys of state, where they have it: which of several optimizers it belongs to.
+    ``chain`` says to which of several optimizers it belongs, as a field of the target's keys if they have that field.
     """
 
     name: str
@@ -64,7 +64,7 @@ def _param(context: Context, name: str, aliases: tuple[str, ...], slots: frozens
 
 
 def _chain(context: Context, name: str, aliases: tuple[str, ...], method: StoredMethod) -> Mapping[str, str]:
-    """What the target puts in front of the state: what it always does, or else what the source had there.
+    """The chain of a parameter in the target: the dialect's own if it has one, or else the source's.
 
     Raises:
         SourceError: parts of the parameter belong to different optimizers.
@@ -80,22 +80,22 @@ def _chain(context: Context, name: str, aliases: tuple[str, ...], method: Stored
 def _step(
     context: Context, name: str, aliases: tuple[str, ...], method: StoredMethod, group: SourceGroup | None
 ) -> int | None:
-    """How many steps the parameter has taken, if the source says so.
+    """The number of steps that the parameter has taken, if the source or the user says it.
 
     Raises:
-        SourceError: its parts have taken different numbers.
+        SourceError: its parts have taken different numbers of steps.
     """
     slot, option = method.slots.get("step", ""), method.options.get("step", "")
     entries: list[Any] = [context.roles.counters[a][slot] for a in aliases if slot in context.roles.counters.get(a, ())]
     if not entries and group is not None and option in group.items:
         entries = [group.items[option]]
-    steps = {_whole(context.values.read(entry), name) for entry in entries}
+    steps = {_whole_number(context.values.read(entry), name) for entry in entries}
     if len(steps) > 1:
         raise SourceError(f"parameter {name!r} is made of parts that have taken {sorted(steps)} steps")
     return steps.pop() if steps else context.overrides.step
 
 
-def _whole(value: object, name: str) -> int:
+def _whole_number(value: object, name: str) -> int:
     if isinstance(value, int | float) and value == value // 1:
         return int(value)
     raise SourceError(f"parameter {name!r}: expected a whole number of steps, found {value!r}")

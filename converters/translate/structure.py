@@ -1,8 +1,8 @@
-"""Rules of names applied: tensors split, joined and renamed without touching an element.
+"""Applies name rules: splits, joins and renames tensors without touching an element.
 
-A part is the composition (`through`) of some boxes of the whole with the whole's layout; a whole is the union of its
-parts' layouts, moved.  So a result is again a layout in the buffers where the source's elements lie, proved to tile
-its tensor, and rules can follow each other.
+A part is the composition (`through`) of boxes of the whole with the whole's layout; a whole is the union of its parts'
+layouts, shifted.  So the result is again a layout in the source's buffers, proved to tile its tensor, and further rules
+can be applied to it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _PLACEHOLDER = re.compile(r"\\\{([a-z]+)(\\\*)?\\\}")  # as re.escape() leaves i
 
 @dataclass(frozen=True, slots=True)
 class TranslatedTensor:
-    """A tensor on its way.
+    """A tensor between source and target.
 
     Attributes:
-        layout: of its elements, in the source's buffers.
+        layout: where its elements lie in the source's buffers.
         group: the name by which the target's parameter groups know its parameter.
         aliases: the names by which the source's parameter groups may know it.
         restructured: whether it has been split or joined.
@@ -45,30 +45,30 @@ class TranslatedTensor:
 
 
 def apply_rules(rules: NameRules, tensors: Mapping[str, TranslatedTensor]) -> dict[str, TranslatedTensor]:
-    """Apply a table to tensors by parameter name.  What no rule names stays as it is.
+    """Apply a table to tensors by parameter name; tensors that no rule matches stay as they are.
 
     Raises:
         LayoutError: parts are missing, or do not tile the whole; or two tensors would get one name.
     """
     named = dict(tensors)
     for rule in rules.rules:
-        left, made = dict(named), dict[str, TranslatedTensor]()
+        unchanged, made = dict(named), dict[str, TranslatedTensor]()
         for names, values in _matches(rule, named):
-            parts = [left.pop(name) for name in names]
+            parts = [unchanged.pop(name) for name in names]
             with about(f"tensor {' + '.join(names)!r}"):
                 results = _split(rule, parts[0]) if rule.splits else [_join(rule, parts)]
                 for name, result in zip(_targets(rule, values, len(results)), results, strict=True):
                     if name in made:
                         raise LayoutError(f"rule {rule} makes {name!r} twice")
-                    made[name] = _known(rule, name, result)
-        if left.keys() & made.keys():
-            raise LayoutError(f"rule {rule} makes {sorted(left.keys() & made.keys())}, which are there already")
-        named = left | made
+                    made[name] = _with_group_names(rule, name, result)
+        if duplicates := sorted(unchanged.keys() & made.keys()):
+            raise LayoutError(f"rule {rule} makes {duplicates}, which exist already")
+        named = unchanged | made
     return named
 
 
-def _known(rule: NameRule, name: str, tensor: TranslatedTensor) -> TranslatedTensor:
-    """The tensor with the names that groups have for it, where they name wholes on the side of the parts too."""
+def _with_group_names(rule: NameRule, name: str, tensor: TranslatedTensor) -> TranslatedTensor:
+    """The tensor with the names by which parameter groups know it."""
     if not rule.keeps_groups:
         return replace(tensor, group=name)
     if rule.splits:
@@ -76,33 +76,33 @@ def _known(rule: NameRule, name: str, tensor: TranslatedTensor) -> TranslatedTen
     return replace(tensor, group=name, aliases=(*tensor.aliases, name))
 
 
-# Which tensors a rule is about.
+# The tensors that a rule matches.
 
 
 def _targets(rule: NameRule, values: Mapping[str, str], count: int) -> Iterator[str]:
-    """The names of what the rule makes, given its placeholders."""
+    """The names of the tensors that the rule makes, given its placeholders."""
     if not rule.splits or rule.each is None:
         return (_filled(pattern, values) for pattern in rule.target)
     return (_filled(rule.target[0], {**values, rule.each: str(number)}) for number in range(count))
 
 
 def _matches(rule: NameRule, names: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
-    """The sets of names that are one source of the rule, in the order of its parts, and their placeholders."""
-    found: defaultdict[tuple[tuple[str, str], ...], dict[int, str]] = defaultdict(dict)
+    """The sets of names that match the rule's source, each in the order of the parts, with their placeholders."""
+    matches: defaultdict[tuple[tuple[str, str], ...], dict[int, str]] = defaultdict(dict)
     for name in names:
-        for at, pattern in enumerate(rule.source):
+        for index, pattern in enumerate(rule.source):
             match = _compiled(pattern, rule.each).fullmatch(name)
             if match:
                 values = match.groupdict()
-                number = int(values.pop(rule.each)) if rule.each in values else at
-                found[tuple(values.items())][number] = name
+                number = int(values.pop(rule.each)) if rule.each in values else index
+                matches[tuple(values.items())][number] = name
                 break
-    for placeholders, parts in found.items():
+    for placeholders, parts in matches.items():
         expected = range(max(parts) + 1 if rule.each else len(rule.source))
         missing = [number for number in expected if number not in parts]
         if missing:
             shown = ", ".join(f"part {number}" for number in missing[:8])
-            raise LayoutError(f"rule {rule}: {', '.join(parts.values())} without {shown}; nothing is filled in")
+            raise LayoutError(f"rule {rule}: found {', '.join(parts.values())} without {shown}")
         yield tuple(parts[number] for number in expected), dict(placeholders)
 
 
@@ -121,7 +121,7 @@ def _filled(pattern: str, values: Mapping[str, str]) -> str:
     return re.sub(r"\{([a-z]+)\*?\}", lambda match: values[match[1]], pattern)
 
 
-# What it does to them.
+# What a rule does to them.
 
 
 def _split(rule: NameRule, whole: TranslatedTensor) -> list[TranslatedTensor]:
@@ -133,7 +133,7 @@ def _split(rule: NameRule, whole: TranslatedTensor) -> list[TranslatedTensor]:
     if rule.stacked:
         count = whole.shape[rule.dim]
     if count is None:
-        raise LayoutError(f"rule {rule}: `count` is needed to split what is not stacked")
+        raise LayoutError(f"rule {rule}: `count` is needed to split a tensor that is not stacked")
     parts = []
     for boxes in _boxes(whole.shape, rule.dim, rule.shares or (1,) * count, rule.interleaved):
         layout = through(stacked(boxes, rule.dim), whole.layout)
@@ -144,7 +144,7 @@ def _split(rule: NameRule, whole: TranslatedTensor) -> list[TranslatedTensor]:
 def _join(rule: NameRule, parts: Sequence[TranslatedTensor]) -> TranslatedTensor:
     dtypes, ranks = {part.dtype for part in parts}, {len(part.shape) for part in parts}
     if len(dtypes) > 1 or len(ranks) > 1:
-        raise LayoutError(f"rule {rule}: parts of dtypes {sorted(dtypes)} and ranks {sorted(ranks)} are no one tensor")
+        raise LayoutError(f"rule {rule}: parts of dtypes {sorted(dtypes)} and ranks {sorted(ranks)} cannot be joined")
     if rule.count not in (None, len(parts)):
         raise LayoutError(f"rule {rule}: {len(parts)} parts, expected {rule.count}")
     aliases = tuple(dict.fromkeys(chain.from_iterable(part.aliases for part in parts)))
@@ -159,7 +159,7 @@ def _join(rule: NameRule, parts: Sequence[TranslatedTensor]) -> TranslatedTensor
 
 
 def _boxes(shape: Index, dim: int, shares: Sequence[int], interleaved: int) -> Iterator[list[Box]]:
-    """The boxes of each part of a whole of this shape, in the order in which they lie in the part."""
+    """The boxes of each part in a whole of this shape, in the order in which they lie in the part."""
     unit, rest = divmod(shape[dim], interleaved * sum(shares))
     if rest:
         raise LayoutError(
@@ -167,12 +167,12 @@ def _boxes(shape: Index, dim: int, shares: Sequence[int], interleaved: int) -> I
         )
     turn = sum(shares) * unit
     for start, share in zip(accumulate(shares, initial=0), shares, strict=False):
-        ranges = ((at * turn + start * unit, at * turn + (start + share) * unit) for at in range(interleaved))
+        ranges = ((k * turn + start * unit, k * turn + (start + share) * unit) for k in range(interleaved))
         yield [Box(_replaced((0,) * len(shape), dim, lo), _replaced(shape, dim, hi)) for lo, hi in ranges]
 
 
 def _moved(layout: TensorLayout, boxes: Sequence[Box], dim: int) -> Iterator[Fragment]:
-    """The fragments of a part, where ``boxes`` say that its successive pieces lie in the whole."""
+    """The fragments of a part, shifted to where its successive pieces lie in the whole (``boxes``)."""
     pieces = stacked(boxes, dim)
     ends = [piece.origin[dim] + piece.box.shape[dim] for piece in pieces]
     if _replaced(boxes[0].shape, dim, ends[-1]) != layout.shape:

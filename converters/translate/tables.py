@@ -1,4 +1,4 @@
-"""Ready-made tables of names and structure: to use as they are, or to print and edit."""
+"""Ready-made tables of names and structure, for direct use or for editing."""
 
 from __future__ import annotations
 
@@ -55,28 +55,28 @@ _INVERSE = "inverse:"
 
 
 def ready_made(name: str) -> NameRules:
-    """A ready-made table by its name, or with ``inverse:`` in front the way back.
+    """The ready-made table of this name; the prefix ``inverse:`` gives the opposite direction.
 
     Raises:
-        TargetError: there is none of this name.
+        TargetError: there is no such table.
     """
     plain = name.removeprefix(_INVERSE)
     if plain not in READY_MADE:
-        raise TargetError(f"no table of rules called {plain!r}; there are {', '.join(READY_MADE)}")
-    return _turned(name, NameRules.from_toml(READY_MADE[plain]))
+        raise TargetError(f"unknown table of rules {plain!r}; expected one of {', '.join(READY_MADE)}")
+    return _in_direction(name, NameRules.from_toml(READY_MADE[plain]))
 
 
 def load_rules(name: str) -> NameRules:
-    """A ready-made table by its name, or that of a TOML file; with ``inverse:`` in front the way back.
+    """The ready-made table of this name, or the table in a TOML file; ``inverse:`` gives the opposite direction.
 
     Raises:
-        TargetError: there is no such table, or it is none.
+        TargetError: there is no such table, or the file is not a table.
     """
     plain = name.removeprefix(_INVERSE)
     if plain in READY_MADE:
         return ready_made(name)
     try:
-        return _turned(name, NameRules.from_toml(Path(plain).read_text(encoding="utf-8")))
+        return _in_direction(name, NameRules.from_toml(Path(plain).read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError) as error:
         raise TargetError(
             f"cannot read rules {plain!r} ({error}), and it is none of {', '.join(READY_MADE)}"
@@ -85,5 +85,5 @@ def load_rules(name: str) -> NameRules:
         raise TargetError(f"{plain}: {error}") from error
 
 
-def _turned(name: str, rules: NameRules) -> NameRules:
+def _in_direction(name: str, rules: NameRules) -> NameRules:
     return rules.inverse() if name.startswith(_INVERSE) else rules

@@ -1,6 +1,6 @@
-"""A checkpoint of one program in the words of another: what each target tensor is made of, and what is new.
+"""Translates a checkpoint of one program for another: decides what each target tensor is made of.
 
-:func:`translate` decides everything from the manifest and a few small values; it moves no data.
+:func:`translate` needs only the manifest and a few small values; it moves no data.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ def translate(
     overrides: Overrides | None = None,
     drop: frozenset[str] = frozenset(),
 ) -> Outputs:
-    """Say a checkpoint in another dialect, or in its own with other names or another convention.
+    """Translate a checkpoint to another dialect, or change names, structure or the convention in its own dialect.
 
     Args:
-        manifest: with payloads, as ``directory.read(path, payloads=True)`` gives it.
-        values: of the same checkpoint.
-        target: the dialect to write; the source's own if None.
-        source: the dialect it is in; found from its keys if None.
-        rules: names and structure; applied to parameters and to their state.
-        overrides: what the user says of the momentum where the checkpoint does not.
-        drop: slots of state to leave behind.
+        manifest: the manifest, with payloads.
+        values: the values of the same checkpoint.
+        target: the dialect to write; None means the source's.
+        source: the dialect of the checkpoint; None means that the keys tell.
+        rules: names and structure; they are applied to parameters and to their state.
+        overrides: what the user says about the momentum if the checkpoint does not.
+        drop: slots of state to leave out.
 
     Raises:
-        SourceError: the dialect or a convention is not known, the target has no place for something, or two things
-            would get one key.
-        TargetError: there is no slot of a name in ``drop``, or nothing that a rule fits.
+        SourceError: the dialect or a convention is unknown, the target has no place for some state, or two tensors or
+            items would get the same key.
+        TargetError: ``drop`` names a slot that does not exist, or no rule matches a parameter.
         LayoutError: rules do not fit the tensors, or a tensor has a hole or an overlap.
     """
     detected = detect(manifest) if source is None else Detected(source, ("named by the user",))
     dialect, target, rules = detected.dialect, target or detected.dialect, rules or NameRules()
     if not target.writable:
-        raise SourceError(f"checkpoints of {target.name} are read, not written; say with --to what to write")
+        raise SourceError(f"checkpoints of {target.name} can be read but not written; choose another program with --to")
     _refuse_unknown(manifest, dialect, drop)
     roles = roles_of(manifest, dialect, drop if dialect is target and not rules.rules else drop | dialect.derived)
     _refuse_unread(manifest, dialect, roles)
@@ -88,24 +88,26 @@ def translate(
         *(made for made in counters if isinstance(made, OutputItem)),
         *grouped.items,
     ]
-    told = (f"source: {detected}", f"target: {target.name} ({target.who})", *_sentences(tensors, items))
-    return Outputs(tensors, items, roles.left, (*told, *(f"note: {note}" for note in sorted(notes))))
+    summary = (f"source: {detected}", f"target: {target.name} ({target.who})", *_sentences(tensors, items))
+    return Outputs(tensors, items, roles.left_out, (*summary, *(f"note: {note}" for note in sorted(notes))))
 
 
 def _refuse_unknown(manifest: Manifest, dialect: Dialect, drop: frozenset[str]) -> None:
     paths = (entry.path for entries in (manifest.tensors, manifest.blobs) for entry in entries)
-    there = {fields["slot"] for path in paths if (fields := dialect.state.read(path))}
-    if missing := sorted(drop - there):
-        raise TargetError(f"no slot {missing[0]!r} to drop; of {dialect.name} there are {', '.join(sorted(there))}")
+    slots = {fields["slot"] for path in paths if (fields := dialect.state.read(path))}
+    if missing := sorted(drop - slots):
+        raise TargetError(
+            f"no slot {missing[0]!r} to drop; the slots of {dialect.name} here are {', '.join(sorted(slots))}"
+        )
 
 
 def _refuse_unread(manifest: Manifest, dialect: Dialect, roles: Roles) -> None:
-    """State that is taken for something else would keep its keys and its convention without a word."""
+    """Refuse state that is not recognised, which would keep its keys and its convention silently."""
     keys = f"keys of {dialect.name} are like {dialect.state} and {dialect.model}"
-    if not (roles.tensors or roles.counters or roles.left):
+    if not (roles.tensors or roles.counters or roles.left_out):
         entries: tuple[StateRecord | Blob, ...] = (*manifest.tensors, *manifest.blobs)
         examples = ", ".join(repr(entry.key) for entry in entries[:3])
-        raise SourceError(f"expected weights or state, found neither: {keys}, here are {examples}")
+        raise SourceError(f"found neither weights nor state: {keys}, but the checkpoint has keys such as {examples}")
     for other in roles.others:
         if other.slot is not None and other.slot not in dialect.derived:
             raise SourceError(f"{other.key!r} is state of an optimizer, under a key that cannot be translated: {keys}")
@@ -113,27 +115,29 @@ def _refuse_unread(manifest: Manifest, dialect: Dialect, roles: Roles) -> None:
 
 def _refuse_unfit(rules: NameRules, by_slot: SlotTensors) -> None:
     tensors = [(name, tensor) for named in by_slot.values() for name, tensor in named.items()]
-    fits = any(tensor.restructured or tensor.aliases != (name,) for name, tensor in tensors)
-    if rules.rules and not fits:
+    matched = any(tensor.restructured or tensor.aliases != (name,) for name, tensor in tensors)
+    if rules.rules and not matched:
         examples = ", ".join(sorted({name for name, _ in tensors})[:3])
-        raise TargetError(f"no rule fits any parameter; there are {examples} … and the first rule is {rules.rules[0]}")
+        raise TargetError(
+            f"no rule matches a parameter; parameters are {examples} … and the first rule is {rules.rules[0]}"
+        )
 
 
 def _item(context: Context, blob: Blob) -> OutputItem:
-    """An item that is neither state nor an option, under the name that the target has for it."""
+    """An item that is neither state nor an option, under the target's key for it."""
     key = blob.key if context.same_dialect else context.target.item(blob.key)
     return OutputItem(key, blob.path if key == blob.key else (key,), blob)
 
 
 def _sentences(tensors: list[OutputTensor], items: list[OutputItem]) -> Iterator[str]:
-    """What becomes of the elements and items."""
+    """Sentences that say what happens to elements and items."""
     counters = [tensor.key for tensor in tensors if tensor.made]
     scales = Counter(tensor.scale for tensor in tensors if tensor.scale is not None)
     moved, copied = len(tensors) - len(counters), sum(item.source is not None for item in items)
     yield f"{moved} tensors, {moved - scales.total()} of them bit for bit"
     for scale, count in scales.items():
-        what = "momentum is" if count == 1 else "momenta are"
-        yield f"{count} {what} multiplied by {scale!r}, each element rounded once"
+        noun = "momentum is" if count == 1 else "momenta are"
+        yield f"{count} {noun} multiplied by {scale!r}, each element rounded once"
     if counters:
-        yield f"{len(counters)} counters are written anew, such as {counters[0]}"
-    yield f"{copied} other items are copied as they are, {len(items) - copied} options are written anew"
+        yield f"{len(counters)} counters are new, such as {counters[0]}"
+    yield f"{copied} other items are copied as they are, {len(items) - copied} options are new"

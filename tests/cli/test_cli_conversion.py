@@ -221,9 +221,9 @@ def test_2_is_a_mistake_in_the_command_line(line):
     [
         ("", "--mesh"),
         ("--format torch_dist", "--mesh"),
-        ("--mesh dp=2 --shard-size 1MB", "--shard-size means nothing to format dcp"),
-        ("--format zarr --layout flat", "--layout means nothing to format zarr"),
-        ("--format safetensors --shard *=dp:0 --mesh dp=2", "--shard means nothing"),
+        ("--mesh dp=2 --shard-size 1MB", "--shard-size has no meaning for format dcp"),
+        ("--format zarr --layout flat", "--layout has no meaning for format zarr"),
+        ("--format safetensors --shard *=dp:0 --mesh dp=2", "--shard has no meaning"),
     ],
 )
 def test_2_is_an_option_that_a_format_needs_or_has_no_use_for(options, message, split, tmp_path):
@@ -234,12 +234,12 @@ def test_2_is_an_option_that_a_format_needs_or_has_no_use_for(options, message, 
 
 def test_2_is_also_a_slot_to_drop_that_is_not_there(split, tmp_path):
     done = called("reshard", split, tmp_path / "out", "--mesh", "dp=2", "--drop", "momentum")
-    assert done.returncode == 2 and "there are momentum_buffer" in done.stderr
+    assert done.returncode == 2 and "here are momentum_buffer" in done.stderr
 
 
 def test_2_is_a_table_that_fits_nothing(split, tmp_path):
     done = called("reshard", split, tmp_path / "out", "--mesh", "dp=2", "--rules", "megatron-experts")
-    assert done.returncode == 2 and "no rule fits any parameter; there are a.k_proj.weight" in done.stderr
+    assert done.returncode == 2 and "no rule matches a parameter; parameters are a.k_proj.weight" in done.stderr
 
 
 def test_2_is_a_table_that_is_none(split, tmp_path):

@@ -35,11 +35,11 @@ def test_2_is_a_mistake_in_the_command_line(line):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--shard", "*=tp:0"), "expected axes out of dp"),
+        (("--shard", "*=tp:0"), "expected axes of the mesh (dp)"),
         (("--shard", "*weight*=dp:0,dp:1"), "each at most once"),
         (("--shard", "*=dp:1"), "does not have"),
-        (("--shard", "x*=dp:0"), "fits none of"),
-        (("--select", "x*"), "fits 'x*'"),
+        (("--shard", "x*=dp:0"), "matches none of"),
+        (("--select", "x*"), "matches 'x*'"),
     ],
 )
 def test_2_is_also_a_target_that_does_not_fit_the_checkpoint(more, message, tiny_checkpoint, tmp_path):

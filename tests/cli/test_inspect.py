@@ -165,7 +165,7 @@ def test_the_dialect_of_keys_is_shown_with_the_reason_and_names_the_slots(name, 
 
 def test_keys_of_nobody_are_no_error(tmp_path):
     muonckpt.save({"w": torch.ones(3)}, tmp_path / "plain")
-    assert "not told apart" in inspected(tmp_path / "plain")
+    assert "unknown" in inspected(tmp_path / "plain")
     assert "name one with --from" in inspected(tmp_path / "plain")
     assert summary(tmp_path / "plain")["dialect"]["name"] is None
 

@@ -96,7 +96,7 @@ def test_factors_there_and_back(mu):
 def test_what_is_not_known_is_asked_for():
     with pytest.raises(SourceError, match=r"'w'.*--convention ema or --convention sum"):
         momentum_factor(None, EMA, 0.9, "parameter 'w'")
-    with pytest.raises(SourceError, match=r"'w'.*sum into ema.*give --mu"):
+    with pytest.raises(SourceError, match=r"'w'.*sum to ema.*give --mu"):
         momentum_factor(SUM, EMA, None, "parameter 'w'")
 
 

@@ -135,7 +135,7 @@ def test_nothing_is_dropped_without_a_word(kind, source, tmp_path):
 def test_the_command_says_where_they_are(source, tmp_path):
     done = called("convert", source, tmp_path / "w.zarr", "--to-format", "zarr")
     assert done.returncode == 0
-    assert f"{tmp_path}/w.zarr.items.json: 2 items of plain data; only listed, as no plain data: odd\n" in done.stdout
+    assert f"{tmp_path}/w.zarr.items.json: 2 items of plain data; only listed, not plain data: odd\n" in done.stdout
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # zarr warns of what it does not know
         assert [name for name, _ in zarr.open_group(tmp_path / "w.zarr", mode="r").members()] == ["w"]
@@ -144,7 +144,7 @@ def test_the_command_says_where_they_are(source, tmp_path):
 def test_what_lies_beside_a_source_is_not_passed_over_in_silence(source, tmp_path):
     muonckpt.convert(source, tmp_path / "w.safetensors", format="safetensors")
     report = muonckpt.convert(tmp_path / "w.safetensors", tmp_path / "back")
-    assert report.notes == (f"what is no tensor lies in {tmp_path / 'w.safetensors.items.json'} and is not read",)
+    assert report.notes == (f"the items in {tmp_path / 'w.safetensors.items.json'} are not read",)
     assert muonckpt.convert(tmp_path / "back", tmp_path / "again").notes == ()
 
 

@@ -30,7 +30,7 @@ def test_what_is_noted_is_read_whole(place):
 
 
 def test_every_damaged_byte_of_a_line_costs_that_line_and_no_other():
-    lines = [sealed("job", {"file": name, "blobs": DONE.blobs, "items": DONE.items}) for name in "abc"]
+    lines = [sealed("job", {"file": name, "blobs": DONE.items, "items": DONE.chunks}) for name in "abc"]
     for position in range(len(lines[1])):
         damaged = lines[1][:position] + bytes([lines[1][position] ^ 1]) + lines[1][position + 1 :]
         told = finished([line for part in (lines[0], damaged, lines[2]) for line in part.splitlines()], "job")

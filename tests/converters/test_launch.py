@@ -35,7 +35,7 @@ ENVIRONMENTS = {
 def test_launchers_say_who_a_process_is(launcher):
     environment, expected = ENVIRONMENTS[launcher]
     if expected is None:
-        with pytest.raises(LaunchError, match=r"worker 4 of 4|worker -1 of 4|expected two numbers"):
+        with pytest.raises(LaunchError, match=r"worker 4 of 4|worker -1 of 4|expected a rank and a number"):
             worker_of(environment)
     else:
         assert worker_of(environment) == expected

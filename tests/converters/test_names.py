@@ -168,7 +168,7 @@ def test_a_layout_with_holders_in_many_buffers_is_followed():
     "table, arrays, message",
     [
         ("from = 'w'\nto = ['a', 'b']", {"w": (5, 2)}, r"'w'.*5 elements of dim 0 do not divide into 1 x 2"),
-        ("from = ['a', 'b']\nto = 'w'", {"a": (2, 2)}, r"without part 1; nothing is filled in"),
+        ("from = ['a', 'b']\nto = 'w'", {"a": (2, 2)}, r"found a without part 1"),
         ("from = 'w.{e}'\nto = 'w'\neach = 'e'", {"w.0": (2, 2), "w.2": (2, 2)}, r"without part 1"),
         ("from = ['a', 'b']\nto = 'w'", {"a": (2, 2), "b": (2, 3)}, r"a part has shape \(2, 3\)"),
         ("from = ['a', 'b']\nto = 'w'\nshares = [1, 1]", {"a": (1, 2), "b": (3, 2)}, r"expected \(2, 2\)"),
@@ -177,7 +177,7 @@ def test_a_layout_with_holders_in_many_buffers_is_followed():
         ("from = 'w.{e}'\nto = 'w'\neach = 'e'\ncount = 3", {"w.0": (2,), "w.1": (2,)}, r"2 parts, expected 3"),
         ("from = 'w'\nto = ['a', 'b']\ndim = 2", {"w": (4, 2)}, r"has no dim 2"),
         ("from = 'w'\nto = ['a', 'b']", {"w": ()}, r"has no dim 0"),
-        ("from = 'w'\nto = ['a', 'b']", {"w": (4,), "b": (1,)}, r"makes \['b'\], which are there already"),
+        ("from = 'w'\nto = ['a', 'b']", {"w": (4,), "b": (1,)}, r"makes \['b'\], which exist already"),
         ("from = '{x}.w'\nto = '{x}.w'\n[[rule]]\nfrom = 'w'\nto = ['a', 'a']", {"w": (4,)}, r"makes 'a' twice"),
     ],
 )

@@ -84,16 +84,16 @@ def test_rules_are_tables_by_name_files_or_values(source, tmp_path):
 
 
 WRONG = {
-    "format": ({"format": "tar"}, "no format 'tar' to write; there are dcp, buffers"),
-    "mesh": ({}, "dcp has files of ranks.*--mesh"),
-    "program": ({"to_dialect": "x"}, "--to: no program 'x'; there are torch"),
-    "source program": ({"from_dialect": "x"}, "--from: no program 'x'"),
+    "format": ({"format": "tar"}, "unknown format 'tar'; expected one of dcp, buffers"),
+    "mesh": ({}, "dcp has a file for each rank.*--mesh"),
+    "program": ({"to_dialect": "x"}, "--to: unknown program 'x'; expected one of torch"),
+    "source program": ({"from_dialect": "x"}, "--from: unknown program 'x'"),
     "rules": ({"rules": "x"}, "cannot read rules 'x'"),
-    "convention": ({"convention": "mean"}, "no momentum convention 'mean'; there are ema, sum"),
-    "layout": ({"mesh": {"dp": 2}, "layout": "x"}, "no layout 'x'; there are rows"),
-    "shard size": ({"mesh": {"dp": 2}, "shard_size": 7}, "means nothing to format dcp"),
-    "layout of whole tensors": ({"format": "zarr", "layout": "flat"}, "--layout means nothing to format zarr"),
-    "axis": ({"mesh": {"dp": 2}, "shard": {"*": [("tp", 0)]}}, "expected axes out of dp"),
+    "convention": ({"convention": "mean"}, "unknown momentum convention 'mean'; expected one of ema, sum"),
+    "layout": ({"mesh": {"dp": 2}, "layout": "x"}, "unknown layout 'x'; expected one of rows"),
+    "shard size": ({"mesh": {"dp": 2}, "shard_size": 7}, "has no meaning for format dcp"),
+    "layout of whole tensors": ({"format": "zarr", "layout": "flat"}, "--layout has no meaning for format zarr"),
+    "axis": ({"mesh": {"dp": 2}, "shard": {"*": [("tp", 0)]}}, "expected axes of the mesh \\(dp\\)"),
 }
 
 

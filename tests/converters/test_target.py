@@ -70,18 +70,18 @@ def test_without_a_rule_every_axis_cuts_rows_and_the_first_rule_that_fits_wins()
     mesh = {"dp": 2, "tp": 2}
     rules = ShardRule("a.*", (("tp", 1),)), ShardRule("a.b*", (("tp", 0),)), ShardRule("kept", ())
     laid = lay_out(Target(mesh, rules), [tensor("a.b", 6, 4), tensor("c", 6, 4), tensor("kept", 6, 4), tensor("step")])
-    words = {key: (word["axes"], word["placements"]) for key, word in laid.words.items() if word}
+    words = {key: (word["axes"], word["placements"]) for key, word in laid.recorded.items() if word}
     assert words == {
         "a.b": (["tp", "dp"], ["Shard(1)", "Replicate"]),
         "c": (["dp", "tp"], ["Shard(0)", "Shard(0)"]),
         "kept": (["dp", "tp"], ["Replicate", "Replicate"]),
     }
-    assert laid.layouts["step"].buffers == (0,) and laid.words["step"] is None
+    assert laid.layouts["step"].buffers == (0,) and laid.recorded["step"] is None
 
 
 WRONG = {
-    "layout": (lambda: Target({"dp": 2}, (), "diagonal"), "no layout 'diagonal'; there are rows, flat"),
-    "axis": (lambda: Target({"dp": 2}, (ShardRule("*", (("tp", 0),)),)), "expected axes out of dp"),
+    "layout": (lambda: Target({"dp": 2}, (), "diagonal"), "unknown layout 'diagonal'; expected one of rows, flat"),
+    "axis": (lambda: Target({"dp": 2}, (ShardRule("*", (("tp", 0),)),)), "expected axes of the mesh \\(dp\\)"),
     "twice": (lambda: Target({"dp": 2}, (ShardRule("*", (("dp", 0), ("dp", 1))),)), "each at most once"),
     "dim": (
         lambda: lay_out(Target({"dp": 2}, (ShardRule("*", (("dp", 1),)),)), [tensor("m", 2, 2), tensor("v", 2)]),
@@ -89,9 +89,9 @@ WRONG = {
     ),
     "nothing": (
         lambda: lay_out(Target({"dp": 2}, (ShardRule("x*", (("dp", 0),)),)), [tensor("v", 2)]),
-        "fits none of 1 tensors",
+        "matches none of 1 tensors",
     ),
-    "selected": (lambda: make_job(saved("own rows3"), Target({"dp": 2}), ["x*"]), "nothing.*fits 'x"),
+    "selected": (lambda: make_job(saved("own rows3"), Target({"dp": 2}), ["x*"]), "no key.*matches 'x"),
 }
 
 
@@ -104,7 +104,7 @@ def test_a_target_that_does_not_fit_is_an_error_that_says_why(case):
 
 # --- every element arrives --------------------------------------------------------------------------------------------
 
-# Two axes that cut rows of everything but what has one row, in the order that torch's mesh cannot say without strides.
+# Two axes that cut rows of everything but what has one row, in the order that torch's mesh cannot hold without strides.
 TURNED = ShardRule("t.row", (("tp", 1),)), ShardRule("t.*", (("tp", 0), ("dp", 0)))
 EXPERTS = ShardRule("t.cube", (("ep", 0), ("dp", 1))), ShardRule("t.tower", (("dp", 3), ("ep", 0)))
 TARGETS = {
@@ -125,7 +125,7 @@ def check(manifest: Manifest, target: Target) -> None:
         assert sorted(owners, key=str) == sorted((chunk.box for chunk in written.chunks), key=str)
         for chunk in written.chunks:
             assert chunk.item.file in {f"__{rank}_0.distcp" for rank in owners[chunk.box]}
-        assert written.layout == laid.words[written.key]
+        assert written.layout == laid.recorded[written.key]
 
 
 @pytest.mark.parametrize("name", TARGETS)

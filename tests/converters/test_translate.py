@@ -166,7 +166,7 @@ def test_a_convention_that_nobody_declared_is_never_assumed(unknown):
     manifest, path = unknown
     with pytest.raises(SourceError, match=r"parameter 'w'.*--convention ema or --convention sum"):
         translate(manifest, muonckpt.open(path).values, DIALECTS["torch"])
-    with pytest.raises(SourceError, match=r"parameter 'w'.*sum into ema.*--mu"):
+    with pytest.raises(SourceError, match=r"parameter 'w'.*sum to ema.*--mu"):
         translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], overrides=Overrides(Convention.SUM))
     same = translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], overrides=Overrides(Convention.EMA))
     assert [output.scale for output in same.tensors] == [None, None]
@@ -203,7 +203,7 @@ def test_a_step_that_is_nowhere_must_be_given(tmp_path):
         "optimizer": {"state": {"module.module.module.w": state["optimizer"]["state"]["w"]}},
     }
     manifest, path = saved(tmp_path, state)
-    with pytest.raises(SourceError, match=r"'w'.*stores its step; give --step"):
+    with pytest.raises(SourceError, match=r"'w'.*stores the number of steps.*give --step"):
         translate(manifest, muonckpt.open(path).values, DIALECTS["torch"])
     outputs = translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], overrides=Overrides(step=7))
     (counter,) = (output for output in outputs.tensors if output.made)
@@ -238,9 +238,9 @@ def test_state_without_a_place_in_the_target_is_refused(tmp_path):
     with pytest.raises(SourceError, match="no method of torch"):
         translate(manifest, muonckpt.open(where).values, DIALECTS["dion"])
     manifest, where = saved(tmp_path / "none", nested({"momentum_buffer": None}, ns_coefficients=[1.0]))
-    with pytest.raises(SourceError, match="no tensor, expected one; leave it out with --drop momentum_buffer"):
+    with pytest.raises(SourceError, match=r"expected a tensor at.*leave it out with --drop momentum_buffer"):
         translate(manifest, muonckpt.open(where).values, DIALECTS["dion"])
-    with pytest.raises(SourceError, match="read, not written"):
+    with pytest.raises(SourceError, match="read but not written"):
         translated("torch_fsdp4/ckpt", "moonlight")
 
 
@@ -249,7 +249,7 @@ def test_two_things_under_one_key_are_refused(tmp_path):
     state = {"x": W, **nested({"momentum_buffer": W.clone()}, ns_coefficients=[1.0])}
     state["model"] = {"x": W.clone()}
     manifest, path = saved(tmp_path, state)
-    with pytest.raises(SourceError, match="two things would get the key 'x'"):
+    with pytest.raises(SourceError, match="two tensors or items would get the key 'x'"):
         translate(manifest, muonckpt.open(path).values, DIALECTS["titan"])
 
 
@@ -290,7 +290,7 @@ def test_ready_made_tables_read_back_and_have_a_way_back(name):
     rules = ready_made(name)
     assert NameRules.from_toml(rules.to_toml()) == rules
     assert ready_made(f"inverse:{name}").inverse() == rules
-    with pytest.raises(TargetError, match="there are megatron-swiglu"):
+    with pytest.raises(TargetError, match="expected one of megatron-swiglu"):
         ready_made("no such table")
 
 
