@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Any
 
 KeyPath = tuple[str | int, ...]
 """A key as a path in a nested state dict: keys as strings, positions in lists as integers."""
@@ -73,6 +74,10 @@ class MuonDefaults:
 
 
 MUON = MuonDefaults()
+
+ParamGroup = Mapping[str, Any]
+"""A parameter group of an optimizer: its parameters and their options."""
+
 
 NORMUON: Mapping[str, object] = MappingProxyType({"beta2": 0.95, "update_norm": "muon"})
 """Options of a NorMuon group besides those of `MUON`."""

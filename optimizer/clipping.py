@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..layouts.tensors import is_first_copy, local_of
+from .planning.schedule import Ranks
 from .rounding import rounded_once
 from .state import check_gradient
 from .step.exchange import add_in_order, add_up
-from .step.process_groups import Ranks, group_of, groups_of_mesh, in_order, ranks_of
+from .step.process_groups import group_of, groups_of_mesh, in_order, ranks_of
 
-EPS = 1e-6
+NORM_EPS = 1e-6
 """Added to the norm that clipping divides by, as `torch.nn.utils.clip_grad_norm_` does."""
 
 
@@ -75,7 +76,7 @@ def clip_with(gradients: Sequence[Tensor], squares: Tensor, max_norm: float, err
             f"the norm of the gradients is {norm.item()}, so they cannot be clipped; skip this step, or give "
             "error_if_nonfinite=False to scale them by it anyway"
         )
-    factor = (max_norm / (norm + EPS)).clamp(max=1.0)
+    factor = (max_norm / (norm + NORM_EPS)).clamp(max=1.0)
     for gradient in gradients:
         with rounded_once([gradient]) as [[exact]]:
             exact.mul_(factor.to(gradient.device))

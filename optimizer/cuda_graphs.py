@@ -21,12 +21,12 @@ def capturable(device: torch.device) -> bool:
 def uploaded(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers on a device, without waiting for it."""
     if capturing():  # nothing may be copied from the host, but a launch holds its numbers
-        found = torch.empty(len(values), dtype=dtype, device=device)
-        for place, value in zip(found, values, strict=True):
+        tensor = torch.empty(len(values), dtype=dtype, device=device)
+        for place, value in zip(tensor, values, strict=True):
             place.fill_(value)
-        return found
-    found = torch.tensor(values, dtype=dtype)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+        return tensor
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def settled(missing: str) -> None:

@@ -17,14 +17,14 @@ from torch.distributed.tensor import DTensor
 from ..box import Box
 
 
-def say_boxes(value: DTensor, boxes: Sequence[Box]) -> None:
+def declare_boxes(value: DTensor, boxes: Sequence[Box]) -> None:
     """Put DCP's hooks on the local tensor: its boxes, which lie dense, one after the other; none if it is empty."""
     chunks = [ChunkStorageMetadata(torch.Size(box.lo), torch.Size(box.shape)) for box in boxes]
     local: Any = value._local_tensor
-    views, at = {}, 0
+    views, offset = {}, 0
     for box in boxes:
-        views[box.lo] = local.view(-1)[at : at + box.numel].view(box.shape)
-        at += box.numel
+        views[box.lo] = local.view(-1)[offset : offset + box.numel].view(box.shape)
+        offset += box.numel
     properties = TensorProperties.create_from_tensor(local)
     size = value.shape
 
@@ -43,8 +43,8 @@ def say_boxes(value: DTensor, boxes: Sequence[Box]) -> None:
     local.__get_tensor_shard__ = lambda index: views[tuple(index.offset)]
 
 
-def said_boxes(value: Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of the boxes that were said of a tensor; none of one that is no DTensor."""
+def declared_boxes(value: Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of the boxes that were declared for a tensor; none if it is not a DTensor."""
     if not isinstance(value, DTensor):
         return []
     chunks = value.__create_chunk_list__()  # type: ignore[no-untyped-call]

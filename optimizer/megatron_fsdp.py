@@ -29,7 +29,7 @@ from ..layout import TensorLayout
 from ..layouts.mesh import Mesh
 from ..layouts.tensors import local_of
 from ..layouts.uneven import Cuts, uneven_layout
-from .held_boxes import say_boxes
+from .held_boxes import declare_boxes
 from .muon import Muon
 from .step.methods import MATRICES
 
@@ -160,7 +160,7 @@ def _describe(value: DTensor, layout: TensorLayout) -> None:
     boxes = [fragment.box for fragment in layout.fragments if fragment.place.buffer == rank]
     if len(boxes) > 1:
         raise LayoutError(f"rank {rank} holds {len(boxes)} boxes of a tensor of shape {layout.shape}, DCP takes one")
-    say_boxes(value, boxes)
+    declare_boxes(value, boxes)
 
 
 def _layout(param: Any, group: Any, index: Any) -> TensorLayout:

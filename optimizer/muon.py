@@ -37,14 +37,14 @@ from .options import (
     refuse_unknown,
     renamed,
 )
-from .planning.schedule import Schedule
+from .planning.schedule import Ranks, Schedule
 from .scalar import SCALARS, counted_on
 from .scales import Scale, Scales
 from .state import as_numbers, check_gradient, check_state, check_values, fault, fitting, fresh_state
 from .step.exchange import LINKS
 from .step.methods import MATRICES
 from .step.planner import Planner
-from .step.process_groups import ProcessGroups, Ranks
+from .step.process_groups import ProcessGroups
 from .step.rank_set import RankSet, rank_sets
 from .step.step import Step
 
@@ -81,23 +81,23 @@ class Muon(CollectiveOptimizer):
             numbers), iterations, dtype ("bfloat16", "float16" or "float32"; see `precision` for what travels), restarts
             of the Gram form (None: the plain form) and smallest norm.
         pieces, columns, interleaved: what is fused in each parameter of a group (`matrices.Fused`).
-        blocks: a power of two.  The matrices of a group are computed in so many blocks of their long side, with Gram
-            matrices added up in float32, so that up to as many ranks can share a matrix that is much larger than a
-            rank's share of the work.  It changes the last bits, but not with the number of ranks.
+        blocks: a power of two.  Each matrix of a group is computed in this many blocks along its long side, whose Gram
+            matrices are added up in float32, so that as many ranks can share a matrix that is much larger than a rank's
+            share of the work.  It changes the last bits, which still do not depend on the number of ranks.
         cost: of a matrix, for sharing out the work: a function of rows, columns, steps, gram and the number of ranks
             that share it; a `costs.CostTable` of measured times, or FLOPs.  The same on every rank.
         form: how a matrix is orthogonalised: by kernels or by torch, and where ``gram`` is given, in the Gram form or
             not.  By estimates, or the ``form`` of a `costs.CostTable`.  The same on every rank, or the plans differ.
         replicas: process group over which *plain* tensors are replicated (DDP); their matrices are shared out over it.
             None: this process orthogonalises its plain tensors itself.
-        exchange: "all_to_all", or "all_gather" for networks that do not stand it at scale, at more bytes.
-        stages: at most so many rounds of exchange and compute, which overlap.  More stages, smaller buffers.
+        exchange: "all_to_all", or "all_gather" for networks on which that does not scale; it sends more bytes.
+        stages: the largest number of rounds of exchange and compute, which overlap.  More stages need smaller buffers.
         layout: where a parameter, its state and its gradients lie, if mesh and placements do not say it.
         waves, adjust_lr, ns: former names of ``stages``, ``adjust_lr_fn`` and ``ns_coefficients``.
 
     Raises:
         ValueError: an unknown algorithm, scale, coefficient set or dtype, or a hyper-parameter out of range.
-        LayoutError: a parameter that is no matrix, or pieces that do not add up to its rows.
+        LayoutError: a parameter is not a matrix, or its pieces do not add up to its rows.
     """
 
     _doubts = True
@@ -331,7 +331,7 @@ class Muon(CollectiveOptimizer):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _follow_options(self) -> None:
-        """Check groups and plan anew if options have changed that are no rates."""
+        """Check groups and plan anew if options other than rates have changed."""
         if self._fixed == [fixed(group) for group in self.param_groups]:
             return
         for before, group in zip(self._fixed, self.param_groups, strict=True):

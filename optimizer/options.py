@@ -11,15 +11,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..vocabulary import MUON_CONVENTION
+from ..vocabulary import MUON_CONVENTION, ParamGroup
 from .newton_schulz.coefficients import Coefficients, Plain, plain_coefficients
 from .newton_schulz.gram import spans
 from .planning.precision import PRECISIONS
 from .scalar import SCALARS
 from .scales import UNNAMED
 from .step.methods import MATRICES, UPDATE_NORMS
-
-Group = Mapping[str, Any]
 
 T = TypeVar("T")
 
@@ -44,17 +42,17 @@ CYCLED = ("momentum", "betas")
 betas, else its momentum, if it has that; in all groups, whether they have it or not."""
 
 
-def cycled(groups: Sequence[Group]) -> dict[str, Any]:
+def cycled(groups: Sequence[ParamGroup]) -> dict[str, Any]:
     """What may be in ``Optimizer.defaults`` for these schedulers: only what all groups have."""
     return {key: groups[0][key] for key in CYCLED if groups and all(key in group for group in groups)}
 
 
-def fixed(group: Group) -> dict[str, Any]:
+def fixed(group: ParamGroup) -> dict[str, Any]:
     """The options that plans are made of: all but rates.  If they change, plans are made anew."""
     return {key: value for key, value in group.items() if key not in RATES | SCHEDULED | NAMES}
 
 
-def in_our_names(options: Group) -> dict[str, Any]:
+def in_our_names(options: ParamGroup) -> dict[str, Any]:
     """Options of a group, some of which may have torch's names; ``adjust_lr_fn=None`` is torch's default.
 
     Raises:
@@ -83,11 +81,11 @@ def renamed(name: str, value: T, former: str, given: T | None) -> T:
     return given
 
 
-def refuse_unknown(group: Group, algorithm: str, options: Collection[str]) -> None:
+def refuse_unknown(group: ParamGroup, algorithm: str, options: Collection[str]) -> None:
     """Refuse keys that would be ignored silently.
 
     Raises:
-        ValueError: names the first key that is no option of the algorithm, and the option that may be meant.
+        ValueError: names the first key that the algorithm does not have, and the option that may be meant.
     """
     off = {key for key in FOREIGN if not group.get(key)}
     for key in sorted(group.keys() - options - SCHEDULED - NAMES - off):
@@ -112,7 +110,7 @@ ONE_RATE = "match_rms_adamw"
 """The ``adjust_lr_fn`` with which the rate of matrices is AdamW's as well."""
 
 
-def refuse_shared_rate(groups: Iterable[Group], algorithm: str, lr: float | Tensor) -> None:
+def refuse_shared_rate(groups: Iterable[ParamGroup], algorithm: str, lr: float | Tensor) -> None:
     """Refuse that a group of an element-wise algorithm takes the rate of matrices, which is far too large for it.
 
     Args:
@@ -132,7 +130,7 @@ def refuse_shared_rate(groups: Iterable[Group], algorithm: str, lr: float | Tens
             )
 
 
-def check(group: Group, scales: Collection[str]) -> None:
+def check(group: ParamGroup, scales: Collection[str]) -> None:
     """Refuse options out of range.
 
     Args:

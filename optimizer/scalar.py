@@ -24,14 +24,13 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from ..layouts.tensors import local_of
-from ..vocabulary import ADAMW, EXP_AVG, EXP_AVG_SQ, LION, STEP
+from ..vocabulary import ADAMW, EXP_AVG, EXP_AVG_SQ, LION, STEP, ParamGroup
 from .cuda_graphs import capturable, capturing, refuse_absent, refuse_host
 from .rounding import exact_dtype, rounded_once
 
-Group = Mapping[str, Any]
 Tensors = list[Tensor] | tuple[Tensor, ...]
 Slots = Mapping[str, list[Tensor]]
-Update = Callable[[list[Tensor], list[Tensor], Slots, Group], None]
+Update = Callable[[list[Tensor], list[Tensor], Slots, ParamGroup], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class Scalar:
         """State of a parameter that has not been stepped."""
         return {slot: make(param) for slot, make in self.slots.items()}
 
-    def check(self, group: Group) -> None:
+    def check(self, group: ParamGroup) -> None:
         """Refuse options that the algorithm does not have, or out of range.
 
         Raises:
@@ -65,7 +64,7 @@ class Scalar:
         if not 0 <= group.get("eps", 0) < math.inf:
             raise ValueError(f"eps={group['eps']!r}: expected a finite number >= 0")
 
-    def step(self, group: Group, state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+    def step(self, group: ParamGroup, state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Step those parameters of ``group`` that have a gradient, in place, with their state.
 
         Raises:
@@ -117,7 +116,7 @@ def _unopposed(params: list[Tensor], updates: Tensors) -> tuple[Tensor, ...]:
 # Numbers on the host.
 
 
-def _adamw_on_host(params: list[Tensor], gradients: list[Tensor], slots: Slots, group: Group) -> None:
+def _adamw_on_host(params: list[Tensor], gradients: list[Tensor], slots: Slots, group: ParamGroup) -> None:
     """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101), as `torch.optim.AdamW` with its defaults does it."""
     # Numbers, as torch's foreach kernels take neither a rate nor betas as tensors.
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
@@ -143,7 +142,7 @@ def _adamw_on_host(params: list[Tensor], gradients: list[Tensor], slots: Slots, 
     )
 
 
-def _lion_on_host(params: list[Tensor], gradients: list[Tensor], slots: Slots, group: Group) -> None:
+def _lion_on_host(params: list[Tensor], gradients: list[Tensor], slots: Slots, group: ParamGroup) -> None:
     """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2): the sign of a mean of momentum and gradient."""
     lr = float(group["lr"])
     beta1, beta2 = map(float, group["betas"])
@@ -157,7 +156,7 @@ def _lion_on_host(params: list[Tensor], gradients: list[Tensor], slots: Slots, g
 # Numbers on the device.  Every operator rounds once, so the bits do not depend on which of its kernels torch takes.
 
 
-def _adamw_on_device(params: list[Tensor], gradients: list[Tensor], slots: Slots, group: Group) -> None:
+def _adamw_on_device(params: list[Tensor], gradients: list[Tensor], slots: Slots, group: ParamGroup) -> None:
     """As `_adamw_on_host`.  A list is one launch, but for two a tensor, each of which has its own count of steps."""
     lr, weight_decay, beta1, beta2 = _live(group, params[0].device)
     means, squares = slots[EXP_AVG], slots[EXP_AVG_SQ]
@@ -174,7 +173,7 @@ def _adamw_on_device(params: list[Tensor], gradients: list[Tensor], slots: Slots
     torch._foreach_addcdiv_(params, means, divisors, -1)
 
 
-def _lion_on_device(params: list[Tensor], gradients: list[Tensor], slots: Slots, group: Group) -> None:
+def _lion_on_device(params: list[Tensor], gradients: list[Tensor], slots: Slots, group: ParamGroup) -> None:
     """As `_lion_on_host`."""
     lr, weight_decay, beta1, beta2 = _live(group, params[0].device)
     updates = _times(slots[EXP_AVG], beta1)
@@ -191,7 +190,7 @@ def _decay_on_device(params: list[Tensor], updates: Tensors, rate: Tensor, cauti
     torch._foreach_sub_(params, _times(decaying, rate))
 
 
-def _live(group: Group, device: torch.device) -> list[Tensor]:
+def _live(group: ParamGroup, device: torch.device) -> list[Tensor]:
     """Rate, decay and betas, float64, 0-d.  What is a tensor on the device is read there whenever the step runs; the
     rest is written there now, and is a constant of a graph that is being captured."""
     return [
@@ -210,8 +209,8 @@ def _mix(means: list[Tensor], values: Tensors, beta: Tensor) -> None:
 
 def _times(tensors: Tensors, factor: Tensor) -> tuple[Tensor, ...]:
     # A factor of another dtype would cost a launch for each tensor.
-    found: tuple[Tensor, ...] = torch._foreach_mul(tensors, factor.to(tensors[0].dtype))
-    return found
+    products: tuple[Tensor, ...] = torch._foreach_mul(tensors, factor.to(tensors[0].dtype))
+    return products
 
 
 def _each(numbers: Tensor, like: Tensors) -> list[Tensor]:

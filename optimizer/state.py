@@ -108,17 +108,17 @@ def fitting(
     sizes = [[len(group["params"]) for group in side] for side in (optimizer.param_groups, groups)]
     if sizes[0] != sizes[1]:
         raise ValueError(f"the state has groups of {sizes[1]} parameters, this optimizer of {sizes[0]}")
-    hyper, wanted, problems = [], dict(state), []
+    hyper, complete, problems = [], dict(state), []
     for number, (mine, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         hyper.append(merged(number, mine, saved))
         for index, (param, key) in enumerate(zip(mine["params"], saved["params"], strict=True)):
             if key not in state and not param.requires_grad:
-                wanted[key] = optimizer.state[param]
-            if reason := why(optimizer.state[param], wanted.get(key, {})):
+                complete[key] = optimizer.state[param]
+            if reason := why(optimizer.state[param], complete.get(key, {})):
                 problems.append(f"group {number} parameter {index} {tuple(param.shape)}: {reason}")
     if problems:
         raise ValueError("the state does not fit, training would go on wrongly: " + "; ".join(problems))
-    return {"state": wanted, "param_groups": hyper}
+    return {"state": complete, "param_groups": hyper}
 
 
 def as_numbers(value: Any) -> Any:
@@ -140,13 +140,13 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
-def fault(mine: Mapping[str, Tensor], found: Mapping[str, Any]) -> str | None:
+def fault(mine: Mapping[str, Tensor], loaded: Mapping[str, Any]) -> str | None:
     """Why a loaded state cannot take the place of this one, if it cannot."""
-    missing = sorted(mine.keys() - found.keys())
+    missing = sorted(mine.keys() - loaded.keys())
     if missing:
         return f"lacks {missing}"
     for slot, tensor in mine.items():
-        other = found[slot]
+        other = loaded[slot]
         if not isinstance(other, Tensor) or not laid_out_alike(other, tensor):
             return f"{slot} is {placing(other)}, expected {placing(tensor)}"
     return None
@@ -187,5 +187,5 @@ def check_gradient(param: Tensor, gradient: Tensor | None) -> None:
     if gradient.is_sparse:
         raise RuntimeError(f"Muon does not take sparse gradients (parameter of shape {tuple(param.shape)})")
     if not laid_out_alike(gradient, param):
-        found, expected = placing(gradient), placing(param)
-        raise RuntimeError(f"a gradient is {found}, its parameter {expected}; redistribute the gradient first")
+        actual, expected = placing(gradient), placing(param)
+        raise RuntimeError(f"a gradient is {actual}, its parameter {expected}; redistribute the gradient first")

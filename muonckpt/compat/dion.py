@@ -12,11 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import optimizer
 from ..layouts.tensors import local_of
-from ..vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM, MUON_CONVENTION, STEP
+from ..vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM, MUON_CONVENTION, STEP, ParamGroup
 
-Group = Mapping[str, Any]
-
-SCALES: Mapping[str | None, str] = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: "none"}
+DION_SCALES: Mapping[str | None, str] = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: "none"}
 """Values of ``adjust_lr`` there, and ours."""
 
 OPTIONS: Mapping[str, Mapping[str, str]] = {
@@ -176,14 +174,14 @@ def _average(total: Tensor, mu: float) -> Tensor:
     return average
 
 
-def _algorithm(group: Group) -> str:
+def _algorithm(group: ParamGroup) -> str:
     algorithm = group.get("algorithm", "muon")
     if algorithm not in OPTIONS:
         raise ValueError(f"algorithm={algorithm!r}: expected one of {', '.join(OPTIONS)}, as in dion.Muon")
     return str(algorithm)
 
 
-def _ours(group: Group, params: Sequence[Tensor], betas: tuple[float, float]) -> dict[str, Any]:
+def _ours(group: ParamGroup, params: Sequence[Tensor], betas: tuple[float, float]) -> dict[str, Any]:
     """A group's options in our names; those that its algorithm does not read there are left out."""
     algorithm = _algorithm(group)
     ours = {name: value for name, value in group.items() if name not in WORDS}
@@ -198,12 +196,12 @@ def _ours(group: Group, params: Sequence[Tensor], betas: tuple[float, float]) ->
 
 
 def _scale(adjust_lr: str | None) -> str:
-    if adjust_lr not in SCALES:
+    if adjust_lr not in DION_SCALES:
         raise ValueError(f"adjust_lr={adjust_lr!r}: expected 'spectral_norm', 'rms_norm' or None, as in dion.Muon")
-    return SCALES[adjust_lr]
+    return DION_SCALES[adjust_lr]
 
 
-def _pieces(group: Group, params: Sequence[Tensor]) -> dict[str, Any]:
+def _pieces(group: ParamGroup, params: Sequence[Tensor]) -> dict[str, Any]:
     """What a group says about the matrices in its parameters, as ``pieces``."""
     shapes = {tuple(param.shape) for param in params}
     if group.get("flatten") and (deep := [shape for shape in shapes if len(shape) > 2]):

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import optimizer
 from ..optimizer.options import TORCH_NAMES
 
-SCALES = (None, "original", "match_rms_adamw")
+TORCH_SCALES = (None, "original", "match_rms_adamw")
 """What ``adjust_lr_fn`` may be there."""
 
 
@@ -48,7 +48,7 @@ class Muon(optimizer.Muon):
         *,
         replicas: dist.ProcessGroup | None = None,
     ) -> None:
-        if adjust_lr_fn not in SCALES:
+        if adjust_lr_fn not in TORCH_SCALES:
             raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r}: expected None, 'original' or 'match_rms_adamw'")
         super().__init__(
             params,

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..planning.matrices import Fused, matrices_of
 from ..scalar import SCALARS
 from ..step.methods import MATRICES
-from .rules import KINDS, Rule, Shape
+from .rules import KINDS, AnyShape, Rule
 
 FROZEN = "frozen"
 """Kind of a parameter with ``requires_grad=False``: it is in no group and has no state."""
@@ -47,7 +47,7 @@ class Decision:
 
     parameter: Tensor = field(compare=False, repr=False)
     names: tuple[str, ...]
-    shape: Shape
+    shape: AnyShape
     kind: str
     rule: Rule | None
     why: str
@@ -109,15 +109,15 @@ class Decisions:
         options = {kind: {**base[KINDS[kind].algorithm], **kinds.get(kind, {})} for kind in KINDS}
         for kind, chosen in options.items():
             _check_options(kind, chosen)
-        found: dict[tuple[str, Fused], list[Tensor]] = {}
+        gathered: dict[tuple[str, Fused], list[Tensor]] = {}
         for decision in self.decisions:
             if decision.kind != FROZEN:
                 # Kinds without options of their own share a group.
                 key = decision.kind if decision.kind in kinds else decision.algorithm
-                found.setdefault((key, decision.fused), []).append(decision.parameter)
+                gathered.setdefault((key, decision.fused), []).append(decision.parameter)
         return [
             {**(options[key] if key in kinds else base[key]), **_given(fused), "params": params}
-            for (key, fused), params in found.items()
+            for (key, fused), params in gathered.items()
         ]
 
     def __str__(self) -> str:
@@ -155,7 +155,7 @@ def _words(fused: Fused) -> str:
     return ", ".join([rows] * bool(fused.pieces) + [f"columns {_sum(fused.columns)}"] * bool(fused.columns)) or "-"
 
 
-def _sum(counts: Shape | None) -> str:
+def _sum(counts: AnyShape | None) -> str:
     counts = counts or ()
     alike = len(counts) > 2 and len(set(counts)) == 1
     return f"{len(counts)} x {counts[0]}" if alike else " + ".join(map(str, counts))

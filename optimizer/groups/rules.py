@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from ..planning.matrices import Fused
 
-Shape = tuple[int, ...]
+AnyShape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ParamKind:
     """What a parameter can be: who steps it, how many dims it has (None: any), and what else it may be if not so."""
 
     algorithm: str
@@ -26,14 +26,18 @@ class Kind:
     advice: str = ""
 
 
-KINDS: Mapping[str, Kind] = {
-    "matrix": Kind("muon", (2,), "a stack of matrices is kind 'experts', and kind 'other' gives anything to AdamW"),
-    "experts": Kind("muon", (3,), "one expert's own matrix is kind 'matrix', and kind 'other' gives anything to AdamW"),
-    "embedding": Kind("adamw"),
-    "head": Kind("adamw"),
-    "router": Kind("adamw"),
-    "vector": Kind("adamw", (0, 1), "kind 'other' gives anything to AdamW"),
-    "other": Kind("adamw"),
+KINDS: Mapping[str, ParamKind] = {
+    "matrix": ParamKind(
+        "muon", (2,), "a stack of matrices is kind 'experts', and kind 'other' gives anything to AdamW"
+    ),
+    "experts": ParamKind(
+        "muon", (3,), "one expert's own matrix is kind 'matrix', and kind 'other' gives anything to AdamW"
+    ),
+    "embedding": ParamKind("adamw"),
+    "head": ParamKind("adamw"),
+    "router": ParamKind("adamw"),
+    "vector": ParamKind("adamw", (0, 1), "kind 'other' gives anything to AdamW"),
+    "other": ParamKind("adamw"),
 }
 """Muon takes matrices, one by one or stacked.  Embeddings and output heads go to AdamW by custom (Jordan et al. 2024;
 Liu et al. 2025, arXiv 2502.16982).  So do routers, whose few rows score experts: a cautious choice of ours, which a
@@ -54,8 +58,8 @@ class Split:
         ValueError: a count below 1, or interleaved blocks of a single piece.
     """
 
-    pieces: int | Shape = 1
-    columns: int | Shape = 1
+    pieces: int | AnyShape = 1
+    columns: int | AnyShape = 1
     interleaved: int = 1
 
     def __post_init__(self) -> None:
@@ -65,7 +69,7 @@ class Split:
         if self.interleaved > 1 and self.pieces == 1:
             raise ValueError(f"{self}: say which pieces each of the interleaved blocks has")
 
-    def of(self, shape: Shape) -> Fused:
+    def of(self, shape: AnyShape) -> Fused:
         """The same in rows and columns, for a parameter of this shape of at least two dims."""
         *_, rows, columns = shape
         pieces = _counts(self.pieces, rows // self.interleaved)
@@ -75,7 +79,7 @@ class Split:
 WHOLE = Split()
 
 
-def _counts(value: int | Shape, total: int) -> Shape | None:
+def _counts(value: int | AnyShape, total: int) -> AnyShape | None:
     if not isinstance(value, int):
         return value
     # If that is not all of them, the matrices do not add up to the shape, and the decision is refused.

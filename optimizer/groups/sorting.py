@@ -35,16 +35,16 @@ def sort_parameters(model: nn.Module, *layers: Sequence[Rule]) -> Decisions:
             kind cannot have or the split does not fit, a matrix as tall as an embedding that no rule names, matrices
             without a word about an output head, rules that select nothing, and flat or uninitialized parameters.
     """
-    found = _uses(model)
+    uses_of = _uses(model)
     decisions: list[Decision] = []
-    problems = [("", f"{rule!r} selects nothing") for rule in _idle(layers, found)]
-    for parameter, uses in found.items():
+    problems = [("", f"{rule!r} selects nothing") for rule in _idle(layers, uses_of)]
+    for parameter, uses in uses_of.items():
         try:
             decisions.append(_decide(parameter, uses, layers))
         except ValueError as error:
             owners = " and ".join(dict.fromkeys(type(use.owner).__name__ for use in uses))
             problems.append((_joined(uses), f"{list(parameter.shape)} in {owners}: {error}"))
-    problems += _possible_heads(decisions, found, layers)
+    problems += _possible_heads(decisions, uses_of, layers)
     if problems:
         lines = [
             f"{name} ({count} alike) {what}" if count > 1 else f"{name} {what}"
@@ -59,14 +59,14 @@ def _uses(model: nn.Module) -> dict[Tensor, list[Use]]:
     modules = list(model.named_modules(remove_duplicate=False))
     replicated = [path for path, module in modules if isinstance(module, DistributedDataParallel)]
     inserted = {f"{path}.module".removeprefix(".") for path in replicated}
-    found: dict[Tensor, list[Use]] = {}
+    uses_of: dict[Tensor, list[Use]] = {}
     for path, module in modules:
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = ".".join([*_without(path, inserted), attribute])
             if is_lazy(parameter):
                 raise ValueError(f"{name} is uninitialized and has no shape yet; run the model once first")
-            found.setdefault(parameter, []).append(Use(name, module, attribute, parameter))
-    return found
+            uses_of.setdefault(parameter, []).append(Use(name, module, attribute, parameter))
+    return uses_of
 
 
 def _without(path: str, inserted: set[str]) -> Iterator[str]:
@@ -77,9 +77,9 @@ def _without(path: str, inserted: set[str]) -> Iterator[str]:
             yield part
 
 
-def _idle(layers: Sequence[Sequence[Rule]], found: Mapping[Tensor, Sequence[Use]]) -> Iterator[Rule]:
+def _idle(layers: Sequence[Sequence[Rule]], uses_of: Mapping[Tensor, Sequence[Use]]) -> Iterator[Rule]:
     """Rules that had to select something and do not: most likely a name has a typo."""
-    uses = [use for uses in found.values() for use in uses]
+    uses = [use for uses in uses_of.values() for use in uses]
     for rule in (rule for layer in layers for rule in layer):
         if not rule.optional and not any(map(rule.reason, uses)):
             yield rule
@@ -119,17 +119,17 @@ def _by_type(rule: Rule | None) -> bool:
 
 
 def _possible_heads(
-    decisions: Sequence[Decision], found: Mapping[Tensor, Sequence[Use]], layers: Sequence[Sequence[Rule]]
+    decisions: Sequence[Decision], uses_of: Mapping[Tensor, Sequence[Use]], layers: Sequence[Sequence[Rule]]
 ) -> Iterator[tuple[str, str]]:
     """Matrices that may be an output head; nothing but a word of the user tells it from any other nn.Linear."""
-    uses = [use for uses in found.values() for use in uses]
+    uses = [use for uses in uses_of.values() for use in uses]
     by_type = [decision for decision in decisions if _by_type(decision.rule)]
     heads = [rule for layer in layers for rule in layer if rule.kind == "head"]
     named = any(rule.names == () or any(map(rule.reason, uses)) for rule in heads)
-    tied = any(_holds(nn.Embedding, uses) and _holds(nn.Linear, uses) for uses in found.values())
+    tied = any(_holds(nn.Embedding, uses) and _holds(nn.Linear, uses) for uses in uses_of.values())
     # Rules that name every matrix leave a head of another name unsorted, so it is enough that they know of heads.
-    told = named or tied or (heads and not by_type)
-    if not told and any(decision.kind == "matrix" for decision in decisions):
+    known = named or tied or (heads and not by_type)
+    if not known and any(decision.kind == "matrix" for decision in decisions):
         yield "", "which matrix is the output head?  Add Rule('head', its name), or NO_HEAD if there is none"
     # Also frozen embeddings count, by their module.
     embeddings = [decision.parameter for decision in decisions if decision.kind == "embedding"]
@@ -139,7 +139,7 @@ def _possible_heads(
         if decision.shape[0] in heights:
             name = decision.names[0]
             yield (
-                _joined(found[decision.parameter]),
+                _joined(uses_of[decision.parameter]),
                 f"{list(decision.shape)} has as many rows as an embedding: is it an output head?  Add "
                 f"Rule('head', {name!r}) or Rule('matrix', {name!r}) in an earlier layer",
             )

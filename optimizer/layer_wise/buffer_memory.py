@@ -86,7 +86,7 @@ class FlatBuffer:
     ) -> None:
         self.layout = layout
         some = params[layout.parameters[0].parameter.name]
-        # Padding stays zero: nobody writes to it, and collectives add up zeros.
+        # Padding stays zero: it is never written, and collectives add up zeros.
         self.weights = torch.zeros(layout.numel, dtype=some.dtype, device=some.device)
         self.gradients = torch.zeros(layout.numel, dtype=gradient_dtype or some.dtype, device=some.device)
         self.gradient_of: dict[str, Tensor] = {}

@@ -17,7 +17,7 @@ class Collective(Protocol):
     def wait(self) -> object: ...
 
 
-class Bucket(Protocol):
+class Reducible(Protocol):
     """What one reduction moves: gradient views by parameter name, and what begins it."""
 
     @property
@@ -39,7 +39,7 @@ class Gradients:
         seen: names of the parameters that have got a gradient since the last `forget`.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], buckets: Sequence[Bucket]) -> None:
+    def __init__(self, params: Mapping[str, Tensor], buckets: Sequence[Reducible]) -> None:
         self.seen: set[str] = set()
         self._buckets = tuple(buckets)
         self._number_of = {name: number for number, bucket in enumerate(buckets) for name in bucket.gradient_of}
@@ -71,7 +71,7 @@ class Gradients:
         self._wait()
 
     def forget(self) -> None:
-        """Begin anew; what has been reduced or accumulated is no longer of interest."""
+        """Begin anew, and forget what has been reduced or accumulated."""
         self._wait()
         self.seen.clear()
         self._begin()
@@ -138,7 +138,7 @@ class Gathers:
                 work.wait()
 
     def awaited_by(
-        self, model: nn.Module, name_of: Mapping[Tensor, str], buckets: Sequence[Bucket]
+        self, model: nn.Module, name_of: Mapping[Tensor, str], buckets: Sequence[Reducible]
     ) -> list[RemovableHandle]:
         """Let every module wait for its own parameters before its forward, and the model for all before it is saved.
 

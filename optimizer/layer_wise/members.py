@@ -20,7 +20,7 @@ from ..step.agreement import Facts, fixed_options
 from ..step.methods import MATRICES
 from .buffer_memory import Part
 
-Group = dist.ProcessGroup | None
+SharingGroup = dist.ProcessGroup | None
 """None: this process alone."""
 
 
@@ -38,7 +38,7 @@ class Members:
 
     named: Mapping[str, Tensor]
     name_of: Mapping[Tensor, str]
-    group_of: Mapping[str, Group]
+    group_of: Mapping[str, SharingGroup]
     experts: frozenset[str]
     sizes: GroupSizes
 
@@ -47,19 +47,19 @@ class Members:
         cls,
         model: nn.Module,
         groups: Sequence[Mapping[str, Any]],
-        group: Group,
+        group: SharingGroup,
         experts: Iterable[Tensor],
-        expert_group: Group,
+        expert_group: SharingGroup,
     ) -> Members:
         """Raises:
-        ValueError: a parameter that is no member of the model, in no group, or that flat buffers cannot hold.
+        ValueError: a parameter is not the model's, is in no group, or cannot lie in flat buffers.
         """
-        grouped = {id(param) for each in groups for param in each["params"]}
+        grouped = {id(param) for group in groups for param in group["params"]}
         named = {name: param for name, param in model.named_parameters() if id(param) in grouped}
         if len(named) < len(grouped):
             raise ValueError(f"{len(grouped) - len(named)} parameters in the groups are not the model's")
         if left := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in grouped]:
-            raise ValueError(f"parameters in no group, whose gradients nobody would reduce: {', '.join(left[:8])}")
+            raise ValueError(f"parameters in no group, whose gradients would not be reduced: {', '.join(left[:8])}")
         for name, param in named.items():
             _check(name, param)
         name_of: dict[Tensor, str] = {param: name for name, param in named.items()}
@@ -115,11 +115,11 @@ class Members:
         digest = hashlib.blake2b(json.dumps([*map(to_json, buffers)]).encode(), digest_size=8).hexdigest()
         return {**numbers, **fixed_options(dict(enumerate(groups))), "the layout of buffers": digest}
 
-    def group_of_buffer(self, buffer: BufferLayout) -> Group:
+    def group_of_buffer(self, buffer: BufferLayout) -> SharingGroup:
         """A buffer is shared by those who share any of its parameters."""
         return self.group_of[buffer.parameters[0].parameter.name]
 
-    def mesh(self, group: Group) -> DeviceMesh | None:
+    def mesh(self, group: SharingGroup) -> DeviceMesh | None:
         """The ranks of a group, for DTensors; makes no process group."""
         if group is None:
             return None
@@ -139,7 +139,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def size_of(group: Group) -> int:
+def size_of(group: SharingGroup) -> int:
     return dist.get_world_size(group) if group is not None else 1
 
 
@@ -148,7 +148,7 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def ranks_of(group: Group) -> list[int]:
+def ranks_in(group: SharingGroup) -> list[int]:
     """Global ranks, in the order of the group."""
     return list(dist.get_process_group_ranks(group)) if group is not None else [0]
 

@@ -1,5 +1,5 @@
 """Layer-wise Muon: whole matrices with owners.  Gradients are reduced to owners bucket by bucket during the backward
-pass, an owner steps what is its own with a `Muon` of its own, and the parameters are gathered again.
+pass, an owner steps its parameters with a `Muon`, and the parameters are gathered again.
 
 Where parameters lie and who owns them is a `BufferLayout`; nothing here asks which algorithm made it.
 """
@@ -25,12 +25,12 @@ from ..collective import CollectiveOptimizer
 from ..muon import Muon
 from ..rounding import exact_dtype, rounded_once
 from ..state import as_numbers
-from ..step.agreement import LOAD, PLAN, STEP, Intent, fixed_options, step_intent
+from ..step.agreement import AGREE_ON_LOAD, AGREE_ON_PLAN, AGREE_ON_STEP, Intent, fixed_options, step_intent
 from ..step.exchange import add_up, any_has
 from ..step.notes import Accord, Notes
 from .buffer_memory import BucketMemory, FlatBuffer, Part, laid_out
 from .gradients import Gathers, Gradients
-from .members import Group, Members, groups_with, options_of, ranks_of, size_of, this_rank
+from .members import Members, SharingGroup, groups_with, options_of, ranks_in, size_of, this_rank
 from .owned_state import restoring, state_of
 
 BUCKET = 40_000_000
@@ -48,7 +48,7 @@ class Bucket(BucketMemory):
         exact: unequal shards are reduced to their owners only, else by one all-reduce.
     """
 
-    def __init__(self, buffer: FlatBuffer, number: int, group: Group, exact: bool) -> None:
+    def __init__(self, buffer: FlatBuffer, number: int, group: SharingGroup, exact: bool) -> None:
         super().__init__(buffer, number)
         self._group, self._exact = group, exact
 
@@ -130,7 +130,7 @@ class LayerWise(CollectiveOptimizer):
         options: of `Muon`, but for those that say how tensors are distributed.
 
     Raises:
-        ValueError: parameters that are no model's, left out, frozen, FP8, DTensors, or taken by another optimizer
+        ValueError: parameters that are not the model's, left out, frozen, FP8, DTensors, or taken by another optimizer
             instance; and what `Muon` refuses.
         LayoutError: recorded buffers that do not fit.
     """
@@ -143,9 +143,9 @@ class LayerWise(CollectiveOptimizer):
         *,
         layout: str | Sequence[BufferLayout] = "padded-nscost",
         bucket_size: int | None = BUCKET,
-        group: Group = None,
+        group: SharingGroup = None,
         experts: Iterable[Tensor] = (),
-        expert_group: Group = None,
+        expert_group: SharingGroup = None,
         gradient_dtype: torch.dtype | None = None,
         average: bool = True,
         exact: bool = True,
@@ -158,7 +158,7 @@ class LayerWise(CollectiveOptimizer):
         self._accord = Accord((group, expert_group), self._device)
         self._group, self._overlap = group, overlap
         self._fixed = False
-        intent = Intent.of(PLAN, {})
+        intent = Intent.of(AGREE_ON_PLAN, {})
         try:
             if refused := sorted({"replicas", "exchange", "stages", "waves"} & options.keys()):
                 raise ValueError(f"{refused}: owners step whole matrices, nothing is exchanged during a step")
@@ -177,7 +177,7 @@ class LayerWise(CollectiveOptimizer):
             self.buffers = laid_out(layout, members.to_place(self.param_groups, bucket_size, previous))
             transport = {"average": average, "exact": exact, "overlap": overlap, "gradient_dtype": gradient_dtype}
             facts = {name: str(value) for name, value in transport.items()}
-            intent = Intent.of(PLAN, {**facts, **members.facts(self.param_groups, self.buffers)})
+            intent = Intent.of(AGREE_ON_PLAN, {**facts, **members.facts(self.param_groups, self.buffers)})
         except Exception as error:
             intent = intent.failed(error, this_rank())
         self._agree(intent)
@@ -211,7 +211,7 @@ class LayerWise(CollectiveOptimizer):
         return self._gradients.accumulating()
 
     def finish_gradients(self) -> None:
-        """Wait until this rank has the gradients of what it holds.  Collective; `step` does it if nobody has."""
+        """Wait until this rank has the gradients of what it holds.  Collective; `step` does it otherwise."""
         if self._active is None:
             self._finish(None)
 
@@ -294,7 +294,7 @@ class LayerWise(CollectiveOptimizer):
         self._awaited = False
         if self._active is None:
             self._finish(failure)
-        intent = Intent.of(STEP, {})
+        intent = Intent.of(AGREE_ON_STEP, {})
         try:
             if failure is not None:
                 raise failure
@@ -347,7 +347,7 @@ class LayerWise(CollectiveOptimizer):
 
     def provenance(self) -> dict[str, Any]:
         """The layout and its owners, for ``muonckpt.save(..., provenance=...)``."""
-        ranks = [ranks_of(self._members.group_of_buffer(buffer)) for buffer in self.buffers]
+        ranks = [ranks_in(self._members.group_of_buffer(buffer)) for buffer in self.buffers]
         return {"layer_wise": {"layout": self._layout, "buffers": [*map(to_json, self.buffers)], "ranks": ranks}}
 
     def state_dict(self) -> dict[str, Any]:
@@ -367,7 +367,7 @@ class LayerWise(CollectiveOptimizer):
         Raises:
             Exception: on all ranks, if one of them refuses the state (`restoring`); nothing is changed then.
         """
-        intent = Intent.of(LOAD, {})
+        intent = Intent.of(AGREE_ON_LOAD, {})
         try:
             restore = restoring(self, state_dict)
         except Exception as error:

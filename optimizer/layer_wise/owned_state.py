@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ...box import Box, row_major
 from ...layouts.tensors import local_of
 from ...vocabulary import MASTER
-from ..held_boxes import said_boxes, say_boxes
+from ..held_boxes import declare_boxes, declared_boxes
 from ..state import fault, fitting
 from .buffer_memory import Part
 from .members import options_of
@@ -37,12 +37,12 @@ def state_of(
         inner: state of ``part.stepped``; nothing if that is a matrix of which this rank holds nothing.
         mesh: of the ranks that share the parameter; None: this process alone, which has everything.
     """
-    wanted, held = dict(example), dict(inner)
+    template, held = dict(example), dict(inner)
     if part.mastered:
-        wanted[MASTER], held[MASTER] = whole, part.stepped
+        template[MASTER], held[MASTER] = whole, part.stepped
     return {
         slot: held[slot] if like.ndim == 0 or mesh is None else _placed(like, held.get(slot), part, mesh)
-        for slot, like in wanted.items()
+        for slot, like in template.items()
     }
 
 
@@ -56,7 +56,7 @@ def _placed(like: Tensor, held: Tensor | None, part: Part, mesh: DeviceMesh) -> 
     placed: DTensor = DTensor.from_local(
         held, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=row_major(shape)
     )
-    say_boxes(placed, boxes)
+    declare_boxes(placed, boxes)
     return placed
 
 
@@ -69,7 +69,7 @@ def restoring(optimizer: Optimizer, given: dict[str, Any]) -> Callable[[], None]
     """
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
         given = before(optimizer, given) or given
-    loaded = fitting(optimizer, given, lambda own, found: fault(own, found) or _elsewhere(own, found))
+    loaded = fitting(optimizer, given, lambda own, other: fault(own, other) or _elsewhere(own, other))
     copies = [
         (local_of(value), local_of(loaded["state"][key][slot]))
         for mine, group in zip(optimizer.param_groups, loaded["param_groups"], strict=True)
@@ -88,11 +88,11 @@ def restoring(optimizer: Optimizer, given: dict[str, Any]) -> Callable[[], None]
     return restore
 
 
-def _elsewhere(mine: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
+def _elsewhere(mine: Mapping[str, Tensor], loaded_slots: Mapping[str, Tensor]) -> str | None:
     """Why loaded tensors are not element for element where these are, though their placements are the same."""
     for slot, tensor in mine.items():
-        if found[slot].dtype != tensor.dtype:
-            return f"{slot} is {found[slot].dtype}, expected {tensor.dtype}"
-        if said_boxes(found[slot]) != said_boxes(tensor):
+        if loaded_slots[slot].dtype != tensor.dtype:
+            return f"{slot} is {loaded_slots[slot].dtype}, expected {tensor.dtype}"
+        if declared_boxes(loaded_slots[slot]) != declared_boxes(tensor):
             return f"{slot} is cut otherwise; load it through a checkpoint"
     return None

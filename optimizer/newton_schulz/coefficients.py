@@ -30,7 +30,7 @@ class CoefficientSet:
     """A named polynomial per step.
 
     Attributes:
-        name: how the set is asked for.
+        name: by which options and commands select the set.
         steps: the triples ``(a, b, c)`` of the first steps, in order, at least one.
         source: where the numbers come from.
         tail: the triple of every step past the end of ``steps``.  A list never restarts: its first triples
@@ -175,8 +175,8 @@ _SETS = (
     ),
 )
 
-#: The named sets.  The numbers are those of the sources, digit by digit.
-COEFFICIENTS: Mapping[str, CoefficientSet] = MappingProxyType({each.name: each for each in _SETS})
+#: The published sets by name, with the numbers of their sources, digit by digit.
+COEFFICIENTS: Mapping[str, CoefficientSet] = MappingProxyType({chosen.name: chosen for chosen in _SETS})
 
 
 Coefficients = str | CoefficientSet | Triple | Sequence[Triple] | Plain
@@ -186,11 +186,11 @@ def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
     """The set that these coefficients mean.
 
     Args:
-        coefficients: the name of a published set, a set, a triple for every step, the triples of a set of one's own,
-            one for each step, or what :func:`plain_coefficients` makes of a set.
+        coefficients: the name of a published set, a set, a triple for every step, one triple for each step,
+            or what :func:`plain_coefficients` makes of a set.
 
     Raises:
-        ValueError: no set has this name, or these are no triples of finite numbers.
+        ValueError: no set has this name, or these are not triples of finite numbers.
     """
     if isinstance(coefficients, CoefficientSet):
         return coefficients

@@ -90,12 +90,12 @@ class CostTable:
         Raises:
             ValueError: as the class does.
         """
-        found = json.loads(text)
+        data = json.loads(text)
         times: dict[tuple[int, int], dict[Form, int]] = {}
-        for short, long, kernels, gram, time in found["times"]:
+        for short, long, kernels, gram, time in data["times"]:
             times.setdefault((short, long), {})[Form(kernels, gram)] = time
-        restarts = None if found["gram"] is None else tuple(found["gram"])
-        return cls(times, found["steps"], restarts, getattr(torch, found["dtype"]))
+        restarts = None if data["gram"] is None else tuple(data["gram"])
+        return cls(times, data["steps"], restarts, getattr(torch, data["dtype"]))
 
     def _nearest(self, rows: int, columns: int) -> tuple[int, int]:
         side = sorted((rows, columns))
@@ -134,8 +134,8 @@ def measure(
         short, long = sorted(shape)
         times[short, long] = {}
         for form in forms:
-            _, *found = (_timed(stack, steps, dtype, gram, form) for _ in range(repeats + 1))
-            times[short, long][form] = max(1, int(median(found)) // copies)
+            _, *durations = (_timed(stack, steps, dtype, gram, form) for _ in range(repeats + 1))
+            times[short, long][form] = max(1, int(median(durations)) // copies)
     return CostTable(times, steps, gram, dtype)
 
 

@@ -33,13 +33,13 @@ It must be the same on all ranks, so it follows from these facts alone; `costs.C
 
 WAVE = 64
 """Tiles of 128 x 128 that keep a large GPU busy (an H200 has 132 multiprocessors; half of them is enough, as tiles can
-be smaller).  Half of the work is of no use where it is not the work that takes the time: on an H800 flash-muon's
-symmetric kernel loses at 1024², with 36 tiles (0.0124 ms to 0.0112), and wins at 4096², with 528 (0.1838 to 0.2955).
+be smaller).  A symmetric kernel does half of the work, which gains nothing while the GPU is not full: on an H800
+flash-muon's loses at 1024², with 36 tiles (0.0124 ms to 0.0112), and wins at 4096², with 528 (0.1838 to 0.2955).
 Not measured by us: `costs.measure` does on the GPU that is there."""
 
 
 def saturates_gpu(rows: int, columns: int, copies: int = 1) -> bool:
-    """Whether the triangle of a Gram matrix, for so many matrices of a shape, has a `WAVE` of tiles: from 1281² on."""
+    """Whether the Gram matrices of ``copies`` matrices have a `WAVE` of tiles to compute: one does from 1281² on."""
     side = -(-min(rows, columns) // 128)
     return copies * side * (side + 1) // 2 >= WAVE
 
@@ -79,8 +79,8 @@ def arithmetic(form: Form, device: torch.device, dtype: torch.dtype, rows: int, 
 def _kernels(device: torch.device, dtype: torch.dtype) -> Products[Any] | None:
     """None if Triton is missing."""
     try:
+        from ..triton.kernel_products import KernelProducts
         from ..triton.launches import INTERPRETED
-        from ..triton.products import Kernels
     except ModuleNotFoundError as error:
         missing_triton(
             error,
@@ -90,7 +90,7 @@ def _kernels(device: torch.device, dtype: torch.dtype) -> Products[Any] | None:
         return None
     if not (INTERPRETED and device.type == "cpu") and not has_kernels(device, dtype):
         raise ValueError(f"there are no kernels for {dtype} on {device}: choose forms that were measured there")
-    return Kernels(dtype)
+    return KernelProducts(dtype)
 
 
 def missing_triton(error: ModuleNotFoundError, consequence: str) -> None:

@@ -30,14 +30,14 @@ def spans(gram: Sequence[int], steps: int, dtype: torch.dtype) -> tuple[tuple[in
     edges = (0, *gram, steps)
     if any(start >= stop for start, stop in pairwise(edges)):
         raise ValueError(f"gram={tuple(gram)}: want rising restarts, each between 1 and {steps - 1} for {steps} steps")
-    found = tuple(pairwise(edges))
-    longest = max(stop - start for start, stop in found)
+    runs = tuple(pairwise(edges))
+    longest = max(stop - start for start, stop in runs)
     if dtype.itemsize == 2 and longest > _LONGEST:
         raise ValueError(
             f"gram={tuple(gram)} takes {longest} of {steps} steps on one Gram matrix; beyond {_LONGEST}, errors "
             f"grow out of hand in {dtype}. Restart after e.g. gram={tuple(range(2, steps, 3))}, or use float32"
         )
-    return found
+    return runs
 
 
 def gram_is_cheaper(rows: int, columns: int) -> bool:

@@ -9,7 +9,7 @@ from itertools import accumulate, groupby, pairwise
 import torch
 from torch import Tensor
 
-Shape = tuple[int, int]
+RowsColumns = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class Places:
             raise ValueError(f"neighbouring runs are of one shape: {self.runs}")
 
     @classmethod
-    def of(cls, shapes: Iterable[Shape]) -> Places:
+    def of(cls, shapes: Iterable[RowsColumns]) -> Places:
         return cls(tuple((len(list(alike)), *shape) for shape, alike in groupby(shapes)))
 
-    def __iter__(self) -> Iterator[Shape]:
+    def __iter__(self) -> Iterator[RowsColumns]:
         """The shape of each matrix."""
         for count, rows, columns in self.runs:
             for _ in range(count):

@@ -162,7 +162,7 @@ def by_torch(device: torch.device, dtype: torch.dtype, side: int, length: int) -
 
     The product of two 16-bit values is exact in fp32, so an fp32 product of rounded operands, rounded once, is what a
     16-bit matrix unit computes; a CPU without one does it 10 to 100 times faster this way.  Where even that rounding
-    costs more than the product, nothing but the result is rounded: that is closer to exact than what was asked for.
+    costs more than the product, only the result is rounded, which is more exact than the requested dtype.
     """
     if device.type != "cpu":
         return TorchProducts(dtype, dtype)

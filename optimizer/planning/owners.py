@@ -52,7 +52,8 @@ def assign(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> list[tu
     mean and one largest matrix; the one that has received the least is always below the mean, so that can always be
     kept.
 
-    A matrix that ranks share goes to the least loaded of the runs of so many ranks that begin at a multiple of it:
+    A matrix that several ranks share goes to the least loaded run of that many ranks, of those that begin at a multiple
+    of their number:
     such runs lie inside or outside of each other, so ranks can take their shared matrices in one order without waiting
     in a circle.
     """

@@ -19,7 +19,7 @@ from ...layout import Buffer, Place
 from ...plan import Copy, Share
 from .units import OWNER
 
-ALIGN = 8
+WIRE_ALIGNMENT = 8
 """Each rank's part of the wire begins at a multiple of this, in bytes: of the size of any element."""
 
 NOTE = 16
@@ -125,7 +125,7 @@ def _laid_out(
             begin = _up(end, message.dtype.itemsize)
             strips[message.key].append(message.strip(copy, here(copy), begin))
             end = begin + copy.box.numel * message.dtype.itemsize
-        counts.append(_up(end, ALIGN) - start)
+        counts.append(_up(end, WIRE_ALIGNMENT) - start)
         start += counts[-1]
     return {key: tuple(listed) for key, listed in strips.items()}, tuple(counts)
 

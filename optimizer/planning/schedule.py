@@ -67,7 +67,7 @@ def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int = 
 
     Args:
         rank: the one whose part is made.
-        stages: at most so many rounds.
+        stages: the largest number of rounds.
     """
     where = [(number, index) for number, spec in enumerate(specs) for index in range(len(spec.slots[0].shapes))]
     work = _work(specs, ranks)

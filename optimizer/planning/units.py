@@ -50,7 +50,7 @@ class Spec:
         cost: of orthogonalising an ``m x n`` matrix on one of ``parts`` ranks that share it, in any unit.
         blocks: into how many blocks its matrices are cut along their long side, so that as many ranks can share one;
             a power of two.  1: they are not cut.
-        form: how an ``m x n`` matrix is orthogonalised, of which it has so many.
+        form: how an ``m x n`` matrix is orthogonalised, of which the parameter has ``copies``.
         scale: the learning-rate factor of an ``m x n`` matrix.
     """
 

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...vocabulary import ParamGroup
 from ..cuda_graphs import uploaded
 from ..newton_schulz.coefficients import coefficient_set
-from ..options import RATES, Group, fixed
+from ..options import RATES, fixed
 from ..planning.routes import NOTE
 
 Facts = Mapping[str, str]
@@ -28,7 +29,7 @@ Facts = Mapping[str, str]
 SHOWN = 4
 """Differences that a rank tells; the others are counted."""
 
-LONGEST = 500
+LONGEST_COMPLAINT = 500
 """Characters of what a rank tells."""
 
 PLAN_FACT = "the plan"
@@ -43,19 +44,19 @@ class Task:
     advice: str
 
 
-PLAN = Task(
+AGREE_ON_PLAN = Task(
     "ranks do not plan the same optimizer step",
     "Every rank must build the optimizer from the same parameters, in the same groups and order, with the same options "
     "(numbers count those that these ranks share)",
 )
-STEP = Task(
+AGREE_ON_STEP = Task(
     "an optimizer step stops on all ranks that share it",
     "Rates must be the same on all ranks, and a parameter's gradient must be present on all ranks that hold it or on "
     "none; numbers count those that these ranks share. Momenta may have taken this step's gradients in: do not repeat "
     "the step",
 )
 
-LOAD = Task(
+AGREE_ON_LOAD = Task(
     "a state is loaded on all ranks or on none",
     "Load the same checkpoint on all of them",
 )
@@ -124,11 +125,11 @@ def refusal(task: Task, complaints: Mapping[int, str]) -> RuntimeError:
     for rank, text in complaints.items():
         if text:
             by_text[text].append(rank)
-    told = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in list(by_text.items())[:SHOWN])
-    return RuntimeError(f"{task.failure}. {told}. {task.advice}")
+    complaint = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in list(by_text.items())[:SHOWN])
+    return RuntimeError(f"{task.failure}. {complaint}. {task.advice}")
 
 
-def fixed_options(groups: Mapping[int, Group]) -> Facts:
+def fixed_options(groups: Mapping[int, ParamGroup]) -> Facts:
     """What groups (by number) say that holds as long as a plan; coefficients as numbers."""
     return {
         f"{name} of group {number}": repr(coefficient_set(value) if name == "ns" else value)
@@ -137,7 +138,7 @@ def fixed_options(groups: Mapping[int, Group]) -> Facts:
     }
 
 
-def rates(groups: Mapping[int, Group]) -> Iterator[tuple[str, Any]]:
+def live_options(groups: Mapping[int, ParamGroup]) -> Iterator[tuple[str, Any]]:
     """Subjects and values of all that groups (by number) say that every step reads anew."""
     for number, group in groups.items():
         for name in sorted(RATES & group.keys()):
@@ -148,7 +149,7 @@ def rates(groups: Mapping[int, Group]) -> Iterator[tuple[str, Any]]:
 def step_intent(
     labels: Callable[[], Sequence[str]],
     active: Sequence[bool],
-    groups: Mapping[int, Group],
+    groups: Mapping[int, ParamGroup],
     device: torch.device,
     constants: Facts = MappingProxyType({}),
 ) -> Intent:
@@ -160,7 +161,7 @@ def step_intent(
         device: where the ranks compare what they intend.
         constants: what else must be the same.
     """
-    options = [value for _, value in rates(groups)]
+    options = [value for _, value in live_options(groups)]
     far = [value for value in options if isinstance(value, Tensor) and value.device == device and device.type != "cpu"]
     distant = set(map(id, far))
     near = np.array([np.nan if id(value) in distant else float(value) for value in options])
@@ -168,7 +169,7 @@ def step_intent(
     def facts() -> Facts:
         gradients = {f"the gradient of {label}": _present(on) for label, on in zip(labels(), active, strict=True)}
         seen: defaultdict[str, list[str]] = defaultdict(list)
-        for subject, value in rates(groups):
+        for subject, value in live_options(groups):
             seen[subject].append(str(float(value)))
         return (
             {PLAN_FACT: "kept"}
@@ -177,7 +178,9 @@ def step_intent(
             | {subject: ", ".join(values) for subject, values in seen.items()}
         )
 
-    return Intent(STEP, _digest(bytes(active) + near.tobytes() + repr(sorted(constants.items())).encode()), far, facts)
+    return Intent(
+        AGREE_ON_STEP, _digest(bytes(active) + near.tobytes() + repr(sorted(constants.items())).encode()), far, facts
+    )
 
 
 def _present(active: bool) -> str:
@@ -192,7 +195,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+    return text if len(text) <= LONGEST_COMPLAINT else f"{text[: LONGEST_COMPLAINT - 1]}…"
 
 
 def _digest(intent: bytes) -> bytes:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
+from ...vocabulary import ParamGroup
 from ..newton_schulz.coefficients import coefficient_set
 from ..newton_schulz.forms import Form, saturates_gpu
 from ..newton_schulz.iterations import orthogonalize_all
-from ..newton_schulz.places import Places, Shape
+from ..newton_schulz.places import Places, RowsColumns
 from ..newton_schulz.recipe import Recipe
 from ..planning.precision import PRECISIONS
 from ..planning.units import Unit
-
-Group = Mapping[str, Any]
 
 LARGEST = 1 << 25
 """Elements of a stack: 64 heads of 128 x 4096, or two matrices of 4096 x 4096, which is more than a GPU does at a time.
 In 16 bits they are 64 MiB, and Newton-Schulz takes up to four times that besides."""
 
 
-def recipe_of(group: Group) -> Recipe:
+def recipe_of(group: ParamGroup) -> Recipe:
     """How the matrices of a group are orthogonalised."""
     gram = None if group["gram"] is None else tuple(group["gram"])
     dtype = PRECISIONS[group["ns_dtype"]].compute
@@ -63,19 +61,19 @@ _Kind = tuple[Form, str, Recipe]
 """What matrices of one batch share: their form, algorithm and recipe."""
 
 
-def in_batches(units: Sequence[Unit], numbers: Iterable[int], group_of: Callable[[int], Group]) -> list[Batch]:
+def in_batches(units: Sequence[Unit], numbers: Iterable[int], group_of: Callable[[int], ParamGroup]) -> list[Batch]:
     """The whole matrices ``numbers`` of ``units`` in batches, whose order and members follow from these alone.
 
     Kernels take up to `LARGEST` elements at a time: matrices of one shape if these fill a GPU, else all that do not
     together, tall ones apart.  torch's products take one matrix after the other, so there a batch would only take
     memory.
     """
-    alike: defaultdict[tuple[Shape, _Kind], list[int]] = defaultdict(list)
+    alike: defaultdict[tuple[RowsColumns, _Kind], list[int]] = defaultdict(list)
     for number in numbers:
         unit = units[number]
         group = group_of(unit.param)
         alike[unit.rows_columns, (unit.form, group["algorithm"], recipe_of(group))].append(number)
-    together: defaultdict[tuple[Shape | bool, _Kind], list[tuple[int, Shape]]] = defaultdict(list)
+    together: defaultdict[tuple[RowsColumns | bool, _Kind], list[tuple[int, RowsColumns]]] = defaultdict(list)
     for (shape, kind), members in alike.items():
         rows, columns = shape
         company = shape if saturates_gpu(rows, columns, len(members)) else rows > columns
@@ -87,9 +85,9 @@ def in_batches(units: Sequence[Unit], numbers: Iterable[int], group_of: Callable
     ]
 
 
-def _cut(members: Sequence[tuple[int, Shape]], most: int) -> Iterator[list[tuple[int, Shape]]]:
+def _cut(members: Sequence[tuple[int, RowsColumns]], most: int) -> Iterator[list[tuple[int, RowsColumns]]]:
     """Runs of members with up to so many elements, or of one."""
-    cut: list[tuple[int, Shape]] = []
+    cut: list[tuple[int, RowsColumns]] = []
     held = 0
     for number, (rows, columns) in members:
         if cut and held + rows * columns > most:

@@ -23,16 +23,16 @@ from ..cuda_graphs import capturing, uploaded
 from ..planning.routes import Key, Route, Strip
 from ..planning.schedule import Schedule
 from ..planning.units import Spec
-from ..triton import elementwise
+from ..triton import updates
 from .elementwise import Sizes
 from .resting import Resting
-from .segments import DTYPES, Move, Segments, Tensors, addresses
+from .segments import KERNEL_DTYPES, Move, Segments, TensorTable, addresses
 
 Routed = Mapping[Key, tuple[Strip, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class LaunchKind:
     """What tensors of one launch have in common: their dtypes, what travels, and whether momentum is changed."""
 
     momentum: torch.dtype
@@ -43,7 +43,7 @@ class Kind:
     accumulate: bool
 
 
-class Kernels:
+class KernelElementwise:
     """The element-wise backend for NVIDIA GPUs (`elementwise.Elementwise`).
 
     Tensors are numbered by parameter and shape of the matrix, as rates depend on both.
@@ -62,8 +62,8 @@ class Kernels:
         self._entry = [number[unit.param, unit.rows_columns] for unit in schedule.units]
         sent = _sent(schedule)
         self._accumulated = frozenset(param for param, numel in enumerate(numels) if sent[param] == numel)
-        self._kinds: list[Kind] = []
-        self._segments: dict[Hashable, list[tuple[Kind, Segments]]] = {}
+        self._kinds: list[LaunchKind] = []
+        self._segments: dict[Hashable, list[tuple[LaunchKind, Segments]]] = {}
         self._tables: dict[Hashable, tuple[tuple[float, ...], Tensor]] = {}
         self._captured: list[Tensor] = []
 
@@ -86,7 +86,7 @@ class Kernels:
         momentum = self._numbers("momentum", [group["momentum"] for group in groups])
         ahead = torch.where(self._numbers("nesterov", [bool(group["nesterov"]) for group in groups]) > 0, momentum, 1.0)
         self._averaging = torch.stack([1 - momentum, ahead], dim=1).float()
-        self._rates = elementwise.rates(
+        self._rates = updates.rate_table(
             self._numbers("lr", [group["lr"] for group in groups]),
             self._numbers("scale", self._scales),
             self._numbers("weight_decay", [group["weight_decay"] for group in groups]),
@@ -131,13 +131,11 @@ class Kernels:
     def _send(self, key: Hashable, moves: Callable[[], Iterable[tuple[int, Move]]], buffer: Tensor) -> None:
         for kind, segments in self._planned(key, moves, lambda kind: kind.there):
             momenta, gradients = self._momenta[kind], self._gradients[kind]
-            elementwise.send(
-                segments, momenta, gradients, self._averaging, buffer, kind.there, accumulate=kind.accumulate
-            )
+            updates.send(segments, momenta, gradients, self._averaging, buffer, kind.there, accumulate=kind.accumulate)
 
     def _apply(self, key: Hashable, moves: Callable[[], Iterable[tuple[int, Move]]], buffer: Tensor) -> None:
         for kind, segments in self._planned(key, moves, lambda kind: kind.back):
-            elementwise.apply(segments, self._weights[kind], self._rates, buffer, kind.back)
+            updates.apply(segments, self._weights[kind], self._rates, buffer, kind.back)
 
     def _carry(self, key: Hashable, sizes: Sizes, routed: Routed, stack: Tensor, wire: Tensor, *, back: bool) -> None:
         """Between a stack and the wire."""
@@ -150,15 +148,15 @@ class Kernels:
             kind = self._kinds[self._entry[next(iter(sizes))]]
             self._segments[key] = [(kind, Segments.of(moves, 1, stack.dtype, self._device))] if moves else []
         for _, segments in self._segments[key]:
-            where = Tensors(uploaded((stack.data_ptr(),), torch.int64, self._device), stack.dtype)
-            elementwise.carry(segments, where, wire, back=back)
+            where = TensorTable(uploaded((stack.data_ptr(),), torch.int64, self._device), stack.dtype)
+            updates.carry(segments, where, wire, back=back)
 
     def _planned(
-        self, key: Hashable, moves: Callable[[], Iterable[tuple[int, Move]]], dtype: Callable[[Kind], torch.dtype]
-    ) -> list[tuple[Kind, Segments]]:
+        self, key: Hashable, moves: Callable[[], Iterable[tuple[int, Move]]], dtype: Callable[[LaunchKind], torch.dtype]
+    ) -> list[tuple[LaunchKind, Segments]]:
         """The launches for some moves of units, cut once."""
         if key not in self._segments:
-            by_kind: defaultdict[Kind, list[Move]] = defaultdict(list)
+            by_kind: defaultdict[LaunchKind, list[Move]] = defaultdict(list)
             for unit, move in moves():
                 by_kind[self._kinds[self._entry[unit]]].append(move)
             self._segments[key] = [
@@ -167,9 +165,9 @@ class Kernels:
             ]
         return self._segments[key]
 
-    def _kind(self, resting: Resting, param: int) -> Kind:
+    def _kind(self, resting: Resting, param: int) -> LaunchKind:
         update, gradient, weight = self._specs[param].slots[0], resting.gradients[param], resting.weights[param]
-        return Kind(
+        return LaunchKind(
             resting.slots[param][MOMENTUM].dtype,
             weight.dtype if gradient is None else gradient.dtype,
             weight.dtype,
@@ -178,10 +176,12 @@ class Kernels:
             param in self._accumulated,
         )
 
-    def _tensors(self, name: str, kind: Kind, dtype: torch.dtype, tensors: Sequence[Tensor | None]) -> Tensors:
+    def _tensors(
+        self, name: str, kind: LaunchKind, dtype: torch.dtype, tensors: Sequence[Tensor | None]
+    ) -> TensorTable:
         """Of the tensors of a kind."""
         chosen = [t if mine == kind else None for t, mine in zip(tensors, self._kinds, strict=True)]
-        return Tensors(self._table((name, kind), addresses(chosen, self._device), torch.int64), dtype)
+        return TensorTable(self._table((name, kind), addresses(chosen, self._device), torch.int64), dtype)
 
     def _numbers(self, name: str, values: Sequence[float | Tensor]) -> Tensor:
         """One for each entry, fp64; those that are tensors on the device are read there, whenever this runs."""
@@ -222,4 +222,4 @@ def _begins(sizes: Sizes) -> Iterator[tuple[int, int]]:
 
 def suits(weights: Iterable[Tensor]) -> bool:
     """Whether there are kernels for parameters of these dtypes."""
-    return all(weight.dtype in DTYPES for weight in weights)
+    return all(weight.dtype in KERNEL_DTYPES for weight in weights)

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from ...box import Index
-from ...vocabulary import NORMUON, SECOND_MOMENT
+from ...vocabulary import NORMUON, SECOND_MOMENT, ParamGroup
 from ..planning.matrices import Fused, reduced_shape
-
-Group = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +33,14 @@ class Method:
 
     slots: Mapping[str, Callable[[Index, Fused], Index]]
     defaults: Mapping[str, Any]
-    finish: Callable[[Tensor, Mapping[str, Tensor], Group], Tensor]
+    finish: Callable[[Tensor, Mapping[str, Tensor], ParamGroup], Tensor]
 
 
-def _as_it_is(matrix: Tensor, slots: Mapping[str, Tensor], group: Group) -> Tensor:
+def _as_it_is(matrix: Tensor, slots: Mapping[str, Tensor], group: ParamGroup) -> Tensor:
     return matrix
 
 
-EPS = 1e-8
+MOMENT_EPS = 1e-8
 """Added to the root of a row's second moment (Li et al. 2025)."""
 
 
@@ -55,7 +53,7 @@ learning rates carry over from Muon; "rms": a root mean square of 0.2, the scale
 ``adjust_lr_fn="none"``."""
 
 
-def _normalized_rows(matrix: Tensor, slots: Mapping[str, Tensor], group: Group) -> Tensor:
+def _normalized_rows(matrix: Tensor, slots: Mapping[str, Tensor], group: ParamGroup) -> Tensor:
     """NorMuon (Li et al. 2025, arXiv 2510.05491, algorithm 1): every row over the root of its mean square's average.
 
     The group's ``update_norm`` says how large the result is.  The average starts at zero without a correction: it is
@@ -64,7 +62,7 @@ def _normalized_rows(matrix: Tensor, slots: Mapping[str, Tensor], group: Group) 
     exact = matrix.float()
     moment = slots[SECOND_MOMENT]
     moment.lerp_(exact.square().mean(dim=1, keepdim=True), 1 - group["beta2"])
-    normal = exact / moment.sqrt().add_(EPS)
+    normal = exact / moment.sqrt().add_(MOMENT_EPS)
     size = torch.linalg.vector_norm(normal).clamp_(min=torch.finfo(torch.float32).tiny)
     return normal.mul_(UPDATE_NORMS[group["update_norm"]](exact) / size)
 

@@ -75,15 +75,15 @@ class Accord:
         Raises:
             Exception: on every rank, if any differ or one has failed, where that is read.
         """
-        told: Exception | None = None
+        failure: Exception | None = None
         for notes in self._notes:
             try:
                 compare(notes, intent)
             except Exception as error:
-                told = told or error
+                failure = failure or error
                 intent = intent if intent.error is not None else intent.failed(error, dist.get_rank())
-        if told is not None:
-            raise told
+        if failure is not None:
+            raise failure
 
     def read(self) -> None:
         """As `Notes.read`."""

@@ -17,7 +17,7 @@ from .elementwise import Sizes
 from .resting import Resting
 
 
-class Operators:
+class TorchElementwise:
     """The element-wise backend that runs everywhere (`elementwise.Elementwise`).
 
     Args:

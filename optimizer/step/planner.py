@@ -11,21 +11,21 @@ from torch import Tensor
 
 from ...layout import TensorLayout
 from ...layouts.tensors import layout_of, local_of
-from ...vocabulary import MOMENTUM
+from ...vocabulary import MOMENTUM, ParamGroup
 from ..newton_schulz.costs import Cost
 from ..newton_schulz.forms import Choice, has_kernels, missing_triton
 from ..planning.precision import PRECISIONS
 from ..planning.schedule import Ranks, Schedule, make_schedule
 from ..planning.units import Slot, Spec
 from ..state import fused_of
-from .agreement import PLAN, Facts, Intent, fixed_options
+from .agreement import AGREE_ON_PLAN, Facts, Intent, fixed_options
 from .elementwise import Elementwise
 from .exchange import agree, link
 from .methods import MATRICES
-from .operators import Operators
+from .operators import TorchElementwise
 from .process_groups import ProcessGroups, group_of, groups_of_mesh
 from .rank_set import RankSet
-from .resting import Group, State
+from .resting import State
 from .step import Connection, Step, shared
 
 
@@ -50,9 +50,9 @@ class Planner:
     resting: Callable[[Tensor, Ranks], TensorLayout]
     cost: Cost
     form: Choice
-    scale: Callable[[Group, int, int], float]
+    scale: Callable[[ParamGroup, int, int], float]
 
-    def plan(self, held: RankSet, groups: Sequence[Group], state: State, failure: Exception | None) -> Step:
+    def plan(self, held: RankSet, groups: Sequence[ParamGroup], state: State, failure: Exception | None) -> Step:
         """Plan the steps of a set of ranks, and connect them.  Collective over these.
 
         Args:
@@ -65,14 +65,14 @@ class Planner:
         group = group_of(held.ranks, self.replicas, *groups_of_mesh(held.mesh))
         ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else held.ranks or (0,)
         rank = dist.get_rank() if group is not None else ranks[0]
-        intent = Intent.of(PLAN, {})
+        intent = Intent.of(AGREE_ON_PLAN, {})
         try:
             if failure is not None:
                 raise failure
             specs = [self._spec(member.param, groups[member.group], state, ranks) for member in held.matrices]
             schedule = make_schedule(specs, ranks, rank, self.stages)
             backend = elementwise(schedule, specs, [local_of(member.param) for member in held.matrices], held.device)
-            intent = Intent.of(PLAN, self._facts(held, groups, specs, schedule))
+            intent = Intent.of(AGREE_ON_PLAN, self._facts(held, groups, specs, schedule))
         except Exception as error:
             intent = intent.failed(error, rank)
         agree(intent, group, held.device)
@@ -87,7 +87,7 @@ class Planner:
         params = [member.param for member in held.matrices]
         return Step(schedule, params, specs, rank, backend, Connection(group, links, sharing), held.device)
 
-    def _facts(self, held: RankSet, groups: Sequence[Group], specs: Sequence[Spec], schedule: Schedule) -> Facts:
+    def _facts(self, held: RankSet, groups: Sequence[ParamGroup], specs: Sequence[Spec], schedule: Schedule) -> Facts:
         """What must be the same on all ranks besides what every step compares."""
         facts, numbers, matrices = {"exchange": self.exchange}, held.numbers, held.matrices
         for index, (member, label) in enumerate(zip(held.members, held.labels, strict=True)):
@@ -100,7 +100,7 @@ class Planner:
         # What only the others' cost, form or layout can make different.
         return {**facts, "the plan": schedule.digest.hex()}
 
-    def _spec(self, param: Tensor, group: Group, state: State, ranks: Ranks) -> Spec:
+    def _spec(self, param: Tensor, group: ParamGroup, state: State, ranks: Ranks) -> Spec:
         precision, fused = PRECISIONS[group["ns_dtype"]], fused_of(group)
         update = Slot(MOMENTUM, self.resting(param, ranks), fused, precision.there, precision.back)
         extras = [
@@ -127,10 +127,10 @@ def elementwise(
     """
     if has_kernels(device, torch.bfloat16):
         try:
-            from .kernels import Kernels, suits
+            from .kernels import KernelElementwise, suits
         except ModuleNotFoundError as error:
             missing_triton(error, "the element-wise parts of a step run on torch's operators, strip by strip")
         else:
             if suits(weights):
-                return Kernels(schedule, specs, [weight.numel() for weight in weights], device)
-    return Operators(schedule, specs, device)
+                return KernelElementwise(schedule, specs, [weight.numel() for weight in weights], device)
+    return TorchElementwise(schedule, specs, device)

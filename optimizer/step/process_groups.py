@@ -18,13 +18,13 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-Ranks = tuple[int, ...]
+from ..planning.schedule import Ranks
 
 
 def ranks_of(param: Tensor, replicas: dist.ProcessGroup | None) -> Ranks:
     """The global ranks that hold parts or copies of a parameter, sorted; none for this process alone.
 
-    A mesh of any number of axes is no more than its ranks here: what each axis does is in the layout.
+    Of a mesh only its ranks count here; what each axis does is in the layout.
     """
     if isinstance(param, DTensor):
         return tuple(sorted(param.device_mesh.mesh.flatten().tolist()))
@@ -71,7 +71,7 @@ class ProcessGroups:
         return self._own[ranks]
 
     def drop_unused(self) -> None:
-        """Destroy our own groups that have not been asked for since this was called last.  Collective over each."""
+        """Destroy our own groups that have not been used since the last call.  Collective over each."""
         for ranks in sorted(self._own.keys() - self._asked, key=in_order):
             dist.destroy_process_group(self._own.pop(ranks))
         self._asked.clear()

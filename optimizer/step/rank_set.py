@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ...vocabulary import ParamGroup
+from ..planning.schedule import Ranks
 from .methods import MATRICES
-from .process_groups import Ranks, in_order, members, ranks_of
-from .resting import Group
+from .process_groups import in_order, members, ranks_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,12 +71,12 @@ class RankSet:
         named = enumerate(member.name for member in self.members)
         return [f"parameter {number}" if name is None else f"parameter {name!r}" for number, name in named]
 
-    def groups(self, all_groups: Sequence[Group]) -> dict[int, Group]:
+    def groups(self, all_groups: Sequence[ParamGroup]) -> dict[int, ParamGroup]:
         """Those that its parameters are in, by the numbers that the ranks have in common."""
         return {number: all_groups[group] for group, number in self.numbers.items()}
 
 
-def rank_sets(groups: Sequence[Group], replicas: dist.ProcessGroup | None) -> list[RankSet]:
+def rank_sets(groups: Sequence[ParamGroup], replicas: dist.ProcessGroup | None) -> list[RankSet]:
     """The parameters of some groups by their ranks, in the order in which all ranks take part in collectives."""
     held: defaultdict[Ranks, list[Member]] = defaultdict(list)
     if replicas is not None:

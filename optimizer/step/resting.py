@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from ...layouts.tensors import local_of
-from ...vocabulary import MOMENTUM
+from ...vocabulary import MOMENTUM, ParamGroup
 from ..rounding import rounded_once
 
-Group = Mapping[str, Any]
 State = Mapping[Tensor, Mapping[str, Tensor]]
 
 
@@ -26,13 +24,13 @@ class Resting:
         slots: state by name.
     """
 
-    groups: Sequence[Group]
+    groups: Sequence[ParamGroup]
     weights: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
     slots: Sequence[Mapping[str, Tensor]]
 
     @classmethod
-    def of(cls, params: Sequence[Tensor], groups: Sequence[Group], state: State) -> Resting:
+    def of(cls, params: Sequence[Tensor], groups: Sequence[ParamGroup], state: State) -> Resting:
         """These parameters, with the gradients that they have now."""
         return cls(
             groups,

@@ -21,10 +21,10 @@ from ..planning.routes import Strip
 BLOCK = 1024
 """Elements that one program works through: with 4096 it needs all registers there are (255 instead of 48)."""
 
-LONGEST = 1 << 30
+LONGEST_SEGMENT = 1 << 30
 """Columns of a segment, so that a block's elements are counted in 32 bits."""
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +95,14 @@ class Segments:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensors:
+class TensorTable:
     """Tensors of one dtype as kernels take them: where they lie, int64; 0 for none, which is passed over."""
 
     where: Tensor
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor | None], device: torch.device) -> Tensors:
+    def of(cls, tensors: Sequence[Tensor | None], device: torch.device) -> TensorTable:
         """They must live until the launch is over.  The same exceptions as :func:`addresses`."""
         return cls(uploaded(addresses(tensors, device), torch.int64, device), one_dtype(tensors))
 
@@ -128,8 +128,9 @@ def one_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:
         ValueError: there are several, or one that no kernel is for.
     """
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None} or {torch.float32}
-    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
-        raise ValueError(f"one launch takes tensors of one dtype out of {list(DTYPES)}, got {sorted(map(str, dtypes))}")
+    if len(dtypes) > 1 or not dtypes <= set(KERNEL_DTYPES):
+        given = sorted(map(str, dtypes))
+        raise ValueError(f"one launch takes tensors of one dtype of {list(KERNEL_DTYPES)}, got {given}")
     return dtypes.pop()
 
 
@@ -140,12 +141,12 @@ def _rows(move: Move, size: int) -> Iterator[tuple[int, ...]]:
     for index in np.ndindex(*(size for size, _, _ in outer)):
         place = move.near + sum(k * stride for k, (_, stride, _) in zip(index, outer, strict=True))
         buffer_offset = move.far + size * sum(k * stride for k, (_, _, stride) in zip(index, outer, strict=True))
-        if columns <= LONGEST:
+        if columns <= LONGEST_SEGMENT:
             yield place, columns, row_near, near, rows * columns, buffer_offset, row_far, far
             continue
-        for row, first in np.ndindex(rows, -(-columns // LONGEST)):
-            start = first * LONGEST
-            length = min(LONGEST, columns - start)
+        for row, first in np.ndindex(rows, -(-columns // LONGEST_SEGMENT)):
+            start = first * LONGEST_SEGMENT
+            length = min(LONGEST_SEGMENT, columns - start)
             here, there = place + row * row_near + start * near, buffer_offset + size * (row * row_far + start * far)
             yield here, length, 0, near, length, there, 0, far
 

@@ -16,18 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...vocabulary import ParamGroup
 from ..cuda_graphs import capturable, capturing, refuse_absent, refuse_host
 from ..newton_schulz.iterations import Total, orthogonalize_parts, sums_of_parts
 from ..planning.schedule import Ranks, Schedule
 from ..planning.units import Spec
-from .agreement import PLAN_FACT, STEP, Intent, step_intent
+from .agreement import AGREE_ON_STEP, PLAN_FACT, Intent, step_intent
 from .batches import Batch, in_batches, recipe_of
 from .elementwise import Elementwise
 from .exchange import Link, SharedSum, Wire
 from .methods import MATRICES
 from .notes import Notes
 from .rank_set import RankSet
-from .resting import Group, Resting, State
+from .resting import Resting, State
 from .rows import Rows
 from .turn import Turn
 
@@ -76,7 +77,7 @@ class Step:
         self._notes = Notes(connection.group, device) if connection.group is not None else None
         self._batches: tuple[tuple[bool, ...], list[list[Batch]]] = (), []
 
-    def take(self, held: RankSet, groups: Sequence[Group], state: State, failure: Exception | None) -> None:
+    def take(self, held: RankSet, groups: Sequence[ParamGroup], state: State, failure: Exception | None) -> None:
         """Update those parameters that have a gradient.  Collective.
 
         Args:
@@ -90,7 +91,7 @@ class Step:
         """
         if self._notes is not None:
             self._notes.read()
-        intent = Intent.of(STEP, {})
+        intent = Intent.of(AGREE_ON_STEP, {})
         if not held.alone:
             active = [member.param.grad is not None for member in held.members]
             intent = step_intent(lambda: held.labels, active, held.groups(groups), self._device)
@@ -108,7 +109,9 @@ class Step:
         if self._notes is None or capturing():
             return
         self._notes.read()
-        intent = Intent.of(STEP, {PLAN_FACT: "made anew, as options or groups have changed or a state was loaded"})
+        intent = Intent.of(
+            AGREE_ON_STEP, {PLAN_FACT: "made anew, as options or groups have changed or a state was loaded"}
+        )
         turn = Turn(intent if failure is None else intent.failed(failure, self._rank), self._notes)
         first, *others = [self._gather(turn, None, stage) for stage in range(min(2, len(self.schedule.stages)))]
         first.arrive()
@@ -116,7 +119,7 @@ class Step:
         for wire in others:
             wire.arrive()
 
-    def _take(self, groups: Sequence[Group], state: State, intent: Intent) -> None:
+    def _take(self, groups: Sequence[ParamGroup], state: State, intent: Intent) -> None:
         if captured := capturing():
             refuse_absent([tuple(param.shape) for param in self._params], [p.grad is not None for p in self._params])
             if not capturable(self._device):
@@ -144,7 +147,7 @@ class Step:
             turn.attempt(lambda: resting.return_to(self._params, state))
         turn.end()
 
-    def _begin(self, groups: Sequence[Group], state: State) -> Resting:
+    def _begin(self, groups: Sequence[ParamGroup], state: State) -> Resting:
         resting = Resting.of(self._params, groups, state)
         active = tuple(gradient is not None for gradient in resting.gradients)
         if self._batches[0] != active:
@@ -152,7 +155,7 @@ class Step:
         self._elementwise.begin(resting)
         return resting
 
-    def _batched(self, active: Sequence[bool], groups: Sequence[Group]) -> list[list[Batch]]:
+    def _batched(self, active: Sequence[bool], groups: Sequence[ParamGroup]) -> list[list[Batch]]:
         """Of each stage, what this rank orthogonalises alone."""
         units = self.schedule.units
         return [

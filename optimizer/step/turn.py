@@ -11,7 +11,7 @@ from .agreement import Intent
 from .exchange import Wire
 from .notes import Notes
 
-Result = TypeVar("Result")
+R = TypeVar("R")
 
 
 class Turn:
@@ -21,8 +21,7 @@ class Turn:
     notes differ from then on, and where they arrive all ranks stop at the same place.
 
     Args:
-        notes: of the ranks that take this step; None: nobody reads any, as this rank is alone, or a CUDA graph is being
-            captured.
+        notes: of the ranks that take this step; None: this rank is alone, or a CUDA graph is being captured.
     """
 
     def __init__(self, intent: Intent, notes: Notes | None) -> None:
@@ -33,7 +32,7 @@ class Turn:
     def failed(self) -> bool:
         return self.intent.error is not None
 
-    def attempt(self, work: Callable[[], Result]) -> Result | None:
+    def attempt(self, work: Callable[[], R]) -> R | None:
         """Do some work, unless some has failed."""
         if self.intent.error is None:
             try:

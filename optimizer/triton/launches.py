@@ -25,7 +25,7 @@ def on_device(tensor: Tensor) -> AbstractContextManager[object]:
 
 
 @triton.jit
-def widened(x):
+def as_fp32(x):
     """fp32, exactly."""
     if INTERPRETED and x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)

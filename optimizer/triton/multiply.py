@@ -22,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..newton_schulz.places import Places, Stack
-from .launches import INTERPRETED, narrowed, on_device, widened
+from .launches import INTERPRETED, as_fp32, narrowed, on_device
 from .tiles import DEPTH, Cut, Tile, fastest
 
-ALIGN = 16
+LOAD_MULTIPLE = 16
 """Elements that all sides are a multiple of, so that a GPU can load 16 bytes at a time wherever a row begins."""
 
 WIDEST = 1 << 22
@@ -57,7 +57,8 @@ def multiply(
         The results, not turned, of the same dtype.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit; sides that are no multiples of `ALIGN`, or beyond `WIDEST`.
+        ValueError: shapes or dtypes that do not fit; sides that are not multiples of `LOAD_MULTIPLE`, or beyond
+            `WIDEST`.
         RuntimeError: a CUDA graph is being captured and no tile has been timed for these shapes: run a step before.
     """
     places, inner = _fitting(left.places, left.turned, right.places, right.turned, symmetric)
@@ -101,12 +102,12 @@ def _fitting(
     if len(first) != len(second) or any(a[1] != b[0] for a, b in zip(first, second, strict=True)):
         raise ValueError(f"{first} and {second} cannot be multiplied")
     sides = {side for shape in (*first, *second) for side in shape}
-    if any(side % ALIGN or side > WIDEST for side in sides):
-        raise ValueError(f"expected sides that are multiples of {ALIGN}, up to {WIDEST}, got {sorted(sides)}")
-    found = [(m, n) for (m, _), (_, n) in zip(first, second, strict=True)]
-    if symmetric and any(m != n for m, n in found):
-        raise ValueError(f"results of {found} are not symmetric")
-    return Places.of(found), tuple(k for _, k in first)
+    if any(side % LOAD_MULTIPLE or side > WIDEST for side in sides):
+        raise ValueError(f"expected sides that are multiples of {LOAD_MULTIPLE}, up to {WIDEST}, got {sorted(sides)}")
+    shapes = [(m, n) for (m, _), (_, n) in zip(first, second, strict=True)]
+    if symmetric and any(m != n for m, n in shapes):
+        raise ValueError(f"results of {shapes} are not symmetric")
+    return Places.of(shapes), tuple(k for _, k in first)
 
 
 # Not limited: a captured graph reads these lists as long as it lives.
@@ -133,9 +134,9 @@ def _multiply(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    at = tiles + tl.program_id(0).to(tl.int64) * 3
-    matrix = sizes + tl.load(at).to(tl.int64) * 6
-    top, first = tl.load(at + 1) * ROWS, tl.load(at + 2) * COLUMNS
+    tile = tiles + tl.program_id(0).to(tl.int64) * 3
+    matrix = sizes + tl.load(tile).to(tl.int64) * 6
+    top, first = tl.load(tile + 1) * ROWS, tl.load(tile + 2) * COLUMNS
     m, n, k = _aligned(matrix).to(tl.int32), _aligned(matrix + 1).to(tl.int32), _aligned(matrix + 2).to(tl.int32)
     left += _aligned(matrix + 3)
     right += _aligned(matrix + 4)
@@ -171,7 +172,7 @@ def _multiply(
     cells = rows[:, None] * n + columns[None, :]
     here = (rows[:, None] < high) & (columns[None, :] < wide)
     if ADD:
-        total += beta * widened(tl.load(addend + place + cells, mask=here, other=0.0))
+        total += beta * as_fp32(tl.load(addend + place + cells, mask=here, other=0.0))
     below = top - first + rows[:, None] - columns[None, :]  # how far below the diagonal
     total += tl.where(below == 0, diagonal, 0.0)
     done = narrowed(total, out.dtype.element_ty)
@@ -200,6 +201,6 @@ def _aligned(at):
 @triton.jit
 def _dot(x, y, total):
     if INTERPRETED:  # numpy has no bf16; products of 16 bits are exact in fp32
-        return tl.dot(widened(x), widened(y), total, input_precision="ieee")
+        return tl.dot(as_fp32(x), as_fp32(y), total, input_precision="ieee")
     else:
         return tl.dot(x, y, total)

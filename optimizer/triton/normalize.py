@@ -21,7 +21,7 @@ from torch import Tensor
 from ..cuda_graphs import settled
 from ..newton_schulz.places import Places
 from ..newton_schulz.products import REDUCTIONS
-from .launches import INTERPRETED, narrowed, on_device, widened
+from .launches import INTERPRETED, as_fp32, narrowed, on_device
 
 CHUNK, WIDTH = (1024, 256) if INTERPRETED else (8192, 1024)
 """Elements of a program, and how many of them it does at a time."""
@@ -77,8 +77,8 @@ def _parts(places: Places, device: torch.device) -> tuple[Tensor, Tensor]:
     firsts = np.concatenate([[0], counts.cumsum()])
     matrix = np.repeat(np.arange(len(counts)), counts)
     begin = begins[matrix] + (np.arange(len(matrix)) - firsts[matrix]) * CHUNK
-    found = np.stack([begin, np.minimum(CHUNK, begins[matrix + 1] - begin), matrix], axis=1)
-    return torch.from_numpy(found).to(device), torch.from_numpy(firsts).to(device)
+    chunks = np.stack([begin, np.minimum(CHUNK, begins[matrix + 1] - begin), matrix], axis=1)
+    return torch.from_numpy(chunks).to(device), torch.from_numpy(firsts).to(device)
 
 
 @cache
@@ -101,7 +101,7 @@ def _squares(x, parts, sums, reduced, REDUCTION: tl.constexpr, CHUNK: tl.constex
     total_reduced = tl.zeros((WIDTH,), dtype=tl.float32)
     for start in range(0, CHUNK, WIDTH):
         at = start + tl.arange(0, WIDTH)
-        value = widened(tl.load(x + begin + at, mask=at < count, other=0.0))
+        value = as_fp32(tl.load(x + begin + at, mask=at < count, other=0.0))
         total += value * value
         value *= 1.0 / REDUCTION
         total_reduced += value * value
@@ -139,7 +139,7 @@ def _divided(x, parts, norms, factors, out, CHUNK: tl.constexpr, WIDTH: tl.const
     norm, factor = tl.load(norms + tl.load(part + 2)), tl.load(factors + tl.load(part + 2))
     for start in range(0, CHUNK, WIDTH):
         at = start + tl.arange(0, WIDTH)
-        value = widened(tl.load(x + begin + at, mask=at < count, other=0.0)) * factor
+        value = as_fp32(tl.load(x + begin + at, mask=at < count, other=0.0)) * factor
         done = narrowed(tl.div_rn(value, norm), out.dtype.element_ty)
         tl.store(out + begin + at, done, mask=at < count)
 

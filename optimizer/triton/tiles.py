@@ -111,11 +111,13 @@ class Cut:
         begins = [np.array(places.begins()[:-1], np.int64) for places in (left, right, out)]
         depths = np.array(inner, np.int64)
         sizes = np.stack([*shapes.T, depths, *begins], axis=1)
-        found = [
-            (matrix, *at) for matrix, (rows, columns) in enumerate(out) for at in grid(rows, columns, tile, symmetric)
+        placed = [
+            (matrix, row, column)
+            for matrix, (rows, columns) in enumerate(out)
+            for row, column in grid(rows, columns, tile, symmetric)
         ]
         even = not ((shapes % (tile.rows, tile.columns)).any() or (depths % DEPTH).any())
-        tiles = np.array(found, np.int32).reshape(-1, 3)
+        tiles = np.array(placed, np.int32).reshape(-1, 3)
         return cls(torch.from_numpy(tiles).to(device), torch.from_numpy(sizes).to(device), even)
 
 
@@ -124,5 +126,5 @@ def grid(rows: int, columns: int, tile: Tile, symmetric: bool) -> list[tuple[int
     """Row and column of each tile of a matrix; of a symmetric one only those that reach the diagonal."""
     high, wide = -(-rows // tile.rows), -(-columns // tile.columns)
     bands = (range(top, min(top + BAND, high)) for top in range(0, high, BAND))
-    found = [(i, j) for band in bands for j in range(wide) for i in band]
-    return [(i, j) for i, j in found if not symmetric or (i + 1) * tile.rows > j * tile.columns]
+    pairs = [(i, j) for band in bands for j in range(wide) for i in band]
+    return [(i, j) for i, j in pairs if not symmetric or (i + 1) * tile.rows > j * tile.columns]

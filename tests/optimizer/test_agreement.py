@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.step import notes
-from muonckpt.optimizer.step.agreement import STEP, Intent, refusal
+from muonckpt.optimizer.step.agreement import AGREE_ON_STEP, Intent, refusal
 
 ODD = 1
 """The rank that differs from the others, or fails."""
@@ -336,7 +336,7 @@ def test_a_rank_without_a_group_of_matrices_is_told() -> None:
 
 def test_numbers_that_only_a_device_knows_are_compared_there() -> None:
     def note(*live: float) -> bytes:
-        intent = Intent(STEP, bytes(8), [torch.tensor(value) for value in live], dict)
+        intent = Intent(AGREE_ON_STEP, bytes(8), [torch.tensor(value) for value in live], dict)
         return bytes(intent.note(torch.device("cpu")).tolist())
 
     notes = [note(), note(0.5), note(0.25), note(0.5, 0.25), note(0.25, 0.5), note(float("nan"))]
@@ -344,9 +344,9 @@ def test_numbers_that_only_a_device_knows_are_compared_there() -> None:
 
 
 def test_a_refusal_names_ranks_once_and_is_short() -> None:
-    text = str(refusal(STEP, {rank: "lr differs" if rank else "" for rank in range(4096)}))
+    text = str(refusal(AGREE_ON_STEP, {rank: "lr differs" if rank else "" for rank in range(4096)}))
     assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 4087 more: lr differs." in text and len(text) < 500
     facts = {f"option {number}": "1" for number in range(100)}
-    complaint = Intent.of(STEP, facts).complaint(0, dict.fromkeys(facts, "2"))
+    complaint = Intent.of(AGREE_ON_STEP, facts).complaint(0, dict.fromkeys(facts, "2"))
     assert complaint.startswith("option 0 is 1, on rank 0 2; ") and complaint.endswith("and 96 more")
-    assert len(Intent.of(STEP, {}).failed(ValueError("x" * 9999), 3).complaint(0, {})) < 600
+    assert len(Intent.of(AGREE_ON_STEP, {}).failed(ValueError("x" * 9999), 3).complaint(0, {})) < 600

@@ -19,7 +19,7 @@ from torch import Tensor
 from muonckpt.optimizer.planning.routes import Strip
 from muonckpt.optimizer.scalar import decay
 
-e, cuts = kernels("triton.elementwise"), kernels("step.segments")
+e, cuts = kernels("triton.updates"), kernels("step.segments")
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # Local tensors, and boxes that cut them: (sizes, strides, offset).  The last is not covered as a whole.
@@ -47,12 +47,12 @@ def on_wire(cut: Sequence[tuple[int, Strip]], dtype: torch.dtype, count: int = l
 
 
 def listed(some: Sequence[Tensor | None]) -> Any:
-    return cuts.Tensors.of(some, DEVICE)
+    return cuts.TensorTable.of(some, DEVICE)
 
 
 def rates(lr: float, scales: Sequence[float], weight_decay: float, cautious: bool) -> Any:
     exact = torch.tensor([(lr, scale, weight_decay) for scale in scales], dtype=torch.float64, device=DEVICE)
-    return e.rates(*exact.unbind(1), torch.full((len(scales),), cautious, device=DEVICE))
+    return e.rate_table(*exact.unbind(1), torch.full((len(scales),), cautious, device=DEVICE))
 
 
 def tensors(dtype: torch.dtype) -> list[Tensor]:
@@ -119,7 +119,7 @@ def test_long_rows_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     momenta, whole, pieces = tensors(FP32), wire(size), wire(size)
     weights = table([(0.0, 1.0)] * len(CUTS))
     for found, longest in ((whole, 1 << 30), (pieces, 9)):
-        monkeypatch.setattr(cuts, "LONGEST", longest)
+        monkeypatch.setattr(cuts, "LONGEST_SEGMENT", longest)
         segments = on_wire(cut, FP32)
         e.send(segments, listed(momenta), listed(momenta), weights, found, FP32, accumulate=False)
     assert torch.equal(whole, pieces)
@@ -183,7 +183,7 @@ COMPILED = """
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from muonckpt.optimizer.triton import elementwise
+from muonckpt.optimizer.triton import updates
 
 def compiled(kernel, **fixed):
     names, kinds = kernel.arg_names, {"weights": "*fp32", "rates": "*fp32", "buffer": "*u8"}
@@ -192,9 +192,9 @@ def compiled(kernel, **fixed):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
 
 kinds = dict(MOMENTUM=tl.float32, GRADIENT=tl.bfloat16, FAR=tl.bfloat16)
-send = compiled(elementwise._send, ACCUMULATE=True, BLOCK=1024, **kinds)
-apply = compiled(elementwise._apply, PARAM=tl.bfloat16, FAR=tl.float16, BLOCK=1024)
-compiled(elementwise._carry, KIND=tl.bfloat16, BACK=True, BLOCK=1024)
+send = compiled(updates._send, ACCUMULATE=True, BLOCK=1024, **kinds)
+apply = compiled(updates._apply, PARAM=tl.bfloat16, FAR=tl.float16, BLOCK=1024)
+compiled(updates._carry, KIND=tl.bfloat16, BACK=True, BLOCK=1024)
 assert "fma.rn.f32" in send and "fma.rn.f32" in apply  # as in torch's kernels
 """
 

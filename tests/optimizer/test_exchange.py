@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 
 from muonckpt.optimizer import Muon
-from muonckpt.optimizer.planning.routes import ALIGN, NOTE
+from muonckpt.optimizer.planning.routes import NOTE, WIRE_ALIGNMENT
 
 
 def on_rows(shapes: list[tuple[int, int]], world: int, **options) -> tuple[list[torch.Tensor], Muon]:
@@ -61,7 +61,7 @@ def test_a_stage_is_two_collectives_of_exactly_the_elements_that_must_move_in_16
     shapes = [(40, 16), (13, 16), (3, 16), (64, 24), (24, 64), (16, 16), (40, 16), (13, 16)]
     for calls, made, sent, must in run(world, counted_step, shapes, stages):
         assert calls == 2 * made and made <= stages
-        assert 2 * must <= sent <= 2 * must + calls * (world - 1) * (NOTE + ALIGN - 2)
+        assert 2 * must <= sent <= 2 * must + calls * (world - 1) * (NOTE + WIRE_ALIGNMENT - 2)
 
 
 def peak_of_a_step(rank: int, world: int, stages: int) -> tuple[int, list[int], int]:

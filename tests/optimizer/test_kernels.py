@@ -15,7 +15,7 @@ from torch import Tensor
 
 from muonckpt.optimizer.newton_schulz.places import Places, Stack
 
-k = kernels("triton.products")
+k = kernels("triton.kernel_products")
 normal = kernels("triton.normalize")
 tiles = kernels("triton.tiles")
 multiply = kernels("triton.multiply").multiply
@@ -86,7 +86,7 @@ def test_a_symmetric_product_is_the_whole_product(dtype: torch.dtype, turned: bo
 @pytest.mark.parametrize("turned", [False, True])
 def test_each_operation_against_float64(dtype: torch.dtype, turned: bool) -> None:
     xs = [fresh(m, n, dtype=dtype) for m, n in [(48, 96), (32, 80)]]
-    kind, x = k.Kernels(dtype), stacked(xs, turned)
+    kind, x = k.KernelProducts(dtype), stacked(xs, turned)
     r = kind.gram(x)
     for found, one in zip(r, xs, strict=True):
         assert_rounded(found, one.double() @ one.double().mT, one.double().abs() @ one.double().abs().mT)
@@ -111,14 +111,14 @@ def test_what_multiplies_need_not_be_symmetric() -> None:
     """`gram.compound` leaves rounding errors in Q; tall matrices are multiplied from the other side."""
     x, q = torch.randint(-2, 3, (16, 48)).to(BF16).to(DEVICE), torch.randint(-2, 3, (16, 16)).to(BF16).to(DEVICE)
     for turned in (False, True):
-        [found] = k.Kernels(BF16).added(stacked([x], turned), 2.0, stacked([q]))
+        [found] = k.KernelProducts(BF16).added(stacked([x], turned), 2.0, stacked([q]))
         assert torch.equal(found.double(), 2 * x.double() + q.double() @ x.double())
 
 
 def test_commuting_takes_what_is_below_the_diagonal() -> None:
     z, q = (m @ m.mT for m in torch.randint(-1, 2, (2, 48, 3)).to(BF16).to(DEVICE))  # they do not commute
     below = (z.double() @ q.double()).tril()
-    [found] = k.Kernels(BF16).commuting(stacked([z]), stacked([q]))
+    [found] = k.KernelProducts(BF16).commuting(stacked([z]), stacked([q]))
     assert torch.equal(found.double(), below + below.tril(-1).mT)
 
 
@@ -127,7 +127,7 @@ def test_commuting_takes_what_is_below_the_diagonal() -> None:
 def test_a_matrix_has_the_same_bits_alone_and_in_a_stack(dtype: torch.dtype, turned: bool) -> None:
     xs = [fresh(*shape, dtype=dtype) for shape in MIXED]
     ps = [fresh(len(x), len(x), dtype=dtype) for x in xs]
-    kind = k.Kernels(dtype)
+    kind = k.KernelProducts(dtype)
 
     def done(these: list[Tensor], by: list[Tensor]) -> list[list[Tensor]]:
         x = stacked(these, turned)
@@ -142,7 +142,7 @@ def test_a_matrix_has_the_same_bits_alone_and_in_a_stack(dtype: torch.dtype, tur
 @pytest.mark.parametrize("given", [torch.float32, BF16])
 def test_normal_divides_by_the_norm(dtype: torch.dtype, given: torch.dtype) -> None:
     xs = [10.0**-scale * torch.randn(shape, device=DEVICE) for scale, shape in enumerate([(16, 160), (80, 48)])]
-    stack, kind = stacked([x.to(given) for x in xs]), k.Kernels(dtype)
+    stack, kind = stacked([x.to(given) for x in xs]), k.KernelProducts(dtype)
     for x, found, small in zip(stack, kind.normal(stack, 1e-7, 0.25), kind.normal(stack, 1e4, 2.0), strict=True):
         exact = x.double() / torch.linalg.matrix_norm(x.double()) / 0.25
         assert_rounded(found, exact, exact.abs())
@@ -153,7 +153,7 @@ def test_normal_divides_by_the_norm(dtype: torch.dtype, given: torch.dtype) -> N
 def test_normal_of_what_has_no_norm() -> None:
     xs = [torch.ones(16, 32, device=DEVICE) for _ in range(4)]
     xs[0][:], xs[1][2, 3], xs[2][7, 23] = 0, torch.nan, torch.inf
-    zero, *bad, good = k.Kernels(FP16).normal(stacked(xs), 1e-7, 0.25)
+    zero, *bad, good = k.KernelProducts(FP16).normal(stacked(xs), 1e-7, 0.25)
     assert not zero.any()
     assert all(each.isnan().all() for each in bad)
     assert good.isfinite().all()
@@ -163,8 +163,8 @@ def test_normal_of_what_has_no_norm() -> None:
 @pytest.mark.parametrize("power", [50, 66, 90, 126])
 def test_normal_takes_what_overflows_when_it_is_squared(power: int) -> None:
     xs = [torch.rand(16, 32, device=DEVICE), torch.rand(48, 64, device=DEVICE)]
-    ordinary = k.Kernels(FP16).normal(stacked(xs), 1e-7, 0.25)
-    found = k.Kernels(FP16).normal(stacked([xs[0], xs[1] * 2.0**power]), 1e-7, 0.25)
+    ordinary = k.KernelProducts(FP16).normal(stacked(xs), 1e-7, 0.25)
+    found = k.KernelProducts(FP16).normal(stacked([xs[0], xs[1] * 2.0**power]), 1e-7, 0.25)
     assert all(map(torch.equal, found, ordinary))
 
 
@@ -183,7 +183,7 @@ def test_sides_are_filled_up_and_cut_off_again(dtype: torch.dtype) -> None:
     for shapes in ([(30, 33), (16, 32), (32, 48), (1, 300)], [(33, 30), (5, 2)]):
         places, sizes = Places.of(shapes), iter([tuple(sorted(shape)) for shape in shapes])
         memory = fresh(places.numel, dtype=dtype)
-        assert torch.equal(k.Kernels(BF16).over(memory, places, dtype, work), memory * 2)
+        assert torch.equal(k.KernelProducts(BF16).over(memory, places, dtype, work), memory * 2)
     assert seen == [
         (Places(((1, 32, 48), (1, 16, 32), (1, 32, 48), (1, 16, 304))), False),
         (Places(((1, 48, 32), (1, 16, 16))), True),
@@ -191,7 +191,7 @@ def test_sides_are_filled_up_and_cut_off_again(dtype: torch.dtype) -> None:
 
 
 def test_nothing_is_done_for_empty_matrices() -> None:
-    kind, empty = k.Kernels(BF16), Stack(fresh(0), Places(((2, 0, 16),)))
+    kind, empty = k.KernelProducts(BF16), Stack(fresh(0), Places(((2, 0, 16),)))
     assert kind.normal(empty, 1e-7, 1.0).memory.shape == (0,)
     assert kind.gram(empty).places == Places(((2, 0, 0),))
     assert not kind.gram(empty.mT).memory.any()
@@ -212,9 +212,9 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="multiples of 16"):
         multiply(stacked([fresh(16, 30)]), stacked([fresh(30, 16)]))
     with pytest.raises(ValueError, match="tall matrices are not done together"):
-        k.Kernels(BF16).over(fresh(20), Places(((1, 2, 5), (1, 5, 2))), BF16, lambda x: x)
+        k.KernelProducts(BF16).over(fresh(20), Places(((1, 2, 5), (1, 5, 2))), BF16, lambda x: x)
     with pytest.raises(ValueError, match="bfloat16 and float16"):
-        k.Kernels(torch.float32)
+        k.KernelProducts(torch.float32)
     for runs in (((0, 1, 1),), ((1, -1, 1),), ((1, 2, 2), (3, 2, 2))):
         with pytest.raises(ValueError, match="runs"):
             Places(runs)
@@ -302,7 +302,7 @@ def test_offsets_beyond_31_bits() -> None:
 @on_gpu
 def test_a_graph_is_captured_after_a_step_and_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "TILES", EVERY_TILE)
-    x, kind = stacked([fresh(272, 528)]), k.Kernels(BF16)
+    x, kind = stacked([fresh(272, 528)]), k.KernelProducts(BF16)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="before capturing"), torch.cuda.graph(graph):
         kind.gram(x)

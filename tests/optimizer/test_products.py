@@ -54,16 +54,16 @@ def test_forms_by_shape(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernels_where_they_run_and_nowhere_else(hopper: None) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    from muonckpt.optimizer.triton.products import Kernels
+    from muonckpt.optimizer.triton.kernel_products import KernelProducts
 
-    assert arithmetic(KERNELS, CUDA, BF16, 8, 8) == Kernels(BF16)
+    assert arithmetic(KERNELS, CUDA, BF16, 8, 8) == KernelProducts(BF16)
     assert arithmetic(PLAIN, CUDA, BF16, 4096, 4096) == TorchProducts(BF16, BF16)
     with pytest.raises(ValueError, match="no kernels for"):
         arithmetic(KERNELS, CUDA, FP32, 4096, 4096)
 
 
 def test_missing_triton_is_said_once(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "muonckpt.optimizer.triton.products", raising=False)
+    monkeypatch.delitem(sys.modules, "muonckpt.optimizer.triton.kernel_products", raising=False)
     for name in ("products", "tiles", "launches"):
         monkeypatch.delitem(sys.modules, f"muonckpt.optimizer.triton.{name}", raising=False)
         monkeypatch.delattr(f"muonckpt.optimizer.triton.{name}", raising=False)

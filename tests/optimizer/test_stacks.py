@@ -21,7 +21,7 @@ SHAPES = [(24, 40), (40, 24), (31, 31), (17, 70), (1, 5)]
 @pytest.fixture
 def by_kernels() -> Form:
     """Kernels, whatever the device and the size."""
-    kernels("triton.products")
+    kernels("triton.kernel_products")
     return Form(kernels=True, gram=True)
 
 

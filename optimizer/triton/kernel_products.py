@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ..newton_schulz.places import Places, Stack
-from .multiply import ALIGN, multiply
+from .multiply import LOAD_MULTIPLE, multiply
 from .normalize import moved, normalized
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
+class KernelProducts:
     """`products.Products` by kernels.  A matrix has the same bits alone and in any stack.
 
     Args:
@@ -42,12 +42,12 @@ class Kernels:
     def over(self, memory: Tensor, places: Places, dtype: torch.dtype, work: Callable[[Stack], Stack]) -> Tensor:
         """``work`` on all together.
 
-        Sides that are no multiple of `ALIGN` are filled up with zeros, which stay zeros.  Tall matrices are turned by
-        the way in which they are read.
+        Sides that are not multiples of `LOAD_MULTIPLE` are filled up with zeros, which stay zeros.  Tall matrices are
+        transposed as they are read.
         """
         if not places.numel:
             return torch.empty(0, dtype=dtype, device=memory.device)
-        full = places.filled_up(ALIGN)
+        full = places.filled_up(LOAD_MULTIPLE)
         if full != places:
             memory = moved(memory, places, full)
         elif memory.data_ptr() % 16:

@@ -19,16 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..step.segments import BLOCK, Segments, Tensors
-from .launches import fused, narrowed, on_device, widened
+from ..step.segments import BLOCK, Segments, TensorTable
+from .launches import as_fp32, fused, narrowed, on_device
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def send(
     segments: Segments,
-    momenta: Tensors,
-    gradients: Tensors,
+    momenta: TensorTable,
+    gradients: TensorTable,
     weights: Tensor,
     buffer: Tensor,
     dtype: torch.dtype,
@@ -59,13 +59,13 @@ def send(
             )
 
 
-def apply(segments: Segments, params: Tensors, table: Tensor, buffer: Tensor, dtype: torch.dtype) -> None:
+def apply(segments: Segments, params: TensorTable, table: Tensor, buffer: Tensor, dtype: torch.dtype) -> None:
     """Decay parameters and subtract what has arrived, in fp32, in one pass.
 
     Args:
         segments: where elements rest and come from; each element of a tensor at most once.
         params: none: the tensor takes no part.
-        table: fp32 ``[tensors, 3]`` on the device, read when the kernel runs: see `rates`.
+        table: fp32 ``[tensors, 3]`` on the device, read when the kernel runs: see `rate_table`.
         buffer: uint8.
         dtype: of what lies there.
 
@@ -81,7 +81,7 @@ def apply(segments: Segments, params: Tensors, table: Tensor, buffer: Tensor, dt
             )
 
 
-def carry(segments: Segments, tensors: Tensors, buffer: Tensor, *, back: bool) -> None:
+def carry(segments: Segments, tensors: TensorTable, buffer: Tensor, *, back: bool) -> None:
     """Copy elements of tensors to a buffer of the same dtype, or ``back`` from there."""
     _fits(segments, tensors.where)
     if len(segments.blocks):
@@ -92,15 +92,15 @@ def carry(segments: Segments, tensors: Tensors, buffer: Tensor, *, back: bool) -
             )
 
 
-def rates(lr: Tensor, scale: Tensor, weight_decay: Tensor, cautious: Tensor) -> Tensor:
+def rate_table(lr: Tensor, scale: Tensor, weight_decay: Tensor, cautious: Tensor) -> Tensor:
     """The table of :func:`apply`, from a number for each tensor, fp64, and whether its decay is cautious.
 
     A row is the factor of an update; what is kept of every element; what is taken of an element besides, where the
     update does not move it away from zero (`scalar.decay`).
     """
     shed = lr * weight_decay
-    kept = torch.where(cautious, 1.0, 1 - shed)
-    return torch.stack([-lr * scale, kept, torch.where(cautious, shed, 0.0)], dim=1).float()
+    retained = torch.where(cautious, 1.0, 1 - shed)
+    return torch.stack([-lr * scale, retained, torch.where(cautious, shed, 0.0)], dim=1).float()
 
 
 def _fits(segments: Segments, *tables: Tensor) -> None:
@@ -156,12 +156,12 @@ def _send(
     gradient = tl.load(gradients + tensor)
     if gradient != 0:
         momentum = tl.load(momenta + tensor).to(tl.pointer_type(MOMENTUM))
-        g = widened(tl.load(gradient.to(tl.pointer_type(GRADIENT)) + rest, mask=here, other=0.0))
-        m = widened(tl.load(momentum + rest, mask=here, other=0.0))
+        g = as_fp32(tl.load(gradient.to(tl.pointer_type(GRADIENT)) + rest, mask=here, other=0.0))
+        m = as_fp32(tl.load(momentum + rest, mask=here, other=0.0))
         if ACCUMULATE:
             kept = narrowed(_lerp(m, g, tl.load(weights + tensor * 2)), MOMENTUM)
             tl.store(momentum + rest, kept, mask=here)
-            m = widened(kept)
+            m = as_fp32(kept)
         ahead = tl.load(weights + tensor * 2 + 1)
         update = tl.where(ahead == 1.0, m, _lerp(g, m, ahead))
         there = (buffer + at).to(tl.pointer_type(FAR), bitcast=True)
@@ -169,15 +169,15 @@ def _send(
 
 
 @triton.jit
-def _apply(segments, blocks, params, rates, buffer, PARAM: tl.constexpr, FAR: tl.constexpr, BLOCK: tl.constexpr):
+def _apply(segments, blocks, params, rate_table, buffer, PARAM: tl.constexpr, FAR: tl.constexpr, BLOCK: tl.constexpr):
     tensor, rest, far, at, here = _place(segments, blocks, BLOCK)
     param = tl.load(params + tensor)
     if param != 0:
         place = param.to(tl.pointer_type(PARAM)) + rest
         there = (buffer + at).to(tl.pointer_type(FAR), bitcast=True)
-        update = widened(tl.load(there + far, mask=here, other=0.0))
-        p = widened(tl.load(place, mask=here, other=0.0))
-        row = rates + tensor * 3
+        update = as_fp32(tl.load(there + far, mask=here, other=0.0))
+        p = as_fp32(tl.load(place, mask=here, other=0.0))
+        row = rate_table + tensor * 3
         opposed = ((update > 0.0) & (p < 0.0)) | ((update < 0.0) & (p > 0.0))
         p *= tl.load(row + 1)
         p = tl.where(opposed, p, fused(p, -tl.load(row + 2), p))
@@ -187,9 +187,9 @@ def _apply(segments, blocks, params, rates, buffer, PARAM: tl.constexpr, FAR: tl
 @triton.jit
 def _carry(segments, blocks, tensors, buffer, KIND: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr):
     tensor, rest, far, at, here = _place(segments, blocks, BLOCK)
-    found = tl.load(tensors + tensor)
-    if found != 0:
-        near = found.to(tl.pointer_type(KIND)) + rest
+    address = tl.load(tensors + tensor)
+    if address != 0:
+        near = address.to(tl.pointer_type(KIND)) + rest
         there = (buffer + at).to(tl.pointer_type(KIND), bitcast=True) + far
         if BACK:
             tl.store(near, tl.load(there, mask=here, other=0.0), mask=here)
