@@ -79,7 +79,7 @@ ParamGroup = Mapping[str, Any]
 """A parameter group of an optimizer: its parameters and their options."""
 
 
-NORMUON: Mapping[str, object] = MappingProxyType({"beta2": 0.95, "update_norm": "muon"})
+NORMUON: Mapping[str, object] = MappingProxyType({"beta2": 0.95, "update_norm": "muon", "statistics": "rows"})
 """Options of a NorMuon group besides those of `MUON`."""
 
 ADAMW: Mapping[str, object] = MappingProxyType({"betas": (0.9, 0.95), "eps": 1e-8})

@@ -17,7 +17,7 @@ from .newton_schulz.gram import spans
 from .planning.precision import PRECISIONS
 from .scalar import SCALARS
 from .scales import UNNAMED
-from .step.methods import MATRICES, UPDATE_NORMS
+from .step.methods import MATRICES, STATISTICS, UPDATE_NORMS
 
 T = TypeVar("T")
 
@@ -168,4 +168,5 @@ def check(group: ParamGroup, scales: Collection[str]) -> None:
         raise ValueError(f"blocks={group['blocks']!r}: only for 'muon' without gram, in bfloat16 or float32")
     if "beta2" in group:
         need("beta2", 0 <= group["beta2"] < 1, "a number in [0, 1)")
+        need("statistics", group["statistics"] in STATISTICS, f"one of {sorted(STATISTICS)}")
         need("update_norm", group["update_norm"] in UPDATE_NORMS, f"one of {sorted(UPDATE_NORMS)}")

@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..box import Index
 from ..layout import TensorLayout
 from ..layouts.tensors import zeros_placed_as
 from ..vocabulary import MOMENTUM, MUON_CONVENTION
 from .options import in_our_names
-from .planning.matrices import Fused, matrices_of
+from .planning.matrices import Fused, Reduced, matrices_of
 from .scalar import SCALARS
 from .step.methods import MATRICES
 
@@ -37,7 +36,7 @@ def fresh_state(param: Tensor, layout: TensorLayout, group: dict[str, Any]) -> d
         return SCALARS[group["algorithm"]].fresh(param)
     matrices_of(layout.shape, fused_of(group))
     momentum = torch.zeros_like(param, memory_format=torch.contiguous_format)
-    extras = {slot: zeros_placed_as(param, shape, torch.float32) for slot, shape in _extras(param, group).items()}
+    extras = {slot: zeros_placed_as(param, kept.shape, torch.float32) for slot, kept in extras_of(param, group).items()}
     return {MOMENTUM: momentum, **extras}
 
 
@@ -49,19 +48,20 @@ def check_state(param: Tensor, layout: TensorLayout, group: Mapping[str, Any], h
         ValueError: it needs state of another shape.
     """
     matrices_of(layout.shape, fused_of(group))
-    for slot, shape in _extras(param, group).items():
-        if held[slot].shape != shape:
+    for slot, reduced in extras_of(param, group).items():
+        if held[slot].shape != reduced.shape:
             raise ValueError(
-                f"columns={group['columns']!r} of a parameter of shape {tuple(param.shape)} need a {slot} of shape "
-                f"{shape}, and it is {tuple(held[slot].shape)}: they cannot change once there is state; build a new "
-                "optimizer"
+                f"columns={group['columns']!r} and statistics={group['statistics']!r} of a parameter of shape "
+                f"{tuple(param.shape)} need a {slot} of shape {reduced.shape}, and it is {tuple(held[slot].shape)}: "
+                "they cannot change once there is state; build a new optimizer"
             )
 
 
-def _extras(param: Tensor, group: Mapping[str, Any]) -> dict[str, Index]:
-    """The shapes of what an algorithm for matrices keeps besides momentum."""
+def extras_of(param: Tensor, group: Mapping[str, Any]) -> dict[str, Reduced]:
+    """What an algorithm for matrices keeps besides momentum, by slot."""
     fused = fused_of(group)
-    return {slot: shape(tuple(param.shape), fused) for slot, shape in MATRICES[group["algorithm"]].slots.items()}
+    slots = MATRICES[group["algorithm"]].slots
+    return {slot: reduced(tuple(param.shape), fused, group) for slot, reduced in slots.items()}
 
 
 def fused_of(group: Mapping[str, Any]) -> Fused:

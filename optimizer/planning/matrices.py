@@ -54,14 +54,46 @@ class Fused:
             raise LayoutError(f"columns {widths} must be positive and add up to the {columns} columns")
         return pairwise(accumulate(widths, initial=0))
 
-    def reduced(self) -> Fused:
-        """What is fused in a tensor that keeps one column of each matrix (`reduced_shape`)."""
-        return replace(self, columns=(1,) * len(self.columns) if self.columns else None)
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """A tensor that keeps one row, or one column, of each matrix of a parameter.
+
+    Attributes:
+        shape: of the parameter's rank.
+        fused: what is fused in it.
+    """
+
+    shape: Index
+    fused: Fused
 
 
-def reduced_shape(shape: Index, fused: Fused) -> Index:
-    """The shape of a tensor with one number for each row of each matrix of a parameter."""
-    return (*shape[:-1], len(fused.columns) if fused.columns else min(1, shape[-1]))
+def one_column(shape: Index, fused: Fused) -> Reduced:
+    """One number for each row of each matrix of a parameter of this shape."""
+    columns = (1,) * len(fused.columns) if fused.columns else None
+    return Reduced((*shape[:-1], len(columns) if columns else min(1, shape[-1])), replace(fused, columns=columns))
+
+
+def one_row(shape: Index, fused: Fused) -> Reduced:
+    """One number for each column of each matrix."""
+    pieces = (1,) * len(fused.pieces) if fused.pieces else None
+    rows = len(pieces) if pieces else min(1, shape[-2])
+    return Reduced((*shape[:-2], rows, shape[-1]), Fused(pieces, fused.columns))
+
+
+def one_line(shape: Index, fused: Fused) -> Reduced:
+    """One number for each row of tall and square matrices, for each column of wide ones.
+
+    Raises:
+        LayoutError: the parameter has matrices of both kinds.
+    """
+    wide = {rows < columns for rows, columns in map(rows_columns, shapes_of(shape, fused))}
+    if len(wide) > 1:
+        raise LayoutError(
+            f"a parameter of shape {shape} has tall and wide matrices, so its statistics are not all of rows or all of "
+            'columns: keep statistics="rows", or give the parameters separately'
+        )
+    return one_row(shape, fused) if True in wide else one_column(shape, fused)
 
 
 @lru_cache(maxsize=4096)

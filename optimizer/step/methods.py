@@ -1,4 +1,4 @@
-"""What is done with an orthogonalised matrix before it goes back: nothing (Muon), or normalised rows (NorMuon).
+"""What is done with an orthogonalised matrix before it goes back: Muon leaves it alone, NorMuon normalises it.
 
 It is done by the matrix's owner, who has all of it.  State that this needs rests with the ranks that hold the parameter
 and travels to the owner and back with the update, so the result does not depend on how either is sharded.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...box import Index
 from ...vocabulary import NORMUON, SECOND_MOMENT, ParamGroup
-from ..planning.matrices import Fused, reduced_shape
+from ..planning.matrices import Fused, Reduced, one_column, one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,14 @@ class Method:
     """An algorithm for matrices.
 
     Attributes:
-        slots: state besides ``momentum_buffer``, float32, one number for each row of each matrix of a parameter: by
-            name, its shape for a parameter's shape.
+        slots: state besides ``momentum_buffer``, float32: by name, what it keeps of each matrix of a parameter of a
+            group.
         defaults: options of its groups besides Muon's.
-        finish: takes an orthogonalised matrix ``[m, n]``, its rows of the slots ``[m, 1]``, updated in place, and the
-            group; returns what is to be applied.
+        finish: takes an orthogonalised matrix ``[m, n]``, its part of the slots, ``[m, 1]`` or ``[1, n]``, updated in
+            place, and the group; returns what is to be applied.
     """
 
-    slots: Mapping[str, Callable[[Index, Fused], Index]]
+    slots: Mapping[str, Callable[[Index, Fused, ParamGroup], Reduced]]
     defaults: Mapping[str, Any]
     finish: Callable[[Tensor, Mapping[str, Tensor], ParamGroup], Tensor]
 
@@ -53,21 +53,31 @@ learning rates carry over from Muon; "rms": a root mean square of 0.2, the scale
 ``adjust_lr_fn="none"``."""
 
 
-def _normalized_rows(matrix: Tensor, slots: Mapping[str, Tensor], group: ParamGroup) -> Tensor:
+def _normalized(matrix: Tensor, slots: Mapping[str, Tensor], group: ParamGroup) -> Tensor:
     """NorMuon (Li et al. 2025, arXiv 2510.05491, algorithm 1): every row over the root of its mean square's average.
 
-    The group's ``update_norm`` says how large the result is.  The average starts at zero without a correction: it is
-    common to all rows, and the norm takes it out.
+    Or every column, if the slot keeps a row (`STATISTICS`).  The group's ``update_norm`` says how large the result is.
+    The average starts at zero without a correction: it is common to all rows, and the norm takes it out.
     """
     exact = matrix.float()
     moment = slots[SECOND_MOMENT]
-    moment.lerp_(exact.square().mean(dim=1, keepdim=True), 1 - group["beta2"])
+    summed = 1 if moment.shape[1] == 1 else 0
+    moment.lerp_(exact.square().mean(dim=summed, keepdim=True), 1 - group["beta2"])
     normal = exact / moment.sqrt().add_(MOMENT_EPS)
     size = torch.linalg.vector_norm(normal).clamp_(min=torch.finfo(torch.float32).tiny)
     return normal.mul_(UPDATE_NORMS[group["update_norm"]](exact) / size)
 
 
+STATISTICS: Mapping[str, Callable[[Index, Fused], Reduced]] = {"rows": one_column, "longer": one_line}
+"""What NorMuon keeps mean squares of.  "rows": of every row, a neuron's, as in the paper; "longer": of every row of
+tall matrices and every column of wide ones, as modded-nanogpt does."""
+
+
+def _statistics(shape: Index, fused: Fused, group: ParamGroup) -> Reduced:
+    return STATISTICS[group["statistics"]](shape, fused)
+
+
 MATRICES: Mapping[str, Method] = {
     "muon": Method({}, {}, _as_it_is),
-    "normuon": Method({SECOND_MOMENT: reduced_shape}, NORMUON, _normalized_rows),
+    "normuon": Method({SECOND_MOMENT: _statistics}, NORMUON, _normalized),
 }

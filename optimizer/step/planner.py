@@ -17,11 +17,10 @@ from ..newton_schulz.forms import Choice, has_kernels, missing_triton
 from ..planning.precision import PRECISIONS
 from ..planning.schedule import Ranks, Schedule, make_schedule
 from ..planning.units import Slot, Spec
-from ..state import fused_of
+from ..state import extras_of, fused_of
 from .agreement import AGREE_ON_PLAN, Facts, Intent, fixed_options
 from .elementwise import Elementwise
 from .exchange import agree, link
-from .methods import MATRICES
 from .operators import TorchElementwise
 from .process_groups import ProcessGroups, group_of, groups_of_mesh
 from .rank_set import RankSet
@@ -104,8 +103,8 @@ class Planner:
         precision, fused = PRECISIONS[group["ns_dtype"]], fused_of(group)
         update = Slot(MOMENTUM, self.resting(param, ranks), fused, precision.there, precision.back)
         extras = [
-            Slot(name, layout_of(state[param][name], ranks), fused.reduced(), torch.float32, torch.float32)
-            for name in MATRICES[group["algorithm"]].slots
+            Slot(name, layout_of(state[param][name], ranks), kept.fused, torch.float32, torch.float32)
+            for name, kept in extras_of(param, group).items()
         ]
         steps, gram = group["ns_steps"], group["gram"]
         return Spec(

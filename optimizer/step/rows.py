@@ -1,4 +1,5 @@
-"""Numbers that an algorithm keeps for each row of a matrix: they travel to its owner with the update, and back."""
+"""Numbers that an algorithm keeps for the rows or columns of a matrix: they travel to its owner with the update, and
+back."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class Rows:
             strip.on(wire).copy_(strip.of(memory))
 
     def assemble(self, resting: Resting, stage: int, unit: int, wire: Tensor) -> dict[str, Tensor]:
-        """Those of a matrix that this rank owns, ``[m, 1]`` by slot."""
+        """Those of a matrix that this rank owns, ``[m, 1]`` or ``[1, n]`` by slot."""
         return {slot.name: self._assembled(resting, stage, unit, slot, wire) for slot in self._slots(unit)}
 
     def release(self, resting: Resting, stage: int, unit: int, rows: Mapping[str, Tensor], wire: Tensor) -> None:
@@ -55,7 +56,7 @@ class Rows:
             target.of(memory).copy_(source.of(self._memory(resting, unit, slot)))
         for strip in gather.receives.get((unit, slot.name), ()):
             strip.of(memory).copy_(strip.on(wire))
-        return memory.view(-1, 1)
+        return memory.view(rows, columns)
 
     def _strips(
         self, resting: Resting, stage: int, routed: Mapping[Key, Sequence[Strip]]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from muonckpt.errors import LayoutError
 from muonckpt.optimizer import Muon, orthogonalize
 from muonckpt.optimizer.step.methods import MATRICES
 
@@ -27,6 +28,33 @@ def test_normuon_divides_rows_by_the_root_of_their_mean_square_and_keeps_the_nor
         want *= matrix.norm() / want.norm()
         torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(moment.double(), expected, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize(("shape", "summed"), [((6, 40), 0), ((40, 6), 1), ((8, 8), 1)])
+def test_normuon_keeps_as_many_numbers_as_the_longer_side_has(shape, summed):
+    """A step of Muon and one of NorMuon, from zero: the mean squares are of rows if tall, of columns if wide."""
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    options = {"lr": 1.0, "weight_decay": 0.0, "adjust_lr_fn": "none", "ns_dtype": "float32"}
+    updates = []
+    for more in ({}, {"algorithm": "normuon", "statistics": "longer", "beta2": 0.9}):
+        p = nn.Parameter(torch.zeros(shape))
+        p.grad = gradient.clone()
+        opt = Muon([{"params": [p], **more}], **options)
+        opt.step()
+        updates.append(p.detach())
+    plain, normal = updates
+    squares = 0.1 * plain.square().mean(dim=summed, keepdim=True)
+    torch.testing.assert_close(opt.state[p]["second_moment"], squares)
+    expected = plain / squares.sqrt()
+    torch.testing.assert_close(normal, expected * (plain.norm() / expected.norm()), rtol=1e-4, atol=1e-6)
+
+
+def test_statistics_of_the_longer_side_need_matrices_of_one_kind():
+    group = {"params": [nn.Parameter(torch.ones(20, 8))], "algorithm": "normuon", "statistics": "longer"}
+    with pytest.raises(LayoutError, match="has tall and wide matrices"):
+        Muon([{**group, "pieces": (16, 4)}])
+    with pytest.raises(ValueError, match="statistics='columns': expected one of"):
+        Muon([{**group, "statistics": "columns"}])
 
 
 def test_normuon_of_zeros_is_zeros():

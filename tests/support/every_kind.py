@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor
 from muonckpt.optimizer import Muon
 
 # (shape, group options): matrices of all kinds, among them some with fewer rows than ranks, and scalar parameters.
+LONGER = {"algorithm": "normuon", "statistics": "longer"}
+
 TENSORS = [
     ((40, 16), {"pieces": (24, 8, 8)}),
     ((48, 16), {"pieces": (24, 24)}),
@@ -23,6 +25,11 @@ TENSORS = [
     ((12, 30), {"columns": (7, 11, 12), "adjust_lr": "spectral"}),
     ((3, 10, 12), {"pieces": (4, 6), "columns": (9, 3), "cautious": True}),
     ((40, 16), {"algorithm": "normuon", "pieces": (24, 8, 8)}),
+    ((14, 40), LONGER),
+    (
+        (2, 10, 36),
+        {"algorithm": "normuon", "statistics": "longer", "pieces": (2, 3), "interleaved": 2, "columns": (17, 19)},
+    ),
     ((4, 9, 11), {"algorithm": "normuon", "ns_dtype": "float32", "columns": (5, 6)}),
     ((20, 50), {"ns_dtype": "float16", "gram": (2,)}),
     ((64, 200), {"blocks": 8}),
