@@ -72,7 +72,7 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     A terminal gets a bar on standard error; other outputs get a line for every tenth, at most one a second.
     """
     lock = threading.Lock()
-    done, tenths, last = 0, 0, time.monotonic()
+    bytes_done, tenths, last = 0, 0, time.monotonic()
     if sys.stderr.isatty():
         from rich import progress as bars
         from rich.console import Console
@@ -84,12 +84,14 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
         return
 
     def advance(count: int, total: int) -> None:
-        nonlocal done, tenths, last
+        nonlocal bytes_done, tenths, last
         with lock:
-            done += count
-            if total and tenths < done * 10 // total and time.monotonic() - last >= 1:
-                tenths, last = done * 10 // total, time.monotonic()
+            bytes_done += count
+            if total and tenths < bytes_done * 10 // total and time.monotonic() - last >= 1:
+                tenths, last = bytes_done * 10 // total, time.monotonic()
                 with suppress(OSError):  # a closed standard error must not stop the work
-                    click.echo(f"{label}: {size(done)} of {size(total)} ({done * 100 // total} %)", err=True)
+                    click.echo(
+                        f"{label}: {size(bytes_done)} of {size(total)} ({bytes_done * 100 // total} %)", err=True
+                    )
 
     yield advance

@@ -65,11 +65,11 @@ def _would_do(report: Report) -> str:
 
 def _done(report: Report) -> str:
     where = counted(len(report.files), "file") if report.ranks is None else counted(report.ranks, "rank")
-    how = f"whole in {where}" if report.ranks is None else f"over {where}"
+    spread = f"whole in {where}" if report.ranks is None else f"over {where}"
     comparison = "no fingerprints of the source to compare with"
     if report.compared:
         comparison = f"{report.compared} fingerprints compared with the source's, all equal"
-    return f"{report.destination}: {report.tensors} tensors {how}, {size(report.written)}; {comparison}"
+    return f"{report.destination}: {report.tensors} tensors {spread}, {size(report.written)}; {comparison}"
 
 
 @contextmanager

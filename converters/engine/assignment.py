@@ -25,19 +25,19 @@ def assignment(job: Job, worker: Worker, finished: Collection[str] = ()) -> Assi
 
     Every worker checks the chunks that it copies from; the coordinator also checks those that no worker copies from.
     """
-    mine: set[str] = set()
+    file_names: set[str] = set()
     for is_finished in (True, False):
         files = [file for file in job.files if (file.name in finished) is is_finished]
         ends = (0, *part_ends([file.length for file in files], worker.world))
-        mine.update(file.name for file in files[ends[worker.rank] : ends[worker.rank + 1]])
-    checked = _sources(file for file in job.files if file.name in mine)
+        file_names.update(file.name for file in files[ends[worker.rank] : ends[worker.rank + 1]])
+    checked = _sources(file for file in job.files if file.name in file_names)
     if worker.coordinates:
-        checked_by_others = _sources(file for file in job.files if file.name not in mine)
+        checked_by_others = _sources(file for file in job.files if file.name not in file_names)
         checked |= {chunk.item for tensor in job.manifest.tensors for chunk in tensor.chunks} - checked_by_others
     chunks = ((tensor, chunk) for tensor in job.manifest.tensors for chunk in tensor.chunks if chunk.box.numel)
     return Assignment(
         tuple((tensor, chunk) for tensor, chunk in chunks if chunk.item in checked),
-        tuple(file for file in job.files if file.name in mine),
+        tuple(file for file in job.files if file.name in file_names),
     )
 
 

@@ -20,8 +20,8 @@ from .outputs import OutputTensor
 def bytes_of(payloads: Payloads, tensor: OutputTensor, buffer: Buffer, start: int, numel: int) -> memoryview:
     """A view of the bytes of ``numel`` elements from element ``start`` of a buffer."""
     size = itemsize(tensor.record.dtype)
-    if buffer in tensor.made:
-        return memoryview(tensor.made[buffer])[start * size : (start + numel) * size]
+    if buffer in tensor.in_memory:
+        return memoryview(tensor.in_memory[buffer])[start * size : (start + numel) * size]
     payload = payload_of(tensor.record, tensor.chunks[buffer])
     return payloads.view(Extent(payload.file, payload.offset + start * size, numel * size))
 
@@ -41,8 +41,8 @@ def gather_elements(payloads: Payloads, tensor: OutputTensor, fragments: Iterabl
 def _elements_at(payloads: Payloads, tensor: OutputTensor, place: Place, shape: Index) -> Words:
     """The elements of a box of this shape at a place; reads nothing before the first or after the last of them."""
     name = tensor.record.dtype
-    if place.buffer not in tensor.made:
+    if place.buffer not in tensor.in_memory:
         return payloads.gather(payload_of(tensor.record, tensor.chunks[place.buffer]), name, place, shape)
     numel = span(shape, place.strides)
-    made = as_words(bytes_of(payloads, tensor, place.buffer, place.offset, numel), name, (numel,))
-    return strided(made, place.strides, shape)
+    words = as_words(bytes_of(payloads, tensor, place.buffer, place.offset, numel), name, (numel,))
+    return strided(words, place.strides, shape)

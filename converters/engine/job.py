@@ -102,7 +102,7 @@ class Job:
         yield repr((self.state, self.target, self.container.name, self.select, self.items))
         for output in {id(chunk.output): chunk.output for file in self.files for chunk in file.chunks}.values():
             places = (output.layout.fragments, [(buffer, chunk.item) for buffer, chunk in output.chunks.items()])
-            yield repr((output.key, places, output.made, output.scale))
+            yield repr((output.key, places, output.in_memory, output.scale))
         for file in self.files:
             chunks = [(chunk.tensor.key, chunk.stored) for chunk in file.chunks]
             yield repr((file.name, file.length, file.items, chunks))

@@ -46,9 +46,9 @@ class Journal:
         self._adding = Lock()
         self.close = self._lines.close
 
-    def add(self, file: str, done: FinishedFile) -> None:
+    def add(self, file: str, finished_file: FinishedFile) -> None:
         """Record a file that is finished and synced."""
-        line = sealed(self._job, {"file": file, "blobs": done.items, "items": done.chunks})
+        line = sealed(self._job, {"file": file, "blobs": finished_file.items, "items": finished_file.chunks})
         with self._adding:
             self._lines.add(line)
 

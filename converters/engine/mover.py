@@ -94,26 +94,26 @@ class Mover:
             ):  # the header with the sums is written first, so they need a pass of their own
                 first_sums = tuple(self._pass(chunk) for chunk in file.chunks)
                 output.write(file.header(first_sums), 0)
-            done = FinishedFile(
+            finished = FinishedFile(
                 tuple(self._write_item(output, item) for item in file.items),
                 tuple(self._write_chunk(output, chunk) for chunk in file.chunks),
             )
-            if first_sums not in (None, done.chunks):
+            if first_sums not in (None, finished.chunks):
                 raise SourceError(f"the source of {file.name} changed between two reads; nothing was published")
             if file.header and output.rewinds:
-                output.write(file.header(done.chunks), 0)
-            return done
+                output.write(file.header(finished.chunks), 0)
+            return finished
 
-    def is_finished(self, file: OutputFile, done: FinishedFile | None) -> bool:
+    def is_finished(self, file: OutputFile, finished: FinishedFile | None) -> bool:
         """Whether a file that the journal names still holds, in every byte, what was written."""
-        if done is None or (len(done.items), len(done.chunks)) != (len(file.items), len(file.chunks)):
+        if finished is None or (len(finished.items), len(finished.chunks)) != (len(file.items), len(file.chunks)):
             return False
-        whole = self._holds(file, done)
+        whole = self._holds(file, finished)
         if whole:
             self._progress(file.payload)
         return whole
 
-    def verify(self, file: OutputFile, done: FinishedFile) -> None:
+    def verify(self, file: OutputFile, finished: FinishedFile) -> None:
         """Read a written file back, from the disk if the system drops its cached pages, and compare all checksums.
 
         Raises:
@@ -123,15 +123,16 @@ class Mover:
         place = self._staged / file.name
         with open_regular(place) as written:
             written.forget()
-        if not self._holds(file, done):
+        if not self._holds(file, finished):
             raise DestinationError(f"{place} does not hold what was written to it: the disk or its driver lost data")
         self._progress(file.payload)
 
-    def _holds(self, file: OutputFile, done: FinishedFile) -> bool:
+    def _holds(self, file: OutputFile, finished: FinishedFile) -> bool:
         try:
-            with open_regular(self._staged / file.name) as written, Payloads(self._staged) as mine:
+            with open_regular(self._staged / file.name) as written, Payloads(self._staged) as written_payloads:
                 return written.size == file.length and all(
-                    xxh3_128(mine.bands(extent)) == digest for extent, digest in _parts(file, done)
+                    xxh3_128(written_payloads.bands(extent)) == digest
+                    for extent, digest in expected_parts(file, finished)
                 )
         except SourceError:  # it is gone, too short, or not a regular file
             return False
@@ -206,7 +207,7 @@ def _is_run(place: Place, shape: Index) -> bool:
     return all(n == 1 or a == b for n, a, b in zip(shape, place.strides, row_major(shape), strict=True))
 
 
-def _parts(file: OutputFile, done: FinishedFile) -> Iterator[tuple[Extent, str]]:
+def expected_parts(file: OutputFile, finished: FinishedFile) -> Iterator[tuple[Extent, str]]:
     """A written file from its first byte to its last, with the digest of each part."""
     end = 0
 
@@ -214,14 +215,14 @@ def _parts(file: OutputFile, done: FinishedFile) -> Iterator[tuple[Extent, str]]
         return Extent(file.name, end, len(content)), xxh3_128([content])
 
     if file.header:
-        header = file.header(done.chunks)
+        header = file.header(finished.chunks)
         yield known(header)
         end = len(header)
-    for item, digest in zip(file.items, done.items, strict=True):
+    for item, digest in zip(file.items, finished.items, strict=True):
         yield from _zeros(file.name, end, item.blob.item.offset)
         yield item.blob.item, digest
         end = item.blob.item.end
-    for chunk, sums in zip(file.chunks, done.chunks, strict=True):
+    for chunk, sums in zip(file.chunks, finished.chunks, strict=True):
         payload = payload_of(chunk.tensor, chunk.stored)
         yield from _zeros(file.name, end, chunk.stored.item.offset)
         end = chunk.stored.item.offset

@@ -21,14 +21,14 @@ from ...store.open_checkpoint import OpenCheckpoint
 class OutputTensor:
     """A tensor to write: ``record`` describes it (its chunks do not count), ``layout`` says where its elements lie.
 
-    A buffer of the layout is the payload of a chunk of the source (``chunks``) or bytes in memory (``made``), of
+    A buffer of the layout is the payload of a chunk of the source (``chunks``) or bytes in memory (``in_memory``), of
     elements of ``record.dtype``.  Elements are multiplied by ``scale``; if it is None, they are copied bit for bit.
     """
 
     record: StateRecord
     layout: TensorLayout
     chunks: Mapping[Buffer, Chunk] = field(default_factory=dict)
-    made: Mapping[Buffer, bytes] = field(default_factory=dict)
+    in_memory: Mapping[Buffer, bytes] = field(default_factory=dict)
     scale: float | None = None
 
     @property

@@ -240,18 +240,18 @@ def _new_store(shared: Store, me: Worker, timeout: float) -> Store:
 
 def _all(group: dist.ProcessGroup, numbers: Sequence[int]) -> list[list[int]]:
     """The numbers of every worker, by rank; each has the same count of them."""
-    mine = torch.tensor(numbers, dtype=torch.int64)
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, mine, group=group)
+    local = torch.tensor(numbers, dtype=torch.int64)
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, local, group=group)
     return [part.tolist() for part in parts]
 
 
 def _all_bytes(group: dist.ProcessGroup, data: bytes, sizes: Sequence[int]) -> list[bytes]:
     """The bytes of every worker, by rank; ``sizes`` are their lengths."""
-    mine = torch.zeros(max(sizes), dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
-    parts = [torch.empty_like(mine) for _ in sizes]
-    dist.all_gather(parts, mine, group=group)
+    local = torch.zeros(max(sizes), dtype=torch.uint8)
+    local[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else local[:0]
+    parts = [torch.empty_like(local) for _ in sizes]
+    dist.all_gather(parts, local, group=group)
     return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 

@@ -77,24 +77,24 @@ def run_job(
     if job.items:
         side_file.refuse_other(item_file_location(destination), job.items.data)
     check_memory(job.source.path, destination, max((file.length for file in job.files), default=0), threads, memory)
-    place, digest, done = job.container.staged(destination), _agreed(job, workers), dict[str, FinishedFile]()
+    place, digest, files_done = job.container.staged(destination), _agreed(job, workers), dict[str, FinishedFile]()
     with (
         _writing(destination),
         _hold(workers, destination, place, digest, resume) as coordinator,
         together(workers),
-        _resumable(place, len(job.files), done),
+        _resumable(place, len(job.files), files_done),
     ):
         staging, history = _begun(coordinator, place, workers)
-        mine = assignment(job, workers.me, history)
+        share = assignment(job, workers.me, history)
         band_bytes = max(memory // (2 * threads), 1 << 16)
         with (
             closing(Journal(staging.journals / str(workers.me.rank), digest)) as journal,
             job.source.payloads as payloads,
         ):
-            mover = Mover(payloads, staging, mine.chunks, band_bytes, workers.stop, progress)
-            for file, finished in _finished_files(mover, mine.files, history, journal, threads, verify, workers.stop):
-                done[file.name] = finished
-        all_done = [entry for files in workers.gather(done) for entry in files.items()]
+            mover = Mover(payloads, staging, share.chunks, band_bytes, workers.stop, progress)
+            for file, finished in _finished_files(mover, share.files, history, journal, threads, verify, workers.stop):
+                files_done[file.name] = finished
+        all_done = [entry for files in workers.gather(files_done) for entry in files.items()]
         if coordinator is None:
             return None
         return _publish(
@@ -103,14 +103,14 @@ def run_job(
 
 
 @contextmanager
-def _resumable(place: Location, files: int, done: Mapping[str, FinishedFile]) -> Iterator[None]:
+def _resumable(place: Location, files: int, files_done: Mapping[str, FinishedFile]) -> Iterator[None]:
     """Turn Ctrl-C into an error that says how to continue, if finished files were left."""
     try:
         yield
     except KeyboardInterrupt:
         if not is_unfinished(place):
             raise
-        raise Interrupted(f"stopped with {len(done)} of {files} files written; {how_to_resume(place)}") from None
+        raise Interrupted(f"stopped with {len(files_done)} of {files} files written; {how_to_resume(place)}") from None
 
 
 @contextmanager
@@ -169,21 +169,21 @@ def _finished_files(
         return whole
 
     def written(file: OutputFile) -> FinishedFile:
-        done = mover.write(file)
-        journal.add(file.name, done)
-        return done
+        finished = mover.write(file)
+        journal.add(file.name, finished)
+        return finished
 
     with ThreadPoolExecutor(threads) as pool:
         try:
-            done = {file.name: history[file.name] for file, whole in _results(pool, is_reusable, files) if whole}
-            yield from ((file, done[file.name]) for file in files if file.name in done)
-            for file, finished in _results(pool, written, [file for file in files if file.name not in done]):
-                done[file.name] = finished
+            files_done = {file.name: history[file.name] for file, whole in _results(pool, is_reusable, files) if whole}
+            yield from ((file, files_done[file.name]) for file in files if file.name in files_done)
+            for file, finished in _results(pool, written, [file for file in files if file.name not in files_done]):
+                files_done[file.name] = finished
                 yield file, finished
             for _ in _results(pool, mover.check, list(mover.unchecked)):  # of the files that were finished before
                 pass
             if verify:
-                for _ in _results(pool, lambda file: mover.verify(file, done[file.name]), files):
+                for _ in _results(pool, lambda file: mover.verify(file, files_done[file.name]), files):
                     pass
         except BaseException:
             stop.set()
@@ -212,16 +212,18 @@ def _next(queue: SimpleQueue[T]) -> T:
 
 
 @gc_paused()
-def _publish(job: Job, destination: Location, coordinator: Coordinator, done: Mapping[str, FinishedFile]) -> Manifest:
+def _publish(
+    job: Job, destination: Location, coordinator: Coordinator, files_done: Mapping[str, FinishedFile]
+) -> Manifest:
     """Write what describes the finished files, and publish them."""
     if not _is_unchanged(job):
         raise SourceError(f"{job.source.path} changed while it was read; nothing was published")
     place = coordinator.staging.place
     coordinator.remove_strays({file.name for file in job.files})
     for file in job.files:
-        if file.name not in done or _length(place / file.name) != file.length:
+        if file.name not in files_done or _length(place / file.name) != file.length:
             raise DestinationError(f"{place / file.name} is not what its worker wrote; nothing was published")
-    manifest = _describe(job, done)
+    manifest = _describe(job, files_done)
     with _items_published(job, place, destination):
         job.container.describe(manifest, place)
         coordinator.publish(job.container.root)
@@ -250,7 +252,7 @@ def _is_unchanged(job: Job) -> bool:
         return False
 
 
-def _describe(job: Job, done_files: Mapping[str, FinishedFile]) -> Manifest:
+def _describe(job: Job, files_done: Mapping[str, FinishedFile]) -> Manifest:
     """The manifest of what was written, after its fingerprints were compared with the source's.
 
     Raises:
@@ -260,9 +262,9 @@ def _describe(job: Job, done_files: Mapping[str, FinishedFile]) -> Manifest:
     shares = dict.fromkeys(chunks, 0)
     blobs = []
     for file in job.files:
-        done = done_files[file.name]
-        blobs += [dataclasses.replace(item.blob, digest=d) for item, d in zip(file.items, done.items, strict=True)]
-        for chunk, sums in zip(file.chunks, done.chunks, strict=True):
+        finished = files_done[file.name]
+        blobs += [dataclasses.replace(item.blob, digest=d) for item, d in zip(file.items, finished.items, strict=True)]
+        for chunk, sums in zip(file.chunks, finished.chunks, strict=True):
             key = chunk.tensor.key
             chunks[key].append(chunk.written(sums))
             shares[key] = combine(shares[key], sums.share)

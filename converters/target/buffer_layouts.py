@@ -37,7 +37,7 @@ def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenanc
     cuts = {tensor.key: target.cuts(tensor, ()) for tensor in tensors}
     for tensor in tensors:
         groups[tensor.slot, tuple(axis for axis, _ in cuts[tensor.key])].append(tensor)
-    known = _by_slot_and_ranks(buffers_of_state(provenance, tensors))
+    source_layouts = _by_slot_and_ranks(buffers_of_state(provenance, tensors))
     fragments: dict[str, list[Fragment]] = {tensor.key: [] for tensor in tensors}
     recorded: dict[str, Mapping[str, Any] | None] = dict.fromkeys(fragments)
     buffers: list[GroupBuffer] = []
@@ -52,7 +52,7 @@ def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenanc
             parameters = tuple(Parameter(t.key, local[t.key].shape, t.dtype) for t in members if t.key in local)
             matrices = frozenset(() if slot in ELEMENTWISE else local)
             fresh = place(ToPlace(parameters, matrices, GroupSizes(share)))
-            for layout in _known_or_fresh(known[slot, ranks], fresh):
+            for layout in _known_or_fresh(source_layouts[slot, ranks], fresh):
                 names = [placed.name for placed in layout.parameters]
                 buffers.append(GroupBuffer(slot, part, ranks, tuple(local[name].lo for name in names), layout))
                 recorded |= {name: _recorded(target, layout, cuts[name]) for name in names}
@@ -73,11 +73,13 @@ def _by_slot_and_ranks(
     return layouts
 
 
-def _known_or_fresh(known: Sequence[BufferLayout], fresh: tuple[BufferLayout, ...]) -> tuple[BufferLayout, ...]:
+def _known_or_fresh(
+    source_layouts: Sequence[BufferLayout], fresh: tuple[BufferLayout, ...]
+) -> tuple[BufferLayout, ...]:
     """The known buffers of the same algorithm if they hold exactly the same parameters, else the fresh ones."""
     algorithms = {layout.algorithm for layout in fresh}
     parameters = {placed.parameter for layout in fresh for placed in layout.parameters}
-    same = [layout for layout in known if layout.algorithm in algorithms]
+    same = [layout for layout in source_layouts if layout.algorithm in algorithms]
     usable = tuple(layout for layout in same if parameters.issuperset(placed.parameter for placed in layout.parameters))
     return usable if parameters == {placed.parameter for layout in usable for placed in layout.parameters} else fresh
 

@@ -86,7 +86,7 @@ def _text(value: object) -> str:
     return text.getvalue()
 
 
-def _plain(value: Any, known: dict[int, Any]) -> Any:
+def _plain(value: Any, converted: dict[int, Any]) -> Any:
     """Plain data as JSON has it: numbers that JSON lacks become strings, integer keys become text.
 
     ``known`` holds converted parts by id, because parts may be shared.
@@ -94,19 +94,19 @@ def _plain(value: Any, known: dict[int, Any]) -> Any:
     Raises:
         SourceError: two keys of a dict would become one.
     """
-    if id(value) not in known:
-        known[id(value)] = _converted(value, known)
-    return known[id(value)]
+    if id(value) not in converted:
+        converted[id(value)] = _converted(value, converted)
+    return converted[id(value)]
 
 
-def _converted(value: Any, known: dict[int, Any]) -> Any:
+def _converted(value: Any, converted: dict[int, Any]) -> Any:
     match value:
         case float() if not math.isfinite(value):
             return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
         case list() | tuple():
-            return [_plain(part, known) for part in value]
+            return [_plain(part, converted) for part in value]
         case dict():
-            named = {str(key): _plain(part, known) for key, part in value.items()}
+            named = {str(key): _plain(part, converted) for key, part in value.items()}
             if len(named) != len(value):
                 raise SourceError(f"expected keys that differ as text, found {sorted(map(repr, value))[:8]}")
             return named

@@ -84,11 +84,11 @@ def _first(dialect: Dialect, entries: list[tuple[str, KeyPath]]) -> str | None:
 
     If the slot comes before the name, it must be a known one, since a name could begin there as well.
     """
-    known = {slot for method in dialect.methods for slot in method.slots.values()}
+    known_slots = {slot for method in dialect.methods for slot in method.slots.values()}
     any_slot = dialect.state.parts[-1] == "{slot}" or dialect.state.parts[-1].endswith(".{slot}")
     for key, path in entries:
         fields = dialect.state.read(path)
-        if fields and (any_slot or fields["slot"] in known):
+        if fields and (any_slot or fields["slot"] in known_slots):
             return key
     return None
 
@@ -107,7 +107,11 @@ def _nested(paths: list[KeyPath], example: str) -> Detected:
     reason = f"its optimizer has torch's nested keys, such as {example!r}"
     marks: dict[str, str] = {}
     for kind, value in sorted(_slots_and_options(paths)):
-        marks |= {name: f"only it writes the {kind} {value!r}" for name, own in _MARKS.items() if (kind, value) in own}
+        marks |= {
+            name: f"only it writes the {kind} {value!r}"
+            for name, marks_of_program in _MARKS.items()
+            if (kind, value) in marks_of_program
+        }
     if len(marks) > 1:
         programs = ", ".join(f"{name} ({why})" for name, why in marks.items())
         raise SourceError(f"{reason}, and marks of more than one program: {programs}; name one with --from")

@@ -156,15 +156,17 @@ class Dialect:
         Raises:
             SourceError: there is none, or none with slots for all of that state.
         """
-        candidates = [own for own in self.methods if own.name == method.name]
+        candidates = [candidate for candidate in self.methods if candidate.name == method.name]
         needed = method.slots.keys() - {"step"}
-        for own in candidates:
-            if needed <= own.slots.keys():
-                return own
-        known = ", ".join(sorted({slot for own in candidates for slot in own.slots.values()})) or "no such method"
+        for candidate in candidates:
+            if needed <= candidate.slots.keys():
+                return candidate
+        slots = sorted({slot for candidate in candidates for slot in candidate.slots.values()})
+        available = ", ".join(slots) or "no such method"
         missing = ", ".join(sorted(method.slots[name] for name in needed))
         raise SourceError(
-            f"{self.name} has no place for {method.name} with {missing} (it has {known}); leave slots out with --drop"
+            f"{self.name} has no place for {method.name} with {missing} (it has {available}); leave out "
+            "slots with --drop"
         )
 
     def method(
@@ -190,11 +192,11 @@ class Dialect:
             and (named in (None, method.name) or ("momentum" in method.slots and method.slots in without_dropped))
         ]
         if len({method.name for method in fitting}) != 1:
-            known = "; ".join(f"{m.name}: {', '.join(m.slots.values())}" for m in self.methods)
+            available = "; ".join(f"{m.name}: {', '.join(m.slots.values())}" for m in self.methods)
             state = f"{', '.join(sorted(stored))}" + (f" in a group of {named!r}" if named else "")
             count = "more than one method" if fitting else "no method"
             raise SourceError(
-                f"parameter {about!r} has {state}: {count} of {self.name} ({known}) fits; --drop leaves a slot out, "
-                "--from names another program"
+                f"parameter {about!r} has {state}: {count} of {self.name} ({available}) fits; "
+                "--drop leaves a slot out, --from names another program"
             )
         return fitting[0]

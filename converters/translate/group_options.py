@@ -125,7 +125,7 @@ def read_options(group: SourceGroup, dialect: Dialect, method: StoredMethod, val
     Raises:
         SourceError: an option is damaged, or is not plain data.
     """
-    known = {name: values.read(group.items[own]) for name, own in method.options.items() if own in group.items}
+    known = {name: values.read(group.items[option]) for name, option in method.options.items() if option in group.items}
     match known.pop("betas", None):
         case [beta1, beta2]:
             known |= {"beta1": beta1, "beta2": beta2}
@@ -155,12 +155,12 @@ def write_options(options: GroupOptions, dialect: Dialect, method: StoredMethod,
             change = "is left out" if option in withheld else f"becomes {method.fresh[option]!r}"
             scale = known.pop("scale")
             notes.add(f"{dialect.name} has no lr scale like {scale}: {option!r} {change}; choose a new lr")
-    translated = {own: known[name] for name, own in method.options.items() if name in known}
-    fresh = {own: value for own, value in method.fresh.items() if own not in translated and own not in withheld}
-    absent = {own for own in method.options.values() if own not in translated and own not in fresh} - withheld
+    translated = {option: known[name] for name, option in method.options.items() if name in known}
+    fresh = {name: value for name, value in method.fresh.items() if name not in translated and name not in withheld}
+    absent = set(method.options.values()) - translated.keys() - fresh.keys() - withheld
     about = f"{method.name} groups"
     if fresh:
-        values_text = ", ".join(f"{own}={value!r}" for own, value in fresh.items())
+        values_text = ", ".join(f"{name}={value!r}" for name, value in fresh.items())
         notes.add(f"{about}: {values_text} as in a new optimizer of {dialect.name}")
     if absent:
         notes.add(f"{about}: {', '.join(sorted(absent))} of {dialect.name} are not in the source and are left out")

@@ -48,7 +48,7 @@ def state_tensor(context: Context, slot: str, tensor: TranslatedTensor, param: P
     Raises:
         SourceError: a convention or a coefficient is needed and unknown, or sources of it contradict each other.
     """
-    common = next(name for name, own in param.source_method.slots.items() if own == slot)
+    common = next(name for name, own_slot in param.source_method.slots.items() if own_slot == slot)
     target_slot = param.target_method.slots[common]
     path = context.target.state.write(name=param.name, slot=target_slot, **param.chain)
     record = dataclasses.replace(_record(context, slot, tensor, path), name=param.name, slot=target_slot)
@@ -69,18 +69,18 @@ def step_counter(context: Context, param: Param) -> OutputTensor | OutputItem:
     """
     slot = param.target_method.slots["step"]
     path = context.target.state.write(name=param.name, slot=slot, **param.chain)
-    own = context.roles.counters.get(param.aliases[0], {}).get(param.source_method.slots.get("step", ""))
-    if isinstance(own, StateRecord):
-        record = dataclasses.replace(_under(own, path), name=param.name, slot=slot)
-        return context.chunks.output(record, context.chunks.layout(own))
-    if own is not None and context.same_dialect:
-        return OutputItem(key_of(path), path, own)
+    stored_counter = context.roles.counters.get(param.aliases[0], {}).get(param.source_method.slots.get("step", ""))
+    if isinstance(stored_counter, StateRecord):
+        record = dataclasses.replace(_under(stored_counter, path), name=param.name, slot=slot)
+        return context.chunks.output(record, context.chunks.layout(stored_counter))
+    if stored_counter is not None and context.same_dialect:
+        return OutputItem(key_of(path), path, stored_counter)
     if param.step is None:
         raise SourceError(
             f"parameter {param.name!r}: {context.target.name} stores the number of steps, which is unknown; give --step"
         )
     record = StateRecord(key_of(path), path, (), "float32", (), name=param.name, slot=slot)
-    return OutputTensor(record, _ONE_ELEMENT, made={_COUNTER: scalar_bytes("float32", param.step)})
+    return OutputTensor(record, _ONE_ELEMENT, in_memory={_COUNTER: scalar_bytes("float32", param.step)})
 
 
 def _under(record: StateRecord, path: KeyPath) -> StateRecord:
@@ -102,8 +102,8 @@ def _conventions(
     about, tensors, overrides = f"parameter {param.name!r}", context.roles.tensors, context.overrides
     parts = [tensors[slot, alias] for alias in tensor.aliases if (slot, alias) in tensors]
     recorded = {f"the manifest ({part.key})": part.convention for part in parts}
-    known = {context.dialect.name: context.dialect.convention, "--convention": overrides.convention}
-    source = agreed_convention(about, "--convention", recorded | known)
+    declared = {context.dialect.name: context.dialect.convention, "--convention": overrides.convention}
+    source = agreed_convention(about, "--convention", recorded | declared)
     target = {context.target.name: context.target.convention, "--target-convention": overrides.target}
     return source, agreed_convention(about, "--target-convention", target) or source
 

@@ -47,7 +47,9 @@ def regroup(
         tensor.group: params[name] for tensors in by_slot.values() for name, tensor in tensors.items() if name in params
     }
     pairs = zip(groups, names, strict=True)
-    written = merge_equal(new for group, own in pairs for new in _target_groups(context, group, own, by_group, notes))
+    written = merge_equal(
+        new for group, members in pairs for new in _target_groups(context, group, members, by_group, notes)
+    )
     if context.target.common is not None:
         return Outputs((), [_item(context.target.common, [_common(written, by_group)])])
     return Outputs((), list(_items(context.target, written)))

@@ -18,14 +18,14 @@ class Roles:
     Attributes:
         tensors: weights, by (None, parameter), and state, by (slot, parameter).
         counters: the step counters of parameters, which are tensors or plain items, by parameter and slot.
-        others, items: tensors and items to copy: those that are neither state nor group options, and derived state.
+        other_tensors, items: tensors and items to copy: neither state nor group options, or derived state.
         left_out: keys of the slots to leave out.
         chains: the optimizers, as keys name them, that the state of each parameter belongs to.
     """
 
     tensors: Mapping[tuple[str | None, str], StateRecord]
     counters: Mapping[str, Mapping[str, StateRecord | Blob]]
-    others: tuple[StateRecord, ...]
+    other_tensors: tuple[StateRecord, ...]
     items: tuple[Blob, ...]
     left_out: tuple[str, ...]
     chains: Mapping[str, Collection[str]]
@@ -40,7 +40,7 @@ def roles_of(manifest: Manifest, dialect: Dialect, dropped: Collection[str]) -> 
     steps = {method.slots["step"] for method in dialect.methods if "step" in method.slots}
     tensors: dict[tuple[str | None, str], StateRecord] = {}
     counters: defaultdict[str, dict[str, StateRecord | Blob]] = defaultdict(dict)
-    others: list[StateRecord] = []
+    other_tensors: list[StateRecord] = []
     items: list[Blob] = []
     left_out: list[str] = []
     chains: defaultdict[str, set[str]] = defaultdict(set)
@@ -61,7 +61,7 @@ def roles_of(manifest: Manifest, dialect: Dialect, dropped: Collection[str]) -> 
             if is_dropped_or_counter(tensor, state):
                 continue
             if state["slot"] in dialect.derived:
-                others.append(tensor)
+                other_tensors.append(tensor)
             else:
                 tensors[state["slot"], state["name"]] = tensor
         elif dialect.option is not None and dialect.option.read(tensor.path):
@@ -69,7 +69,7 @@ def roles_of(manifest: Manifest, dialect: Dialect, dropped: Collection[str]) -> 
         elif weight := dialect.model.read(tensor.path):
             tensors[None, weight["name"]] = tensor
         else:
-            others.append(tensor)
+            other_tensors.append(tensor)
     for blob in manifest.blobs:
         if state := dialect.state.read(blob.path):
             if is_dropped_or_counter(blob, state):
@@ -81,4 +81,4 @@ def roles_of(manifest: Manifest, dialect: Dialect, dropped: Collection[str]) -> 
             items.append(blob)
         elif dialect.option is None or not dialect.option.read(blob.path):
             items.append(blob)
-    return Roles(tensors, counters, tuple(others), tuple(items), tuple(left_out), chains)
+    return Roles(tensors, counters, tuple(other_tensors), tuple(items), tuple(left_out), chains)

@@ -42,10 +42,10 @@ def params_of(context: Context, by_slot: SlotTensors) -> Iterator[Param]:
         for name, tensor in tensors.items():
             aliases[name] += tensor.aliases
             slots[name] |= {slot} - {None} if slot is not None else set()
-    for name, known in aliases.items():
-        slots[name].update(slot for alias in known for slot in context.roles.counters.get(alias, ()))
+    for name, sources in aliases.items():
+        slots[name].update(slot for alias in sources for slot in context.roles.counters.get(alias, ()))
         if slots[name]:
-            yield _param(context, name, tuple(dict.fromkeys(known)), frozenset(slots[name]))
+            yield _param(context, name, tuple(dict.fromkeys(sources)), frozenset(slots[name]))
 
 
 def _param(context: Context, name: str, aliases: tuple[str, ...], slots: frozenset[str]) -> Param:

@@ -52,18 +52,18 @@ def apply_rules(rules: NameRules, tensors: Mapping[str, TranslatedTensor]) -> di
     """
     named = dict(tensors)
     for rule in rules.rules:
-        unchanged, made = dict(named), dict[str, TranslatedTensor]()
+        unchanged, made_tensors = dict(named), dict[str, TranslatedTensor]()
         for names, values in _matches(rule, named):
             parts = [unchanged.pop(name) for name in names]
             with about(f"tensor {' + '.join(names)!r}"):
                 results = _split(rule, parts[0]) if rule.splits else [_join(rule, parts)]
                 for name, result in zip(_targets(rule, values, len(results)), results, strict=True):
-                    if name in made:
+                    if name in made_tensors:
                         raise LayoutError(f"rule {rule} makes {name!r} twice")
-                    made[name] = _with_group_names(rule, name, result)
-        if duplicates := sorted(unchanged.keys() & made.keys()):
+                    made_tensors[name] = _with_group_names(rule, name, result)
+        if duplicates := sorted(unchanged.keys() & made_tensors.keys()):
             raise LayoutError(f"rule {rule} makes {duplicates}, which exist already")
-        named = unchanged | made
+        named = unchanged | made_tensors
     return named
 
 
@@ -160,8 +160,8 @@ def _join(rule: NameRule, parts: Sequence[TranslatedTensor]) -> TranslatedTensor
 
 def _boxes(shape: Index, dim: int, shares: Sequence[int], interleaved: int) -> Iterator[list[Box]]:
     """The boxes of each part in a whole of this shape, in the order in which they lie in the part."""
-    unit, rest = divmod(shape[dim], interleaved * sum(shares))
-    if rest:
+    unit, remainder = divmod(shape[dim], interleaved * sum(shares))
+    if remainder:
         raise LayoutError(
             f"{shape[dim]} elements of dim {dim} do not divide into {interleaved} x {sum(shares)} equal shares"
         )
@@ -179,9 +179,13 @@ def _moved(layout: TensorLayout, boxes: Sequence[Box], dim: int) -> Iterator[Fra
         expected = _replaced(boxes[0].shape, dim, ends[-1])
         raise LayoutError(f"a part has shape {layout.shape}, expected {expected}")
     for piece in pieces:
-        own = piece.box.shift([o - lo for o, lo in zip(piece.origin, piece.box.lo, strict=True)])
-        if own.numel:
-            cut = layout if own == Box.of(layout.shape) else through((Piece(own, (0,) * own.ndim),), layout)
+        local_box = piece.box.shift([o - lo for o, lo in zip(piece.origin, piece.box.lo, strict=True)])
+        if local_box.numel:
+            cut = (
+                layout
+                if local_box == Box.of(layout.shape)
+                else through((Piece(local_box, (0,) * local_box.ndim),), layout)
+            )
             yield from (Fragment(f.box.shift(piece.box.lo), f.place) for f in cut.fragments)
 
 

@@ -68,11 +68,13 @@ def translate(
     notes: set[str] = set()
     counters = [step_counter(context, param) for param in params.values() if "step" in param.target_method.slots]
     grouped = regroup(context, groups, by_slot, params, notes)
-    if roles.others and not context.same_dialect:
-        example = roles.others[0].key
-        notes.add(f"{len(roles.others)} tensors are neither weights nor state and keep their keys, such as {example!r}")
+    if roles.other_tensors and not context.same_dialect:
+        example = roles.other_tensors[0].key
+        notes.add(
+            f"{len(roles.other_tensors)} tensors are neither weights nor state and keep their keys, such as {example!r}"
+        )
     tensors = [
-        *(carried_tensor(context, tensor, tensor.path) for tensor in roles.others),
+        *(carried_tensor(context, tensor, tensor.path) for tensor in roles.other_tensors),
         *(weight_tensor(context, name, tensor) for name, tensor in by_slot.get(None, {}).items()),
         *(
             state_tensor(context, slot, tensor, params[name])
@@ -81,11 +83,11 @@ def translate(
             for name, tensor in tensors.items()
         ),
         *grouped.tensors,
-        *(made for made in counters if isinstance(made, OutputTensor)),
+        *(entry for entry in counters if isinstance(entry, OutputTensor)),
     ]
     items = [
         *(_item(context, blob) for blob in roles.items),
-        *(made for made in counters if isinstance(made, OutputItem)),
+        *(entry for entry in counters if isinstance(entry, OutputItem)),
         *grouped.items,
     ]
     summary = (f"source: {detected}", f"target: {target.name} ({target.who})", *_sentences(tensors, items))
@@ -108,9 +110,9 @@ def _refuse_unread(manifest: Manifest, dialect: Dialect, roles: Roles) -> None:
         entries: tuple[StateRecord | Blob, ...] = (*manifest.tensors, *manifest.blobs)
         examples = ", ".join(repr(entry.key) for entry in entries[:3])
         raise SourceError(f"found neither weights nor state: {keys}, but the checkpoint has keys such as {examples}")
-    for other in roles.others:
-        if other.slot is not None and other.slot not in dialect.derived:
-            raise SourceError(f"{other.key!r} is state of an optimizer, under a key that cannot be translated: {keys}")
+    for tensor in roles.other_tensors:
+        if tensor.slot is not None and tensor.slot not in dialect.derived:
+            raise SourceError(f"{tensor.key!r} is state of an optimizer, under a key that cannot be translated: {keys}")
 
 
 def _refuse_unfit(rules: NameRules, by_slot: SlotTensors) -> None:
@@ -131,7 +133,7 @@ def _item(context: Context, blob: Blob) -> OutputItem:
 
 def _sentences(tensors: list[OutputTensor], items: list[OutputItem]) -> Iterator[str]:
     """Sentences that say what happens to elements and items."""
-    counters = [tensor.key for tensor in tensors if tensor.made]
+    counters = [tensor.key for tensor in tensors if tensor.in_memory]
     scales = Counter(tensor.scale for tensor in tensors if tensor.scale is not None)
     moved, copied = len(tensors) - len(counters), sum(item.source is not None for item in items)
     yield f"{moved} tensors, {moved - scales.total()} of them bit for bit"

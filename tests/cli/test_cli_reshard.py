@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
-import sys
 
 import pytest
 from support.commands import arguments_of, called, cli, is_one_paragraph
+from support.launched import STRUCK
 from support.sharded import elements_of
 
 import muonckpt
@@ -94,30 +95,11 @@ def test_4_is_a_file_system_that_is_full(tiny_checkpoint, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-INTERRUPTED = """
-import os, signal, sys
-import muonckpt
-from muonckpt.cli.main import main
-from muonckpt.converters.engine.mover import Mover
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-number, write_item, written = int(sys.argv.pop()), Mover._write_item, []
-def interrupted(self, *args):
-    written.append(args)
-    if len(written) == 5:
-        os.kill(os.getpid(), number)
-        self._stop.wait(60)
-    return write_item(self, *args)
-
-Mover._write_item = interrupted
-main()
-"""
-
-
 @pytest.mark.parametrize("number", [2, 15], ids=["SIGINT", "SIGTERM"])
 def test_5_is_interrupted_and_resume_goes_on(number, tiny_checkpoint, tmp_path):
-    script = [sys.executable, "-c", INTERRUPTED, *arguments_of("reshard", tiny_checkpoint, tmp_path), str(number)]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=60)
+    command = [*STRUCK, str(number), "0", *arguments_of("reshard", tiny_checkpoint, tmp_path)]
+    alone = os.environ | {"RANK": "0", "WORLD_SIZE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=alone)
     assert (done.returncode, done.stdout) == (5, "")
     assert "--resume" in done.stderr and is_one_paragraph(done.stderr)
     again = cli(*arguments_of("reshard", tiny_checkpoint, tmp_path))

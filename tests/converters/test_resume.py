@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,6 @@ from muonckpt.converters.target.formats import container_of
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.request import unchanged
 from muonckpt.errors import DestinationError, Interrupted
-from muonckpt.store.io import publish
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -222,12 +222,14 @@ def test_two_runs_do_not_write_into_one_place(resume, tmp_path):
 
 
 def test_the_place_is_held_until_the_checkpoint_is_published(tmp_path, monkeypatch):
-    def publish_while_another_tries(staged, destination):
-        with pytest.raises(DestinationError, match="another process is writing"):
-            reshard(saved("own rows4"), tmp_path / "out", 3, resume=True)
-        really(staged, destination)
+    def rename_while_another_tries(source, target, **how):
+        if Path(target) == tmp_path / "out":
+            with pytest.raises(DestinationError, match="another process is writing"):
+                reshard(saved("own rows4"), tmp_path / "out", 3, resume=True)
+            refused.append(True)
+        rename(source, target, **how)
 
-    really = publish.publish
-    monkeypatch.setattr(publish, "publish", publish_while_another_tries)
+    refused, rename = [], os.rename
+    monkeypatch.setattr(os, "rename", rename_while_another_tries)
     reshard(saved("own rows4"), tmp_path / "out", 3)
-    assert elements_of(tmp_path / "out") == elements_of(saved("own rows4"))
+    assert refused and elements_of(tmp_path / "out") == elements_of(saved("own rows4"))

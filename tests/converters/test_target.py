@@ -213,7 +213,7 @@ def halves_and_more(source: OpenCheckpoint) -> Outputs:
         for end, fragment, scale in zip(("_w", "_v"), two.fragments, (None, 0.1), strict=True):
             part = through(stacked([fragment.box], 0), each.layout)
             tensors.append(OutputTensor(tensor(each.key + end, *part.shape), part, each.chunks, scale=scale))
-    step = OutputTensor(tensor("step"), owned_layout((), "new"), made={"new": struct.pack("<f", 3)})
+    step = OutputTensor(tensor("step"), owned_layout((), "new"), in_memory={"new": struct.pack("<f", 3)})
     moved = [OutputItem("moved", ("moved",), item.source) for item in plain.items]
     return Outputs([*tensors, step], [*moved, OutputItem("new", ("new",), data=plain_item({"lr": 0.5}))])
 

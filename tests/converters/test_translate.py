@@ -53,7 +53,7 @@ def test_any_program_to_any_other(source, target):
     assert bool(scales) == (target != "dcp" and (source in SUMS) != (target in SUMS))
     for key, words in want.items():
         assert words_apart(found[key], words) <= 1 if key in scales else np.array_equal(found[key], words), key
-    for record in (output.record for output in result.tensors if not output.made):
+    for record in (output.record for output in result.tensors if not output.in_memory):
         path_of = record.path
         assert ".".join(map(str, path_of)) == record.key
         assert not record.chunks
@@ -138,7 +138,7 @@ def test_in_its_own_words_nothing_changes(source):
     result = translated(folder, source.split()[0])
     assert not (options(result) or result.left_out or any(note.startswith("note: ") for note in result.notes))
     assert copied(result) == {blob.key: blob for blob in manifest.blobs}
-    assert {output.key: (output.record.path, output.scale) for output in result.tensors if not output.made} == {
+    assert {output.key: (output.record.path, output.scale) for output in result.tensors if not output.in_memory} == {
         tensor.key: (tensor.path, None) for tensor in manifest.tensors
     }
     assert executed(path, result).keys() == {tensor.key for tensor in manifest.tensors}
@@ -206,7 +206,7 @@ def test_a_step_that_is_nowhere_must_be_given(tmp_path):
     with pytest.raises(SourceError, match=r"'w'.*stores the number of steps.*give --step"):
         translate(manifest, muonckpt.open(path).values, DIALECTS["torch"])
     outputs = translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], overrides=Overrides(step=7))
-    (counter,) = (output for output in outputs.tensors if output.made)
+    (counter,) = (output for output in outputs.tensors if output.in_memory)
     assert counter.key == "optimizer.state.w.step"
     assert executed(path, outputs)[counter.key].tobytes() == np.float32(7).tobytes()
 

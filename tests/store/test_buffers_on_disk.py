@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import muonckpt
 from muonckpt.cli.main import run as command
 from muonckpt.converters.engine.journal import FinishedFile
-from muonckpt.converters.engine.mover import LARGEST_BAND, _parts
+from muonckpt.converters.engine.mover import LARGEST_BAND, expected_parts
 from muonckpt.converters.engine.output_files import OutputFile
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.formats import container_of
@@ -164,7 +164,7 @@ def test_what_lies_in_padding_is_ignored(layout, stored, values, tmp_path):
 
 def test_padding_is_read_back_in_bounded_parts():
     """A padded buffer may be mostly zeros."""
-    parts = [extent for extent, _ in _parts(OutputFile("rank_0.bin", (), (), 1 << 30), FinishedFile((), ()))]
+    parts = [extent for extent, _ in expected_parts(OutputFile("rank_0.bin", (), (), 1 << 30), FinishedFile((), ()))]
     assert max(extent.length for extent in parts) <= LARGEST_BAND
     assert [extent.offset for extent in parts[1:]] == [extent.end for extent in parts[:-1]] and parts[-1].end == 1 << 30
 

@@ -24,13 +24,14 @@ def strike(number: int, names: list[str]) -> None:
             names.append(str(arguments[1]))
             if len(names) == 2:
                 signal.pthread_kill(threading.get_ident(), number)  # the process's others might let this one go on
-                if number == signal.SIGTERM:
+                if number in (signal.SIGINT, signal.SIGTERM):
                     time.sleep(3)  # Python handles it in the main thread, which looks five times a second
 
     sys.addaudithook(hook)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell starts with it ignored
     number, rank = sys.argv.pop(1), sys.argv.pop(1)
     if os.environ["RANK"] == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         strike(int(number), [])

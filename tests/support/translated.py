@@ -50,8 +50,8 @@ def executed(path, outputs: Outputs) -> dict[str, np.ndarray]:
     found = {}
     with Payloads(path) as payloads:
         for output in outputs.tensors:
-            if output.made:
-                [payload] = output.made.values()
+            if output.in_memory:
+                [payload] = output.in_memory.values()
                 found[output.key] = np.frombuffer(payload, "<u4").reshape(output.record.shape)
                 continue
             itemsize = getattr(torch, output.record.dtype).itemsize

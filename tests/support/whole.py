@@ -30,7 +30,7 @@ def record(key: str, value: torch.Tensor, **facts) -> StateRecord:
 
 def write(path: Path, container: Container, tensors: Iterable[tuple[StateRecord, bytes]], **how: Any) -> Manifest:
     """These tensors and their elements in a container, from a source whose provenance is ``{"step": 3}``."""
-    made = [OutputTensor(each, owned_layout(each.shape, "raw"), made={"raw": raw}) for each, raw in tensors]
+    made = [OutputTensor(each, owned_layout(each.shape, "raw"), in_memory={"raw": raw}) for each, raw in tensors]
     source = path.with_name(f"{path.name}-source")
     source.mkdir(parents=True)
     (source / MANIFEST_FILE).write_text(Manifest((), (), {"step": 3}).to_json())
