@@ -1,6 +1,7 @@
 """Muon momentum that survives any change of topology, and a Muon that runs on every one of them.
 
-What is not an error is imported when first used, so that programs which only look at checkpoints start without torch.
+All names but the errors are imported when first used, so that programs which only look at checkpoints start without
+torch.
 """
 
 from __future__ import annotations

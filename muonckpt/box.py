@@ -25,7 +25,7 @@ class Box:
     has no dims and holds its one element.  A box with ``lo[d] == hi[d]`` for some ``d`` is empty.
 
     Raises:
-        LayoutError: the ranks differ, or a range is negative or reversed.
+        LayoutError: the bounds differ in length, or a range is negative or reversed.
     """
 
     lo: Index

@@ -1,6 +1,6 @@
 """Errors that a user can meet.
 
-Each says what is wrong, what was expected, what was found, where, and what to do.  The command line maps the
+Each message says what is wrong, what was expected, what was found, where, and what to do.  The command line maps the
 four families to exit codes; nothing else depends on the hierarchy.
 """
 
@@ -19,7 +19,7 @@ class LayoutError(MuonckptError, ValueError):
 
 
 class TargetError(LayoutError):
-    """What is asked for does not fit the checkpoint, whatever its state: an unknown axis, a dim that is not there."""
+    """The request does not fit the checkpoint, however healthy that is: an unknown axis, a dim that does not exist."""
 
 
 class SourceError(MuonckptError):
@@ -27,7 +27,7 @@ class SourceError(MuonckptError):
 
 
 class DestinationError(MuonckptError):
-    """A checkpoint cannot be written: the place is taken, full or not writable."""
+    """A checkpoint cannot be written: the destination exists, is full or is not writable."""
 
 
 class Interrupted(MuonckptError):
@@ -36,7 +36,7 @@ class Interrupted(MuonckptError):
 
 @contextmanager
 def about(subject: object) -> Iterator[None]:
-    """Put what an error is about, such as a tensor or a file, in front of any error of ours that is raised inside."""
+    """Prefix every error of ours that is raised inside with its subject, such as a tensor or a file."""
     try:
         yield
     except MuonckptError as error:

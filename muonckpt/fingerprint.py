@@ -55,10 +55,10 @@ def fingerprint(values: NDArray[np.unsignedinteger], origin: Index) -> int:
         values = np.ascontiguousarray(values)[..., np.newaxis].view(np.uint32)
         origin = (*origin, 0)
     total = 0
-    for block, at in _blocks(values, origin):
+    for block, block_origin in _blocks(values, origin):
         split = _split(block.shape)
-        columns = _outer(split, block.shape, at)
-        rows = _outer(0, block.shape[:split], at)
+        columns = _outer(split, block.shape, block_origin)
+        rows = _outer(0, block.shape[:split], block_origin)
         matrix = block.reshape(len(rows), len(columns))
         total += int(rows @ np.einsum("ij,j->i", matrix, columns))
     return total & _MASK
@@ -100,8 +100,10 @@ def _flat_products(left: U64, right: U64) -> U64:
 
 @lru_cache(maxsize=16)
 def _weights(dim: int, start: int, stop: int) -> U64:
-    """Odd weights of global indices ``start:stop`` along ``dim``.  At most 512 KiB each along the last dim; the cache
-    serves the bands of a tensor and the layers of a model, and stays small beside any memory budget."""
+    """Odd weights of global indices ``start:stop`` along ``dim``.
+
+    At most 512 KiB each along the last dim.  The cache serves the bands of a tensor and the layers of a model, and
+    stays small beside any memory budget."""
     with np.errstate(over="ignore"):
         x = (np.arange(start, stop, dtype=np.uint64) + np.uint64(dim * _DIM_STRIDE + 1)) * _GOLDEN
         x = (x ^ (x >> np.uint64(30))) * _MIX[0]

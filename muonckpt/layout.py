@@ -2,7 +2,7 @@
 
 A :class:`Fragment` maps one box of the tensor's global index space to an affine :class:`Place` in a buffer.  A
 :class:`TensorLayout` is the fragments of one tensor, on every holder.  Rows, columns, replicas, flat-buffer cuts,
-whole-matrix owners, padded buffers and file chunks are all of this one type; who made it no longer matters.
+whole-matrix owners, padded buffers and file chunks are all of this one type; where it came from no longer matters.
 
 All offsets, strides and sizes are in elements.
 """
@@ -38,7 +38,7 @@ class Fragment:
     """A non-empty box of the tensor and where its elements lie.
 
     Raises:
-        LayoutError: the box is empty, or place and box differ in rank.
+        LayoutError: the box is empty, or place and box differ in their number of dims.
     """
 
     box: Box
@@ -57,10 +57,6 @@ class Fragment:
             offset += (new - old) * stride
         return Place(self.place.buffer, offset, self.place.strides)
 
-    def narrow(self, box: Box) -> Fragment:
-        """The part of this fragment that is ``box``, which must lie inside it."""
-        return Fragment(box, self.at(box.lo))
-
     def __str__(self) -> str:
         return f"box {self.box} in buffer {self.place.buffer!r} at {self.place.offset}"
 
@@ -72,9 +68,9 @@ class TensorLayout:
     Proved on construction: all boxes lie in the shape; two boxes are either equal (replicas, in different buffers)
     or disjoint; together they cover the tensor exactly.  Padding is not in the index space, so it cannot appear.
 
-    Derived, for work that does not look at every fragment: ``holders`` are the replicas of each distinct box, in order
-    of first appearance; ``starts`` and ``stops`` those boxes as arrays ``[boxes, max(ndim, 1)]``; ``held`` the numbers
-    of the boxes that each buffer holds.
+    Derived fields serve code that must not visit every fragment: ``holders`` are the replicas of each distinct box, in
+    order of first appearance; ``starts`` and ``stops`` those boxes as arrays ``[boxes, max(ndim, 1)]``; ``held`` the
+    numbers of the boxes that each buffer holds.
 
     Raises:
         LayoutError: names the box, its buffer, and what is missing or covered twice.
@@ -114,7 +110,7 @@ class TensorLayout:
 
     def digest(self) -> bytes:
         """16 bytes of shape and fragments: the same in every process, unlike a hash."""
-        from hashlib import blake2b  # loads OpenSSL, and few ask for a digest
+        from hashlib import blake2b  # loads OpenSSL, which few programs need
 
         where = np.array([(f.place.offset, *f.place.strides) for f in self.fragments], np.int64)
         names = [(number, fragment.place.buffer) for number, box in enumerate(self.holders) for fragment in box]
@@ -123,33 +119,22 @@ class TensorLayout:
             whole.update(array.tobytes())
         return whole.digest()
 
-    def clip(self, shape: Sequence[int]) -> TensorLayout:
-        """The layout of the leading ``shape`` of this tensor: what lies beyond is padding and leaves the index space.
-
-        This is how padded rows or columns are said: lay out the padded shape, then clip to the logical one.
-        """
-        logical = Box.of(shape)
-        if logical not in Box.of(self.shape):
-            raise LayoutError(f"cannot clip a tensor of shape {self.shape} to the larger shape {tuple(shape)}")
-        kept = ((fragment, fragment.box & logical) for fragment in self.fragments)
-        return TensorLayout(tuple(shape), tuple(fragment.narrow(box) for fragment, box in kept if box))
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a parameter and where its first element goes in a matrix of the same rank."""
+    """A box of a parameter and where its first element goes in a matrix with as many dims."""
 
     box: Box
     origin: Index
 
 
 def stacked(boxes: Iterable[Box], dim: int) -> tuple[Piece, ...]:
-    """Pieces laid one after the other along ``dim``: the matrix that a fused parameter hides in these boxes."""
+    """Pieces that lay these boxes of a fused parameter one after the other along ``dim``, as one matrix."""
     pieces = []
-    at = 0
+    start = 0
     for box in boxes:
-        pieces.append(Piece(box, tuple(at if d == dim else 0 for d in range(box.ndim))))
-        at += box.shape[dim]
+        pieces.append(Piece(box, tuple(start if d == dim else 0 for d in range(box.ndim))))
+        start += box.shape[dim]
     return tuple(pieces)
 
 
@@ -207,7 +192,7 @@ def _prove_tiling(layout: TensorLayout) -> None:
     if int((hi - lo).prod(axis=1).sum()) != whole.numel:
         hole = next(_holes(whole, [replicas[0].box for replicas in layout.holders]))
         holders = ", ".join(map(repr, layout.buffers[:8])) or "none"
-        raise LayoutError(f"nobody holds box {hole} of the tensor of shape {layout.shape} (buffers: {holders})")
+        raise LayoutError(f"no buffer holds box {hole} of the tensor of shape {layout.shape} (buffers: {holders})")
     if any(len(set(numbers)) != len(numbers) for numbers in layout.held.values()):
         raise LayoutError("one buffer holds the same box twice; replicas must lie in different buffers")
 

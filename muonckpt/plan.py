@@ -66,10 +66,9 @@ def make_plan(source: TensorLayout, target: TensorLayout) -> Plan:
     """The copies that fill ``target`` from ``source``.
 
     Where replicas hold the same box, the target's own buffer is read if it is one of them.  A buffer that holds
-    other boxes reads those holders that are to theirs what it is to its own (the *k*-th of each box: its own replica
-    of a mesh); one that holds nothing goes round the replicas.  So who gives what is known without
-    the rest of the plan.  The result depends on the arguments only.  Cached: tensors of the same geometry share one
-    plan.
+    other boxes reads the replica with the number that it has among the holders of its own first box (so it stays in
+    its own replica of a mesh); one that holds nothing takes the replicas in turn.  So one buffer's copies are known
+    without the rest of the plan.  Cached: tensors of the same geometry share one plan.
 
     Raises:
         LayoutError: the shapes differ.
@@ -97,9 +96,9 @@ def make_share(source: TensorLayout, target: TensorLayout, buffer: Buffer) -> Sh
         tuple(copy for copy in takes if copy.target.buffer == buffer),
     )
     taken = sum(copy.box.numel for copy in share.takes)
-    wanted = sum(target.holders[number][0].box.numel for number in theirs)
-    if taken != wanted:
-        raise LayoutError(f"the plan writes {taken} of the {wanted} elements that {buffer!r} holds of the target")
+    expected = sum(target.holders[number][0].box.numel for number in theirs)
+    if taken != expected:
+        raise LayoutError(f"the plan writes {taken} of the {expected} elements that {buffer!r} holds of the target")
     return share
 
 
@@ -113,9 +112,9 @@ def _copies(source: TensorLayout, target: TensorLayout, pairs: Iterable[tuple[in
     for t, s in pairs:
         common = target.holders[t][0].box & source.holders[s][0].box
         assert common is not None, "overlaps() returned a pair of disjoint boxes"
-        for wanted in target.holders[t]:
-            chosen = source.holders[s][_replica(source, s, t, wanted.place.buffer)]
-            yield Copy(common, chosen.at(common.lo), wanted.at(common.lo))
+        for receiver in target.holders[t]:
+            giver = source.holders[s][_replica(source, s, t, receiver.place.buffer)]
+            yield Copy(common, giver.at(common.lo), receiver.at(common.lo))
 
 
 def _replica(source: TensorLayout, s: int, t: int, reader: Buffer) -> int:

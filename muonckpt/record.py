@@ -60,8 +60,8 @@ class Chunk:
     ``item`` is the whole item as its store wrote it (for DCP a small zip archive); ``payload`` the raw
     little-endian elements of ``box`` inside it, None while the item has not been opened.  ``digest`` is
     the xxh3-128 of the payload in hex, ``crc32`` the checksum that the item itself carries; None where unknown.
-    ``strides`` are those of the elements in the payload, in elements; None for row-major order, which all have that we
-    write, so that manifests need not say it.
+    ``strides`` are those of the elements in the payload, in elements; None for row-major order.  We write row-major
+    order only, so manifests do not record strides.
     """
 
     box: Box
@@ -78,7 +78,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """An item that is not a tensor.  Its bytes are carried verbatim and never unpickled."""
+    """An item that is not a tensor.  Its bytes are copied verbatim and never unpickled."""
 
     key: str
     path: KeyPath
@@ -91,7 +91,7 @@ class StateRecord:
     """One logical tensor of a checkpoint.
 
     ``key`` is the flat key in the store, ``path`` the same as a path in the nested state dict.  ``dtype`` is
-    torch's name without the prefix (``"float32"``).  The rest is what the format cannot say by itself: the
+    torch's name without the prefix (``"float32"``).  The other fields are what the format cannot say by itself: the
     parameter's ``name`` and the optimizer ``slot`` (None for anything that is not optimizer state), the momentum
     ``convention``, the rows of the ``pieces`` fused in the parameter, the ``layout`` that the run used (provenance),
     and the ``fingerprint`` (16 hex digits).
@@ -229,7 +229,7 @@ def _tensor(data: dict[str, Any]) -> StateRecord:
 
 def _chunk(data: dict[str, Any]) -> Chunk:
     file = _str(data["file"])
-    if "strides" in data:  # nobody has proved that they stay inside
+    if "strides" in data:  # they could reach outside the payload
         raise SourceError("damaged manifest: elements are stored row by row, found strides")
     try:
         box = Box(_ints(data["lo"]), _ints(data["hi"]))

@@ -1,6 +1,6 @@
-"""The release.  The build takes it from here, so that no program has to look up the metadata of its package."""
+"""The release number.  The build reads it from here, so that a program need not look up its package's metadata."""
 
 VERSION = "0.1.0"
 
 PROGRAM = f"muonckpt {VERSION}"
-"""What checkpoints are said to be written by."""
+"""The name of the program in the provenance of the checkpoints that it writes."""

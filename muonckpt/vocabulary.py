@@ -54,7 +54,7 @@ MUON_CONVENTION = Convention.EMA
 
 @dataclass(frozen=True, slots=True)
 class MuonDefaults:
-    """Options of a group of matrices that `muonckpt.optimizer.Muon` uses unless it is told otherwise."""
+    """Default options of a group of matrices in `muonckpt.optimizer.Muon`."""
 
     lr: float = 1e-3
     weight_decay: float = 0.1

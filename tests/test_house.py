@@ -1,14 +1,34 @@
-"""The rules of the tests' own house, read from their source."""
+"""Rules of names and of the tests' own house, read from the source."""
 
 from __future__ import annotations
 
 import ast
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.rglob("*.py"))
+PRODUCT = [
+    file
+    for room in ("muonckpt", "optimizer", "converters", "cli")
+    for file in sorted((TESTS.parent / room).rglob("*.py"))
+]
+
+INTERFACES = {"command", "reader", "Muon", "T", "R"}
+"""What several modules define on purpose: the commands, the readers of formats, the optimizer and its stand-ins for
+others, and type variables."""
+
+TO_BE_RENAMED = {
+    *("ALIGN", "Bucket", "DTYPES", "EPS", "Group", "Kernels", "Kind", "LONGEST", "Ranks", "Result", "SCALES", "STEP"),
+    *("Shape", "Tensors", "ranks_of", "rates", "widened"),
+}
+"""Names that still mean several things.  Take out what you have renamed; put nothing in."""
+
+FILES_TO_BE_RENAMED = {"elementwise", "products", "rules"}
+"""The same for names of files."""
 
 
 def test_no_test_file_is_imported():
@@ -44,3 +64,35 @@ def test_names_of_test_files_differ():
     """pytest imports them by name alone."""
     names = [file.name for file in FILES if file.name.startswith("test_")]
     assert len(names) == len(set(names))
+
+
+def test_one_public_name_has_one_definition():
+    """Who reads a name in one file and meets it in another can trust that it is the same thing."""
+    homes = defaultdict(set)
+    for file in PRODUCT:
+        for name in defined(ast.parse(file.read_text())):
+            homes[name].add(str(file.relative_to(TESTS.parent)))
+    several = {name: sorted(files) for name, files in homes.items() if len(files) > 1 and not name.startswith("_")}
+    assert {name: files for name, files in several.items() if name not in INTERFACES | TO_BE_RENAMED} == {}
+    assert several.keys() >= TO_BE_RENAMED, "has been renamed: take it out of TO_BE_RENAMED"
+
+
+def defined(module: ast.Module) -> Iterator[str]:
+    """Names of the classes, functions, constants and type aliases that a module defines."""
+    for node in module.body:
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
+            case ast.Assign(targets=targets):
+                yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def test_every_kind_of_definition_is_seen():
+    source = "A = B = 1\nC: int = 2\nclass D: pass\ndef e(): f = 1\nimport g"
+    assert list(defined(ast.parse(source))) == ["A", "B", "C", "D", "e"]
+
+
+def test_names_of_files_differ():
+    """A file is called by its name in talk and in documentation; a package has one `__init__` or `__main__`."""
+    stems = Counter(file.stem for file in PRODUCT if not file.stem.startswith("__"))
+    assert {stem for stem, count in stems.items() if count > 1} == FILES_TO_BE_RENAMED

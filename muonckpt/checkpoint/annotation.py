@@ -1,9 +1,9 @@
-"""What a nested state dict says of its tensors and the store's own metadata does not."""
+"""What a nested state dict tells about its tensors beyond the store's own metadata."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def annotations_of(state_dict: Mapping[str, Any]) -> dict[KeyPath, Annotation]:
     ``state.<name>.<slot>`` beside ``param_groups.<name>.<option>``.
 
     Raises:
-        LayoutError: this rank holds of a tensor what a checkpoint cannot describe; names the tensor.
+        LayoutError: a checkpoint cannot describe this rank's part of a tensor; names the tensor.
     """
     return dict(_walk((), state_dict, {}))
 
@@ -41,8 +41,7 @@ def _walk(path: KeyPath, node: Any, known: Mapping[KeyPath, Annotation]) -> Iter
     if isinstance(node, torch.Tensor):
         with about(f"tensor {'.'.join(map(str, path))!r}"):
             check_one_box(node)
-        found = known.get(path, Annotation())
-        yield path, Annotation(found.name, found.slot, found.convention, found.pieces, placement_json(node))
+        yield path, replace(known.get(path, Annotation()), layout=placement_json(node))
     elif isinstance(node, Mapping):
         known = {**known, **dict(_optimizer(path, node))}
         for key, value in node.items():
@@ -53,14 +52,14 @@ def _walk(path: KeyPath, node: Any, known: Mapping[KeyPath, Annotation]) -> Iter
 
 
 def _optimizer(path: KeyPath, node: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, Annotation]]:
-    """What the groups of an optimizer say of its state, if this is one."""
+    """Annotations of an optimizer's state from its parameter groups, if the node is an optimizer's state dict."""
     match node:
         case {"state": Mapping() as state, "param_groups": [*groups]} if all(isinstance(g, Mapping) for g in groups):
             group_of = {name: group for group in groups for name in group.get("params") or ()}
             for name, slots in state.items():
                 for slot in slots if isinstance(slots, Mapping) else ():
-                    where = (*path, "state", str(name), str(slot))
-                    yield where, _of_slot(str(name), str(slot), group_of.get(name, {}))
+                    slot_path = (*path, "state", str(name), str(slot))
+                    yield slot_path, _of_slot(str(name), str(slot), group_of.get(name, {}))
         case _:
             for key in node:
                 prefix, _, rest = str(key).partition(".")

@@ -19,9 +19,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def torch_dtype(name: str) -> torch.dtype:
     """``"float32"`` -> ``torch.float32``."""
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype), name
-    return found
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
 
 
 def bits_of(tensor: Tensor) -> NDArray[Any]:

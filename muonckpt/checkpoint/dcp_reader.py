@@ -1,9 +1,9 @@
-"""Loading through torch.distributed.checkpoint: its templates and in-place writes, our checks before and during.
+"""Loading through torch.distributed.checkpoint: its templates and in-place writes, with our checks.
 
 Before any tensor is touched: the same keys on both sides, every element present, equal shapes, dtypes and momentum
-conventions.  While reading: every chunk that is touched is checked whole.  A rank that needs a run of it reads no more
-than that, and all ranks together compare with the chunk's CRC-32 (:mod:`.shared_check`); what is no run, or has no
-CRC-32, is read whole and compared with its digest.  Nothing is unpickled but plain data.
+conventions.  While reading: every chunk that is touched is checked whole.  A rank that needs one run of bytes of it
+reads only that, and all ranks together compare with the chunk's CRC-32 (:mod:`.shared_check`); other chunks are read
+whole and compared with their digest.  Only plain data is unpickled.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .bits import bits_of, dtype_name, torch_dtype
 from .shared_check import ByteRun, PartlyRead, holds, run_of
 
 Where = tuple[str, Index]
-"""A chunk: its tensor's key, and its first index."""
+"""Identifies a chunk: its tensor's key, and its first index."""
 
 
 class CheckingReader(StorageReader):
@@ -64,7 +64,7 @@ class CheckingReader(StorageReader):
 
     @cached_property
     def checkpoint(self) -> OpenCheckpoint:
-        """The checkpoint, opened when a planner first asks: where errors keep their type, and all ranks hear of them.
+        """The checkpoint, opened when a planner first needs it, where errors keep their type and reach all ranks.
 
         Raises:
             SourceError: it cannot be read.
@@ -83,7 +83,7 @@ class CheckingReader(StorageReader):
         return True
 
     def read_metadata(self) -> Metadata:
-        """Nothing yet: DCP would hide why this failed.  The planner calls `describe`."""
+        """Empty: DCP would hide the reason of a failure here.  The planner calls `describe`."""
         return Metadata(state_dict_metadata={})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
@@ -96,7 +96,7 @@ class CheckingReader(StorageReader):
         return plans
 
     def describe(self) -> Metadata:
-        """What the checkpoint holds, in DCP's terms; no item is opened.
+        """The contents of the checkpoint as DCP's metadata; no item is opened.
 
         Raises:
             SourceError: it cannot be read.
@@ -129,16 +129,16 @@ class CheckingReader(StorageReader):
         chunks: defaultdict[str, set[Index]] = defaultdict(set)
         for item in _of_tensors(items):
             chunks[item.storage_index.fqn].add(tuple(item.storage_index.offset or ()))
-        wanted = [
+        requested = [
             dataclasses.replace(tensor, chunks=tuple(c for c in tensor.chunks if c.box.lo in chunks[tensor.key]))
             for tensor in self.checkpoint.outline.tensors
             if tensor.key in chunks
         ]
-        for tensor in self.checkpoint.locate(wanted):
+        for tensor in self.checkpoint.locate(requested):
             self._chunks.update({(tensor.key, chunk.box.lo): (tensor, chunk) for chunk in tensor.chunks})
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:  # first, as they may be refused, and tensors are overwritten in place
+        for item in plan.items:  # before any tensor is overwritten, because items may be refused
             if not _is_tensor(item):
                 raw = check_blob(self.checkpoint.payloads, self._blobs[item.storage_index.fqn])
                 planner.load_bytes(item, io.BytesIO(raw))
@@ -152,7 +152,7 @@ class CheckingReader(StorageReader):
         return done
 
     def _elements(self, tensor: StateRecord, chunk: Chunk, item: ReadItem, checked: set[Chunk]) -> NDArray[Any]:
-        """The elements that an item asks for: a run of the chunk, noted for `judge`, or a window of what is checked."""
+        """The elements that an item asks for: a run of the chunk, noted for `judge`, or a window of a checked chunk."""
         payloads = self.checkpoint.payloads
         lo, lengths = tuple(item.storage_offsets), tuple(item.lengths)
         if lengths == chunk.box.shape and chunk not in checked:
@@ -178,10 +178,10 @@ class CheckingReader(StorageReader):
         self.partly_read[where] = dataclasses.replace(known, runs=(*known.runs, run))
 
     def judge(self, partly_read: Sequence[Mapping[Where, PartlyRead]]) -> None:
-        """Compare the chunks that ranks have read in runs with what is recorded of them.
+        """Compare the chunks that ranks have read in runs with their recorded checksums.
 
         Raises:
-            SourceError: one is damaged, or was not read as it is.
+            SourceError: a chunk is damaged, or a rank read other bytes than it has.
         """
         reads: defaultdict[Where, list[PartlyRead]] = defaultdict(list)
         for of_rank in partly_read:
@@ -191,7 +191,7 @@ class CheckingReader(StorageReader):
             verdict = holds(of_chunk)
             if verdict:
                 continue
-            tensor, chunk = self._chunks[where]  # look at it whole, also to say what is wrong
+            tensor, chunk = self._chunks[where]  # read it whole, also to find out what is wrong
             (located,) = self.checkpoint.locate([dataclasses.replace(tensor, chunks=(chunk,))])
             check_chunk(self.checkpoint.payloads, tensor, located.chunks[0])
             if verdict is False:
@@ -204,7 +204,7 @@ class CheckingReader(StorageReader):
 
 
 class StrictLoadPlanner(DefaultLoadPlanner):
-    """DCP's planner, refusing what it would pass over.
+    """DCP's planner, made strict: it refuses the differences that DCP ignores.
 
     Args:
         reader: of the same load.
@@ -220,7 +220,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        # Here, and not before DCP is called, so that what one rank refuses all ranks hear of.
+        # Here, and not before DCP is called, so that an error of one rank reaches all ranks.
         self._annotations = annotations_of(state_dict)
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
@@ -234,8 +234,8 @@ class StrictLoadPlanner(DefaultLoadPlanner):
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         if not self._allow_extra:
             assert self.metadata is not None, "create_local_plan() came before"
-            wanted = frozenset().union(*(plan.planner_data for plan in global_plan))
-            extra = sorted(self.metadata.state_dict_metadata.keys() - wanted)
+            requested = frozenset().union(*(plan.planner_data for plan in global_plan))
+            extra = sorted(self.metadata.state_dict_metadata.keys() - requested)
             self._refuse([f"extra key {key!r}" for key in extra])
         return super().create_global_plan(global_plan)
 
@@ -262,8 +262,8 @@ class StrictLoadPlanner(DefaultLoadPlanner):
                 ". Groups are matched by number: build the same, in the same order. What another program wrote is "
                 f"translated first: muonckpt convert {path} NEW --to muonckpt"
             )
-            told = hint if problems[0].startswith("missing") else ""
-            raise SourceError(f"{path} does not fit the state dict: {'; '.join(problems[:12])}{more}{told}")
+            advice = hint if problems[0].startswith("missing") else ""
+            raise SourceError(f"{path} does not fit the state dict: {'; '.join(problems[:12])}{more}{advice}")
 
     def _problems(self, manifest: Manifest) -> Iterator[str]:
         stored = {tensor.key: tensor for tensor in manifest.tensors}
@@ -271,18 +271,18 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         for key in sorted(self.state_dict.keys() - keys):
             yield f"missing key {key!r}"
         for key in sorted(keys & self.state_dict.keys()):
-            wanted = self.state_dict[key]
-            if isinstance(wanted, torch.Tensor) != (key in stored):
+            template = self.state_dict[key]
+            if isinstance(template, torch.Tensor) != (key in stored):
                 stored_as, expected = ("a", "no") if key in stored else ("no", "a")
                 yield f"{key!r} is {stored_as} tensor in the checkpoint, and {expected} tensor in the state dict"
             elif key in stored:
-                yield from self._differences(stored[key], wanted)
+                yield from self._differences(stored[key], template)
 
-    def _differences(self, stored: StateRecord, wanted: torch.Tensor) -> Iterator[str]:
-        if stored.shape != tuple(wanted.shape):
-            yield f"{stored.key!r} has shape {stored.shape}, expected {tuple(wanted.shape)}"
-        if stored.dtype != dtype_name(wanted.dtype):
-            yield f"{stored.key!r} is {stored.dtype}, expected {dtype_name(wanted.dtype)} (nothing is cast silently)"
+    def _differences(self, stored: StateRecord, template: torch.Tensor) -> Iterator[str]:
+        if stored.shape != tuple(template.shape):
+            yield f"{stored.key!r} has shape {stored.shape}, expected {tuple(template.shape)}"
+        if stored.dtype != dtype_name(template.dtype):
+            yield f"{stored.key!r} is {stored.dtype}, expected {dtype_name(template.dtype)} (nothing is cast silently)"
         expected = self._annotations.get(tuple(self.mappings[stored.key]), Annotation()).convention
         if stored.convention and expected and stored.convention != expected:
             yield f"{stored.key!r} follows momentum convention {stored.convention}, expected {expected}"
@@ -293,7 +293,7 @@ def _is_tensor(item: ReadItem) -> bool:
 
 
 def _of_tensors(items: Iterable[ReadItem]) -> list[ReadItem]:
-    """Those that have elements: Megatron-FSDP's hooks plan to read nothing where a rank's part of a tensor is empty."""
+    """The items of tensors that have elements: Megatron-FSDP's hooks plan empty reads where a rank's part is empty."""
     return [item for item in items if _is_tensor(item) and 0 not in item.lengths]
 
 

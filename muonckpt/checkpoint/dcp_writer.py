@@ -44,7 +44,7 @@ from .bits import bits_of, dtype_name
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where one rank writes, and the replicas that another rank writes but this one vouches for."""
+    """Where one rank writes, and the replicas that it holds but another rank writes."""
 
     directory: Location
     file: str
@@ -53,7 +53,7 @@ class _Target:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """One item as a rank has it: xxh3-128 of its raw bytes, dtype and shape, share of the fingerprint, where it lies.
+    """One item as a rank holds it: xxh3-128 of its raw bytes, dtype and shape, share of the fingerprint, place.
 
     A witness, which stores nothing, has no ``item``.
     """
@@ -69,7 +69,7 @@ class _Written:
 
 
 class CoveringSavePlanner(DefaultSavePlanner):
-    """DCP's planner, with every tensor proved to be covered exactly, and the replicas that it drops kept as witnesses.
+    """DCP's planner, which also proves coverage, and keeps the replicas that DCP drops as witnesses.
 
     Empty shards write nothing.  ``plans`` and ``witnesses`` (one entry per rank) exist on the coordinator.
     """
@@ -81,7 +81,7 @@ class CoveringSavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        # Here, and not before DCP is called, so that what one rank refuses all ranks hear of.
+        # Here, and not before DCP is called, so that an error of one rank reaches all ranks.
         self.annotations = annotations_of(state_dict)
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
@@ -90,28 +90,28 @@ class CoveringSavePlanner(DefaultSavePlanner):
         return self.annotations.get(tuple(self.mappings[key]), Annotation())
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        _prove_covered(all_plans)  # before DCP does, which says neither what is missing nor who holds the rest
+        _prove_covered(all_plans)  # before DCP checks, whose error names neither the missing box nor the holders
         plans, metadata = super().create_global_plan(all_plans)
-        for found in metadata.state_dict_metadata.values():
-            if isinstance(found, TensorMetadata):
-                found.chunks = [chunk for chunk in found.chunks if 0 not in chunk.sizes]
-        kept = [[item for item in plan.items if not _empty(item)] for plan in plans]
+        for entry in metadata.state_dict_metadata.values():
+            if isinstance(entry, TensorMetadata):
+                entry.chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
+        items_of_ranks = [[item for item in plan.items if not _empty(item)] for plan in plans]
         self.witnesses = []
-        for before, items in zip(all_plans, kept, strict=True):
+        for before, items in zip(all_plans, items_of_ranks, strict=True):
             written = {item.index for item in items}
             self.witnesses.append(
                 tuple(item for item in before.items if item.index not in written and not _empty(item))
             )
-        self.plans = [dataclasses.replace(plan, items=items) for plan, items in zip(plans, kept, strict=True)]
+        self.plans = [dataclasses.replace(plan, items=items) for plan, items in zip(plans, items_of_ranks, strict=True)]
         return self.plans, metadata
 
 
 class PublishingWriter(StorageWriter):
-    """Writes where nobody takes it for a checkpoint, checks, describes and publishes it: whole, or not at all.
+    """Writes under a temporary name, checks, describes and publishes the checkpoint: whole, or not at all.
 
     Args:
-        destination: the checkpoint; nothing may be there.
-        planner: the planner of the same save, for what was planned.
+        destination: the checkpoint; nothing may exist there.
+        planner: the planner of the same save.
         provenance: goes into the manifest.
     """
 
@@ -184,14 +184,14 @@ class PublishingWriter(StorageWriter):
             by_key[index.fqn].append((index, written))
         paths = metadata.planner_data or {}
         tensors, blobs = [], []
-        for key, found in metadata.state_dict_metadata.items():
+        for key, entry in metadata.state_dict_metadata.items():
             path = tuple(paths.get(key, (key,)))
-            if not isinstance(found, TensorMetadata):
+            if not isinstance(entry, TensorMetadata):
                 [(_, written)] = by_key[key]
                 assert written.item is not None
                 blobs.append(Blob(key, path, written.item, written.digest))
                 continue
-            sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in found.chunks}
+            sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
             chunks = [
                 Chunk(
                     _box(tuple(index.offset or ()), sizes), written.item, written.payload, written.digest, written.crc32
@@ -199,23 +199,23 @@ class PublishingWriter(StorageWriter):
                 for index, written in by_key[key]
                 if written.item is not None
             ]
-            note = next((written.annotation for _, written in by_key[key] if written.annotation), Annotation())
+            annotation = next((written.annotation for _, written in by_key[key] if written.annotation), Annotation())
             tensors.append(
                 StateRecord(
                     key=key,
                     path=path,
-                    shape=tuple(found.size),
-                    dtype=dtype_name(found.properties.dtype),
+                    shape=tuple(entry.size),
+                    dtype=dtype_name(entry.properties.dtype),
                     chunks=tuple(sorted(chunks, key=lambda chunk: chunk.box.lo)),
                     fingerprint=as_hex(combine(*(written.share for _, written in by_key[key]))),
-                    **{f.name: getattr(note, f.name) for f in dataclasses.fields(note)},
+                    **{f.name: getattr(annotation, f.name) for f in dataclasses.fields(annotation)},
                 )
             )
         return Manifest(tuple(tensors), tuple(blobs), self._provenance)
 
 
 class _FileWriter:
-    """One rank's file: items end to end, digested in the pass that writes them."""
+    """Writes one rank's file: items end to end, digested in the pass that writes them."""
 
     def __init__(self, rank: int, target: _Target, planner: CoveringSavePlanner) -> None:
         self._rank = rank
@@ -223,7 +223,7 @@ class _FileWriter:
         self._planner = planner
 
     def write(self, items: Sequence[WriteItem]) -> list[WriteResult]:
-        """Blobs first, as DCP does, then tensors; on the disk, or in the store, when it returns."""
+        """Write blobs first, as DCP does, then tensors, and return when they are on the disk or in the store."""
         blobs = [(item, _blob(self._planner, item)) for item in items if item.type == WriteItemType.BYTE_IO]
         tensors = [(item, _frame(item)) for item in items if item.type != WriteItemType.BYTE_IO]
         starts, end = [], 0
@@ -237,7 +237,7 @@ class _FileWriter:
         return results
 
     def witness(self, item: WriteItem) -> WriteResult:
-        """What this rank holds of an item that another rank writes."""
+        """Digest and fingerprint of this rank's replica of an item that another rank writes."""
         if item.type == WriteItemType.BYTE_IO:
             written = _Written(self._rank, xxh3_128([_blob(self._planner, item)]))
         else:
@@ -266,7 +266,7 @@ class _FileWriter:
 
 
 def _frame(item: WriteItem) -> ItemFrame:
-    """What lies around the elements of a tensor, as planned."""
+    """The bytes around the elements of a planned tensor."""
     assert item.tensor_data is not None
     return tensor_item.frame(dtype_name(item.tensor_data.properties.dtype), tuple(item.tensor_data.chunk.sizes))
 
@@ -276,21 +276,21 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _tensor(planner: SavePlanner, item: WriteItem) -> Tensor:
-    found = planner.resolve_data(item)
-    assert isinstance(found, Tensor) and item.tensor_data is not None
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, Tensor) and item.tensor_data is not None
     dtype, shape = item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
-    if (found.dtype, tuple(found.shape)) != (dtype, shape):
+    if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
         raise LayoutError(
-            f"tensor {item.index.fqn!r}: the local tensor is {found.dtype} of shape {tuple(found.shape)}, "
-            f"its placements say {dtype} of shape {shape}"
+            f"tensor {item.index.fqn!r}: the local tensor is {tensor.dtype} of shape {tuple(tensor.shape)}, "
+            f"its placements imply {dtype} of shape {shape}"
         )
-    return found.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def _blob(planner: SavePlanner, item: WriteItem) -> memoryview:
-    found = planner.resolve_data(item)
-    assert isinstance(found, io.BytesIO)
-    return found.getbuffer()
+    stream = planner.resolve_data(item)
+    assert isinstance(stream, io.BytesIO)
+    return stream.getbuffer()
 
 
 def _offsets(item: WriteItem) -> tuple[int, ...]:
@@ -307,7 +307,7 @@ def _box(offsets: tuple[int, ...], sizes: Mapping[tuple[int, ...], tuple[int, ..
 
 
 def _prove_covered(plans: Sequence[SavePlan]) -> None:
-    """Every tensor must be whole on all ranks together; of replicas one counts, as DCP stores one."""
+    """Check that all ranks together hold every tensor whole; of replicas one counts, as DCP stores one."""
     shapes: dict[str, Index] = {}
     held: defaultdict[str, dict[Index, Fragment]] = defaultdict(dict)
     for rank, plan in enumerate(plans):
@@ -345,15 +345,17 @@ def _check_stored(plans: Sequence[SavePlan], stored: Mapping[MetadataIndex, _Wri
 def _check_witnesses(
     stored: Mapping[MetadataIndex, _Written], witnessed: Sequence[tuple[MetadataIndex, _Written]], metadata: Metadata
 ) -> None:
-    """Replicas must be equal: DCP stores one of them, and would lose the others without a word."""
-    for index, theirs in witnessed:
-        kept = stored[index]
-        if (kept.digest, kept.kind) == (theirs.digest, theirs.kind):
+    """Check that replicas are equal: DCP stores one of them, and would lose the others silently."""
+    for index, replica in witnessed:
+        saved = stored[index]
+        if (saved.digest, saved.kind) == (replica.digest, replica.kind):
             continue
-        what = f"{index.fqn!r} at {tuple(index.offset or ())}: ranks {kept.rank} and {theirs.rank} hold different data"
+        difference = (
+            f"{index.fqn!r} at {tuple(index.offset or ())}: ranks {saved.rank} and {replica.rank} hold different data"
+        )
         if isinstance(metadata.state_dict_metadata[index.fqn], TensorMetadata):
             raise LayoutError(
-                f"{what} under one key, of which only one would be saved; replicas must be equal, and data that "
+                f"{difference} under one key, of which only one would be saved; replicas must be equal, and data that "
                 "differs by rank needs a key of its own"
             )
-        warnings.warn(f"{what} that is not a tensor; the copy of rank {kept.rank} was saved", stacklevel=2)
+        warnings.warn(f"{difference} that is not a tensor; the copy of rank {saved.rank} was saved", stacklevel=2)

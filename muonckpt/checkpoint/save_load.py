@@ -39,14 +39,14 @@ def save(
 ) -> None:
     """Save a state dict as a new checkpoint, in a directory that all ranks see or in an object store.  Collective.
 
-    A directory appears whole, by one rename, after everything in it has been synced and checked; in a store what
-    describes the checkpoint is written last (docs/guide/object_stores.md).  If anything fails on any rank, nothing
-    appears.
+    A directory appears whole, by one rename, after everything in it has been synced and checked; in a store the
+    descriptions of the checkpoint are written last (docs/guide/object_stores.md).  If anything fails on any rank,
+    nothing appears.
 
     Args:
         state_dict: nested, as for ``dcp.save``; for example
             ``{"model": get_model_state_dict(m), "optimizer": get_optimizer_state_dict(m, opt)}``.
-        path: a path or a URL, where nothing may be yet.
+        path: a path or a URL, where nothing may exist yet.
         provenance: JSON data to keep in the manifest, such as ``{"step": 100}``.
 
     Raises:
@@ -73,7 +73,7 @@ def load(
     allow_extra: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Load a checkpoint, in place, into the tensors of ``state_dict``, on whatever mesh they are.  Collective.
+    """Load a checkpoint in place into the tensors of ``state_dict``, whatever mesh they are on.  Collective.
 
     Everything that is checked without reading data (keys, coverage, shapes, dtypes, momentum convention, the items of
     a stock checkpoint) is checked on all ranks before any tensor is touched; digests are checked chunk by chunk while
@@ -82,8 +82,8 @@ def load(
 
     Args:
         state_dict: the template, nested as it was saved; other objects with ``load_state_dict`` are called.
-        path: where a checkpoint is, as a path or a URL; of this package, of stock DCP, or of any other format that is
-            read here, if its keys are those of the template.
+        path: a path or a URL of a checkpoint of this package, of stock DCP, or of any other format that this package
+            reads, if its keys are those of the template.
         allow_extra: load only what the template asks for.  Otherwise keys that only the checkpoint has are an error,
             as keys that only the template has always are.
 
@@ -102,10 +102,10 @@ def load(
 
 @contextmanager
 def _own_errors(kind: type[MuonckptError]) -> Iterator[None]:
-    """Raise one error of ours in place of DCP's collection of tracebacks, on every rank the same one."""
+    """Raise one of our errors, the same on every rank, instead of DCP's collection of tracebacks."""
     try:
         with warnings.catch_warnings():
-            # One process without a process group is a supported use, not something to warn of.
+            # One process without a process group is supported: no reason to warn.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:

@@ -1,4 +1,4 @@
-"""Checking a chunk that several ranks read, each a run of it: nobody reads more than it needs.
+"""Checking a chunk of which several ranks read a run each: no rank reads more than it needs.
 
 The CRC-32 of the chunk follows from those of the runs.  It detects accidents, as it does in a zip archive.
 """
@@ -35,7 +35,7 @@ class PartlyRead:
 
 
 def run_of(window_lo: Index, window: Index, shape: Index) -> tuple[int, int] | None:
-    """Where a window of a dense row-major chunk begins and ends, in elements; None if it is not one run of them.
+    """Where a window of a dense row-major chunk begins and ends, in elements; None if it is not contiguous.
 
     Args:
         window_lo: its first index in the chunk, one per dim.
@@ -44,18 +44,18 @@ def run_of(window_lo: Index, window: Index, shape: Index) -> tuple[int, int] | N
     """
     start, numel, row = 0, 1, 1
     for lo, n, size in zip(reversed(window_lo), reversed(window), reversed(shape), strict=True):
-        if n != 1 and numel != row:  # several rows of which not all is wanted
+        if n != 1 and numel != row:  # parts of several rows
             return None
         start, numel, row = start + lo * row, numel * n, row * size
     return start, start + numel
 
 
 def holds(reads: Sequence[PartlyRead]) -> bool | None:
-    """Whether what ranks have read of a chunk is its payload; None if their runs do not tile it.
+    """Whether the runs that ranks have read of a chunk are its payload; None if they do not tile it.
 
-    Runs may occur several times, as replicas read them; they must agree, and so must the items.
+    Several ranks may read the same run, as replicas do; their checksums must agree, and so must the items'.
     """
-    (length, recorded), *others = {(read.length, read.crc32) for read in reads}
+    (length, recorded), *disagreeing = {(read.length, read.crc32) for read in reads}
     sums: dict[tuple[int, int], int] = {}
     for run in (run for read in reads for run in read.runs):
         if sums.setdefault((run.start, run.stop), run.crc32) != run.crc32:
@@ -64,4 +64,4 @@ def holds(reads: Sequence[PartlyRead]) -> bool | None:
     for (start, stop), crc32 in sorted(sums.items()):
         if start == reached:
             reached, total = stop, crc32_joined(total, crc32, stop - start)
-    return not others and total == recorded if reached == length else None
+    return not disagreeing and total == recorded if reached == length else None

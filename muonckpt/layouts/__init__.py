@@ -1,4 +1,4 @@
-"""The world's ways of sharding a tensor, each turned into a layout.  Behind this door nobody asks which one it was.
+"""The world's ways of sharding a tensor, each turned into a layout.  Code behind this door does not ask which it was.
 
 ``mesh`` reads mesh placements, ``uneven`` and ``flat`` read shards cut out of flat buffers, ``owned`` whole tensors
 with single owners, and ``buffers/`` the flat buffers of layer-wise optimizers.  ``tensors`` reads live torch tensors

@@ -2,8 +2,8 @@
 
 Placements apply from the first mesh axis to the last.  Along each tensor dim a rank's share is a list of *runs*,
 ``(start, stop)`` ranges of global indices in local order; a placement selects from the runs that the axes before it
-left.  So strided shards, uneven splits and any number of axes on one dim need no case of their own: the local tensor
-is the row-major product of its runs.
+left.  So strided shards, uneven splits and any number of axes on one dim need no special case: the local tensor is
+the row-major product of its runs.
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ def mesh_layout(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...])
 
 
 def local_shape(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], rank: int) -> Index:
-    """Shape of the local tensor on ``rank``: what torch must have there, or the layout does not describe it."""
-    at = mesh.ranks.index(rank)
-    coordinate = tuple(at // step % size for size, step in zip(mesh.shape, row_major(mesh.shape), strict=True))
+    """Shape of the local tensor on ``rank``, if the layout describes it."""
+    position = mesh.ranks.index(rank)
+    coordinate = tuple(position // step % size for size, step in zip(mesh.shape, row_major(mesh.shape), strict=True))
     runs_of = (_runs_along(dim, shape, mesh, placements) for dim in range(len(shape)))
     return tuple(sum(stop - start for start, stop in along(coordinate)) for along in runs_of)
 
@@ -128,7 +128,7 @@ def local_shape(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...],
 def _runs_along(
     dim: int, shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...]
 ) -> Callable[[tuple[int, ...]], Runs]:
-    """The runs of one dim by mesh coordinate.  Only the axes that cut the dim matter; each share is made once."""
+    """The runs of one dim by mesh coordinate.  Only the axes that cut the dim matter; each share is computed once."""
     axes = [axis for axis, placement in enumerate(placements) if placement.dim == dim]
 
     @cache
@@ -151,20 +151,20 @@ def _local_fragments(rank: int, runs: tuple[Runs, ...]) -> Iterator[Fragment]:
 
 def _with_offsets(runs: Runs) -> Iterator[tuple[int, int, int]]:
     """Runs with the local index at which each begins."""
-    at = 0
+    offset = 0
     for start, stop in runs:
-        yield start, stop, at
-        at += stop - start
+        yield start, stop, offset
+        offset += stop - start
 
 
 def _slice(runs: Runs, lo: int, hi: int) -> Runs:
     """Local indices ``lo:hi`` of the concatenated runs."""
-    cut = ((start + max(lo - at, 0), min(stop, start + hi - at)) for start, stop, at in _with_offsets(runs))
+    cut = ((start + max(lo - offset, 0), min(stop, start + hi - offset)) for start, stop, offset in _with_offsets(runs))
     return tuple((start, stop) for start, stop in cut if start < stop)
 
 
 def _joined(runs: Runs) -> Runs:
-    """Adjacent runs made one, so that a share that is contiguous is one box."""
+    """Merge adjacent runs, so that a contiguous share is one box."""
     joined: list[tuple[int, int]] = []
     for start, stop in runs:
         if joined and joined[-1][1] == start:

@@ -11,10 +11,10 @@ from ..layout import Buffer, TensorLayout, dense
 
 
 @lru_cache(maxsize=65536)
-def owned_layout(shape: Index, owner: Buffer, offset: int = 0) -> TensorLayout:
-    """The tensor lies dense and whole from element ``offset`` of ``owner``'s buffer."""
+def owned_layout(shape: Index, owner: Buffer) -> TensorLayout:
+    """The tensor lies dense and whole in the buffer of ``owner``."""
     box = Box.of(shape)
-    return TensorLayout(shape, (dense(box, owner, offset),) if box.numel else ())
+    return TensorLayout(shape, (dense(box, owner),) if box.numel else ())
 
 
 def blocks_of(shape: Index, blocks: int) -> list[Box]:
@@ -27,8 +27,8 @@ def blocks_of(shape: Index, blocks: int) -> list[Box]:
     size = -(-shape[dim] // blocks)
     cuts = [min(block * size, shape[dim]) for block in range(blocks + 1)]
 
-    def along(at: int) -> Index:
-        return tuple(at if d == dim else n for d, n in enumerate(shape))
+    def along(bound: int) -> Index:
+        return tuple(bound if d == dim else n for d, n in enumerate(shape))
 
     start = tuple(0 for _ in shape)
     return [Box((*start[:dim], lo, *start[dim + 1 :]), along(hi)) for lo, hi in pairwise(cuts)]
@@ -36,7 +36,7 @@ def blocks_of(shape: Index, blocks: int) -> list[Box]:
 
 @lru_cache(maxsize=65536)
 def blocks_layout(shape: Index, owners: tuple[Buffer, ...], blocks: int) -> TensorLayout:
-    """The blocks of a matrix with its owners: as many consecutive ones each, dense, one after the other.
+    """The blocks of a matrix with its owners: an equal number of consecutive ones each, dense, one after the other.
 
     Raises:
         LayoutError: the blocks do not divide over the owners.

@@ -22,10 +22,10 @@ from .owned import owned_layout
 def layout_of(tensor: torch.Tensor, replicas: tuple[int, ...] = (0,)) -> TensorLayout:
     """Where the elements of ``tensor`` live, on every rank, without any communication.
 
-    A DTensor says so itself; its buffers are global ranks.  A plain tensor lies whole on each rank of ``replicas``.
+    The buffers of a DTensor are global ranks.  A plain tensor lies whole on each rank of ``replicas``.
 
     Raises:
-        LayoutError: a ``Partial`` or unknown placement, or a local tensor that is not what its placements say.
+        LayoutError: a ``Partial`` or unknown placement, or a local tensor of another shape than the placements imply.
     """
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
@@ -38,13 +38,13 @@ def layout_of(tensor: torch.Tensor, replicas: tuple[int, ...] = (0,)) -> TensorL
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of ``tensor``: shares memory with it, takes no part in autograd."""
+    """This rank's part of ``tensor``, which shares its memory and is detached from autograd."""
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach()
 
 
 def is_first_copy(tensor: torch.Tensor) -> bool:
-    """Whether this rank is the first of those that hold the same part of ``tensor``: one rank for every element.
+    """Whether this rank is the first of those that hold the same part of ``tensor``.
 
     A plain tensor is its own first copy.
 
@@ -68,20 +68,20 @@ def rows_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
         return [(0, tensor.shape[0])]
     layout = layout_of(tensor)
     boxes = [layout.holders[number][0].box for number in layout.held.get(torch.distributed.get_rank(), ())]
-    # No placement turns rows around.
+    # No placement reverses rows.
     return sorted({(box.lo[0], box.hi[0]) for box in boxes})
 
 
 def zeros_placed_as(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros of another shape of the same rank, on the mesh and with the placements of ``tensor`` if it has any.
+    """Zeros of another shape with as many dims, on the mesh and with the placements of ``tensor`` if it has any.
 
-    Dims that are shorter than the axis that shards them leave the last ranks empty, as everywhere.
+    Where a dim is shorter than the axis that shards it, the last ranks are empty.
     """
     if not isinstance(tensor, DTensor):
         return torch.zeros(shape, dtype=dtype, device=tensor.device)
     mesh, placements = _mesh_of(tensor), _placements_of(tensor)
     local = local_shape(shape, mesh, placements, torch.distributed.get_rank())
-    made: torch.Tensor = DTensor.from_local(
+    zeros: torch.Tensor = DTensor.from_local(
         torch.zeros(local, dtype=dtype, device=tensor.device),
         tensor.device_mesh,
         tensor.placements,
@@ -89,11 +89,11 @@ def zeros_placed_as(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.d
         shape=torch.Size(shape),
         stride=row_major(shape),
     )
-    return made
+    return zeros
 
 
 def placement_json(tensor: torch.Tensor) -> Mapping[str, Any] | None:
-    """The layout in words, as JSON data for a checkpoint's provenance; None if mesh and placements do not say it."""
+    """Mesh and placements as JSON data for a checkpoint; None where they do not describe the tensor."""
     if not isinstance(tensor, DTensor) or _chunks_known(tensor):
         return None
     mesh = tensor.device_mesh
@@ -108,10 +108,10 @@ def placement_json(tensor: torch.Tensor) -> Mapping[str, Any] | None:
 
 
 def check_one_box(tensor: torch.Tensor) -> None:
-    """What this rank holds must be one box, as DCP's description of a DTensor says; or DCP's hooks say which it is.
+    """Check that this rank holds one box, as DCP assumes of a DTensor whose hooks do not say otherwise.
 
     Raises:
-        LayoutError: it is several (a ``_StridedShard`` whose inner axis is not sharded), of which DCP would read and
+        LayoutError: it holds several (a ``_StridedShard`` whose inner axis is not sharded), of which DCP would read and
             write a wrong one; or the tensor has no layout at all.
     """
     if _chunks_known(tensor):
@@ -119,11 +119,11 @@ def check_one_box(tensor: torch.Tensor) -> None:
     held = layout_of(tensor).fragments
     if isinstance(tensor, DTensor):
         rank = torch.distributed.get_rank()
-        mine = [fragment.box for fragment in held if fragment.place.buffer == rank]
-        if len(mine) > 1:
+        boxes = [fragment.box for fragment in held if fragment.place.buffer == rank]
+        if len(boxes) > 1:
             raise LayoutError(
-                f"rank {rank} holds {len(mine)} boxes of a tensor of shape {tuple(tensor.shape)} placed as "
-                f"{tensor.placements}; a checkpoint takes one box a rank: redistribute the tensor first"
+                f"rank {rank} holds {len(boxes)} boxes of a tensor of shape {tuple(tensor.shape)} placed as "
+                f"{tensor.placements}; a checkpoint takes one box per rank: redistribute the tensor first"
             )
 
 
@@ -162,9 +162,9 @@ def _check_local(tensor: DTensor, mesh: Mesh, placements: tuple[AxisPlacement, .
     if rank not in mesh.ranks:
         return
     expected = local_shape(tuple(tensor.shape), mesh, placements, rank)
-    found = tuple(tensor.to_local().shape)
-    if found != expected:
+    actual = tuple(tensor.to_local().shape)
+    if actual != expected:
         raise LayoutError(
-            f"rank {rank} holds a local tensor of shape {found}, but placements {tensor.placements} of a tensor of "
-            f"shape {tuple(tensor.shape)} on mesh {mesh.shape} say {expected}"
+            f"rank {rank} holds a local tensor of shape {actual}, but placements {tensor.placements} of a tensor of "
+            f"shape {tuple(tensor.shape)} on mesh {mesh.shape} imply {expected}"
         )

@@ -1,6 +1,6 @@
 """Megatron-FSDP's shards: padded flat buffers that the ranks of some mesh axes cut into equal parts.
 
-A rank's share of a tensor is what lies in its part of the buffer: any number of elements, none as well.  Under tensor
+A rank's share of a tensor is whatever lies in its part of the buffer: any number of elements, or none.  Under tensor
 parallelism each part of the tensor is cut out first and has a buffer of its own.
 """
 
@@ -21,11 +21,11 @@ from .mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """What each axis of a mesh does; an axis that is not named here holds replicas.
+    """How each axis of a mesh cuts a tensor; an axis that is not named here holds replicas.
 
     Args:
-        flat: the axes that cut the flat buffer, the one with the coarsest parts first; none: every rank holds it all.
-        split: the axis that cuts the tensor itself before that (tensor parallelism) and the dim that it cuts, if any.
+        flat: the axes that cut the flat buffer, coarsest parts first; if empty, every rank holds it all.
+        split: the axis, if any, that cuts the tensor itself before that (tensor parallelism), and the dim that it cuts.
 
     Raises:
         LayoutError: an axis is named twice, or is not on the mesh.
@@ -42,14 +42,14 @@ class Cuts:
 
     @property
     def shards(self) -> int:
-        """Into how many equal parts a buffer is cut."""
+        """The number of equal parts of a buffer."""
         return math.prod(self.mesh.shape[axis] for axis in self.flat)
 
     def part(self, shape: Index, coordinate: Index) -> Box:
-        """What tensor parallelism leaves of a tensor for the rank there: equal parts along one dim.
+        """The part of a tensor that tensor parallelism gives to the rank at a coordinate: equal parts along one dim.
 
         Raises:
-            LayoutError: the dim does not divide.  The buffers of unequal parts differ in more than the shape says.
+            LayoutError: the dim does not divide into equal parts.
         """
         if self.split is None:
             return Box.of(shape)
@@ -63,7 +63,7 @@ class Cuts:
         return Box(tuple(lo), tuple(hi))
 
     def shard(self, coordinate: Index) -> int:
-        """Which part of the buffer the rank there holds."""
+        """The number of the part of the buffer that the rank at a coordinate holds."""
         index = 0
         for axis in self.flat:
             index = index * self.mesh.shape[axis] + coordinate[axis]
@@ -87,7 +87,7 @@ def uneven_layout(shape: Index, start: int, buffer: int, cuts: Cuts) -> TensorLa
     held: defaultdict[Box, list[FlatShard]] = defaultdict(list)
     for rank, coordinate in zip(cuts.mesh.ranks, product(*map(range, cuts.mesh.shape)), strict=True):
         part = cuts.part(shape, coordinate)
-        # In elements of the part: what this rank's share of the buffer has of it.
+        # This rank's share of the buffer, in elements of the part.
         first = cuts.shard(coordinate) * size - start
         lo, hi = max(first, 0), min(first + size, part.numel)
         held[part] += [FlatShard(rank, lo, hi)] if lo < hi else []

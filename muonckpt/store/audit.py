@@ -1,4 +1,4 @@
-"""Auditing a checkpoint: is every element there, once, and the bytes those that were written?"""
+"""Auditing a checkpoint: is every element there exactly once, and are the bytes those that were written?"""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ from .reading.payloads import BAND_BYTES, Payloads, as_words, payload_of
 from .stored_items import check_blob
 
 Progress = Callable[[int, int], None]
-"""Told the bytes that have been read since the last call, and how many there are in all; called from several
-threads."""
+"""Called from several threads with the bytes that were read since the last call, and with the total."""
 
-# What is infinite or NaN: (mask, value) such that bits & mask == value.  IEEE 754 and bfloat16; the OCP 8-bit formats;
+# (mask, value): an element is infinite or NaN if bits & mask == value.  IEEE 754 and bfloat16; the OCP 8-bit formats;
 # the "fnuz" ones, whose only NaN is a negative zero (arXiv:2206.02915); the OCP MX scale.
 _NONFINITE = {"float16": (0x7C00, 0x7C00), "bfloat16": (0x7F80, 0x7F80), "float8_e5m2": (0x7C, 0x7C)}
 _NONFINITE |= {"float8_e4m3fn": (0x7F, 0x7F), "float8_e8m0fnu": (0xFF, 0xFF)}
@@ -41,7 +40,7 @@ _PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something wrong.  ``kind`` is one word for programs; ``message`` says what, where, expected and found."""
+    """A fault.  ``kind`` is one word for programs; ``message`` says what was expected, what was found, and where."""
 
     kind: str
     key: str | None
@@ -50,9 +49,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What an audit saw.  ``unchecked`` chunks have no sum of any kind; ``notes`` are no faults.
+    """The result of an audit.  ``unchecked`` chunks have no checksum of any kind; ``notes`` are not faults.
 
-    ``fingerprints`` are those of the bytes that are there, for every tensor that could be read whole.
+    ``fingerprints`` are computed from the bytes on disk, for every tensor that could be read whole.
     """
 
     tensors: int
@@ -85,13 +84,13 @@ def verify(
 ) -> AuditReport:
     """Check that a checkpoint of any format is whole: what ``muonckpt verify`` prints.
 
-    Coverage, bounds, digests, checksums, fingerprints, and infinite or NaN values.  What is wrong is listed in the
-    report, not raised.  Needs no torch.
+    Checks coverage, bounds, digests, checksums and fingerprints, and looks for infinite or NaN values.  Faults are
+    listed in the report, not raised.  Needs no torch.
 
     Args:
         path: a path, or a URL such as ``s3://bucket/step1000``.
         jobs: threads that read and check.
-        progress: told how far the work is.
+        progress: called with the bytes read since the last call, and with the total.
 
     Raises:
         SourceError: there is no checkpoint, or its metadata cannot be read at all.
@@ -134,10 +133,10 @@ def _audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int)
 
 
 def nonfinite(words: NDArray[Any], name: str) -> int:
-    """How many elements, given as raw bits, are infinite or NaN; 0 for types that have neither."""
+    """The number of elements, given as raw bits, that are infinite or NaN; 0 for types that have neither."""
     parts = _PARTS.get(name, name)
     flat = words.reshape(-1).view(dtype(parts).bits)
-    if parts in ("float32", "float64"):  # numpy's own test is vectorised; the other types it does not know
+    if parts in ("float32", "float64"):  # numpy's own test is vectorised, but lacks the other types
         return int(flat.size - np.count_nonzero(np.isfinite(flat.view(parts))))
     if parts not in _NONFINITE:
         return 0
@@ -150,10 +149,10 @@ def _audit_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, passed: 
     sums, bad = Sums(), 0
     try:
         payload = payload_of(tensor, chunk)
-        at = payload.offset
+        offset = payload.offset
         for band in bands(chunk.box, BAND_BYTES // itemsize(tensor.dtype)):
             for box in band.boxes:
-                part = Extent(payload.file, at, box.numel * itemsize(tensor.dtype))
+                part = Extent(payload.file, offset, box.numel * itemsize(tensor.dtype))
                 if chunk.strides is None:
                     words = as_words(payloads.view(part), tensor.dtype, box.shape)
                 else:
@@ -162,7 +161,7 @@ def _audit_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, passed: 
                 bad += nonfinite(words, tensor.dtype)
                 payloads.release(part)
                 passed(part.length)
-                at = part.end
+                offset = part.end
         checksum = sums.checksum if chunk.strides is None else crc32(payloads.bands(payload))
     except MuonckptError as error:
         return _ChunkResult(where, None, 0, (Finding("unreadable", tensor.key, f"{where}: {error}"),))
@@ -179,15 +178,15 @@ def _audit_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, passed: 
     return _ChunkResult(where, sums.share, bad, tuple(findings))
 
 
-def _audit_tensor(tensor: StateRecord, results: list[_ChunkResult], found: str | None) -> Iterator[Finding]:
+def _audit_tensor(tensor: StateRecord, results: list[_ChunkResult], fingerprint: str | None) -> Iterator[Finding]:
     try:
         tensor.chunk_layout()
     except LayoutError as error:
         yield Finding("coverage", tensor.key, str(error))
     for result in results:
         yield from result.findings
-    if found and tensor.fingerprint not in (None, found):
-        message = f"tensor {tensor.key!r}: fingerprint {found}, expected {tensor.fingerprint}"
+    if fingerprint and tensor.fingerprint not in (None, fingerprint):
+        message = f"tensor {tensor.key!r}: fingerprint {fingerprint}, expected {tensor.fingerprint}"
         yield Finding("fingerprint", tensor.key, message)
     bad = [result for result in results if result.nonfinite]
     if bad:
@@ -204,7 +203,7 @@ def _audit_blob(payloads: Payloads, blob: Blob) -> Iterator[Finding]:
 
 
 def _against_metadata(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
-    """What stock programs would read must be what the manifest describes."""
+    """Compare DCP's metadata, which stock programs read, with the manifest."""
     if checkpoint.format is not OWN:
         return
     try:
@@ -230,7 +229,7 @@ def _against_metadata(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
 
 
 def _described(manifest: Manifest) -> dict[str, dict[str, object]]:
-    """By key, what both descriptions say of each tensor and item."""
+    """The facts that both descriptions state, by the key of each tensor and item."""
     described: dict[str, dict[str, object]] = {}
     for tensor in manifest.tensors:
         known = described[tensor.key] = {"dtype": tensor.dtype, "shape": tensor.shape, "path": tensor.path}
@@ -250,5 +249,5 @@ def _is_empty(file: Location) -> bool:
     try:
         with open_regular(file) as opened:
             return opened.size == 0
-    except SourceError:  # no regular file, but something
+    except SourceError:  # not a regular file, so not an empty one
         return False

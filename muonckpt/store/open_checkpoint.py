@@ -22,10 +22,7 @@ from .stored_tensor import StoredTensor, TensorReader
 class OpenCheckpoint:
     """A checkpoint of any format whose metadata have been read; its items and elements are read when asked for.
 
-    A context manager: leaving it gives the files back.  Arrays that were read stay.
-
-    Args:
-        path: where it is.
+    A context manager, which closes the files at its end.  Arrays that were read stay valid.
 
     Raises:
         SourceError: there is no checkpoint, or its metadata are damaged or refused.
@@ -35,7 +32,7 @@ class OpenCheckpoint:
     def __init__(self, path: Location) -> None:
         self.path = path
         self.format: Format = format_of(path)
-        """Which format it is in; ``format.name`` says it in words."""
+        """Its format; ``format.name`` is what a user calls it."""
         self._reader = self.format.reader(path)
         self._tensors = TensorReader(self._reader)
 
@@ -51,10 +48,10 @@ class OpenCheckpoint:
         return f"<{self.format.name} checkpoint at {self.path}: {len(self.outline.tensors)} tensors>"
 
     def close(self) -> None:
-        """Give the files back.  What is read afterwards opens them again."""
+        """Close the files.  Reading afterwards opens them again."""
         self.payloads.close()
 
-    # What a user asks.
+    # For users.
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -65,7 +62,7 @@ class OpenCheckpoint:
 
     @cached_property
     def items(self) -> Mapping[str, Any]:
-        """What is no tensor, by flat keys, as plain data; each item is decoded, safely, when it is asked for."""
+        """Items that are not tensors, by flat keys, as plain data; each is decoded safely when it is first read."""
         return Items(_by_key(self.path, self.outline.blobs), self.values)
 
     @cached_property
@@ -75,25 +72,25 @@ class OpenCheckpoint:
         Groups that are stored under other keys than torch's, as Megatron's are, are not here.
 
         Raises:
-            SourceError: an option is damaged, or no plain data.
+            SourceError: an option is damaged or not plain data.
         """
         return read_torch_groups(self.outline, self.values)
 
     @property
     def provenance(self) -> Mapping[str, Any]:
-        """Who made it and how, as its metadata say: JSON data."""
+        """JSON data of its metadata on the program, step and meshes that made it."""
         return self.outline.provenance
 
-    # What works on whole checkpoints.
+    # For code that works on whole checkpoints.
 
     @property
     def outline(self) -> Manifest:
-        """What the metadata say; where the elements of a chunk are may be unknown."""
+        """The manifest without opened items: the places of a chunk's elements may be unknown."""
         return self._reader.outline
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The same, and where all elements are: the items of a stock DCP checkpoint are opened to learn it.
+        """The manifest with the places of all elements: the items of a stock DCP checkpoint are opened to find them.
 
         Raises:
             SourceError: an item is damaged, or not what the metadata promise.
@@ -101,7 +98,7 @@ class OpenCheckpoint:
         return replace(self.outline, tensors=self.locate(self.outline.tensors))
 
     def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
-        """Some tensors of the outline, some of their chunks perhaps, with the places of the elements of these chunks.
+        """Tensors of the outline, perhaps with some of their chunks only, with the places of the chunks' elements.
 
         Raises:
             SourceError: an item is damaged, or not what the metadata promise.
@@ -110,17 +107,17 @@ class OpenCheckpoint:
 
     @property
     def payloads(self) -> Payloads:
-        """The bytes of its files."""
+        """The bytes of the checkpoint's files."""
         return self._reader.payloads
 
     @cached_property
     def values(self) -> Values:
-        """Its small items and 0-d tensors as plain data."""
+        """Small items and 0-d tensors as plain data."""
         return Values(self.payloads, self._tensors)
 
 
 def open(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:
-    """Open a checkpoint of any format that is read here, in a folder, a file, or an object store.
+    """Open a checkpoint of any known format, in a folder, a file, or an object store.
 
     Reads its metadata; needs no torch.
 
@@ -137,11 +134,13 @@ _Entry = TypeVar("_Entry", StateRecord, Blob)
 
 
 def _by_key(path: Location, entries: Iterable[_Entry]) -> dict[str, _Entry]:
-    """Raises:
-    SourceError: a key occurs twice.
+    """Entries by their keys.
+
+    Raises:
+        SourceError: a key occurs twice.
     """
-    found: dict[str, _Entry] = {}
+    entries_of_keys: dict[str, _Entry] = {}
     for entry in entries:
-        if found.setdefault(entry.key, entry) is not entry:
+        if entries_of_keys.setdefault(entry.key, entry) is not entry:
             raise SourceError(f"{path}: expected each key once, found {entry.key!r} twice")
-    return found
+    return entries_of_keys

@@ -1,6 +1,6 @@
-"""The items of an open checkpoint that are no tensors: hyper-parameters and counters, decoded as plain data.
+"""The items of an open checkpoint that are not tensors: hyper-parameters and counters, decoded as plain data.
 
-Nothing in an item is ever run.
+No code in an item is ever run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_blob(payloads: Payloads, blob: Blob) -> bytes:
         if blob.digest is not None:
             compare("digest", xxh3_128([raw]), blob.digest)
             return raw
-        for member in read_members(lambda offset, count: raw[offset : offset + count], 0, len(raw)):
+        for member in read_members(lambda offset, count: raw[offset : offset + count], len(raw)):
             if member.crc32 is not None:
                 checksum = crc32([raw[member.offset : member.offset + member.length]])
                 compare(f"CRC-32 of {member.name}", f"{checksum:08x}", f"{member.crc32:08x}")
@@ -53,14 +53,14 @@ class Values:
         self._known: dict[Blob, Any] = {}
 
     def read(self, entry: Blob | StateRecord) -> Any:
-        """An option of an optimizer, whichever way it is stored: a number as an item or as a 0-d tensor."""
+        """An option of an optimizer, stored as an item or as a 0-d tensor."""
         return self.scalar(entry) if isinstance(entry, StateRecord) else self.item(entry)
 
     def item(self, blob: Blob) -> Any:
         """The object in an item: None, a bool, number or string, or lists, tuples and string-keyed dicts of these.
 
         Raises:
-            SourceError: it is damaged, or holds anything else.
+            SourceError: it is damaged, or holds something else.
         """
         if blob not in self._known:
             raw = check_blob(self._payloads, blob)
@@ -69,14 +69,14 @@ class Values:
         return self._known[blob]
 
     def parts(self, blob: Blob) -> Any:
-        """The object in an item that may hold anything, of which parts are plain; the rest are inert `Record`s."""
+        """The object in an item of which only parts are plain data; the rest are inert `Record`s."""
         return plain_value(check_blob(self._payloads, blob), Anything())
 
     def part(self, blob: Blob, key: str, value: object) -> Blob:
-        """A part of an item as an item of its own, for `item` to read."""
-        mine = replace(blob, key=f"{blob.key}#{key}")
-        self._known[mine] = value
-        return mine
+        """Register a part of an item as an item of its own, for `item` to read."""
+        part = replace(blob, key=f"{blob.key}#{key}")
+        self._known[part] = value
+        return part
 
     def scalar(self, tensor: StateRecord) -> float | int:
         """The one element of a tensor.
@@ -100,9 +100,9 @@ def scalar_bytes(dtype: str, value: float) -> bytes:
 
 
 class Items(Mapping[str, Any]):
-    """The items of a checkpoint by key, each read, checked and decoded when it is asked for.
+    """The items of a checkpoint by key, each read, checked and decoded when it is first used.
 
-    An item that holds anything but plain data raises `SourceError`.
+    An item that is not plain data raises `SourceError`.
     """
 
     def __init__(self, blobs: Mapping[str, Blob], values: Values) -> None:
@@ -128,7 +128,7 @@ def read_torch_groups(manifest: Manifest, values: Values) -> dict[str, dict[str,
     That is ``(…, "param_groups", number, option)``, or flattened ``param_groups.<parameter>.<option>``.
 
     Raises:
-        SourceError: an option is damaged, or no plain data.
+        SourceError: an option is damaged or not plain data.
     """
     groups: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     entries: tuple[Blob | StateRecord, ...] = (*manifest.blobs, *manifest.tensors)

@@ -23,19 +23,19 @@ Selection = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 """What numpy calls basic indexing, with steps of one."""
 
 _WIDER = "bfloat16"
-"""The type that numpy lacks and whose numbers float32 has: its bits are the upper half of theirs."""
+"""The type that numpy lacks, but float32 represents exactly: its bits are the upper half of float32's."""
 
 
 class TensorReader:
-    """Reads boxes of tensors.  A chunk is located, and checked whole, before anything of it is used for the first time.
+    """Reads boxes of tensors.  A chunk is located, and checked whole, before any of it is used for the first time.
 
-    Not for several threads.
+    Not thread-safe.
     """
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._located: dict[tuple[str, Index], Chunk] = {}
-        """Chunks of which it is known where their elements are, by the tensor's key and their first index."""
+        """Chunks whose elements have been located, by the tensor's key and the chunk's first index."""
         self._checked: set[Chunk] = set()
 
     def words(self, tensor: StateRecord, box: Box) -> NDArray[Any]:
@@ -55,7 +55,7 @@ class TensorReader:
         return words
 
     def _chunks(self, tensor: StateRecord, box: Box) -> list[Chunk]:
-        """The chunks that have elements of a box, located."""
+        """The located chunks that have elements of a box."""
         chunks = [chunk for chunk in tensor.chunks if chunk.box & box]
         fresh = tuple(chunk for chunk in chunks if (tensor.key, chunk.box.lo) not in self._located)
         (located,) = self._reader.locate((replace(tensor, chunks=fresh),))
@@ -63,7 +63,7 @@ class TensorReader:
         return [self._located[tensor.key, chunk.box.lo] for chunk in chunks]
 
     def _elements(self, tensor: StateRecord, chunk: Chunk, box: Box) -> NDArray[Any]:
-        """The elements of a box of a chunk, which has been checked then."""
+        """The elements of a box of a chunk, which is checked if it has not been."""
         payloads = self._reader.payloads
         if chunk not in self._checked and chunk.box == box:
             elements = checked_elements(payloads, tensor, chunk)
@@ -81,7 +81,7 @@ class StoredTensor:
     """A tensor of an open checkpoint.
 
     ``tensor[10:20]`` reads a box of it, as numpy would index it; negative indices count from the end, steps are one.
-    A chunk is checked whole against what is recorded of it when something of it is read for the first time.
+    A chunk is checked whole against its recorded checksum when any of it is read for the first time.
     """
 
     record: StateRecord
@@ -109,17 +109,17 @@ class StoredTensor:
 
     @property
     def slot(self) -> str | None:
-        """The slot of optimizer state that it is, where that is recorded."""
+        """Its slot of optimizer state, where that is recorded."""
         return self.record.slot
 
     @property
     def convention(self) -> Convention | None:
-        """How it accumulates gradients, if it is a momentum and that is recorded."""
+        """How it accumulates gradients, where it is a momentum buffer and that is recorded."""
         return self.record.convention
 
     @property
     def layout(self) -> Mapping[str, Any] | None:
-        """How the program that wrote it had it on its ranks, where that is recorded."""
+        """Its layout on the ranks of the program that wrote it, where that is recorded."""
         return self.record.layout
 
     @property
@@ -137,7 +137,7 @@ class StoredTensor:
         return self[...]
 
     def bits(self) -> NDArray[Any]:
-        """All elements as unsigned integers of their size; of 16-byte elements two of 8 bytes, on one more dim.
+        """All elements as unsigned integers of their size; 16-byte elements as two of 8 bytes, on one more dim.
 
         Raises:
             SourceError: a chunk is damaged.

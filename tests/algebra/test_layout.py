@@ -65,13 +65,6 @@ def test_layouts_that_differ_in_anything_are_different_and_have_other_digests():
     assert len(set(layouts.values())) == len({layout.digest() for layout in layouts.values()}) == len(layouts)
 
 
-def test_a_layout_is_clipped_to_what_it_has():
-    assert ROWS.clip((3, 3)).fragments == (dense(Box((0, 0), (2, 3)), 0), dense(Box((2, 0), (3, 3)), 1, 7))
-    assert ROWS.clip((0, 3)) == TensorLayout((0, 3), ())
-    with pytest.raises(LayoutError, match=r"cannot clip a tensor of shape \(4, 3\) to the larger shape \(4, 4\)"):
-        ROWS.clip((4, 4))
-
-
 def test_a_plan_writes_all_of_its_target():
     box = Box((0,), (3,))
     copy = Copy(box, Place(0, 0, (1,)), Place(1, 0, (1,)))

@@ -100,5 +100,5 @@ def test_other_json_and_no_json_are_refused():
 
 def test_the_layout_of_a_record_proves_coverage_and_names_the_tensor():
     assert [f.place.buffer for f in TENSOR.chunk_layout().fragments] == ["0", "1"]
-    with pytest.raises(LayoutError, match=r"o\.state\.w\.momentum_buffer.*nobody holds box \[2:4, 0:3\]"):
+    with pytest.raises(LayoutError, match=r"o\.state\.w\.momentum_buffer.*no buffer holds box \[2:4, 0:3\]"):
         replace(TENSOR, chunks=CHUNKS[:1]).chunk_layout()

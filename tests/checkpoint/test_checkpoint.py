@@ -213,7 +213,7 @@ def test_a_template_may_have_nothing_where_items_go(tmp_path):
 
 def test_a_hole_in_the_checkpoint_is_an_error_naming_tensor_and_box(saved):
     edit(saved, lambda tensors: tensors["s.w"].update(shape=[6, 3]))
-    with pytest.raises(LayoutError, match=r"s\.w.*nobody holds box \[4:6, 0:3\]"):
+    with pytest.raises(LayoutError, match=r"s\.w.*no buffer holds box \[4:6, 0:3\]"):
         muonckpt.load({"s": {"w": torch.zeros(6, 3)}}, saved, allow_extra=True)
 
 

@@ -73,7 +73,7 @@ def lacking(rank, world, path):
 
 def test_a_part_that_no_rank_saves_is_named(tmp_path):
     for message in run(2, lacking, str(tmp_path / "c")):
-        assert "tensor 'w'" in message and "nobody holds box [2:4, 0:3]" in message and "rank 0" in message
+        assert "tensor 'w'" in message and "no buffer holds box [2:4, 0:3]" in message and "rank 0" in message
     assert list(tmp_path.iterdir()) == []
 
 

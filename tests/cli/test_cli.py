@@ -100,7 +100,7 @@ SOURCES = {
     "a hole": (
         lambda path: manifest_edited(path, lambda entries: entries[KEY]["chunks"].clear()) or path,
         ("reshard",),
-        "nobody holds box",
+        "no buffer holds box",
     ),
 }
 

@@ -228,7 +228,7 @@ def test_a_hole_is_an_error_and_a_wrong_fingerprint_too(source, tmp_path):
     with pytest.raises(SourceError, match=r"'t\.cube'.*fingerprint [0-9a-f]{16}, .* 0{16}"):
         export(source, tmp_path / "out", "file")
     sharded.manifest_edited(source, lambda entries: entries["t.cube"]["chunks"].pop(1))
-    with pytest.raises(LayoutError, match=r"'t\.cube'.*nobody holds box"):
+    with pytest.raises(LayoutError, match=r"'t\.cube'.*no buffer holds box"):
         export(source, tmp_path / "out", "file")
     assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
 

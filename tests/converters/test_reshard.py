@@ -191,7 +191,7 @@ def test_a_file_that_is_not_there_whole_is_a_fault_of_the_source(name, how, tmp_
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda cube: cube["chunks"].pop(1), LayoutError, r"'t\.cube'.*nobody holds box \[1:2, 0:4, 0:5\]"),
+        (lambda cube: cube["chunks"].pop(1), LayoutError, r"'t\.cube'.*no buffer holds box \[1:2, 0:4, 0:5\]"),
         (lambda cube: cube.update(fingerprint="0" * 16), SourceError, r"'t\.cube'.*fingerprint [0-9a-f]{16}, .* 0{16}"),
     ],
 )

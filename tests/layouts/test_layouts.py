@@ -140,7 +140,7 @@ def test_a_buffer_reads_its_own_replica_and_strangers_go_round():
 
 
 def test_a_hole_names_tensor_box_and_holders():
-    with pytest.raises(LayoutError, match=r"nobody holds box \[2:4, 0:3\].*buffers: 7"):
+    with pytest.raises(LayoutError, match=r"no buffer holds box \[2:4, 0:3\].*buffers: 7"):
         TensorLayout((4, 3), (dense(Box((0, 0), (2, 3)), 7),))
 
 
@@ -168,14 +168,14 @@ def test_shapes_must_agree():
 def test_pieces_must_tile_their_matrix():
     layout = row_layout((4, 4), 2)
     pieces = stacked([Box((0, 0), (2, 4)), Box((2, 0), (4, 3))], dim=0)
-    with pytest.raises(LayoutError, match="nobody holds"):
+    with pytest.raises(LayoutError, match="no buffer holds"):
         through(pieces, layout)
     with pytest.raises(LayoutError, match="outside the parameter"):
         through(stacked([Box((0, 0), (5, 4))], 0), layout)
 
 
 def test_flat_shards_must_hold_the_tensor():
-    with pytest.raises(LayoutError, match="nobody holds"):
+    with pytest.raises(LayoutError, match="no buffer holds"):
         flat_layout((4, 4), 10, even_shards(24, 2))
     with pytest.raises(LayoutError, match="does not divide"):
         even_shards(25, 2)

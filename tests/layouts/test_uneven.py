@@ -60,7 +60,7 @@ def test_layouts_that_cannot_be_are_refused():
     rows, grid = Mesh.of(4), Mesh.of(2, 2)
     with pytest.raises(LayoutError, match="30 elements does not divide into 4"):
         uneven_layout((5, 6), 0, 30, Cuts(rows, (0,)))
-    with pytest.raises(LayoutError, match="nobody holds"):
+    with pytest.raises(LayoutError, match="no buffer holds"):
         uneven_layout((5, 6), 4, 32, Cuts(rows, (0,)))
     with pytest.raises(LayoutError, match=r"dim 0 of a tensor of shape \(5, 6\)"):
         uneven_layout((5, 6), 0, 32, Cuts(grid, (0,), (1, 0)))

@@ -214,7 +214,7 @@ def moved(metadata: Metadata) -> Metadata:
 
 
 FAULTS = {
-    "hole": (without_a_chunk, lambda chunks: chunks.pop(1), r"'w'.*nobody holds box \[14:28, 0:3\]"),
+    "hole": (without_a_chunk, lambda chunks: chunks.pop(1), r"'w'.*no buffer holds box \[14:28, 0:3\]"),
     "overlap": (
         moved,
         lambda chunks: chunks[1].update(lo=[13, 0], hi=[27, 3]),

@@ -308,7 +308,7 @@ def replaced_by_a_link(folder: Path, index: dict[str, Any]) -> None:
 
 DAMAGE = {
     "out of bounds": (momentum("files", 1, 1, to=1 << 20), "it was cut"),
-    "overlap": (momentum("files", 1, 1, to=0), "begins there already"),
+    "overlap": (momentum("files", 1, 1, to=0), "begins before that"),
     "too long": (momentum("files", 1, 2, to=1 << 12), "expected places of"),
     "no places": (momentum("files", to=[]), "expected places of"),
     "places of another kind": (momentum("files", to=3), "TypeError"),
@@ -322,7 +322,7 @@ DAMAGE = {
     "two dtypes": (momentum("parameters", 0, "dtype", to="float16"), "one dtype"),
     "of another dtype": (lambda path, index: index["tensors"][0].update(dtype="float16"), "lists it as float16"),
     "a chunk": (lambda path, index: index["tensors"][0]["chunks"][0].update(payload=[2, 90]), "where the buffers say"),
-    "a buffer": (lambda path, index: index["provenance"]["buffers"].pop(), "nobody holds"),
+    "a buffer": (lambda path, index: index["provenance"]["buffers"].pop(), "no buffer holds"),
     "no buffers": (lambda path, index: index["provenance"].pop("buffers"), "buffers"),
     "buffers": (lambda path, index: index["provenance"].update(buffers=3), "TypeError"),
     "version": (lambda path, index: index.update(version=2), "version"),

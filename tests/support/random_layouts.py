@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from muonckpt.box import Box
+from muonckpt.layout import Fragment, TensorLayout
 from muonckpt.layouts.flat import FlatShard, flat_layout
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, mesh_layout
 from muonckpt.layouts.owned import owned_layout
@@ -49,12 +51,14 @@ def random_flat_layout(rng, shape):
 
 
 def random_owned_layout(rng, shape):
-    return owned_layout(shape, int(rng.integers(8)), int(rng.integers(5)))
+    return owned_layout(shape, int(rng.integers(8)))
 
 
 def random_padded_layout(rng, shape):
     padded = tuple(int(n + rng.integers(0, 4)) for n in shape)
-    return random_mesh_layout(rng, padded).clip(shape)
+    inside = Box.of(shape)
+    parts = ((fragment, fragment.box & inside) for fragment in random_mesh_layout(rng, padded).fragments)
+    return TensorLayout(shape, tuple(Fragment(box, fragment.at(box.lo)) for fragment, box in parts if box))
 
 
 READERS = [random_mesh_layout, random_flat_layout, random_owned_layout, random_padded_layout]

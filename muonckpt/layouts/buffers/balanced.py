@@ -1,8 +1,8 @@
-"""Our own buffers: owners balanced over everything, almost no padding, and little moved when something changes.
+"""Our own buffers: owners balanced over all buffers, almost no padding, and few elements moved when something changes.
 
 Megatron pads because its shards must be equal: a bucket takes at least ``ranks * largest parameter``.  Here a bucket
-takes what its parameters take, each rank's side by side, and the shards are as unequal as they come.  So buckets no
-longer limit who owns what: one assignment balances all buckets of all buffers, dense and expert together.
+takes what its parameters take, each rank's side by side, and shards may be unequal.  So buckets do not restrict
+owners: one assignment balances all buckets of all buffers, dense and expert together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALIGNMENT = 64
 """Every parameter begins at a multiple of this many elements, in the buffer and in what its owner holds of it."""
 
 TOLERANCE = 1.02
-"""How much longer than a fresh assignment the busiest rank may work, so that parameters stay where they were."""
+"""The busiest rank may work this many times as long as with a fresh assignment if parameters then keep their owners."""
 
 
 def newton_schulz(parameter: Parameter) -> int:
@@ -61,16 +61,17 @@ def balanced_owners(
     """The owner of each parameter by name, a rank of its own data-parallel group.
 
     Longest processing time first (Graham 1969), over dense and expert parameters at once; among equally loaded ranks
-    the one that awaits the least of what it had, then the one that holds the fewest elements, then the first.
+    the one that still waits for the least of what it owned before, then the one with the fewest elements, then the
+    first.
 
-    Expert rank ``e`` is taken to be the dense ranks from ``e * dense / expert`` to ``(e + 1) * dense / expert``, as
-    where expert parallelism is the innermost axis.  If it is not, the balance suffers, nothing else.
+    Expert rank ``e`` is assumed to be the dense ranks from ``e * dense / expert`` to ``(e + 1) * dense / expert``, as
+    it is where expert parallelism is the innermost axis.  Elsewhere only the balance suffers.
 
     Args:
         previous: owners by name (`BufferLayout.owners`).  A parameter stays with its own, if that is still a rank,
             unless that rank would then work longer than `TOLERANCE` times the busiest of a fresh assignment.
 
-    Tied parameters belong to rank 0 whatever they cost, so that the pipeline stages that share them agree.
+    Tied parameters belong to rank 0 whatever their cost, so that the pipeline stages that share them agree.
     """
     tied = {parameter.name: 0 for parameter in parameters if parameter.tied}
     fresh, busiest = _longest_first(parameters, sizes, tied, 0)

@@ -2,8 +2,8 @@
 
 One description serves padded, compact, ping-pong and byte-sharded buffers.  *Parameters* are listed with their ranges,
 *buckets* say what is communicated at once, *shards* which ranks hold which ranges once gradients are reduced.  An owner
-is the rank whose one shard holds all of a parameter; padding is what no parameter covers.  Nothing else tells the
-algorithms apart.
+is the rank whose one shard holds all of a parameter; padding is what no parameter covers.  The algorithms differ in
+nothing else.
 
 All starts, stops and sizes are in elements of the buffer.
 """
@@ -32,14 +32,14 @@ class BufferLayout:
     ``whole`` each in one shard.
 
     Args:
-        algorithm: what placed the parameters, with the ``version`` of its rules.  A checkpoint records both and the
+        algorithm: the name of the placement, with the ``version`` of its rules.  A checkpoint records both and the
             result.
         ranks: size of the data-parallel group; shards name its ranks ``0 … ranks - 1``.
         parameters: in forward order of the model.
         buckets: in order, as are the shards, replicas by rank.
         alignment: every parameter begins at a multiple of it.
         whole: no parameter is cut.
-        options: what else the algorithm was told, such as ``bucket_size``; JSON values.
+        options: further arguments of the algorithm, such as ``bucket_size``; JSON values.
 
     Raises:
         LayoutError: names the parameter, bucket or shard, and the rule that it breaks.
@@ -93,7 +93,7 @@ class BufferLayout:
 
     @property
     def even(self) -> bool:
-        """Every bucket is cut into ``ranks`` equal shards, in order: what a plain reduce-scatter can serve."""
+        """Whether every bucket is cut into ``ranks`` equal shards, in order, as a plain reduce-scatter needs."""
         divides = all((stop - start) % self.ranks == 0 for start, stop in self.buckets)
         return divides and self.shards == divided(self.buckets, self.ranks)
 

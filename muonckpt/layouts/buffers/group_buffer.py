@@ -1,4 +1,4 @@
-"""A flat buffer in a checkpoint: what it is of, which ranks of the whole run share it, and how that is recorded."""
+"""A flat buffer in a checkpoint: its slot, the ranks of the whole run that share it, and how both are recorded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .buffer_layout import BufferLayout
 from .layout_json import LAYOUT, FieldTypes, check_fields, int_tuple
 
 GROUP: FieldTypes = {"slot": (str, NoneType), "part": (int,), "group": (list,), "origins": (list,)}
-"""The fields that a checkpoint records of a buffer besides those of its layout."""
+"""The fields that a checkpoint records for a buffer besides those of its layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +23,16 @@ class GroupBuffer:
     """A buffer of one slot of state, shared by a group of ranks.
 
     Args:
-        slot: of the optimizer's state; None: weights, and what is in no slot.
+        slot: of the optimizer's state; None for weights and everything else without a slot.
         part: number of the group among those that cut the same tensors.
         group: the global rank of each rank of the layout.
-        origins: for each parameter of the layout the global index of its first element: the buffer may hold a box of
-            a tensor only, where other axes of the mesh cut it as well.
-        layout: its parameters are named by the keys of the tensors, and of their dtype.
+        origins: for each parameter of the layout the global index of its first element: where other axes of the mesh
+            cut the tensor as well, the buffer holds a box of it only.
+        layout: its parameters have the keys of the tensors as names, and their dtypes.
 
     Raises:
-        LayoutError: the layout has no parameters, the group is not of as many distinct ranks, or the origins are not
-            those of the parameters.
+        LayoutError: the layout has no parameters, the group does not have as many distinct ranks, or the origins do not
+            fit the parameters.
     """
 
     slot: str | None
@@ -51,7 +51,7 @@ class GroupBuffer:
             raise LayoutError(f"the origins {self.origins} are not those of the buffer's parameters")
 
     def fragments(self) -> Iterator[tuple[str, Fragment]]:
-        """By key, where each box of a tensor lies in what a global rank holds of this buffer, in elements."""
+        """The key of each tensor with the fragments of its boxes, whose buffers are the global ranks."""
         held = self.layout.held_layouts(self.group)
         for placed, origin in zip(self.layout.parameters, self.origins, strict=True):
             for fragment in held[placed.name].fragments:
@@ -96,9 +96,9 @@ def recorded(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
 
 
 def recorded_run(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
-    """The flat buffers of the layer-wise run that saved a checkpoint, given its provenance; none if it was no such run.
+    """The flat buffers of the layer-wise run that saved a checkpoint, given its provenance; none if it was another run.
 
-    They are of no slot: of parameters and gradients, by the names of the parameters.
+    They have no slot: they hold parameters and gradients, by the names of the parameters.
 
     Raises:
         SourceError: the record is not as docs/formats/manifest.md says.

@@ -1,4 +1,4 @@
-"""A buffer layout as JSON data: what a checkpoint records, so that no reader has to know what placed the parameters."""
+"""A buffer layout as JSON data, which checkpoints record so that no reader has to know how parameters were placed."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ PARAMETER: FieldTypes = {
     "bucket": (int,),
     "owner": (int, NoneType),
 }
-"""The fields of a parameter: what the algorithm saw of it, then where it lies and who holds all of it, if one does."""
+"""The fields of a parameter: what the algorithm looked at, then where the parameter lies, and its owner if it has
+one."""
 
 
 def to_json(layout: BufferLayout) -> dict[str, Any]:
-    """The description with nothing left to compute: owners and ends are written out.  Parameters in forward order."""
+    """The layout with owners and ends written out, parameters in forward order, so that readers compute nothing."""
     owners = layout.owners
     return {
         "algorithm": layout.algorithm,
@@ -75,7 +76,7 @@ def to_json(layout: BufferLayout) -> dict[str, Any]:
 
 
 def from_json(data: Mapping[str, Any]) -> BufferLayout:
-    """Read what `to_json` wrote.  What a later version of the algorithm would place elsewhere stays where it is.
+    """Read what `to_json` wrote.  Parameters stay where they are, even if a later version of the algorithm differs.
 
     Raises:
         SourceError: a field is missing, unknown, of another type, or not what the others say.
@@ -103,19 +104,23 @@ def _placed(data: Any) -> PlacedParameter:
 
 
 def check_fields(data: Any, kinds: FieldTypes) -> None:
-    """Raises:
-    TypeError: not an object of exactly these fields, or one is of another type.
+    """Check that an object has exactly these fields, each of one of its types.
+
+    Raises:
+        TypeError: it does not.
     """
     if not isinstance(data, Mapping) or data.keys() != kinds.keys():
         raise TypeError(f"expected an object with {sorted(kinds)}, got {data!r:.200}")
     for key, value in data.items():
-        if type(value) not in kinds[key]:  # a bool is no int here
+        if type(value) not in kinds[key]:  # a bool is not an int here
             raise TypeError(f"{key!r} cannot be {value!r:.200}")
 
 
 def int_tuple(values: Any) -> tuple[int, ...]:
-    """Raises:
-    TypeError: not a list of integers.
+    """A JSON list of integers as a tuple.
+
+    Raises:
+        TypeError: it is something else.
     """
     if type(values) is not list or any(type(value) is not int for value in values):
         raise TypeError(f"expected a list of integers, got {values!r:.200}")

@@ -1,7 +1,7 @@
 """Megatron's compact buffers: parameters end to end in backprop order, without padding, and ping-pong owners.
 
-Parameters sorted by elements are dealt to ranks 0 … n-1, n-1 … 0, again and again; two versions break ties in different
-orders.  Gradients are all-reduced; an owner steps its whole parameters.
+Parameters sorted by elements are dealt to ranks 0 … n-1, n-1 … 0, and so on; two versions of Megatron break ties in
+different orders.  Gradients are all-reduced; an owner steps its whole parameters.
 
 Rules read from Megatron-LM main d98e8a64 and branch dev d48bd6be (``param_and_grad_buffer.py``,
 ``layer_wise_optimizer.py``).
@@ -18,7 +18,7 @@ from .parameters import GroupSizes, Parameter, in_buckets, reaching, split
 from .ranges import PlacedParameter, Span, end_to_end, owned
 
 _CompactBuffer = tuple[tuple[PlacedParameter, ...], tuple[Span, ...]]
-"""A buffer whose owners are not known yet: its parameters in forward order, and its buckets."""
+"""A buffer without owners yet: its parameters in forward order, and its buckets."""
 
 
 def legacy_pingpong(
@@ -27,12 +27,12 @@ def legacy_pingpong(
     bucket_size: int | None = None,
     groups: Sequence[Sequence[str]] | None = None,
 ) -> tuple[BufferLayout, ...]:
-    """Compact buffers with the owners of main, 0.16 to 0.19: by elements, equal ones in the order of ``groups``.
+    """Compact buffers with the owners of core 0.16 to 0.19: by elements, equal parameters in the order of ``groups``.
 
     Args:
         parameters: in forward order.
         bucket_size: elements; a bucket closes after the parameter that fills it; None: one bucket.
-        groups: names in each of the optimizer's parameter groups; None: dense parameters, then those of experts, each
+        groups: names in each of the optimizer's parameter groups; None: dense parameters, then expert parameters, both
             in forward order.
 
     Raises:
@@ -51,7 +51,7 @@ def legacy_pingpong(
 def decoupled_total_order(
     parameters: Iterable[Parameter], sizes: GroupSizes, bucket_size: int | None = None
 ) -> tuple[BufferLayout, ...]:
-    """Compact buffers with the owners of branch dev: by elements, equal ones by model chunk, buffer and start.
+    """Compact buffers with the owners of branch dev: by elements, equal parameters by model chunk, buffer and start.
 
     Arguments as for `legacy_pingpong`.
     """

@@ -2,7 +2,7 @@
 
 Rules read from Megatron-LM main d98e8a64 (``layer_wise_optimizer.py``, ``distrib_optimizer.py``, ``param_layout.py``)
 and megatron-core 0.19.2.  Parameters are taken in backprop order, the reverse of the forward order.  Where upstream
-computes in floating point, so do we: the last bit decides where a parameter goes.
+computes in floating point, so do we: the last bit can decide where a parameter goes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _ALIGNMENT = 64
 """Every parameter begins at a multiple of this many elements."""
 
 _FILL = 0.9
-"""A bucket stays open until it would fill this share of shards as large as its largest parameter."""
+"""A bucket stays open until it fills this fraction of shards as large as its largest parameter."""
 
 _SLACK = 1 + 0.3
-"""How much of the mean shard of a bucket the cost-balanced packing may fill."""
+"""Cost-balanced packing may fill a shard up to this many times the mean of its bucket."""
 
 _PackedBucket = list[tuple[Parameter, int, int]]
 """What one bucket holds: (parameter, shard, start in the shard)."""
@@ -30,7 +30,7 @@ _PackedBucket = list[tuple[Parameter, int, int]]
 def padded_numel(
     parameters: Iterable[Parameter], sizes: GroupSizes, bucket_size: int | None = None, busbw: bool = False
 ) -> tuple[BufferLayout, ...]:
-    """Shards balanced by elements (core 0.18 and 0.19, branch dev): the largest first, to the emptiest shard.
+    """Shards balanced by elements (core 0.18 and 0.19, branch dev): largest parameter first, to the emptiest shard.
 
     Args:
         parameters: in forward order.
@@ -66,7 +66,7 @@ def padded_nscost(
 def distributed_optimizer(
     parameters: Iterable[Parameter], sizes: GroupSizes, bucket_size: int | None = None, busbw: bool = False
 ) -> tuple[BufferLayout, ...]:
-    """Buffers of the byte-sharded optimizer, for parameters that are no matrices: one after the other, cut anywhere.
+    """Buffers of the byte-sharded optimizer, for parameters that are not matrices: end to end, cut anywhere.
 
     Arguments as for `padded_numel`; here a bucket closes after the parameter that fills it.
     """
@@ -74,7 +74,7 @@ def distributed_optimizer(
 
 
 def _matrix_cost(parameter: Parameter) -> int:
-    """Megatron's estimate of Newton-Schulz: ``long * short²``; for what is not a matrix its elements."""
+    """Megatron's estimate of Newton-Schulz: ``long * short²`` for a matrix, else the number of elements."""
     if len(parameter.shape) != 2:
         return parameter.numel
     short, long = sorted((parameter.shape[0] * parameter.fold, parameter.shape[1]))
@@ -98,9 +98,9 @@ def _is_full(bucket: list[Parameter], ranks: int, bucket_size: int | None) -> bo
 def _closed_when_grown(
     parameters: Sequence[Parameter], ranks: int, bucket_size: int | None, divisor: int
 ) -> Iterator[list[Parameter]]:
-    """What each bucket holds: a full one closes only before a parameter that would enlarge its shards.
+    """The contents of each bucket: a full bucket closes only before a parameter that would enlarge its shards.
 
-    Whether it would is estimated by sending each parameter, as it comes, to the emptiest shard.
+    That is estimated by sending each parameter, in turn, to the emptiest shard.
     """
     bucket: list[Parameter] = []
     filled = [0] * ranks
@@ -124,7 +124,7 @@ def _emptiest(filled: Sequence[int]) -> int:
 
 
 def _append(parameter: Parameter, shard: int, filled: list[int]) -> tuple[Parameter, int, int]:
-    """Put a parameter at the end of a shard, given how far each shard is filled, which changes."""
+    """Put a parameter at the end of a shard and update ``filled``, the end of each shard."""
     start = round_up(filled[shard], _ALIGNMENT)
     filled[shard] = start + parameter.numel
     return parameter, shard, start
@@ -136,7 +136,7 @@ def _by_numel(bucket: list[Parameter], ranks: int) -> _PackedBucket:
 
 
 def _by_cost(bucket: list[Parameter], load: list[int]) -> _PackedBucket:
-    """Adds to ``load``, the cost that each shard has from the buckets before.  A tied parameter costs nothing."""
+    """Pack by cost and add to ``load``, the cost that each shard has so far.  A tied parameter costs nothing."""
     if bucket[0].tied:
         return [(bucket[0], 0, 0)]
     placed: _PackedBucket = []

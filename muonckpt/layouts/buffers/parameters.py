@@ -1,4 +1,4 @@
-"""What the rules for flat buffers look at in a model: its parameters, in forward order, and the sizes of its groups."""
+"""The input of the placement rules: a model's parameters, in forward order, and the sizes of its process groups."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Parameter:
         shape: after tensor and expert parallelism.
         dtype: keeps parameters in buffers of their own; any name, such as ``"bfloat16"`` or ``"uint8/float32"``.
         expert: reduced over the ranks of the expert data-parallel group, in a buffer of its own.
-        tied: shared by the first and the last pipeline stage (Megatron's ``shared_embedding``): a bucket of its own.
+        tied: shared by the first and the last pipeline stage (Megatron's ``shared_embedding``), so in its own bucket.
         chunk: number of the model chunk (virtual pipeline stage).
-        unit: number of the FSDP unit; None outside any.
+        unit: number of the FSDP unit; None outside of units.
         fold: how often the rows are repeated before the matrix is whole (Megatron's ``gtp_remat_size``).
 
     Raises:
-        LayoutError: no elements.
+        LayoutError: the parameter has no elements.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class GroupSizes:
-    """How many ranks the data-parallel groups of dense and of expert parameters have, context parallelism included.
+    """Sizes of the data-parallel groups of dense and of expert parameters, context parallelism included.
 
     Raises:
         LayoutError: a group without ranks.
@@ -90,9 +90,9 @@ def in_buckets(
     full: Callable[[list[Parameter]], bool],
     alone: Callable[[Parameter], bool] = attrgetter("tied"),
 ) -> Iterator[list[Parameter]]:
-    """What each bucket holds, none of them empty, in the order of ``walk``.
+    """The contents of each bucket, never empty, in the order of ``walk``.
 
-    A bucket closes after the parameter with which it is ``full``; one that is ``alone`` has a bucket of its own.
+    A bucket closes after the parameter that makes it ``full``; a parameter that must be ``alone`` gets its own bucket.
     """
     bucket: list[Parameter] = []
     for parameter in walk:
@@ -113,5 +113,5 @@ def reaching(size: int | None) -> Callable[[list[Parameter]], bool]:
 
 
 def numel(parameters: Iterable[Parameter]) -> int:
-    """Elements of all of them."""
+    """The elements of all parameters together."""
     return sum(parameter.numel for parameter in parameters)

@@ -1,4 +1,4 @@
-"""Every way to place the parameters of a model in flat buffers so that matrices are whole, under its one public name.
+"""Every way to place a model's parameters in flat buffers so that matrices stay whole, by its public name.
 
 The name is the same in training (``LayerWise(layout=...)``), on the command line (``--layout``), in
 ``layer_wise.toml``, and as ``algorithm`` in every record of a buffer.  docs/design/buffers.md says how the names were
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ToPlace:
-    """The parameters of a model, and what a training run was told about its buffers.
+    """The parameters of a model, and the options of a training run that concern its buffers.
 
     Args:
         parameters: in forward order.
-        matrices: names of those that must have an owner, a rank that holds all of them.
-        groups: names in each parameter group of the optimizer, in its order; None: not known.
+        matrices: names of the parameters that must have an owner, a rank that holds all of the parameter.
+        groups: names in each parameter group of the optimizer, in its order; None if unknown.
         bucket_size: elements at which a bucket closes; None: one bucket.
         busbw: whether Megatron's ``pad_buckets_for_high_nccl_busbw`` was on.
         previous: owners by name, which `balanced` keeps where it can.
@@ -95,7 +95,7 @@ def _balanced(model: ToPlace) -> tuple[BufferLayout, ...]:
 
 
 def _cut_evenly(model: ToPlace) -> tuple[BufferLayout, ...]:
-    """Buffers of everything that is no matrix, in equal shards that may end inside a parameter."""
+    """Buffers of all parameters that are not matrices, in equal shards that may end inside a parameter."""
     from .megatron_padded import distributed_optimizer
 
     return distributed_optimizer(model.rest, model.sizes, model.bucket_size, model.busbw)
@@ -110,7 +110,7 @@ PLACEMENTS: Mapping[str, BufferPlacement] = MappingProxyType(
         "balanced": BufferPlacement("ours: no padding, owners by Newton-Schulz cost", _balanced),
     }
 )
-"""By public name.  All but "legacy-pingpong" cut what is no matrix into equal shards, in buffers of its own."""
+"""By public name.  All but "legacy-pingpong" put the other parameters into buffers of their own, in equal shards."""
 
 FORMER: Mapping[str, str] = MappingProxyType(
     {
@@ -120,15 +120,15 @@ FORMER: Mapping[str, str] = MappingProxyType(
         "owned": "balanced",
     }
 )
-"""Names that training and the command line had for some of `PLACEMENTS`.  Of files only provenance has them, as a note
-of what the user wrote; no reader asks for it."""
+"""Former names of some of `PLACEMENTS` in training and on the command line.  In files they occur in provenance only, as
+a note of what the user wrote, which no reader uses."""
 
 
 def present_name(name: str) -> str:
-    """The name that the placement ``name`` has today; any other name is returned as it is.
+    """The present name of a placement; any name that is not in `FORMER` is returned as it is.
 
     Warns:
-        DeprecationWarning: ``name`` is one of `FORMER`; where the function that asks was called.
+        DeprecationWarning: ``name`` is one of `FORMER`; it points at the caller's caller.
     """
     if name not in FORMER:
         return name

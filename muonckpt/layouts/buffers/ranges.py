@@ -1,4 +1,4 @@
-"""The makings of a flat buffer: where parameters begin, and which ranks hold which ranges.  Sizes are in elements."""
+"""The parts of a flat buffer: where parameters begin, and which ranks hold which ranges.  Sizes are in elements."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def round_up(value: int, divisor: int) -> int:
 def end_to_end(
     contents: Iterable[Sequence[Parameter]], alignment: int = 1, divisor: int = 1
 ) -> tuple[dict[str, PlacedParameter], tuple[Span, ...]]:
-    """Place what each bucket holds end to end: the parameters by name, and the buckets.
+    """Place the contents of each bucket end to end.  Returns the parameters by name, and the buckets.
 
     Args:
         alignment: every parameter begins at a multiple of it.
@@ -76,9 +76,9 @@ def divided(buckets: Iterable[Span], ranks: int) -> tuple[FlatShard, ...]:
 
 
 def owned(parameters: Iterable[PlacedParameter], numel: int, owners: Mapping[str, int]) -> tuple[FlatShard, ...]:
-    """The shards of a buffer of ``numel`` elements whose parameters lie with their owners, given by name.
+    """The shards of a buffer of ``numel`` elements that give every parameter to its owner, by name.
 
-    Neighbours of one owner in a bucket make one shard, which reaches to the next one, the last to the end.
+    Neighbours of one owner in a bucket make one shard, which reaches to the next shard or to the end of the buffer.
     """
     in_order = sorted(parameters, key=lambda placed: placed.start)
     runs = groupby(in_order, key=lambda placed: (placed.bucket, owners[placed.name]))
@@ -88,7 +88,7 @@ def owned(parameters: Iterable[PlacedParameter], numel: int, owners: Mapping[str
 
 
 def consecutive_shards(held: Iterable[tuple[int, int, int]]) -> tuple[FlatShard, ...]:
-    """Shards of (start, stop, rank), in order: a rank's lie one after the other in its buffer."""
+    """Shards from (start, stop, rank), in order: those of a rank lie one after the other in its buffer."""
     ends: defaultdict[int, int] = defaultdict(int)
     shards = []
     for start, stop, rank in held:

@@ -1,5 +1,5 @@
-"""One file or package for each format; formats do not import each other, but for what they share with DCP.
+"""One file or package for each format.  Formats do not import each other, except for what they share with DCP.
 
-``registry`` tells which format a checkpoint is in and returns its reader; ``signs`` are the files it looks for.
+``registry`` tells which format a checkpoint is in and returns its reader; ``signs`` are the file names it looks for.
 ``native`` is our own: a DCP directory with a manifest.  Open ``registry`` first.
 """

@@ -1,7 +1,8 @@
-"""Checkpoints of raw flat buffers: one file a rank, as its memory is, and an index (docs/formats/flat_buffers.md).
+"""Checkpoints of raw flat buffers: an image of each rank's memory in a file, and an index.
 
-The index is a manifest whose record of buffers also says in which files they are.  Where a tensor's elements are
-follows from that record; chunks, if the index lists them, must agree, and add their digests.
+docs/formats/flat_buffers.md has the format.  The index is a manifest whose record of buffers also names their files.
+The places of a tensor's elements follow from that record; chunks that the index lists must agree with it, and add their
+digests.
 """
 
 from __future__ import annotations
@@ -28,19 +29,18 @@ RANK_FILE = "rank_{}.bin".format
 """Name of a rank's file, as we write it.  A rank that holds nothing has none."""
 
 ITEMS = "items.bin"
-"""Name of the file of items that are no tensors, as we write it."""
+"""Name of the file of items that are not tensors, as we write it."""
 
 _ALIGNMENT = 4096
-"""Bytes; what a rank holds of a buffer begins at a multiple of it, so that it can be mapped, or read past the cache."""
+"""Bytes; a rank's part of a buffer begins at a multiple of it, so that it can be mapped, or read with direct I/O."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBuffer:
-    """A flat buffer, and for each rank of its group the bytes that are what it holds, padding included.
+    """A flat buffer, and for each rank of its group the extent of the rank's part, padding included.
 
     Raises:
-        LayoutError: the parameters are not of one dtype; or there is not one place for each rank, as long as what it
-            holds.
+        LayoutError: the parameters differ in dtype, or the extents do not fit the ranks' parts.
     """
 
     buffer: GroupBuffer
@@ -57,9 +57,9 @@ class StoredBuffer:
         for key, fragment in self.buffer.fragments():
             rank = fragment.place.buffer
             assert isinstance(rank, int), "the buffers of a group are its ranks"
-            at = places[rank].offset + fragment.place.offset * size
-            place = Extent(places[rank].file, at, fragment.box.numel * size)
-            yield rank, key, Chunk(fragment.box, place, place)
+            start = places[rank].offset + fragment.place.offset * size
+            extent = Extent(places[rank].file, start, fragment.box.numel * size)
+            yield rank, key, Chunk(fragment.box, extent, extent)
 
     def to_json(self) -> dict[str, Any]:
         """The fields of the buffer, and ``files``: [name, offset, length] for each rank, in bytes."""
@@ -68,26 +68,26 @@ class StoredBuffer:
 
 
 def place(buffers: Sequence[GroupBuffer]) -> tuple[StoredBuffer, ...]:
-    """Put what each rank holds of these buffers into its file, in this order, each aligned."""
+    """Place each rank's parts of these buffers in its file, in this order, each aligned."""
     ends: defaultdict[int, int] = defaultdict(int)
     stored = []
     for buffer in buffers:
         places = []
         for rank, length in zip(buffer.group, lengths(buffer), strict=True):
-            at = -(-ends[rank] // _ALIGNMENT) * _ALIGNMENT
-            places.append(Extent(RANK_FILE(rank), at, length))
-            ends[rank] = at + length if length else ends[rank]
+            start = -(-ends[rank] // _ALIGNMENT) * _ALIGNMENT
+            places.append(Extent(RANK_FILE(rank), start, length))
+            ends[rank] = start + length if length else ends[rank]
         stored.append(StoredBuffer(buffer, tuple(places)))
     return tuple(stored)
 
 
 def ends(stored: Sequence[StoredBuffer]) -> dict[str, int]:
-    """By file, the byte behind the last buffer in it."""
-    found: dict[str, int] = {}
-    for each in stored:
-        for extent in each.places:
-            found[extent.file] = max(found.get(extent.file, 0), extent.end if extent.length else 0)
-    return found
+    """The end of the last buffer in each file."""
+    last_bytes: dict[str, int] = {}
+    for stored_buffer in stored:
+        for extent in stored_buffer.places:
+            last_bytes[extent.file] = max(last_bytes.get(extent.file, 0), extent.end if extent.length else 0)
+    return last_bytes
 
 
 def lengths(buffer: GroupBuffer) -> list[int]:
@@ -99,8 +99,10 @@ def lengths(buffer: GroupBuffer) -> list[int]:
 
 
 def buffer_dtype(buffer: GroupBuffer) -> str:
-    """Raises:
-    LayoutError: the buffer's parameters are of more than one dtype, or there are none.
+    """The dtype of a buffer's parameters.
+
+    Raises:
+        LayoutError: they have more than one, or there are none.
     """
     dtypes = {placed.parameter.dtype for placed in buffer.layout.parameters}
     if len(dtypes) != 1:
@@ -109,11 +111,11 @@ def buffer_dtype(buffer: GroupBuffer) -> str:
 
 
 def read_flat_buffers(path: Location) -> Manifest:
-    """What a checkpoint holds.  Reads the index only, and asks the files for their size.
+    """The manifest of a checkpoint.  Reads the index and the sizes of the files only.
 
     Raises:
         SourceError: the index is damaged or contradicts itself; a buffer has elements of a tensor that the index does
-            not list; or a file is missing, cut, no regular file, or shared by what overlaps in it.
+            not list; a file is missing, cut or not regular; or extents overlap.
     """
     file = path / FLAT_BUFFERS_FILE
     try:
@@ -127,13 +129,18 @@ def read_flat_buffers(path: Location) -> Manifest:
         tensors = _placed(manifest.tensors, stored)
     except (SourceError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise SourceError(f"{file}: {type(error).__name__}: {error}") from error
-    found = [(extent, f"buffer {at}") for at, each in enumerate(stored) for extent in each.places if extent.length]
-    check_extents(path, [*found, *((blob.item, repr(blob.key)) for blob in manifest.blobs)])
+    named = [
+        (extent, f"buffer {number}")
+        for number, stored_buffer in enumerate(stored)
+        for extent in stored_buffer.places
+        if extent.length
+    ]
+    check_extents(path, [*named, *((blob.item, repr(blob.key)) for blob in manifest.blobs)])
     return replace(manifest, tensors=tensors)
 
 
 def write_buffer_index(manifest: Manifest, directory: Location) -> None:
-    """Write the index of finished files, and wait until it is on disk.  It has a record of buffers even if none is."""
+    """Write the index of finished files, and wait until it is on disk.  Its list of buffers may be empty."""
     index = replace(manifest, provenance={"buffers": [], **manifest.provenance})
     write_synced(directory / FLAT_BUFFERS_FILE, index.to_json().encode())
 
@@ -145,24 +152,24 @@ def _stored(data: Mapping[str, Any]) -> StoredBuffer:
 
 
 def _placed(tensors: Sequence[StateRecord], stored: Sequence[StoredBuffer]) -> tuple[StateRecord, ...]:
-    """The tensors with the chunks that the buffers give them, of replicas the first."""
+    """The tensors with the chunks that follow from the buffers, the first of replicas."""
     dtypes = {tensor.key: tensor.dtype for tensor in tensors}
-    found: defaultdict[str, dict[Box, Chunk]] = defaultdict(dict)
-    for each in stored:
-        dtype = buffer_dtype(each.buffer)
-        for _, key, chunk in each.chunks():
+    chunks: defaultdict[str, dict[Box, Chunk]] = defaultdict(dict)
+    for stored_buffer in stored:
+        dtype = buffer_dtype(stored_buffer.buffer)
+        for _, key, chunk in stored_buffer.chunks():
             if dtypes.get(key) != dtype:
                 raise SourceError(f"a buffer of {dtype} holds tensor {key!r}; the index lists it as {dtypes.get(key)}")
-            found[key].setdefault(chunk.box, chunk)
-    return tuple(replace(tensor, chunks=_with_sums(tensor, found[tensor.key])) for tensor in tensors)
+            chunks[key].setdefault(chunk.box, chunk)
+    return tuple(replace(tensor, chunks=_with_sums(tensor, chunks[tensor.key])) for tensor in tensors)
 
 
-def _with_sums(tensor: StateRecord, found: Mapping[Box, Chunk]) -> tuple[Chunk, ...]:
-    """The chunks as the index lists them, if it does; else as they were found, without digests."""
+def _with_sums(tensor: StateRecord, expected: Mapping[Box, Chunk]) -> tuple[Chunk, ...]:
+    """The chunks as the index lists them, if it does; else as the buffers imply them, without digests."""
     listed = [chunk for chunk in tensor.chunks if chunk.box.numel]
     if not listed:
-        return tuple(found.values())
+        return tuple(expected.values())
     places = {chunk.box: replace(chunk, digest=None, crc32=None) for chunk in listed}
-    if places != found or len(places) != len(listed):
+    if places != expected or len(places) != len(listed):
         raise SourceError(f"tensor {tensor.key!r}: the chunks are not where the buffers say")
     return tuple(listed)

@@ -12,7 +12,7 @@ from .dcp import directory as dcp
 
 
 def read_native(path: Location) -> Manifest:
-    """The manifest of a checkpoint of ours.
+    """The manifest of a checkpoint in our own format.
 
     Raises:
         SourceError: it is damaged or refused.

@@ -1,6 +1,6 @@
-"""Which format a checkpoint is in, told by what is there, and what reads it.
+"""Detection of a checkpoint's format by its files, and the reader of each format.
 
-What reads a format is imported when a checkpoint of that format is opened.
+A reader is imported when a checkpoint of its format is opened.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .dcp import directory as dcp
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format: its name in words, and what reads the metadata of a checkpoint of it."""
+    """One format: its name for users, and the function that reads a checkpoint's metadata."""
 
     name: str
     reader: Callable[[Location], Reader]
@@ -72,17 +72,17 @@ SIGNS: tuple[tuple[str, Format], ...] = (
     ("*.safetensors.index.json", SAFETENSORS),
     ("layer_wise_optimizer_[0-9]*.pt", LAYER_WISE),
 )
-"""Names, as shell patterns, by which a directory shows its format; the first counts.
+"""Shell patterns of file names by which a directory shows its format; the first match counts.
 
 Safetensors files may lie beside our manifest and DCP's metadata, and some programs leave Megatron's per-rank files
 beside other checkpoints."""
 
 
 def format_of(path: Location) -> Format:
-    """The format of what is there; a directory that shows no other one is taken for DCP, whose reader says what lacks.
+    """The format of a checkpoint; a directory without any sign counts as DCP, whose reader says what is missing.
 
     Raises:
-        SourceError: the place cannot be looked at.
+        SourceError: the directory cannot be listed.
     """
     try:
         if path.is_file():

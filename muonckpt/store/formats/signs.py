@@ -1,4 +1,4 @@
-"""Names of files by which formats are told apart: to know them imports no format's reader."""
+"""Names of files by which formats are told apart, apart from the readers, which are slow to import."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_torch_dist(path: Location) -> bool:
     with open_regular(path / MEGATRON_FILE) as file:
         data = file.read(0, min(file.size, 1 << 16))
     try:
-        told = json.loads(data)
+        fields = json.loads(data)
     except ValueError:
         return False
-    return isinstance(told, dict) and told.get("sharded_backend") == "torch_dist"
+    return isinstance(fields, dict) and fields.get("sharded_backend") == "torch_dist"

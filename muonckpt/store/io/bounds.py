@@ -1,4 +1,4 @@
-"""Whether what a checkpoint's metadata names lies in its files: before anything is read."""
+"""Whether the extents in a checkpoint's metadata lie in its files, checked before anything is read."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .regular import open_regular
 
 
 def check_extents(path: Location, named: Iterable[tuple[Extent, str]]) -> None:
-    """Every file is there and regular, and the extents lie in it without overlap.
+    """Check that every file exists and is regular, and that the extents lie in it without overlap.
 
     Args:
         path: the checkpoint's directory.
-        named: extents, none of them empty, and what to call each in an error.
+        named: extents, none of them empty, each with its name for errors.
 
     Raises:
-        SourceError: a file is missing, cut, or no regular file, or two extents overlap.
+        SourceError: a file is missing, cut or not regular, or two extents overlap.
     """
     items: defaultdict[str, list[tuple[Extent, str]]] = defaultdict(list)
     for extent, what in named:
@@ -34,13 +34,12 @@ def check_extents(path: Location, named: Iterable[tuple[Extent, str]]) -> None:
             return file.size
 
     names = sorted(items)
-    missing = [name for name, found in zip(names, at_each(path, is_there, names), strict=True) if not found]
+    missing = [name for name, exists in zip(names, at_each(path, is_there, names), strict=True) if not exists]
     if missing:
         raise SourceError(f"expected {len(items)} files in {path}, found {len(missing)} missing: {', '.join(missing)}")
     for name, size in zip(names, at_each(path, size_of, names), strict=True):
-        found = items[name]
-        found.sort(key=lambda item: item[0].offset)
-        for (extent, what), (following, other) in pairwise([*found, (Extent(name, size, 0), "")]):
+        extents = sorted(items[name], key=lambda item: item[0].offset)
+        for (extent, what), (following, next_item) in pairwise([*extents, (Extent(name, size, 0), "")]):
             if extent.end > following.offset:
-                instead = f"{other} begins there already" if other else f"the file has {size}: it was cut"
-                raise SourceError(f"{path / name}: expected {what} up to byte {extent.end}, but {instead}")
+                reason = f"{next_item} begins before that" if next_item else f"the file has {size}: it was cut"
+                raise SourceError(f"{path / name}: expected {what} up to byte {extent.end}, but {reason}")

@@ -1,4 +1,4 @@
-"""Everything that is computed of a chunk's bytes, in one pass over them."""
+"""All digests of a chunk's bytes, computed in one pass over them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BAND_BYTES = 1 << 20
 RawBytes = bytes | memoryview
 
 Checksum = Callable[[RawBytes, int], int]
-"""The checksum of bytes that follow those with the given one; of the first bytes that is 0."""
+"""Continues a checksum: (the next bytes, the checksum of those before, 0 at first) to the checksum of all."""
 
 _POLYNOMIAL = 0xEDB88320
 """Of CRC-32 (IEEE 802.3), its highest bit the coefficient of x**0; that of x**32 is not written."""
@@ -48,7 +48,7 @@ class Sums:
         return str(self._xxh3.hexdigest())
 
     def add(self, words: NDArray[Any], origin: Index) -> memoryview:
-        """The next box of the payload: dense unsigned words whose first element has the global index ``origin``.
+        """Add the next box of the payload: dense unsigned words whose first element has the global index ``origin``.
 
         Words may have one more, last dim than the origin: the halves of 16-byte elements.  Returns their bytes.
         """
@@ -59,7 +59,7 @@ class Sums:
         return raw
 
     def passing(self, words: NDArray[Any], origin: Index) -> Iterator[memoryview]:
-        """Add a whole dense chunk band by band, and hand on the bytes of each."""
+        """Add a whole dense chunk band by band, and yield the bytes of each band."""
         if words.ndim == 0 or words.nbytes <= _BAND_BYTES:
             yield self.add(words, origin)
             return
@@ -85,7 +85,7 @@ def crc32(parts: Iterable[RawBytes]) -> int:
 
 
 def crc32_joined(first: int, second: int, length: int) -> int:
-    """CRC-32 of two runs of bytes end to end, from that of each; ``length`` is that of the second, in bytes.
+    """CRC-32 of two runs of bytes end to end, from those of both; ``length`` is the second's, in bytes.
 
     A CRC is a polynomial over GF(2) modulo a fixed one, and to append bytes multiplies what came before by a power of
     x (Mark Adler, ``crc32_combine`` of zlib).
@@ -105,7 +105,7 @@ def _x_to(power: int) -> int:
 
 
 def _product(left: int, right: int) -> int:
-    """Of two polynomials modulo that of CRC-32; their highest bit is the coefficient of x**0."""
+    """Product of two polynomials modulo that of CRC-32; the highest bit is the coefficient of x**0."""
     product = 0
     for bit in range(31, -1, -1):
         product ^= right if left >> bit & 1 else 0

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """For what makes a million small objects that all stay: to look through them in between finds nothing."""
+    """Pause the collector while a million small objects are made that all stay: it would search them in vain."""
     enabled = gc.isenabled()
     try:
         gc.disable()

@@ -1,4 +1,4 @@
-"""Lines that one process adds, and that stay even if the machine fails.
+"""Lines that one process appends, and that survive a crash of the machine.
 
 In a file system they are a file, synced line by line.  Objects cannot grow, so in a store they are a folder with one
 object for each line.
@@ -14,19 +14,19 @@ from .location import Location, Remote, asking, at_each
 
 
 class Lines(Protocol):
-    """What the writer of lines does with them; from one thread at a time."""
+    """A place for lines; one thread at a time adds to it."""
 
     def add(self, line: bytes) -> None:
         """Add a line, given without its end, and wait until it is on the disk or in the store."""
         ...
 
     def close(self) -> None:
-        """Nothing more is added."""
+        """Add no more."""
         ...
 
 
 def new_lines(place: Location) -> Lines:
-    """Lines where there are none yet."""
+    """A new place for lines, where nothing exists yet."""
     return _Objects(place) if isinstance(place, Remote) else _File(place)
 
 

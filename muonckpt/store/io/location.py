@@ -1,7 +1,7 @@
 """Checkpoints in object stores, through fsspec: `Remote` stands where a `pathlib.Path` stands for a local place.
 
-An object is read by ranges and written once, front to back; nothing is kept on a disk of this machine.  Credentials
-come from where the store's own library looks for them, that is from the environment.
+An object is read by ranges and written once, front to back; nothing is kept on a local disk.  The store's own library
+finds the credentials, in the environment.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from urllib.parse import unquote, urlsplit
 from ...errors import DestinationError, SourceError
 
 GAP = 128 << 10
-"""Bytes between two parts of an object that are rather read than asked for apart.  Amazon serves 5500 GETs a second
-for a prefix (its guide "Best practices design patterns: optimizing Amazon S3 performance"): at 1 GB/s a request costs
-as much as 180 kB."""
+"""Largest gap, in bytes, between two parts of an object that one request reads through.  Amazon serves 5500 GETs a
+second for a prefix (its guide "Best practices design patterns: optimizing Amazon S3 performance"): at 1 GB/s a request
+costs as much as 180 kB."""
 
 REQUEST_BYTES = 4 << 20
-"""Bytes of an object that are asked for at a time, at most."""
+"""Most bytes of an object in one request."""
 
 PART = 8 << 20
 """Bytes of the parts in which an object is written.  S3 demands 5 MiB."""
 
 _READ, _WRITTEN = 3, 5
-"""How often a thread's memory holds what is asked for, and a part on its way, with what the libraries copy and what is
-made of it (measured with s3fs 2026.9)."""
+"""Copies of a request, and of a part being written, in a thread's memory, those of the libraries included (measured
+with s3fs 2026.9)."""
 
 _PARTS = 9_000
-"""Of an object, at most.  S3 allows 10 000."""
+"""Most parts of an object.  S3 allows 10 000."""
 
 _ASKED_AT_ONCE = 16
 
 _STATE = ("ETag", "etag", "generation", "version_id", "LastModified", "last_modified", "mtime", "updated", "created")
-"""What stores tell of an object that changes when it is written."""
+"""Fields of a store's description of an object that change when it is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A place in an object store, with those of `pathlib.Path`'s methods that are of use there.
+    """A place in an object store, with the methods of `pathlib.Path` that make sense there.
 
     Args:
         fs: an fsspec file system without a cache of listings.
-        path: as that file system calls it, without the protocol.
+        path: the file system's name for the place, without the protocol.
     """
 
     fs: Any
@@ -70,14 +70,14 @@ class Remote:
 
     @property
     def parents(self) -> Iterator[Remote]:
-        """Every place that this one lies in, the nearest first."""
+        """The places that contain this one, the nearest first."""
         place = self
         while place.path.strip("/"):
             place = place.parent
             yield place
 
     def resolve(self) -> Remote:
-        """Itself: there are no links."""
+        """The place itself: a store has no links."""
         return self
 
     def is_symlink(self) -> bool:
@@ -97,20 +97,20 @@ class Remote:
 
     def iterdir(self) -> Iterator[Remote]:
         with asking(self):
-            found = self.fs.ls(self.path, detail=False)
-        yield from (Remote(self.fs, each.rstrip("/")) for each in found if each.rstrip("/") != self.path)
+            paths = self.fs.ls(self.path, detail=False)
+        yield from (Remote(self.fs, path.rstrip("/")) for path in paths if path.rstrip("/") != self.path)
 
     def below(self) -> list[Remote]:
-        """Every object that lies in it, however deep."""
+        """Every object in it, at any depth."""
         with asking(self):
             return [Remote(self.fs, path) for path in self.fs.find(self.path)]
 
     def glob(self, pattern: str) -> Iterator[Remote]:
-        """What lies in it under a name that fits; nothing if it is no directory."""
-        return (each for each in self.iterdir() if fnmatchcase(each.name, pattern)) if self.is_dir() else iter(())
+        """Its entries whose names match; nothing if it is not a directory."""
+        return (place for place in self.iterdir() if fnmatchcase(place.name, pattern)) if self.is_dir() else iter(())
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
-        """Nothing: a directory is there as soon as something lies in it."""
+        """Do nothing: a directory exists as soon as it contains an object."""
 
     def unlink(self, missing_ok: bool = False) -> None:
         with asking(self):
@@ -118,35 +118,37 @@ class Remote:
                 self.fs.rm_file(self.path)
 
     def remove(self) -> None:
-        """Delete it with all that lies in it, if there is anything."""
+        """Delete it and everything in it, if it exists."""
         with asking(self):
-            at_each(self, self.fs.rm_file, [place.path for place in self.below()])  # rm() takes names for patterns
+            at_each(self, self.fs.rm_file, [place.path for place in self.below()])  # rm() treats names as patterns
 
     def write(self, data: bytes) -> None:
-        """Put a small object, whole."""
+        """Write a small object, whole."""
         with asking(self):
             self.fs.pipe_file(self.path, data)
 
     def create(self, data: bytes) -> None:
-        """Put a small object where there is none.
+        """Write a small object where none exists.
 
         Raises:
-            FileExistsError: there is one.
+            FileExistsError: it exists.
         """
         try:
             with asking(self):
                 self.fs.pipe_file(self.path, data, mode="create")
-        except FileNotFoundError as error:  # the bucket
+        except FileNotFoundError as error:  # there is no such bucket
             raise OSError(str(error)) from error
 
     def copy_to(self, other: Remote) -> None:
-        """Copy an object inside the store: it appears whole, and no bytes pass through this machine."""
+        """Copy an object inside the store: it appears whole, and its bytes do not pass through this machine."""
         with asking(other):
             self.fs.cp_file(self.path, other.path)
 
     def open(self) -> RemoteFile:
-        """Raises:
-        SourceError: there is no such object.
+        """Open an object for reading.
+
+        Raises:
+            SourceError: it does not exist.
         """
         with reading(self):
             info = self.fs.info(self.path)
@@ -154,7 +156,7 @@ class Remote:
 
     @contextmanager
     def upload(self, length: int) -> Iterator[Upload]:
-        """Write an object of ``length`` bytes; it is there when all has been written, or else not at all."""
+        """Write an object of ``length`` bytes, which appears when everything has been written, or not at all."""
         with asking(self):
             stream = self.fs.open(self.path, "wb", block_size=part_bytes(length))
         upload = Upload(self, stream)
@@ -166,7 +168,7 @@ class Remote:
         except BaseException:
             with suppress(OSError), asking(self):
                 stream.discard()
-            stream.forced = True  # fsspec's word for: nothing is left to be written when it is closed
+            stream.forced = True  # tells fsspec that close() has nothing left to write
             stream.close()
             raise
 
@@ -179,7 +181,7 @@ R = TypeVar("R")
 
 
 def at_each(place: Location, function: Callable[[T], R], things: Iterable[T]) -> list[R]:
-    """What a function makes of each, in this order.  A store takes its time to answer: there many are asked at once."""
+    """The results of a function, in order.  A store is slow to answer, so there many calls run at once."""
     if not isinstance(place, Remote):
         return list(map(function, things))
     with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
@@ -187,10 +189,10 @@ def at_each(place: Location, function: Callable[[T], R], things: Iterable[T]) ->
 
 
 def location(name: str | os.PathLike[str] | Remote, error: type[Exception] = ValueError) -> Location:
-    """What a user calls a place: a path, in which ``~`` is expanded, or a URL of any protocol that fsspec knows.
+    """The location of a path, in which ``~`` is expanded, or of a URL of any protocol that fsspec knows.
 
     Raises:
-        error: no such protocol, or the library that speaks it is not installed.
+        error: the protocol is unknown, or its library is not installed.
     """
     if isinstance(name, Remote):
         return name
@@ -203,7 +205,7 @@ def location(name: str | os.PathLike[str] | Remote, error: type[Exception] = Val
     try:
         import fsspec
 
-        fs, path = fsspec.url_to_fs(text, use_listings_cache=False)  # others write there too
+        fs, path = fsspec.url_to_fs(text, use_listings_cache=False)  # other programs write there too
     except (ImportError, ValueError) as reason:
         raise error(f"cannot open {text}: {reason}") from reason
     if not path.strip("/"):
@@ -224,32 +226,34 @@ class RemoteFile:
             raise SourceError(f"{place}: expected an object, found a directory")
 
     def read(self, offset: int, length: int) -> bytes:
-        """That range; shorter where the object ends before."""
+        """The bytes of a range; fewer where the object ends."""
         return bytes(self.views([(offset, min(length, max(self.size - offset, 0)))])[0])
 
     def view(self, offset: int, length: int) -> memoryview:
         return self.views([(offset, length)])[0]
 
     def views(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """Ranges, each an offset and a length, asked for all at once."""
-        path, asked = self._place.path, [(at, at + length) for at, length in ranges if length]
+        """The bytes of several ranges (offset, length), requested together."""
+        path, spans = self._place.path, [(start, start + length) for start, length in ranges if length]
         with reading(self._place):
-            starts, stops = [start for start, _ in asked], [stop for _, stop in asked]
-            found = iter(self._place.fs.cat_ranges([path] * len(asked), starts, stops, on_error="raise"))
-        views = [memoryview(next(found) if length else b"") for _, length in ranges]
-        for view, (at, length) in zip(views, ranges, strict=True):
+            starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
+            parts = iter(self._place.fs.cat_ranges([path] * len(spans), starts, stops, on_error="raise"))
+        views = [memoryview(next(parts) if length else b"") for _, length in ranges]
+        for view, (start, length) in zip(views, ranges, strict=True):
             if len(view) != length:
-                raise SourceError(f"{self._place}: expected {length} bytes at byte {at}, found {len(view)}: it was cut")
+                raise SourceError(
+                    f"{self._place}: expected {length} bytes at byte {start}, found {len(view)}: it was cut"
+                )
         return views
 
     def mapped(self) -> RemoteFile:
         return self
 
     def forget(self) -> None:
-        """Nothing is kept of it."""
+        """Do nothing: no bytes are kept."""
 
     def release(self, offset: int, length: int) -> None:
-        """Nothing is kept of it."""
+        """Do nothing: no bytes are kept."""
 
 
 class Upload:
@@ -262,21 +266,21 @@ class Upload:
         self._stream = stream
         self._at = 0
 
-    def write(self, data: bytes | memoryview, at: int) -> int:
-        """Write at byte ``at``, not before the end of what has been written; returns the byte behind it."""
-        self.fill(at)
+    def write(self, data: bytes | memoryview, offset: int) -> int:
+        """Write at byte ``offset``, not before the end of what has been written; returns the end."""
+        self.fill(offset)
         with asking(self._place):
             self._stream.write(data)
         self._at += len(data)
         return self._at
 
-    def fill(self, at: int) -> None:
-        """Zeros up to byte ``at``."""
-        if at < self._at:
-            raise ValueError(f"an object is written front to back, and byte {at} lies before {self._at}")
+    def fill(self, offset: int) -> None:
+        """Write zeros up to byte ``offset``."""
+        if offset < self._at:
+            raise ValueError(f"an object is written front to back, and byte {offset} lies before {self._at}")
         with asking(self._place):
-            while self._at < at:
-                self._at += self._stream.write(bytes(min(at - self._at, 1 << 20)))
+            while self._at < offset:
+                self._at += self._stream.write(bytes(min(offset - self._at, 1 << 20)))
 
 
 def part_bytes(length: int) -> int:
@@ -285,10 +289,10 @@ def part_bytes(length: int) -> int:
 
 
 def check_memory(source: Location, destination: Location, longest: int, threads: int, memory: int) -> None:
-    """Refuse a budget too small for threads that read and write objects of at most ``longest`` bytes; all in bytes.
+    """Refuse a budget that is too small for threads that read and write objects of at most ``longest`` bytes.
 
     Raises:
-        DestinationError: it says how much is needed.
+        DestinationError: the budget is too small; says how much is needed.
     """
     reads = _READ * REQUEST_BYTES if isinstance(source, Remote) else 0
     writes = _WRITTEN * part_bytes(longest) if isinstance(destination, Remote) else 0
@@ -301,7 +305,7 @@ def check_memory(source: Location, destination: Location, longest: int, threads:
 
 @contextmanager
 def asking(place: Remote) -> Iterator[None]:
-    """Whatever the libraries of a store raise is an `OSError` with the place in it."""
+    """Turn every exception of a store's library into an `OSError` that names the place."""
     try:
         yield
     except (FileNotFoundError, FileExistsError) as error:
@@ -312,7 +316,7 @@ def asking(place: Remote) -> Iterator[None]:
 
 @contextmanager
 def reading(place: Remote) -> Iterator[None]:
-    """The same for a source."""
+    """Turn every exception of a store's library into a `SourceError` that names the place."""
     try:
         with asking(place):
             yield

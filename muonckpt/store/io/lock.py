@@ -1,8 +1,8 @@
-"""A lock file: made by one process only, and by the next only if it says that it goes on with the work of the first.
+"""A lock file: one process makes it, and another takes it over only if its user asks to resume the work.
 
-On one machine the kernel tells whether the process that made it lives.  On a network file system that depends on the
-system and its options, and an object store knows nothing of processes.  There a lock that a crash has left looks like
-one in use, so a process may take it over on its user's word, and its earlier owner can see that it has lost it.
+On one machine the kernel knows whether the process that made it is alive.  On a network file system that depends on
+the system and its options, and an object store knows nothing of processes.  There a lock left by a crash looks like
+one in use, so a process may take it over at its user's request, and the earlier owner can see that it has lost it.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from .location import Location, Remote
 
 
 class InUse(Exception):
-    """Another process has the lock, and lives."""
+    """A living process has the lock."""
 
 
 class Lock(Protocol):
     """A lock that this process has opened.
 
-    ``earlier`` is what its earlier owners have written into it, or None if it is new.
+    ``earlier`` are the lines of its earlier owners, or None if the lock is new.
     """
 
     @property
     def earlier(self) -> list[bytes] | None: ...
 
     def sign(self, line: bytes) -> None:
-        """Become its owner, with a line that no other owner has."""
+        """Become its owner, with a line of its own."""
         ...
 
     def is_mine(self) -> bool:
-        """Whether the lock is there, and nobody has become its owner since."""
+        """Whether the lock exists, and no other process has become its owner since."""
         ...
 
     def close(self) -> None:
-        """Let others open it."""
+        """Let other processes open it."""
         ...
 
 
 def open_lock(folder: Location, name: str) -> Lock:
-    """The lock of this name, for all that is in a directory; made if there is none.
+    """Open the lock of this name for everything in a directory, or make it.
 
     Raises:
         InUse: another process has it open.
@@ -55,8 +55,8 @@ def open_lock(folder: Location, name: str) -> Lock:
 class _FileLock:
     """A file with a line for each owner, of which the last counts.
 
-    Where the file system can do that, the kernel locks it, so that other machines see it as well, and the directory, so
-    that nobody enters while it is renamed.
+    Where the file system supports it, the kernel locks the file, so that other machines see it as well, and the
+    directory, so that no process enters while it is renamed.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -109,7 +109,7 @@ def _is(folder: Path, handle: int) -> bool:
 
 
 class _ObjectLock:
-    """The store must be able to write an object only if there is none of that name, as S3 and its like are."""
+    """The store must support writing an object only if none of that name exists, as S3 and similar stores do."""
 
     def __init__(self, place: Remote) -> None:
         self._place, self._line = place, b""
@@ -131,4 +131,4 @@ class _ObjectLock:
         return False
 
     def close(self) -> None:
-        """Nobody would see it."""
+        """Do nothing: other processes see only the object."""

@@ -1,4 +1,4 @@
-"""A file that is being written: once, front to back, and on the disk, or in the store, when it is done."""
+"""A new file: written once, front to back, and on the disk or in the store when it is done."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from typing import Protocol
 from .location import Location, Remote
 
 _STRIDE = 2 << 20
-"""Bytes after which the disk is told to go on: enough for one large request, few enough to keep it busy."""
+"""Bytes after which the disk is asked to write: enough for one large request, few enough to keep it busy."""
 
 _AT_ONCE = 256 << 10
-"""Bytes of one write, at most.  For larger ones file systems take larger pages, which a system that has given its free
-memory back to a host has to ask for again: measured at 4 GB, half the time in the kernel."""
+"""Most bytes of one write.  For larger ones file systems allocate larger pages, which a guest that has returned its
+free memory to a host has to request again: measured at 4 GB, half the time in the kernel."""
 
 
 class Writing(Protocol):
-    """A file that is being written.  ``rewinds``: bytes before what has been written may still be written."""
+    """A file that is being written.  ``rewinds``: whether bytes before the last write may still be written."""
 
     rewinds: bool
 
-    def write(self, data: bytes | memoryview, at: int) -> int:
-        """Put these bytes at byte ``at``; every call lies behind those before it.  Returns the byte behind them."""
+    def write(self, data: bytes | memoryview, offset: int) -> int:
+        """Write bytes at ``offset``, behind all earlier writes.  Returns their end."""
         ...
 
 
 def created(file: Location, length: int) -> AbstractContextManager[Writing]:
     """A new file of ``length`` bytes, zeros where nothing is written.
 
-    A block that ends well ends when the file is on the disk or in the store.
+    The block ends when the file is on the disk or in the store.
     """
     return file.upload(length) if isinstance(file, Remote) else Output(file, length)
 
 
 @contextmanager
 def drafted(file: Location, length: int, drafts: Location) -> Iterator[Writing]:
-    """The same, but the file appears whole, when the block has ended well, and replaces one of that name.
+    """A new file that appears whole, when the block has succeeded, and replaces an earlier one.
 
     Until then a local file lies in the directory ``drafts`` of the same file system.
     """
@@ -70,7 +70,7 @@ def write_synced(file: Location, data: bytes) -> None:
 
 
 class Output:
-    """A new file on this machine.  Its space is taken first, so that a full disk is met before any work."""
+    """A new local file.  Its space is allocated first, so that a full disk is noticed before any work."""
 
     rewinds = True
 
@@ -96,14 +96,13 @@ class Output:
         finally:
             os.close(self._handle)
 
-    def write(self, data: bytes | memoryview, at: int) -> int:
+    def write(self, data: bytes | memoryview, offset: int) -> int:
         left = memoryview(data)
         while left:
-            written = os.pwrite(self._handle, left[:_AT_ONCE], at)
-            left, at = left[written:], at + written
-        if at - self._begun >= _STRIDE:
-            # Linux begins to write the pages that it is asked to drop and cannot drop yet.  Without that the disk would
-            # be idle until fsync().
-            os.posix_fadvise(self._handle, self._begun, at - self._begun, os.POSIX_FADV_DONTNEED)
-            self._begun = at
-        return at
+            written = os.pwrite(self._handle, left[:_AT_ONCE], offset)
+            left, offset = left[written:], offset + written
+        if offset - self._begun >= _STRIDE:
+            # Linux starts writing dirty pages when asked to drop them.  Otherwise the disk would be idle until fsync().
+            os.posix_fadvise(self._handle, self._begun, offset - self._begun, os.POSIX_FADV_DONTNEED)
+            self._begun = offset
+        return offset

@@ -12,20 +12,20 @@ from ...errors import DestinationError
 from .location import Location, Remote
 
 _CLAIM = ".muonckpt.saving"
-"""An object by which a save tells others that a destination in a store is taken, until it is published."""
+"""An object by which a save reserves a destination in a store until it is published."""
 
 JOURNAL = ".journal"
-"""What a directory of unfinished work has besides files."""
+"""Name of the directory of journals in a staging directory."""
 
 
 def reserve(destination: Location) -> Location:
-    """A new place for the files of one save, which no reader takes for a checkpoint before they are published.
+    """A new place for the files of one save, which no reader mistakes for a checkpoint before they are published.
 
     It lies beside the destination, on the same file system.  In an object store, which cannot rename, it is the
     destination itself, which only one save can claim.
 
     Raises:
-        DestinationError: something is at the destination already, or another save writes there.
+        DestinationError: the destination exists, or another save writes there.
         OSError: the place cannot be made.
     """
     refuse_existing(destination)
@@ -49,24 +49,23 @@ def _claim(destination: Remote) -> None:
 
 
 def staging_place(destination: Location) -> Location:
-    """Where files are written before they are published: beside the destination; in an object store, which cannot
-    rename, where they belong."""
+    """Where files are written before they are published: beside the destination, or at it in an object store."""
     return destination if isinstance(destination, Remote) else staging_file(destination)
 
 
 def staging_file(destination: Location) -> Location:
-    """The same, but in an object store beside it as well: for a file that describes itself."""
+    """Where a single file is written before it is published: beside the destination, also in an object store."""
     return destination.parent / f".{destination.name}.reshard.tmp"
 
 
 def journal(staged: Location) -> Location:
-    """Where those who write these files leave word of what is finished; there is none in what is published."""
+    """Where workers record finished files; what is published has no journal."""
     return staged / JOURNAL
 
 
 def discard(staged: Location) -> None:
-    """Remove what was written, as far as that can be done.  Nobody can publish what is left of it meanwhile."""
-    with suppress(OSError):  # the error that led here is the one to be told
+    """Remove what was written, as far as possible, after making sure that no process can publish it."""
+    with suppress(OSError):  # the error that led here is the one to report
         if isinstance(staged, Remote):
             staged.remove()
         else:
@@ -74,9 +73,10 @@ def discard(staged: Location) -> None:
 
 
 def refuse_existing(destination: Location, staged: Location | None = None) -> None:
-    """Raises:
-    DestinationError: something is there already; nothing is ever overwritten in place, but work may be unfinished
-        there if it is where files are ``staged``.
+    """Check that the destination is free, or holds unfinished work if files are ``staged`` there.
+
+    Raises:
+        DestinationError: it exists; nothing is ever overwritten in place.
     """
     unfinished = staged == destination and journal(destination).exists()
     if (destination.exists() or destination.is_symlink()) and not unfinished:
@@ -86,8 +86,8 @@ def refuse_existing(destination: Location, staged: Location | None = None) -> No
 def publish(staged: Location, destination: Location) -> None:
     """Make a finished directory or file appear under its name: sync it, rename it, sync its parent.
 
-    An object store cannot rename.  There the store copies a single object; more than one have been written where they
-    belong, what describes the others last, and this does nothing.
+    An object store cannot rename.  There a single object is copied; several objects were written under their final
+    names, descriptions last, and only the reservation is removed.
 
     Raises:
         DestinationError: the destination has appeared in the meantime, or it cannot be written.
@@ -110,14 +110,14 @@ def _rename(staged: Path, destination: Path) -> None:
         sync_directory(staged)
         staged.rename(destination)
     else:
-        os.link(staged, destination)  # a rename would replace what may have appeared there meanwhile
+        os.link(staged, destination)  # a rename would replace a file that has appeared there meanwhile
     sync_directory(destination.parent)
 
 
 def sync_tree(path: Location) -> None:
     """Wait until the entries of a directory and of all below it are on disk; a store has none."""
     if isinstance(path, Path):
-        for folder in [*(each for each in path.rglob("*") if each.is_dir()), path]:
+        for folder in [*(folder for folder in path.rglob("*") if folder.is_dir()), path]:
             sync_directory(folder)
 
 

@@ -1,4 +1,4 @@
-"""Opening files that somebody else made: regular ones only, without following a link or waiting for a pipe."""
+"""Opening files that others made: regular ones only, without following a link or waiting for a pipe."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .location import Location, Remote
 class FileBytes(Protocol):
     """The bytes of a file, by ranges; offsets and lengths in bytes.
 
-    ``gap`` is the most bytes between two ranges that are rather taken along than asked apart; ``most`` what may be
-    asked at once.
+    ``gap`` is the largest gap in bytes that one read should include rather than skip; ``most`` the most bytes of one
+    read.
     """
 
     gap: int
@@ -26,7 +26,7 @@ class FileBytes(Protocol):
 
     @property
     def size(self) -> int:
-        """Now."""
+        """The present size."""
         ...
 
     def view(self, offset: int, length: int) -> memoryview: ...
@@ -34,7 +34,7 @@ class FileBytes(Protocol):
     def views(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]: ...
 
     def release(self, offset: int, length: int) -> None:
-        """They are not needed for now."""
+        """Free the memory of a range that is not needed for now."""
         ...
 
 
@@ -46,24 +46,24 @@ class File(Protocol):
 
     @property
     def state(self) -> tuple[object, ...]:
-        """Another one as soon as somebody has written the file."""
+        """A value that changes when the file is written."""
         ...
 
     def read(self, offset: int, length: int) -> bytes:
-        """That range; shorter where the file ends before."""
+        """The bytes of a range; fewer where the file ends."""
         ...
 
     def mapped(self) -> FileBytes:
-        """Its bytes, also after it has been closed."""
+        """Its bytes, which stay accessible after it has been closed."""
         ...
 
     def forget(self) -> None:
-        """What is read next should come from the disk."""
+        """Drop the file from the page cache, so that the next read comes from the disk."""
         ...
 
 
 class LocalFile:
-    """An open file of this machine."""
+    """An open local file."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -74,8 +74,8 @@ class LocalFile:
 
     @property
     def state(self) -> tuple[object, ...]:
-        found = os.fstat(self._handle)
-        return found.st_ino, found.st_size, found.st_mtime_ns
+        status = os.fstat(self._handle)
+        return status.st_ino, status.st_size, status.st_mtime_ns
 
     def read(self, offset: int, length: int) -> bytes:
         return os.pread(self._handle, length, offset)
@@ -100,10 +100,10 @@ class Held:
         return self._data[offset : offset + length]
 
     def views(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        return [self.view(*each) for each in ranges]
+        return [self.view(*span) for span in ranges]
 
     def release(self, offset: int, length: int) -> None:
-        """They are somebody else's."""
+        """Do nothing: the memory belongs to the caller."""
 
 
 class Mapped:
@@ -116,17 +116,17 @@ class Mapped:
 
     @property
     def size(self) -> int:
-        """Now: to touch a page of a map whose file has been cut meanwhile ends the process."""
+        """The present size: touching a mapped page behind the end of a cut file would end the process."""
         return min(self._map.size(), len(self._map)) if self._map else 0
 
     def view(self, offset: int, length: int) -> memoryview:
         return memoryview(self._map or b"")[offset : offset + length]
 
     def views(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        return [self.view(*each) for each in ranges]
+        return [self.view(*span) for span in ranges]
 
     def release(self, offset: int, length: int) -> None:
-        """Its pages stay in the page cache, but no longer count as memory of this process."""
+        """Unmap the pages: they stay in the page cache, but no longer count as memory of this process."""
         if self._map:
             first = offset // mmap.PAGESIZE * mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, first, offset + length - first)
@@ -134,10 +134,10 @@ class Mapped:
 
 @contextmanager
 def open_regular(file: Location) -> Iterator[File]:
-    """A regular file, opened without following a link or waiting for a pipe; or an object.
+    """Open a regular file, without following a link or waiting for a pipe; or an object.
 
     Raises:
-        SourceError: there is none.
+        SourceError: it does not exist, or is not a regular file.
     """
     if isinstance(file, Remote):
         yield file.open()

@@ -1,4 +1,4 @@
-"""A small file beside a checkpoint: it appears whole, before the checkpoint does, and replaces nothing."""
+"""A small file beside a checkpoint, which appears whole, before the checkpoint does, and replaces nothing."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from .regular import open_regular
 
 
 def refuse_other(place: Location, data: bytes) -> None:
-    """Raises:
-    DestinationError: something is there, and it is not a file with exactly these bytes, as a run may have left it that
-        was stopped right before the checkpoint appeared.
+    """Check that nothing is there but the same file, as an interrupted run leaves it.
+
+    Raises:
+        DestinationError: something else is there.
     """
     if (place.exists() or place.is_symlink()) and not _holds(place, data):
         raise DestinationError(f"{place} exists already; choose another destination or remove it first")
@@ -25,10 +26,10 @@ def refuse_other(place: Location, data: bytes) -> None:
 
 @contextmanager
 def published_first(place: Location, data: bytes, draft: Location) -> Iterator[None]:
-    """A file of these bytes, that is there before what the block publishes, and gone if the block fails.
+    """Write a file before the block publishes a checkpoint, and remove it if the block fails.
 
     Args:
-        draft: where to write it before it has its name; on the same file system.
+        draft: where the file is written before it gets its name; on the same file system.
 
     Raises:
         DestinationError: another file is there.
@@ -52,7 +53,7 @@ def _publish(place: Location, data: bytes, draft: Location) -> None:
         elif isinstance(draft, Path):
             draft.unlink(missing_ok=True)
             write_synced(draft, data)
-            os.link(draft, place)  # a rename would replace what may have appeared there meanwhile
+            os.link(draft, place)  # a rename would replace a file that has appeared there meanwhile
             draft.unlink()
             sync_directory(place.parent)
     except FileExistsError:

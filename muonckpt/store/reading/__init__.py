@@ -1,6 +1,5 @@
 """From the bytes of a checkpoint to elements: bounded, checked, and without running anything.
 
 ``payloads`` maps the bytes of items and checks them, ``strided`` and ``bands`` cut boxes into runs of bounded size,
-``dtypes`` is the one table of element types, and ``values`` decodes small items as plain data.  Open ``payloads``
-first.
+``dtypes`` is the one table of element types, and ``reader`` the protocol of formats.  Open ``payloads`` first.
 """

@@ -11,7 +11,7 @@ from ...box import Box, Index, flat_boxes
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Elements ``start:stop`` of a dense row-major chunk, and the boxes they are, in that order, in global indices."""
+    """Elements ``start:stop`` of a dense row-major chunk, and their boxes, in that order, in global indices."""
 
     start: int
     stop: int

@@ -1,4 +1,4 @@
-"""Element types by torch's name without the prefix (``"float32"``): the one table of what a stored element is.
+"""Element types by torch's name without the prefix (``"float32"``), in one table.
 
 Sources: ``torch.dtype.itemsize``, and the two maps in ``torch/storage.py`` that decide how ``torch.save`` names
 the storage of a tensor (``_dtype_to_storage_type_map`` and ``_new_dtypes``).  Quantised and sub-byte types that
@@ -20,7 +20,7 @@ class DType:
 
     ``itemsize`` is in bytes.  ``bits`` is the numpy dtype that views the raw little-endian bits as unsigned
     words; an element is one word, except for ``complex128``, which is two of 8 bytes.  ``storage`` is the class
-    that ``torch.save`` names for it, None for the newer types that it saves as an untyped storage of bytes.
+    that ``torch.save`` names for it, None for the newer types, which it saves as untyped storages of bytes.
     """
 
     itemsize: int

@@ -1,4 +1,4 @@
-"""The bytes of a checkpoint's items: mapped, bounded, and checked against what is recorded of them."""
+"""The bytes of a checkpoint's items: mapped, bounded, and checked against their recorded checksums."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Payloads:
     """The bytes of the files of one checkpoint directory, opened when first used: mapped, or read by ranges.
 
     Args:
-        made: the bytes of files that are not taken from the directory, by name.
+        in_memory: bytes by file name that stand in for files of the directory.
     """
 
-    def __init__(self, directory: Location, made: Mapping[str, bytes] = MappingProxyType({})) -> None:
+    def __init__(self, directory: Location, in_memory: Mapping[str, bytes] = MappingProxyType({})) -> None:
         self.directory = directory
-        self._made = {name: Held(data) for name, data in made.items()}
+        self._in_memory = {name: Held(data) for name, data in in_memory.items()}
         self._files: dict[str, FileBytes] = {}
 
     def __enter__(self) -> Payloads:
@@ -45,37 +45,37 @@ class Payloads:
         self.close()
 
     def close(self) -> None:
-        """Let go of the files; to read on opens them again."""
+        """Close the files.  Reading afterwards opens them again."""
         # Arrays handed out may still refer to the maps, so they are left to the garbage collector.
         self._files.clear()
 
     def view(self, extent: Extent) -> memoryview:
-        """The bytes of an extent; of a local file not copied, of an object all of them read.
+        """The bytes of an extent: a view of a local file, or read from an object.
 
         Raises:
-            SourceError: no such regular file in the directory, or it is too short.
+            SourceError: the directory has no such regular file, or the file is too short.
         """
         return self._reaching(extent.file, extent.end).view(extent.offset, extent.length)
 
     def gather(self, payload: Extent, name: str, place: Place, shape: Index) -> NDArray[Any]:
         """The elements of a box of this shape at a place in a payload, read-only, as `as_words` gives them.
 
-        Of a local file nothing is copied; of an object only what the box needs is read (and gaps that are too small
-        to be left out), a few blocks at a time.
+        The elements of a local file are not copied.  Of an object only the blocks that the box needs are read, with
+        the gaps that are too small to skip.
         """
         size = itemsize(name)
-        at, reach = payload.offset + place.offset * size, size * span(shape, place.strides)
-        file = self._reaching(payload.file, at + reach)
+        start, reach = payload.offset + place.offset * size, size * span(shape, place.strides)
+        file = self._reaching(payload.file, start + reach)
 
         def words(raw: memoryview, part: Index) -> NDArray[Any]:
             return strided(as_words(raw, name, (len(raw) // size,)), place.strides, part)
 
         parts = list(blocks(shape, place.strides, file.gap // size, file.most // size))
         if len(parts) <= 1:
-            return words(file.view(at, reach), shape)
+            return words(file.view(start, reach), shape)
         gathered = np.empty((*shape, *(2,) * (size > 8)), dtype(name).bits)
         for batch in batches(parts, place.strides, file.most // size):
-            ranges = [(at + block.start(place.strides) * size, block.span(place.strides) * size) for block in batch]
+            ranges = [(start + block.start(place.strides) * size, block.span(place.strides) * size) for block in batch]
             for block, raw in zip(batch, file.views(ranges), strict=True):
                 gathered[block.slices] = words(raw, block.shape)
         return gathered
@@ -99,7 +99,7 @@ class Payloads:
         """
 
     def release(self, extent: Extent) -> None:
-        """An extent is not needed for now: what of it is in the memory of this process is given back."""
+        """Free the memory of an extent that is not needed for now."""
         if extent.file in self._files:
             self._files[extent.file].release(extent.offset, extent.length)
 
@@ -111,7 +111,7 @@ class Payloads:
 
     def _bytes(self, name: str) -> FileBytes:
         if name not in self._files:
-            self._files[name] = self._made.get(name) or _opened(self.directory, name)
+            self._files[name] = self._in_memory.get(name) or _opened(self.directory, name)
         return self._files[name]
 
 
@@ -121,7 +121,7 @@ def elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> NDArray[A
 
 
 def checked_elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:
-    """The same, of bytes that are read once, and compared as `check_chunk` does.
+    """A chunk's elements, from bytes that are read once and compared as `check_chunk` does.
 
     Raises:
         SourceError: they differ, or cannot be read; names the tensor, the box and the file.
@@ -144,7 +144,7 @@ def as_words(raw: memoryview, name: str, shape: Index) -> NDArray[Any]:
 
 
 def check_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> None:
-    """Compare a chunk's bytes with its digest, or where none is recorded with its CRC-32, or what its format keeps.
+    """Compare a chunk's bytes with its digest, else with its CRC-32, else with the checksum that its format keeps.
 
     Raises:
         SourceError: they differ, or cannot be read; names the tensor, the box and the file.
@@ -166,30 +166,32 @@ def _compare_sums(payloads: Payloads, chunk: Chunk, parts: Iterable[memoryview])
         payloads.check_inside(chunk.item)
 
 
-def compare(what: str, found: str, expected: str) -> None:
-    """Raises:
-    SourceError: two sums differ.
+def compare(kind: str, actual: str, expected: str) -> None:
+    """Compare two checksums of one kind.
+
+    Raises:
+        SourceError: they differ.
     """
-    if found != expected:
-        raise SourceError(f"{what} {found}, expected {expected}")
+    if actual != expected:
+        raise SourceError(f"{kind} {actual}, expected {expected}")
 
 
 def payload_of(tensor: StateRecord, chunk: Chunk) -> Extent:
-    """Where a chunk's raw elements are.
+    """The extent of a chunk's raw elements.
 
     Raises:
-        SourceError: their length is not that of the box.
+        SourceError: its length is not that of the box.
     """
     expected = chunk.box.numel * dtype(tensor.dtype).itemsize
     if chunk.payload is None or chunk.payload.length != expected:
-        found = None if chunk.payload is None else chunk.payload.length
-        raise SourceError(f"tensor {tensor.key!r} box {chunk.box}: payload of {found} bytes, expected {expected}")
+        actual = None if chunk.payload is None else chunk.payload.length
+        raise SourceError(f"tensor {tensor.key!r} box {chunk.box}: payload of {actual} bytes, expected {expected}")
     return chunk.payload
 
 
 def _opened(directory: Location, name: str) -> FileBytes:
     file = directory / name
     if file.parent.resolve() != (directory.resolve() / name).parent:
-        raise SourceError(f"cannot open {file}: there is a symbolic link on the way")
+        raise SourceError(f"cannot open {file}: one of its directories is a symbolic link")
     with open_regular(file) as opened:
         return opened.mapped()

@@ -1,4 +1,4 @@
-"""What a format does for a checkpoint that is opened: one protocol, which every format implements whole."""
+"""The protocol by which a format reads an open checkpoint; every format implements all of it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .payloads import Payloads
 
 
 class Reader(Protocol):
-    """One checkpoint, as its format reads it.  Its metadata are read once, when the reader is made."""
+    """One checkpoint, read by its format.  Its metadata are read once, when the reader is made."""
 
     @property
     def outline(self) -> Manifest:
-        """What the metadata say.  Where the elements of a chunk are in its item may still be unknown."""
+        """The manifest in the metadata.  The places of a chunk's elements in its item may still be unknown."""
         ...
 
     @property
@@ -24,9 +24,9 @@ class Reader(Protocol):
         ...
 
     def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
-        """These tensors of the outline, with the place of the elements of each chunk; chunks may have been left out.
+        """These tensors of the outline with the place of each chunk's elements; chunks may have been left out.
 
-        Opens the items of the chunks that do not know it.
+        Opens the items of the chunks whose place is unknown.
 
         Raises:
             SourceError: an item is damaged, or not what the metadata promise; names the tensor, the box and the file.

@@ -1,4 +1,4 @@
-"""A box that lies in strides, cut into the blocks in which it is read where reading what lies between costs."""
+"""A box with strides, cut into blocks to read where reading the gaps between them is expensive."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Block:
         return tuple(map(slice, self.lo, self.hi))
 
     def start(self, strides: Index) -> int:
-        """Of its first element, from that of the box, in elements."""
+        """The offset of its first element from that of the box, in elements."""
         return sum(map(int.__mul__, self.lo, strides))
 
     def span(self, strides: Index) -> int:
@@ -42,7 +42,7 @@ def span(shape: Index, strides: Index) -> int:
 
 
 def blocks(shape: Index, strides: Index, gap: int, most: int) -> Iterator[Block]:
-    """The blocks of a box: none leaves out more than ``gap`` elements in a row, or spans more than ``most``."""
+    """The blocks of a box: none has gaps of more than ``gap`` elements, or spans more than ``most``."""
     yield from _cut(Block((0,) * len(shape), shape), strides, gap, most)
 
 
@@ -67,7 +67,7 @@ def _cut(block: Block, strides: Index, gap: int, most: int) -> Iterator[Block]:
 
 
 def batches(parts: Sequence[Block], strides: Index, most: int) -> Iterator[list[Block]]:
-    """The blocks in order, as many together as span at most ``most`` elements; one at least."""
+    """The blocks in order, grouped so that a group spans at most ``most`` elements, or is one block."""
     batch: list[Block] = []
     used = 0
     for part in parts:

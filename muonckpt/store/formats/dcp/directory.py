@@ -1,8 +1,8 @@
 """Checkpoints of torch.distributed.checkpoint (DCP): a directory of ``.metadata`` and ``__{rank}_{n}.distcp`` files.
 
-``.metadata`` says which tensors there are, in which boxes they are stored, and where in which file each box's item
-lies; an item says dtype, shape and strides once more (:mod:`.torch_zip`), and there it is the authority.  Both are
-read without torch and without running anything that is in them.
+``.metadata`` lists the tensors, the boxes in which they are stored, and the file and range of each box's item; an item
+repeats dtype and shape and adds strides (:mod:`.items`), for which it is the authority.  Both are read without torch
+and without running any code in them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ METADATA_FILE = ".metadata"
 """Name of DCP's description of a checkpoint."""
 
 COMMON_FILE = "common.pt"
-"""Where Megatron's ``torch_dist`` before core 0.19 keeps all that is no tensor: a file beside, one item."""
+"""The file in which Megatron's ``torch_dist`` before core 0.19 keeps everything that is not a tensor, as one item."""
 
 
 class DcpReader:
-    """Reads ``.metadata`` and asks the files for their size; opens an item when its elements are located.
+    """Reads ``.metadata`` and the sizes of the files; opens an item when its elements are located.
 
     Raises:
         SourceError: there is no checkpoint; its metadata is damaged, refused or contradicts itself; a file is
-            missing, cut, or no regular file; or items overlap.
+            missing, cut or not regular; or items overlap.
     """
 
     def __init__(self, path: Location) -> None:
@@ -125,7 +125,7 @@ def _path(key: str, metadata: Metadata) -> KeyPath:
 
 
 def _optimizers(paths: Mapping[str, KeyPath]) -> set[KeyPath]:
-    """Where optimizers sit in the nested state dict: the places that have a "param_groups"."""
+    """The paths of optimizers in the nested state dict: those with a "param_groups"."""
     return {path[:depth] for path in paths.values() for depth, part in enumerate(path) if part == "param_groups"}
 
 
@@ -141,8 +141,10 @@ def _optimizer_state(path: KeyPath, optimizers: Collection[KeyPath]) -> tuple[st
 
 
 def _metadata(manifest: Manifest) -> Metadata:
-    """Raises:
-    LayoutError: two things have one name, of which DCP would keep one.
+    """DCP's metadata of a manifest.
+
+    Raises:
+        LayoutError: a key or the offset of a box occurs twice; DCP would keep one of them.
     """
     entries: tuple[StateRecord | Blob, ...] = (*manifest.tensors, *manifest.blobs)
     stored = [((blob.key, None), blob.item) for blob in manifest.blobs]

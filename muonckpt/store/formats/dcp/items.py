@@ -1,4 +1,4 @@
-"""The items of a DCP checkpoint: each says dtype, shape and strides of its elements once more, and where they lie."""
+"""The items of a DCP checkpoint, which describe dtype, shape, strides and place of their elements themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def located(path: Location, tensors: Sequence[StateRecord]) -> tuple[StateRecord
         SourceError: an item is not the dense tensor that the metadata promise; names the tensor, the box and the file.
     """
     chunks = [list(tensor.chunks) for tensor in tensors]
-    jobs = [(chunk.item, number, part) for number, mine in enumerate(chunks) for part, chunk in enumerate(mine)]
+    jobs = [
+        (chunk.item, number, part) for number, own_chunks in enumerate(chunks) for part, chunk in enumerate(own_chunks)
+    ]
     jobs.sort(key=lambda job: (job[0].file, job[0].offset))
 
     def read_items(of_one_file: list[tuple[Extent, int, int]]) -> None:
@@ -34,8 +36,8 @@ def located(path: Location, tensors: Sequence[StateRecord]) -> tuple[StateRecord
                     where = f"{path / name} at byte {item.offset}: tensor {tensor.key!r} box {chunk.box}"
                     raise SourceError(f"{where}: {error}") from error
 
-    at_each(path, read_items, [list(mine) for _, mine in groupby(jobs, key=lambda job: job[0].file)])
-    return tuple(replace(tensor, chunks=tuple(mine)) for tensor, mine in zip(tensors, chunks, strict=True))
+    at_each(path, read_items, [list(own_chunks) for _, own_chunks in groupby(jobs, key=lambda job: job[0].file)])
+    return tuple(replace(tensor, chunks=tuple(own_chunks)) for tensor, own_chunks in zip(tensors, chunks, strict=True))
 
 
 def _located(file: File, tensor: StateRecord, chunk: Chunk) -> Chunk:
@@ -45,6 +47,6 @@ def _located(file: File, tensor: StateRecord, chunk: Chunk) -> Chunk:
             f"expected {tensor.dtype} of shape {chunk.box.shape}, as .metadata says; "
             f"found {item.dtype} of shape {item.shape}"
         )
-    strides = None if item.row_major else item.strides  # it was transposed or channels-last when it was saved
+    strides = None if item.row_major else item.strides  # saved while transposed or channels-last
     payload = Extent(chunk.item.file, item.offset, item.length)
     return replace(chunk, payload=payload, crc32=item.crc32, strides=strides)

@@ -1,7 +1,7 @@
 """The ``.metadata`` file of torch.distributed.checkpoint (DCP), read and written as plain data.
 
-The file is a pickle of small objects of torch (``Metadata`` and the classes below it).  A stock reader runs it, and
-with it any code that somebody put there; :mod:`.inert_pickle` runs nothing.
+The file is a pickle of small objects of torch (``Metadata`` and its parts).  A stock reader runs it, with any code that
+an attacker put there; :mod:`.inert_pickle` runs nothing.
 
 Sources: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py`` (torch 2.13) for the objects and their
 attributes.
@@ -90,7 +90,7 @@ class Metadata:
 
 
 def parse_metadata(data: bytes) -> Metadata:
-    """What a ``.metadata`` file says.  Runs nothing, imports nothing.
+    """The content of a ``.metadata`` file.  Runs nothing, imports nothing.
 
     Raises:
         SourceError: it is not such a file, is cut, names anything that a stock file does not have, or
@@ -114,7 +114,7 @@ def _metadata(content: object) -> Metadata:
         if expect(Record, value).kind == f"{_METADATA} BytesStorageMetadata":
             blobs.append(expect(str, key))
             continue
-        # Chunks are counted before they are read: one list can stand for many tensors in a few hostile bytes.
+        # Chunks are counted before they are read: in a hostile file many tensors can share one list.
         tensors[expect(str, key)] = tensor = _tensor(value, room)
         room -= len(tensor.chunks)
     paths = expect(dict, fields.get("planner_data") or {})

@@ -1,8 +1,8 @@
 """Megatron's per-rank files of the layer-wise optimizer, ``layer_wise_optimizer_{rank}.pt``, as one checkpoint.
 
-A file has neither names nor owners.  They come from a description beside the files (:mod:`.layer_wise_names`), and
-must agree with what every file holds: counts and shapes, and where the model's weights are at hand also the bits of the
-fp32 masters, which round to them.  docs/formats/layer_wise.md has the format and the keys.
+A file records neither names nor owners.  They come from a description beside the files (:mod:`.layer_wise_names`), and
+must agree with the files: with counts and shapes, and where the model's weights are available also with the fp32
+masters, which round to the weights.  docs/formats/layer_wise.md has the format and the keys.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .model_weights import whole_tensor
 from .rank_file import ParameterState, RankFile, RankGroup
 
 _EXPERTS = "is_expert_parallel"
-"""The option by which a group says what it is of."""
+"""The option that tells whether a group is of expert parameters."""
 
 _RANK = re.compile(r"layer_wise_optimizer_(0|[1-9][0-9]*)\.pt")
 
@@ -41,51 +41,52 @@ _OPTION = ("layer_wise", "param_groups")
 
 
 def reader(path: Location) -> LocatedReader:
-    """What the files of a directory hold, under names.
+    """The checkpoint in the files of a directory.
 
-    Reads no elements, but where there are weights to compare with the first few thousand of each parameter.  Options
-    of groups are items without bytes of their own: their extents count in what is made of them in memory, and name the
-    description.
+    Reads no elements, except that it compares the first few thousand of each parameter with the weights, if there are
+    any.  Options of groups become items in memory, whose extents name the description as their file.
 
     Raises:
-        SourceError: there is no description, a file is missing or damaged, or contradicts the description.
+        SourceError: there is no description, or a file is missing, damaged or contradicts the description.
     """
-    told = read_description(path)
-    if told is None:
+    description = read_description(path)
+    if description is None:
         raise SourceError(
-            f"{path} holds Megatron's per-rank optimizer files, which have no names and do not say who owns what: "
+            f"{path} holds Megatron's per-rank optimizer files, which record neither names nor owners: "
             f"write {next(iter(DESCRIPTION_PARSERS))} beside them (docs/formats/layer_wise.md)"
         )
-    files = [rank_file.read_rank_file(path, name) for name in told.files or _files(path)]
-    model = model_weights.read_weights(path, told.model) if told.model else None
-    members = told.selected(model.listed if model else ())
-    dealt = deal(told, members, len(files))
+    files = [rank_file.read_rank_file(path, name) for name in description.files or _files(path)]
+    model = model_weights.read_weights(path, description.model) if description.model else None
+    members = description.selected(model.listed if model else ())
+    dealt = deal(description, members, len(files))
     _check_experts(files, members)
-    shapes = {each.parameter.name: each.parameter.shape for each in members}
-    states = dict(_named(files, dealt, shapes, told))
+    shapes = {member.parameter.name: member.parameter.shape for member in members}
+    states = dict(_named(files, dealt, shapes, description))
     if model:
         model.check_masters(path, states)
     params: defaultdict[int, list[str]] = defaultdict(list)
-    for each in members:
-        params[each.group].append(each.parameter.name)
-    blobs, made = _items(path, _options(files, params), states)
+    for member in members:
+        params[member.group].append(member.parameter.name)
+    blobs, item_bytes = _items(path, _options(files, params), states)
     weights = model.weights.values() if model and model.folder == path else ()
     provenance = {
         "format": "layer_wise_optimizer",
-        "dealt": {"algorithm": told.algorithm, "ranks": len(files)},
+        "dealt": {"algorithm": description.algorithm, "ranks": len(files)},
         "not_kept": sorted(set().union(*(file.others for file in files))),
         "buffers": [buffer.to_json() for buffer in _buffers(dealt, states)],
     }
     manifest = Manifest((*_records(dealt, states), *weights), blobs, provenance)
-    return LocatedReader(manifest, Payloads(path, {_description_file(path): made}))
+    return LocatedReader(manifest, Payloads(path, {_description_file(path): item_bytes}))
 
 
 def _files(path: Location) -> tuple[str, ...]:
     matches = (_RANK.fullmatch(file.name) for file in path.iterdir())
-    found = sorted((int(match[1]), match[0]) for match in matches if match)
-    if not found or [rank for rank, _ in found] != list(range(len(found))):
-        raise SourceError(f"{path}: expected a file of every rank from 0, found those of {[rank for rank, _ in found]}")
-    return tuple(name for _, name in found)
+    numbered = sorted((int(match[1]), match[0]) for match in matches if match)
+    if not numbered or [rank for rank, _ in numbered] != list(range(len(numbered))):
+        raise SourceError(
+            f"{path}: expected a file of every rank from 0, found those of {[rank for rank, _ in numbered]}"
+        )
+    return tuple(name for _, name in numbered)
 
 
 def _description_file(path: Location) -> str:
@@ -96,40 +97,42 @@ def _description_file(path: Location) -> str:
 
 
 def _named(
-    files: Sequence[RankFile], dealt: Dealt, shapes: Mapping[str, Index], told: Description
+    files: Sequence[RankFile], dealt: Dealt, shapes: Mapping[str, Index], description: Description
 ) -> Iterator[tuple[str, ParameterState]]:
     """The state of every parameter, by its name."""
     counts = {len(file.groups) for file in files}
     groups = max(counts)
     if len(counts) > 1 or any(group >= groups for _, group in dealt.shares):
         raise SourceError(
-            f"the ranks' files have {sorted(counts)} parameter groups, the description speaks of "
+            f"the ranks' files have {sorted(counts)} parameter groups, the description has "
             f"{1 + max(group for _, group in dealt.shares)}"
         )
     for rank, file in enumerate(files):
         for number, group in enumerate(file.groups):
             names = dealt.shares.get((rank, number), ())
-            _agree(file.name, number, group, [(name, shapes[name]) for name in names], told.algorithm)
+            _agree(file.name, number, group, [(name, shapes[name]) for name in names], description.algorithm)
             yield from zip(names, group.states, strict=True)
 
 
 def _check_experts(files: Sequence[RankFile], members: Sequence[ListedParameter]) -> None:
-    """Raises `SourceError` if a group says whether it is of experts, and its parameters say the contrary."""
+    """Raise `SourceError` if a group and its parameters differ in whether they are of experts."""
     for group, expert in {(member.group, member.parameter.expert) for member in members}:
         for file in files:
-            said = file.groups[group].options.get(_EXPERTS, expert) if group < len(file.groups) else expert
-            if said != expert:
-                raise SourceError(f"group {group} of {file.name} says {_EXPERTS}={said}, the description the contrary")
+            recorded = file.groups[group].options.get(_EXPERTS, expert) if group < len(file.groups) else expert
+            if recorded != expert:
+                raise SourceError(
+                    f"group {group} of {file.name} says {_EXPERTS}={recorded}, the description says the opposite"
+                )
 
 
 def _agree(file: str, number: int, group: RankGroup, expected: list[tuple[str, Index]], algorithm: str) -> None:
-    """Raises `SourceError` if a group of a file cannot be these parameters."""
-    found = [{value.shape for value in state.values() if _is_elementwise(value)} for state in group.states]
-    for at, (wanted, shapes) in enumerate(zip_longest(expected, found)):
-        if wanted is None or shapes != {wanted[1]}:
+    """Raise `SourceError` if a group of a file cannot have these parameters."""
+    stored = [{value.shape for value in state.values() if _is_elementwise(value)} for state in group.states]
+    for position, (parameter, shapes) in enumerate(zip_longest(expected, stored)):
+        if parameter is None or shapes != {parameter[1]}:
             raise SourceError(
-                f"{file}: group {number} has {len(found)} parameters, with {algorithm} its rank owns {len(expected)}; "
-                f"as number {at} expected {wanted}, found shape {shapes}: another algorithm, or other parameters"
+                f"{file}: group {number} has {len(stored)} parameters, with {algorithm} its rank owns {len(expected)}: "
+                f"number {position} should be {parameter}, found shape {shapes}; the algorithm or the parameters differ"
             )
 
 
@@ -172,7 +175,7 @@ def _key(placed: PlacedParameter, slot: str) -> str:
 
 
 def _options(files: Sequence[RankFile], params: Mapping[int, Sequence[str]]) -> Iterator[tuple[int, dict[str, object]]]:
-    """The options of each group that has parameters, with their names; those of ranks without any do not count."""
+    """The options of each group that has parameters, and the names of these; ranks without parameters are ignored."""
     for number, names in sorted(params.items()):
         held = [(file.name, file.groups[number]) for file in files if file.groups[number].states]
         first = held[0][1].options
@@ -186,7 +189,7 @@ def _options(files: Sequence[RankFile], params: Mapping[int, Sequence[str]]) -> 
 def _items(
     path: Location, groups: Iterator[tuple[int, dict[str, object]]], states: Mapping[str, ParameterState]
 ) -> tuple[tuple[Blob, ...], bytes]:
-    """Items for options, and for what the optimizer keeps of a parameter that is no tensor; and their bytes."""
+    """Items for options and for state that is not a tensor; and their bytes."""
     values: list[tuple[KeyPath, object]] = [
         ((*_OPTION, number, option), value) for number, options in groups for option, value in options.items()
     ]
@@ -196,9 +199,9 @@ def _items(
         for slot, value in state.items()
         if not isinstance(value, SavedTensor)
     ]
-    blobs, made, file = [], bytearray(), _description_file(path)
-    for where, value in values:
+    blobs, item_bytes, file = [], bytearray(), _description_file(path)
+    for path_of_item, value in values:
         item = plain_item(value)
-        blobs.append(Blob(".".join(map(str, where)), where, Extent(file, len(made), len(item))))
-        made += item
-    return tuple(blobs), bytes(made)
+        blobs.append(Blob(".".join(map(str, path_of_item)), path_of_item, Extent(file, len(item_bytes), len(item))))
+        item_bytes += item
+    return tuple(blobs), bytes(item_bytes)

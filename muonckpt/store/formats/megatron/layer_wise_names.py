@@ -1,8 +1,8 @@
-"""What Megatron's per-rank optimizer files do not say: which parameters there are, and which of them a file holds.
+"""What Megatron's per-rank optimizer files do not record: the parameters, and which of them a file holds.
 
-A file lists states by number: parameter groups in order, in each the parameters that its rank owns.  Who owns what,
-and in which order, follows from the parameters and the algorithm that dealt them.  Both are in a description that a
-person writes, ``layer_wise.toml`` or ``.json``: docs/formats/layer_wise.md.  Nothing is guessed.
+A file lists states by number: parameter groups in order, in each the parameters that its rank owns.  The owners and
+the order follow from the parameters and the algorithm that dealt them.  Both are in a description that the user writes,
+``layer_wise.toml`` or ``.json``: docs/formats/layer_wise.md.  Nothing is guessed.
 
 Sources: ``_shard_params_from_layout`` and ``_shard_params_ping_pong`` of Megatron's ``layer_wise_optimizer.py`` (core
 0.19.2, and branch dev for the total order): both walk the groups, the first in forward order, the second sorted.
@@ -29,8 +29,8 @@ from ...io.regular import open_regular
 from .. import signs
 
 _Order = Callable[[Parameter, int, int], tuple[int, ...]]
-"""The place of a parameter in its group's numbers, given the number of its buffer and where it begins in it.  What is
-equal stays in forward order."""
+"""The sort key of a parameter in its group, given the number of its buffer and its start there.  Equal parameters stay
+in forward order."""
 
 _ORDERS: Mapping[str, _Order] = MappingProxyType(
     {
@@ -40,17 +40,17 @@ _ORDERS: Mapping[str, _Order] = MappingProxyType(
         "legacy-pingpong": lambda parameter, buffer, start: (parameter.numel,),
     }
 )
-"""How Megatron numbers the parameters in a file, by the run's placement: those of `PLACEMENTS` that are Megatron's."""
+"""How Megatron numbers the parameters in a file, by placement: one for each of Megatron's `PLACEMENTS`."""
 
 DESCRIPTION_PARSERS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
     dict(zip(signs.LAYER_WISE_FILES, (tomllib.loads, json.loads), strict=True))
 )
-"""Names of a description, and how each is read."""
+"""File names of a description, and the parser of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListedParameter:
-    """A parameter, the optimizer's parameter group it is in, and if an expert its expert-parallel rank (``part``)."""
+    """A parameter, the number of its parameter group, and for an expert its expert-parallel rank (``part``)."""
 
     parameter: Parameter
     group: int = 0
@@ -59,7 +59,7 @@ class ListedParameter:
 
 @dataclass(frozen=True, slots=True)
 class Select:
-    """The parameters of a group, where a model's checkpoint lists them: by shell patterns, and number of dims."""
+    """Selects a group's parameters from a model's checkpoint, by shell patterns and number of dims."""
 
     names: tuple[str, ...]
     dims: int | None = None
@@ -71,15 +71,15 @@ class Select:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A description, as written.
+    """A parsed description.
 
     Args:
         algorithm: one of `_ORDERS`.
         members: the parameters, in forward order.
-        model, groups: instead of members a model's checkpoint, and what each group takes of it.
-        files: of the ranks, in order; none: ``layer_wise_optimizer_{rank}.pt``.
+        model, groups: instead of members a model's checkpoint, and the selection of each group.
+        files: names of the ranks' files, in order; if empty, ``layer_wise_optimizer_{rank}.pt``.
         experts: size of expert parallelism: the ranks ``e, e + experts, …`` have the experts of part ``e``.
-        bucket_size, busbw: what the run's buffers were told.
+        bucket_size, busbw: options of the run's buffers.
     """
 
     algorithm: str
@@ -96,13 +96,15 @@ class Description:
             raise SourceError(f"no algorithm {self.algorithm!r}; there are {', '.join(_ORDERS)}")
         if bool(self.members) == bool(self.groups) or bool(self.groups) > bool(self.model):
             raise SourceError("expected either [[parameter]] tables, or a model and [[group]] tables that select of it")
-        twice = [name for name, n in Counter(each.parameter.name for each in self.members).items() if n > 1]
+        twice = [name for name, n in Counter(member.parameter.name for member in self.members).items() if n > 1]
         if twice:
-            raise SourceError(f"expected names of their own for all parameters, found {twice[0]!r} twice")
+            raise SourceError(f"expected distinct names for all parameters, found {twice[0]!r} twice")
         if self.experts < 1 or (self.experts > 1 and self.groups):
             raise SourceError("with expert parallelism list every [[parameter]]: a model's file has one rank's experts")
         strange = [
-            each for each in self.members if each.part not in range(self.experts if each.parameter.expert else 1)
+            member
+            for member in self.members
+            if member.part not in range(self.experts if member.parameter.expert else 1)
         ]
         if strange:
             raise SourceError(f"{strange[0].parameter.name!r} is in part {strange[0].part} of {self.experts}")
@@ -180,11 +182,11 @@ def _check(data: Any, kinds: _FieldTypes, *needed: str) -> None:
     if not isinstance(data, Mapping) or not data.keys() >= set(needed):
         raise SourceError(f"expected a table with {', '.join(needed)}, found {data!r:.200}")
     for key, value in data.items():
-        if type(value) is not kinds.get(key):  # a bool is no int here
+        if type(value) is not kinds.get(key):  # a bool is not an int here
             raise SourceError(f"{key!r} cannot be {value!r:.200}; there are {', '.join(kinds)}")
 
 
-# Who owns what.
+# Owners.
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +194,7 @@ class Dealt:
     """Parameters dealt to ranks.
 
     Args:
-        buffers: with the ranks of the run that share each.
+        buffers: each with the ranks of the run that share it.
         shares: names by (rank, group), in the order of the numbers in that rank's file.
     """
 
@@ -201,7 +203,7 @@ class Dealt:
 
 
 def deal(description: Description, members: Sequence[ListedParameter], ranks: int) -> Dealt:
-    """What each of ``ranks`` data-parallel ranks owns, as the algorithm of the description dealt it.
+    """The share of each of ``ranks`` data-parallel ranks, as the description's algorithm dealt it.
 
     Raises:
         SourceError: the ranks do not divide into expert-parallel parts.
@@ -213,8 +215,8 @@ def deal(description: Description, members: Sequence[ListedParameter], ranks: in
     places: dict[str, tuple[int, ...]] = {}
     owners: dict[str, int] = {}
     for part in range(description.experts):
-        here = [each for each in members if not each.parameter.expert or each.part == part]
-        for number, buffer in enumerate(place(_to_place(description, here, ranks))):
+        members_of_part = [member for member in members if not member.parameter.expert or member.part == part]
+        for number, buffer in enumerate(place(_to_place(description, members_of_part, ranks))):
             experts = buffer.parameters[0].parameter.expert
             if part and not experts:
                 continue  # the same for every part
@@ -223,14 +225,14 @@ def deal(description: Description, members: Sequence[ListedParameter], ranks: in
             places |= {p.name: order(p.parameter, number, p.start) for p in buffer.parameters}
             owners |= {name: group[owner] for name, owner in buffer.owners.items() if owner is not None}
     shares: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
-    for each in members:
-        shares[owners[each.parameter.name], each.group].append(each.parameter.name)
+    for member in members:
+        shares[owners[member.parameter.name], member.group].append(member.parameter.name)
     ordered = {where: tuple(sorted(names, key=lambda name: places[name])) for where, names in shares.items()}
     return Dealt(tuple(buffers), ordered)
 
 
 def _to_place(description: Description, members: Sequence[ListedParameter], ranks: int) -> ToPlace:
-    """What the run knew of its parameters: all of them are matrices, or belong to an optimizer that owns them whole."""
+    """The run's parameters, all of them matrices, or owned whole by another optimizer."""
     groups: defaultdict[int, list[str]] = defaultdict(list)
     for member in members:
         groups[member.group].append(member.parameter.name)

@@ -1,4 +1,4 @@
-"""The weights of a model beside the files of its optimizer: names, order and shapes, and what fp32 masters round to."""
+"""The weights of a model beside the files of its optimizer: names, order, shapes, and bits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COMPARED_ELEMENTS = 1 << 14
 """Elements of a parameter that are compared."""
 
 _OF_OPTIMIZER = re.compile(r"(chained_[0-9]+\.)*optimizer\.")
-"""Keys of DCP and `torch_dist` checkpoints that are not of the model."""
+"""Keys of DCP and `torch_dist` checkpoints that belong to the optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,39 +42,39 @@ class ModelWeights:
         return tuple((name, weight.shape, weight.dtype) for name, weight in self.weights.items())
 
     def check_masters(self, path: Location, states: Mapping[str, ParameterState]) -> None:
-        """Compare the first rows of each fp32 master (in files of ``path``) with the weight that it rounds to.
+        """Compare the first rows of each fp32 master (in files of ``path``), rounded, with the weight.
 
         Raises:
-            SourceError: a weight is missing, of another shape, or not what the master rounds to.
+            SourceError: a weight is missing, has another shape, or differs from its rounded master.
         """
-        with Payloads(path) as mine, Payloads(self.folder) as theirs:
+        with Payloads(path) as payloads, Payloads(self.folder) as weight_payloads:
             for name, state in states.items():
                 master, weight = state.get(MASTER), self.weights.get(name)
                 if not isinstance(master, SavedTensor):
                     continue
                 chunks = [chunk for chunk in weight.chunks if chunk.box.numel] if weight else []
                 if weight is None or (weight.shape, master.dtype) != (master.shape, "float32") or not chunks:
-                    found = "none" if weight is None else f"shape {weight.shape} in {len(chunks)} chunks"
+                    stored = "none" if weight is None else f"shape {weight.shape} in {len(chunks)} chunks"
                     raise SourceError(
                         f"expected a weight {name!r} of shape {master.shape} in {self.folder}, and a float32 master; "
-                        f"found {found}, and {master.dtype}"
+                        f"found {stored}, and {master.dtype}"
                     )
                 box = chunks[0].box
                 rows = slice(max(1, _COMPARED_ELEMENTS * box.shape[0] // box.numel)) if box.shape else ()
-                words = as_words(mine.view(master.payload), master.dtype, master.shape)
+                words = as_words(payloads.view(master.payload), master.dtype, master.shape)
                 part = words[tuple(map(slice, box.lo, box.hi))][rows]
-                if not np.array_equal(_rounded(part, weight.dtype), elements(theirs, weight, chunks[0])[rows]):
+                if not np.array_equal(_rounded(part, weight.dtype), elements(weight_payloads, weight, chunks[0])[rows]):
                     raise SourceError(
-                        f"the master of {name!r} in {master.payload.file} is not that of the weight in {self.folder}: "
-                        "the algorithm or the order of the parameters is another, or the weights are of another step"
+                        f"the master of {name!r} in {master.payload.file} does not round to that in {self.folder}: "
+                        "another algorithm, another order of the parameters, or weights of another step"
                     )
 
 
 def read_weights(path: Location, where: str) -> ModelWeights:
-    """Weights in a file of the directory that ``torch.save`` wrote, under ``model``; or in a DCP checkpoint.
+    """The weights under ``model`` in a file of ``torch.save``, or those in a DCP checkpoint, inside the directory.
 
     Raises:
-        SourceError: there is neither, or it is damaged.
+        SourceError: neither exists, or it is damaged.
     """
     if (path / where).is_dir():
         stored = DcpReader(path / where)
@@ -86,14 +86,14 @@ def read_weights(path: Location, where: str) -> ModelWeights:
     if not isinstance(named, dict):
         raise SourceError(f"{path / where}: expected weights by name under 'model'")
     weights = {}
-    for name, value in named.items():  # and `_extra_state`s of modules, which are no tensors
+    for name, value in named.items():  # among them `_extra_state`s of modules, which are not tensors
         if isinstance(name, str) and isinstance(value, Record) and value.kind.startswith("torch._"):
             weights[name] = whole_tensor(("model", name), file.tensor(value))
     return ModelWeights(path, weights)
 
 
 def whole_tensor(path: tuple[str, ...], tensor: SavedTensor) -> StateRecord:
-    """The record of a tensor that is stored in one chunk."""
+    """The record of a tensor that is stored as one chunk."""
     box = Box((0,) * len(tensor.shape), tensor.shape)
     chunk = Chunk(box, tensor.payload, tensor.payload, crc32=tensor.crc32)
     return StateRecord(".".join(path), path, tensor.shape, tensor.dtype, (chunk,))

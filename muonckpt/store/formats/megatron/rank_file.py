@@ -1,7 +1,7 @@
 """One ``layer_wise_optimizer_{rank}.pt``: the states of the parameters that a rank owns, by number, without names.
 
-It is the ``state_dict`` of Megatron's layer-wise optimizer: that of its one child, or a list with one for each.  A
-child with fp32 masters keeps them beside the state of the optimizer it wraps.
+It is the ``state_dict`` of Megatron's layer-wise optimizer: that of its one child, or a list with one per child.  A
+child with fp32 masters keeps them beside the state of the optimizer that it wraps.
 
 Source: ``state_dict`` of ``Float16OptimizerWithFloat16Params``, ``FP32Optimizer`` and ``ChainedOptimizer`` in
 Megatron's ``optimizer.py`` (core 0.19.2).
@@ -21,24 +21,20 @@ from ..torch_save.torch_file import SavedTensor, TorchFile
 
 _Value = SavedTensor | bool | int | float | str | None
 ParameterState = Mapping[str, _Value]
-"""What is kept of one parameter, by slot."""
+"""The state of one parameter, by slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The share of a rank in one parameter group: the group's options, and its parameters' states in order.
+    """The share of a rank in one parameter group: the group's options, and its parameters' states in order."""
 
-    ``child`` is the number of the optimizer that the group belongs to.
-    """
-
-    child: int
     options: Mapping[str, object]
     states: tuple[ParameterState, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """What one file holds: the groups of all children in order, and the entries of children that are neither."""
+    """One file: the groups of all children in order, and the other entries of the children."""
 
     name: str
     groups: tuple[RankGroup, ...]
@@ -46,15 +42,15 @@ class RankFile:
 
 
 def read_rank_file(directory: Location, name: str) -> RankFile:
-    """One file; no element is read.
+    """Read one file, but no elements.
 
     Raises:
-        SourceError: it is missing, damaged, or not what such an optimizer saves.
+        SourceError: it is missing, damaged, or not the state of such an optimizer.
     """
     file = torch_file.read_torch_file(directory, name)
     try:
         children = file.content if type(file.content) is list else [file.content]
-        groups = [group for number, child in enumerate(children) for group in _groups(file, number, child)]
+        groups = [group for child in children for group in _groups(file, child)]
         others = {key for child in children for key in _mapping(child)} - {"optimizer", "fp32_from_fp16_params"}
         return RankFile(name, tuple(groups), frozenset(map(str, others - {"state", "param_groups"})))
     except (SourceError, KeyError, TypeError, ValueError) as error:
@@ -62,23 +58,25 @@ def read_rank_file(directory: Location, name: str) -> RankFile:
         raise SourceError(f"{directory / name}: expected the state of a layer-wise optimizer: {what}") from error
 
 
-def _groups(file: TorchFile, number: int, child: object) -> Iterator[RankGroup]:
+def _groups(file: TorchFile, child: object) -> Iterator[RankGroup]:
     whole = _mapping(child)
     inner = _mapping(whole["optimizer"]) if "optimizer" in whole else whole
     states, groups = _mapping(inner["state"]), expect(list, inner["param_groups"])
     masters = expect(list, whole.get("fp32_from_fp16_params", [[] for _ in groups]))
     listed = []
-    for group, mine in zip(map(_mapping, groups), masters, strict=True):
+    for group, own_masters in zip(map(_mapping, groups), masters, strict=True):
         ids = expect(list, group[PARAMS])
-        held = expect(list, mine)
+        held = expect(list, own_masters)
         if held and len(held) != len(ids):
             raise SourceError(f"{len(held)} masters for {len(ids)} parameters of a group: some are fp32 themselves")
-        found = [{slot: _value(file, value) for slot, value in _mapping(states[each]).items()} for each in ids]
-        if held:
-            found = [state | {MASTER: file.tensor(value)} for state, value in zip(found, held, strict=True)]
+        group_states = [
+            {str(slot): _value(file, value) for slot, value in _mapping(states[number]).items()} for number in ids
+        ]
+        for state, master in zip(group_states, held, strict=False):
+            state[MASTER] = file.tensor(master)
         options = {str(key): _plain(str(key), value) for key, value in group.items() if key != PARAMS}
         listed += ids
-        yield RankGroup(number, options, tuple({str(slot): value for slot, value in each.items()} for each in found))
+        yield RankGroup(options, tuple(group_states))
     if len(set(listed)) != len(listed) or set(listed) != states.keys():
         raise SourceError(f"its groups list {len(listed)} parameters, it has the state of {len(states)}")
 
@@ -95,7 +93,7 @@ def _value(file: TorchFile, value: object) -> _Value:
 
 
 def _plain(option: str, value: object) -> object:
-    """A scalar, or a flat sequence of scalars: what options are."""
+    """The value of an option: a scalar, or a flat sequence of scalars."""
     try:
         match value:
             case list():

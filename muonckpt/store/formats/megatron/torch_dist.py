@@ -1,7 +1,7 @@
-"""Megatron's ``torch_dist``: a DCP checkpoint with ``metadata.json``, and everything that is no tensor in one item.
+"""Megatron's ``torch_dist``: a DCP checkpoint with ``metadata.json``, and everything but tensors in one item.
 
-That item is ``common_state/shard_0_1`` since core 0.19, and the file ``common.pt`` before; what reads the first also
-reads the second.  docs/formats/torch_dist.md.
+That item is ``common_state/shard_0_1`` since core 0.19, and the file ``common.pt`` before; programs that read the first
+also read the second.  docs/formats/torch_dist.md.
 
 Source: ``megatron/core/dist_checkpointing/{core,serialization}.py`` of core 0.19.2.
 """
@@ -22,7 +22,8 @@ COMMON_STATE = "common_state/shard_0_1"
 
 
 def item_key(key: str) -> str:
-    """What an item is called: its key ends with the number of its piece and of all; strict loads refuse other keys."""
+    """Megatron's key of an item, which ends with its shard's number and the number of shards, as strict loads
+    require."""
     return key if "/shard_" in key or key == COMMON_FILE else f"{key}/shard_0_1"
 
 
@@ -32,7 +33,7 @@ def write_torch_dist(manifest: Manifest, directory: Location) -> None:
     Where the checkpoint has no common state, an empty one is written: without one Megatron loads no tensor either.
     """
     if not any(blob.key in (COMMON_STATE, COMMON_FILE) for blob in manifest.blobs):
-        (directory / COMMON_FILE).unlink(missing_ok=True)  # of a run that was killed right after this
+        (directory / COMMON_FILE).unlink(missing_ok=True)  # left by a run that was killed right after this
         write_synced(directory / COMMON_FILE, plain_item({}))
         manifest = replace(manifest, blobs=(*manifest.blobs, *dcp.common_file(directory)))
     write_synced(directory / MANIFEST_FILE, manifest.to_json().encode())

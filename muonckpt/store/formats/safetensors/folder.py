@@ -1,7 +1,7 @@
 """Checkpoints of the safetensors format: one file, or a folder of files with an index as Hugging Face libraries use it.
 
-The format says dtype, shape and place of each tensor.  What it cannot say (parameter, slot, convention, pieces,
-digest, fingerprint) is a manifest in the header's ``__metadata__``, under ``muonckpt``: docs/formats/safetensors.md.
+The format records dtype, shape and place of each tensor.  The rest (parameter, slot, convention, pieces, digest,
+fingerprint) is in a manifest in the header's ``__metadata__``, under ``muonckpt``: docs/formats/safetensors.md.
 """
 
 from __future__ import annotations
@@ -25,31 +25,33 @@ from . import header
 from .header import CODE_OF_DTYPE, METADATA_KEY, Header, HeaderEntry
 
 INDEX_FILE = "model.safetensors.index.json"
-"""Name of the index of a sharded checkpoint, as we write it.  Others are read if there is only one."""
+"""Name of the index of a sharded checkpoint, as we write it.  An index of another name is read if it is the only
+one."""
 
 _MANIFEST_KEY = "muonckpt"
 """Name of the manifest in ``__metadata__``."""
 
 _DATA = "data"
-"""What that manifest calls the data section: its extents count from there, so they do not depend on its own length."""
+"""The file name in that manifest's extents, which count from the data section and so do not depend on its own
+length."""
 
 _PARTS = "DCP_SHARDING_INFO"
-"""What DCP's ``HuggingFaceStorageWriter`` leaves in ``__metadata__``: the tensors of the file may be parts of tensors,
-and nothing in it says of how large ones.  Where it has written whole ones there is an index."""
+"""A key that DCP's ``HuggingFaceStorageWriter`` writes to ``__metadata__``: the file's tensors may be parts of tensors
+whose size it does not record.  Where it has written whole tensors there is an index."""
 
 _MAX_INDEX = 1 << 30
 
 _SHARD = re.compile(r"model-[0-9]+-of-[0-9]+\.safetensors$")
-"""How the files of a sharded checkpoint are called: one of them alone is a part, or not finished."""
+"""Names of the files of a sharded checkpoint: such a file without an index is a part, or unfinished."""
 
 
 def read_safetensors(path: Location) -> Manifest:
-    """What a file, or a folder with an index or a single file, holds.  Reads headers only.
+    """The manifest of a file, or of a folder with an index or a single file.  Reads headers only.
 
-    Extents name files in ``folder(path)``.  Tensors that we did not write have their name as key, and nothing else.
+    Extents name files in ``folder(path)``.  Of tensors that others wrote only the name is known, which is their key.
 
     Raises:
-        SourceError: it is none, it is damaged, or headers, index and what is recorded of the tensors disagree.
+        SourceError: there is none, it is damaged, or headers, index and manifest disagree.
     """
     try:
         files, expected = ([path], None) if not path.is_dir() else _files(path)
@@ -57,16 +59,16 @@ def read_safetensors(path: Location) -> Manifest:
         provenance: Mapping[str, Any] = {}
         for file in files:
             with about(file):
-                recorded, mine = _read_file(file, indexed=expected is not None)
-                for tensor in mine:
+                recorded, tensors_of_file = _read_file(file, indexed=expected is not None)
+                for tensor in tensors_of_file:
                     if tensors.setdefault(tensor.key, tensor) is not tensor:
                         raise SourceError(f"tensor {tensor.key!r} is in another file of the checkpoint as well")
             provenance = provenance or recorded
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error}") from error
-    found = {key: tensor.chunks[0].item.file for key, tensor in tensors.items()}
-    if expected is not None and found != expected:
-        differing = sorted(found.items() ^ expected.items())[0]
+    file_of_tensor = {key: tensor.chunks[0].item.file for key, tensor in tensors.items()}
+    if expected is not None and file_of_tensor != expected:
+        differing = sorted(file_of_tensor.items() ^ expected.items())[0]
         raise SourceError(f"{path}: the index and the files disagree about tensor {differing[0]!r}")
     return Manifest(tuple(tensors.values()), (), provenance or {"format": "safetensors"})
 
@@ -77,8 +79,10 @@ def folder(path: Location) -> Location:
 
 
 def refuse(tensors: Sequence[StateRecord]) -> None:
-    """Raises:
-    SourceError: the format cannot hold one of the tensors; names all dtypes that it lacks.
+    """Refuse tensors that the format cannot hold.
+
+    Raises:
+        SourceError: it cannot hold one of them; names the dtypes that it has.
     """
     for tensor in tensors:
         if tensor.dtype not in CODE_OF_DTYPE:
@@ -93,25 +97,23 @@ def refuse(tensors: Sequence[StateRecord]) -> None:
             raise SourceError(f"tensor {tensor.key!r}: the format demands names of valid Unicode") from None
 
 
-def front(
-    tensors: Sequence[StateRecord], provenance: Mapping[str, Any], passed: Sequence[tuple[str, int]] = ()
-) -> bytes:
-    """What comes before the elements of these tensors, which follow each other in this order.
+def front(tensors: Sequence[StateRecord], provenance: Mapping[str, Any], sums: Sequence[tuple[str, int]] = ()) -> bytes:
+    """The bytes before the elements of these tensors, which follow each other in this order.
 
     Args:
-        passed: digest and share of the fingerprint of each.  Without them the bytes are as many.
+        sums: digest and share of the fingerprint of each tensor.  Without them the length is the same.
 
     Raises:
         DestinationError: the header would be longer than readers accept.
     """
     none = Sums()
-    entries, described, at = {}, [], 0
-    for tensor, (digest, share) in zip(tensors, passed or [(none.digest, none.share)] * len(tensors), strict=True):
-        place = Extent(_DATA, at, length_of(tensor))
-        entries[tensor.key] = HeaderEntry(tensor.dtype, tensor.shape, at, place.end)
+    entries, described, start = {}, [], 0
+    for tensor, (digest, share) in zip(tensors, sums or [(none.digest, none.share)] * len(tensors), strict=True):
+        place = Extent(_DATA, start, length_of(tensor))
+        entries[tensor.key] = HeaderEntry(tensor.dtype, tensor.shape, start, place.end)
         chunk = Chunk(Box.of(tensor.shape), place, place, digest)
         described.append(dataclasses.replace(tensor, chunks=(chunk,), fingerprint=as_hex(share)))
-        at = place.end
+        start = place.end
     # "format" tells Hugging Face libraries whose tensors these are; some refuse a file without it.
     head = Header(
         entries, {"format": "pt", _MANIFEST_KEY: Manifest(tuple(described), (), provenance).to_json()}
@@ -122,17 +124,18 @@ def front(
 
 
 def shards(tensors: Sequence[StateRecord], most: int) -> list[tuple[str, list[StateRecord]]]:
-    """The names of files, and the tensors in each: in order, a new file where one has ``most`` bytes of elements (a
-    larger tensor has one of its own); one file even if there is nothing."""
-    found: list[list[StateRecord]] = [[]]
+    """The names of files, and the tensors in each, in order.
+
+    A file has at most ``most`` bytes of elements, or one tensor.  Without tensors there is one empty file."""
+    contents: list[list[StateRecord]] = [[]]
     used = 0
     for tensor in tensors:
-        if found[-1] and used + length_of(tensor) > most:
-            found.append([])
+        if contents[-1] and used + length_of(tensor) > most:
+            contents.append([])
             used = 0
-        found[-1].append(tensor)
+        contents[-1].append(tensor)
         used += length_of(tensor)
-    return [(f"model-{number:05d}-of-{len(found):05d}.safetensors", own) for number, own in enumerate(found, 1)]
+    return [(f"model-{number:05d}-of-{len(contents):05d}.safetensors", own) for number, own in enumerate(contents, 1)]
 
 
 def write_shard_index(manifest: Manifest, directory: Location) -> None:
@@ -143,7 +146,7 @@ def write_shard_index(manifest: Manifest, directory: Location) -> None:
 
 
 def by_element_size(tensors: Sequence[StateRecord]) -> list[StateRecord]:
-    """Large elements first, as the stock writer does: each is then aligned to its own size."""
+    """The tensors with large elements first, as the stock writer orders them, which aligns all of them."""
     return sorted(tensors, key=lambda tensor: -itemsize(tensor.dtype))
 
 
@@ -153,7 +156,7 @@ def length_of(tensor: StateRecord) -> int:
 
 
 def _files(path: Location) -> tuple[list[Location], dict[str, str] | None]:
-    """The files of a folder, and the file of each tensor if an index says it."""
+    """The files of a folder, and the file of each tensor if there is an index."""
     indices: list[Location] = sorted(path.glob("*.safetensors.index.json"), key=str)
     singles: list[Location] = sorted(path.glob("*.safetensors"), key=str)
     if not indices and len(singles) == 1 and not _SHARD.match(singles[0].name):
@@ -174,19 +177,23 @@ def _files(path: Location) -> tuple[list[Location], dict[str, str] | None]:
 def _read_file(file: Location, indexed: bool) -> tuple[Mapping[str, Any], list[StateRecord]]:
     """Provenance and tensors of one file."""
     with open_regular(file) as opened:
-        found, start = header.read_header(opened)
-    if _PARTS in found.metadata and not indexed:
+        file_header, start = header.read_header(opened)
+    if _PARTS in file_header.metadata and not indexed:
         raise SourceError(
             "expected whole tensors, found what one rank had of them (by DCP's HuggingFaceStorageWriter with "
             "save_distributed): consolidate the files of all ranks with torch first"
         )
-    recorded = Manifest.from_json(found.metadata[_MANIFEST_KEY]) if _MANIFEST_KEY in found.metadata else Manifest(())
+    recorded = (
+        Manifest.from_json(file_header.metadata[_MANIFEST_KEY])
+        if _MANIFEST_KEY in file_header.metadata
+        else Manifest(())
+    )
     known = {tensor.key: tensor for tensor in recorded.tensors}
-    lost = sorted(known.keys() - found.entries.keys())
+    lost = sorted(known.keys() - file_header.entries.keys())
     if lost:
         raise SourceError(f"expected tensor {lost[0]!r}, which {METADATA_KEY} describes; found none")
     tensors = []
-    for key, entry in found.entries.items():
+    for key, entry in file_header.entries.items():
         place = Extent(file.name, start + entry.start, entry.stop - entry.start)
         chunk = Chunk(Box.of(entry.shape), place, place)
         tensor = known.get(key)

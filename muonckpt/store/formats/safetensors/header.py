@@ -50,7 +50,7 @@ DTYPE_OF_CODE: Mapping[str, str] = MappingProxyType(
         "F8_E8M0": "float8_e8m0fnu",
     }
 )
-"""What the format calls each element type.  Its types below a byte (F4, F6) have no elements of their own bytes."""
+"""Our name of each element type by the format's.  Its types of less than a byte (F4, F6) are not supported."""
 
 CODE_OF_DTYPE: Mapping[str, str] = MappingProxyType({name: code for code, name in DTYPE_OF_CODE.items()})
 
@@ -63,7 +63,7 @@ class HeaderEntry:
     """One tensor: ``dtype`` by torch's name, ``start`` and ``stop`` in bytes from the begin of the data.
 
     Raises:
-        SourceError: the range has not the length that dtype and shape need.
+        SourceError: the length of the range is not what dtype and shape need.
     """
 
     dtype: str
@@ -83,7 +83,7 @@ class HeaderEntry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """``entries`` in the order of their bytes, which they share out without gap or overlap.
+    """``entries`` in the order of their bytes, without gap or overlap.
 
     Raises:
         SourceError: there is a gap, an overlap or a wrong order.
@@ -93,18 +93,18 @@ class Header:
     metadata: Mapping[str, str]
 
     def __post_init__(self) -> None:
-        at = 0
+        end = 0
         for name, entry in self.entries.items():
-            if entry.start != at:
-                raise SourceError(f"expected tensor {name!r} at byte {at} of the data, found it at {entry.start}")
-            at = entry.stop
+            if entry.start != end:
+                raise SourceError(f"expected tensor {name!r} at byte {end} of the data, found it at {entry.start}")
+            end = entry.stop
 
     @property
     def data_length(self) -> int:
         return max((entry.stop for entry in self.entries.values()), default=0)
 
     def encode(self) -> bytes:
-        """The bytes in front of the data, their number a multiple of 8, so that 8-byte elements are aligned."""
+        """The bytes before the data, a multiple of 8, so that 8-byte elements are aligned."""
         fields: dict[str, Any] = {METADATA_KEY: dict(self.metadata)}
         for name, entry in self.entries.items():
             place = [entry.start, entry.stop]
@@ -118,7 +118,7 @@ def read_header(file: File) -> tuple[Header, int]:
     """The header of an open file, and the byte at which its data begins.
 
     Raises:
-        SourceError: it is no safetensors file, or one that contradicts itself or its length.
+        SourceError: it is not a safetensors file, or contradicts itself or its length.
     """
     size = file.size
     length = int.from_bytes(file.read(0, 8), "little")
@@ -135,8 +135,10 @@ def read_header(file: File) -> tuple[Header, int]:
 
 
 def parse_header(text: bytes) -> Header:
-    """Raises:
-    SourceError: it is not the JSON that the format prescribes; names the tensor.
+    """Parse the text of a header.
+
+    Raises:
+        SourceError: it is not the JSON that the format prescribes; names the tensor.
     """
     try:
         fields = _fields(json.loads(text.decode(), object_pairs_hook=_unique))
@@ -159,7 +161,7 @@ def _entry(name: str, value: Any) -> HeaderEntry:
     match value:
         case {"dtype": str(code), "shape": [*shape], "data_offsets": [start, stop], **more} if not more and all(
             type(number) is int
-            for number in (*shape, start, stop)  # a bool is no number here
+            for number in (*shape, start, stop)  # a bool is not a number here
         ):
             pass
         case _:
@@ -173,7 +175,7 @@ def _entry(name: str, value: Any) -> HeaderEntry:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         raise ValueError("a name occurs twice")
-    return found
+    return fields

@@ -22,7 +22,8 @@ from ....box import Index
 from ....errors import SourceError
 
 _LONGEST_SEQUENCE = 64
-"""Most items in a sequence of sizes or path parts: longer ones do not occur, and a hostile file can share one often."""
+"""Most items in a sequence of sizes or path parts: longer ones do not occur, and a hostile file could share one
+often."""
 
 T = TypeVar("T")
 
@@ -35,23 +36,23 @@ class Global(str):
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """What a pickle would have made by calling ``kind(*args)``; it is handed ``state`` and, if a mapping, ``items``."""
+    """Stands for the object that a pickle makes with ``kind(*args)``, with its ``state`` and mapping ``items``."""
 
-    # Not frozen: BUILD brings the state later.  Compared by identity, so it is harmless as a dict key.
+    # Not frozen: BUILD sets the state later.  Compared by identity, so it is harmless as a dict key.
     kind: Global
     args: object
     state: object = None
     items: dict[object, object] | None = None
 
     def own_items(self) -> dict[object, object]:
-        """The items, to fill.  Few records have any, and a large file has millions of records."""
+        """The dict of items, made when first needed: few of the millions of records in a large file have any."""
         if self.items is None:
             self.items = {}
         return self.items
 
 
 PERSISTENT = "persistent id"
-"""The :class:`Global` of a reference that a pickle leaves to its reader; refused unless it is allowed."""
+"""The name of a reference that a pickle leaves to its reader; refused unless it is allowed."""
 
 _MEMOIZE, _BINGET, _LONG_BINGET = pickle.MEMOIZE[0], pickle.BINGET[0], pickle.LONG_BINGET[0]
 _BININT, _BININT1, _BININT2 = pickle.BININT[0], pickle.BININT1[0], pickle.BININT2[0]
@@ -67,14 +68,14 @@ _KEYS = (str, int, Record)
 
 
 class Anything:
-    """The container of all names: for files whose other content does not matter, as nothing is looked up or run."""
+    """Contains every name: for files whose other content does not matter, because no name is looked up or run."""
 
     def __contains__(self, name: object) -> bool:
         return True
 
 
 def unpickle(data: bytes, allowed: Container[str]) -> object:
-    """What a pickle describes, as tuples, lists, dicts, scalars and :class:`Record`; nothing in it is run.
+    """The content of a pickle as tuples, lists, dicts, scalars and :class:`Record`; nothing in it is run.
 
     ``allowed`` holds the names (``"module name"``) that may occur.
 
@@ -92,24 +93,24 @@ def _run(data: bytes, allowed: Container[str]) -> object:
     stack: list[object] = []
     marks: list[list[object]] = []
     memo: list[object] = []
-    at = 0
-    while (code := data[at]) != _STOP:
-        at += 1
+    position = 0
+    while (code := data[position]) != _STOP:
+        position += 1
         if code == _MEMOIZE:
             memo.append(stack[-1])
         elif code == _LONG_BINGET:
-            stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
-            at += 4
+            stack.append(memo[int.from_bytes(data[position : position + 4], "little")])
+            position += 4
         elif code == _BINGET:
-            stack.append(memo[data[at]])
-            at += 1
+            stack.append(memo[data[position]])
+            position += 1
         elif code == _BININT1:
-            stack.append(data[at])
-            at += 1
+            stack.append(data[position])
+            position += 1
         elif code in _WIDE:
             width = 2 if code == _BININT2 else 4
-            stack.append(int.from_bytes(data[at : at + width], "little", signed=code == _BININT))
-            at += width
+            stack.append(int.from_bytes(data[position : position + width], "little", signed=code == _BININT))
+            position += width
         elif code in _CALLS:
             args = stack.pop()
             stack[-1] = Record(expect(Global, stack[-1]), args)
@@ -136,30 +137,32 @@ def _run(data: bytes, allowed: Container[str]) -> object:
             items, stack = stack, marks.pop()
             expect(list, stack[-1]).extend(items)
         else:
-            at = _run_one(data[at - 1 : at], data, at, stack, memo, allowed)
-    if at + 1 != len(data):
-        raise SourceError(f"expected the end of the pickle at byte {at + 1}, found {len(data) - at - 1} bytes more")
+            position = _run_one(data[position - 1 : position], data, position, stack, memo, allowed)
+    if position + 1 != len(data):
+        raise SourceError(
+            f"expected the end of the pickle at byte {position + 1}, found {len(data) - position - 1} bytes more"
+        )
     return stack.pop()
 
 
 def _run_one(
-    opcode: bytes, data: bytes, at: int, stack: list[object], memo: list[object], allowed: Container[str]
+    opcode: bytes, data: bytes, position: int, stack: list[object], memo: list[object], allowed: Container[str]
 ) -> int:
-    """Run one of the rarer opcodes, whose argument starts at byte ``at``; the position behind it."""
+    """Run one of the rarer opcodes, whose argument starts at byte ``position``.  Returns the position behind it."""
     if opcode in _CONSTANTS:
         stack.append(_CONSTANTS[opcode])
     elif opcode in _TEXT_LENGTHS:
-        start = at + _TEXT_LENGTHS[opcode]
-        at = start + int.from_bytes(data[at:start], "little")
-        stack.append(data[start:at].decode("utf-8", "surrogatepass"))
+        start = position + _TEXT_LENGTHS[opcode]
+        position = start + int.from_bytes(data[position:start], "little")
+        stack.append(data[start:position].decode("utf-8", "surrogatepass"))
     elif opcode in _PUTS:
-        end = at + _PUTS[opcode]
-        if int.from_bytes(data[at:end], "little") != len(memo):
-            raise SourceError(f"expected number {len(memo)} for the next memo entry, found another at byte {at}")
+        end = position + _PUTS[opcode]
+        if int.from_bytes(data[position:end], "little") != len(memo):
+            raise SourceError(f"expected number {len(memo)} for the next memo entry, found another at byte {position}")
         memo.append(stack[-1])
         return end
     elif opcode in _SKIPS:
-        return at + _SKIPS[opcode]
+        return position + _SKIPS[opcode]
     elif opcode == pickle.EMPTY_LIST:
         stack.append([])
     elif opcode == pickle.APPEND:
@@ -172,23 +175,23 @@ def _run_one(
         third, second = stack.pop(), stack.pop()
         stack[-1] = (stack[-1], second, third)
     elif opcode == pickle.LONG1:
-        start, at = at + 1, at + 1 + data[at]
-        stack.append(int.from_bytes(data[start:at], "little", signed=True))
+        start, position = position + 1, position + 1 + data[position]
+        stack.append(int.from_bytes(data[start:position], "little", signed=True))
     elif opcode == pickle.BINFLOAT:
-        stack.append(struct.unpack_from(">d", data, at)[0])
-        at += 8
+        stack.append(struct.unpack_from(">d", data, position)[0])
+        position += 8
     elif opcode == pickle.STACK_GLOBAL:
         name, module = expect(str, stack.pop()), expect(str, stack.pop())
         stack.append(_global(f"{module} {name}", allowed))
     elif opcode == pickle.GLOBAL:
-        end = data.index(b"\n", data.index(b"\n", at) + 1)
-        stack.append(_global(data[at:end].decode().replace("\n", " "), allowed))
-        at = end + 1
+        end = data.index(b"\n", data.index(b"\n", position) + 1)
+        stack.append(_global(data[position:end].decode().replace("\n", " "), allowed))
+        position = end + 1
     elif opcode == pickle.BINPERSID:
         stack[-1] = Record(_global(PERSISTENT, allowed), stack[-1])
     else:
-        raise SourceError(f"expected only opcodes of plain data, found {opcode!r} at byte {at - 1}")
-    return at
+        raise SourceError(f"expected only opcodes of plain data, found {opcode!r} at byte {position - 1}")
+    return position
 
 
 def _global(name: str, allowed: Container[str]) -> Global:
@@ -215,7 +218,7 @@ def expect(kind: type[T], value: object) -> T:
 
 
 def sequence(value: object) -> Sequence[object]:
-    """A short tuple, list or ``torch.Size``.  Short, because many objects can share one in a hostile file."""
+    """A short tuple, list or ``torch.Size``.  Short, because in a hostile file many objects can share one."""
     if type(value) is Record and value.kind == "torch Size":
         (value,) = expect(tuple, value.args)
     if type(value) is not tuple and type(value) is not list:

@@ -1,4 +1,4 @@
-"""One Python object as ``torch.save`` stores it, where it is plain data: written byte for byte, read without running.
+"""Plain Python data as ``torch.save`` stores it: written byte for byte like it, read without running code.
 
 It is a pickle in a small zip archive (:mod:`.stored_zip`).
 
@@ -19,30 +19,32 @@ from .stored_zip import MEMBER_ALIGNMENT, directory, read_members, store
 from .tensor_item import SERIALIZATION_ID
 
 _LARGEST_PICKLE = 16 << 20
-"""Bytes of the largest pickle that is read: the names of all parameters of a group are one."""
+"""Bytes of the largest pickle that is read; the list of a group's parameter names is one pickle."""
 
 _NUMBERS = ("numpy._core.multiarray scalar", "numpy.core.multiarray scalar")
-"""What numpy 2 and 1 call the function that makes one of their numbers: schedules compute learning rates with it."""
+"""The functions of numpy 2 and 1 that make a scalar: learning rates computed by schedules may be such scalars."""
 
 _OF_NUMBERS = frozenset((*_NUMBERS, "numpy dtype", "_codecs encode"))
 _CODES = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "b1": "<?"}
 
 
 def plain_value(raw: bytes, allowed: Container[str] = ()) -> Any:
-    """The object in the bytes of an item; of what is no plain data only `Record`s of these names.
+    """The object in the bytes of an item: plain data, and `Record`s of the names that are allowed.
 
-    A number of numpy is the number that it is.
+    A scalar of numpy becomes a Python number.
 
     Raises:
-        SourceError: it is not plain data, or no item at all.
+        SourceError: it is something else, or not an item at all.
     """
-    members = {member.name: member for member in read_members(lambda at, count: raw[at : at + count], 0, len(raw))}
-    found = members.get("data.pkl")
-    if found is None or found.length > _LARGEST_PICKLE:
-        raise SourceError(f"expected a data.pkl of at most {_LARGEST_PICKLE} bytes, found {found}")
-    data = raw[found.offset : found.offset + found.length]
-    if found.crc32 is not None and zlib.crc32(data) != found.crc32:
-        raise SourceError(f"expected checksum {found.crc32:#010x} for data.pkl, found {zlib.crc32(data):#010x}")
+    members = {
+        member.name: member for member in read_members(lambda offset, count: raw[offset : offset + count], len(raw))
+    }
+    pickled = members.get("data.pkl")
+    if pickled is None or pickled.length > _LARGEST_PICKLE:
+        raise SourceError(f"expected a data.pkl of at most {_LARGEST_PICKLE} bytes, found {pickled}")
+    data = raw[pickled.offset : pickled.offset + pickled.length]
+    if pickled.crc32 is not None and zlib.crc32(data) != pickled.crc32:
+        raise SourceError(f"expected checksum {pickled.crc32:#010x} for data.pkl, found {zlib.crc32(data):#010x}")
     try:
         return _with_numbers(unpickle(data, allowed or _OF_NUMBERS), not allowed, {})
     except RecursionError:
@@ -50,22 +52,22 @@ def plain_value(raw: bytes, allowed: Container[str] = ()) -> Any:
 
 
 def _with_numbers(value: Any, strict: bool, known: dict[int, Any]) -> Any:
-    """The same with numpy's numbers as Python's.  ``known``, by id: small pickles can share parts a million times.
+    """A value with Python numbers in place of numpy's; ``known`` are the parts done, by id, as pickles share them.
 
     Raises:
-        SourceError: one is none that is known here, or, if ``strict``, anything else is left that is no plain data.
+        SourceError: if ``strict``, something is not plain data.
     """
     if id(value) not in known:
         known[id(value)] = _without_numpy(value, lambda part: _with_numbers(part, strict, known), strict)
     return known[id(value)]
 
 
-def _without_numpy(value: Any, made: Callable[[Any], Any], strict: bool) -> Any:
+def _without_numpy(value: Any, convert: Callable[[Any], Any], strict: bool) -> Any:
     match value:
         case list() | tuple():
-            return type(value)(map(made, value))
+            return type(value)(map(convert, value))
         case dict():
-            return {made(key): made(part) for key, part in value.items()}
+            return {convert(key): convert(part) for key, part in value.items()}
         case Record(
             kind=kind,
             args=(

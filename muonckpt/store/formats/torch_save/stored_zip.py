@@ -42,7 +42,7 @@ def aligned(offset: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ZipEntry:
-    """A member as the central directory lists it.  ``at`` is where its local header begins in the item."""
+    """A member in the central directory.  ``at`` is where its local header begins in the item."""
 
     name: str
     at: int
@@ -65,7 +65,7 @@ class ZipEntry:
 class ZipMember:
     """A member of an item: its name without the archive's, and its data as a range of bytes in the file.
 
-    ``crc32`` is None where the writer switched checksums off; every one in the item is 0 then.
+    ``crc32`` is None where the writer switched checksums off, so that all checksums in the item are 0.
     """
 
     name: str
@@ -74,11 +74,11 @@ class ZipMember:
     crc32: int | None
 
 
-def store(contents: Iterable[tuple[str, bytes]], at: int) -> tuple[bytes, tuple[ZipEntry, ...]]:
-    """Small members, one behind another from byte ``at`` of the item."""
+def store(contents: Iterable[tuple[str, bytes]], start: int) -> tuple[bytes, tuple[ZipEntry, ...]]:
+    """Small members, one behind another from byte ``start`` of the item."""
     out, entries = b"", []
     for name, data in contents:
-        entry = ZipEntry(name, at + len(out), len(data), zlib.crc32(data))
+        entry = ZipEntry(name, start + len(out), len(data), zlib.crc32(data))
         entries.append(entry)
         out += local_header(entry) + data + descriptor(entry)
     return out, tuple(entries)
@@ -100,10 +100,10 @@ def descriptor(entry: ZipEntry) -> bytes:
     return struct.pack(sizes, b"PK\7\x08", entry.crc32, entry.size, entry.size)
 
 
-def directory(entries: tuple[ZipEntry, ...], at: int) -> bytes:
-    """The central directory of these members and the end records, for byte ``at`` of the archive."""
+def directory(entries: tuple[ZipEntry, ...], start: int) -> bytes:
+    """The central directory of these members and the end records, for byte ``start`` of the archive."""
     central = b"".join(map(_central, entries))
-    return central + _end(len(entries), at, len(central))
+    return central + _end(len(entries), start, len(central))
 
 
 @lru_cache(maxsize=8192)
@@ -111,29 +111,29 @@ def _central(entry: ZipEntry) -> bytes:
     """Cached: items of one dtype and shape share all but that of the payload."""
     name = f"archive/{entry.name}".encode()
     extra = entry.zip64(packed=entry.size)
-    size, at = min(entry.size, _BIG), min(entry.at, _BIG)
-    numbers = (0, 0, entry.flags, 0, 0, 0, entry.crc32, size, size, len(name), len(extra), 0, 0, 0, 0, at)
+    size, header_offset = min(entry.size, _BIG), min(entry.at, _BIG)
+    numbers = (0, 0, entry.flags, 0, 0, 0, entry.crc32, size, size, len(name), len(extra), 0, 0, 0, 0, header_offset)
     return _CENTRAL.pack(b"PK\1\2", *numbers) + name + extra
 
 
-def _end(count: int, at: int, size: int) -> bytes:
-    """The end records of a directory of ``size`` bytes at byte ``at``.  torch writes all three for any size."""
+def _end(count: int, start: int, size: int) -> bytes:
+    """The end records of a directory of ``size`` bytes at byte ``start``.  torch writes all three for any size."""
     return (
-        _END64.pack(b"PK\6\6", _END64.size - 12, 798, 45, 0, 0, count, count, size, at)
-        + _LOCATOR.pack(b"PK\6\7", 0, at + size, 1)
-        + _END.pack(b"PK\5\6", 0, 0, count, count, size, min(at, _BIG), 0)
+        _END64.pack(b"PK\6\6", _END64.size - 12, 798, 45, 0, 0, count, count, size, start)
+        + _LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
+        + _END.pack(b"PK\5\6", 0, 0, count, count, size, min(start, _BIG), 0)
     )
 
 
-def read_members(read: Read, offset: int, length: int) -> tuple[ZipMember, ...]:
-    """The members of the item that is ``length`` bytes at byte ``offset`` of a file, in the order of their data.
+def read_members(read: Read, length: int) -> tuple[ZipMember, ...]:
+    """The members of an archive of ``length`` bytes, in the order of their data.
 
     Also for items that are not tensors; what their pickles hold is never looked at.
 
     Raises:
         SourceError: it is not a zip archive as torch writes them, or members overlap or leave the item.
     """
-    return members_in(window(read, offset, length), offset, length)
+    return members_in(window(read, 0, length), 0, length)
 
 
 def member_data(read: Read, member: ZipMember, most: int) -> bytes:
@@ -188,30 +188,35 @@ def members_in(part: Read, offset: int, length: int) -> tuple[ZipMember, ...]:
     for entry, next_at, (_, _, name) in zip(
         entries, [*(entry.at for entry in entries[1:]), directory_at], split, strict=True
     ):
-        at = _data_at(part, entry)
-        if at + entry.size > next_at:
-            raise SourceError(f"expected {name} to end by byte {next_at} of the item, found {at + entry.size}")
-        members.append(ZipMember(name, offset + at, entry.size, entry.crc32 if recorded else None))
+        start = _data_at(part, entry)
+        if start + entry.size > next_at:
+            raise SourceError(f"expected {name} to end by byte {next_at} of the item, found {start + entry.size}")
+        members.append(ZipMember(name, offset + start, entry.size, entry.crc32 if recorded else None))
     return tuple(members)
 
 
 def _directory(part: Read, length: int) -> tuple[int, int, bytes]:
     """Where the central directory begins in the item, how many entries it has, and its bytes.
 
-    What is said twice must agree: the zip readers of others believe what is not needed here.
+    Redundant fields must agree: other zip readers may use those that are not needed here.
     """
-    signature, *disks, here, count, size, at, comment = _END.unpack(part(length - _END.size, _END.size))
+    signature, *disks, here, count, size, start, comment = _END.unpack(part(length - _END.size, _END.size))
     if signature != b"PK\5\6" or comment:
         raise SourceError(f"expected a zip archive to end in the last {_END.size} bytes, found {signature!r}")
-    short, most = (here, count, size, at), (0xFFFF, 0xFFFF, _BIG, _BIG)
+    short, most = (here, count, size, start), (0xFFFF, 0xFFFF, _BIG, _BIG)
     numbers = _end64(part, length) or short
     agree = all(number in (long, top) for number, long, top in zip(short, numbers, most, strict=True))
-    if any(disks) or numbers[0] != numbers[1] or not agree or (numbers is short and {0xFFFF, _BIG} & {count, size, at}):
+    if (
+        any(disks)
+        or numbers[0] != numbers[1]
+        or not agree
+        or (numbers is short and {0xFFFF, _BIG} & {count, size, start})
+    ):
         raise SourceError(f"expected the end records of one zip archive, found {short} and {numbers} on disks {disks}")
-    _, count, size, at = numbers
+    _, count, size, start = numbers
     if size > _LARGEST_DIRECTORY:
         raise SourceError(f"expected a zip directory of at most {_LARGEST_DIRECTORY} bytes, found {size}")
-    return at, count, part(at, size)
+    return start, count, part(start, size)
 
 
 def _end64(part: Read, length: int) -> tuple[int, int, int, int] | None:
@@ -222,24 +227,27 @@ def _end64(part: Read, length: int) -> tuple[int, int, int, int] | None:
     locator, disk, end64_at, disks = _LOCATOR.unpack(part(before, _LOCATOR.size))
     if locator != b"PK\6\7":
         return None
-    end64, record, _, _, *others, here, count, size, at = _END64.unpack(part(end64_at, _END64.size))
-    if (end64, record, disk, disks, *others) != (b"PK\6\6", _END64.size - 12, 0, 1, 0, 0):
+    end64, record, _, _, *counters, here, count, size, start = _END64.unpack(part(end64_at, _END64.size))
+    if (end64, record, disk, disks, *counters) != (b"PK\6\6", _END64.size - 12, 0, 1, 0, 0):
         raise SourceError(f"expected a zip64 end record of one disk, found {end64!r} of {record} bytes")
-    return here, count, size, at
+    return here, count, size, start
 
 
 def _entries(directory: bytes) -> Iterator[ZipEntry]:
-    at = 0
-    while at < len(directory):
-        if len(directory) - at < _CENTRAL.size or directory[at : at + 4] != b"PK\1\2":
-            raise SourceError(f"expected an entry at byte {at} of the zip directory, found {directory[at : at + 4]!r}")
-        _, _, _, flags, method, _, _, *numbers, disk, _, kind, header = _CENTRAL.unpack_from(directory, at)
+    position = 0
+    while position < len(directory):
+        if len(directory) - position < _CENTRAL.size or directory[position : position + 4] != b"PK\1\2":
+            signature = directory[position : position + 4]
+            raise SourceError(f"expected an entry at byte {position} of the zip directory, found {signature!r}")
+        _, _, _, flags, method, _, _, *numbers, disk, _, kind, header = _CENTRAL.unpack_from(directory, position)
         crc32, packed, size, name_length, extra_length, comment_length = numbers
-        name_at = at + _CENTRAL.size
+        name_at = position + _CENTRAL.size
         extra_at = name_at + name_length
-        at = extra_at + extra_length + comment_length
-        if at > len(directory):
-            raise SourceError(f"expected an entry of at most {len(directory)} bytes in the zip directory, found {at}")
+        position = extra_at + extra_length + comment_length
+        if position > len(directory):
+            raise SourceError(
+                f"expected an entry of at most {len(directory)} bytes in the zip directory, found {position}"
+            )
         name = directory[name_at:extra_at].decode("utf-8", "replace")
         if _BIG in (size, packed, header):
             size, packed, header = _unsaturated((size, packed, header), directory[extra_at : extra_at + extra_length])

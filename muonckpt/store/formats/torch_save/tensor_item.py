@@ -58,7 +58,7 @@ _TYPED = {f"torch {dtype.storage}": name for name, dtype in DTYPES.items() if dt
 _TENSOR_NAMES = frozenset(
     {PERSISTENT, _UNTYPED, "collections OrderedDict", *_REBUILD, *_TYPED, *(f"torch {name}" for name in DTYPES)}
 )
-"""What the pickle of a plain tensor names."""
+"""The names in the pickle of a plain tensor."""
 
 
 # Writing.
@@ -68,8 +68,8 @@ _TENSOR_NAMES = frozenset(
 class ItemFrame:
     """A tensor's item without its payload; all numbers in bytes.
 
-    ``head`` is what comes before the payload of ``payload_length`` bytes, ``length`` the length of the whole item.
-    ``members`` are those of the head and then the payload, whose checksum is not known yet.
+    ``head`` comes before the payload of ``payload_length`` bytes; ``length`` is that of the whole item.  ``members``
+    are those of the head and then the payload, whose checksum is not known yet.
     """
 
     head: bytes
@@ -87,12 +87,12 @@ class ItemFrame:
         return crc32_of
 
     def tail(self, checksum: int, serialization_id: bytes = SERIALIZATION_ID) -> bytes:
-        """What comes after the payload whose CRC-32 this is.  ``serialization_id`` has 40 ASCII digits."""
+        """The bytes after a payload with this CRC-32.  ``serialization_id`` has 40 ASCII digits."""
         return _tail(self.members, len(self.head) + self.payload_length, checksum, serialization_id)
 
 
 def frame(dtype: str, shape: Sequence[int]) -> ItemFrame:
-    """The item of a dense row-major tensor of this dtype (torch's name) and shape (elements), but for its payload.
+    """The item of a dense row-major tensor of this dtype (torch's name) and shape (elements), without its payload.
 
     Raises:
         SourceError: the dtype is not one that torch can save.
@@ -116,8 +116,8 @@ def _tail(members: tuple[ZipEntry, ...], payload_end: int, crc32: int, serializa
     payload = replace(members[-1], crc32=crc32)
     after = descriptor(payload)
     start = payload_end + len(after)
-    rest, others = _after(start, serialization_id)
-    entries = (*members[:-1], payload, *others)
+    rest, tail_entries = _after(start, serialization_id)
+    entries = (*members[:-1], payload, *tail_entries)
     return after + rest + directory(entries, start + len(rest))
 
 
@@ -157,7 +157,7 @@ def _tuple(values: Sequence[int]) -> bytes:
 class TensorItem:
     """A stored tensor: shape and strides in elements, its payload as a range of bytes in the file.
 
-    The payload holds every element once, in the order that the strides say.  ``crc32`` is None where the writer
+    The payload holds every element once, in the order that the strides define.  ``crc32`` is None where the writer
     switched checksums off.
     """
 
@@ -197,7 +197,7 @@ def read_tensor(read: Read, offset: int, length: int) -> TensorItem:
         raise SourceError(f"expected the item of one tensor, found a zip archive of {', '.join(members)}")
 
     def content(name: str) -> bytes:
-        return member_data(lambda at, count: part(at - offset, count), members[name], _LARGEST_PICKLE)
+        return member_data(lambda start, count: part(start - offset, count), members[name], _LARGEST_PICKLE)
 
     if "byteorder" in members and content("byteorder") != b"little":
         raise SourceError(f"expected little-endian elements, found {content('byteorder')!r}")
@@ -212,15 +212,15 @@ def read_tensor(read: Read, offset: int, length: int) -> TensorItem:
 @lru_cache(maxsize=1024)
 def _tensor(data: bytes) -> tuple[str, Index, Index]:
     """Dtype, shape and strides in the pickle of a tensor, whose storage must hold each of its elements once."""
-    found = described(unpickle(data, _TENSOR_NAMES))
-    if found.storage != "0":
-        raise SourceError(f"expected a tensor of storage '0', found storage {found.storage!r}")
-    return found.dtype, found.shape, found.strides
+    tensor = described(unpickle(data, _TENSOR_NAMES))
+    if tensor.storage != "0":
+        raise SourceError(f"expected a tensor of storage '0', found storage {tensor.storage!r}")
+    return tensor.dtype, tensor.shape, tensor.strides
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A tensor as a pickle speaks of it: its elements are the member ``data/{storage}``, each there once."""
+    """A tensor as a pickle describes it: its elements are in the member ``data/{storage}``, each once."""
 
     storage: str
     dtype: str
@@ -265,7 +265,7 @@ def _is_empty(hooks: object) -> bool:
 
 
 def _is_dense(shape: Index, strides: Index) -> bool:
-    """Whether these strides visit each of the elements from 0 on once, in whatever order of dims."""
+    """Whether these strides visit each element from 0 on once, in any order of dims."""
     if len(shape) != len(strides):
         return False
     step = 1

@@ -40,35 +40,35 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """One file.  ``content`` is the object as inert data, in which tensors are what `tensor` understands."""
+    """One file.  ``content`` is the object as inert data; `tensor` decodes the tensors in it."""
 
     name: str
     content: object
     members: Mapping[str, ZipMember]
 
     def tensor(self, value: object) -> SavedTensor:
-        """The tensor that part of the content stands for, be it a parameter or have attributes of its own.
+        """The tensor that part of the content stands for, also if it is a parameter or has attributes.
 
         Raises:
-            SourceError: it is none, or its elements are not simply a member of the file in row-major order.
+            SourceError: it is not a tensor, or its elements are not a whole member of the file in row-major order.
         """
-        found = described(_bare(value))
-        member = self.members.get(f"data/{found.storage}")
-        size = math.prod(found.shape) * itemsize(found.dtype)
-        if member is None or member.length != size or not is_row_major(found.shape, found.strides):
+        tensor = described(_bare(value))
+        member = self.members.get(f"data/{tensor.storage}")
+        size = math.prod(tensor.shape) * itemsize(tensor.dtype)
+        if member is None or member.length != size or not is_row_major(tensor.shape, tensor.strides):
             raise SourceError(
-                f"{self.name}: expected {size} bytes of row-major elements in data/{found.storage} for {found.dtype} "
-                f"of shape {found.shape}, found strides {found.strides} and {member}"
+                f"{self.name}: expected {size} bytes of row-major elements in data/{tensor.storage} for {tensor.dtype} "
+                f"of shape {tensor.shape}, found strides {tensor.strides} and {member}"
             )
         payload = Extent(self.name, member.offset, member.length)
-        return SavedTensor(found.dtype, found.shape, payload, member.crc32)
+        return SavedTensor(tensor.dtype, tensor.shape, payload, member.crc32)
 
 
 def read_torch_file(directory: Location, name: str) -> TorchFile:
-    """A file in a directory; its tensors' elements are not read.
+    """Read a file of a directory, but not its tensors' elements.
 
     Raises:
-        SourceError: it is missing, no archive of ``torch.save``, damaged, or big-endian.
+        SourceError: it is missing, damaged, big-endian, or not an archive of ``torch.save``.
     """
     with open_regular(directory / name) as file:
         try:
@@ -78,7 +78,7 @@ def read_torch_file(directory: Location, name: str) -> TorchFile:
 
 
 def _read(file: File, name: str) -> TorchFile:
-    members = {member.name: member for member in read_members(file.read, 0, file.size)}
+    members = {member.name: member for member in read_members(file.read, file.size)}
     if "data.pkl" not in members:
         raise SourceError(f"expected a file of torch.save, found a zip archive of {', '.join(members)[:200]}")
     if "byteorder" in members and member_data(file.read, members["byteorder"], 64) != b"little":

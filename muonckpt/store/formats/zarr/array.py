@@ -1,4 +1,4 @@
-"""One zarr v3 array: what its ``zarr.json`` says, read without trust and written; where its chunks lie.
+"""One zarr v3 array: its ``zarr.json``, read without trust and written, and the places of its chunks.
 
 Source: the Zarr v3 core specification, and those of the codecs ``bytes``, ``crc32c`` and ``sharding_indexed`` 1.0.
 """
@@ -18,7 +18,7 @@ from ...reading.dtypes import DTYPES, itemsize
 from ..signs import ZARR_FILE
 
 MANIFEST_ATTRIBUTE = "muonckpt"
-"""The attribute under which we keep what zarr cannot say."""
+"""The attribute with what zarr's own fields cannot express."""
 
 INDEX_CHECKSUM = 4
 """Bytes of the CRC-32C behind a chunk or an index."""
@@ -31,6 +31,9 @@ _ZARR_DTYPES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Our element types that zarr has, under the same names.  The others are stored as their bits."""
+
+MISSING_CHUNK = 2**64 - 1
+"""Offset and length, in the index of a shard, of a chunk that is not there."""
 
 _READABLE = _ZARR_DTYPES.keys() | {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
 """The last ones are extensions, which tensorstore writes and stock zarr cannot read."""
@@ -47,8 +50,10 @@ def stored_as(dtype: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ZarrArray:
-    """One array.  ``file_shape`` are the elements of one file, ``chunk_shape`` of one chunk in it (the same without
-    shards), all in elements and of one dim each per dim of ``shape``.
+    """One array.
+
+    ``file_shape`` is the shape of one file, ``chunk_shape`` of one chunk in it (the same without shards); both have as
+    many dims as ``shape``.
 
     ``trailer`` is the number of bytes that follow the elements of each chunk (its CRC-32C), None where the elements
     are not stored as they are.  ``sharded`` files end (``index_first``: begin) with an index.  ``dtype`` is zarr's.
@@ -80,7 +85,7 @@ class ZarrArray:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the elements inside the array are, in every chunk, the first ones of the chunk's stored bytes."""
+        """Whether every chunk's elements inside the array are a prefix of its stored bytes."""
         first = next((dim for dim, size in enumerate(self.chunk_shape) if size > 1), len(self.shape))
         cut = any(self.shape[d] % self.chunk_shape[d] for d in range(first + 1, len(self.shape)))
         return self.trailer is not None and not cut
@@ -108,8 +113,8 @@ class ZarrArray:
         """The number of each chunk of a file that has elements, in row-major order, and its box of the array."""
         for cell, box in _grid(file, self.chunk_shape):
             number = 0
-            for at, whole, part in zip(cell, self.file_shape, self.chunk_shape, strict=True):
-                number = number * (whole // part) + at
+            for index, whole, part in zip(cell, self.file_shape, self.chunk_shape, strict=True):
+                number = number * (whole // part) + index
             yield number, box
 
     def to_json(self) -> str:
@@ -186,19 +191,19 @@ def parse_array(node: str, fields: Mapping[str, Any]) -> ZarrArray:
 def _grid(box: Box, step: Index) -> Iterator[tuple[Index, Box]]:
     """The cells of a regular grid that begins at the corner of the box, in row-major order, and their parts inside."""
     counts = [-(-size // part) for size, part in zip(box.shape, step, strict=True)]
-    for number in range(math.prod(counts)):  # one at a time: a hostile array may have any number
+    for number in range(math.prod(counts)):  # one at a time: a hostile array may have very many
         cell = _cell(number, counts)
-        lo = tuple(start + at * part for start, at, part in zip(box.lo, cell, step, strict=True))
+        lo = tuple(start + index * part for start, index, part in zip(box.lo, cell, step, strict=True))
         hi = tuple(min(start + part, end) for start, part, end in zip(lo, step, box.hi, strict=True))
         yield cell, Box(lo, hi)
 
 
 def _cell(number: int, counts: list[int]) -> Index:
-    """The cell of this number, in row-major order, of a grid with so many cells per dim."""
+    """The cell of this number, in row-major order, of a grid with these counts of cells per dim."""
     cell = []
     for count in reversed(counts):
-        number, at = divmod(number, count)
-        cell.append(at)
+        number, index = divmod(number, count)
+        cell.append(index)
     return tuple(reversed(cell))
 
 
@@ -247,7 +252,7 @@ def _keys(encoding: Any) -> tuple[str, str]:
 
 def _configuration(value: Any, name: str) -> dict[str, Any]:
     match value:
-        case {"name": found, "configuration": dict(configuration)} if found == name:
+        case {"name": kind, "configuration": dict(configuration)} if kind == name:
             return configuration
     raise SourceError(f"expected {name!r} with a configuration, found {value!r}")
 

@@ -1,7 +1,7 @@
 """Checkpoints in a zarr v3 hierarchy: a group for each parameter, an array for each of its tensors.
 
-Arrays whose elements are stored as they are (with or without shards and checksums) are read from their files; of any
-other codec, whole files are decoded by the zarr library, which is imported then.
+Arrays whose elements are stored unencoded (with or without shards and checksums) are read from their files.  For other
+codecs the zarr library, imported when needed, decodes whole files.
 """
 
 from __future__ import annotations
@@ -23,17 +23,14 @@ from ...reading.payloads import Payloads
 from ...reading.reader import LocatedReader
 from ..manifest_entry import tensor_of
 from ..signs import ZARR_FILE
-from .array import INDEX_CHECKSUM, MANIFEST_ATTRIBUTE, ZarrArray, parse_array, parse_node, stored_as
-
-_MISSING = 2**64 - 1
-"""Offset and length, in the index of a shard, of a chunk that is not there."""
+from .array import INDEX_CHECKSUM, MANIFEST_ATTRIBUTE, MISSING_CHUNK, ZarrArray, parse_array, parse_node, stored_as
 
 _DECODED_FILES = 4
-"""Decoded files that are kept: they are read band by band, by a few threads."""
+"""Decoded files in the cache: a few threads read them band by band."""
 
 
 class ZarrPayloads(Payloads):
-    """The bytes of the elements: those of the files, or where they are encoded what is decoded of a whole file."""
+    """The bytes of the elements: those of the files, or of whole decoded files where they are encoded."""
 
     def __init__(self, directory: Location, arrays: Sequence[ZarrArray]) -> None:
         super().__init__(directory)
@@ -50,14 +47,14 @@ class ZarrPayloads(Payloads):
         return chunk.item.file in self._checked
 
     def check_inside(self, item: Extent) -> None:
-        """The CRC-32C behind a chunk that is stored as it is; that of another is checked when it is decoded."""
+        """Check the CRC-32C behind an unencoded chunk; that of an encoded chunk is checked when it is decoded."""
         from google_crc32c import value as crc32c
 
         if item.file in self._checked and item.file not in self._encoded:
             raw = bytes(self.view(item))
-            found, expected = crc32c(raw[:-INDEX_CHECKSUM]), int.from_bytes(raw[-INDEX_CHECKSUM:], "little")
-            if found != expected:
-                raise SourceError(f"CRC-32C {found:08x}, expected {expected:08x}")
+            actual, expected = crc32c(raw[:-INDEX_CHECKSUM]), int.from_bytes(raw[-INDEX_CHECKSUM:], "little")
+            if actual != expected:
+                raise SourceError(f"CRC-32C {actual:08x}, expected {expected:08x}")
 
     def _decoded(self, file: str) -> memoryview:
         array, box = self._encoded[file]
@@ -66,17 +63,17 @@ class ZarrPayloads(Payloads):
 
             opened = zarr.open_array(str(self.directory / array.node), mode="r")
             block = np.asarray(opened[tuple(map(slice, box.lo, box.hi))])
-        except Exception as error:  # whatever a codec says of data that it cannot decode
+        except Exception as error:  # whatever a codec raises
             raise SourceError(f"cannot decode {self.directory / file}: {type(error).__name__}: {error}") from error
         little = block.astype(block.dtype.newbyteorder("<"), copy=False)
         return np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
 
 
 def reader(path: Location) -> LocatedReader:
-    """What a hierarchy holds.  Reads metadata and the indices of shards.
+    """The checkpoint in a hierarchy.  Reads metadata and the indices of shards.
 
-    ``item`` of a chunk is what is stored, ``payload`` its elements; of encoded arrays the payload counts in the
-    decoded bytes of the whole file, which only `ZarrPayloads` gives.
+    A chunk's ``item`` is its stored bytes, its ``payload`` the elements; of encoded arrays the payload is an extent of
+    the whole decoded file, which `ZarrPayloads` provides.
 
     Raises:
         SourceError: there is none, it is damaged or refused; or a chunk is missing, which zarr would read as zeros.
@@ -136,7 +133,7 @@ def _record(path: Location, array: ZarrArray) -> StateRecord:
 
 
 def _is_read_raw(array: ZarrArray) -> bool:
-    """A CRC-32C is checked by decoding, unless there is a fingerprint, which every reader of ours compares."""
+    """Whether no decoding is needed: a CRC-32C is checked by decoding unless there is a fingerprint to compare with."""
     checked = array.trailer == 0 or MANIFEST_ATTRIBUTE in array.attributes
     return array.is_plain and checked
 
@@ -148,7 +145,7 @@ def _chunks(path: Location, array: ZarrArray) -> Iterator[Chunk]:
         if not raw:
             with about(path / file):
                 if array.sharded:
-                    list(_stored(path, array, file, size, box))  # nothing is missing in it
+                    list(_stored(path, array, file, size, box))  # checks that no chunk is missing
             item = Extent(file, 0, size)
             yield Chunk(box, item, Extent(file, 0, box.numel * itemsize(array.dtype)))
             continue
@@ -168,7 +165,7 @@ def _stored(path: Location, array: ZarrArray, file: str, size: int, box: Box) ->
     index = _index(path, array, file, size)
     for number, part in array.chunks(box):
         offset, length = map(int, index[number])
-        if offset == _MISSING:
+        if offset == MISSING_CHUNK:
             raise SourceError(f"box {part} is not stored: zarr reads it as its fill value, but it may have been lost; "
                               "write it with write_empty_chunks")  # fmt: skip
         if offset + length > size:
@@ -197,7 +194,7 @@ def _size(path: Location, file: str) -> int:
         raise SourceError(f"{place} is not stored: zarr reads its box as the fill value, but it may have been lost; "
                           "write it with write_empty_chunks")  # fmt: skip
     if place.resolve() != path.resolve() / file:
-        raise SourceError(f"cannot open {place}: there is a symbolic link on the way")
+        raise SourceError(f"cannot open {place}: one of its directories is a symbolic link")
     with open_regular(place) as opened:
         return opened.size
 

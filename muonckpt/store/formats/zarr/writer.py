@@ -1,7 +1,7 @@
 """Writing a zarr v3 hierarchy: shards of checked chunks, in streams of bounded size, without the zarr library.
 
-Chunks are bands of whole trailing dims, so each is one run of the row-major tensor, and every reader of ours copies
-it straight out of the file.
+Chunks are bands of whole trailing dims, so each is one run of the row-major tensor, which our readers copy straight
+out of the file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...io.publish import sync_tree
 from ...reading.dtypes import itemsize
 from ..manifest_entry import entry_of
 from ..signs import ZARR_FILE
-from .array import INDEX_CHECKSUM, MANIFEST_ATTRIBUTE, ZarrArray, stored_as
+from .array import INDEX_CHECKSUM, MANIFEST_ATTRIBUTE, MISSING_CHUNK, ZarrArray, stored_as
 
 CHUNK_BYTES = 4 << 20
 """Most bytes of a chunk, the smallest part that zarr reads."""
@@ -37,34 +37,36 @@ SHARD_BYTES = 1 << 30
 """Most bytes of the chunks in a file, unless the caller says otherwise."""
 
 _VALUE = "value"
-"""Name of the array of a tensor that is no optimizer slot."""
+"""Name of the array of a tensor that is not an optimizer slot."""
 
-_MISSING = 2**64 - 1
 _LONGEST_NAME = 200
 
 
 def nodes(tensors: Sequence[StateRecord]) -> list[str]:
-    """Where each tensor goes: its path in the state dict, which ends in its slot or in ``value``.
+    """The node of each tensor: its path in the state dict, which ends in its slot or in ``value``.
 
     Raises:
-        SourceError: two tensors would share a place, or one lie inside another.
+        SourceError: two tensors would share a node, or one would lie inside another.
     """
-    made = []
+    paths = []
     for tensor in tensors:
         path = tensor.path if tensor.slot is not None and tensor.path[-1:] == (tensor.slot,) else (*tensor.path, _VALUE)
-        made.append("/".join(map(_name, path)))
-    counts = Counter(made)
-    groups = {parent for node in made for parent in _parents(node)}
-    for tensor, node in zip(tensors, made, strict=True):
+        paths.append("/".join(map(_name, path)))
+    counts = Counter(paths)
+    groups = {parent for node in paths for parent in _parents(node)}
+    for tensor, node in zip(tensors, paths, strict=True):
         if counts[node] > 1 or node in groups:
             raise SourceError(f"tensor {tensor.key!r}: its place {node!r} in the hierarchy is taken by another one")
-    return made
+    return paths
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkFrame:
-    """What follows the elements of a chunk: zeros beyond the edge of the array, up to ``chunk_bytes``, the CRC-32C of
-    both, and behind the last chunk of a shard its ``index``.  All numbers in bytes."""
+    """The bytes behind a chunk's elements, all numbers in bytes.
+
+    These are zeros beyond the edge of the array, up to ``chunk_bytes``, the CRC-32C of both, and behind the last chunk
+    of a shard its ``index``.
+    """
 
     payload_length: int
     chunk_bytes: int
@@ -92,18 +94,18 @@ def _crc32c(raw: RawBytes, start: int) -> int:
 
 
 def index_of(array: ZarrArray, numbers: Sequence[int]) -> bytes:
-    """The index of a shard that has the chunks of these numbers end to end; nothing where there are no shards."""
+    """The index of a shard that has the chunks of these numbers end to end; empty without shards."""
     if not array.sharded:
         return b""
     length = array.chunk_bytes + INDEX_CHECKSUM
-    index = np.full((array.chunks_per_file, 2), _MISSING, "<u8")
-    index[numbers] = [(at * length, length) for at in range(len(numbers))]
+    index = np.full((array.chunks_per_file, 2), MISSING_CHUNK, "<u8")
+    index[numbers] = [(position * length, length) for position in range(len(numbers))]
     raw = index.tobytes()
     return raw + _crc32c(raw, 0).to_bytes(INDEX_CHECKSUM, "little")
 
 
 def arrays(tensors: Sequence[StateRecord], shard_bytes: int | None, chunk_bytes: int = CHUNK_BYTES) -> list[ZarrArray]:
-    """The array of each tensor, with ``shard_bytes`` of chunks in a file (None: `SHARD_BYTES`), but one at least.
+    """The array of each tensor, with ``shard_bytes`` of chunks in a file (None: `SHARD_BYTES`), but at least one chunk.
 
     Raises:
         SourceError: as `nodes`.
@@ -114,16 +116,18 @@ def arrays(tensors: Sequence[StateRecord], shard_bytes: int | None, chunk_bytes:
     ]
 
 
-def write_descriptions(manifest: Manifest, made: Sequence[ZarrArray], directory: Location) -> None:
-    """Write what describes finished files, groups and the ``arrays`` of the tensors, and wait until all is on disk."""
-    for tensor, array in zip(manifest.tensors, made, strict=True):
+def write_descriptions(manifest: Manifest, arrays_of_tensors: Sequence[ZarrArray], directory: Location) -> None:
+    """Write the descriptions of groups and of the tensors' arrays, and wait until everything is on disk."""
+    for tensor, array in zip(manifest.tensors, arrays_of_tensors, strict=True):
         _write(
             directory / array.node,
             dataclasses.replace(array, attributes={MANIFEST_ATTRIBUTE: entry_of(tensor)}).to_json(),
         )
-    ours = {MANIFEST_ATTRIBUTE: {"version": 1, "tensors": len(made), "provenance": dict(manifest.provenance)}}
-    groups = {parent for array in made for parent in _parents(array.node)} | {""}
-    for group in sorted(groups, reverse=True):  # the root last: it is what tells that there is a hierarchy
+    ours = {
+        MANIFEST_ATTRIBUTE: {"version": 1, "tensors": len(arrays_of_tensors), "provenance": dict(manifest.provenance)}
+    }
+    groups = {parent for array in arrays_of_tensors for parent in _parents(array.node)} | {""}
+    for group in sorted(groups, reverse=True):  # the root last: it makes the directory a hierarchy
         node = {"zarr_format": 3, "node_type": "group", "attributes": {} if group else ours}
         _write(directory / group, json.dumps(node, indent=1))
     sync_tree(directory)
@@ -131,7 +135,7 @@ def write_descriptions(manifest: Manifest, made: Sequence[ZarrArray], directory:
 
 def _write(folder: Location, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / ZARR_FILE).unlink(missing_ok=True)  # of a run that was killed
+    (folder / ZARR_FILE).unlink(missing_ok=True)  # left by a run that was killed
     write_synced(folder / ZARR_FILE, text.encode())
 
 
@@ -158,9 +162,9 @@ def _block(shape: Index, most: int) -> Index:
 
 
 def _name(part: str | int) -> str:
-    """A plain file name for a part of a path: itself, or where it is none what is plain of it and its hash.
+    """A plain file name for a part of a path: itself, or else its plain characters and a hash.
 
-    It need not tell the part again: the attributes do.
+    The part need not be recoverable from it: the attributes record it.
     """
     text = str(part)
     plain = re.sub(r"[^A-Za-z0-9._-]", "_", text)[:_LONGEST_NAME]
