@@ -20,7 +20,6 @@ from isal import isal_zlib
 from torch import Tensor
 
 from muonckpt.errors import SourceError
-from muonckpt.store.formats.torch_save import tensor_item as torch_zip
 from muonckpt.store.formats.torch_save.stored_zip import member_data, read_members
 from muonckpt.store.formats.torch_save.tensor_item import TensorItem, frame, read_tensor
 from muonckpt.store.reading.dtypes import DTYPES, dtype, itemsize
@@ -228,8 +227,9 @@ def zipped(pickled: bytes, payload: bytes = bytes(16), name: str = "archive/data
     return stream.getvalue()
 
 
-def pickled(shape: tuple[int, ...] = (4,)) -> bytes:
-    return torch_zip._data_pickle("float32", shape)
+def pickled() -> bytes:
+    with zipfile.ZipFile(io.BytesIO(saved(torch.zeros(4)))) as archive:
+        return archive.read("archive/data.pkl")
 
 
 def deflated() -> bytes:

@@ -22,8 +22,7 @@ COMMON_STATE = "common_state/shard_0_1"
 
 
 def item_key(key: str) -> str:
-    """Megatron's key of an item, which ends with its shard's number and the number of shards, as strict loads
-    require."""
+    """Megatron's key of an item, which ends with its shard's number and the number of shards for strict loads."""
     return key if "/shard_" in key or key == COMMON_FILE else f"{key}/shard_0_1"
 
 
