@@ -34,7 +34,7 @@ bench: install
 
 # Kernels on a GPU: their tests, which run on it where there is one, and the benchmarks, which end in time.
 gpu: install
-	$(BIN)/python -m pytest tests/optimizer/test_kernels.py tests/optimizer/test_elementwise.py tests/optimizer/test_step_kernels.py tests/optimizer/test_capture.py tests/optimizer/test_products.py tests/optimizer/test_orthogonalize_batch.py tests/optimizer/test_scalar.py
+	$(BIN)/python -m pytest tests/optimizer/test_kernels.py tests/optimizer/test_elementwise.py tests/optimizer/test_step_kernels.py tests/optimizer/test_capture.py tests/optimizer/test_products.py tests/optimizer/test_stacks.py tests/optimizer/test_scalar.py
 	$(BIN)/python benchmarks/newton_schulz.py --limit 150 --out out/newton_schulz.json
 	$(BIN)/python benchmarks/step_gpu.py --limit 60 --out out/step_gpu.json
 

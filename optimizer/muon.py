@@ -13,11 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ..layout import TensorLayout
 from ..layouts.tensors import layout_of
-from ..vocabulary import MUON, MUON_CONVENTION, STEP
+from ..vocabulary import MUON, MUON_CONVENTION
 from .collective import CollectiveOptimizer
 from .cuda_graphs import capturing
 from .doubts import doubt_idle, doubt_plain
@@ -38,9 +37,10 @@ from .options import (
     renamed,
 )
 from .planning.schedule import Ranks, Schedule
-from .scalar import SCALARS, counted_on
+from .report import Report, report_of
+from .scalar import SCALARS
 from .scales import Scale, Scales
-from .state import as_numbers, check_gradient, check_state, check_values, fault, fitting, fresh_state
+from .state import as_numbers, check_gradient, check_state, check_values, fresh_state, load_fitting
 from .step.exchange import LINKS
 from .step.methods import MATRICES
 from .step.planner import Planner
@@ -213,6 +213,18 @@ class Muon(CollectiveOptimizer):
         or options change or state is loaded."""
         return {ranks: step.schedule for ranks, step in self._steps.items()}
 
+    def report(self, most_elementwise: float = 0.5) -> Report:
+        """What is done with which parameters, as data and as a table: to see that Muon is really on.
+
+        Args:
+            most_elementwise: the share of elements in parameters of two dims or more that AdamW and Lion may step
+                without a warning.
+
+        Warns:
+            RuntimeWarning: for each of `Report.doubts`.
+        """
+        return report_of(self.param_groups, self._scales, self.schedules.values(), most_elementwise)
+
     def __getstate__(self) -> dict[str, Any]:
         """For copies: steps refer to the original's parameters, so a copy makes its own."""
         copied = (
@@ -255,34 +267,7 @@ class Muon(CollectiveOptimizer):
                 group of another algorithm, or the momentum convention if it is not "ema".
         """
         self._follow_parameters()
-        fits: list[dict[str, Any]] = []
-
-        def check(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            fits.append(fitting(self, given, fault))
-            return fits[0]
-
-        dtypes = {param: {slot: mine.dtype for slot, mine in slots.items()} for param, slots in self.state.items()}
-
-        def restore(_: Optimizer) -> None:
-            """torch casts state to the parameter's dtype, and leaves counts of steps on the device they come from."""
-            keys = [key for group in fits[0]["param_groups"] for key in group["params"]]
-            params = [param for group in self.param_groups for param in group["params"]]
-            for param, key in zip(params, keys, strict=True):
-                for slot, dtype in dtypes[param].items():
-                    held, device = self.state[param][slot], counted_on(param) if slot == STEP else param.device
-                    if (held.dtype, held.device) != (dtype, device):
-                        self.state[param][slot] = fits[0]["state"][key][slot].to(device, dtype, copy=True)
-
-        # After the hooks of users, which may mend a state, and before those that look at what was loaded.
-        hooks = (
-            self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(restore, prepend=True),
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        load_fitting(self, super().load_state_dict, state_dict)
         self._plan_anew()
 
     @torch.no_grad()

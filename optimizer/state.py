@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from ..layout import TensorLayout
 from ..layouts.tensors import zeros_placed_as
-from ..vocabulary import MOMENTUM, MUON_CONVENTION
+from ..vocabulary import MOMENTUM, MUON_CONVENTION, STEP
 from .options import in_our_names
 from .planning.matrices import Fused, Reduced, matrices_of
-from .scalar import SCALARS
+from .scalar import SCALARS, counted_on
 from .step.methods import MATRICES
 
 RESTORED = ("lr", "initial_lr", "momentum", "weight_decay", "betas", "beta2", "eps")
@@ -119,6 +119,42 @@ def fitting(
     if problems:
         raise ValueError("the state does not fit, training would go on wrongly: " + "; ".join(problems))
     return {"state": complete, "param_groups": hyper}
+
+
+def load_fitting(optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]) -> None:
+    """Load a state dict with ``load``, torch's own way, if it fits; every slot keeps the dtype that it has.
+
+    Raises:
+        ValueError: as `fitting`; nothing has been changed then.
+    """
+    fits: list[dict[str, Any]] = []
+
+    def check(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        fits.append(fitting(optimizer, given, fault))
+        return fits[0]
+
+    dtypes = {param: {slot: mine.dtype for slot, mine in slots.items()} for param, slots in optimizer.state.items()}
+
+    def restore(_: Optimizer) -> None:
+        """torch casts state to the parameter's dtype, and leaves counts of steps on the device they come from."""
+        keys = [key for group in fits[0]["param_groups"] for key in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for param, key in zip(params, keys, strict=True):
+            for slot, dtype in dtypes[param].items():
+                held, device = optimizer.state[param][slot], counted_on(param) if slot == STEP else param.device
+                if (held.dtype, held.device) != (dtype, device):
+                    optimizer.state[param][slot] = fits[0]["state"][key][slot].to(device, dtype, copy=True)
+
+    # After the hooks of users, which may mend a state, and before those that look at what was loaded.
+    hooks = (
+        optimizer.register_load_state_dict_pre_hook(check),
+        optimizer.register_load_state_dict_post_hook(restore, prepend=True),
+    )
+    try:
+        load(state_dict)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def as_numbers(value: Any) -> Any:
