@@ -50,7 +50,7 @@ class Fragment:
         if len(self.place.strides) != self.box.ndim or self.place.offset < 0:
             raise LayoutError(f"a place needs one stride per dim and an offset >= 0: {self}")
 
-    def at(self, index: Index) -> Place:
+    def place_at(self, index: Index) -> Place:
         """The place of the part of this fragment that begins at the global ``index``, which must lie inside it."""
         offset = self.place.offset
         for new, old, stride in zip(index, self.box.lo, self.place.strides, strict=True):
@@ -155,7 +155,7 @@ def through(pieces: tuple[Piece, ...], layout: TensorLayout) -> TensorLayout:
         common = piece.box & layout.holders[j][0].box
         assert common is not None, "overlaps() returned a pair of disjoint boxes"
         moved = common.shift([new - old for new, old in zip(piece.origin, piece.box.lo, strict=True)])
-        fragments += [Fragment(moved, fragment.at(common.lo)) for fragment in layout.holders[j]]
+        fragments += [Fragment(moved, fragment.place_at(common.lo)) for fragment in layout.holders[j]]
     ends = [piece.box.shift([o - lo for o, lo in zip(piece.origin, piece.box.lo, strict=True)]).hi for piece in pieces]
     return TensorLayout(tuple(map(max, zip(*ends, strict=True))), tuple(fragments))
 

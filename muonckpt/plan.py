@@ -114,7 +114,7 @@ def _copies(source: TensorLayout, target: TensorLayout, pairs: Iterable[tuple[in
         assert common is not None, "overlaps() returned a pair of disjoint boxes"
         for receiver in target.holders[t]:
             giver = source.holders[s][_replica(source, s, t, receiver.place.buffer)]
-            yield Copy(common, giver.at(common.lo), receiver.at(common.lo))
+            yield Copy(common, giver.place_at(common.lo), receiver.place_at(common.lo))
 
 
 def _replica(source: TensorLayout, s: int, t: int, reader: Buffer) -> int:

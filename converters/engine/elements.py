@@ -34,7 +34,7 @@ def gather_elements(payloads: Payloads, tensor: OutputTensor, fragments: Iterabl
     for fragment in fragments:
         common = fragment.box & box
         if common is not None:
-            words[within(common, box.lo)] = _elements_at(payloads, tensor, fragment.at(common.lo), common.shape)
+            words[within(common, box.lo)] = _elements_at(payloads, tensor, fragment.place_at(common.lo), common.shape)
     return words if scale is None else scaled(words, tensor.record.dtype, scale)
 
 

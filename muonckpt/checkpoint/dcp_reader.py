@@ -168,7 +168,7 @@ class CheckingReader(StorageReader):
         if chunk not in checked:
             check_chunk(payloads, tensor, chunk)
             checked.add(chunk)
-        place = chunk.stored("").at(tuple(map(int.__add__, chunk.box.lo, lo)))
+        place = chunk.stored("").place_at(tuple(map(int.__add__, chunk.box.lo, lo)))
         return payloads.gather(payload_of(tensor, chunk), tensor.dtype, place, lengths)
 
     def _note(self, tensor: StateRecord, chunk: Chunk, run: ByteRun) -> None:

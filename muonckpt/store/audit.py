@@ -156,7 +156,7 @@ def _audit_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, passed: 
                 if chunk.strides is None:
                     words = as_words(payloads.view(part), tensor.dtype, box.shape)
                 else:
-                    words = payloads.gather(payload, tensor.dtype, chunk.stored("").at(box.lo), box.shape)
+                    words = payloads.gather(payload, tensor.dtype, chunk.stored("").place_at(box.lo), box.shape)
                 sums.add(words, box.lo)
                 bad += nonfinite(words, tensor.dtype)
                 payloads.release(part)
@@ -207,25 +207,21 @@ def _against_metadata(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
     if checkpoint.format is not OWN:
         return
     try:
-        stock = DcpReader(checkpoint.path)
-        theirs = _described(replace(stock.outline, tensors=stock.locate(stock.outline.tensors)))
+        reader = DcpReader(checkpoint.path)
+        stock = _described(replace(reader.outline, tensors=reader.locate(reader.outline.tensors)))
     except MuonckptError as error:
         yield Finding("metadata", None, f"{checkpoint.path / METADATA_FILE}: {error}")
         return
-    ours = _described(checkpoint.manifest)
-    for key in sorted(ours.keys() | theirs.keys()):
-        if key not in ours or key not in theirs:
-            where = MANIFEST_FILE if key in ours else METADATA_FILE
-            yield Finding(
-                "metadata",
-                key,
-                f"{key!r} is in {where} only, expected it in {MANIFEST_FILE} and {METADATA_FILE}",
-            )
-            continue
-        for what in sorted(ours[key].items() ^ theirs[key].items(), key=str)[:1]:
-            mine, other = (described[key].get(what[0]) for described in (ours, theirs))
-            message = f"{key!r}: {what[0]} {mine} in {MANIFEST_FILE}, {other} in {METADATA_FILE}; expected the same"
+    own = _described(checkpoint.manifest)
+    for key in sorted(own.keys() | stock.keys()):
+        if key not in own or key not in stock:
+            file = MANIFEST_FILE if key in own else METADATA_FILE
+            message = f"{key!r} is in {file} only, expected it in {MANIFEST_FILE} and {METADATA_FILE}"
             yield Finding("metadata", key, message)
+            continue
+        for fact, _ in sorted(own[key].items() ^ stock[key].items(), key=str)[:1]:
+            values = f"{own[key].get(fact)} in {MANIFEST_FILE}, {stock[key].get(fact)} in {METADATA_FILE}"
+            yield Finding("metadata", key, f"{key!r}: {fact} {values}; expected the same")
 
 
 def _described(manifest: Manifest) -> dict[str, dict[str, object]]:

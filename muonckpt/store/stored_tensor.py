@@ -70,7 +70,7 @@ class TensorReader:
         else:
             if chunk not in self._checked:
                 check_chunk(payloads, tensor, chunk)
-            place = chunk.stored("").at(box.lo)
+            place = chunk.stored("").place_at(box.lo)
             elements = payloads.gather(payload_of(tensor, chunk), tensor.dtype, place, box.shape)
         self._checked.add(chunk)
         return elements

@@ -172,5 +172,5 @@ def given(layout: TensorLayout, fused: Fused, rank: int) -> Mapping[int, tuple[C
         moved = common.shift([new - old for new, old in zip(piece.origin, piece.box.lo, strict=True)])
         strides = row_major(shapes[number])
         offset = sum(lo * stride for lo, stride in zip(moved.lo, strides, strict=True))
-        copies_of[number].append(Copy(moved, held[j].at(common.lo), Place(OWNER, offset, strides)))
+        copies_of[number].append(Copy(moved, held[j].place_at(common.lo), Place(OWNER, offset, strides)))
     return {number: tuple(copies) for number, copies in copies_of.items()}

@@ -68,14 +68,14 @@ def test_overlaps_equals_the_pairwise_comparison(dims, n, m, seed):
         return ends[..., 0], ends[..., 1] + 1
 
     a, b = boxes(n), boxes(m)
-    found = list(zip(*(index.tolist() for index in overlaps(*a, *b)), strict=True))
+    actual = list(zip(*(index.tolist() for index in overlaps(*a, *b)), strict=True))
     expected = [
         (i, j)
         for i in range(n)
         for j in range(m)
         if (np.maximum(a[0][i], b[0][j]) < np.minimum(a[1][i], b[1][j])).all()
     ]
-    assert found == expected
+    assert actual == expected
 
 
 def test_row_major_is_numpys():

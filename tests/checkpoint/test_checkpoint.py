@@ -36,18 +36,18 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 def tensors() -> dict[str, torch.Tensor]:
     """One of every kind: dtypes, ranks, uneven and empty shards."""
     generator = torch.Generator().manual_seed(7)
-    made = {}
+    tensors = {}
     for dtype in DTYPES:
         raw = torch.randint(0, 2 if dtype == torch.bool else 256, (13, 5, dtype.itemsize), generator=generator)
-        made[f"{dtype}".removeprefix("torch.")] = raw.to(torch.uint8).view(dtype).reshape(13, 5)
-    made |= {
+        tensors[f"{dtype}".removeprefix("torch.")] = raw.to(torch.uint8).view(dtype).reshape(13, 5)
+    tensors |= {
         "cube": torch.randn(3, 4, 5, generator=generator),
         "vector": torch.randn(7, generator=generator),
         "row": torch.randn(1, 9, generator=generator),
         "none": torch.empty(0, 4),
         "scalar": torch.tensor(3.5),
     }
-    return made
+    return tensors
 
 
 def placed(values: dict[str, torch.Tensor], mesh_shape: tuple[int, ...], dim: int) -> dict[str, torch.Tensor]:
@@ -100,14 +100,14 @@ def test_any_mesh_to_any_mesh_bit_for_bit_also_for_stock_dcp(source, tmp_path):
 
 
 def test_fingerprints_do_not_depend_on_the_mesh(tmp_path):
-    found = []
+    actual = []
     for number, (shape, dim) in enumerate([((1,), 0), ((4,), 0), ((3,), 1), ((2, 2), 0)]):
         path = tmp_path / str(number)
         run(torch.Size(shape).numel(), save_job, str(path), shape, dim)
         manifest = muonckpt.open(path).outline
         assert manifest.provenance["step"] == 7
-        found.append({tensor.key: tensor.fingerprint for tensor in manifest.tensors})
-    assert all(prints == found[0] for prints in found) and None not in found[0].values()
+        actual.append({tensor.key: tensor.fingerprint for tensor in manifest.tensors})
+    assert all(prints == actual[0] for prints in actual) and None not in actual[0].values()
 
 
 def test_an_empty_shard_writes_nothing_and_replicas_are_written_once(tmp_path):
@@ -139,8 +139,8 @@ def resume_job(rank, world, path, first):
 def test_resume_is_the_uninterrupted_run_and_state_is_annotated(tmp_path):
     path = str(tmp_path / "checkpoint")
     expected = run(4, resume_job, path, True)
-    for want, found in zip(expected, run(4, resume_job, path, False), strict=True):
-        assert_same_bits(found, want)
+    for want, actual in zip(expected, run(4, resume_job, path, False), strict=True):
+        assert_same_bits(actual, want)
     tensors = {(t.name, t.slot): t for t in muonckpt.open(Path(path)).outline.tensors}
     momentum = tensors["unused.weight", "momentum_buffer"]
     assert momentum.convention == "ema" and momentum.layout["placements"] == ["Shard(0)"]

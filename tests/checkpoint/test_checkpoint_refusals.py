@@ -124,8 +124,8 @@ def pipeline(rank, world, path):
 def test_stages_with_different_keys_save_annotated_and_load_strictly(tmp_path):
     (first, expected), (second, other) = run(2, pipeline, str(tmp_path / "c"))
     assert first == expected != second == other
-    found = {t.key: t.convention for t in muonckpt.open(tmp_path / "c").outline.tensors}
-    assert found == {f"stage{rank}.state.weight.momentum_buffer": "ema" for rank in range(2)}
+    conventions = {t.key: t.convention for t in muonckpt.open(tmp_path / "c").outline.tensors}
+    assert conventions == {f"stage{rank}.state.weight.momentum_buffer": "ema" for rank in range(2)}
 
 
 def test_something_that_only_looks_like_an_optimizer_is_saved_as_it_is(tmp_path):

@@ -29,8 +29,8 @@ def values(name: str, slot: str, shape) -> torch.Tensor:
 
 def globally(name: str, rank: int, topology: Topology) -> str:
     """The name with the expert's number among those of all ranks, as Megatron writes it."""
-    each = topology.tensor * topology.shard // max(topology.expert, 1)
-    first = EXPERTS * (rank // each % max(topology.expert, 1))
+    ranks_per_expert_group = topology.tensor * topology.shard // max(topology.expert, 1)
+    first = EXPERTS * (rank // ranks_per_expert_group % max(topology.expert, 1))
     return re.sub(r"experts\.(\d+)", lambda match: f"experts.{int(match[1]) + first}", name)
 
 

@@ -65,8 +65,8 @@ def part(start: int, stop: int, flip: int = 0) -> ByteRun:
 )
 def test_runs_tell_whether_they_are_the_payload_or_that_they_cannot(runs, verdict):
     assert holds([PartlyRead(len(DATA), zlib.crc32(DATA), tuple(runs))]) is verdict
-    each = [PartlyRead(len(DATA), zlib.crc32(DATA), (run,)) for run in runs]
-    assert not each or holds(each) is verdict
+    reads = [PartlyRead(len(DATA), zlib.crc32(DATA), (run,)) for run in runs]
+    assert not reads or holds(reads) is verdict
 
 
 @pytest.mark.parametrize("flip", range(1, 9))
@@ -99,8 +99,8 @@ def load_job(rank, world, path):
         return str(error)
     finally:
         Payloads.view = view
-    for name, wanted in state(world, values=True).items():
-        assert torch.equal(mine[name].to_local(), wanted.to_local()), name
+    for name, expected in state(world, values=True).items():
+        assert torch.equal(mine[name].to_local(), expected.to_local()), name
     return sum(value.to_local().nbytes for value in mine.values()), len(seen)
 
 

@@ -69,11 +69,11 @@ def random_buffers(algorithm, seed, count=40):
 
 def contents(layout: BufferLayout) -> np.ndarray:
     """For each element of the buffer the number of its parameter, or FREE."""
-    found = np.full(layout.numel, FREE)
+    elements = np.full(layout.numel, FREE)
     for number, placed in enumerate(layout.parameters):
-        assert (found[placed.start : placed.stop] == FREE).all()
-        found[placed.start : placed.stop] = number
-    return found
+        assert (elements[placed.start : placed.stop] == FREE).all()
+        elements[placed.start : placed.stop] = number
+    return elements
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -142,7 +142,7 @@ def test_layouts_say_what_the_ranks_hold(algorithm):
 
 
 def full(part: np.ndarray) -> dict[int, int]:
-    return {at: value for at, value in enumerate(part.tolist()) if value != FREE}
+    return {offset: value for offset, value in enumerate(part.tolist()) if value != FREE}
 
 
 def test_a_whole_parameter_lies_dense_at_its_owner():
@@ -150,8 +150,8 @@ def test_a_whole_parameter_lies_dense_at_its_owner():
         for layout in buffers:
             for placed in layout.parameters:
                 (shard,) = layout.holding(placed)
-                rank, at = layout.owners[placed.name], shard.offset + placed.start - shard.start
-                whole = dense(Box.of(placed.parameter.shape), rank, at)
+                rank, offset = layout.owners[placed.name], shard.offset + placed.start - shard.start
+                whole = dense(Box.of(placed.parameter.shape), rank, offset)
                 assert layout.held_layouts()[placed.name].fragments == (whole,)
 
 

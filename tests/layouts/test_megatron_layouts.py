@@ -39,9 +39,9 @@ def live() -> dict[str, list]:
 @pytest.fixture(scope="module", params=[stored, live])
 def published(request):
     """Cases of ``layouts_shared.json`` and ``flat_buffers_shared.json``, or such cases from the installed package."""
-    found = request.param()
-    assert found.keys() == {"cases", "v1", "v2"} and all(found.values())
-    return found
+    actual = request.param()
+    assert actual.keys() == {"cases", "v1", "v2"} and all(actual.values())
+    return actual
 
 
 def names(indices) -> list[str]:
@@ -84,8 +84,8 @@ def assert_filled(expected, layouts):
 
 
 def assert_owners(case, expected, layouts):
-    found = owners_by_name(layouts)
-    assert [found[str(index)] for index in range(len(case["params"]))] == expected["owner"]
+    actual = owners_by_name(layouts)
+    assert [actual[str(index)] for index in range(len(case["params"]))] == expected["owner"]
 
 
 def test_padded_buffers_and_their_owners(published):
@@ -176,8 +176,8 @@ def test_owners_of_a_real_run(run):
     (layout,) = algorithm(parameters, GroupSizes(meta["world"]))
     assert owners_by_name([layout]) == meta["owner"]
     if "padded_layout" in meta:
-        found = {placed.name: [placed.start, placed.stop, placed.bucket] for placed in layout.parameters}
-        assert found == meta["padded_layout"]["index_map"]
+        actual = {placed.name: [placed.start, placed.stop, placed.bucket] for placed in layout.parameters}
+        assert actual == meta["padded_layout"]["index_map"]
         assert list(map(list, layout.buckets)) == meta["padded_layout"]["buckets"]
 
 

@@ -44,8 +44,8 @@ def test_what_a_run_was_told_reaches_the_rules():
     turned = ToPlace(equal.parameters, equal.matrices, equal.sizes, groups=(("b",), ("a",)))
     owners = [PLACEMENTS["legacy-pingpong"].place(model)[0].owners for model in (equal, turned)]
     assert owners == [{"a": 0, "b": 1}, {"a": 1, "b": 0}]
-    kept = PLACEMENTS["balanced"].place(ToPlace(equal.parameters, equal.matrices, equal.sizes, previous={"a": 1}))
-    assert kept[0].owners == {"a": 1, "b": 0}
+    layouts = PLACEMENTS["balanced"].place(ToPlace(equal.parameters, equal.matrices, equal.sizes, previous={"a": 1}))
+    assert layouts[0].owners == {"a": 1, "b": 0}
 
 
 @pytest.mark.parametrize(("former", "name"), FORMER.items())

@@ -23,7 +23,7 @@ def random_cuts(rng: np.random.Generator) -> Cuts:
 
 def held_by_hand(values: np.ndarray, start: int, size: int, cuts: Cuts) -> dict[int, list[int]]:
     """What each rank holds: fill the buffer, cut it, throw the padding away."""
-    found = {}
+    actual = {}
     for rank, coordinate in zip(cuts.mesh.ranks, product(*map(range, cuts.mesh.shape)), strict=True):
         part = values
         if cuts.split:
@@ -33,8 +33,8 @@ def held_by_hand(values: np.ndarray, start: int, size: int, cuts: Cuts) -> dict[
         buffer[start : start + part.size] = part.flatten()
         for axis in cuts.flat:
             buffer = np.split(buffer, cuts.mesh.shape[axis])[coordinate[axis]]
-        found[rank] = buffer[buffer >= 0].tolist()
-    return found
+        actual[rank] = buffer[buffer >= 0].tolist()
+    return actual
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -51,9 +51,9 @@ def test_uneven_layouts_are_buffers_cut_by_hand(seed):
         part = shape.prod() // (cuts.mesh.shape[cuts.split[0]] if cuts.split else 1)
         size = -(-int(start + part + rng.integers(9)) // cuts.shards) * cuts.shards
         layout = uneven_layout(tuple(shape.tolist()), start, size, cuts)
-        found = scatter(arange(layout.shape), layout)
+        actual = scatter(arange(layout.shape), layout)
         for rank, held in held_by_hand(arange(layout.shape), start, size, cuts).items():
-            assert found.get(rank, {}) == dict(enumerate(held))
+            assert actual.get(rank, {}) == dict(enumerate(held))
 
 
 def test_layouts_that_cannot_be_are_refused():

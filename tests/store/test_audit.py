@@ -72,9 +72,9 @@ def test_a_whole_checkpoint_has_no_findings(kind, sources):
     report = muonckpt.verify(sources[kind])
     assert (report.findings, report.notes, report.unchecked) == ((), (), 0)
     assert (report.tensors, report.blobs) == (6, 2)
-    told: list[tuple[int, int]] = []
-    assert muonckpt.verify(sources[kind], progress=lambda count, total: told.append((count, total)), jobs=1) == report
-    assert {total for _, total in told} == {sum(count for count, _ in told)} == {report.payload_bytes}
+    calls: list[tuple[int, int]] = []
+    assert muonckpt.verify(sources[kind], progress=lambda count, total: calls.append((count, total)), jobs=1) == report
+    assert {total for _, total in calls} == {sum(count for count, _ in calls)} == {report.payload_bytes}
 
 
 @pytest.mark.parametrize("name", GOLDENS)
@@ -157,9 +157,9 @@ def test_a_file_that_is_not_there_whole_is_found_and_named(kind, how, checkpoint
         with pytest.raises(SourceError, match=file.name):
             muonckpt.verify(path)
         return
-    found = [f for f in muonckpt.verify(path).findings if f.key == "w"]
-    assert [f.kind for f in found] == ["unreadable"]
-    assert all(part in found[0].message for part in ("'w'", str(chunk.box), file.name))
+    findings = [f for f in muonckpt.verify(path).findings if f.key == "w"]
+    assert [f.kind for f in findings] == ["unreadable"]
+    assert all(part in findings[0].message for part in ("'w'", str(chunk.box), file.name))
     assert "w" not in muonckpt.verify(path).fingerprints and "s" in muonckpt.verify(path).fingerprints
     assert "metadata" in kinds(muonckpt.verify(path))
 
@@ -283,10 +283,10 @@ DISAGREEMENTS = {
 def test_a_manifest_and_a_metadata_that_disagree_are_found(what, checkpoint):
     path = checkpoint("own")
     metadata_edited(path, DISAGREEMENTS[what])
-    found = muonckpt.verify(path).findings
-    assert {f.kind for f in found} == {"metadata"}
+    findings = muonckpt.verify(path).findings
+    assert {f.kind for f in findings} == {"metadata"}
     key = {"a tensor more": "e", "an item more": "hyper.name", "an item less": "__2_0.distcp"}.get(what, "h")
-    assert all(key in f.message for f in found)
+    assert all(key in f.message for f in findings)
 
 
 @pytest.mark.parametrize("file", [".metadata", "muonckpt.json"])

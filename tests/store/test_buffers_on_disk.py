@@ -128,7 +128,7 @@ def test_each_layout_goes_to_each_other_one_byte_for_byte(place, source, stored,
 
 
 def test_what_an_owner_must_have_whole_is_whole_and_the_rest_as_the_layout_says(stored):
-    found = {
+    actual = {
         layout: {
             entry["slot"]: (entry["algorithm"], entry["whole"])
             for entry in index_of(stored(layout, 3))["provenance"]["buffers"]
@@ -144,7 +144,7 @@ def test_what_an_owner_must_have_whole_is_whole_and_the_rest_as_the_layout_says(
         ("balanced", cut),
     ):
         slots = dict.fromkeys((None, "momentum_buffer", "step"), (layout, True))
-        assert found[layout] == slots | dict.fromkeys(("exp_avg", "exp_avg_sq"), elementwise), layout
+        assert actual[layout] == slots | dict.fromkeys(("exp_avg", "exp_avg_sq"), elementwise), layout
 
 
 # --- padding ----------------------------------------------------------------------------------------------------------

@@ -90,10 +90,10 @@ def test_what_torch_saves_is_read(saved: Path) -> None:
     tensors = {tensor.path: tensor for tensor in manifest.tensors}
     for name, value in example()["model"].items():
         assert assemble(saved, tensors["model", name]) == bits(value)
-        found = tensors["optimizer", "state", name, "momentum_buffer"]
-        assert assemble(saved, found) == bits(value + 1)
-        assert (found.name, found.slot, found.shape) == (name, "momentum_buffer", tuple(value.shape))
-        assert (found.convention, found.fingerprint) == (None, None)
+        actual = tensors["optimizer", "state", name, "momentum_buffer"]
+        assert assemble(saved, actual) == bits(value + 1)
+        assert (actual.name, actual.slot, actual.shape) == (name, "momentum_buffer", tuple(value.shape))
+        assert (actual.convention, actual.fingerprint) == (None, None)
     assert tensors["optimizer", "state", "layer.bias", "step"].shape == ()
     # A "state" without "param_groups" beside it is not an optimizer's.
     others = [tensors["other", "state", "layer.weight", "x"], tensors["model", "layer.bias"]]
@@ -213,7 +213,7 @@ def contents(path: Path) -> dict[KeyPath, bytes]:
 
 @pytest.mark.parametrize("name", ["torch_fsdp4", "torch_hsdp2x2", "dion_fsdp4", "xtuner_fsdp4", "titan_fsdp4"])
 def test_golden_optimizer_states_are_read_exactly(name: str) -> None:
-    found = contents(golden(name) / "ckpt")
+    actual = contents(golden(name) / "ckpt")
     truth = safetensors(golden(name) / "truth.safetensors")
     compared = 0
     for key, value in truth.items():
@@ -223,11 +223,11 @@ def test_golden_optimizer_states_are_read_exactly(name: str) -> None:
             places: list[KeyPath] = [("model", parameter), (parameter,)]
         else:
             places = [("optimizer", "state", parameter, slot), ("optimizer", f"state.{parameter}.{slot}")]
-        stored = [found[place] for place in places if place in found]
+        stored = [actual[place] for place in places if place in actual]
         if stored:  # some programs keep small numbers as plain objects
             assert stored == [value], key
             compared += 1
-    assert compared >= len(found) - 4 and compared > 30
+    assert compared >= len(actual) - 4 and compared > 30
 
 
 @pytest.mark.parametrize("name", ["torch_fsdp4", "torch_hsdp2x2", "dion_fsdp4", "xtuner_fsdp4"])
@@ -248,8 +248,8 @@ def test_golden_optimizer_slots_are_recognised(name: str) -> None:
 )
 def test_golden_megatron_checkpoints_are_read_exactly(name: str) -> None:
     path = golden("megatron") / name
-    found = {".".join(map(str, key)): value for key, value in contents(path).items()}
-    assert found == safetensors(path.parent / "truth.safetensors")
+    actual = {".".join(map(str, key)): value for key, value in contents(path).items()}
+    assert actual == safetensors(path.parent / "truth.safetensors")
 
 
 # What is refused.

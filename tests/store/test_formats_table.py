@@ -44,8 +44,8 @@ _FOLDER = tempfile.TemporaryDirectory(prefix="muonckpt-tests-")
 def tensors() -> dict[str, torch.Tensor]:
     """A stack of experts, a matrix of another type, one that no mesh divides, a vector and a number."""
     shapes = {"experts": (4, 6, 5), "q": (12, 8), "uneven": (7, 3), "bias": (9,), "step": ()}
-    made = {name: sharded.some(shape, torch.float32, seed) for seed, (name, shape) in enumerate(shapes.items())}
-    return made | {"q.half": sharded.some((10, 6), torch.bfloat16, 9)}
+    tensors = {name: sharded.some(shape, torch.float32, seed) for seed, (name, shape) in enumerate(shapes.items())}
+    return tensors | {"q.half": sharded.some((10, 6), torch.bfloat16, 9)}
 
 
 def rewrite(*arguments: object) -> None:
@@ -100,14 +100,14 @@ TRANSLATED = [(*pair, written) for pair, written in zip(PAIRS, cycle(FORMATS), s
 def test_checkpoints_of_other_programs_become_each_other_in_any_format(peer, target, written, tmp_path):
     """Against what each run had in memory: bit for bit, or within one rounding where the momentum is scaled."""
     rewrite(golden(PEERS[peer]) / "ckpt", tmp_path / "out", "--to", target, "--format", *written.split())
-    manifest, found = held(tmp_path / "out")
+    manifest, tensors_of_keys = held(tmp_path / "out")
     want = expected(PEERS[peer], target)
-    assert found.keys() == want.keys()
+    assert tensors_of_keys.keys() == want.keys()
     slot = "momentum" if target in SUMS else "momentum_buffer"
     matrices = {t.key for t in manifest.tensors if t.slot == slot and t.convention}
     for key, words in want.items():
         close = key in matrices and (peer in SUMS) != (target in SUMS)
-        mine = np.frombuffer(found[key], words.dtype)
+        mine = np.frombuffer(tensors_of_keys[key], words.dtype)
         apart = words_apart(mine, words.reshape(-1)) if close else int(not np.array_equal(mine, words.reshape(-1)))
         assert apart <= close, key
     assert matrices and {t.convention for t in manifest.tensors if t.key in matrices} == {

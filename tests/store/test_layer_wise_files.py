@@ -51,12 +51,12 @@ def real(name: str, tmp_path, **other):
 def test_real_files_are_read_under_their_names(name, tmp_path):
     path, meta = real(name, tmp_path)
     assert format_of(path) is LAYER_WISE
-    found = elements_of(path)
-    want = {key: words for key, words in truth_of(f"megatron/layer_wise/{name}").items() if "optimizer" in key}
-    assert {key.split(".")[2] for key in found} == {key.split(".")[3] for key in want}
-    for key, words in want.items():
+    actual = elements_of(path)
+    expected = {key: words for key, words in truth_of(f"megatron/layer_wise/{name}").items() if "optimizer" in key}
+    assert {key.split(".")[2] for key in actual} == {key.split(".")[3] for key in expected}
+    for key, words in expected.items():
         _, _, slot, param = key.split(".")
-        assert np.array_equal(found[f"layer_wise.state.{param}.{slot}"], words), key
+        assert np.array_equal(actual[f"layer_wise.state.{param}.{slot}"], words), key
     for data in read(path).provenance["buffers"]:
         buffer = GroupBuffer.from_json(data)
         owners = {key.split(".")[2]: rank for key, rank in buffer.layout.owners.items()}
@@ -69,8 +69,8 @@ def test_parameters_taken_from_a_whole_checkpoint_are_those_of_its_model(tmp_pat
     model = str(golden("megatron/layer_wise/ws4_padded") / "torch_dist")
     path, _ = real("ws4_padded", tmp_path, parameter=[], model=model, group=[{"names": ["*"]}])
     other, _ = real("ws4_padded", tmp_path / "listed")
-    found, want = elements_of(path), elements_of(other)
-    assert found.keys() == want.keys() and all(np.array_equal(found[key], want[key]) for key in found)
+    actual, expected = elements_of(path), elements_of(other)
+    assert actual.keys() == expected.keys() and all(np.array_equal(actual[key], expected[key]) for key in actual)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -83,9 +83,9 @@ def test_the_command_makes_of_them_what_megatron_itself_saved(name, tmp_path, ca
     mine, theirs = tmp_path / "out", golden(f"megatron/layer_wise/{name}") / "torch_dist"
     (ours,), (other,) = (read(each).blobs for each in (mine, theirs))
     assert ours.key == other.key and muonckpt.open(mine).values.read(ours) == muonckpt.open(theirs).values.read(other)
-    found, want = elements_of(mine), elements_of(theirs)
-    assert found.keys() == {key for key in want if "optimizer" in key}
-    assert all(np.array_equal(found[key], want[key]) for key in found)
+    actual, expected = elements_of(mine), elements_of(theirs)
+    assert actual.keys() == {key for key in expected if "optimizer" in key}
+    assert all(np.array_equal(actual[key], expected[key]) for key in actual)
     assert run(["verify", str(mine)]) == run(["verify", str(path)]) == 0
 
 
@@ -94,16 +94,16 @@ def test_the_command_makes_of_them_what_megatron_itself_saved(name, tmp_path, ca
 
 def walked(algorithm: str, members: list[ListedParameter], ranks: int, experts: int, owners: dict[str, int], places):
     """(rank, group) -> names, as upstream's loops append them."""
-    listed = sorted(members, key=lambda each: each.group)
+    listed = sorted(members, key=lambda member: member.group)
     if algorithm == "legacy-pingpong":
-        listed.sort(key=lambda each: each.parameter.numel)
+        listed.sort(key=lambda member: member.parameter.numel)
     elif algorithm == "decoupled-total-order":
-        listed.sort(key=lambda each: (each.parameter.numel, *places[each.parameter.name]))
+        listed.sort(key=lambda member: (member.parameter.numel, *places[member.parameter.name]))
     shares = collections.defaultdict(list)
-    for each in listed:
-        owner = owners[each.parameter.name]
-        rank = owner * experts + each.part if each.parameter.expert else owner
-        shares[rank, each.group].append(each.parameter.name)
+    for member in listed:
+        owner = owners[member.parameter.name]
+        rank = owner * experts + member.part if member.parameter.expert else owner
+        shares[rank, member.group].append(member.parameter.name)
     return {where: tuple(names) for where, names in shares.items()}
 
 
@@ -133,9 +133,11 @@ def test_parameters_are_dealt_as_megatron_does(algorithm):
                 places |= {f"{index}@{part}": (chunk, number, start) for part in range(experts)}
         if any(list(group) != sorted(group) for group in groups):
             continue  # upstream's groups list parameters in forward order
-        told = Description(algorithm, tuple(members), bucket_size=case["bucket_size"], experts=experts,
+        description = Description(algorithm, tuple(members), bucket_size=case["bucket_size"], experts=experts,
                            busbw=case.get("busbw", False))  # fmt: skip
-        assert deal(told, told.members, dp).shares == walked(algorithm, members, dp, experts, owners, places)
+        assert deal(description, description.members, dp).shares == walked(
+            algorithm, members, dp, experts, owners, places
+        )
         used += 1
     assert used > 40
 
@@ -148,17 +150,17 @@ def test_parameters_are_dealt_as_megatron_does(algorithm):
 def test_every_algorithm_and_a_model_beside_the_files(algorithm, ranks, tmp_path):
     """More ranks than matrices too: some own nothing."""
     path = written(tmp_path, algorithm, ranks)
-    found = elements_of(path)
+    actual = elements_of(path)
     for name, shape in MODEL:
         weight = value_of(name, "fp32_param", shape).bfloat16().view(torch.uint16).numpy()
-        assert np.array_equal(found.pop(f"model.{name}"), weight)
+        assert np.array_equal(actual.pop(f"model.{name}"), weight)
         adam = len(shape) == 1
         if adam and algorithm != "legacy-pingpong":
             continue
         for slot in ("fp32_param", *(("exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",))):
-            want = value_of(name, slot, shape).view(torch.int32).numpy().view("<u4")
-            assert np.array_equal(found.pop(f"layer_wise.state.{name}.{slot}"), want), (name, slot)
-    assert all(key.endswith(".step") for key in found)
+            expected = value_of(name, slot, shape).view(torch.int32).numpy().view("<u4")
+            assert np.array_equal(actual.pop(f"layer_wise.state.{name}.{slot}"), expected), (name, slot)
+    assert all(key.endswith(".step") for key in actual)
     values = muonckpt.open(path).values
     options = {blob.path[2:]: values.read(blob) for blob in read(path).blobs}
     assert options[0, "params"] == [name for name, shape in MODEL if len(shape) == 2]
@@ -183,11 +185,11 @@ def test_experts_of_two_expert_parallel_ranks(tmp_path):
         torch.save({"state": state, "param_groups": groups}, tmp_path / file)
     listed = [{"name": each.parameter.name, "shape": list(each.parameter.shape), "expert": each.parameter.expert,
                "group": each.group, "part": each.part} for each in (*dense, *experts)]  # fmt: skip
-    found = elements_of(described(tmp_path, algorithm="padded-numel", experts=2, files=files, parameter=listed))
-    assert len(found) == len(shapes)
+    actual = elements_of(described(tmp_path, algorithm="padded-numel", experts=2, files=files, parameter=listed))
+    assert len(actual) == len(shapes)
     for name, shape in shapes.items():
-        want = value_of(name, "m", shape).view(torch.int32).numpy().view("<u4")
-        assert np.array_equal(found[f"layer_wise.state.{name}.momentum_buffer"], want)
+        expected = value_of(name, "m", shape).view(torch.int32).numpy().view("<u4")
+        assert np.array_equal(actual[f"layer_wise.state.{name}.momentum_buffer"], expected)
     listed[0]["expert"] = True
     with pytest.raises(SourceError, match=r"group 0 of .* says is_expert_parallel=False"):
         read(described(tmp_path, algorithm="padded-numel", experts=2, files=files, parameter=listed))
@@ -244,10 +246,10 @@ def test_masters_tell_parameters_of_one_shape_apart(tmp_path):
     path = written(tmp_path, "padded-numel", 3)
     other = [("layers.1.qkv", "layers.0.qkv"), ("layers.0.qkv", "layers.1.qkv")]
     listed = [{"name": dict(other).get(name, name), "shape": shape} for name, shape in MODEL if len(shape) == 2]
-    told = {"algorithm": "padded-numel", "bucket_size": 40, "parameter": listed}
-    assert read(described(path, **told))
+    description = {"algorithm": "padded-numel", "bucket_size": 40, "parameter": listed}
+    assert read(described(path, **description))
     with pytest.raises(SourceError, match=r"the master of 'layers.[01].qkv' in layer_wise_optimizer_.* another"):
-        read(described(path, **told, model="model_optim_rng.pt"))
+        read(described(path, **description, model="model_optim_rng.pt"))
 
 
 TOLD, A = {"algorithm": "padded-numel"}, {"name": "a", "shape": [2]}
@@ -353,4 +355,4 @@ def test_what_was_made_of_them_is_a_checkpoint_like_any_other(tmp_path, capsys):
 def record_of(path) -> list[dict]:
     """What a checkpoint of flat buffers records of them, without where they are."""
     stored = read(path).provenance["buffers"]
-    return [{key: value for key, value in each.items() if key != "files"} for each in stored]
+    return [{key: value for key, value in buffer.items() if key != "files"} for buffer in stored]

@@ -105,8 +105,8 @@ def test_what_is_written_is_in_the_schema_and_on_the_page(manifests):
                 {k: v for k, v in b.items() if k not in LAYOUT} for b in manifest["provenance"].get("buffers", [])
             ],
         }
-        for name, found in written.items():
-            assert all(each.keys() <= own[name] for each in found), name
+        for name, entries in written.items():
+            assert all(entry.keys() <= own[name] for entry in entries), name
 
 
 def changed(node: Any, path: tuple[Any, ...], value: Any) -> None:

@@ -95,13 +95,13 @@ def small() -> dcp.Metadata:
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_metadata_is_read_as_torch_reads_it(name: str) -> None:
     data = (golden(name) / ".metadata").read_bytes()
-    found = parse_metadata(data)
+    metadata = parse_metadata(data)
     stock = pickle.loads(data)
-    assert found.extra == (("all_local_plans",) if "torch_dist" in name else ())
+    assert metadata.extra == (("all_local_plans",) if "torch_dist" in name else ())
     expected = plain(stock)
-    assert found == Metadata(*(getattr(expected, field) for field in Metadata.__slots__[:-1]), extra=found.extra)
-    assert list(found.storage) == list(expected.storage)
-    assert plain(pickle.loads(dump_metadata(found))) == expected
+    assert metadata == Metadata(*(getattr(expected, field) for field in Metadata.__slots__[:-1]), extra=metadata.extra)
+    assert list(metadata.storage) == list(expected.storage)
+    assert plain(pickle.loads(dump_metadata(metadata))) == expected
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])

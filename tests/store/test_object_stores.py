@@ -79,11 +79,11 @@ def source(tiny_checkpoint, tmp_path_factory):
 
 def files(place) -> dict[str, bytes]:
     """What stands in the files of ranks and for stock programs; our manifest names its source."""
-    found = {}
-    for each in place.iterdir():
-        if each.name != "muonckpt.json":
-            found[each.name] = each.fs.cat_file(each.path) if isinstance(each, Remote) else each.read_bytes()
-    return found
+    contents = {}
+    for file in place.iterdir():
+        if file.name != "muonckpt.json":
+            contents[file.name] = file.fs.cat_file(file.path) if isinstance(file, Remote) else file.read_bytes()
+    return contents
 
 
 def objects(place: Remote) -> list[str]:
@@ -328,8 +328,8 @@ def test_several_processes_go_on_with_an_interrupted_run_in_a_store(source, serv
     assert objects(place) == begun
 
     store = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    told = together(2, rows, source, 5, destination=place, resume=True, environment=store)
-    assert told == ["published", "done"]
+    results = together(2, rows, source, 5, destination=place, resume=True, environment=store)
+    assert results == ["published", "done"]
     reshard(source, tmp_path / "local", 5)
     assert files(place) == files(tmp_path / "local") and is_checkpoint(place)
     written = [r.key for r in server.requests if r.method == "PUT" and "/out/__" in r.key]

@@ -41,8 +41,8 @@ LOADABLE = sorted(CODE_OF_DTYPE.keys() - {"float8_e8m0fnu"})
 
 
 def values() -> dict[str, torch.Tensor]:
-    made = {name: some((13, 5), getattr(torch, name), seed) for seed, name in enumerate(LOADABLE)}
-    return made | {name: some(shape, torch.float32, 99) for name, shape in SHAPES.items()}
+    tensors = {name: some((13, 5), getattr(torch, name), seed) for seed, name in enumerate(LOADABLE)}
+    return tensors | {name: some(shape, torch.float32, 99) for name, shape in SHAPES.items()}
 
 
 def stored(path: Path) -> dict[str, bytes]:
@@ -131,12 +131,12 @@ def test_nothing_that_is_known_of_a_tensor_is_lost(tmp_path):
     tensor = record("état.w", value, **facts, layout={"algorithm": "mesh", "version": 1})
     write(tmp_path / "a", SafetensorsFile(), [(tensor, bits(value))])
     manifest = safetensors.read_safetensors(tmp_path / "a")
-    (found,) = manifest.tensors
+    (stored,) = manifest.tensors
     assert manifest.provenance["step"] == 3
     for field in ("key", "path", "shape", "dtype", "name", "slot", "convention", "pieces", "layout"):
-        assert getattr(found, field) == getattr(tensor, field)
-    assert len(found.fingerprint) == 16 and found.fingerprint != "0" * 16
-    assert len(found.chunks[0].digest) == 32
+        assert getattr(stored, field) == getattr(tensor, field)
+    assert len(stored.fingerprint) == 16 and stored.fingerprint != "0" * 16
+    assert len(stored.chunks[0].digest) == 32
     with stock.safe_open(tmp_path / "a", "pt") as opened:
         assert Manifest.from_json(opened.metadata()["muonckpt"]).tensors[0].slot == "momentum_buffer"
 

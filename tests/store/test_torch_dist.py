@@ -86,13 +86,13 @@ def test_megatron_loads_two_optimizers(tmp_path):
     """Muon and AdamW, behind its prefixes, from the files of three ranks; with the step."""
     checkpoint = resharded(written(tmp_path, "legacy-pingpong", 3), tmp_path / "out", "--to", "torch_dist_chained")
     memory = loaded_by_megatron(checkpoint)
-    found = memory["tensors"]
-    assert found.pop("optimizer.state.step.norm") == 3.0
+    stored = memory["tensors"]
+    assert stored.pop("optimizer.state.step.norm") == 3.0
     for name, shape in MODEL:
-        assert torch.equal(found.pop(name), value_of(name, "fp32_param", shape).bfloat16())
+        assert torch.equal(stored.pop(name), value_of(name, "fp32_param", shape).bfloat16())
         for slot in ("fp32_param", *(("exp_avg", "exp_avg_sq") if len(shape) == 1 else ("momentum_buffer",))):
-            assert torch.equal(found.pop(f"optimizer.state.{slot}.{name}"), value_of(name, slot, shape))
-    assert not found
+            assert torch.equal(stored.pop(f"optimizer.state.{slot}.{name}"), value_of(name, slot, shape))
+    assert not stored
     assert [group["lr"] for group in memory["groups"]] == [0.1, 0.5]
 
 

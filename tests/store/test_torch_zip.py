@@ -53,8 +53,8 @@ def open_item(data: bytes) -> TensorItem:
 
 
 def written(name: str, shape: tuple[int, ...], payload: bytes) -> bytes:
-    made = frame(name, shape)
-    return made.head + payload + made.tail(isal_zlib.crc32(payload))
+    planned = frame(name, shape)
+    return planned.head + payload + planned.tail(isal_zlib.crc32(payload))
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -64,14 +64,14 @@ def test_items_are_byte_identical_to_torch_save(name: str) -> None:
     for shape in [(), (0,), (3, 0), (2, 3, 5, 7, 1, 1), *(random_shape(rng) for _ in range(12))]:
         tensor = random_tensor(rng, name, shape)
         data = saved(tensor)
-        made = frame(name, shape)
-        payload = data[made.payload_offset :][: made.payload_length]
+        planned = frame(name, shape)
+        payload = data[planned.payload_offset :][: planned.payload_length]
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             serialization_id = archive.read("archive/.data/serialization_id")
-        assert made.head + payload + made.tail(zlib.crc32(payload), serialization_id) == data, shape
-        assert made.length == len(data)
+        assert planned.head + payload + planned.tail(zlib.crc32(payload), serialization_id) == data, shape
+        assert planned.length == len(data)
         assert open_item(data) == TensorItem(
-            name, shape, tensor.stride(), made.payload_offset, len(payload), zlib.crc32(payload)
+            name, shape, tensor.stride(), planned.payload_offset, len(payload), zlib.crc32(payload)
         )
 
 
@@ -107,7 +107,7 @@ class Sink:
 @pytest.mark.parametrize("count", [2**32 - 66, 2**32 - 2, 2**32 - 1, 2**32, 2**32 + 5])
 def test_large_items_have_the_zip64_fields_of_torch(count: int) -> None:
     # The memory of the tensor is never touched, and without checksums torch does not read it either.
-    sink, made = Sink(), frame("uint8", (count,))
+    sink, planned = Sink(), frame("uint8", (count,))
     checksums = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -116,11 +116,11 @@ def test_large_items_have_the_zip64_fields_of_torch(count: int) -> None:
         torch.serialization.set_crc32_options(checksums)
     at = sink.tail.rindex(b"Z", 0, sink.tail.index(b"PK\1\2")) + 1
     serialization_id = sink.tail[at : at + 40]
-    tail = made.tail(0, serialization_id)
+    tail = planned.tail(0, serialization_id)
     small = [serialization_id, b"1", b"64", b"little", b"3\n"]
-    small.append(next(made.head[i : j + 1] for i in [64] for j in [made.head.index(b".PK")]))
-    assert made.length == sink.length
-    assert without_checksums(made.head, small) == sink.head[: len(made.head)]
+    small.append(next(planned.head[i : j + 1] for i in [64] for j in [planned.head.index(b".PK")]))
+    assert planned.length == sink.length
+    assert without_checksums(planned.head, small) == sink.head[: len(planned.head)]
     assert without_checksums(tail, small) == sink.tail[-len(tail) :]
 
 
@@ -131,18 +131,18 @@ def without_checksums(data: bytes, contents: list[bytes]) -> bytes:
 
 
 def test_an_item_beyond_4_gib_is_read(tmp_path: Path) -> None:
-    made, start = frame("bfloat16", (1 << 16, 1 << 16)), 512
+    planned, start = frame("bfloat16", (1 << 16, 1 << 16)), 512
     with (tmp_path / "sparse").open("wb") as stream:
         stream.seek(start)
-        stream.write(made.head)
-        stream.seek(made.payload_length, io.SEEK_CUR)
-        stream.write(made.tail(123))
+        stream.write(planned.head)
+        stream.seek(planned.payload_length, io.SEEK_CUR)
+        stream.write(planned.tail(123))
     with (tmp_path / "sparse").open("rb") as stream:
-        found = read_tensor(lambda at, count: os.pread(stream.fileno(), count, at), start, made.length)
+        item = read_tensor(lambda at, count: os.pread(stream.fileno(), count, at), start, planned.length)
         with zipfile.ZipFile(stream) as archive:
             stored = archive.getinfo("archive/data/0")
-    assert (found.shape, found.offset, found.length) == ((1 << 16, 1 << 16), start + made.payload_offset, 2**33)
-    assert (found.crc32, stored.CRC, stored.file_size) == (123, 123, 2**33)
+    assert (item.shape, item.offset, item.length) == ((1 << 16, 1 << 16), start + planned.payload_offset, 2**33)
+    assert (item.crc32, stored.CRC, stored.file_size) == (123, 123, 2**33)
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "bool", "float8_e4m3fn", "uint32", "complex128"])
@@ -162,8 +162,8 @@ def test_our_items_are_read_by_torch_and_by_zip_checkers(name: str) -> None:
 def test_an_item_may_lie_anywhere_in_a_file() -> None:
     data = saved(torch.arange(12.0).reshape(3, 4))
     file = b"\0" * 777 + data + b"PK\5\6 and junk"
-    found = read_tensor(lambda offset, length: file[offset : offset + length], 777, len(data))
-    assert file[found.offset : found.offset + found.length] == struct.pack("<12f", *range(12))
+    item = read_tensor(lambda offset, length: file[offset : offset + length], 777, len(data))
+    assert file[item.offset : item.offset + item.length] == struct.pack("<12f", *range(12))
 
 
 @pytest.mark.parametrize(
@@ -181,16 +181,16 @@ def test_an_item_may_lie_anywhere_in_a_file() -> None:
     ],
 )
 def test_the_order_of_the_elements_is_reported(tensor: Tensor, row_major: bool) -> None:
-    found = open_item(saved(tensor))
-    assert (found.shape, found.strides, found.row_major) == (tensor.shape, tensor.stride(), row_major)
-    assert found.row_major == tensor.is_contiguous()
+    item = open_item(saved(tensor))
+    assert (item.shape, item.strides, item.row_major) == (tensor.shape, tensor.stride(), row_major)
+    assert item.row_major == tensor.is_contiguous()
 
 
 def test_a_flipped_byte_shows_in_the_checksum() -> None:
     data = bytearray(saved(torch.arange(100.0)))
-    found = open_item(data)
-    data[found.offset + 17] ^= 4
-    assert open_item(data).crc32 == found.crc32 != zlib.crc32(data[found.offset :][: found.length])
+    item = open_item(data)
+    data[item.offset + 17] ^= 4
+    assert open_item(data).crc32 == item.crc32 != zlib.crc32(data[item.offset :][: item.length])
 
 
 def test_switched_off_checksums_are_unknown_and_not_wrong() -> None:
@@ -313,10 +313,10 @@ def test_damage_is_refused_or_harmless_and_never_a_crash() -> None:
         damaged = bytearray(data)
         damaged[at] ^= 1 << rng.randrange(8)
         try:
-            found = open_item(damaged)
+            item = open_item(damaged)
         except SourceError:
             continue
-        same = (found.dtype, found.shape, found.offset, found.length) == (
+        same = (item.dtype, item.shape, item.offset, item.length) == (
             (whole.dtype, whole.shape, whole.offset, whole.length)
         )
         assert same, at

@@ -32,9 +32,9 @@ def test_a_number_of_numpy_is_a_number(kind):
     value = {"lr": [getattr(np, kind)(0.1), getattr(np, kind)(-3)]}
     stream = io.BytesIO()
     torch.save(value, stream)
-    found = plain_value(stream.getvalue())
-    assert found == {"lr": [number.item() for number in value["lr"]]}
-    assert {type(number) for number in found["lr"]} <= {float, int, bool}
+    actual = plain_value(stream.getvalue())
+    assert actual == {"lr": [number.item() for number in value["lr"]]}
+    assert {type(number) for number in actual["lr"]} <= {float, int, bool}
 
 
 @pytest.mark.parametrize("value", [np.ones(2), np.dtype("f8"), np.float32, b"bytes", np.datetime64(3, "s")])
@@ -58,8 +58,8 @@ def test_shared_parts_are_looked_at_once():
         value = [value, value]
     item = io.BytesIO()
     torch.save(value, item)
-    found = plain_value(item.getvalue())
-    assert found[0] is found[1]
+    actual = plain_value(item.getvalue())
+    assert actual[0] is actual[1]
 
 
 def test_an_item_that_is_no_plain_data_is_refused_and_nothing_in_it_is_run(tmp_path):

@@ -34,8 +34,8 @@ MORE_SHAPES = {"long": (301,), "prime": (13, 7), "wide": (2, 97), "deep": (3, 5,
 
 def values() -> dict[str, torch.Tensor]:
     types = [name for name in DTYPES if hasattr(torch, name) and not name.startswith(("bits", "float4"))]
-    made = {name: some((13, 5), getattr(torch, name), seed) for seed, name in enumerate(types)}
-    return made | {name: some(shape, torch.float32, 99) for name, shape in (SHAPES | MORE_SHAPES).items()}
+    tensors = {name: some((13, 5), getattr(torch, name), seed) for seed, name in enumerate(types)}
+    return tensors | {name: some(shape, torch.float32, 99) for name, shape in (SHAPES | MORE_SHAPES).items()}
 
 
 WRITTEN = {

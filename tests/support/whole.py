@@ -49,7 +49,7 @@ def assemble(payloads: Payloads, tensor: StateRecord, box: Box) -> np.ndarray:
     for chunk in tensor.chunks:
         common = chunk.box & box
         if common is not None:
-            place = dense(chunk.box, chunk.item.file).at(common.lo)
+            place = dense(chunk.box, chunk.item.file).place_at(common.lo)
             found = payloads.gather(payload_of(tensor, chunk), tensor.dtype, place, common.shape)
             words[within(common, box.lo)] = found
     return words

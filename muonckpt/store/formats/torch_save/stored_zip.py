@@ -42,10 +42,10 @@ def aligned(offset: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ZipEntry:
-    """A member in the central directory.  ``at`` is where its local header begins in the item."""
+    """A member in the central directory.  ``header_offset`` is where its local header begins."""
 
     name: str
-    at: int
+    header_offset: int
     size: int
     crc32: int
 
@@ -57,7 +57,7 @@ class ZipEntry:
     def zip64(self, packed: int) -> bytes:
         """The extra field with the numbers that do not fit in 32 bits: both sizes, and the header's offset."""
         sizes = (self.size, packed) if self.size >= _BIG else ()
-        numbers = (*sizes, self.at) if self.at >= _BIG else sizes
+        numbers = (*sizes, self.header_offset) if self.header_offset >= _BIG else sizes
         return struct.pack(f"<2H{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
 
 
@@ -88,7 +88,7 @@ def local_header(entry: ZipEntry) -> bytes:
     """A local header, padded so that the member's data is aligned.  Checksum and sizes follow the data."""
     name = f"archive/{entry.name}".encode()
     zip64 = entry.zip64(packed=0)
-    padding = -(entry.at + _LOCAL.size + len(name) + len(zip64) + 4) % MEMBER_ALIGNMENT
+    padding = -(entry.header_offset + _LOCAL.size + len(name) + len(zip64) + 4) % MEMBER_ALIGNMENT
     extra = zip64 + b"FB" + struct.pack("<H", padding) + b"Z" * padding
     return _LOCAL.pack(b"PK\3\4", 0, entry.flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
 
@@ -96,7 +96,7 @@ def local_header(entry: ZipEntry) -> bytes:
 def descriptor(entry: ZipEntry) -> bytes:
     if not entry.size:
         return b""
-    sizes = "<4sI2Q" if entry.size >= _BIG or entry.at >= _BIG else "<4s3I"
+    sizes = "<4sI2Q" if entry.size >= _BIG or entry.header_offset >= _BIG else "<4s3I"
     return struct.pack(sizes, b"PK\7\x08", entry.crc32, entry.size, entry.size)
 
 
@@ -111,7 +111,7 @@ def _central(entry: ZipEntry) -> bytes:
     """Cached: items of one dtype and shape share all but that of the payload."""
     name = f"archive/{entry.name}".encode()
     extra = entry.zip64(packed=entry.size)
-    size, header_offset = min(entry.size, _BIG), min(entry.at, _BIG)
+    size, header_offset = min(entry.size, _BIG), min(entry.header_offset, _BIG)
     numbers = (0, 0, entry.flags, 0, 0, 0, entry.crc32, size, size, len(name), len(extra), 0, 0, 0, 0, header_offset)
     return _CENTRAL.pack(b"PK\1\2", *numbers) + name + extra
 
@@ -177,7 +177,7 @@ def _exactly(read: Read, offset: int, length: int) -> bytes:
 
 def members_in(part: Read, offset: int, length: int) -> tuple[ZipMember, ...]:
     directory_at, count, listing = _directory(part, length)
-    entries = sorted(_entries(listing), key=lambda entry: entry.at)
+    entries = sorted(_entries(listing), key=lambda entry: entry.header_offset)
     if len(entries) != count:
         raise SourceError(f"expected {count} members in the zip archive, found {len(entries)}")
     split = [entry.name.partition("/") for entry in entries]
@@ -186,7 +186,7 @@ def members_in(part: Read, offset: int, length: int) -> tuple[ZipMember, ...]:
     recorded = any(entry.crc32 for entry in entries)
     members = []
     for entry, next_at, (_, _, name) in zip(
-        entries, [*(entry.at for entry in entries[1:]), directory_at], split, strict=True
+        entries, [*(entry.header_offset for entry in entries[1:]), directory_at], split, strict=True
     ):
         start = _data_at(part, entry)
         if start + entry.size > next_at:
@@ -275,9 +275,11 @@ def _unsaturated(numbers: tuple[int, int, int], extra: bytes) -> Iterator[int]:
 def _data_at(part: Read, entry: ZipEntry) -> int:
     """Where a member's data begins in the item, by its local header."""
     expected = entry.name.encode()
-    header = part(entry.at, _LOCAL.size + len(expected))
+    header = part(entry.header_offset, _LOCAL.size + len(expected))
     signature, *_, name_length, extra_length = _LOCAL.unpack_from(header)
     name = header[_LOCAL.size :]
     if signature != b"PK\3\4" or name_length != len(expected) or name != expected:
-        raise SourceError(f"expected the header of {entry.name!r} at byte {entry.at} of the item, found {name!r}")
-    return entry.at + len(header) + int(extra_length)
+        raise SourceError(
+            f"expected the header of {entry.name!r} at byte {entry.header_offset} of the item, found {name!r}"
+        )
+    return entry.header_offset + len(header) + int(extra_length)
