@@ -51,8 +51,10 @@ class Members:
         experts: Iterable[Tensor],
         expert_group: SharingGroup,
     ) -> Members:
-        """Raises:
-        ValueError: a parameter is not the model's, is in no group, or cannot lie in flat buffers.
+        """The parameters in ``groups``, with their names in the model.
+
+        Raises:
+            ValueError: a parameter is not the model's, is in no group, or cannot lie in flat buffers.
         """
         grouped = {id(param) for group in groups for param in group["params"]}
         named = {name: param for name, param in model.named_parameters() if id(param) in grouped}

@@ -86,7 +86,7 @@ def in_batches(units: Sequence[Unit], numbers: Iterable[int], group_of: Callable
 
 
 def _cut(members: Sequence[tuple[int, RowsColumns]], most: int) -> Iterator[list[tuple[int, RowsColumns]]]:
-    """Runs of members with up to so many elements, or of one."""
+    """Runs of members of at most ``most`` elements, or of one member."""
     cut: list[tuple[int, RowsColumns]] = []
     held = 0
     for number, (rows, columns) in members:

@@ -119,7 +119,7 @@ class Wire:
         """Begin the exchange.  What was sent may not be touched until it has arrived.
 
         Args:
-            note: to all ranks (`Intent.note`); None: nobody reads it.
+            note: to all ranks (`Intent.note`); None: there is none.
         """
         assert self._buffer is not None, "started already"
         if note is not None:

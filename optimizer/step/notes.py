@@ -1,4 +1,4 @@
-"""Notes that ranks have received of each other: compared, and read at once or when that keeps nobody waiting."""
+"""Notes that ranks have received of each other: compared, and read at once or when no rank waits for it."""
 
 from __future__ import annotations
 

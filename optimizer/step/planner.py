@@ -36,7 +36,7 @@ class Planner:
         replicas: of plain tensors.
         sharing: process groups of ranks that share a matrix.
         exchange: a key of `exchange.LINKS`.
-        stages: at most so many.
+        stages: the largest number of stages.
         resting: where a parameter's elements are on these ranks.
         cost, form: as `Muon` takes them.
         scale: the learning-rate factor of an ``m x n`` matrix of a group.

@@ -64,8 +64,6 @@ class Turn:
             self._notes.settle(self.intent, wire.differing(), at_once)
 
     def end(self) -> None:
-        """Raises:
-        Exception: this rank's error, if it has one.
-        """
+        """Raise this rank's error, if it has one."""
         if self.intent.error is not None:
             raise self.intent.error
