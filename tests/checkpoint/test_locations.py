@@ -49,7 +49,7 @@ def server():
     with store_server.running() as (_, address), pytest.MonkeyPatch.context() as patch:
         for name, value in store_server.environment(address).items():
             patch.setenv(name, value)
-        fsspec.filesystem("s3", use_listings_cache=False).mkdir(store_server.BUCKET)
+        fsspec.filesystem("s3", use_listings_cache=False).makedirs(store_server.BUCKET, exist_ok=True)
         yield address
 
 

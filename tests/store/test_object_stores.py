@@ -46,7 +46,7 @@ def served():
     with store_server.running() as (server, address), pytest.MonkeyPatch.context() as patch:
         for name, value in store_server.environment(address).items():
             patch.setenv(name, value)
-        fsspec.filesystem("s3", use_listings_cache=False).mkdir(store_server.BUCKET)
+        fsspec.filesystem("s3", use_listings_cache=False).makedirs(store_server.BUCKET, exist_ok=True)
         yield server
 
 

@@ -21,7 +21,7 @@ from ...record import Chunk, Extent, Manifest, StateRecord
 from ..io.bounds import check_extents
 from ..io.location import Location
 from ..io.new_file import write_synced
-from ..io.regular import open_regular
+from ..io.regular import read_whole
 from ..reading.dtypes import itemsize
 from .signs import FLAT_BUFFERS_FILE
 
@@ -119,8 +119,7 @@ def read_flat_buffers(path: Location) -> Manifest:
     """
     file = path / FLAT_BUFFERS_FILE
     try:
-        with open_regular(file) as opened:
-            text = opened.read(0, opened.size).decode()
+        text = read_whole(file).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise SourceError(f"cannot read {file}: {error}") from error
     try:
@@ -129,12 +128,7 @@ def read_flat_buffers(path: Location) -> Manifest:
         tensors = _placed(manifest.tensors, stored)
     except (SourceError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise SourceError(f"{file}: {type(error).__name__}: {error}") from error
-    named = [
-        (extent, f"buffer {number}")
-        for number, stored_buffer in enumerate(stored)
-        for extent in stored_buffer.places
-        if extent.length
-    ]
+    named = [(extent, f"buffer {n}") for n, buffer in enumerate(stored) for extent in buffer.places if extent.length]
     check_extents(path, [*named, *((blob.item, repr(blob.key)) for blob in manifest.blobs)])
     return replace(manifest, tensors=tensors)
 

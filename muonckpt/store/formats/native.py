@@ -7,7 +7,7 @@ from ...errors import SourceError
 from ...record import Manifest
 from ..io.location import Location
 from ..io.new_file import write_synced
-from ..io.regular import open_regular
+from ..io.regular import read_whole
 from .dcp import directory as dcp
 
 
@@ -19,8 +19,7 @@ def read_native(path: Location) -> Manifest:
     """
     file = path / record.MANIFEST_FILE
     try:
-        with open_regular(file) as opened:
-            return Manifest.from_json(opened.read(0, opened.size).decode())
+        return Manifest.from_json(read_whole(file).decode())
     except (OSError, UnicodeDecodeError) as error:
         raise SourceError(f"cannot read {file}: {error}") from error
 

@@ -153,3 +153,13 @@ def open_regular(file: Location) -> Iterator[File]:
         yield LocalFile(handle)
     finally:
         os.close(handle)
+
+
+def read_whole(file: Location) -> bytes:
+    """The bytes of a small regular file, or of a small object.
+
+    Raises:
+        SourceError: it does not exist, or is not a regular file.
+    """
+    with open_regular(file) as opened:
+        return opened.read(0, opened.size)

@@ -25,7 +25,7 @@ from ....layouts.buffers.buffer_layout import BufferLayout
 from ....layouts.buffers.parameters import GroupSizes, Parameter
 from ....layouts.buffers.placements import PLACEMENTS, ToPlace
 from ...io.location import Location
-from ...io.regular import open_regular
+from ...io.regular import read_whole
 from .. import signs
 
 _Order = Callable[[Parameter, int, int], tuple[int, ...]]
@@ -137,8 +137,7 @@ def read_description(path: Location) -> Description | None:
         file = path / name
         if file.is_file():
             try:
-                with open_regular(file) as opened:
-                    return _description(parse(opened.read(0, opened.size).decode()))
+                return _description(parse(read_whole(file).decode()))
             except (ValueError, TypeError, KeyError, AttributeError, LayoutError, SourceError) as error:
                 raise SourceError(f"{file}: {error}") from error
     return None

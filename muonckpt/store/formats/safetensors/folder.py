@@ -25,15 +25,13 @@ from . import header
 from .header import CODE_OF_DTYPE, METADATA_KEY, Header, HeaderEntry
 
 INDEX_FILE = "model.safetensors.index.json"
-"""Name of the index of a sharded checkpoint, as we write it.  An index of another name is read if it is the only
-one."""
+"""Name of the index of a sharded checkpoint, as we write it.  Any other single index is read, too."""
 
 _MANIFEST_KEY = "muonckpt"
 """Name of the manifest in ``__metadata__``."""
 
 _DATA = "data"
-"""The file name in that manifest's extents, which count from the data section and so do not depend on its own
-length."""
+"""The file in that manifest's extents, which count from the data section, and so do not depend on its own length."""
 
 _PARTS = "DCP_SHARDING_INFO"
 """A key that DCP's ``HuggingFaceStorageWriter`` writes to ``__metadata__``: the file's tensors may be parts of tensors
@@ -115,9 +113,8 @@ def front(tensors: Sequence[StateRecord], provenance: Mapping[str, Any], sums: S
         described.append(dataclasses.replace(tensor, chunks=(chunk,), fingerprint=as_hex(share)))
         start = place.end
     # "format" tells Hugging Face libraries whose tensors these are; some refuse a file without it.
-    head = Header(
-        entries, {"format": "pt", _MANIFEST_KEY: Manifest(tuple(described), (), provenance).to_json()}
-    ).encode()
+    manifest = Manifest(tuple(described), (), provenance).to_json()
+    head = Header(entries, {"format": "pt", _MANIFEST_KEY: manifest}).encode()
     if len(head) - 8 > header.MAX_HEADER_BYTES:
         raise DestinationError(f"a header of {len(head)} bytes, of at most {header.MAX_HEADER_BYTES}; use --shard-size")
     return head
@@ -126,7 +123,8 @@ def front(tensors: Sequence[StateRecord], provenance: Mapping[str, Any], sums: S
 def shards(tensors: Sequence[StateRecord], most: int) -> list[tuple[str, list[StateRecord]]]:
     """The names of files, and the tensors in each, in order.
 
-    A file has at most ``most`` bytes of elements, or one tensor.  Without tensors there is one empty file."""
+    A file has at most ``most`` bytes of elements, or one tensor.  Without tensors there is one empty file.
+    """
     contents: list[list[StateRecord]] = [[]]
     used = 0
     for tensor in tensors:
@@ -183,11 +181,8 @@ def _read_file(file: Location, indexed: bool) -> tuple[Mapping[str, Any], list[S
             "expected whole tensors, found what one rank had of them (by DCP's HuggingFaceStorageWriter with "
             "save_distributed): consolidate the files of all ranks with torch first"
         )
-    recorded = (
-        Manifest.from_json(file_header.metadata[_MANIFEST_KEY])
-        if _MANIFEST_KEY in file_header.metadata
-        else Manifest(())
-    )
+    text = file_header.metadata.get(_MANIFEST_KEY)
+    recorded = Manifest(()) if text is None else Manifest.from_json(text)
     known = {tensor.key: tensor for tensor in recorded.tensors}
     lost = sorted(known.keys() - file_header.entries.keys())
     if lost:

@@ -206,12 +206,8 @@ def _directory(part: Read, length: int) -> tuple[int, int, bytes]:
     short, most = (here, count, size, start), (0xFFFF, 0xFFFF, _BIG, _BIG)
     numbers = _end64(part, length) or short
     agree = all(number in (long, top) for number, long, top in zip(short, numbers, most, strict=True))
-    if (
-        any(disks)
-        or numbers[0] != numbers[1]
-        or not agree
-        or (numbers is short and {0xFFFF, _BIG} & {count, size, start})
-    ):
+    saturated = numbers is short and {0xFFFF, _BIG} & {count, size, start}
+    if any(disks) or numbers[0] != numbers[1] or not agree or saturated:
         raise SourceError(f"expected the end records of one zip archive, found {short} and {numbers} on disks {disks}")
     _, count, size, start = numbers
     if size > _LARGEST_DIRECTORY:

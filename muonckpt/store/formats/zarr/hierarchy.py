@@ -17,7 +17,7 @@ from ....box import Box
 from ....errors import SourceError, about
 from ....record import Chunk, Extent, Manifest, StateRecord
 from ...io.location import Location
-from ...io.regular import FileBytes, Held, open_regular
+from ...io.regular import FileBytes, Held, open_regular, read_whole
 from ...reading.dtypes import itemsize
 from ...reading.payloads import Payloads
 from ...reading.reader import LocatedReader
@@ -103,7 +103,7 @@ def _nodes(path: Location) -> tuple[Mapping[str, Any], list[ZarrArray]]:
         node = pending.pop()
         place = path / node
         with about(place / ZARR_FILE):
-            fields = parse_node(_read_file(path, f"{node}/{ZARR_FILE}" if node else ZARR_FILE))
+            fields = parse_node(read_whole(place / ZARR_FILE))
             if not node:
                 attributes = fields["attributes"]
             if fields["node_type"] == "array":
@@ -197,8 +197,3 @@ def _size(path: Location, file: str) -> int:
         raise SourceError(f"cannot open {place}: one of its directories is a symbolic link")
     with open_regular(place) as opened:
         return opened.size
-
-
-def _read_file(path: Location, name: str) -> bytes:
-    with open_regular(path / name) as opened:
-        return opened.read(0, opened.size)
