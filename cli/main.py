@@ -35,7 +35,7 @@ COMMANDS = {
 _RENAMED = {"export": "convert"}
 """Former names of commands, with the present ones, which take the same options."""
 
-EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
+_EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (SourceError, 3),
     (LayoutError, 3),
     (Interrupted, 5),
@@ -101,7 +101,7 @@ def run(arguments: Sequence[str]) -> int:
             import traceback
 
             _complain(traceback.format_exc())
-        for kind, code in EXIT_CODES:
+        for kind, code in _EXIT_CODES:
             if isinstance(error, kind):
                 _complain(str(error))
                 return code

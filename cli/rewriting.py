@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -19,8 +18,12 @@ from .printing import counted, print_table, printable, progress, size, some_of
 
 def rewrite(function: Callable[..., Report | None], label: str, *, as_json: bool, **options: Any) -> None:
     """Call ``function``, show its progress, and print its report."""
-    with _usage_errors(), progress(_labelled(label)) as advance:
-        report = function(**options, progress=advance)
+    try:
+        worker = worker_of(os.environ)
+        with progress(label if worker.world == 1 else str(worker)) as advance:
+            report = function(**options, progress=advance)
+    except (TargetError, LaunchError) as error:  # a mistake in the command line, or in how it was launched
+        raise click.UsageError(str(error)) from error
     if report is None:  # only the coordinator of several processes prints
         return
     if report.unchecked and report.fingerprints is not None:
@@ -40,11 +43,6 @@ def rewrite(function: Callable[..., Report | None], label: str, *, as_json: bool
     if report.left_out:
         click.echo(printable(f"left out: {some_of(report.left_out)}"))
     click.echo(_would_do(report) if report.fingerprints is None else _done(report))
-
-
-def _labelled(label: str) -> str:
-    worker = worker_of(os.environ)
-    return label if worker.world == 1 else str(worker)
 
 
 def _show_plan(report: Report) -> None:
@@ -70,12 +68,3 @@ def _done(report: Report) -> str:
     if report.compared:
         comparison = f"{report.compared} fingerprints compared with the source's, all equal"
     return f"{report.destination}: {report.tensors} tensors {spread}, {size(report.written)}; {comparison}"
-
-
-@contextmanager
-def _usage_errors() -> Iterator[None]:
-    """Report a target that does not fit, or an impossible launch, as a mistake in the command line."""
-    try:
-        yield
-    except (TargetError, LaunchError) as error:
-        raise click.UsageError(str(error)) from error

@@ -28,13 +28,10 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from ...errors import Interrupted, MuonckptError
-from .workers import LaunchError, Worker
+from .workers import LONGEST_WAIT, LaunchError, Worker
 
 _PAUSE = 1.0
 """Seconds between two rounds of a busy worker; a tenth of the time-out if that is less."""
-
-_SLICE = 0.2
-"""The longest wait in seconds: a signal that arrives just before a wait begins is noticed only when the wait ends."""
 
 _PORT = "muonckpt/port"
 
@@ -134,13 +131,13 @@ class ProcessGroup:
         """The answer to a message; empty if the thread has ended without one."""
         while self._thread.is_alive() and not message.answer.done():
             with suppress(TimeoutError):
-                return message.answer.result(_SLICE)
+                return message.answer.result(LONGEST_WAIT)
         return message.answer.result() if message.answer.done() else []
 
     def _wait_for_the_end(self) -> None:
         """Wait until the thread has ended: Python must not shut down while it is inside torch."""
         while self._thread.is_alive():
-            self._thread.join(_SLICE)
+            self._thread.join(LONGEST_WAIT)
 
     # --- the thread of the rounds ------------------------------------------------------------------------------------
 

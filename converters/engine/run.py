@@ -29,7 +29,7 @@ from .journal import FinishedFile, Journal
 from .mover import Advance, Mover
 from .output_files import OutputFile
 from .staging import Coordinator, Staging, how_to_resume, is_unfinished
-from .workers import LaunchError, SingleWorker, Worker, Workers, together
+from .workers import LONGEST_WAIT, LaunchError, SingleWorker, Worker, Workers, together
 
 MEMORY = 256 << 20
 """The default size of all buffers together, in bytes."""
@@ -37,9 +37,6 @@ MEMORY = 256 << 20
 THREADS = 3
 """The default number.  On two cores three threads took 0.84 to 0.95 of the time of two for rows of 1 GB (medians of
 alternating runs), because some work while another waits for the disk; four took no less."""
-
-_SLICE = 0.2
-"""The longest wait in seconds: a signal that arrives just before a wait begins is noticed only when the wait ends."""
 
 
 def run_job(
@@ -208,7 +205,7 @@ def _results(pool: ThreadPoolExecutor, function: Callable[[T], R], arguments: It
 def _next(queue: SimpleQueue[T]) -> T:
     while True:
         with suppress(Empty):
-            return queue.get(timeout=_SLICE)
+            return queue.get(timeout=LONGEST_WAIT)
 
 
 @gc_paused()

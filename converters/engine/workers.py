@@ -10,6 +10,9 @@ from typing import Any, Protocol
 
 from ...errors import MuonckptError
 
+LONGEST_WAIT = 0.2
+"""Seconds.  A signal that arrives just before a wait begins is noticed only when the wait ends."""
+
 
 class LaunchError(MuonckptError, ValueError):
     """The environment contradicts itself about the processes of a command, or they do different work."""

@@ -60,10 +60,9 @@ def ready_made(name: str) -> NameRules:
     Raises:
         TargetError: there is no such table.
     """
-    plain = name.removeprefix(_INVERSE)
-    if plain not in READY_MADE:
-        raise TargetError(f"unknown table of rules {plain!r}; expected one of {', '.join(READY_MADE)}")
-    return _in_direction(name, NameRules.from_toml(READY_MADE[plain]))
+    if name.removeprefix(_INVERSE) not in READY_MADE:
+        raise TargetError(f"unknown table of rules {name!r}; expected one of {', '.join(READY_MADE)}")
+    return load_rules(name)
 
 
 def load_rules(name: str) -> NameRules:
@@ -73,17 +72,12 @@ def load_rules(name: str) -> NameRules:
         TargetError: there is no such table, or the file is not a table.
     """
     plain = name.removeprefix(_INVERSE)
-    if plain in READY_MADE:
-        return ready_made(name)
     try:
-        return _in_direction(name, NameRules.from_toml(Path(plain).read_text(encoding="utf-8")))
+        rules = NameRules.from_toml(READY_MADE.get(plain) or Path(plain).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise TargetError(
             f"cannot read rules {plain!r} ({error}), and it is none of {', '.join(READY_MADE)}"
         ) from error
     except SourceError as error:
         raise TargetError(f"{plain}: {error}") from error
-
-
-def _in_direction(name: str, rules: NameRules) -> NameRules:
-    return rules.inverse() if name.startswith(_INVERSE) else rules
+    return rules if plain == name else rules.inverse()
