@@ -21,6 +21,7 @@ from .collective import CollectiveOptimizer
 from .cuda_graphs import capturing
 from .doubts import doubt_idle, doubt_plain
 from .following import Seen, carry_over, changes
+from .for_model import ForModel
 from .newton_schulz.coefficients import Coefficients
 from .newton_schulz.costs import Cost, flops
 from .newton_schulz.forms import Choice, prefer_kernels
@@ -49,7 +50,7 @@ from .step.rank_set import RankSet, rank_sets
 from .step.step import Step
 
 
-class Muon(CollectiveOptimizer):
+class Muon(ForModel, CollectiveOptimizer):
     """Muon for matrices and AdamW or Lion for the rest, in one optimizer.
 
     Each parameter group chooses ``algorithm="muon"`` (the default), "normuon", "adamw" or "lion".  Parameters may be
@@ -227,13 +228,10 @@ class Muon(CollectiveOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: steps refer to the original's parameters, so a copy makes its own."""
-        copied = (
-            *("_matrices", "_replicas", "_exchange", "_stages", "_layout", "_cost", "_form", "_scales", "_fixed"),
-            *("_seen", "_inheriting"),
-        )
+        copied = "_matrices _replicas _exchange _stages _layout _cost _form _scales _fixed _seen _inheriting"
         return {
             **super().__getstate__(),
-            **{name: getattr(self, name) for name in copied},
+            **{name: getattr(self, name) for name in copied.split()},
             "_process_groups": ProcessGroups(),
             "_rank_sets": None,
             "_steps": {},

@@ -125,7 +125,8 @@ def refuse_shared_rate(groups: Iterable[ParamGroup], algorithm: str, lr: float |
         if group["algorithm"] in MATRICES and group["adjust_lr"] != ONE_RATE:
             raise ValueError(
                 f"a group of {algorithm!r} says no lr, and lr={float(lr)!r} is a rate of matrices with "
-                f"adjust_lr_fn={group['adjust_lr']!r}: give the group its own, such as 'lr': 3e-4, or give all "
+                f"adjust_lr_fn={group['adjust_lr']!r}: give the group its own, such as 'lr': 3e-4 "
+                f"(adamw_lr=3e-4 of Muon.for_model), or give all "
                 f"matrices adjust_lr_fn={ONE_RATE!r}, with which one rate serves both"
             )
 

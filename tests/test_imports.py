@@ -51,6 +51,7 @@ RULES = {
     "optimizer": "errors box layout layouts plan vocabulary optimizer/groups optimizer/layer_wise "
     "optimizer/newton_schulz optimizer/planning optimizer/step",
     "compat": "vocabulary layouts optimizer",
+    "integrations": "errors store optimizer optimizer/groups",
     "converters/engine": "errors box layout plan fingerprint record store store/io store/reading store/formats "
     "converters/target converters/translate",
     "converters/target": "errors box layout plan record version vocabulary layouts layouts/buffers store store/io "
@@ -62,7 +63,7 @@ RULES = {
     "converters/target converters/translate",
     "": "errors version store checkpoint converters",
 }
-TORCH = ("layouts/tensors", "checkpoint/", "compat/", "optimizer/", "converters/engine/process_group")
+TORCH = ("layouts/tensors", "checkpoint/", "compat/", "integrations/", "optimizer/", "converters/engine/process_group")
 TRITON = ("optimizer/triton/",)
 NUMPY_FREE = ("box", "errors")
 COLLECTIVES = {

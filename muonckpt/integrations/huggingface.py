@@ -1,0 +1,91 @@
+"""transformers' Trainer: Muon as its optimizer, and a callback that checks what was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..optimizer import Muon
+from ..optimizer.groups import DEEPSEEK, LLAMA, MIXTRAL, QWEN, Rule
+from .saved import check_saved
+
+RULES: Mapping[str, tuple[Rule, ...]] = {
+    "deepseek_v3": DEEPSEEK,
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "mixtral": MIXTRAL,
+    "qwen2": QWEN,
+    "qwen2_moe": QWEN,
+    "qwen3": QWEN,
+    "qwen3_moe": QWEN,
+}
+"""The rules of models that need none from their user, by the ``model_type`` of their config."""
+
+
+def muon(
+    lr: float | Tensor,
+    adamw_lr: float | Tensor | None = None,
+    rules: Sequence[Rule] | Sequence[Sequence[Rule]] | None = None,
+    **options: Any,
+) -> tuple[type[Factory], dict[str, Any]]:
+    """What ``Trainer(..., optimizer_cls_and_kwargs=muon(...))`` takes.
+
+    Rates are those given here: ``learning_rate``, ``weight_decay`` and ``optim`` of TrainingArguments belong to
+    optimizers that the Trainer makes itself.  Its schedule multiplies the rates given here.
+
+    Args:
+        lr, adamw_lr: as for `Muon.for_model`: the rates of matrices and of everything else; ``adamw_lr`` may be missing
+            with ``adjust_lr_fn="match_rms_adamw"``.
+        rules: as for `Muon.for_model`.  None: those of the model's family (`RULES`).
+        options: of `Muon.for_model` and of the optimizer.  ``replicas`` is set by itself.
+    """
+    return Factory, {"lr": lr, "adamw_lr": adamw_lr, "rules": rules, **options}
+
+
+class Factory:
+    """Makes the optimizer when the Trainer has its model; what is no subclass of Optimizer is called with the model."""
+
+    def __call__(
+        self, model: nn.Module, *, rules: Sequence[Rule] | Sequence[Sequence[Rule]] | None, **options: Any
+    ) -> Muon:
+        """The optimizer of this model.
+
+        Under DDP all ranks hold all parameters, and the Trainer wraps the model only later: so plain tensors are
+        replicas over the whole world.  Under FSDP2 it replaces them by DTensors, which know where they lie.
+
+        Raises:
+            ValueError: no rules were given, and there are none for this model's type; or what `Muon.for_model` refuses.
+        """
+        if rules is None:
+            model_type = str(getattr(getattr(model, "config", None), "model_type", None))
+            if model_type not in RULES:
+                raise ValueError(
+                    f"no rules were given, and there are none for a model of type {model_type!r}, only for "
+                    f"{', '.join(RULES)}: say what its parameters are, muon(..., rules=...), as docs/guide/groups.md "
+                    "explains"
+                )
+            rules = RULES[model_type]
+        replicas = {"replicas": dist.group.WORLD} if dist.is_initialized() else {}
+        return Muon.for_model(model, rules=rules, **{**replicas, **options})
+
+
+class VerifySaved(TrainerCallback):  # type: ignore[misc]
+    """Checks every checkpoint as soon as it is saved, as far as its files can be judged (`saved.check_saved`).
+
+    The first rank reads back what was written, and raises if it is not whole; the launcher then ends the others.
+    """
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Called by the Trainer, on all ranks, when ``checkpoint-N`` is complete.
+
+        Raises:
+            SourceError: lists what is wrong with it.
+        """
+        if state.is_world_process_zero:
+            check_saved(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")

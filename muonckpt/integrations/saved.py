@@ -1,0 +1,59 @@
+"""Is what a trainer has saved whole?  For the folders that transformers and accelerate write."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import SourceError
+from ..store.audit import verify
+
+ZIPPED = ("*.pt", "*.pth", "*.bin")
+"""Files that torch.save writes: zip archives, with a CRC-32 for each of their records."""
+
+
+def check_saved(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
+    """Check every part of a folder that a trainer has saved, and return those that were checked.
+
+    - Directories that DCP wrote (``pytorch_model_fsdp_0``, ``optimizer_0``): all that `muonckpt.verify` checks, so
+      coverage, bounds, CRC-32 and values that are not finite.
+    - Weights in safetensors: coverage, bounds and values that are not finite.  The format has no checksums.
+    - Files of torch.save (``optimizer.pt``, ``scheduler.pt``): the CRC-32 of every record.
+
+    Raises:
+        SourceError: lists everything that is wrong, or says that there is nothing to check.
+    """
+    folder = Path(folder)
+    sharded = sorted(path.parent for path in folder.glob("*/.metadata"))
+    weights = [folder] if any(folder.glob("*.safetensors")) else []
+    zipped = sorted(path for pattern in ZIPPED for path in folder.glob(pattern))
+    parts = (*sharded, *weights, *zipped)
+    if not parts:
+        raise SourceError(
+            f"{folder}: expected what a trainer saves (DCP directories, safetensors, files of torch.save), found none"
+        )
+    faults = [fault for part in (*sharded, *weights) for fault in _audited(part)]
+    faults += [fault for part in zipped for fault in _unzipped(part)]
+    if faults:
+        raise SourceError("\n- ".join([f"{folder} is not whole; resume from another checkpoint:", *faults]))
+    return parts
+
+
+def _audited(path: Path) -> Iterator[str]:
+    try:
+        yield from (f"{path.name}: {finding.message}" for finding in verify(path).findings)
+    except SourceError as error:
+        yield str(error)
+
+
+def _unzipped(path: Path) -> Iterator[str]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except zipfile.BadZipFile as error:
+        yield f"{path.name}: {error}"
+        return
+    if damaged is not None:
+        yield f"{path.name}: the CRC-32 of {damaged} is not that of its bytes"

@@ -1,0 +1,143 @@
+"""transformers' Trainer with the script of its page: trained, saved, and resumed on the same and on the other world."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.accelerated import accelerated
+from support.pages import script
+from support.workers import run
+from torch.distributed.tensor import DTensor
+
+from muonckpt.errors import SourceError
+from muonckpt.integrations.saved import check_saved
+from muonckpt.optimizer.groups import sort_parameters
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra 'integrations')")
+
+from muonckpt.integrations.huggingface import RULES, VerifySaved, muon  # noqa: E402
+
+FSDP = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+KINDS = {"plain": {}, "fsdp2": FSDP}
+BATCH = 4
+
+
+def train(rank: int, world: int, kind: str, folder: str, resume: str | None = None) -> dict[str, Any]:
+    """The script; whole parameters, and the names of the state of each."""
+    with accelerated(rank, world, fsdp=kind == "fsdp2"):
+        trainer = script("huggingface.md")["build"](folder, BATCH // world, disable_tqdm=True, **KINDS[kind])
+        trainer.train(resume_from_checkpoint=resume)
+        parameters = dict(trainer.model.named_parameters())
+        state = trainer.optimizer.state
+        return {
+            "parameters": {name: whole(parameter) for name, parameter in parameters.items()},
+            "slots": {name: sorted(state[parameter]) for name, parameter in parameters.items()},
+            "sharded": {isinstance(parameter, DTensor) for parameter in parameters.values()},
+            "sharing": list(trainer.optimizer.optimizer.schedules),
+            "rates": [group["initial_lr"] for group in trainer.optimizer.param_groups],
+        }
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+    assert one["parameters"].keys() == other["parameters"].keys()
+    return max((a - other["parameters"][name]).abs().max().item() for name, a in one["parameters"].items())
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> dict[tuple[str, int], tuple[Path, dict[str, Any]]]:
+    """Folder and result of the script, by kind and number of ranks."""
+    runs = {}
+    for kind, world in (("plain", 1), ("plain", 2), ("fsdp2", 2), ("fsdp2", 1)):
+        folder = tmp_path_factory.mktemp(f"{kind}-{world}")
+        results = run(world, train, kind, str(folder))
+        assert all(distance(results[0], other) == 0 for other in results)
+        runs[kind, world] = folder, results[0]
+    return runs
+
+
+def test_matrices_are_stepped_by_muon_and_the_rest_by_adamw(uninterrupted):
+    for kind, world in uninterrupted:
+        _, result = uninterrupted[kind, world]
+        for name, slots in result["slots"].items():
+            matrix = "proj" in name
+            assert slots == (["momentum_buffer"] if matrix else ["exp_avg", "exp_avg_sq", "step"]), name
+        assert sorted(result["rates"]) == [0.003, 0.02]
+        assert result["sharded"] == {kind == "fsdp2"}
+        assert result["sharing"] == [tuple(range(world))], "ranks share the matrices out"
+
+
+def test_two_ranks_train_as_one_process(uninterrupted):
+    _, alone = uninterrupted["plain", 1]
+    for case in (("plain", 2), ("fsdp2", 2), ("fsdp2", 1)):
+        assert distance(alone, uninterrupted[case][1]) < 2e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("saved", "resumed"), [(1, 1), (2, 2), (2, 1), (1, 2)])
+def test_a_resumed_run_goes_on_as_the_uninterrupted_one(uninterrupted, kind, saved, resumed, tmp_path):
+    folder, _ = uninterrupted[kind, saved]
+    result = run(resumed, train, kind, str(tmp_path), str(folder / "checkpoint-3"))[0]
+    gap = distance(result, uninterrupted[kind, resumed][1])
+    assert gap == 0 if saved == resumed else gap < 2e-6
+
+
+def test_without_its_optimizer_a_resumed_run_is_another_one(uninterrupted, tmp_path):
+    """So the distances above would show lost momentum."""
+    folder, result = uninterrupted["plain", 1]
+    shutil.copytree(folder / "checkpoint-3", tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-3" / "optimizer.pt").unlink()
+    assert distance(run(1, train, "plain", str(tmp_path / "out"), str(tmp_path / "checkpoint-3"))[0], result) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("plain", "optimizer.pt"),
+        ("plain", "model.safetensors"),
+        ("fsdp2", "optimizer_0/__0_0.distcp"),
+        ("fsdp2", "scheduler.pt"),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole_is_told_when_it_is_saved(uninterrupted, kind, part, tmp_path):
+    shutil.copytree(uninterrupted[kind, 2][0] / "checkpoint-3", tmp_path / "checkpoint-3")
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    state, control = transformers.TrainerState(global_step=3), transformers.TrainerControl()
+    VerifySaved().on_save(arguments, state, control)  # the first rank only; what is whole is no error
+    state.is_world_process_zero = True
+    VerifySaved().on_save(arguments, state, control)
+    path = tmp_path / "checkpoint-3" / part
+    content = path.read_bytes()
+    middle = slice(len(content) // 3, len(content) * 2 // 3)
+    path.write_bytes(content[: middle.start] + b"\xff" * (middle.stop - middle.start) + content[middle.stop :])
+    with pytest.raises(SourceError, match=f"(?s)checkpoint-3 is not whole.*{part.split('/')[0]}"):
+        VerifySaved().on_save(arguments, state, control)
+
+
+def test_a_folder_without_a_checkpoint_is_told(tmp_path):
+    with pytest.raises(SourceError, match=r"expected what a trainer saves .* found none"):
+        check_saved(tmp_path)
+
+
+def test_a_model_of_an_unknown_family_needs_rules():
+    factory, options = muon(lr=0.02, adamw_lr=3e-4)
+    with pytest.raises(ValueError, match="none for a model of type 'None', only for deepseek_v3, llama"):
+        factory()(torch.nn.Linear(4, 4), **options)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_of_a_family_sort_its_models(name):
+    config = transformers.AutoConfig.for_model(
+        name, hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=128, num_attention_heads=8
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    kinds = {decision.kind for decision in sort_parameters(model, RULES[name])}
+    assert {"matrix", "embedding", "head", "vector"} <= kinds

@@ -1,0 +1,33 @@
+"""Scripts of documentation pages, run in workers as a launcher would run them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+INTEGRATIONS = Path(__file__).parents[2] / "docs" / "integrations"
+
+
+def script(page: str) -> dict[str, Any]:
+    """The names that the script of a page of docs/integrations defines; its main part is not run."""
+    (block,) = re.findall(r"^```python\n(.*?)^```$", (INTEGRATIONS / page).read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(compile(block, page, "exec"), names)
+    return names
+
+
+@contextmanager
+def as_launched(rank: int, world: int) -> Iterator[None]:
+    """The environment of torchrun, without the network; what trainers add to it is taken back."""
+    before = dict(os.environ)
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {name: str(number) for name, number in numbers.items()} | {"HF_HUB_OFFLINE": "1"}
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
