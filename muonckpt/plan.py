@@ -80,7 +80,7 @@ def make_plan(source: TensorLayout, target: TensorLayout) -> Plan:
 
 
 def make_share(source: TensorLayout, target: TensorLayout, buffer: Buffer) -> Share:
-    """What ``buffer`` does in ``make_plan(source, target)``, without making all of it.
+    """The share of ``buffer`` in ``make_plan(source, target)``, without making the whole plan.
 
     Raises:
         LayoutError: the shapes differ, or what the buffer takes is not all that it holds of the target.

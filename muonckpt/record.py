@@ -1,4 +1,4 @@
-"""What a checkpoint holds and where: the one type that every format is read into and written from.
+"""The contents of a checkpoint and their places: the one type that every format is read into and written from.
 
 A :class:`Manifest` lists tensors (:class:`StateRecord`) and opaque items (:class:`Blob`) with the byte extents of
 their chunks.  Formats never know each other: a reader makes a manifest, a writer takes one.
@@ -72,7 +72,7 @@ class Chunk:
     strides: Index | None = None
 
     def stored(self, buffer: Buffer) -> Fragment:
-        """Where the elements lie, calling the payload ``buffer``."""
+        """The fragment of the elements in the payload, which is called ``buffer``."""
         return _stored(self.box, self.strides, buffer)
 
 
@@ -110,7 +110,7 @@ class StateRecord:
     fingerprint: str | None = None
 
     def chunk_layout(self) -> TensorLayout:
-        """Where the tensor lies in the checkpoint: buffer ``"3"`` is the payload of chunk 3.
+        """The tensor's layout in the checkpoint: buffer ``"3"`` is the payload of chunk 3.
 
         Raises:
             LayoutError: the chunks leave a hole or overlap; names the tensor and the box.

@@ -1,4 +1,4 @@
-"""What several rooms must agree on: slots of optimizer state, momentum conventions, and the defaults of our optimizer.
+"""Words that several rooms share: slots of optimizer state, momentum conventions, and the defaults of our optimizer.
 
 A *slot* is a tensor that an optimizer keeps for a parameter.  Other programs' words are in `converters.translate`.
 """
@@ -15,19 +15,19 @@ KeyPath = tuple[str | int, ...]
 """A key as a path in a nested state dict: keys as strings, positions in lists as integers."""
 
 MOMENTUM = "momentum_buffer"
-"""Of Muon and NorMuon: shaped like the parameter; what it accumulates is a `Convention`."""
+"""A slot of Muon and NorMuon, shaped like the parameter; a `Convention` says what it accumulates."""
 
 SECOND_MOMENT = "second_moment"
-"""Of NorMuon: the mean square of each row of an orthogonalised matrix, as a moving average; float32."""
+"""A slot of NorMuon: the mean square of each row of an orthogonalised matrix, as a moving average; float32."""
 
 EXP_AVG = "exp_avg"
-"""Of AdamW and Lion: the moving average of gradients, shaped like the parameter."""
+"""A slot of AdamW and Lion: the moving average of gradients, shaped like the parameter."""
 
 EXP_AVG_SQ = "exp_avg_sq"
-"""Of AdamW: the moving average of squared gradients, shaped like the parameter."""
+"""A slot of AdamW: the moving average of squared gradients, shaped like the parameter."""
 
 STEP = "step"
-"""Of AdamW: how many updates the parameter has had; a tensor without dims."""
+"""A slot of AdamW: the number of updates of the parameter; a tensor without dims."""
 
 MASTER = "fp32_param"
 """The float32 copy of a 16-bit parameter that the optimizer updates, shaped like the parameter; Megatron's name."""

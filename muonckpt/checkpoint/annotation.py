@@ -1,4 +1,4 @@
-"""What a nested state dict tells about its tensors beyond the store's own metadata."""
+"""Facts about tensors that a nested state dict has and the store's own metadata lack."""
 
 from __future__ import annotations
 

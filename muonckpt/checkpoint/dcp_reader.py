@@ -58,7 +58,7 @@ class CheckingReader(StorageReader):
         super().__init__()
         self.place = place
         self.partly_read: dict[Where, PartlyRead] = {}
-        """What this rank has read of chunks that it did not read whole."""
+        """The runs that this rank has read of chunks that it did not read whole."""
         self._chunks: dict[Where, tuple[StateRecord, Chunk]] = {}
         self._blobs: dict[str, Blob] = {}
 
@@ -245,7 +245,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         except pickle.UnpicklingError as error:
             value.seek(0)
             named: object = error
-            with suppress(ValueError):  # it is no zip archive
+            with suppress(ValueError):  # it is not a zip archive
                 named = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(value)) or error
             raise SourceError(
                 f"refused {read_item.storage_index.fqn!r}: it holds more than plain data ({named}); if you trust the "

@@ -86,7 +86,7 @@ class CoveringSavePlanner(DefaultSavePlanner):
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def annotation(self, key: str) -> Annotation:
-        """What this rank knows of a tensor."""
+        """This rank's annotation of a tensor."""
         return self.annotations.get(tuple(self.mappings[key]), Annotation())
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:

@@ -27,7 +27,8 @@ class ByteRun:
 
 @dataclass(frozen=True, slots=True)
 class PartlyRead:
-    """What a rank has read of a chunk whose payload has ``length`` bytes, and by its item this CRC-32."""
+    """The runs that a rank has read of a chunk, with the length and the CRC-32 of its payload as its item records
+    them."""
 
     length: int
     crc32: int

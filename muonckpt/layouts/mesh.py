@@ -40,7 +40,7 @@ class Mesh:
 
 
 class AxisPlacement(Protocol):
-    """What one mesh axis does to a tensor: which runs of ``dim`` the rank at ``index`` of ``parts`` keeps."""
+    """How one mesh axis cuts a tensor: the runs of ``dim`` that the rank at ``index`` of ``parts`` keeps."""
 
     @property
     def dim(self) -> int | None: ...

@@ -125,7 +125,8 @@ def open(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:
         path: a path, or a URL such as ``s3://bucket/step1000``.
 
     Raises:
-        SourceError: there is no checkpoint, its metadata are damaged or refused, or no library speaks the protocol.
+        SourceError: there is no checkpoint, its metadata are damaged or refused, or no installed library supports the
+            protocol.
     """
     return OpenCheckpoint(location(path, SourceError))
 

@@ -20,7 +20,7 @@ from .reading.payloads import check_chunk, checked_elements, payload_of
 from .reading.reader import Reader
 
 Selection = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
-"""What numpy calls basic indexing, with steps of one."""
+"""Numpy's basic indexing, with steps of one."""
 
 _WIDER = "bfloat16"
 """The type that numpy lacks, but float32 represents exactly: its bits are the upper half of float32's."""

@@ -88,7 +88,7 @@ class BufferLayout:
 
     @property
     def origins(self) -> tuple[Index, ...]:
-        """For each parameter the index of its first element: zeros, in as many dims as it has."""
+        """The index of each parameter's first element: one zero per dim."""
         return tuple((0,) * len(placed.parameter.shape) for placed in self.parameters)
 
     @property
@@ -164,7 +164,9 @@ def _prove_parameters(layout: BufferLayout) -> None:
         if placed.start % layout.alignment:
             raise LayoutError(f"{about} does not begin at a multiple of {layout.alignment}")
         if placed.bucket not in range(len(layout.buckets)):
-            raise LayoutError(f"{about} is in no bucket: there is no number {placed.bucket}")
+            raise LayoutError(
+                f"{about} is in no bucket: expected a number below {len(layout.buckets)}, found {placed.bucket}"
+            )
         start, stop = layout.buckets[placed.bucket]
         if not start <= placed.start <= placed.stop <= stop:
             raise LayoutError(f"{about} does not lie in bucket {placed.bucket}, [{start}, {stop})")

@@ -24,7 +24,7 @@ _SLACK = 1 + 0.3
 """Cost-balanced packing may fill a shard up to this many times the mean of its bucket."""
 
 _PackedBucket = list[tuple[Parameter, int, int]]
-"""What one bucket holds: (parameter, shard, start in the shard)."""
+"""The contents of one bucket: (parameter, shard, start in the shard)."""
 
 
 def padded_numel(

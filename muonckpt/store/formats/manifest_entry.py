@@ -1,4 +1,4 @@
-"""What a foreign format cannot say about a tensor, as JSON: the tensor's entry in our manifest, without its chunks."""
+"""A tensor's entry in our manifest, without its chunks, as JSON for formats that cannot express these fields."""
 
 from __future__ import annotations
 

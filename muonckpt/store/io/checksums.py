@@ -23,7 +23,7 @@ Checksum = Callable[[RawBytes, int], int]
 """Continues a checksum: (the next bytes, the checksum of those before, 0 at first) to the checksum of all."""
 
 _POLYNOMIAL = 0xEDB88320
-"""Of CRC-32 (IEEE 802.3), its highest bit the coefficient of x**0; that of x**32 is not written."""
+"""The polynomial of CRC-32 (IEEE 802.3): the highest bit is the coefficient of x**0, that of x**32 is implied."""
 
 _X0 = 1 << 31
 

@@ -174,7 +174,7 @@ class Remote:
 
 
 Location = Path | Remote
-"""Where a checkpoint is."""
+"""The place of a checkpoint or of a file."""
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -94,7 +94,7 @@ def parse_metadata(data: bytes) -> Metadata:
 
     Raises:
         SourceError: it is not such a file, is cut, names anything that a stock file does not have, or
-            gives a size that is no integer >= 0, or one item twice.  File names are not checked here.
+            has a size that is not an integer >= 0, or an item twice.  File names are not checked here.
     """
     with gc_paused():
         content = unpickle(data, _KNOWN)

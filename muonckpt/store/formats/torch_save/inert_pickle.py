@@ -211,7 +211,7 @@ def _update(target: object, items: list[object]) -> None:
 
 
 def expect(kind: type[T], value: object) -> T:
-    """The value, which must be of exactly this type (so a bool is no int)."""
+    """The value, which must be of exactly this type (so a bool is not an int)."""
     if type(value) is not kind:
         raise SourceError(f"expected {kind.__name__}, found {type(value).__name__}")
     return value

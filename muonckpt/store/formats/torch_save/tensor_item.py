@@ -46,7 +46,7 @@ from .stored_zip import (
 )
 
 SERIALIZATION_ID = b"0" * 40
-"""What we write where torch writes a hash of the item's names and checksums."""
+"""Stands in for torch's hash of the item's names and checksums."""
 
 _PAYLOAD = "data/0"
 _LARGEST_PICKLE = 1 << 12

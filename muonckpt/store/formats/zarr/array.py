@@ -77,7 +77,7 @@ class ZarrArray:
     def __post_init__(self) -> None:
         shapes = (self.shape, self.file_shape, self.chunk_shape)
         if len({len(shape) for shape in shapes}) != 1 or len(self.shape) > 64:
-            raise SourceError(f"expected as many dims of chunks as of the array, found {shapes}")
+            raise SourceError(f"expected an array, files and chunks with equal numbers of dims, found {shapes}")
         if min(self.shape, default=0) < 0 or min((*self.file_shape, *self.chunk_shape), default=1) < 1:
             raise SourceError(f"expected a shape and chunks of at least one element, found {shapes}")
         if any(whole % part for whole, part in zip(self.file_shape, self.chunk_shape, strict=True)):
