@@ -1,5 +1,9 @@
 """Muon momentum that survives any change of topology, and a Muon that runs on every one of them.
 
+``box``, ``layout`` and ``plan`` say where elements lie; ``layouts/`` reads shardings, ``store/`` files; ``checkpoint/``
+saves and loads live state; ``compat/`` has our optimizer under others' names.  ``optimizer``, ``converters`` and
+``cli`` lie beside this folder.  Open ``layout`` first.
+
 All names but the errors are imported when first used, so that programs which only look at checkpoints start without
 torch.
 """

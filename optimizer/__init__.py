@@ -2,7 +2,8 @@
 
 ``groups/`` sorts a model's parameters by rules, ``planning/`` decides who orthogonalises which matrix, ``step/`` runs
 an update, ``newton_schulz/`` is the arithmetic, ``triton/`` its kernels, and ``layer_wise/`` a runtime for whole
-matrices with owners.  Open ``muon`` first.
+matrices with owners.  ``options`` checks hyper-parameters, whose defaults are in ``muonckpt/vocabulary``; ``following``
+moves state when a framework replaces parameters; ``megatron_fsdp`` is its adapter.  Open ``muon`` first.
 """
 
 from .clipping import clip_grad_norm_

@@ -1,8 +1,8 @@
 """State follows its parameters, whatever a framework does to these between construction and a step.
 
-Frameworks replace the parameters of groups by sharded ones, cast a model, move it to a device, or give values to one
-that was built on the meta device.  The state of such a parameter is made anew, and what the former one holds is copied
-to where its elements lie now.
+Frameworks such as accelerate replace the parameters of groups by sharded ones, cast a model, move it to a device, or
+give values to one that was built on the meta device.  The state of such a parameter is made anew, and what the former
+one holds is copied to where its elements lie now.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from .cuda_graphs import capturing
 from .doubts import doubt_idle, doubt_plain
 from .following import Seen, carry_over, changes
 from .for_model import ForModel
+from .muon_report import MuonReport, muon_report
 from .newton_schulz.coefficients import Coefficients
 from .newton_schulz.costs import Cost, flops
 from .newton_schulz.forms import Choice, prefer_kernels
@@ -38,7 +39,6 @@ from .options import (
     renamed,
 )
 from .planning.schedule import Ranks, Schedule
-from .report import Report, report_of
 from .scalar import SCALARS
 from .scales import Scale, Scales
 from .state import as_numbers, check_gradient, check_state, check_values, fresh_state, load_fitting
@@ -214,7 +214,7 @@ class Muon(ForModel, CollectiveOptimizer):
         or options change or state is loaded."""
         return {ranks: step.schedule for ranks, step in self._steps.items()}
 
-    def report(self, most_elementwise: float = 0.5) -> Report:
+    def report(self, most_elementwise: float = 0.5) -> MuonReport:
         """What is done with which parameters, as data and as a table: to see that Muon is really on.
 
         Args:
@@ -222,9 +222,9 @@ class Muon(ForModel, CollectiveOptimizer):
                 without a warning.
 
         Warns:
-            RuntimeWarning: for each of `Report.doubts`.
+            RuntimeWarning: for each of `MuonReport.doubts`.
         """
-        return report_of(self.param_groups, self._scales, self.schedules.values(), most_elementwise)
+        return muon_report(self.param_groups, self._scales, self.schedules.values(), most_elementwise)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: steps refer to the original's parameters, so a copy makes its own."""

@@ -1,4 +1,7 @@
-"""Options of parameter groups: which there are, what they may be, and which may change between steps."""
+"""Options of parameter groups: which there are, what they may be, and which may change between steps.
+
+Their defaults are in `vocabulary`.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ alike wherever a shard begins or ends, so the bits do not depend on the layout. 
 (the last elements of a tensor are rounded otherwise than the vectors before them), so it is not used.
 
 Each algorithm has two forms: with rates and counts of steps on the host, and, for devices whose steps can be captured
-(`capture.capturable`), with all of them on the device, where a CUDA graph finds today's at every replay.  torch's
+(`cuda_graphs.capturable`), with all of them on the device, where a CUDA graph finds today's at every replay.  torch's
 capturable AdamW is not used there: it reads betas that are tensors back, and rounds rates to the parameter's dtype.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -200,6 +201,10 @@ def test_files_are_small():
 def test_every_package_says_what_is_in_it_and_is_installed():
     packages = [module for module in MODULES.values() if module.file.stem == "__init__"]
     assert not [package.path for package in packages if not ast.get_docstring(ast.parse(package.file.read_text()))]
+    for package in packages:
+        contents = ast.get_docstring(ast.parse(package.file.read_text()))
+        [first] = re.findall(r"Open\s+``([\w/]+)``\s+first", contents) or [None]
+        assert first and (package.file.parent / f"{first}.py").exists(), (package.path, first)
     listed = (ROOT / "pyproject.toml").read_text()
     names = [".".join(["muonckpt", *filter(None, package.path.split("/"))]) for package in packages]
     assert not [name for name in names if f'"{name}",' not in listed]

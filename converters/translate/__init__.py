@@ -1,6 +1,6 @@
 """Translates checkpoints of one program to the keys, groups and conventions of another.
 
-``dialects`` lists how each program names what it saves, ``detection`` tells which program wrote a checkpoint, ``names``
-and ``structure`` rename, split and join tensors, ``conventions`` converts momentum, ``regroup`` rewrites parameter
-groups.  Open ``translator`` first.
+``dialects`` has the keys of what each program saves (torchtitan, XTuner, Megatron, …), ``tables`` ready-made rules,
+``detection`` tells which program wrote a checkpoint, ``names`` and ``structure`` rename, split and join tensors,
+``conventions`` converts momentum, ``regroup`` rewrites parameter groups.  Open ``translator`` first.
 """

@@ -19,7 +19,7 @@ class Form:
     """One way to do it.  Another form gives other last bits, so all ranks must use the same one for a matrix.
 
     Attributes:
-        kernels: by kernels of ours (`kernels`), else by torch's products.
+        kernels: by kernels of ours (`triton.kernel_products`), else by torch's products.
         gram: several steps on one Gram matrix, where restarts are given (`gram`); else the plain form.
     """
 

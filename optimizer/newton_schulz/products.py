@@ -1,4 +1,4 @@
-"""The arithmetic of Newton-Schulz, and torch's products as one (`kernels` has another; `forms` chooses)."""
+"""The arithmetic of Newton-Schulz, and torch's products as one (`triton` has another, `forms` chooses)."""
 
 from __future__ import annotations
 

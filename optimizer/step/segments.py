@@ -1,8 +1,6 @@
 """Which elements of which tensors go where in a buffer, as the element-wise kernels walk through them.
 
 The lists are made once.  Tensors and buffers may be others at every step: they are found through addresses.
-
-This file needs Triton.
 """
 
 from __future__ import annotations

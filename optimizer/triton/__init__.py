@@ -1,5 +1,5 @@
 """Triton kernels and how they are launched: the only room that imports triton.
 
-``products`` runs Newton-Schulz, by ``multiply`` and ``normalize`` in ``tiles``; ``elementwise`` has the other parts
-of a step.  Open ``products`` first.
+``kernel_products`` runs Newton-Schulz, by ``multiply`` (half of a symmetric product) and ``normalize``, in ``tiles``;
+``updates`` has the element-wise parts of a step, ``launches`` what all kernels share.  Open ``kernel_products`` first.
 """

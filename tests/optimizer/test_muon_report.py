@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from muonckpt.optimizer import Muon
-from muonckpt.optimizer.report import LARGEST_VECTOR, Report
+from muonckpt.optimizer.muon_report import LARGEST_VECTOR, MuonReport
 
 
 class Net(nn.Module):
@@ -36,7 +36,7 @@ def optimizer(net: Net, **options) -> Muon:
     return Muon(groups, lr=0.5, weight_decay=0.0, **options)
 
 
-def stepped(net: Net, opt: Muon) -> Report:
+def stepped(net: Net, opt: Muon) -> MuonReport:
     net(torch.ones(3, 16)).sum().backward()
     opt.step()
     return opt.report()

@@ -47,7 +47,7 @@ class GroupReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class MuonReport:
     """An optimizer's groups, and what this rank's part of a step is.
 
     Attributes:
@@ -85,9 +85,9 @@ class Report:
         return "\n".join([*map(str.rstrip, lines), *(f"warning: {doubt}" for doubt in self.doubts)])
 
 
-def report_of(
+def muon_report(
     groups: Sequence[ParamGroup], scales: Scales, schedules: Iterable[Schedule], most_elementwise: float
-) -> Report:
+) -> MuonReport:
     """The report of an optimizer, and a warning for each doubt.
 
     Args:
@@ -97,7 +97,7 @@ def report_of(
     schedules, rank = list(schedules), dist.get_rank() if dist.is_initialized() else 0
     owned = Counter({rank: 0 for schedule in schedules for rank in schedule.ranks})
     owned.update(owner for schedule in schedules for unit in schedule.units for owner in unit.owners)
-    report = Report(
+    report = MuonReport(
         tuple(_group(number, group, scales) for number, group in enumerate(groups)),
         (min(owned.values()), max(owned.values()), owned[rank]) if owned else None,
         sum(_sent(schedule, rank) for schedule in schedules) if schedules else None,
