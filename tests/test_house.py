@@ -18,9 +18,6 @@ INTERFACES = {"command", "reader", "Muon", "T", "R"}
 """What several modules define on purpose: the commands, the readers of formats, the optimizer and its stand-ins for
 others, and type variables."""
 
-TO_BE_RENAMED = {"Report", "report_of", "report"}
-"""Names, and names of files, that still mean several things.  Take out what you have renamed; put nothing in."""
-
 
 def test_no_test_file_is_imported():
     """What tests share is in tests/support/: a test file can be moved, renamed or deleted alone."""
@@ -64,8 +61,7 @@ def test_one_public_name_has_one_definition():
         for name in defined(ast.parse(file.read_text())):
             homes[name].add(str(file.relative_to(TESTS.parent)))
     public = {name: files for name, files in homes.items() if not name.startswith("_") and name not in INTERFACES}
-    several = {name: sorted(files) for name, files in public.items() if len(files) > 1}
-    assert {name: files for name, files in several.items() if name not in TO_BE_RENAMED} == {}
+    assert {name: sorted(files) for name, files in public.items() if len(files) > 1} == {}
 
 
 def defined(module: ast.Module) -> Iterator[str]:
@@ -86,4 +82,4 @@ def test_every_kind_of_definition_is_seen():
 def test_names_of_files_differ():
     """So that a name says which file is meant.  The commands' files are called like the commands."""
     stems = Counter(file.stem for file in PRODUCT if not file.stem.startswith("__") and file.parent.name != "cli")
-    assert [stem for stem, count in stems.items() if count > 1 and stem not in TO_BE_RENAMED] == []
+    assert [stem for stem, count in stems.items() if count > 1] == []
