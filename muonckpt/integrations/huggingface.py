@@ -71,8 +71,7 @@ class Factory:
                     "explains"
                 )
             rules = RULES[model_type]
-        replicas = {"replicas": dist.group.WORLD} if dist.is_initialized() else {}
-        return Muon.for_model(model, rules=rules, **{**replicas, **options})
+        return Muon.for_model(model, rules=rules, **{"replicas": dist.group.WORLD, **options})
 
 
 class VerifySaved(TrainerCallback):  # type: ignore[misc]

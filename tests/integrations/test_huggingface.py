@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.accelerated import accelerated
-from support.pages import script
+from support.pages import distance, script, whole
 from support.workers import run
 from torch.distributed.tensor import DTensor
 
@@ -40,15 +40,6 @@ def train(rank: int, world: int, kind: str, folder: str, resume: str | None = No
             "sharing": list(trainer.optimizer.optimizer.schedules),
             "rates": [group["initial_lr"] for group in trainer.optimizer.param_groups],
         }
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
-    assert one["parameters"].keys() == other["parameters"].keys()
-    return max((a - other["parameters"][name]).abs().max().item() for name, a in one["parameters"].items())
 
 
 @pytest.fixture(scope="module")

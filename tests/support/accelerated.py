@@ -26,6 +26,7 @@ def accelerated(rank: int, world: int, fsdp: bool) -> Iterator[None]:
         begin(self, *arguments, fsdp_plugin=fsdp_plugin, **options)
         if fsdp_plugin is not None:
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             if self.mixed_precision != "no":
                 fsdp_plugin.set_mixed_precision(self.mixed_precision)
 

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.tensor import DTensor
+
 INTEGRATIONS = Path(__file__).parents[2] / "docs" / "integrations"
 
 
@@ -31,3 +34,14 @@ def as_launched(rank: int, world: int) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of all elements of a parameter."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest difference of an element between the parameters of two runs."""
+    assert one["parameters"].keys() == other["parameters"].keys()
+    return max((a - other["parameters"][name]).abs().max().item() for name, a in one["parameters"].items())
