@@ -52,7 +52,7 @@ RULES = {
     "optimizer": "errors box layout layouts plan vocabulary optimizer/groups optimizer/layer_wise "
     "optimizer/newton_schulz optimizer/planning optimizer/step",
     "compat": "vocabulary layouts optimizer",
-    "integrations": "errors store optimizer optimizer/groups",
+    "integrations": "errors store checkpoint optimizer optimizer/groups",
     "converters/engine": "errors box layout plan fingerprint record store store/io store/reading store/formats "
     "converters/target converters/translate",
     "converters/target": "errors box layout plan record version vocabulary layouts layouts/buffers store store/io "

@@ -28,7 +28,8 @@ def as_launched(rank: int, world: int) -> Iterator[None]:
     """The environment of torchrun, without the network; what trainers add to it is taken back."""
     before = dict(os.environ)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ |= {name: str(number) for name, number in numbers.items()} | {"HF_HUB_OFFLINE": "1"}
+    names = {"TORCHELASTIC_RUN_ID": "none", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {name: str(number) for name, number in numbers.items()} | names
     try:
         yield
     finally:

@@ -1,0 +1,80 @@
+"""Lightning's Trainer: a strategy that saves and loads sharded runs through `muonckpt.save` and `muonckpt.load`."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from ..checkpoint.save_load import load, save
+
+TRAINER = "trainer"
+"""The key of what is neither weights nor state of optimizers: loops, schedules, callbacks, as torch.save writes it."""
+
+STOCK = "meta.pt"
+"""Where stock ModelParallelStrategy puts that."""
+
+
+class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
+    """ModelParallelStrategy (FSDP2, tensor parallelism), with checkpoints of this package.
+
+    A checkpoint is a directory with the keys ``state_dict.*``, ``optimizer_0.*`` and ``trainer``.  It appears whole or
+    not at all, has a digest of every chunk, and loads on any number of ranks.  Checkpoints that stock
+    ModelParallelStrategy has saved are loaded too.  Arguments are those of ModelParallelStrategy.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Save what the Trainer has collected.  Collective.
+
+        Raises:
+            TypeError: there are storage options.
+            MuonckptError: as `muonckpt.save`; ``filepath`` must not exist.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                f"storage_options={storage_options!r}: they belong to a CheckpointIO, which is not used here"
+            )
+        rest = dict(checkpoint)
+        state = {"state_dict": rest.pop("state_dict")}
+        state |= {f"optimizer_{number}": slots for number, slots in enumerate(rest.pop("optimizer_states", ()))}
+        # All ranks save to one path, and one rank's loops and callbacks.
+        path, trainer = self.broadcast((str(filepath), _packed(rest)))
+        provenance = {"epoch": rest["epoch"], "step": rest["global_step"]}
+        save({**state, TRAINER: trainer}, path, provenance=provenance)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load weights and the state of optimizers where they belong, and return the rest.  Collective.
+
+        Without optimizers, as when a model is only evaluated, only weights are loaded.
+
+        Raises:
+            MuonckptError: as `muonckpt.load`; then nothing has been loaded.
+        """
+        path = self.broadcast(str(checkpoint_path))
+        stock = (Path(path) / STOCK).is_file()
+        state: dict[str, Any] = {"state_dict": get_model_state_dict(self.model)}
+        for number, optimizer in enumerate(self.optimizers):
+            state[f"optimizer_{number}"] = get_optimizer_state_dict(self.model, optimizer)
+        if not stock:
+            state[TRAINER] = b""
+        load(state, path, allow_extra=not self.optimizers)
+        set_model_state_dict(self.model, state["state_dict"])
+        for number, optimizer in enumerate(self.optimizers):
+            set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{number}"])
+        trainer = Path(path) / STOCK if stock else io.BytesIO(state[TRAINER])
+        return dict(torch.load(trainer, weights_only=weights_only))
+
+
+def _packed(value: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

@@ -1,0 +1,151 @@
+"""Lightning with the script of its page: trained, saved, and resumed on the same and on the other world."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.failing import raised
+from support.pages import as_launched, distance, script, whole
+from support.workers import run
+from torch.distributed.tensor import DTensor
+
+import muonckpt
+
+pytest.importorskip("lightning", reason="lightning is not installed (extra 'integrations')")
+
+KINDS = ["ddp", "fsdp2"]
+
+
+def train(rank: int, world: int, kind: str, folder: str, resume: str | None = None) -> dict[str, Any]:
+    """The script; whole parameters, and the names of the state of each."""
+    with as_launched(rank, world):
+        model = script("lightning.md")["train"](folder, world, kind, resume)
+        optimizer = model.trainer.optimizers[0]
+        parameters = dict(model.net.named_parameters())
+        return {
+            "parameters": {name: whole(parameter) for name, parameter in parameters.items()},
+            "slots": {name: sorted(optimizer.state[parameter]) for name, parameter in parameters.items()},
+            "sharded": {isinstance(parameter, DTensor) for parameter in parameters.values()},
+            "sharing": list(optimizer.schedules),
+            "rates": sorted({group["lr"] for group in optimizer.param_groups}),
+        }
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> dict[tuple[str, int], tuple[Path, dict[str, Any]]]:
+    """Folder and result of the script, by kind and number of ranks."""
+    runs = {}
+    for world in (2, 1):
+        for kind in KINDS:
+            folder = tmp_path_factory.mktemp("run")
+            results = run(world, train, kind, str(folder))
+            assert all(distance(results[0], other) == 0 for other in results)
+            runs[kind, world] = folder, results[0]
+    return runs
+
+
+def test_matrices_are_stepped_by_muon_and_the_rest_by_adamw(uninterrupted):
+    for (kind, world), (_, result) in uninterrupted.items():
+        for name, slots in result["slots"].items():
+            matrix = name.endswith(("up.weight", "down.weight"))
+            assert slots == (["momentum_buffer"] if matrix else ["exp_avg", "exp_avg_sq", "step"]), name
+        assert result["sharded"] == {kind == "fsdp2"}
+        assert result["sharing"] == [tuple(range(world))], "ranks share the matrices out"
+        assert result["rates"] == pytest.approx([0.49 * 3e-3, 0.49 * 0.02])
+
+
+def test_two_ranks_train_as_one_process(uninterrupted):
+    _, alone = uninterrupted["ddp", 1]
+    for case in (("ddp", 2), ("fsdp2", 2), ("fsdp2", 1)):
+        assert distance(alone, uninterrupted[case][1]) < 2e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("saved", "resumed"), [(1, 1), (2, 2), (2, 1), (1, 2)])
+def test_a_resumed_run_goes_on_as_the_uninterrupted_one(uninterrupted, kind, saved, resumed, tmp_path):
+    folder, _ = uninterrupted[kind, saved]
+    result = run(resumed, train, kind, str(tmp_path), str(folder / "epoch=0.ckpt"))[0]
+    gap = distance(result, uninterrupted[kind, resumed][1])
+    assert gap == 0 if saved == resumed else gap < 2e-5
+
+
+def test_with_momentum_lost_a_resumed_run_is_another_one(uninterrupted, tmp_path):
+    """So the distances above would show it."""
+    folder, result = uninterrupted["ddp", 1]
+    checkpoint = torch.load(folder / "epoch=0.ckpt", weights_only=True)
+    for slots in checkpoint["optimizer_states"][0]["state"].values():
+        for name in slots.keys() & {"momentum_buffer", "exp_avg"}:
+            slots[name].zero_()
+    torch.save(checkpoint, tmp_path / "lost.ckpt")
+    assert distance(run(1, train, "ddp", str(tmp_path / "out"), str(tmp_path / "lost.ckpt"))[0], result) > 1e-3
+
+
+def test_a_checkpoint_of_the_strategy_is_one_of_this_package(uninterrupted):
+    folder, _ = uninterrupted["fsdp2", 2]
+    report = muonckpt.verify(folder / "epoch=0.ckpt")
+    assert not report.findings
+    assert not report.unchecked
+    momenta = "optimizer_0.state.net.1.up.weight.momentum_buffer"
+    assert {momenta, "state_dict.net.0.weight"} <= report.fingerprints.keys()
+    assert (folder / "last.ckpt").resolve() == folder / "epoch=1.ckpt"
+
+
+def stock(rank: int, world: int, folder: str) -> None:
+    """The script, with the strategy that Lightning has."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    with as_launched(rank, world):
+        names = script("lightning.md")
+        names["MuonckptStrategy"] = ModelParallelStrategy
+        names["train"](folder, world, "fsdp2")
+
+
+def test_checkpoints_of_the_stock_strategy_are_loaded(uninterrupted, tmp_path):
+    run(2, stock, str(tmp_path / "stock"))
+    result = run(2, train, "fsdp2", str(tmp_path / "out"), str(tmp_path / "stock" / "epoch=0.ckpt"))[0]
+    assert distance(result, uninterrupted["fsdp2", 2][1]) == 0
+
+
+def evaluate(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
+    """What a fresh model holds after its weights were loaded to be evaluated."""
+    from torch.utils.data import DataLoader
+
+    with as_launched(rank, world):
+        names = script("lightning.md")
+
+        class Evaluated(names["Net"]):
+            def test_step(self, text: torch.Tensor) -> None:
+                self.seen = {name: whole(parameter) for name, parameter in self.net.named_parameters()}
+
+        model = Evaluated()
+        trainer = names["Trainer"](
+            accelerator="cpu",
+            devices=world,
+            strategy=names["MuonckptStrategy"](data_parallel_size=world, tensor_parallel_size=1),
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.test(model, DataLoader(torch.zeros(2, 9, dtype=torch.long)), folder, verbose=False)
+        return {"parameters": model.seen}
+
+
+def test_weights_are_loaded_without_an_optimizer(uninterrupted):
+    folder, result = uninterrupted["fsdp2", 2]
+    assert distance(run(1, evaluate, str(folder / "epoch=1.ckpt"))[0], result) == 0
+
+
+def overwrite(rank: int, world: int, folder: str) -> str:
+    with as_launched(rank, world):
+        trainer = script("lightning.md")["train"](folder, world, "fsdp2").trainer
+        return raised(trainer.save_checkpoint, Path(folder) / "epoch=0.ckpt")
+
+
+def test_a_checkpoint_is_not_overwritten(tmp_path):
+    for told in run(2, overwrite, str(tmp_path)):
+        assert told.startswith("DestinationError")
+        assert "epoch=0.ckpt" in told
+    assert not muonckpt.verify(tmp_path / "epoch=0.ckpt").findings
