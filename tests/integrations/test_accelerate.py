@@ -13,9 +13,11 @@ from support.pages import distance, script, whole
 from support.workers import run
 from torch.distributed.tensor import DTensor
 
+from muonckpt.integrations.saved import check_saved
+
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed (extra 'integrations')")
 
-KINDS = ["plain", "fsdp2", "plain bf16", "fsdp2 bf16"]
+KINDS = ["plain", "fsdp2", "fsdp2 full", "plain bf16", "fsdp2 bf16"]
 
 
 def train(rank: int, world: int, kind: str, folder: str, resume: str | None = None) -> dict[str, Any]:
@@ -26,7 +28,7 @@ def train(rank: int, world: int, kind: str, folder: str, resume: str | None = No
         if fsdp:
             arguments["fsdp_plugin"] = accelerate.FullyShardedDataParallelPlugin(
                 fsdp_version=2,
-                state_dict_type="SHARDED_STATE_DICT",
+                state_dict_type="FULL_STATE_DICT" if "full" in kind else "SHARDED_STATE_DICT",
                 auto_wrap_policy="transformer_based_wrap",
                 transformer_cls_names_to_wrap=["Block"],
                 cpu_ram_efficient_loading=False,
@@ -65,7 +67,7 @@ def test_matrices_are_stepped_by_muon_and_the_rest_by_adamw(uninterrupted):
 
 def test_two_ranks_train_as_one_process(uninterrupted):
     _, alone = uninterrupted["plain", 1]
-    for case in (("plain", 2), ("fsdp2", 2), ("fsdp2", 1)):
+    for case in (("plain", 2), ("fsdp2", 2), ("fsdp2", 1), ("fsdp2 full", 2)):
         assert distance(alone, uninterrupted[case][1]) < 2e-5
     assert distance(alone, uninterrupted["plain bf16", 1][1]) > 1e-4, "bf16 is on"
 
@@ -92,3 +94,10 @@ def test_with_momentum_lost_a_resumed_run_is_another_one(uninterrupted, tmp_path
             slots[name].zero_()
     torch.save(saved, tmp_path / "saved" / "optimizer.bin")
     assert distance(run(1, train, "plain", str(tmp_path / "out"), str(tmp_path / "saved"))[0], result) > 1e-3
+
+
+def test_what_is_checked_of_a_saved_folder(uninterrupted):
+    parts = {kind: {part.name for part in check_saved(uninterrupted[kind, 2][0])} for kind in KINDS}
+    assert parts["plain"] == {"saved", "optimizer.bin", "scheduler.bin"}, "weights are in the folder itself"
+    assert parts["fsdp2"] == {"pytorch_model_fsdp_0", "optimizer_0", "scheduler.bin"}
+    assert parts["fsdp2 full"] == {"pytorch_model_fsdp.bin", "optimizer.bin", "scheduler.bin"}
