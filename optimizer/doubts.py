@@ -32,7 +32,7 @@ def doubt_plain(held: RankSet) -> None:
     """Warn if this rank is to orthogonalise plain tensors alone, and there are others that may hold the same."""
     plain = [member for member in held.matrices if not isinstance(member.param, DTensor)]
     world = dist.get_world_size() if dist.is_initialized() else 1
-    if held.alone and plain and world > 1:
+    if plain and world > 1:
         warnings.warn(
             f"{len(plain)} parameters of matrix groups are plain tensors, so each of {world} ranks orthogonalises all "
             "of them. If ranks hold the same parameters (DDP), give replicas=torch.distributed.group.WORLD, or the "
