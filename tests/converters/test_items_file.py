@@ -44,7 +44,7 @@ PLAIN = {
 
 def shared(depth: int) -> list:
     """Small as a pickle, because its parts are shared; 2**depth parts when written out."""
-    value: list = ["x"]
+    value: list = ["x" * 8192]
     for _ in range(depth):
         value = [value, value]
     return value
@@ -62,7 +62,7 @@ NOT_PLAIN = {
     "object": (Path("x"), "found 'pathlib PosixPath'; nothing was run"),
     "tensor": (torch.ones(2), "found 'torch._utils _rebuild_tensor_v2'"),
     "keys": ({1: "a", "1": "b"}, r"keys that differ as text"),
-    "too long": (shared(26), "expected at most 32 MiB"),
+    "too long": (shared(13), "expected at most 32 MiB"),
     "too deep": (nested(3000), "nested too deeply"),
 }
 

@@ -160,7 +160,7 @@ ENDED = {"killed": (signal.SIGKILL, -9), "stopped": (signal.SIGSTOP, None), "tol
 @pytest.mark.parametrize(("how", "victim", "again"), [("killed", 0, 2), ("stopped", 1, 1), ("told to end", 2, 1)])
 def test_a_lost_worker_ends_all_and_resume_writes_only_what_is_missing(how, victim, again, source, whole, tmp_path):
     number, code = ENDED[how]
-    timeout = 20 if how == "stopped" else 120
+    timeout = 12 if how == "stopped" else 120
     commands = [[*STRUCK, str(int(number)), str(victim)]] * 3
     arguments = ("reshard", source, tmp_path / "out", "--mesh", f"dp={RANKS}", "--jobs", "1", "--timeout", timeout)
     with Commands(*arguments, commands=commands) as started:

@@ -15,7 +15,7 @@ from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, mesh_lay
 from muonckpt.layouts.owned import owned_layout
 from muonckpt.optimizer.newton_schulz.costs import CostTable, flops, measure
 from muonckpt.optimizer.newton_schulz.forms import Form
-from muonckpt.optimizer.planning.matrices import Fused, matrices_of, reduced_shape, shapes_of
+from muonckpt.optimizer.planning.matrices import Fused, matrices_of, one_column, one_row, shapes_of
 from muonckpt.optimizer.planning.owners import Work, assign, in_stages
 from muonckpt.optimizer.planning.routes import NOTE
 from muonckpt.optimizer.planning.schedule import Schedule, make_schedule
@@ -57,13 +57,25 @@ def test_what_does_not_add_up_is_refused(fused, message):
         matrices_of((5, 3), fused)
 
 
-def test_a_reduced_tensor_has_one_number_for_each_row_of_each_matrix():
-    for shape, fused in [((8, 6), Fused((3, 1), (2, 4), 2)), ((2, 5, 3), Fused((2, 3))), ((0, 4), Fused())]:
-        reduced = reduced_shape(shape, fused)
-        rows = [[(p.box.lo[:-1], p.box.hi[:-1]) for p in matrix] for matrix in matrices_of(shape, fused)]
-        found = matrices_of(reduced, fused.reduced())
-        assert [[(p.box.lo[:-1], p.box.hi[:-1]) for p in matrix] for matrix in found] == rows
-        assert all(p.box.shape[-1] == 1 for matrix in found for p in matrix)
+REDUCIBLE = [((8, 6), Fused((3, 1), (2, 4), 2)), ((2, 5, 3), Fused((2, 3))), ((0, 4), Fused()), ((6, 0), Fused())]
+
+
+@pytest.mark.parametrize(("shape", "fused"), REDUCIBLE)
+def test_a_column_has_one_number_for_each_row_of_each_matrix(shape, fused):
+    column = one_column(shape, fused)
+    rows = [[(p.box.lo[:-1], p.box.hi[:-1]) for p in matrix] for matrix in matrices_of(shape, fused)]
+    columns = matrices_of(column.shape, column.fused)
+    assert [[(p.box.lo[:-1], p.box.hi[:-1]) for p in matrix] for matrix in columns] == rows
+    assert all(p.box.shape[-1] == 1 for matrix in columns for p in matrix)
+
+
+@pytest.mark.parametrize(("shape", "fused"), REDUCIBLE)
+def test_a_row_has_one_number_for_each_column_of_each_matrix(shape, fused):
+    row = one_row(shape, fused)
+    columns = [{(p.box.lo[-1], p.box.hi[-1], p.box.lo[:-2]) for p in matrix} for matrix in matrices_of(shape, fused)]
+    rows = matrices_of(row.shape, row.fused)
+    assert [{(p.box.lo[-1], p.box.hi[-1], p.box.lo[:-2]) for p in matrix} for matrix in rows] == columns
+    assert all([p.box.shape[-2] for p in matrix] == [1] for matrix in rows)
 
 
 def test_flops_count_the_products_of_the_short_side():
