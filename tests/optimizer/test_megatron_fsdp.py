@@ -81,7 +81,7 @@ def test_elements_are_where_the_layout_says_and_five_steps_are_those_of_a_single
 @with_the_package
 @pytest.mark.parametrize("options", [{"algorithm": "normuon"}, {"dtype": torch.bfloat16}], ids=str)
 def test_so_they_are_with_row_statistics_and_with_weights_in_16_bits(options):
-    assert_as_alone(run(4, trained_with, TOPOLOGIES["HSDP, outer sharded"], options))
+    assert_as_alone(run(2, trained_with, TOPOLOGIES["FSDP, 2 ranks"], options))
 
 
 @with_the_package

@@ -87,7 +87,7 @@ def resumed(rank: int, world: int, path: str) -> tuple[list[torch.Tensor], list[
     return snapshot(list(net.parameters()), opt), keys
 
 
-@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("world", [1, 2])
 def test_stock_dcp_resumes_in_fresh_processes_as_the_uninterrupted_run_also_without_gradients(world, tmp_path):
     path = str(tmp_path / "checkpoint")
     expected = run(world, interrupted, path)
