@@ -39,7 +39,7 @@ def misplaced(
 
 
 def trained(rank: int, world: int, topology: Topology, algorithm: str = "muon", **options) -> tuple[list[str], int]:
-    """What differs after five steps from a single process that is given the same global gradients, or is not where
+    """What differs after three steps from a single process that is given the same global gradients, or is not where
     the layout says; empty shards."""
     with on_cpu():
         model, params, optimizer = build(rank, topology, algorithm, **options)
@@ -47,7 +47,7 @@ def trained(rank: int, world: int, topology: Topology, algorithm: str = "muon", 
         alone = {name: nn.Parameter(value) for name, value in whole(params, where).items()}
         reference = Muon(groups(alone, algorithm))
         attach(optimizer, model)
-        for step in range(5):
+        for step in range(3):
             backward(model, rank, step, topology)
             with patch.object(dist, "all_gather_object", side_effect=AssertionError("all_gather_object")):
                 optimizer.step()
@@ -73,7 +73,7 @@ def assert_as_alone(found: list[tuple[list[str], int]], empty: bool = True) -> N
 
 @with_the_package
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_elements_are_where_the_layout_says_and_five_steps_are_those_of_a_single_process(name):
+def test_elements_are_where_the_layout_says_and_three_steps_are_those_of_a_single_process(name):
     topology = TOPOLOGIES[name]
     assert_as_alone(run(topology.world, trained, topology), empty=topology.zero > 0)
 
