@@ -87,13 +87,15 @@ def _changes(number: int, seen: Sequence[Seen], group: Mapping[str, Any]) -> Ite
 def carry_over(change: Change, former: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> None:
     """Copy what a parameter's state holds to the state that was made anew for it, in its dtype.
 
+    Only for state that was stepped or loaded.  That this rank's part is zeros does not tell: other ranks may hold more.
+
     Raises:
         ValueError: the shapes differ, or other ranks hold what belongs here now.
     """
     for slot, target in current.items():
         source = former[slot]
-        if source.is_meta or not local_of(source).any():
-            continue  # as it began
+        if source.is_meta:
+            continue  # it never had values
         if source.shape != target.shape or not _copied(source, target):
             raise ValueError(
                 f"{change.name} was replaced after it had been stepped: its {slot} is {placing(source)} and belongs "

@@ -149,6 +149,7 @@ class Muon(ForModel, CollectiveOptimizer):
         self._outdated: dict[Ranks, Step] = {}
         self._fixed: list[dict[str, Any]] = []
         self._seen: list[tuple[Seen, ...]] = []
+        self._used = False  # whether any state may differ from how it began
         self._inheriting: str | None = None  # the algorithm of a group that does not say its rate
         self._matrices = {
             "momentum": momentum,
@@ -228,7 +229,7 @@ class Muon(ForModel, CollectiveOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: steps refer to the original's parameters, so a copy makes its own."""
-        copied = "_matrices _replicas _exchange _stages _layout _cost _form _scales _fixed _seen _inheriting"
+        copied = "_matrices _replicas _exchange _stages _layout _cost _form _scales _fixed _seen _used _inheriting"
         return {
             **super().__getstate__(),
             **{name: getattr(self, name) for name in copied.split()},
@@ -266,6 +267,7 @@ class Muon(ForModel, CollectiveOptimizer):
         """
         self._follow_parameters()
         load_fitting(self, super().load_state_dict, state_dict)
+        self._used = True
         self._plan_anew()
 
     @torch.no_grad()
@@ -288,6 +290,7 @@ class Muon(ForModel, CollectiveOptimizer):
             for param in group["params"]:
                 check_values(param)
                 check_gradient(param, param.grad)
+        self._used = True
         self._take_part(None)
         for group in self.param_groups:
             if group["algorithm"] in SCALARS:
@@ -305,7 +308,8 @@ class Muon(ForModel, CollectiveOptimizer):
         for change in changed:
             group, param = self.param_groups[change.group], change.current
             made[param] = fresh_state(param, self._resting(param, (0,)), group)
-            carry_over(change, self.state[change.former], made[param])
+            if self._used:
+                carry_over(change, self.state[change.former], made[param])
         for change in changed:
             del self.state[change.former]
         self.state.update(made)

@@ -252,6 +252,22 @@ def test_state_that_other_ranks_hold_is_not_dropped():
         assert "Save a checkpoint before the change" in after
 
 
+def gathered_row(rank: int, world: int) -> str:
+    """A matrix of one row, all of which is on the first rank, becomes a plain tensor on both."""
+    mesh = init_device_mesh("cpu", (world,))
+    row = nn.Parameter(distribute_tensor(torch.ones(1, 8), mesh, [Shard(0)]))
+    opt = Muon([("row", row)], lr=0.1)
+    row.grad = torch.ones_like(row)
+    opt.step()
+    opt.param_groups[0]["params"] = [nn.Parameter(row.full_tensor())]
+    return raised(opt.state_dict)
+
+
+def test_a_rank_that_holds_nothing_does_not_take_its_state_for_new():
+    holder, other = run(2, gathered_row)
+    assert holder == "no error" and other.startswith("ValueError: parameter 'row' was replaced after"), other
+
+
 def replicated_later(rank: int, world: int) -> list[Tensor]:
     net = Net()
     opt = Muon(groups(net), lr=0.1)
