@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.accelerated import accelerated
-from support.pages import distance, script, whole
+from support.pages import distance, script, uninterrupted_runs, whole
 from support.workers import run
 from torch.distributed.tensor import DTensor
 
@@ -44,14 +44,7 @@ def train(rank: int, world: int, kind: str, folder: str, resume: str | None = No
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> dict[tuple[str, int], tuple[Path, dict[str, Any]]]:
-    """Folder and result of the script, by kind and number of ranks."""
-    runs = {}
-    for kind, world in (("plain", 1), ("plain", 2), ("fsdp2", 2), ("fsdp2", 1)):
-        folder = tmp_path_factory.mktemp(f"{kind}-{world}")
-        results = run(world, train, kind, str(folder))
-        assert all(distance(results[0], other) == 0 for other in results)
-        runs[kind, world] = folder, results[0]
-    return runs
+    return uninterrupted_runs(train, KINDS, lambda: tmp_path_factory.mktemp("run"))
 
 
 def test_matrices_are_stepped_by_muon_and_the_rest_by_adamw(uninterrupted):

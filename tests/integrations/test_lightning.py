@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.failing import raised
-from support.pages import as_launched, distance, script, whole
+from support.pages import as_launched, distance, script, uninterrupted_runs, whole
 from support.workers import run
 from torch.distributed.tensor import DTensor
 
@@ -36,15 +36,7 @@ def train(rank: int, world: int, kind: str, folder: str, resume: str | None = No
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> dict[tuple[str, int], tuple[Path, dict[str, Any]]]:
-    """Folder and result of the script, by kind and number of ranks."""
-    runs = {}
-    for world in (2, 1):
-        for kind in KINDS:
-            folder = tmp_path_factory.mktemp("run")
-            results = run(world, train, kind, str(folder))
-            assert all(distance(results[0], other) == 0 for other in results)
-            runs[kind, world] = folder, results[0]
-    return runs
+    return uninterrupted_runs(train, KINDS, lambda: tmp_path_factory.mktemp("run"))
 
 
 def test_matrices_are_stepped_by_muon_and_the_rest_by_adamw(uninterrupted):

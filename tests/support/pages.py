@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+
+from support.workers import run
 
 INTEGRATIONS = Path(__file__).parents[2] / "docs" / "integrations"
 
@@ -46,3 +48,17 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     """The largest difference of an element between the parameters of two runs."""
     assert one["parameters"].keys() == other["parameters"].keys()
     return max((a - other["parameters"][name]).abs().max().item() for name, a in one["parameters"].items())
+
+
+def uninterrupted_runs(
+    train: Callable[..., dict[str, Any]], kinds: Iterable[str], make_folder: Callable[[], Path]
+) -> dict[tuple[str, int], tuple[Path, dict[str, Any]]]:
+    """Folder and result of a script, by kind and number of ranks; all ranks end with the same parameters."""
+    runs = {}
+    for world in (2, 1):
+        for kind in kinds:
+            folder = make_folder()
+            results = run(world, train, kind, str(folder))
+            assert all(distance(results[0], other) == 0 for other in results)
+            runs[kind, world] = folder, results[0]
+    return runs
