@@ -66,7 +66,7 @@ class MuonDefaults:
     ns_steps: int = 5
     ns_dtype: str = "bfloat16"
     gram: tuple[int, ...] | None = None
-    eps: float = 1e-7
+    eps: float = 1e-15
     pieces: tuple[int, ...] | None = None
     columns: tuple[int, ...] | None = None
     interleaved: int = 1

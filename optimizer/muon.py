@@ -338,29 +338,36 @@ class Muon(ForModel, CollectiveOptimizer):
         self._awaited = False
         if self._rank_sets is None:
             self._rank_sets = rank_sets(self.param_groups, self._replicas)
-        planned = False
-        for held in self._rank_sets:
-            if held.alone and (failure or not held.matrices):
-                continue
-            try:
-                if held.ranks not in self._steps:
-                    if held.ranks in self._outdated:
-                        self._outdated[held.ranks].retire(failure)
-                    if self._doubts and self._replicas is None:
-                        doubt_plain(held)
-                    self._steps[held.ranks] = self._planner().plan(held, self.param_groups, self.state, failure)
-                    self._outdated.pop(held.ranks, None)
-                    planned = True
-                if held.members:
-                    self._steps[held.ranks].take(held, self.param_groups, self.state, failure)
-            except Exception as error:
-                if capturing():
-                    raise
-                failure = failure or error
+        missing = {held.ranks for held in self._rank_sets} - self._steps.keys()
+        # All plans before the first exchange: then all connections are made.
+        for work in (self._plan, self._take) if missing else (self._take,):
+            for held in self._rank_sets:
+                if held.alone and (failure or not held.matrices):
+                    continue
+                try:
+                    work(held, failure)
+                except Exception as error:
+                    if capturing():
+                        raise
+                    failure = failure or error
         if failure is not None:
             raise failure
-        if planned:
+        if missing & self._steps.keys():
             self._process_groups.drop_unused()
+
+    def _plan(self, held: RankSet, failure: Exception | None) -> None:
+        if held.ranks in self._steps:
+            return
+        if held.ranks in self._outdated:
+            self._outdated[held.ranks].retire(failure)
+        if self._doubts and self._replicas is None:
+            doubt_plain(held)
+        self._steps[held.ranks] = self._planner().plan(held, self.param_groups, self.state, failure)
+        self._outdated.pop(held.ranks, None)
+
+    def _take(self, held: RankSet, failure: Exception | None) -> None:
+        if held.members and held.ranks in self._steps:
+            self._steps[held.ranks].take(held, self.param_groups, self.state, failure)
 
     def _planner(self) -> Planner:
         return Planner(

@@ -50,11 +50,11 @@ class Bucket(BucketMemory):
 
     def __init__(self, buffer: FlatBuffer, number: int, group: SharingGroup, exact: bool) -> None:
         super().__init__(buffer, number)
-        self._group, self._exact = group, exact
+        self.group, self._exact = group, exact
 
     def reduce(self) -> list[dist.Work]:
         """Begin to add up gradients where they are held, in place; elsewhere the memory is undefined then."""
-        memory, group = self.gradients, self._group
+        memory, group = self.gradients, self.group
         if group is None:
             return []
         if self.even:
@@ -65,7 +65,7 @@ class Bucket(BucketMemory):
 
     def gather(self) -> list[dist.Work]:
         """Begin to bring the weights from where they are held to every rank, in place."""
-        memory, group = self.weights, self._group
+        memory, group = self.weights, self.group
         if group is None:
             return []
         if self.even:
@@ -90,6 +90,14 @@ def _filled(
     # A bucket is full when the first of its parameters in the forward pass has its gradient.
     buckets.sort(key=lambda bucket: min(order[name] for name in bucket.gradient_of), reverse=True)
     return parts, buckets
+
+
+def _connect(buckets: Sequence[Bucket]) -> None:
+    """Make the connections of all that training moves, by the first bucket of each kind: gradients are zeros still, and
+    weights the same on all ranks.  Collective.  Why: `exchange.connect`."""
+    for bucket in {(bucket.group, bucket.even): bucket for bucket in reversed(buckets)}.values():
+        for work in (*bucket.reduce(), *bucket.gather()):
+            work.wait()
 
 
 class _Owned(Muon):
@@ -195,6 +203,7 @@ class LayerWise(CollectiveOptimizer):
         self._addresses = {param: param.data_ptr() for param in members.name_of}
         self._gradients = Gradients(members.named, buckets)
         self._gathers = Gathers([bucket.gather for bucket in buckets])
+        _connect(buckets)
         self._active: set[str] | None = None
         self._handles = self._gathers.awaited_by(model, members.name_of, buckets) if overlap else []
 

@@ -20,7 +20,7 @@ from .forms import Form, arithmetic, by_shape
 from .gram import compound
 from .places import Places
 from .products import REDUCTIONS, M, Products, bounded, by_torch, frobenius, reduction, widened
-from .recipe import Recipe
+from .recipe import EPS, Recipe
 
 Total = Callable[[Iterator[Tensor]], Tensor]
 
@@ -31,7 +31,7 @@ def orthogonalize(
     coefficients: Coefficients = "quintic",
     steps: int = 5,
     dtype: torch.dtype = torch.bfloat16,
-    eps: float = 1e-7,
+    eps: float = EPS,
     gram: Sequence[int] | None = None,
     form: Form | None = None,
 ) -> Tensor:

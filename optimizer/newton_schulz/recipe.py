@@ -21,6 +21,14 @@ singular values of 1e-3, and no set lifts smaller ones in five steps.  No larger
 Powers of two are exact, so bf16 and fp32 give the bits that they would give without.  The last step takes it back."""
 
 
+EPS = 1e-15
+"""The default of the smallest norm that a matrix is divided by, that of `vocabulary.MUON`.
+
+It is where float32 stops measuring norms: the squares of smaller matrices' elements have few bits or none there, so the
+norm of 512 x 512 elements that is 1e-21 is found too small, and the result is NaN.  Below it updates fade with their
+momentum.  At 1e-7, which is usual elsewhere, they begin to fade while float32 measures their norms well."""
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """The steps of Newton-Schulz, and the dtype in which they are computed.
@@ -39,7 +47,7 @@ class Recipe:
     coefficients: CoefficientSet = COEFFICIENTS["quintic"]
     steps: int = 5
     dtype: torch.dtype = torch.bfloat16
-    eps: float = 1e-7
+    eps: float = EPS
     gram: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:

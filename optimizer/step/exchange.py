@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -98,6 +99,28 @@ LINKS: Mapping[str, Callable[[Route, dist.ProcessGroup, torch.device], Link]] = 
 def link(route: Route, group: dist.ProcessGroup | None, device: torch.device, kind: str) -> Link:
     """A link of this kind.  Collective for those that must agree on something."""
     return LINKS[kind](route, group, device) if group is not None else Alone()
+
+
+_connected: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
+"""The kinds of links for which `connect` has made the connections of a process group."""
+
+
+def connect(group: dist.ProcessGroup | None, device: torch.device, kind: str) -> None:
+    """Make the connections that links of a kind need, by one that carries a byte from each rank to each.  Collective,
+    once for a group.
+
+    NCCL makes them when they are first used, which for an all-to-all is one connection for each pair of ranks.  In the
+    midst of a step, with other exchanges under way, some ranks may wait there for others that wait elsewhere.  So all
+    ranks do it before the first step, group after group in one order, and wait for each.
+    """
+    if group is None or kind in (kinds := _connected.setdefault(group, set())):
+        return
+    bytes_each = (1,) * dist.get_world_size(group)
+    arrived = link(Route({}, {}, {}, bytes_each, bytes_each), group, device, kind).start(
+        torch.zeros(len(bytes_each), dtype=torch.uint8, device=device)
+    )()
+    arrived.sum().item()  # waits for the device
+    kinds.add(kind)
 
 
 class Wire:

@@ -20,7 +20,7 @@ from ..planning.units import Slot, Spec
 from ..state import extras_of, fused_of
 from .agreement import AGREE_ON_PLAN, Facts, Intent, fixed_options
 from .elementwise import Elementwise
-from .exchange import agree, link
+from .exchange import agree, connect, link
 from .operators import TorchElementwise
 from .process_groups import ProcessGroups, group_of, groups_of_mesh
 from .rank_set import RankSet
@@ -75,6 +75,7 @@ class Planner:
         except Exception as error:
             intent = intent.failed(error, rank)
         agree(intent, group, held.device)
+        connect(group, held.device, self.exchange)
         links = [
             (
                 link(stage.gather, group, held.device, self.exchange),
@@ -83,6 +84,8 @@ class Planner:
             for stage in schedule.stages
         ]
         sharing = {owners: self.sharing.of(tuple(sorted(owners)), group) for owners in shared(schedule)}
+        for those in sharing.values():
+            connect(those, held.device, "all_gather")
         params = [member.param for member in held.matrices]
         return Step(schedule, params, specs, rank, backend, Connection(group, links, sharing), held.device)
 

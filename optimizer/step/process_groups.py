@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -122,11 +123,18 @@ def _made(ranks: Ranks) -> dist.ProcessGroup:
             backend,
             store,
             name,  # type: ignore[arg-type]  # of a type that older versions do not have
-            timeout=c10d._get_default_timeout(backend),
+            timeout=_time_out(world, backend),
             group_desc="muonckpt",
         )
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
+
+
+def _time_out(world: dist.ProcessGroup, backend: dist.Backend) -> timedelta:
+    """That of the world: what ``init_process_group`` was told; of backends that do not say it, torch's default."""
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    default: timedelta = c10d._get_default_timeout(backend)
+    return getattr(options, "_timeout", default)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from .elementwise import Elementwise
 from .exchange import Link, SharedSum, Wire
 from .methods import MATRICES
 from .notes import Notes
+from .process_groups import in_order
 from .rank_set import RankSet
 from .resting import Resting, State
 from .rows import Rows
@@ -229,9 +230,11 @@ class Step:
 
 
 def shared(schedule: Schedule) -> list[Ranks]:
-    """Sets of ranks that share matrices with this one, in the order in which all of them first do."""
+    """Sets of ranks that share matrices with this one, in the order in which all ranks take part in collectives."""
     owned = (schedule.units[number] for number in schedule.owned)
-    return list(dict.fromkeys(unit.owners for unit in owned if unit.blocks > 1))
+    return sorted(
+        {unit.owners for unit in owned if unit.blocks > 1}, key=lambda owners: in_order(tuple(sorted(owners)))
+    )
 
 
 def _one_ahead(things: Iterable[Thing]) -> Iterator[Thing]:

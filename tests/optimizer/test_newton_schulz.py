@@ -16,6 +16,8 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 from muonckpt.optimizer.newton_schulz.coefficients import COEFFICIENTS, SAFE_TAIL, CoefficientSet, coefficient_set
 from muonckpt.optimizer.newton_schulz.iterations import orthogonalize
 from muonckpt.optimizer.newton_schulz.products import frobenius
+from muonckpt.optimizer.newton_schulz.recipe import EPS, Recipe
+from muonckpt.vocabulary import MUON
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAMES = tuple(COEFFICIENTS)
@@ -242,12 +244,26 @@ def test_scale_free_above_eps(dtype: torch.dtype) -> None:
     # Beyond 2^64 the square of an element overflows, and the largest one here is just below the end of fp32.
     for power in (-20, -1, 7, 50, 61, 66, 90, 125):
         assert torch.equal(orthogonalize(matrix * 2.0**power, dtype=dtype), expected)
-    below = orthogonalize(matrix * 1e-12, dtype=dtype)
+    below = orthogonalize(matrix * 1e-12, dtype=dtype, eps=1e-7)
     assert 0 < below.norm() < 0.1 * expected.norm()
-    assert torch.equal(orthogonalize(matrix * 2.0**-40, dtype=dtype, eps=1e-20), expected)
     assert torch.equal(
         orthogonalize(matrix * 2.0**90, dtype=dtype, eps=2.0**125), orthogonalize(matrix, dtype=dtype, eps=2.0**35)
     )
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("shape", [(24, 40), (512, 512)])
+def test_small_matrices_are_not_starved_and_smaller_ones_fade(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """A momentum of norm 1e-12 gives the bits that it gives at norm 1; finite ones of any size a finite result."""
+    matrix = gauss(*shape)
+    matrix /= matrix.norm()
+    expected, size = orthogonalize(matrix, dtype=dtype), math.sqrt(min(shape))
+    assert torch.equal(orthogonalize(matrix * 2.0**-40, dtype=dtype), expected)
+    assert torch.equal(orthogonalize(matrix * 2.0**-49, dtype=dtype), expected)
+    for power in range(-54, -150, -5):
+        faded = orthogonalize(matrix * 2.0**power, dtype=dtype).float().norm()
+        assert faded < size * min(1.5, 1e4 * 2.0 ** (power + 49)), power
+    assert MUON.eps == EPS == Recipe().eps
 
 
 @pytest.mark.parametrize("power", [500, 600, 1021])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from muonckpt.optimizer import Muon
+from muonckpt.optimizer.planning.routes import NOTE
+from muonckpt.optimizer.step.process_groups import group_of, groups_of_mesh
 
 MATRIX, EXPERTS, SHARED = 0, 2, 4
 """Numbers of kinds of parameters in `support.random_topologies`."""
@@ -106,3 +111,59 @@ def new_groups(rank: int, world: int) -> int:
 
 def test_groups_that_exist_are_used() -> None:
     assert run(4, new_groups) == [0] * 4
+
+
+# --- connections ----------------------------------------------------------------------------------------------------
+
+
+def first_exchanges(rank: int, world: int) -> list[tuple[tuple[str, str], int]]:
+    """All exchanges of the first step, but for what ranks compare: the group's name, the function, and bytes."""
+    grid, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), []
+    params = []
+    for axes, shape in (("b", (8, 12)), ("a", (8, 12)), (("a", "b"), (64, 256)), (("a", "b"), (8, 8))):
+        mesh = grid[axes]
+        value = distribute_tensor(torch.ones(shape), mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
+        params.append(nn.Parameter(value))
+        params[-1].grad = torch.ones_like(value)
+
+    def recorded(honest):
+        def call(output, sent, *args, **kwargs):
+            group = next(arg for arg in args if isinstance(arg, dist.ProcessGroup))
+            if honest is not gather or sent.nbytes != NOTE:
+                found.append(((group.group_name, honest.__name__), sent.nbytes))
+            return honest(output, sent, *args, **kwargs)
+
+        return call
+
+    gather = dist.all_gather
+    with (
+        patch.object(dist, "all_to_all_single", recorded(dist.all_to_all_single)),
+        patch.object(dist, "all_gather", recorded(gather)),
+    ):
+        Muon(params, blocks=2).step()
+    return found
+
+
+def test_all_connections_are_made_before_the_first_exchange_in_one_order() -> None:
+    """Of the mesh, of both of its axes, and of two ranks that share a large matrix."""
+    orders = []
+    for found in run(4, first_exchanges):
+        bytes_each = [size for _, size in found]
+        first = next(index for index, size in enumerate(bytes_each) if size > 4)
+        connected = [what for what, _ in found[:first]]
+        assert len(set(connected)) == first and set(connected) == {what for what, _ in found}
+        assert min(bytes_each[first:]) > 4
+        orders.append(connected)
+    assert {len({name for name, _ in order}) for order in orders} == {3, 4}  # one more where the large matrix is
+    for one, other in combinations(orders, 2):
+        assert [what for what in one if what in other] == [what for what in other if what in one]
+
+
+def time_out_of_our_group(rank: int, world: int) -> float:
+    grid = init_device_mesh("cpu", (2, 2))
+    group = group_of((0, 1, 2) if rank < 3 else (3,), *groups_of_mesh(grid))
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds() if group is not None else 0.0
+
+
+def test_our_own_groups_wait_as_long_as_the_world() -> None:
+    assert run(4, time_out_of_our_group, timeout=84.0) == [42.0, 42.0, 42.0, 0.0]
