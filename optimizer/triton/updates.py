@@ -169,9 +169,9 @@ def _send(
 
 
 @triton.jit
-def _apply(segments, blocks, params, rate_table, buffer, PARAM: tl.constexpr, FAR: tl.constexpr, BLOCK: tl.constexpr):
+def _apply(segments, blocks, targets, rate_table, buffer, PARAM: tl.constexpr, FAR: tl.constexpr, BLOCK: tl.constexpr):
     tensor, rest, far, at, here = _place(segments, blocks, BLOCK)
-    param = tl.load(params + tensor)
+    param = tl.load(targets + tensor)
     if param != 0:
         place = param.to(tl.pointer_type(PARAM)) + rest
         there = (buffer + at).to(tl.pointer_type(FAR), bitcast=True)
