@@ -6,11 +6,13 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
-from time import perf_counter_ns
+from time import perf_counter
 
 import torch
 
+from ..cuda_graphs import replayed
 from . import gram as gram_form
 from .forms import Form, has_kernels
 from .iterations import orthogonalize
@@ -118,7 +120,8 @@ def measure(
 ) -> CostTable:
     """Time this machine, in every form that it has: medians of ``repeats`` runs, after one that is not counted.
 
-    Runs are eager: of small matrices on a GPU it is the launches that are timed, unless there are many ``copies``.
+    On a GPU runs are replayed as CUDA graphs, so that kernels are timed and not Python: a step launches many of them
+    ahead of the GPU.
 
     Args:
         shapes: at least one, ``(m, n)``.
@@ -134,16 +137,18 @@ def measure(
         short, long = sorted(shape)
         times[short, long] = {}
         for form in forms:
-            _, *durations = (_timed(stack, steps, dtype, gram, form) for _ in range(repeats + 1))
-            times[short, long][form] = max(1, int(median(durations)) // copies)
+            work = partial(orthogonalize, stack, steps=steps, dtype=dtype, gram=gram, form=form)
+            work()
+            took = replayed(work, times=2, rounds=repeats) if stack.is_cuda else _median_of(work, repeats)
+            times[short, long][form] = max(1, round(took * 1e9 / copies))
     return CostTable(times, steps, gram, dtype)
 
 
-def _timed(stack: torch.Tensor, steps: int, dtype: torch.dtype, gram: tuple[int, ...] | None, form: Form) -> int:
-    if stack.is_cuda:
-        torch.cuda.synchronize(stack.device)
-    begin = perf_counter_ns()
-    orthogonalize(stack, steps=steps, dtype=dtype, gram=gram, form=form)
-    if stack.is_cuda:
-        torch.cuda.synchronize(stack.device)
-    return perf_counter_ns() - begin
+def _median_of(work: Callable[[], object], repeats: int) -> float:
+    """Seconds of a run."""
+    durations = []
+    for _ in range(repeats):
+        begin = perf_counter()
+        work()
+        durations.append(perf_counter() - begin)
+    return median(durations)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..newton_schulz.places import Places, Stack
+from .launches import on_device
 from .multiply import LOAD_MULTIPLE, multiply
 from .normalize import moved, normalized
 
@@ -47,13 +49,14 @@ class KernelProducts:
         """
         if not places.numel:
             return torch.empty(0, dtype=dtype, device=memory.device)
-        full = places.filled_up(LOAD_MULTIPLE)
-        if full != places:
-            memory = moved(memory, places, full)
-        elif memory.data_ptr() % 16:
-            memory = memory.clone()
-        done = work(Stack(memory, full, places.tall)).memory
-        return (moved(done, full, places) if full != places else done).to(dtype)
+        full = _filled_up(places)
+        with on_device(memory):
+            if full is not places:
+                memory = moved(memory, places, full)
+            elif memory.data_ptr() % 16:
+                memory = memory.clone()
+            done = work(Stack(memory, full, places.tall)).memory
+            return (moved(done, full, places) if full is not places else done).to(dtype)
 
     def normal(self, x: Stack, eps: float, scale: float) -> Stack:
         """Each matrix divided by ``max(its Frobenius norm, eps) · scale``; all NaN if the norm is not finite."""
@@ -76,3 +79,10 @@ class KernelProducts:
         if x.turned:
             return multiply(x.mT, p.mT, addend=x.mT if a else None, beta=a).mT
         return multiply(p, x, addend=x if a else None, beta=a)
+
+
+@lru_cache(maxsize=1024)
+def _filled_up(places: Places) -> Places:
+    """With sides that kernels can load; the same object if they are so."""
+    full = places.filled_up(LOAD_MULTIPLE)
+    return places if full == places else full

@@ -7,7 +7,9 @@ This file needs Triton.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import triton
@@ -22,6 +24,30 @@ def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, so it must be the tensor's."""
     device: AbstractContextManager[object] = torch.cuda.device_of(tensor)
     return device
+
+
+def launcher(kernel: Any, programs: int, **options: Any) -> Callable[..., None]:
+    """What launches so many programs of a kernel, given all its arguments by position, on the current device.
+
+    Triton looks at every argument of every launch, which takes longer than a small matrix does.  Here it looks once:
+    later launches go straight to what it compiled, so later arguments must be as the first ones were: tensors of the
+    same dtypes that begin at multiples of 16 bytes if those did, the same ``constexpr``; floats may be others.
+
+    Args:
+        options: ``num_warps`` and the like.
+    """
+    if INTERPRETED:
+        return lambda *arguments: kernel[(programs,)](*arguments, **options)
+    compiled: Any = None
+
+    def launch(*arguments: Any) -> None:
+        nonlocal compiled
+        if compiled is None:
+            compiled = kernel[(programs,)](*arguments, **options)[(programs, 1, 1)]
+        else:
+            compiled(*arguments)
+
+    return launch
 
 
 @triton.jit

@@ -14,7 +14,9 @@ This file needs Triton.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache, partial
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..newton_schulz.places import Places, Stack
-from .launches import INTERPRETED, as_fp32, narrowed, on_device
+from .launches import INTERPRETED, as_fp32, launcher, narrowed
 from .tiles import DEPTH, Cut, Tile, fastest
 
 LOAD_MULTIPLE = 16
@@ -30,6 +32,27 @@ LOAD_MULTIPLE = 16
 
 WIDEST = 1 << 22
 """Elements of a side, so that those of a tile are counted in 32 bits; where it begins, in 64."""
+
+
+class Kind(NamedTuple):
+    """What products of two stacks have in common that are launched alike.
+
+    Attributes:
+        left, right, addend: how the operands lie; no addend: None.
+        left_turned, right_turned: as in `Stack`.
+        multiplied: whether there is a product; without one, the result is what is added.
+        symmetric: see :func:`multiply`.
+    """
+
+    left: Places
+    left_turned: bool
+    right: Places
+    right_turned: bool
+    addend: Places | None
+    multiplied: bool
+    symmetric: bool
+    dtype: torch.dtype
+    device: torch.device
 
 
 def multiply(
@@ -44,7 +67,7 @@ def multiply(
     out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Stack:
-    """``alpha·left·right + beta·addend + diagonal·I``, for every matrix of a stack.
+    """``alpha·left·right + beta·addend + diagonal·I``, for every matrix of a stack, on the current device.
 
     Args:
         left, right: ``m x k`` and ``k x n`` each, of one dtype, bf16 or fp16, turned or not.
@@ -58,60 +81,95 @@ def multiply(
 
     Raises:
         ValueError: shapes or dtypes that do not fit; sides that are not multiples of `LOAD_MULTIPLE`, or beyond
-            `WIDEST`.
+            `WIDEST`; memories that do not begin at a multiple of 16 bytes.
         RuntimeError: a CUDA graph is being captured and no tile has been timed for these shapes: run a step before.
     """
-    places, inner = _fitting(left.places, left.turned, right.places, right.turned, symmetric)
-    dtypes = {stack.memory.dtype for stack in (left, right, addend) if stack is not None}
-    if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float16}:
-        raise ValueError(f"expected operands of one dtype of 16 bits, got {sorted(map(str, dtypes))}")
-    if addend is not None and (addend.places != places or addend.turned):
-        raise ValueError(f"results are {places.runs}, what is added to them is {addend.places.runs}")
+    memory = left.memory
+    added = None if addend is None else addend.places
+    kind = Kind(
+        *(left.places, left.turned, right.places, right.turned, added, bool(alpha), symmetric),
+        *(memory.dtype, memory.device),
+    )
+    products = _products(kind)
     if out is None:
-        out = torch.empty(places.numel, dtype=left.memory.dtype, device=left.memory.device)
-    if not alpha:
-        inner = (0,) * len(inner)
-    form = left.turned, right.turned, symmetric, addend is not None
-
-    def launch(tile: Tile, out: Tensor) -> None:
-        cut = _cut(left.places, right.places, places, inner, tile, symmetric, out.device)
-        _multiply[(len(cut.tiles),)](
-            *(left.memory, right.memory, out if addend is None else addend.memory, out, cut.tiles, cut.sizes),
-            *(alpha, beta, diagonal, addend is not None, symmetric, left.turned, right.turned, cut.even),
-            *(tile.rows, tile.columns, DEPTH),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
-
-    if places.numel:
-        with on_device(out):
-            if tile is None:
-                key = (out.device, out.dtype, left.places, right.places, inner, form)
-                tile = fastest(key, lambda: partial(launch, out=torch.empty_like(out)))
-            launch(tile, out)
-    return Stack(out, places)
+        out = torch.empty(products.places.numel, dtype=memory.dtype, device=memory.device)
+    memories = (memory, right.memory, out if addend is None else addend.memory, out)
+    if any(each.dtype is not memory.dtype for each in memories) or (addend is not None and addend.turned):
+        raise ValueError(f"expected operands of one dtype, none turned that is added: {[m.dtype for m in memories]}")
+    if any(each.data_ptr() % 16 for each in memories):
+        raise ValueError("expected memories that begin at multiples of 16 bytes")
+    products.launch(tile, memories, (alpha, beta, diagonal))
+    return Stack(out, products.places)
 
 
-@lru_cache(maxsize=1024)
-def _fitting(
-    left: Places, left_turned: bool, right: Places, right_turned: bool, symmetric: bool
-) -> tuple[Places, tuple[int, ...]]:
+class _Products:
+    """Products of one kind, and what launches them, by tile.
+
+    Attributes:
+        places: where the results lie.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        self.places, self._inner = _results(kind)
+        self._kind = kind
+        self._launches: dict[Tile, Callable[..., None]] = {}
+        self._fastest: Tile | None = None
+
+    def launch(self, tile: Tile | None, memories: tuple[Tensor, ...], factors: tuple[float, ...]) -> None:
+        """Multiply, by the fastest tile if none is given.
+
+        Args:
+            memories: left, right, addend, out.
+            factors: alpha, beta, diagonal.
+        """
+        if not self.places.numel:
+            return
+        if tile is None:
+            if self._fastest is None:
+                self._fastest = fastest(self._kind, lambda tile: self.launch(tile, memories, factors))
+            tile = self._fastest
+        if tile not in self._launches:
+            self._launches[tile] = self._by(tile)
+        self._launches[tile](*memories, *factors)
+
+    def _by(self, tile: Tile) -> Callable[..., None]:
+        kind = self._kind
+        cut = Cut.of(kind.left, kind.right, self.places, self._inner, tile, kind.symmetric, kind.device)
+        launch = launcher(
+            *(_multiply, len(cut.tiles)),
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        )  # fmt: skip
+        fixed = (kind.addend is not None, kind.symmetric, kind.left_turned, kind.right_turned, cut.even)
+        fixed += (tile.rows, tile.columns, DEPTH)
+
+        def multiplied(left: Tensor, right: Tensor, addend: Tensor, out: Tensor, *factors: float) -> None:
+            launch(left, right, addend, out, cut.tiles, cut.sizes, *factors, *fixed)
+
+        return multiplied
+
+
+# Not limited: a captured graph reads these lists of tiles as long as it lives.
+_products = cache(_Products)
+
+
+def _results(kind: Kind) -> tuple[Places, tuple[int, ...]]:
     """What the products of two stacks are, and the inner dim of each."""
-    first = [shape[::-1] if left_turned else shape for shape in left]
-    second = [shape[::-1] if right_turned else shape for shape in right]
+    if kind.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"expected operands of one dtype of 16 bits, got {kind.dtype}")
+    first = [shape[::-1] if kind.left_turned else shape for shape in kind.left]
+    second = [shape[::-1] if kind.right_turned else shape for shape in kind.right]
     if len(first) != len(second) or any(a[1] != b[0] for a, b in zip(first, second, strict=True)):
         raise ValueError(f"{first} and {second} cannot be multiplied")
     sides = {side for shape in (*first, *second) for side in shape}
     if any(side % LOAD_MULTIPLE or side > WIDEST for side in sides):
         raise ValueError(f"expected sides that are multiples of {LOAD_MULTIPLE}, up to {WIDEST}, got {sorted(sides)}")
     shapes = [(m, n) for (m, _), (_, n) in zip(first, second, strict=True)]
-    if symmetric and any(m != n for m, n in shapes):
+    if kind.symmetric and any(m != n for m, n in shapes):
         raise ValueError(f"results of {shapes} are not symmetric")
-    return Places.of(shapes), tuple(k for _, k in first)
-
-
-# Not limited: a captured graph reads these lists as long as it lives.
-_cut = cache(Cut.of)
+    places = Places.of(shapes)
+    if kind.addend not in (None, places):
+        raise ValueError(f"results are {places.runs}, what is added to them is {kind.addend}")
+    return places, tuple(k if kind.multiplied else 0 for _, k in first)
 
 
 @triton.jit

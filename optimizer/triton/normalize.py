@@ -10,6 +10,7 @@ This file needs Triton.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import Tensor
 from ..cuda_graphs import settled
 from ..newton_schulz.places import Places
 from ..newton_schulz.products import REDUCTIONS
-from .launches import INTERPRETED, as_fp32, narrowed, on_device
+from .launches import INTERPRETED, as_fp32, launcher, narrowed
 
 CHUNK, WIDTH = (1024, 256) if INTERPRETED else (8192, 1024)
 """Elements of a program, and how many of them it does at a time."""
@@ -40,16 +41,32 @@ def normalized(memory: Tensor, places: Places, dtype: torch.dtype, eps: float, s
         As ``memory``, of ``dtype``, bf16 or fp16.
     """
     result = torch.empty(places.numel, dtype=dtype, device=memory.device)
-    if not places.numel:
-        return result
-    parts, firsts = _parts(places, memory.device)
-    sums = torch.empty((2, len(parts)), dtype=torch.float32, device=memory.device)
-    norms = torch.empty((2, len(places)), dtype=torch.float32, device=memory.device)
-    with on_device(memory):
-        _squares[(len(parts),)](memory, parts, *sums, REDUCTION, CHUNK, WIDTH)
-        _norms[(len(places),)](*sums, firsts, *norms, eps, scale, REDUCTION, WIDTH)
-        _divided[(len(parts),)](memory, parts, *norms, result, CHUNK, WIDTH)
+    if places.numel:
+        _normalize(places, memory.dtype, dtype, memory.device)(memory, result, eps, scale)
     return result
+
+
+@cache
+def _normalize(places: Places, given: torch.dtype, dtype: torch.dtype, device: torch.device) -> Callable[..., None]:
+    """What normalises matrices that lie so, of a dtype to another."""
+    parts, firsts = _parts(places, device)
+    squares, norms, divided = (
+        launcher(kernel, len(each)) for kernel, each in ((_squares, parts), (_norms, firsts[1:]), (_divided, parts))
+    )
+
+    def normalize(memory: Tensor, result: Tensor, eps: float, scale: float) -> None:
+        sums = torch.empty((2, _rounded_up(len(parts))), dtype=torch.float32, device=device)
+        found = torch.empty((2, _rounded_up(len(firsts))), dtype=torch.float32, device=device)
+        squares(memory, parts, *sums, REDUCTION, CHUNK, WIDTH)
+        norms(*sums, firsts, *found, eps, scale, REDUCTION, WIDTH)
+        divided(memory, parts, *found, result, CHUNK, WIDTH)
+
+    return normalize
+
+
+def _rounded_up(count: int) -> int:
+    """So many fp32 numbers that a second row of them begins at a multiple of 16 bytes."""
+    return -(-count // 4) * 4
 
 
 def moved(memory: Tensor, places: Places, there: Places) -> Tensor:
@@ -62,8 +79,7 @@ def moved(memory: Tensor, places: Places, there: Places) -> Tensor:
     result = torch.empty(there.numel, dtype=memory.dtype, device=memory.device)
     if there.numel:
         parts, _ = _parts(there, memory.device)
-        with on_device(memory):
-            _moved[(len(parts),)](memory, result, parts, _pairs(places, there, memory.device), CHUNK, WIDTH)
+        _moved[(len(parts),)](memory, result, parts, _pairs(places, there, memory.device), CHUNK, WIDTH)
     return result
 
 

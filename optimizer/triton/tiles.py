@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
 import triton
 from torch import Tensor
 
-from ..cuda_graphs import settled
+from ..cuda_graphs import replayed, settled
 from ..newton_schulz.places import Places
 from .launches import INTERPRETED
 
@@ -28,55 +28,62 @@ BAND = 8
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program computes: ``rows x columns`` of a result, by ``warps`` warps, ``stages`` loads ahead."""
+    """What one program computes: ``rows x columns`` of a result, by ``warps`` warps, ``stages`` loads ahead.
+
+    ``registers`` bounds what a thread takes of them, so that more programs run at a time; None: the compiler decides.
+    """
 
     rows: int
     columns: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 TILES = (
     (Tile(32, 32, 4, 1),)
     if INTERPRETED
-    else (Tile(128, 128, 8, 3), Tile(128, 256, 8, 3), Tile(128, 128, 4, 4), Tile(64, 256, 4, 4), Tile(64, 64, 4, 4))
+    else (
+        Tile(128, 128, 8, 3, registers=128),
+        Tile(128, 128, 4, 3),
+        Tile(128, 128, 4, 4),
+        Tile(128, 256, 8, 3),
+        Tile(128, 64, 4, 4),
+        Tile(64, 64, 4, 4),
+    )
 )
-"""A small set, as each is compiled and timed once for every product.  Compiled for Hopper, all have their loads in
-flight, and none spills registers but for the mirrored ones of 256 columns (up to 360 bytes); 256 x 256 does not
-compile."""
+"""A small set, as each is compiled and timed once for every product.  Each was the fastest of its like somewhere on an
+H100 (`docs/design/kernels.md` has the figures): two programs run at a time where a thread takes at most 128 registers,
+wide tiles are for results that are not mirrored, small ones for few or small matrices."""
 
 
-_fastest: dict[tuple[object, ...], Tile] = {}
-
-
-def fastest(key: tuple[object, ...], prepared: Callable[[], Callable[[Tile], None]]) -> Tile:
-    """The fastest of `TILES`, timed at the first call with this key.  All of them give the same bits.
+def fastest(what: object, launch: Callable[[Tile], None]) -> Tile:
+    """The fastest of `TILES`.  All of them give the same bits.
 
     Args:
-        prepared: makes what is timed.
+        what: named in errors.
+        launch: what is timed, alone on the device.
 
     Raises:
         RuntimeError: a CUDA graph is being captured, or no tile fits this GPU.
     """
     if len(TILES) == 1:
         return TILES[0]
-    if key not in _fastest:
-        settled(f"no tile has been timed for {key}")
-        launch = prepared()
-        times = {tile: time for tile in TILES if (time := _timed(tile, launch)) is not None}
-        if not times:
-            raise RuntimeError(f"none of the tiles {TILES} fits this GPU")
-        _fastest[key] = min(times, key=times.__getitem__)
-    return _fastest[key]
+    settled(f"no tile has been timed for {what}")
+    torch.cuda.synchronize()  # what is under way, a collective say, would be timed, too
+    times = {tile: time for tile in TILES if (time := _timed(tile, launch)) is not None}
+    if not times:
+        raise RuntimeError(f"none of the tiles {TILES} fits this GPU")
+    return min(times, key=times.__getitem__)
 
 
 def _timed(tile: Tile, launch: Callable[[Tile], None]) -> float | None:
-    """Milliseconds, or None if this GPU has too little shared memory for it, or no code."""
+    """Seconds, or None if this GPU has too little shared memory for it, or no code."""
     try:
-        time: float = triton.testing.do_bench(lambda: launch(tile), warmup=5, rep=20, return_mode="median")
+        launch(tile)
     except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError):
         return None
-    return time
+    return replayed(partial(launch, tile))
 
 
 @dataclass(frozen=True, slots=True)

@@ -270,7 +270,7 @@ def test_every_tile_compiles_for_hopper_with_its_loads_in_flight(tmp_path: Path)
     done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert len(found) == 5
+    assert len(found) == 6
     for shared, matrix_units, loads, wide, staged in found:
         assert matrix_units
         assert loads == wide > 0

@@ -1,0 +1,110 @@
+"""All that only a GPU can show, in one command: each part in a process of its own, with a limit; failures come last.
+
+    python benchmarks/gpu.py [--out out/gpu] [PART ...]
+
+Needs torch, Triton, NumPy and pytest, and installs nothing: the package is found through a folder of links.  A part that
+fails or takes too long does not stop the others; its log and the figures it had are in ``--out``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+KERNEL_TESTS = ("kernels", "elementwise", "step_kernels", "capture", "products", "stacks", "scalar")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One process.
+
+    Attributes:
+        arguments: of Python; ``{out}`` is the folder for figures.
+        limit: seconds after which it is ended.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    limit: float
+
+
+PARTS = (
+    Part(
+        "tests",
+        ("-m", "pytest", "-p", "no:cacheprovider", *(f"tests/optimizer/test_{name}.py" for name in KERNEL_TESTS)),
+        150,
+    ),
+    Part("newton_schulz", ("benchmarks/newton_schulz.py", "--limit", "110", "--out", "{out}/newton_schulz.json"), 200),
+    Part("step", ("benchmarks/step_gpu.py", "--limit", "45", "--out", "{out}/step.json"), 100),
+)
+
+
+def linked(root: Path, folder: Path) -> Path:
+    """A folder in which ``muonckpt`` is one tree, as an installation maps it (`pyproject.toml`)."""
+    package = folder / "muonckpt"
+    package.mkdir(parents=True, exist_ok=True)
+    inside = [*(root / "muonckpt").iterdir(), *(root / name for name in ("optimizer", "converters", "cli"))]
+    for source in inside:
+        link = package / source.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(source)
+    return folder
+
+
+def run(part: Part, out: Path, path: Sequence[Path]) -> str | None:
+    """Run a part, printing as it goes; what went wrong, or None."""
+    arguments = [argument.format(out=out) for argument in part.arguments]
+    # The working directory would be searched first, and its `muonckpt` is not the whole package.
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
+    print(f"\n== {part.name}: python {' '.join(arguments)}", flush=True)
+    begin = time.monotonic()
+    with (out / f"{part.name}.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        timer = threading.Timer(part.limit, process.kill)
+        timer.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            log.write(line)
+        code = process.wait()
+        timer.cancel()
+    took = time.monotonic() - begin
+    print(f"== {part.name}: {took:.0f} s", flush=True)
+    if code == 0:
+        return None
+    return f"longer than {part.limit:.0f} s" if took >= part.limit else f"exit code {code}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [part.name for part in PARTS]
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(names)}; all if none is named")
+    parser.add_argument("--out", type=Path, default=Path("out/gpu"), help="folder for logs and figures")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.parts) - set(names):
+        parser.error(f"no parts called {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    out = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    path = (linked(ROOT, out / "linked"), ROOT / "tests", ROOT / "benchmarks")
+    chosen = [part for part in PARTS if not arguments.parts or part.name in arguments.parts]
+    failures = {part.name: failure for part in chosen if (failure := run(part, out, path))}
+    print(f"\n{len(chosen) - len(failures)} of {len(chosen)} parts ended well")
+    for name, failure in failures.items():
+        print(f"  {name}: {failure}; see {out / name}.log")
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()
