@@ -2,8 +2,8 @@
 
     python benchmarks/gpu.py [--out out/gpu] [PART ...]
 
-Needs torch, Triton, NumPy and pytest, and installs nothing: the package is found through a folder of links.  A part that
-fails or takes too long does not stop the others; its log and the figures it had are in ``--out``.
+Needs torch, Triton, NumPy and pytest, and installs nothing: the package is found through a folder of links.  A part
+that fails or takes too long does not stop the others; its log and the figures it had are in ``--out``.
 """
 
 from __future__ import annotations

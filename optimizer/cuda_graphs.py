@@ -55,13 +55,15 @@ def replayed(work: Callable[[], object], *, times: int = 10, rounds: int = 5) ->
             work()
     durations = []
     for _ in range(rounds + 1):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
         durations.append(begin.elapsed_time(end) / 1e3 / times)
-    return median(durations[1:])
+    middle: float = median(durations[1:])
+    return middle
 
 
 def refuse_absent(shapes: Sequence[tuple[int, ...]], active: Sequence[bool]) -> None:

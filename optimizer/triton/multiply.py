@@ -139,8 +139,8 @@ class _Products:
             *(_multiply, len(cut.tiles)),
             num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
-        fixed = (kind.addend is not None, kind.symmetric, kind.left_turned, kind.right_turned, cut.even)
-        fixed += (tile.rows, tile.columns, DEPTH)
+        flags = (kind.addend is not None, kind.symmetric, kind.left_turned, kind.right_turned, cut.even)
+        fixed = (*flags, tile.rows, tile.columns, DEPTH)
 
         def multiplied(left: Tensor, right: Tensor, addend: Tensor, out: Tensor, *factors: float) -> None:
             launch(left, right, addend, out, cut.tiles, cut.sizes, *factors, *fixed)

@@ -189,7 +189,8 @@ from muonckpt.optimizer.triton import multiply, normalize, updates
 
 # What Triton makes to look at a launch's arguments has variables of its own, which arguments of the same names hide.
 backend = CUDABackend(GPUTarget("cuda", 90, 32))
-for kernel in [one for room in (multiply, normalize, updates) for one in vars(room).values() if isinstance(one, JITFunction)]:
+named = {**vars(multiply), **vars(normalize), **vars(updates)}
+for kernel in [one for one in named.values() if isinstance(one, JITFunction)]:
     values = range(2, 2 + len(kernel.arg_names))
     bound, *_ = create_function_from_signature(kernel.signature, kernel.params, backend)(*values)
     assert bound == dict(zip(kernel.arg_names, values)), kernel
