@@ -1,0 +1,174 @@
+"""torchtitan's Trainer: Muon as its optimizer, and checkpoints of this package."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import tyro
+from torch import nn
+from torchtitan.components.checkpointer import MODEL, CheckpointManager
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.tools import filesystem
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import GarbageCollection
+
+from ..checkpoint.save_load import load, save
+from ..optimizer import Muon
+from ..optimizer.groups import TORCHTITAN, Rule
+
+SAME_UPDATES = ("fused", "foreach", "for-loop")
+"""Implementations of torch's optimizers that differ in speed only.  Muon chooses its kernels itself."""
+
+Rules = Sequence[Rule] | Sequence[Sequence[Rule]]
+
+
+class MuonOptimizers(OptimizersContainer):  # type: ignore[misc]
+    """One `Muon` for each model part, for all of its parameters: what ``MuonOptimizers.Config(...)`` builds.
+
+    The state has torchtitan's flat keys, such as ``state.layers.0.attention.wq.weight.momentum_buffer``, so pipeline
+    stages and other numbers of ranks load it.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):  # type: ignore[misc]
+        """What Trainer.Config takes as ``optimizer``.
+
+        ``implementation`` makes no difference, and rules say what ``param_groups`` say elsewhere.
+        """
+
+        lr: float
+        """The rate of matrices."""
+
+        adamw_lr: float | None = None
+        """The rate of everything else; may be missing with ``options={"adjust_lr_fn": "match_rms_adamw"}``."""
+
+        rules: Annotated[Rules, tyro.conf.Suppress] = TORCHTITAN
+        """What each parameter is, as for `Muon.for_model`."""
+
+        options: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+        """Other options of `Muon.for_model` and of the optimizer."""
+
+        def to_dict(self) -> dict[str, Any]:
+            """For torchtitan's log of its configuration; rules hold types and functions, so they are described."""
+            described = {"rules": repr(self.rules), "options": repr(self.options)}
+            return {"lr": self.lr, "adamw_lr": self.adamw_lr, **described}
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        """The optimizers of these model parts, and a table of each in the log.
+
+        Raises:
+            ValueError: the config sets what belongs to torch's optimizers, or what `Muon.for_model` refuses.
+        """
+        _refuse_foreign(config)
+        self.model_parts = model_parts
+        self.optimizers = [
+            Muon.for_model(part, lr=config.lr, adamw_lr=config.adamw_lr, rules=config.rules, **config.options)
+            for part in model_parts
+        ]
+        for number, (part, optimizer) in enumerate(zip(model_parts, self.optimizers, strict=True)):
+            name_of = {parameter: canonical_fqn(name) for name, parameter in part.named_parameters()}
+            for group in optimizer.param_groups:
+                group["param_names"] = [name_of[parameter] for parameter in group["params"]]
+            logger.info(f"Muon (model_part={number}):\n{optimizer.report()}")
+        parameters = [
+            parameter
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+        self._validate_params(parameters)
+        self._post_init(parameters)
+
+
+def _refuse_foreign(config: MuonOptimizers.Config) -> None:
+    """Refuse what the config inherits and what would not be looked at here.
+
+    Raises:
+        ValueError: it is set.
+    """
+    if config.param_groups or config.optimizer_factory_kwargs_by_name:
+        raise ValueError(
+            "param_groups and optimizer_factory_kwargs_by_name choose between torch's optimizers; here rules say what "
+            "each parameter is, and options go to all of them: MuonOptimizers.Config(rules=[...], options={...}), as "
+            "docs/integrations/torchtitan.md explains"
+        )
+    if config.implementation not in SAME_UPDATES:
+        raise ValueError(
+            f"implementation={config.implementation!r}: it changes the dtype of AdamW's state, which is that of the "
+            f"parameters here; expected one of {', '.join(SAME_UPDATES)}"
+        )
+
+
+class MuonckptManager(CheckpointManager):  # type: ignore[misc]
+    """torchtitan's CheckpointManager, with checkpoints of this package; what ``MuonckptManager.Config(...)`` builds.
+
+    When to save, what to keep and what to load from where is decided as there.  A checkpoint appears whole or not at
+    all, has a digest of every chunk, and loads on any number of ranks; those that the stock manager has saved with this
+    optimizer are loaded too.  Hugging Face's format is written and read as there.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):  # type: ignore[misc]
+        """What Trainer.Config takes as ``checkpoint``.
+
+        Raises:
+            ValueError: an asynchronous mode, or what CheckpointManager.Config refuses.
+        """
+
+        def __post_init__(self) -> None:
+            CheckpointManager.Config.__post_init__(self)
+            if self.async_mode != "disabled":
+                raise ValueError(
+                    f"async_mode={self.async_mode!r}: checkpoints of muonckpt are saved synchronously; expected "
+                    "'disabled', or use torchtitan's CheckpointManager"
+                )
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: Any,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        """Save to a new directory.  Collective.
+
+        Raises:
+            MuonckptError: as `muonckpt.save`; ``checkpoint_id`` must not exist.
+        """
+        if to_hf:
+            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        save(state_dict, checkpoint_id)
+        if enable_garbage_collection:
+            GarbageCollection.collect("GC collection after a checkpoint was saved.")
+        return None
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        """Load what the state dict asks for.  Collective.
+
+        If that is everything, the checkpoint may hold nothing else.  If it is only the model, or something was
+        excluded, the rest of the checkpoint is not looked at.
+
+        Raises:
+            MuonckptError: as `muonckpt.load`; then nothing has been loaded.
+        """
+        if from_hf:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        everything = self.states.keys() - {MODEL} <= state_dict.keys()
+        load(state_dict, checkpoint_id, allow_extra=not everything)
+        self.states[MODEL].load_state_dict(state_dict)
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """The latest step with a checkpoint, or -1; what a save that was cut off has left is none."""
+        folder = folder or self.folder
+        names = filesystem.listdir(folder) if filesystem.isdir(folder) else []
+        steps = [int(name[1]) for name in map(re.compile(r"step-(\d+)").fullmatch, names) if name]
+        places = {step: self._create_checkpoint_id(step, folder) for step in steps}
+        return max(
+            (s for s, place in places.items() if filesystem.isfile(filesystem.join(place, ".metadata"))), default=-1
+        )

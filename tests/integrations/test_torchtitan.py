@@ -1,0 +1,269 @@
+"""torchtitan's components with the script of their page: trained, saved, resumed on the same and on the other world."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.failing import raised
+from support.pages import as_launched, distance, script, uninterrupted_runs, whole
+from support.workers import run
+from torch import nn
+
+import muonckpt
+from muonckpt.optimizer import Muon
+from muonckpt.optimizer.groups import NO_HEAD, TORCHTITAN, Rule
+
+pytest.importorskip("torchtitan", reason="torchtitan is not installed (docs/integrations/torchtitan.md says how)")
+
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.optimizer import ParamGroupConfig
+from torchtitan.config.manager import ConfigManager
+
+from muonckpt.integrations.torchtitan import MuonckptManager, MuonOptimizers
+
+KINDS = ["ours", "stock"]
+"""The checkpoint manager."""
+
+
+def train(rank: int, world: int, kind: str, folder: str, **options: Any) -> dict[str, Any]:
+    """The script; whole parameters, and the names of the state of each."""
+    with as_launched(rank, world):
+        names = script("torchtitan.md")
+        if kind == "stock":
+            names["MuonckptManager"] = CheckpointManager
+        trainer = names["Trainer"](folder, **options)
+        trainer.train()
+        parameters = dict(trainer.model.named_parameters())
+        (optimizer,) = trainer.optimizers
+        return {
+            "parameters": {name: whole(parameter) for name, parameter in parameters.items()},
+            "slots": {name: sorted(optimizer.state[parameter]) for name, parameter in parameters.items()},
+            "sharing": list(optimizer.schedules),
+            "rates": sorted({group["initial_lr"] for group in optimizer.param_groups}),
+            "options": {option for group in optimizer.param_groups for option in group},
+        }
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> dict[tuple[str, int], tuple[Path, dict[str, Any]]]:
+    return uninterrupted_runs(train, KINDS, lambda: tmp_path_factory.mktemp("run"))
+
+
+def interrupted(folder: Path, to: Path) -> str:
+    """The folder of a run that was ended after its first checkpoint."""
+    shutil.copytree(folder / "checkpoint" / "step-3", to / "checkpoint" / "step-3")
+    return str(to)
+
+
+def test_matrices_are_stepped_by_muon_and_the_rest_by_adamw(uninterrupted):
+    for (_, world), (_, result) in uninterrupted.items():
+        for name, slots in result["slots"].items():
+            assert slots == (["momentum_buffer"] if "feed_forward" in name else ["exp_avg", "exp_avg_sq", "step"]), name
+        assert result["sharing"] == [tuple(range(world))], "ranks share the matrices out"
+        assert result["rates"] == [3e-3, 0.02]
+        assert not {"fused", "foreach"} & result["options"]
+
+
+def test_two_ranks_train_as_one_process(uninterrupted):
+    assert distance(uninterrupted["ours", 1][1], uninterrupted["ours", 2][1]) < 2e-5
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [(1, 1), (2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_goes_on_as_the_uninterrupted_one(uninterrupted, kind, saved, resumed, tmp_path):
+    folder, _ = uninterrupted[kind, saved]
+    result = run(resumed, train, "ours", interrupted(folder, tmp_path))[0]
+    gap = distance(result, uninterrupted["ours", resumed][1])
+    assert gap == 0 if saved == resumed else gap < 2e-5
+
+
+def zero_momentum(rank: int, world: int, folder: str) -> None:
+    with as_launched(rank, world):
+        trainer = script("torchtitan.md")["Trainer"](folder)
+        trainer.checkpointer.load()
+        for optimizer in trainer.optimizers:
+            for slots in optimizer.state.values():
+                for name in slots.keys() & {"momentum_buffer", "exp_avg"}:
+                    slots[name].zero_()
+        shutil.rmtree(f"{folder}/checkpoint/step-3")
+        trainer.checkpointer.save(3)
+
+
+def test_with_momentum_lost_a_resumed_run_is_another_one(uninterrupted, tmp_path):
+    """So the distances above would show it."""
+    folder, result = uninterrupted["ours", 1]
+    run(1, zero_momentum, interrupted(folder, tmp_path))
+    assert distance(run(1, train, "ours", str(tmp_path))[0], result) > 1e-3
+
+
+def test_a_checkpoint_is_one_of_this_package_with_torchtitans_keys(uninterrupted):
+    reports = [muonckpt.verify(uninterrupted[kind, 2][0] / "checkpoint" / "step-3") for kind in KINDS]
+    ours, stock = reports
+    assert not ours.findings
+    assert not ours.unchecked
+    assert "optimizer.state.layers.1.feed_forward.w2.weight.momentum_buffer" in ours.fingerprints
+    assert ours.fingerprints == stock.fingerprints
+
+
+def test_what_a_killed_save_has_left_is_no_checkpoint(uninterrupted, tmp_path):
+    folder, result = uninterrupted["ours", 1]
+    interrupted(folder, tmp_path)
+    left = tmp_path / "checkpoint" / ".step-5.0123456789ab.tmp"
+    shutil.copytree(folder / "checkpoint" / "step-6", left)
+    assert distance(run(1, train, "ours", str(tmp_path))[0], result) == 0
+
+
+def load_model_only(rank: int, world: int, folder: str, path: str) -> dict[str, Any]:
+    with as_launched(rank, world):
+        trainer = script("torchtitan.md")["Trainer"](folder, initial_load_path=path)
+        trainer.checkpointer.load()
+        (optimizer,) = trainer.optimizers
+        assert trainer.step == 0
+        assert not any(tensor.any() for slots in optimizer.state.values() for tensor in slots.values())
+        return {"parameters": {name: whole(parameter) for name, parameter in trainer.model.named_parameters()}}
+
+
+def test_a_run_begins_with_the_model_of_another(uninterrupted, tmp_path):
+    folder, result = uninterrupted["ours", 2]
+    path = str(folder / "checkpoint" / "step-6")
+    assert distance(run(1, load_model_only, str(tmp_path), path)[0], result) == 0
+
+
+def overwrite(rank: int, world: int, folder: str) -> str:
+    with as_launched(rank, world):
+        return raised(script("torchtitan.md")["Trainer"](folder).checkpointer.save, 3)
+
+
+def test_a_checkpoint_is_not_overwritten(uninterrupted, tmp_path):
+    for told in run(2, overwrite, interrupted(uninterrupted["ours", 1][0], tmp_path)):
+        assert told.startswith("DestinationError")
+        assert "step-3 exists already" in told
+    assert not muonckpt.verify(tmp_path / "checkpoint" / "step-3").findings
+
+
+class Numbers(torch.utils.data.IterableDataset):
+    """A dataset that knows how far it has been read, as torchtitan's do."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __iter__(self):
+        while True:
+            self.read += 1
+            yield self.read
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.read = state["read"]
+
+
+def read(rank: int, world: int, folder: str, saving: bool, **options: Any) -> tuple[str, int]:
+    """Load if there is a checkpoint, read ten numbers and as many as the rank's, and save if told so."""
+    with as_launched(rank, world):
+        loader = ParallelAwareDataloader(Numbers(), dp_rank=rank, dp_world_size=world, batch_size=None)
+        manager = script("torchtitan.md")["Trainer"](folder, dataloader=loader, **options).checkpointer
+        told = raised(manager.load)
+        numbers = iter(loader)
+        *_, last = (next(numbers) for _ in range(10 + rank))
+        if saving:
+            manager.save(3)
+        return told, last
+
+
+def test_the_place_in_the_data_is_each_ranks_own(tmp_path):
+    assert run(2, read, str(tmp_path), True) == [("no error", 10), ("no error", 11)]
+    assert run(2, read, str(tmp_path), False) == [("no error", 20), ("no error", 22)]
+    told, _ = run(1, read, str(tmp_path), False)[0]
+    assert "extra key 'dataloader.dp_rank_1'" in told
+
+
+def begin_data_anew(rank: int, world: int, folder: str) -> tuple[str, int]:
+    return read(rank, world, folder, False, exclude_from_loading=["dataloader"])
+
+
+def test_on_another_number_of_ranks_the_data_begins_anew(tmp_path):
+    run(2, read, str(tmp_path), True)
+    assert run(1, begin_data_anew, str(tmp_path))[0] == ("no error", 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"param_groups": [ParamGroupConfig(pattern=".*", optimizer_name="AdamW")]}, "here rules say"),
+        ({"optimizer_factory_kwargs_by_name": {"Muon": {"stages": 2}}}, "options go to all of them"),
+        ({"implementation": "fused_opt_states_bf16"}, "it changes the dtype of AdamW's state"),
+        ({"options": {"fused": True}}, "fused"),
+        ({"adamw_lr": None}, "lr"),
+        ({"rules": [Rule("head", "nothing.weight")]}, "selects nothing"),
+    ],
+)
+def test_what_belongs_to_other_optimizers_is_refused(options, told):
+    config = MuonOptimizers.Config(**{"lr": 0.02, "adamw_lr": 3e-4, **options})
+    with pytest.raises((ValueError, TypeError), match=told):
+        config.build(model_parts=[script("torchtitan.md")["Net"]()])
+
+
+def test_model_parts_have_an_optimizer_each_and_share_names():
+    """As on a rank with two stages of a pipeline."""
+    net = script("torchtitan.md")["Net"]()
+    first, second = ({"layers": nn.ModuleDict({number: block})} for number, block in net.layers.items())
+    stages = [nn.ModuleDict({"tok_embeddings": net.tok_embeddings, **first}), nn.ModuleDict(second)]
+    container = MuonOptimizers.Config(lr=0.02, adamw_lr=3e-4).build(model_parts=stages)
+    assert [type(optimizer) for optimizer in container] == [Muon, Muon]
+    state = container.state_dict()
+    assert "state.tok_embeddings.weight.exp_avg" in state
+    assert "state.layers.0.feed_forward.w1.weight.momentum_buffer" in state
+    assert "state.layers.1.feed_forward.w1.weight.momentum_buffer" in state
+    for value in state.values():
+        if isinstance(value, torch.Tensor):
+            value.fill_(1)
+    container.load_state_dict(state)
+    assert all(
+        tensor.eq(1).all() for optimizer in container for slots in optimizer.state.values() for tensor in slots.values()
+    )
+
+
+def test_frozen_parameters_have_no_state():
+    net = script("torchtitan.md")["Net"]()
+    net.layers["0"].requires_grad_(False)
+    state = MuonOptimizers.Config(lr=0.02, adamw_lr=3e-4).build(model_parts=[net]).state_dict()
+    assert not any("layers.0" in key for key in state)
+    assert any("layers.1" in key for key in state)
+
+
+@pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
+def test_asynchronous_saving_is_refused(mode):
+    with pytest.raises(ValueError, match=f"async_mode='{mode}': checkpoints of muonckpt are saved synchronously"):
+        MuonckptManager.Config(async_mode=mode)
+
+
+@dataclass
+class TrainerConfig:
+    """The fields of Trainer.Config that matter here."""
+
+    hf_assets_path: str = "."
+    optimizer: MuonOptimizers.Config.__base__ = field(
+        default_factory=lambda: MuonOptimizers.Config(lr=0.02, adamw_lr=3e-4, rules=[[NO_HEAD], TORCHTITAN])
+    )
+    checkpoint: CheckpointManager.Config.__base__ = field(default_factory=MuonckptManager.Config)
+
+
+def test_the_command_line_changes_their_options(monkeypatch):
+    module = type(sys)("mine")
+    module.muon = TrainerConfig
+    monkeypatch.setitem(sys.modules, "mine", module)
+    arguments = ["--module", "mine", "--config", "muon", "--optimizer.lr", "0.05", "--checkpoint.interval", "7"]
+    config = ConfigManager().parse_args(arguments)
+    assert (config.optimizer.lr, config.optimizer.adamw_lr, config.checkpoint.interval) == (0.05, 3e-4, 7)
+    assert config.optimizer.rules == [[NO_HEAD], TORCHTITAN]
+    assert isinstance(config.checkpoint, MuonckptManager.Config)
+    assert "Rule(kind='head'" in config.optimizer.to_dict()["rules"]
