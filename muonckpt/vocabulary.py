@@ -39,6 +39,10 @@ ELEMENTWISE = frozenset({EXP_AVG, EXP_AVG_SQ})
 """Slots of which no rank needs a whole tensor, because no element's update depends on another element."""
 
 
+BEGIN_AS_ZEROS = frozenset({MOMENTUM, SECOND_MOMENT, EXP_AVG, EXP_AVG_SQ, STEP})
+"""Slots that are zeros before a parameter's first update."""
+
+
 class Convention(StrEnum):
     """How a momentum buffer ``m`` accumulates gradients ``g``, given the momentum coefficient ``mu``."""
 

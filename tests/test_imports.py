@@ -34,14 +34,15 @@ RULES = {
     "fingerprint": "box",
     "vocabulary": "",
     "record": "errors box layout vocabulary",
+    "resumption": "vocabulary",
     "layouts": "errors box layout",
     "layouts/buffers": "errors box layout layouts",
     "store/io": "errors box fingerprint record",
     "store/reading": "errors box layout record store/io",
     "store/formats": "errors box fingerprint record vocabulary layouts/buffers store/io store/reading",
     "store": "errors box fingerprint record vocabulary store/io store/reading store/formats",
-    "checkpoint": "errors box layout fingerprint record version vocabulary layouts store store/io store/reading "
-    "store/formats",
+    "checkpoint": "errors box layout fingerprint record resumption version vocabulary layouts store store/io "
+    "store/reading store/formats",
     "optimizer/groups": "optimizer optimizer/planning optimizer/step",
     "optimizer/newton_schulz": "optimizer optimizer/triton",
     "optimizer/triton": "optimizer optimizer/newton_schulz optimizer/step",

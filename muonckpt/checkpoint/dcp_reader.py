@@ -1,9 +1,9 @@
 """Loading through torch.distributed.checkpoint: its templates and in-place writes, with our checks.
 
-Before any tensor is touched: the same keys on both sides, every element present, equal shapes, dtypes and momentum
-conventions.  While reading: every chunk that is touched is checked whole.  A rank that needs one run of bytes of it
-reads only that, and all ranks together compare with the chunk's CRC-32 (:mod:`.shared_check`); other chunks are read
-whole and compared with their digest.  Only plain data is unpickled.
+Before any tensor is touched: the same on both sides (:mod:`.matching`), every element present, equal shapes, dtypes and
+momentum conventions.  While reading: every chunk that is touched is checked whole.  A rank that needs one run of bytes
+of it reads only that, and all ranks together compare with the chunk's CRC-32 (:mod:`.shared_check`); other chunks are
+read whole and compared with their digest.  Only plain data is unpickled.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import io
 import os
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -35,16 +36,19 @@ from torch.futures import Future
 
 from ..box import Index
 from ..errors import SourceError
-from ..record import Blob, Chunk, Extent, Manifest, StateRecord
+from ..layouts.tensors import local_of
+from ..record import Blob, Chunk, Extent, StateRecord
+from ..resumption import Globs, LoadReport, differences_listed
 from ..store.io.checksums import crc32
 from ..store.io.location import Location
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import as_words, check_chunk, checked_elements, payload_of
 from ..store.stored_items import check_blob
-from ..vocabulary import KeyPath
 from .annotation import Annotation, annotations_of
-from .bits import bits_of, dtype_name, torch_dtype
+from .bits import bits_of, torch_dtype
+from .matching import LoadTemplate, Matching, RankRequest, judge, match
+from .named_optimizer import Stored, named_optimizers, numbered_optimizers
 from .shared_check import ByteRun, PartlyRead, holds, run_of
 
 Where = tuple[str, Index]
@@ -59,6 +63,8 @@ class CheckingReader(StorageReader):
         self.place = place
         self.partly_read: dict[Where, PartlyRead] = {}
         """The runs that this rank has read of chunks that it did not read whole."""
+        self.zeros: Sequence[Tensor] = ()
+        """What becomes zeros instead of being read."""
         self._chunks: dict[Where, tuple[StateRecord, Chunk]] = {}
         self._blobs: dict[str, Blob] = {}
 
@@ -142,6 +148,8 @@ class CheckingReader(StorageReader):
             if not _is_tensor(item):
                 raw = check_blob(self.checkpoint.payloads, self._blobs[item.storage_index.fqn])
                 planner.load_bytes(item, io.BytesIO(raw))
+        for fresh in self.zeros:
+            local_of(fresh.detach()).zero_()
         reads = [(*self._chunk(item), item) for item in _of_tensors(plan.items)]
         checked: set[Chunk] = set()
         for tensor, chunk, item in sorted(reads, key=lambda read: (read[1].item.file, read[1].item.offset)):
@@ -209,35 +217,62 @@ class StrictLoadPlanner(DefaultLoadPlanner):
     Args:
         reader: of the same load.
         allow_extra: the checkpoint may hold more than the template asks for.
+        globs: the parameters that start fresh.
     """
 
-    def __init__(self, reader: CheckingReader, allow_extra: bool) -> None:
+    report: LoadReport
+    """What all ranks do with parameters; exists on the coordinator, once the load is planned."""
+
+    def __init__(self, reader: CheckingReader, allow_extra: bool, globs: Globs) -> None:
         super().__init__()
         self._reader = reader
-        self._annotations: Mapping[KeyPath, Annotation] = {}
         self._allow_extra = allow_extra
+        self._globs = globs
+        self._template: LoadTemplate
+        self._stored: Stored
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         # Here, and not before DCP is called, so that an error of one rank reaches all ranks.
-        self._annotations = annotations_of(state_dict)
+        annotations = annotations_of(state_dict)
         super().set_up_planner(state_dict, metadata, is_coordinator)
+        conventions = {
+            key: annotations.get(tuple(path), Annotation()).convention for key, path in self.mappings.items()
+        }
+        self._template = LoadTemplate(
+            self.state_dict,
+            self.mappings,
+            tuple(named_optimizers(state_dict)),
+            tuple(numbered_optimizers(state_dict)),
+            {key: convention for key, convention in conventions.items() if convention},
+        )
 
     def create_local_plan(self) -> LoadPlan:
-        self.metadata = self._reader.describe()
-        self._refuse(list(self._problems(self._reader.checkpoint.outline)))
+        described = self._reader.describe()
+        self._stored = Stored(self._reader.checkpoint)
+        matching = match(self._template, self._stored, self._globs)
+        request = RankRequest(matching, self._template.optimizers, self._globs)
+        if not matching.fits:  # the coordinator refuses them, with those of other ranks
+            return LoadPlan([], planner_data=request)
+        self._reader.zeros = [self._template.values[key] for key in matching.zeros]
+        self.state_dict = {key: self._template.values[key] for key in matching.sources}
+        entries = described.state_dict_metadata
+        self.metadata = Metadata({key: entries[source] for key, source in matching.sources.items()})
         plan = super().create_local_plan()
-        self._reader.locate(plan.items)
-        return dataclasses.replace(plan, planner_data=frozenset(self.state_dict))
+        items = [
+            dataclasses.replace(item, storage_index=dataclasses.replace(item.storage_index, fqn=source))
+            for item in plan.items
+            for source in [matching.sources[item.storage_index.fqn]]
+        ]
+        self._reader.locate(items)
+        return dataclasses.replace(plan, items=items, planner_data=request)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        if not self._allow_extra:
-            assert self.metadata is not None, "create_local_plan() came before"
-            requested = frozenset().union(*(plan.planner_data for plan in global_plan))
-            extra = sorted(self.metadata.state_dict_metadata.keys() - requested)
-            self._refuse([f"extra key {key!r}" for key in extra])
-        return super().create_global_plan(global_plan)
+        matching, self.report = judge([plan.planner_data for plan in global_plan], self._stored, self._allow_extra)
+        if not matching.fits:
+            raise SourceError(self._refusal(matching))
+        return super().create_global_plan([dataclasses.replace(plan, planner_data=None) for plan in global_plan])
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         try:
@@ -254,38 +289,18 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         value.seek(0)
         super().load_bytes(read_item, value)
 
-    def _refuse(self, problems: list[str]) -> None:
-        if problems:
-            path = self._reader.place
-            more = f"; and {len(problems) - 12} more" if len(problems) > 12 else ""
-            hint = (
-                ". Groups are matched by number: build the same, in the same order. What another program wrote is "
-                f"translated first: muonckpt convert {path} NEW --to muonckpt"
+    def _refusal(self, matching: Matching) -> str:
+        path, faults = self._reader.place, matching.faults
+        problems = list(faults[:12])
+        if len(faults) > 12:
+            problems.append(f"and {len(faults) - 12} more")
+        if matching.differences:
+            problems.append(differences_listed(matching.differences, matching.names, "muonckpt.load(..., {})"))
+        if matching.differences or faults[0].startswith("missing"):
+            problems[-1] += (
+                f". What another program wrote is translated first: muonckpt convert {path} NEW --to muonckpt"
             )
-            advice = hint if problems[0].startswith("missing") else ""
-            raise SourceError(f"{path} does not fit the state dict: {'; '.join(problems[:12])}{more}{advice}")
-
-    def _problems(self, manifest: Manifest) -> Iterator[str]:
-        stored = {tensor.key: tensor for tensor in manifest.tensors}
-        keys = stored.keys() | {blob.key for blob in manifest.blobs}
-        for key in sorted(self.state_dict.keys() - keys):
-            yield f"missing key {key!r}"
-        for key in sorted(keys & self.state_dict.keys()):
-            template = self.state_dict[key]
-            if isinstance(template, torch.Tensor) != (key in stored):
-                stored_as, expected = ("a", "no") if key in stored else ("no", "a")
-                yield f"{key!r} is {stored_as} tensor in the checkpoint, and {expected} tensor in the state dict"
-            elif key in stored:
-                yield from self._differences(stored[key], template)
-
-    def _differences(self, stored: StateRecord, template: torch.Tensor) -> Iterator[str]:
-        if stored.shape != tuple(template.shape):
-            yield f"{stored.key!r} has shape {stored.shape}, expected {tuple(template.shape)}"
-        if stored.dtype != dtype_name(template.dtype):
-            yield f"{stored.key!r} is {stored.dtype}, expected {dtype_name(template.dtype)} (nothing is cast silently)"
-        expected = self._annotations.get(tuple(self.mappings[stored.key]), Annotation()).convention
-        if stored.convention and expected and stored.convention != expected:
-            yield f"{stored.key!r} follows momentum convention {stored.convention}, expected {expected}"
+        return f"{path} does not fit the state dict: {'; '.join(problems)}"
 
 
 def _is_tensor(item: ReadItem) -> bool:

@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,11 +23,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..errors import DestinationError, MuonckptError, SourceError
+from ..resumption import Globs, LoadReport
 from ..store.io import publish
 from ..store.io.location import location
 from ..version import PROGRAM
-from .dcp_reader import CheckingReader, StrictLoadPlanner
+from .dcp_reader import CheckingReader, StrictLoadPlanner, Where
 from .dcp_writer import CoveringSavePlanner, PublishingWriter
+from .shared_check import PartlyRead
 
 
 def save(
@@ -71,8 +73,9 @@ def load(
     path: str | os.PathLike[str],
     *,
     allow_extra: bool = False,
+    fresh: Iterable[str] = (),
     process_group: dist.ProcessGroup | None = None,
-) -> None:
+) -> LoadReport:
     """Load a checkpoint in place into the tensors of ``state_dict``, whatever mesh they are on.  Collective.
 
     Everything that is checked without reading data (keys, coverage, shapes, dtypes, momentum convention, the items of
@@ -86,18 +89,34 @@ def load(
             reads, if its keys are those of the template.
         allow_extra: load only what the template asks for.  Otherwise keys that only the checkpoint has are an error,
             as keys that only the template has always are.
+        fresh: globs of parameters' names as the optimizer's state has them, such as ``["lm_head.*"]``; ``*`` stands for
+            any characters.  The state of these parameters is not loaded but becomes zeros, so the number of their steps
+            too; their options are those of their group.  What only the checkpoint has of them is dropped.  A weight of
+            such a name, which is the last part of its path, is loaded where both sides have it, keeps its values where
+            the checkpoint has none, and is dropped where only the checkpoint has it.  The same on every rank.
+
+    Returns:
+        What was done with which parameters, the same on every rank; print it.
 
     Raises:
-        SourceError: the checkpoint is missing, damaged or does not fit; lists what differs.
+        SourceError: the checkpoint is missing, damaged or does not fit, or a glob matches nothing; lists what differs.
         LayoutError: it has a hole or an overlap.
+        TypeError: ``fresh`` is no list of strings.
     """
+    globs = Globs.of(fresh)
     reader = CheckingReader(location(path, SourceError))
-    planner = StrictLoadPlanner(reader, allow_extra)
+    planner = StrictLoadPlanner(reader, allow_extra, globs)
     with _own_errors(SourceError):
         dcp_load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
         ranks = _DistWrapper(process_group, dist.is_initialized(), 0)
-        ranks.all_reduce("check", lambda: reader.partly_read, reader.judge)
+
+        def judged(partly_read: list[Mapping[Where, PartlyRead]]) -> LoadReport:
+            reader.judge(partly_read)
+            return planner.report
+
+        report: LoadReport = ranks.all_reduce("check", lambda: reader.partly_read, judged)
     reader.checkpoint.close()
+    return report
 
 
 @contextmanager

@@ -1,0 +1,164 @@
+"""Resuming with other parameters than were saved: what starts fresh, what groups take over, what is refused.
+
+Pure: names and plain data.  ``checkpoint`` uses it for what lies in files, the optimizer for state dicts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from glob import escape
+from typing import Any
+
+from .vocabulary import PARAMS
+
+NAMES_OF_GROUPS = frozenset({PARAMS, "param_names", "name"})
+"""What a parameter group consists of and is called; the rest are its options."""
+
+NEW = "new, without state in the checkpoint"
+GONE = "only in the checkpoint"
+
+SAID = ("algorithm", "pieces", "columns", "interleaved")
+"""Options of a parameter group that say what its parameters' state means."""
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+@dataclass(frozen=True, slots=True)
+class Globs:
+    """The parameters that start fresh, by their names: ``*`` stands for any characters, dots among them."""
+
+    patterns: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, patterns: Iterable[str]) -> Globs:
+        """What a user has given as ``fresh=``.
+
+        Raises:
+            TypeError: it is no list of strings; one string is none either.
+        """
+        given = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+        if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in given):
+            raise TypeError(f"fresh={patterns!r}: expected a list of globs, such as fresh=[{str(given[0])!r}]")
+        return cls(given)
+
+    def match(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+    def idle(self, names: Iterable[str]) -> list[str]:
+        """The globs that match none of these names."""
+        names = list(names)
+        return [pattern for pattern in self.patterns if not any(fnmatchcase(name, pattern) for name in names)]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load has done with parameters, by name, on all ranks together.
+
+    Attributes:
+        loaded: those whose state was loaded.
+        fresh: those whose state starts fresh: zeros, no steps counted.
+        discarded: those of the fresh ones whose state in the checkpoint would have fitted.
+        dropped: what only the checkpoint has, and nothing takes: parameters with state there, and weights.
+        kept: keys of weights that the checkpoint lacks; they keep the values that they had.
+    """
+
+    loaded: tuple[str, ...] = ()
+    fresh: tuple[str, ...] = ()
+    discarded: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rows = {
+            "state starts fresh": self.fresh,
+            "of these, would have fitted": self.discarded,
+            "dropped, only in the checkpoint": self.dropped,
+            "weights kept, not in the checkpoint": self.kept,
+        }
+        others = {*self.loaded, *self.fresh}
+        lines = [f"state loaded: {len(self.loaded)}"]
+        for what, names in rows.items():
+            if names:
+                lines.append(f"{what}: {len(names)} ({', '.join(in_globs(names, others - {*names}))})")
+        return "\n".join(lines)
+
+
+def in_globs(names: Collection[str], others: Iterable[str]) -> list[str]:
+    """Names as globs that ``fresh=`` takes: those that differ in numbers only become one, unless it matches others."""
+    others = list(others)
+    alike: defaultdict[str, list[str]] = defaultdict(list)
+    for name in names:
+        alike[_NUMBER.sub("*", escape(name))].append(name)
+    globs: list[str] = []
+    for glob, members in alike.items():
+        one = len(members) > 1 and not any(fnmatchcase(other, glob) for other in others)
+        globs += [glob] if one else map(escape, members)
+    return globs
+
+
+def differences_listed(differences: Mapping[str, str], names: Collection[str], cure: str) -> str:
+    """What differs, by reason and name, and what to do.
+
+    Args:
+        differences: the reason, by parameter.
+        names: of all parameters on both sides.
+        cure: where ``fresh`` is given, such as ``"muonckpt.load(..., {})"``.
+    """
+    of_reason: defaultdict[str, list[str]] = defaultdict(list)
+    for name, reason in differences.items():
+        of_reason[reason].append(name)
+    parts = [
+        f"{reason}: {', '.join(in_globs(members, set(names) - {*members}))}" for reason, members in of_reason.items()
+    ]
+    globs = in_globs(differences, set(names) - differences.keys())
+    parameters = "1 parameter differs" if len(differences) == 1 else f"{len(differences)} parameters differ"
+    return f"{parameters}: {'; '.join(parts)}. To go on without their state: {cure.format(f'fresh={globs!r}')}"
+
+
+def said_otherwise(option: str, then: Any, now: Any) -> str:
+    """Why state does not fit, where groups say different things of it (`SAID`)."""
+    if option == "algorithm":
+        return f"moved from {then!r} to {now!r}"
+    return f"{option}={then!r} in the checkpoint, {now!r} now"
+
+
+def as_tuples(value: Any) -> Any:
+    """An option with lists as tuples: a format may keep either."""
+    return tuple(map(as_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def origin_groups(
+    live: Sequence[Sequence[str]], home: Mapping[str, int], options: Callable[[int], Mapping[str, Any]]
+) -> tuple[list[int | None], dict[str, str]]:
+    """For each group, the saved one whose options it takes: that of its parameters whose state is loaded.
+
+    Args:
+        live: the names of the parameters of each group.
+        home: the number of the saved group, of each parameter whose state is loaded.
+        options: gives those of a saved group, as far as they matter.
+
+    Returns:
+        The numbers, None for a group that keeps its own options because all of it starts fresh; and why parameters
+        cannot be loaded whose own group had other options, by name.
+    """
+    sources: list[int | None] = []
+    differences = {}
+    for names in live:
+        counted = Counter(home[name] for name in names if name in home)
+        source = min(counted, key=lambda number: (-counted[number], number)) if counted else None
+        sources.append(source)
+        for name in names:
+            if source is not None and name in home and home[name] != source:
+                differing = _differing(options(home[name]), options(source))
+                if differing:
+                    differences[name] = f"from a group with other options than the rest of theirs ({differing})"
+    return sources, differences
+
+
+def _differing(mine: Mapping[str, Any], common: Mapping[str, Any]) -> str:
+    keys = sorted(key for key in mine.keys() | common.keys() if mine.get(key) != common.get(key))
+    return ", ".join(f"{key}={common.get(key)!r}, theirs {mine.get(key)!r}" for key in keys)
