@@ -7,7 +7,7 @@ sends the result back along the same boxes, and applies it in full precision whe
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..layout import TensorLayout
 from ..layouts.tensors import layout_of
+from ..resumption import Globs, LoadReport
 from ..vocabulary import MUON, MUON_CONVENTION
 from .collective import CollectiveOptimizer
 from .cuda_graphs import capturing
@@ -39,9 +40,10 @@ from .options import (
     renamed,
 )
 from .planning.schedule import Ranks, Schedule
+from .restoration import load_fitting
 from .scalar import SCALARS
 from .scales import Scale, Scales
-from .state import as_numbers, check_gradient, check_state, check_values, fresh_state, load_fitting
+from .state import as_numbers, check_gradient, check_state, check_values, fresh_state
 from .step.exchange import LINKS
 from .step.methods import MATRICES
 from .step.planner import Planner
@@ -254,21 +256,28 @@ class Muon(ForModel, CollectiveOptimizer):
             group.update({key: as_numbers(value) for key, value in group.items()})
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], fresh: Iterable[str] = ()) -> LoadReport:  # type: ignore[override]
         """Load state, and those hyper-parameters that belong to the run (`RESTORED`); if refused, nothing is changed.
 
-        What says how to compute (``algorithm``, ``ns``, ``pieces``, …) stays as the code has it; a difference is
-        warned of.  A parameter with ``requires_grad=False`` may be missing, as stock DCP leaves it out when it sets a
-        state dict; it keeps the state it has.
+        What says how to compute (``ns``, ``adjust_lr``, …) stays as the code has it; a difference is warned of.
+
+        Args:
+            state_dict: its parameters are matched by names if both optimizers were made of named ones, otherwise by
+                number.  Those with ``requires_grad=False`` may be missing, as stock DCP leaves them out; they keep what
+                they have.
+            fresh: globs of parameters' names.  Their state becomes zeros, also the number of their steps; what only
+                ``state_dict`` has of them is dropped.  Everything else must fit.
 
         Raises:
-            ValueError: names every parameter whose state is incomplete or laid out otherwise than the parameter, or a
-                group of another algorithm, or the momentum convention if it is not "ema".
+            ValueError: lists every parameter that is new, gone, of another algorithm or other pieces, or whose state is
+                incomplete or laid out otherwise; or a glob matches nothing, or the momentum convention is not "ema".
         """
+        globs = Globs.of(fresh)
         self._follow_parameters()
-        load_fitting(self, super().load_state_dict, state_dict)
+        report = load_fitting(self, super().load_state_dict, state_dict, globs)
         self._used = True
         self._plan_anew()
+        return report
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

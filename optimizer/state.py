@@ -1,26 +1,20 @@
-"""The optimizer's state: what each parameter has, how it begins, and what a loaded one must be to take its place."""
+"""The optimizer's state: what each parameter has, how it begins, and when another can take its place."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from ..layout import TensorLayout
 from ..layouts.tensors import zeros_placed_as
-from ..vocabulary import MOMENTUM, MUON_CONVENTION, STEP
-from .options import in_our_names
+from ..vocabulary import MOMENTUM
 from .planning.matrices import Fused, Reduced, matrices_of
-from .scalar import SCALARS, counted_on
+from .scalar import SCALARS
 from .step.methods import MATRICES
-
-RESTORED = ("lr", "initial_lr", "momentum", "weight_decay", "betas", "beta2", "eps")
-"""Hyper-parameters that a loaded state brings with it: what schedules change during a run."""
 
 
 def fresh_state(param: Tensor, layout: TensorLayout, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -70,110 +64,11 @@ def fused_of(group: Mapping[str, Any]) -> Fused:
     return Fused(pieces, columns, group["interleaved"])
 
 
-def merged(number: int, mine: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """A group as it is after loading: the code's, with what a run carries on."""
-    saved = in_our_names(saved)
-    if saved.get("algorithm", mine["algorithm"]) != mine["algorithm"]:
-        raise ValueError(
-            f"group {number} was saved by {saved['algorithm']!r}, this optimizer has {mine['algorithm']!r}"
-        )
-    if saved.get("convention", MUON_CONVENTION) != MUON_CONVENTION:
-        raise ValueError(
-            f"the state of group {number} was saved with momentum convention {saved['convention']!r}, this optimizer "
-            f"keeps {MUON_CONVENTION.value!r}; convert it first: m_ema = (1 - momentum) * m_sum"
-        )
-    code = {key: value for key, value in mine.items() if key not in (*RESTORED, "params", "param_names")}
-    differing = sorted(key for key in code.keys() & saved.keys() if _plain(saved[key]) != _plain(code[key]))
-    if differing:
-        shown = ", ".join(f"{key}={code[key]!r} (saved {saved[key]!r})" for key in differing)
-        warnings.warn(f"group {number} keeps the code's {shown}", stacklevel=4)
-    brought = {key: _like(mine.get(key), saved[key]) for key in RESTORED if key in saved}
-    return {**mine, **brought, "params": saved["params"]}
-
-
-def fitting(
-    optimizer: Optimizer, state_dict: Mapping[str, Any], why: Callable[[Mapping[str, Tensor], Any], str | None]
-) -> dict[str, Any]:
-    """A state dict as it is loaded: checked, and with the groups as they will be.
-
-    A frozen parameter may be missing, as stock DCP leaves it out when it sets a state dict; it keeps what it has.
-
-    Args:
-        why: the reason, if a parameter's state (the second) cannot take the place of what it has (the first).
-
-    Raises:
-        ValueError: names every parameter whose state does not fit, or the group of another algorithm or convention.
-    """
-    state, groups = state_dict["state"], state_dict["param_groups"]
-    sizes = [[len(group["params"]) for group in side] for side in (optimizer.param_groups, groups)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(f"the state has groups of {sizes[1]} parameters, this optimizer of {sizes[0]}")
-    hyper, complete, problems = [], dict(state), []
-    for number, (mine, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        hyper.append(merged(number, mine, saved))
-        for index, (param, key) in enumerate(zip(mine["params"], saved["params"], strict=True)):
-            if key not in state and not param.requires_grad:
-                complete[key] = optimizer.state[param]
-            if reason := why(optimizer.state[param], complete.get(key, {})):
-                problems.append(f"group {number} parameter {index} {tuple(param.shape)}: {reason}")
-    if problems:
-        raise ValueError("the state does not fit, training would go on wrongly: " + "; ".join(problems))
-    return {"state": complete, "param_groups": hyper}
-
-
-def load_fitting(optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]) -> None:
-    """Load a state dict with ``load``, torch's own way, if it fits; every slot keeps the dtype that it has.
-
-    Raises:
-        ValueError: as `fitting`; nothing has been changed then.
-    """
-    fits: list[dict[str, Any]] = []
-
-    def check(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        fits.append(fitting(optimizer, given, fault))
-        return fits[0]
-
-    dtypes = {param: {slot: mine.dtype for slot, mine in slots.items()} for param, slots in optimizer.state.items()}
-
-    def restore(_: Optimizer) -> None:
-        """torch casts state to the parameter's dtype, and leaves counts of steps on the device they come from."""
-        keys = [key for group in fits[0]["param_groups"] for key in group["params"]]
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        for param, key in zip(params, keys, strict=True):
-            for slot, dtype in dtypes[param].items():
-                held, device = optimizer.state[param][slot], counted_on(param) if slot == STEP else param.device
-                if (held.dtype, held.device) != (dtype, device):
-                    optimizer.state[param][slot] = fits[0]["state"][key][slot].to(device, dtype, copy=True)
-
-    # After the hooks of users, which may mend a state, and before those that look at what was loaded.
-    hooks = (
-        optimizer.register_load_state_dict_pre_hook(check),
-        optimizer.register_load_state_dict_post_hook(restore, prepend=True),
-    )
-    try:
-        load(state_dict)
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def as_numbers(value: Any) -> Any:
     """A hyper-parameter as it is saved: rates and betas that are tensors as numbers."""
     if isinstance(value, tuple | list):
         return type(value)(map(as_numbers, value))
     return value.item() if isinstance(value, Tensor) else value
-
-
-def _like(mine: Any, saved: Any) -> Any:
-    """What `as_numbers` has saved, in tensors where this optimizer keeps it in tensors."""
-    if isinstance(mine, tuple | list):
-        return type(mine)(_like(*both) for both in zip(mine, saved, strict=True))
-    return mine.clone().fill_(float(saved)) if isinstance(mine, Tensor) else saved
-
-
-def _plain(value: Any) -> Any:
-    """Lists as tuples: a format may keep either."""
-    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def fault(mine: Mapping[str, Tensor], loaded: Mapping[str, Any]) -> str | None:

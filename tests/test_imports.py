@@ -50,7 +50,7 @@ RULES = {
     "optimizer/step": "box layout layouts vocabulary optimizer optimizer/newton_schulz optimizer/planning "
     "optimizer/triton",
     "optimizer/layer_wise": "errors box vocabulary layouts layouts/buffers optimizer optimizer/step",
-    "optimizer": "errors box layout layouts plan vocabulary optimizer/groups optimizer/layer_wise "
+    "optimizer": "errors box layout layouts plan resumption vocabulary optimizer/groups optimizer/layer_wise "
     "optimizer/newton_schulz optimizer/planning optimizer/step",
     "compat": "vocabulary layouts optimizer",
     "integrations": "errors store checkpoint optimizer optimizer/groups",

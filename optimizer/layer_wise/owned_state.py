@@ -20,7 +20,8 @@ from ...box import Box, row_major
 from ...layouts.tensors import local_of
 from ...vocabulary import MASTER
 from ..held_boxes import declare_boxes, declared_boxes
-from ..state import fault, fitting
+from ..restoration import fitting
+from ..state import fault
 from .buffer_memory import Part
 from .members import options_of
 
@@ -71,8 +72,8 @@ def restoring(optimizer: Optimizer, given: dict[str, Any]) -> Callable[[], None]
         given = before(optimizer, given) or given
     loaded = fitting(optimizer, given, lambda own, other: fault(own, other) or _elsewhere(own, other))
     copies = [
-        (local_of(value), local_of(loaded["state"][key][slot]))
-        for mine, group in zip(optimizer.param_groups, loaded["param_groups"], strict=True)
+        (local_of(value), local_of(loaded.state[key][slot]))
+        for mine, group in zip(optimizer.param_groups, loaded.groups, strict=True)
         for param, key in zip(mine["params"], group["params"], strict=True)
         for slot, value in optimizer.state[param].items()
     ]
@@ -80,7 +81,7 @@ def restoring(optimizer: Optimizer, given: dict[str, Any]) -> Callable[[], None]
     def restore() -> None:
         for target, source in copies:
             target.copy_(source)
-        for mine, group in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
+        for mine, group in zip(optimizer.param_groups, loaded.groups, strict=True):
             mine.update(options_of(group))
         for after in optimizer._optimizer_load_state_dict_post_hooks.values():
             after(optimizer)

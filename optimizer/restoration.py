@@ -1,0 +1,304 @@
+"""Loading a state dict: whose state is whose, what of it fits, what starts fresh, and what groups carry on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..resumption import (
+    GONE,
+    NEW,
+    SAID,
+    Globs,
+    LoadReport,
+    as_tuples,
+    differences_listed,
+    origin_groups,
+    said_otherwise,
+)
+from ..vocabulary import MUON_CONVENTION, STEP
+from .options import in_our_names
+from .scalar import counted_on
+from .state import as_numbers, fault
+
+RESTORED = ("lr", "initial_lr", "momentum", "weight_decay", "betas", "beta2", "eps")
+"""Hyper-parameters that a loaded state brings with it: what schedules change during a run."""
+
+NOTHING = Globs()
+"""No parameter starts fresh."""
+
+Misfit = Callable[[Mapping[str, Tensor], Any], str | None]
+"""The reason, if a parameter's state (the second) cannot take the place of what it has (the first)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counterpart:
+    """A parameter of an optimizer, and which one of a state dict it is.
+
+    Attributes:
+        name: or group and number, if it has none.
+        key: in the state dict, and the number of its group there; None if the state dict does not have it.
+    """
+
+    name: str
+    param: Tensor
+    key: Any = None
+    home: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A state dict as it is loaded, with the optimizer's own groups, and what becomes of whose state."""
+
+    state: dict[Any, Any]
+    groups: list[dict[str, Any]]
+    report: LoadReport
+
+
+def fitting(optimizer: Optimizer, state_dict: Mapping[str, Any], misfit: Misfit, globs: Globs = NOTHING) -> Fitted:
+    """A state dict as it is loaded: checked, and with the groups as they will be.
+
+    Parameters are matched by their names if both sides have them, and otherwise by their numbers.  A frozen parameter
+    may be missing, as stock DCP leaves it out when it sets a state dict; it keeps what it has.
+
+    Args:
+        globs: the parameters that start fresh, by their names.
+
+    Raises:
+        ValueError: lists every parameter whose state does not fit, and why; or the group of another convention; or a
+            glob that matches nothing.
+    """
+    saved = [in_our_names(group) for group in state_dict["param_groups"]]
+    groups, gone = _counterparts(optimizer, saved, globs)
+    state, differences = dict(state_dict["state"]), {}
+    loaded, fresh, discarded = [], [], []
+    for mine, members in zip(optimizer.param_groups, groups, strict=True):
+        for member in members:
+            if member.key not in state and not member.param.requires_grad and member.home is not None:
+                state[member.key] = optimizer.state[member.param]
+            reason = _reason(member, mine, saved, state, optimizer.state[member.param], misfit)
+            if globs.match(member.name):
+                fresh.append(member)
+                discarded += [] if reason else [member.name]
+            elif reason:
+                differences[member.name] = reason
+            else:
+                loaded.append(member)
+    with_state = {name: key for name, key in gone.items() if key in state}
+    dropped = [name for name in with_state if globs.match(name)]
+    differences |= {name: GONE for name in with_state if name not in dropped}
+    names = [[member.name for member in members] for members in groups]
+    home = {member.name: member.home for member in loaded if member.home is not None}
+    origins, apart = origin_groups(names, home, lambda number: _carried_on(saved[number]))
+    differences |= apart
+    everybody = {*chain.from_iterable(names), *gone}
+    if differences:
+        raise ValueError(
+            f"the state does not fit, training would go on wrongly. {differences_listed(differences, everybody, _CURE)}"
+        )
+    if idle := globs.idle(everybody):
+        raise ValueError(f"fresh={idle!r} match no parameter of the optimizer or of the state")
+    for member in (*loaded, *fresh):
+        _refuse_convention(member, saved)
+    for key in (*with_state.values(), *(member.key for member in fresh)):
+        state.pop(key, None)
+    keys = {member.param: _key(member) for member in chain.from_iterable(groups)}
+    state |= {keys[member.param]: _zeros(optimizer.state[member.param]) for member in fresh}
+    hyper = [
+        _merged(number, mine, {} if origin is None else saved[origin]) | {"params": [keys[p] for p in mine["params"]]}
+        for number, (mine, origin) in enumerate(zip(optimizer.param_groups, origins, strict=True))
+    ]
+    report = LoadReport(
+        tuple(member.name for member in loaded),
+        tuple(member.name for member in fresh),
+        tuple(discarded),
+        tuple(dropped),
+    )
+    return Fitted(state, hyper, report)
+
+
+_CURE = (
+    "load_state_dict(..., {0}), or muonckpt.load(..., {0}) from a checkpoint; parameters have names if the optimizer "
+    "was made of named_parameters()"
+)
+
+
+def _counterparts(
+    optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], globs: Globs
+) -> tuple[list[list[Counterpart]], dict[str, Any]]:
+    """The parameters of each group, and the keys of those that only the state dict has, by name."""
+    groups = optimizer.param_groups
+    mine, theirs = _names(groups), _names(saved)
+    if mine is not None and theirs is not None:
+        keys = [group["params"] for group in saved]
+        known = {name: (key, number) for number, pairs in enumerate(map(zip, theirs, keys)) for name, key in pairs}
+        members = [
+            [Counterpart(name, param, *known.get(name, ())) for name, param in zip(names, group["params"], strict=True)]
+            for names, group in zip(mine, groups, strict=True)
+        ]
+        own = set(chain.from_iterable(mine))
+        return members, {name: key for name, (key, _) in known.items() if name not in own}
+    sizes = [[len(group["params"]) for group in side] for side in (groups, saved)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the state has groups of {sizes[1]} parameters, this optimizer of {sizes[0]}, and parameters without "
+            "names are matched by their numbers: build the groups of the saved run, or make both optimizers of "
+            "named_parameters(), or resume from a checkpoint of muonckpt.save, which has names"
+        )
+    return [
+        [
+            Counterpart(_label(group, number, index, key, globs), param, key, number)
+            for index, (param, key) in enumerate(zip(group["params"], other["params"], strict=True))
+        ]
+        for number, (group, other) in enumerate(zip(groups, saved, strict=True))
+    ], {}
+
+
+def _names(groups: Sequence[Mapping[str, Any]]) -> list[list[str]] | None:
+    """The names of each group's parameters, if all have names of their own and numbers besides.
+
+    What torch's `set_optimizer_state_dict` loads has names in the place of numbers, and the optimizer's own groups.
+    """
+    names = [group.get("param_names") for group in groups]
+    if any(isinstance(key, str) for group in groups for key in group["params"]) or None in names:
+        return None
+    return [list(group or ()) for group in names]
+
+
+def _label(group: Mapping[str, Any], number: int, index: int, key: Any, globs: Globs) -> str:
+    if isinstance(key, str):
+        return key
+    if "param_names" in group:
+        return str(group["param_names"][index])
+    if globs.patterns:
+        raise ValueError(
+            f"fresh={list(globs.patterns)!r}: the parameters of this optimizer have no names; make it of "
+            "named_parameters(), or use muonckpt.load(..., fresh=...)"
+        )
+    return f"group {number} parameter {index} {tuple(group['params'][index].shape)}"
+
+
+def _reason(
+    member: Counterpart,
+    mine: Mapping[str, Any],
+    saved: Sequence[Mapping[str, Any]],
+    state: Mapping[Any, Any],
+    slots: Mapping[str, Tensor],
+    misfit: Misfit,
+) -> str | None:
+    """Why a parameter's state cannot be loaded, if it cannot."""
+    if member.home is None:
+        return NEW
+    theirs = saved[member.home]
+    for option in SAID:
+        if option in mine and option in theirs and as_tuples(mine[option]) != as_tuples(theirs[option]):
+            return said_otherwise(option, as_tuples(theirs[option]), as_tuples(mine[option]))
+    return misfit(slots, state.get(member.key, {}))
+
+
+def _refuse_convention(member: Counterpart, saved: Sequence[Mapping[str, Any]]) -> None:
+    convention = MUON_CONVENTION if member.home is None else saved[member.home].get("convention", MUON_CONVENTION)
+    if convention != MUON_CONVENTION:
+        raise ValueError(
+            f"the state of group {member.home} was saved with momentum convention {convention!r}, this optimizer "
+            f"keeps {MUON_CONVENTION.value!r}; convert it first: m_ema = (1 - momentum) * m_sum"
+        )
+
+
+def _key(member: Counterpart) -> Any:
+    return ("fresh", member.name) if member.home is None else member.key
+
+
+def _zeros(slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """State of a parameter that has not been stepped, laid out as what it has."""
+    return {slot: torch.zeros_like(tensor) for slot, tensor in slots.items()}
+
+
+def _carried_on(saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: as_tuples(as_numbers(saved[key])) for key in RESTORED if key in saved}
+
+
+def _merged(number: int, mine: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A group as it is after loading: the code's, with what a run carries on."""
+    code = {key: value for key, value in mine.items() if key not in (*RESTORED, *SAID, "params", "param_names")}
+    differing = sorted(key for key in code.keys() & saved.keys() if as_tuples(saved[key]) != as_tuples(code[key]))
+    if differing:
+        shown = ", ".join(f"{key}={code[key]!r} (saved {saved[key]!r})" for key in differing)
+        warnings.warn(f"group {number} keeps the code's {shown}", stacklevel=4)
+    brought = {key: _like(mine.get(key), saved[key]) for key in RESTORED if key in saved}
+    return {**mine, **brought}
+
+
+def _like(mine: Any, saved: Any) -> Any:
+    """What `as_numbers` has saved, in tensors where this optimizer keeps it in tensors."""
+    if isinstance(mine, tuple | list):
+        return type(mine)(_like(*both) for both in zip(mine, saved, strict=True))
+    return mine.clone().fill_(float(saved)) if isinstance(mine, Tensor) else saved
+
+
+def load_fitting(
+    optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any], globs: Globs
+) -> LoadReport:
+    """Load a state dict with ``load``, torch's own way, if it fits; every slot keeps the dtype that it has.
+
+    Raises:
+        ValueError: as `fitting`; nothing has been changed then.
+    """
+    fits: list[Fitted] = []
+
+    def check(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        fits.append(fitting(optimizer, given, fault, globs))
+        return {"state": fits[0].state, "param_groups": fits[0].groups}
+
+    dtypes = {param: {slot: mine.dtype for slot, mine in slots.items()} for param, slots in optimizer.state.items()}
+
+    def restore(_: Optimizer) -> None:
+        """torch casts state to the parameter's dtype, and leaves counts of steps on the device they come from."""
+        keys = [key for group in fits[0].groups for key in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for param, key in zip(params, keys, strict=True):
+            for slot, dtype in dtypes[param].items():
+                held, device = optimizer.state[param][slot], counted_on(param) if slot == STEP else param.device
+                if (held.dtype, held.device) != (dtype, device):
+                    optimizer.state[param][slot] = fits[0].state[key][slot].to(device, dtype, copy=True)
+
+    # After the hooks of users, which may mend a state, and before those that look at what was loaded.
+    hooks = (
+        optimizer.register_load_state_dict_pre_hook(check),
+        optimizer.register_load_state_dict_post_hook(restore, prepend=True),
+    )
+    try:
+        load(state_dict)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return fits[0].report
+
+
+class FreshStart:
+    """A hook for ``register_load_state_dict_pre_hook``: some parameters start fresh whenever a state dict is loaded.
+
+    For trainers, which load state dicts themselves; otherwise `muonckpt.load` and `Muon.load_state_dict` take
+    ``fresh``.  What it does is told by a warning.
+
+    Args:
+        fresh: globs of parameters' names, as for `Muon.load_state_dict`.
+
+    Raises:
+        TypeError: ``fresh`` is no list of strings.
+    """
+
+    def __init__(self, fresh: Sequence[str]) -> None:
+        self.globs = Globs.of(fresh)
+
+    def __call__(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        fitted = fitting(optimizer, state_dict, fault, self.globs)
+        warnings.warn(f"resuming with fresh={list(self.globs.patterns)!r}:\n{fitted.report}", stacklevel=2)
+        return {"state": fitted.state, "param_groups": fitted.groups}

@@ -1,0 +1,217 @@
+"""muonckpt.load with fresh=[GLOB, ...]: exactly what is named starts anew, everything else is loaded or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.failing import raised
+from support.leaves import leaves
+from support.regrouped import (
+    CHANGES,
+    FRESH,
+    LOADED,
+    RATES,
+    Net,
+    build,
+    set_by_hand,
+    state_of,
+    steps,
+    weights_of,
+)
+from support.workers import run
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+import muonckpt
+from muonckpt.errors import SourceError
+from muonckpt.optimizer import Muon
+
+FORMS = {form: StateDictOptions(flatten_optimizer_state_dict=form == "flat") for form in ("nested", "flat")}
+
+Truth = tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]
+"""Weights and state of the run that was saved, whole, by name."""
+
+
+def template(net: Net, opt: Muon, form: str = "nested") -> dict[str, Any]:
+    weights, state = get_state_dict(net, opt, options=FORMS[form])
+    return {"model": weights, "optimizer": state}
+
+
+def save(rank: int, world: int, folder: str) -> Truth:
+    net, opt = build(changed=False)
+    steps(net, opt, 0, 3)
+    for form in FORMS:
+        muonckpt.save(template(net, opt, form), f"{folder}/{form}")
+    return weights_of(net), state_of(net, opt)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[Path, Truth]:
+    folder = tmp_path_factory.mktemp("regrouped")
+    return folder, run(2, save, str(folder))[0]
+
+
+def resume(rank: int, world: int, path: str, form: str, truth: Truth) -> str:
+    """Resume in an optimizer that has been stepped; everything that is not as it must be fails here."""
+    weights, state = truth
+    net, opt = build(changed=True)
+    steps(net, opt, 7, 8)
+    present = weights_of(net)
+    loaded = template(net, opt, form)
+    report = muonckpt.load(loaded, path, fresh=FRESH)
+    set_state_dict(
+        net,
+        opt,
+        model_state_dict=loaded["model"],
+        optim_state_dict=loaded["optimizer"],
+        options=FORMS[form],
+    )
+    twin_net, twin = build(changed=True)
+    kept = {name: value for name, value in present.items() if name not in weights}
+    assert set(kept) == {"norm.weight", "norm.bias"}
+    set_by_hand(twin_net, twin, {**weights, **kept}, {name: state[name] for name in LOADED})
+    for one_steps in (0, 2):
+        steps(net, opt, 3, 3 + one_steps)
+        steps(twin_net, twin, 3, 3 + one_steps)
+        assert leaves(weights_of(net)) == leaves(weights_of(twin_net))
+        assert leaves(state_of(net, opt)) == leaves(state_of(twin_net, twin))
+        assert [group["lr"] for group in opt.param_groups] == RATES
+    return str(report)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_named_starts_fresh_and_the_rest_goes_on_bit_for_bit(saved, form, ranks):
+    """As a model and optimizer set by hand from what was saved, on the same and on another number of ranks."""
+    folder, truth = saved
+    reports = run(ranks, resume, str(folder / form), form, truth)
+    assert set(reports) == {
+        "state loaded: 3\n"
+        "state starts fresh: 4 (head.weight, norm.bias, norm.weight, qkv.1.weight)\n"
+        "dropped, only in the checkpoint: 2 (model.old.weight, old.weight)\n"
+        "weights kept, not in the checkpoint: 2 (model.norm.bias, model.norm.weight)"
+    }
+
+
+# --- refusals: everything that differs, by name, on all ranks, and nothing is touched -------------------------------
+
+
+def refusal(state_dict: dict[str, Any], path: Path, **arguments: Any) -> str:
+    before = leaves(state_dict)
+    with pytest.raises(SourceError) as refused:
+        muonckpt.load(state_dict, path, **arguments)
+    assert leaves(state_dict) == before
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_without_fresh_everything_that_differs_is_listed_with_the_cure(saved, form):
+    message = refusal(template(*build(changed=True), form), saved[0] / form)
+    assert "missing key 'model.norm.bias'; missing key 'model.norm.weight'; extra key 'model.old.weight'" in message
+    assert "5 parameters differ" in message and all(reason in message for reason in CHANGES.values())
+    names = "['head.weight', 'qkv.1.weight', 'norm.weight', 'norm.bias', 'old.weight']"
+    assert set(eval(message.partition("fresh=")[2].partition(")")[0])) == set(eval(names))
+
+
+@pytest.mark.parametrize("glob", CHANGES)
+def test_what_is_not_named_is_refused(saved, glob):
+    others = [other for other in FRESH if other != glob]
+    message = refusal(template(*build(changed=True)), saved[0] / "nested", fresh=others)
+    assert CHANGES[glob] in message
+    assert not any(CHANGES[other] in message for other in others)
+
+
+def different(rank: int, world: int, path: str, by_rank: bool) -> str:
+    fresh = [*FRESH, "head.bias"] if by_rank and rank else FRESH if by_rank else []
+    return raised(lambda: muonckpt.load(template(*build(changed=True)), path, fresh=fresh))
+
+
+@pytest.mark.parametrize("by_rank", [True, False])
+def test_all_ranks_raise_one_error(saved, by_rank):
+    first, second = run(2, different, str(saved[0] / "nested"), by_rank)
+    assert first == second
+    assert ("ranks were given different fresh=" if by_rank else "5 parameters differ") in first
+
+
+def test_a_glob_that_matches_nothing_and_a_string_are_errors(saved):
+    message = refusal(template(*build(changed=True)), saved[0] / "nested", fresh=[*FRESH, "lm_head.*"])
+    assert "fresh='lm_head.*' matches no parameter" in message
+    with pytest.raises(TypeError, match=r"fresh='\*': expected a list of globs, such as fresh=\['\*'\]"):
+        muonckpt.load({}, saved[0] / "nested", fresh="*")
+
+
+def test_a_weight_of_another_shape_is_not_passed_over(saved):
+    state = template(*build(changed=True))
+    state["model"]["head.weight"] = torch.zeros(6, 8)
+    message = refusal(state, saved[0] / "nested", fresh=FRESH)
+    assert "'model.head.weight' has shape (5, 8), expected (6, 8)" in message
+
+
+def test_state_that_would_have_fitted_is_told(saved):
+    """So a glob that was forgotten in the script is seen at the next resume."""
+    report = muonckpt.load(template(*build(changed=True)), saved[0] / "nested", fresh=[*FRESH, "qkv.2.*"])
+    assert report.discarded == ("qkv.2.weight",) and "qkv.2.weight" in report.fresh
+    everything = muonckpt.load(template(*build(changed=True)), saved[0] / "nested", fresh=["*"])
+    assert everything.loaded == () and everything.kept == ("model.norm.bias", "model.norm.weight")
+
+
+# --- parameter groups -----------------------------------------------------------------------------------------------
+
+
+def grouped(*rates_and_numbers: tuple[float, tuple[int, ...]]) -> tuple[nn.Module, Muon]:
+    net = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
+    return net, Muon([{"params": [net[i].weight for i in numbers], "lr": rate} for rate, numbers in rates_and_numbers])
+
+
+def two_groups(form: str, path: Path, *rates: float) -> Path:
+    """Saved: parameters 0 and 1 in a group, 2 in another."""
+    first, second = rates
+    net, opt = grouped((first, (0, 1)), (second, (2,)))
+    muonckpt.save(template(net, opt, form), path)
+    return path
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_group_that_was_split_takes_the_options_it_had(form, tmp_path):
+    path = two_groups(form, tmp_path / "c", 0.25, 0.5)
+    net, opt = grouped((1.0, (2,)), (2.0, (1,)), (3.0, (0,)))
+    state = template(net, opt, form)
+    muonckpt.load(state, path)
+    set_state_dict(net, opt, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=FORMS[form])
+    assert [group["lr"] for group in opt.param_groups] == [0.5, 0.25, 0.25]
+
+
+def test_groups_of_different_options_are_not_joined_silently(tmp_path):
+    path = two_groups("nested", tmp_path / "c", 0.25, 0.5)
+    message = refusal(template(*grouped((1.0, (0, 1, 2)))), path)
+    assert "from a group with other options than the rest of theirs (lr=0.25, theirs 0.5): 2.weight" in message
+    state = template(*grouped((1.0, (0, 1, 2))))
+    assert muonckpt.load(state, path, fresh=["2.*"]).loaded == ("0.weight", "1.weight")
+    assert state["optimizer"]["param_groups"][0]["lr"] == 0.25
+
+
+def test_a_flattened_state_dict_that_does_not_tell_a_fresh_ones_group_is_refused(tmp_path):
+    path = two_groups("flat", tmp_path / "c", 0.25, 0.5)
+    message = refusal(template(*grouped((1.0, (0, 1, 2))), "flat"), path, fresh=["1.*"])
+    assert "the group of '1.weight' is not known" in message
+
+
+# --- what fresh cannot name -----------------------------------------------------------------------------------------
+
+
+def test_parameters_that_have_numbers_cannot_be_named(tmp_path):
+    _, opt = grouped((1.0, (0, 1, 2)))
+    muonckpt.save({"optimizer": opt.state_dict()}, tmp_path / "c")
+    message = refusal({"optimizer": opt.state_dict()}, tmp_path / "c", fresh=["*"])
+    assert "the parameters of 'optimizer' have numbers" in message and "get_optimizer_state_dict" in message
+
+
+def test_only_state_that_begins_as_zeros_starts_fresh(tmp_path):
+    net = nn.Linear(3, 3)
+    opt = torch.optim.Rprop(net.parameters())  # its step sizes begin at a rate
+    muonckpt.save(template(net, opt), tmp_path / "c")
+    message = refusal(template(net, opt), tmp_path / "c", fresh=["bias"])
+    assert "'optimizer.state.bias.prev' cannot start fresh" in message
