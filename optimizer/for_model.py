@@ -24,6 +24,7 @@ class ForModel:
         rules: Sequence[Rule] | Sequence[Sequence[Rule]],
         adamw_lr: float | Tensor | None = None,
         kinds: Mapping[str, Mapping[str, Any]] | None = None,
+        named: bool = False,
         **options: Any,
     ) -> Self:
         """The optimizer of a whole model: matrices by Muon, the rest by AdamW, sorted by rules.
@@ -44,6 +45,9 @@ class ForModel:
                 ``[[Rule("head", "out.weight")], MODULE_TYPES]``.
             adamw_lr: of everything else.  None: ``lr``, which is refused unless ``adjust_lr_fn="match_rms_adamw"``.
             kinds: options by kind, as `Decisions.groups` takes them: ``{"vector": {"weight_decay": 0.0}}``.
+            named: whether the optimizer has its parameters' names, by which `Muon.load_state_dict` then matches them,
+                also across changed groups.  Not for torch's flattened state dicts, which would repeat the names of a
+                whole group for each of its parameters; these have names without it.
             options: of the optimizer itself.
 
         Raises:
@@ -53,5 +57,9 @@ class ForModel:
         layers: Any = [rules] if all(isinstance(rule, Rule) for rule in rules) else rules
         rate = {} if adamw_lr is None else {"lr": adamw_lr}
         replicas = {"replicas": model.process_group} if isinstance(model, DistributedDataParallel) else {}
-        groups = sort_parameters(model, *layers).groups(adamw=rate, kinds=kinds or {})
+        decisions = sort_parameters(model, *layers)
+        groups = decisions.groups(adamw=rate, kinds=kinds or {})
+        if named:
+            names = {decision.parameter: decision.names[0] for decision in decisions}
+            groups = [{**group, "params": [(names[param], param) for param in group["params"]]} for group in groups]
         return cls(groups, lr=lr, **{**replicas, **options})  # type: ignore[call-arg]

@@ -23,7 +23,7 @@ from ..resumption import (
     origin_groups,
     said_otherwise,
 )
-from ..vocabulary import MUON_CONVENTION, STEP
+from ..vocabulary import BEGIN_AS_ZEROS, MUON_CONVENTION, STEP
 from .options import in_our_names
 from .scalar import counted_on
 from .state import as_numbers, fault
@@ -110,7 +110,7 @@ def fitting(optimizer: Optimizer, state_dict: Mapping[str, Any], misfit: Misfit,
     for key in (*with_state.values(), *(member.key for member in fresh)):
         state.pop(key, None)
     keys = {member.param: _key(member) for member in chain.from_iterable(groups)}
-    state |= {keys[member.param]: _zeros(optimizer.state[member.param]) for member in fresh}
+    state |= {keys[member.param]: _zeros(member.name, optimizer.state[member.param]) for member in fresh}
     hyper = [
         _merged(number, mine, {} if origin is None else saved[origin]) | {"params": [keys[p] for p in mine["params"]]}
         for number, (mine, origin) in enumerate(zip(optimizer.param_groups, origins, strict=True))
@@ -125,8 +125,8 @@ def fitting(optimizer: Optimizer, state_dict: Mapping[str, Any], misfit: Misfit,
 
 
 _CURE = (
-    "load_state_dict(..., {0}), or muonckpt.load(..., {0}) from a checkpoint; parameters have names if the optimizer "
-    "was made of named_parameters()"
+    "muonckpt.load(..., {0}) from a checkpoint, or Muon.load_state_dict(..., {0}) if both optimizers were made of "
+    "named parameters"
 )
 
 
@@ -216,8 +216,10 @@ def _key(member: Counterpart) -> Any:
     return ("fresh", member.name) if member.home is None else member.key
 
 
-def _zeros(slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _zeros(name: str, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """State of a parameter that has not been stepped, laid out as what it has."""
+    if unknown := sorted(slots.keys() - BEGIN_AS_ZEROS):
+        raise ValueError(f"{name!r} cannot start fresh: its {unknown} do not begin as zeros; load them")
     return {slot: torch.zeros_like(tensor) for slot, tensor in slots.items()}
 
 

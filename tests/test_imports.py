@@ -52,7 +52,7 @@ RULES = {
     "optimizer/layer_wise": "errors box vocabulary layouts layouts/buffers optimizer optimizer/step",
     "optimizer": "errors box layout layouts plan resumption vocabulary optimizer/groups optimizer/layer_wise "
     "optimizer/newton_schulz optimizer/planning optimizer/step",
-    "compat": "vocabulary layouts optimizer",
+    "compat": "vocabulary layouts resumption optimizer",
     "integrations": "errors store checkpoint optimizer optimizer/groups",
     "converters/engine": "errors box layout plan fingerprint record store store/io store/reading store/formats "
     "converters/target converters/translate",

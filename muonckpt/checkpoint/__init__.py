@@ -1,7 +1,8 @@
 """Saving and loading live state: the torch half of a checkpoint.
 
 ``save_load`` has the two calls; ``dcp_writer`` and ``dcp_reader`` are the planners and storage classes that DCP runs
-for them; ``annotation`` records what a state dict says and DCP's metadata does not.  Open ``save_load`` first.
+for them; ``matching`` decides what of a checkpoint goes where in a template; ``annotation`` records what a state dict
+says and DCP's metadata does not.  Open ``save_load`` first.
 """
 
 from .save_load import load, save

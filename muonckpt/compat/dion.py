@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import optimizer
 from ..layouts.tensors import local_of
+from ..resumption import LoadReport
 from ..vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM, MUON_CONVENTION, STEP, ParamGroup
 
 DION_SCALES: Mapping[str | None, str] = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: "none"}
@@ -139,7 +140,7 @@ class Muon(optimizer.Muon):
                 group.update(_ours(written, group["params"], group.get("betas", self._betas)))
         return super().step(closure)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], fresh: Iterable[str] = ()) -> LoadReport:
         """Load a state of this optimizer, or one of dion's own, whose momentum becomes an average.
 
         A checkpoint in files is translated by ``muonckpt convert OLD NEW --to muonckpt``.
@@ -149,7 +150,7 @@ class Muon(optimizer.Muon):
         """
         if any("mu" in group for group in state_dict["param_groups"]):
             state_dict = self._converted(state_dict)
-        super().load_state_dict(state_dict)
+        return super().load_state_dict(state_dict, fresh)
 
     def _converted(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict of dion in our names and convention; the tensors given are left as they are."""

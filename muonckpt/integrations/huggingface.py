@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..optimizer import Muon
+from ..optimizer import FreshStart, Muon
 from ..optimizer.groups import DEEPSEEK, LLAMA, MIXTRAL, QWEN, Rule
 from .saved import check_saved
 
@@ -32,6 +32,7 @@ def muon(
     lr: float | Tensor,
     adamw_lr: float | Tensor | None = None,
     rules: Sequence[Rule] | Sequence[Sequence[Rule]] | None = None,
+    fresh: Sequence[str] = (),
     **options: Any,
 ) -> tuple[type[Factory], dict[str, Any]]:
     """What ``Trainer(..., optimizer_cls_and_kwargs=muon(...))`` takes.
@@ -43,16 +44,24 @@ def muon(
         lr, adamw_lr: as for `Muon.for_model`: the rates of matrices and of everything else; ``adamw_lr`` may be missing
             with ``adjust_lr_fn="match_rms_adamw"``.
         rules: as for `Muon.for_model`.  None: those of the model's family (`RULES`).
+        fresh: globs of names of parameters whose state starts fresh when the Trainer resumes, as for
+            `Muon.load_state_dict`; a warning tells what became of which.  Not under FSDP2, where the Trainer loads
+            through stock DCP: use `muonckpt.load`.
         options: of `Muon.for_model` and of the optimizer.  ``replicas`` is set by itself.
     """
-    return Factory, {"lr": lr, "adamw_lr": adamw_lr, "rules": rules, **options}
+    return Factory, {"lr": lr, "adamw_lr": adamw_lr, "rules": rules, "fresh": fresh, **options}
 
 
 class Factory:
     """Makes the optimizer when the Trainer has its model; what is no subclass of Optimizer is called with the model."""
 
     def __call__(
-        self, model: nn.Module, *, rules: Sequence[Rule] | Sequence[Sequence[Rule]] | None, **options: Any
+        self,
+        model: nn.Module,
+        *,
+        rules: Sequence[Rule] | Sequence[Sequence[Rule]] | None,
+        fresh: Sequence[str],
+        **options: Any,
     ) -> Muon:
         """The optimizer of this model.
 
@@ -71,7 +80,10 @@ class Factory:
                     "explains"
                 )
             rules = RULES[model_type]
-        return Muon.for_model(model, rules=rules, **{"replicas": dist.group.WORLD, **options})
+        optimizer = Muon.for_model(model, rules=rules, **{"replicas": dist.group.WORLD, "named": True, **options})
+        if fresh:
+            optimizer.register_load_state_dict_pre_hook(FreshStart(fresh))
+        return optimizer
 
 
 class VerifySaved(TrainerCallback):  # type: ignore[misc]

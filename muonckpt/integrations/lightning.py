@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,17 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
 
     A checkpoint is a directory with the keys ``state_dict.*``, ``optimizer_0.*`` and ``trainer``.  It appears whole or
     not at all, has a digest of every chunk, and loads on any number of ranks.  Checkpoints that stock
-    ModelParallelStrategy has saved are loaded too.  Arguments are those of ModelParallelStrategy.
+    ModelParallelStrategy has saved are loaded too.
+
+    Args:
+        fresh: globs of names of parameters whose state starts fresh when the Trainer resumes, as for `muonckpt.load`; a
+            warning tells what became of which.
+        arguments: of ModelParallelStrategy.
     """
+
+    def __init__(self, *arguments: Any, fresh: Sequence[str] = (), **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._fresh = fresh
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save what the Trainer has collected.  Collective.
@@ -66,7 +77,9 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             state[f"optimizer_{number}"] = get_optimizer_state_dict(self.model, optimizer)
         if not stock:
             state[TRAINER] = b""
-        load(state, path, allow_extra=not self.optimizers)
+        report = load(state, path, allow_extra=not self.optimizers, fresh=self._fresh if self.optimizers else ())
+        if self._fresh and self.is_global_zero:
+            warnings.warn(f"resuming with fresh={list(self._fresh)!r}:\n{report}", stacklevel=2)
         set_model_state_dict(self.model, state["state_dict"])
         for number, optimizer in enumerate(self.optimizers):
             set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{number}"])

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.accelerated import accelerated
+from support.failing import raised
 from support.pages import distance, script, uninterrupted_runs, whole
 from support.workers import run
 from torch.distributed.tensor import DTensor
 
 from muonckpt.errors import SourceError
 from muonckpt.integrations.saved import check_saved
-from muonckpt.optimizer.groups import sort_parameters
+from muonckpt.optimizer.groups import LLAMA, Rule, sort_parameters
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra 'integrations')")
 
@@ -71,6 +73,32 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(uninterrupted, kind, sav
     result = run(resumed, train, kind, str(tmp_path), str(folder / "checkpoint-3"))[0]
     gap = distance(result, uninterrupted[kind, resumed][1])
     assert gap == 0 if saved == resumed else gap < 2e-6
+
+
+def regrouped(rank: int, world: int, folder: str, resume: str, fresh: list[str]) -> tuple[str, dict[str, float], str]:
+    """The script, resumed with some matrices moved to AdamW: its error, the counts of steps, and its warnings."""
+    names = script("huggingface.md")
+    moved = [[Rule("embedding", "*.down_proj.weight")], LLAMA]
+    names["muon"] = lambda **options: muon(rules=moved, fresh=fresh, **options)
+    with accelerated(rank, world, fsdp=False), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = names["build"](folder, BATCH // world, disable_tqdm=True)
+        told = raised(lambda: trainer.train(resume_from_checkpoint=resume))
+        state = {name: trainer.optimizer.state[parameter] for name, parameter in trainer.model.named_parameters()}
+        counts = {name: slots["step"].item() for name, slots in state.items() if "step" in slots}
+        return told, counts, "\n".join(str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameters_that_moved_to_adamw_start_fresh_by_name(uninterrupted, ranks, tmp_path):
+    saved = str(uninterrupted["plain", 2][0] / "checkpoint-3")
+    told, counts, warned = run(ranks, regrouped, str(tmp_path / "a"), saved, ["*.down_proj.*"])[0]
+    assert told == "no error"
+    assert {count for name, count in counts.items() if "down_proj" in name} == {3}
+    assert {count for name, count in counts.items() if "down_proj" not in name} == {6}
+    assert "state starts fresh: 2 (model.layers.*.mlp.down_proj.weight)" in warned
+    told, _, _ = run(ranks, regrouped, str(tmp_path / "b"), saved, [])[0]
+    assert "2 parameters differ: moved from 'muon' to 'adamw': model.layers.*.mlp.down_proj.weight" in told
 
 
 def test_without_its_optimizer_a_resumed_run_is_another_one(uninterrupted, tmp_path):

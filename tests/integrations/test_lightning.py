@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from support.workers import run
 from torch.distributed.tensor import DTensor
 
 import muonckpt
+from muonckpt.optimizer.groups import Rule
 
 pytest.importorskip("lightning", reason="lightning is not installed (extra 'integrations')")
 
@@ -128,6 +131,29 @@ def evaluate(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
 def test_weights_are_loaded_without_an_optimizer(uninterrupted):
     folder, result = uninterrupted["fsdp2", 2]
     assert distance(run(1, evaluate, str(folder / "epoch=1.ckpt"))[0], result) == 0
+
+
+def regrouped(rank: int, world: int, folder: str, resume: str, fresh: list[str]) -> tuple[str, str]:
+    """The script, resumed with a matrix moved to AdamW: its error, and its warnings."""
+    names = script("lightning.md")
+    with as_launched(rank, world), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        names["Rule"] = lambda kind, name: Rule(kind, (name, "1.up.weight"))
+        names["MuonckptStrategy"] = partial(names["MuonckptStrategy"], fresh=fresh)
+        told = raised(names["train"], folder, world, "fsdp2", resume)
+        return told, "\n".join(str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_matrix_that_moved_to_adamw_starts_fresh_by_name(uninterrupted, ranks, tmp_path):
+    saved = str(uninterrupted["fsdp2", 2][0] / "epoch=0.ckpt")
+    told, warned = run(ranks, regrouped, str(tmp_path / "a"), saved, ["net.1.up.w*"])[0]
+    assert told == "no error"
+    assert "state loaded: 13\nstate starts fresh: 1 (net.1.up.weight)" in warned
+    state = muonckpt.open(tmp_path / "a" / "epoch=1.ckpt").tensors
+    assert "optimizer_0.state.net.1.up.weight.exp_avg_sq" in state
+    told, _ = run(ranks, regrouped, str(tmp_path / "b"), saved, [])[0]
+    assert "1 parameter differs: moved from 'muon' to 'adamw': net.1.up.weight" in told
 
 
 def overwrite(rank: int, world: int, folder: str) -> str:
