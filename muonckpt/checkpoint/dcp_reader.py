@@ -246,6 +246,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
             tuple(named_optimizers(state_dict)),
             tuple(numbered_optimizers(state_dict)),
             {key: convention for key, convention in conventions.items() if convention},
+            self._allow_extra,
         )
 
     def create_local_plan(self) -> LoadPlan:

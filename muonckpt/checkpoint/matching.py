@@ -35,6 +35,7 @@ class LoadTemplate:
         paths: of the keys.
         numbered: keys of optimizers whose parameters have numbers; these go by key.
         conventions: of momentum, by key, where the state dict declares them.
+        partial: whether the checkpoint may hold more than it asks for.
     """
 
     values: Mapping[str, Any]
@@ -42,6 +43,7 @@ class LoadTemplate:
     optimizers: tuple[NamedOptimizer, ...]
     numbered: tuple[str, ...]
     conventions: Mapping[str, Convention]
+    partial: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +244,8 @@ def _state(optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored, gl
     zeros: list[str] = []
     faults, differences, loaded, fresh, discarded = [], {}, [], [], []
     for name in dict.fromkeys((*options.mine, *mine)):
+        if name not in mine and name in theirs:  # as if only the checkpoint had it
+            continue
         keys, reason = mine.get(name, _NONE), _reason(name, template, stored, mine, theirs, options)
         if globs.match(name):
             fresh.append(name)
@@ -300,7 +304,7 @@ def _reason(
             values = stored.option(then[option]), as_tuples(template.values[now[option]])
             if values[0] != values[1]:
                 return said_otherwise(option, *values)
-    if here.keys() != there.keys():
+    if here.keys() != there.keys() and not (template.partial and here.keys() <= there.keys()):
         return f"with {', '.join(sorted(there))} in the checkpoint, expected {', '.join(sorted(here)) or 'nothing'}"
     for slot, key in here.items():
         for fault in _faults(template, key, stored.entries[there[slot]]):

@@ -79,7 +79,7 @@ class NamedOptimizer:
 def named_optimizers(state_dict: Any, key: str = "") -> Iterator[NamedOptimizer]:
     """The optimizers' state dicts in a nested one, but for those whose parameters have numbers."""
     match state_dict:
-        case {"state": Mapping(), "param_groups": [*groups]} if groups and all(
+        case {"state": Mapping(), "param_groups": list() as groups} if groups and all(
             _params_are(group, str) for group in groups
         ):
             yield NamedOptimizer(key, tuple(tuple(group[PARAMS]) for group in groups))
@@ -88,15 +88,15 @@ def named_optimizers(state_dict: Any, key: str = "") -> Iterator[NamedOptimizer]
         case Mapping():
             for part, value in state_dict.items():
                 yield from named_optimizers(value, _under(key, str(part)))
-        case [*values]:
-            for index, value in enumerate(values):
+        case list():  # DCP stores a tuple as one item
+            for index, value in enumerate(state_dict):
                 yield from named_optimizers(value, _under(key, str(index)))
 
 
 def numbered_optimizers(state_dict: Any, key: str = "") -> Iterator[str]:
     """The keys of optimizers' state dicts whose parameters have numbers, as ``optimizer.state_dict()`` has them."""
     match state_dict:
-        case {"state": Mapping(), "param_groups": [*groups]} if groups and all(
+        case {"state": Mapping(), "param_groups": list() as groups} if groups and all(
             _params_are(group, int) for group in groups
         ):
             yield key

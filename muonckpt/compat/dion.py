@@ -140,7 +140,7 @@ class Muon(optimizer.Muon):
                 group.update(_ours(written, group["params"], group.get("betas", self._betas)))
         return super().step(closure)
 
-    def load_state_dict(self, state_dict: dict[str, Any], fresh: Iterable[str] = ()) -> LoadReport:
+    def load_state_dict(self, state_dict: dict[str, Any], fresh: Iterable[str] = ()) -> LoadReport:  # type: ignore[override]
         """Load a state of this optimizer, or one of dion's own, whose momentum becomes an average.
 
         A checkpoint in files is translated by ``muonckpt convert OLD NEW --to muonckpt``.

@@ -199,6 +199,15 @@ def test_a_flattened_state_dict_that_does_not_tell_a_fresh_ones_group_is_refused
     assert "the group of '1.weight' is not known" in message
 
 
+def test_what_the_template_does_not_ask_for_is_passed_over_only_if_that_is_allowed(tmp_path):
+    path = two_groups("nested", tmp_path / "c", 0.25, 0.5)
+    state = template(*grouped((1.0, (0, 1)), (2.0, (2,))))
+    del state["optimizer"]["state"]["1.weight"]
+    assert "1 parameter differs: only in the checkpoint: 1.weight" in refusal(state, path)
+    assert muonckpt.load(state, path, fresh=["1.*"]).dropped == ("1.weight",)
+    assert muonckpt.load(state, path, allow_extra=True).loaded == ("0.weight", "2.weight")
+
+
 # --- what fresh cannot name -----------------------------------------------------------------------------------------
 
 
