@@ -109,7 +109,7 @@ def test_loading_an_incomplete_state_is_an_error_not_a_restart_from_zero():
     opt = Muon([nn.Parameter(torch.randn(4, 3))])
     state = opt.state_dict()
     state["state"] = {}
-    with pytest.raises(ValueError, match=r"group 0 parameter 0 \(4, 3\): lacks \['momentum_buffer'\]"):
+    with pytest.raises(ValueError, match=r"lacks \['momentum_buffer'\]: group 0 parameter 0 \(4, 3\)"):
         opt.load_state_dict(state)
 
 
