@@ -262,19 +262,16 @@ class Muon(ForModel, CollectiveOptimizer):
         What says how to compute (``ns``, ``adjust_lr``, …) stays as the code has it; a difference is warned of.
 
         Args:
-            state_dict: its parameters are matched by names if both optimizers were made of named ones, otherwise by
-                number.  Those with ``requires_grad=False`` may be missing, as stock DCP leaves them out; they keep what
-                they have.
-            fresh: globs of parameters' names.  Their state becomes zeros, also the number of their steps; what only
-                ``state_dict`` has of them is dropped.  Everything else must fit.
+            state_dict: its parameters are matched by name if both optimizers have names, else by number.  Those with
+                ``requires_grad=False`` may be missing, as stock DCP leaves them out; they keep what they have.
+            fresh: globs of names of parameters whose state becomes zeros, or is dropped if only ``state_dict`` has it.
 
         Raises:
             ValueError: lists every parameter that is new, gone, of another algorithm or other pieces, or whose state is
-                incomplete or laid out otherwise; or a glob matches nothing, or the momentum convention is not "ema".
+                incomplete or laid out otherwise; or names a glob without a match, or a momentum convention not "ema".
         """
-        globs = Globs.of(fresh)
         self._follow_parameters()
-        report = load_fitting(self, super().load_state_dict, state_dict, globs)
+        report = load_fitting(self, super().load_state_dict, state_dict, Globs.of(fresh))
         self._used = True
         self._plan_anew()
         return report
