@@ -47,7 +47,8 @@ from ..store.reading.payloads import as_words, check_chunk, checked_elements, pa
 from ..store.stored_items import check_blob
 from .annotation import Annotation, annotations_of
 from .bits import bits_of, torch_dtype
-from .matching import LoadTemplate, Matching, RankRequest, judge, match
+from .load_template import LoadTemplate, Matching
+from .matching import RankRequest, judge, match
 from .named_optimizer import Stored, named_optimizers, numbered_optimizers
 from .shared_check import ByteRun, PartlyRead, holds, run_of
 

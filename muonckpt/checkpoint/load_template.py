@@ -1,0 +1,103 @@
+"""What a state dict asks for, and what it, or a part of it, takes from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+
+from ..record import Blob, StateRecord
+from ..vocabulary import Convention, KeyPath
+from .bits import dtype_name
+from .named_optimizer import NamedOptimizer
+
+OwnParameter = tuple[str, str]
+"""The key of an optimizer's state dict, and the name of one of its parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTemplate:
+    """What a state dict asks for.
+
+    Attributes:
+        values: by flat key.
+        paths: of the keys.
+        numbered: keys of optimizers whose parameters have numbers; these go by key.
+        conventions: of momentum, by key, where the state dict declares them.
+        partial: whether the checkpoint may hold more than it asks for.
+    """
+
+    values: Mapping[str, Any]
+    paths: Mapping[str, KeyPath]
+    optimizers: tuple[NamedOptimizer, ...]
+    numbered: tuple[str, ...]
+    conventions: Mapping[str, Convention]
+    partial: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Matching:
+    """What one rank's template, or a part of it, takes from a checkpoint.
+
+    Attributes:
+        sources: keys of the checkpoint, by keys of the template.
+        zeros: keys of the template, of state that starts fresh.
+        loaded, fresh, discarded: as in a `LoadReport`.
+        kept: names of weights that keep their values, by key.
+        parameters: all that optimizers have.
+        differences: why the state of a parameter cannot be loaded, by name.
+        faults: what else does not fit.
+    """
+
+    sources: Mapping[str, str] = field(default_factory=dict)
+    zeros: tuple[str, ...] = ()
+    loaded: frozenset[OwnParameter] = frozenset()
+    fresh: frozenset[OwnParameter] = frozenset()
+    discarded: frozenset[str] = frozenset()
+    kept: Mapping[str, str] = field(default_factory=dict)
+    parameters: frozenset[OwnParameter] = frozenset()
+    differences: Mapping[str, str] = field(default_factory=dict)
+    faults: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return not self.differences and not self.faults
+
+    @property
+    def names(self) -> set[str]:
+        """Those of all parameters, also of those that only the checkpoint has, if that is known."""
+        return {*self.differences, *(name for _, name in self.parameters)}
+
+    @classmethod
+    def joined(cls, parts: Sequence[Matching]) -> Matching:
+        """What several parts of a template, or several ranks, take."""
+        return cls(
+            dict(chain.from_iterable(part.sources.items() for part in parts)),
+            tuple(chain.from_iterable(part.zeros for part in parts)),
+            frozenset().union(*(part.loaded for part in parts)),
+            frozenset().union(*(part.fresh for part in parts)),
+            frozenset().union(*(part.discarded for part in parts)),
+            dict(chain.from_iterable(part.kept.items() for part in parts)),
+            frozenset().union(*(part.parameters for part in parts)),
+            dict(chain.from_iterable(part.differences.items() for part in parts)),
+            tuple(dict.fromkeys(chain.from_iterable(part.faults for part in parts))),
+        )
+
+
+def misfits(template: LoadTemplate, key: str, entry: StateRecord | Blob) -> Iterator[str]:
+    """Why an entry cannot be loaded at a key, in words that follow the key."""
+    value = template.values[key]
+    if isinstance(value, torch.Tensor) != isinstance(entry, StateRecord):
+        stored_as, expected = ("a", "no") if isinstance(entry, StateRecord) else ("no", "a")
+        yield f"is {stored_as} tensor in the checkpoint, and {expected} tensor in the state dict"
+    elif isinstance(entry, StateRecord):
+        if entry.shape != tuple(value.shape):
+            yield f"has shape {entry.shape}, expected {tuple(value.shape)}"
+        if entry.dtype != dtype_name(value.dtype):
+            yield f"is {entry.dtype}, expected {dtype_name(value.dtype)} (nothing is cast silently)"
+        expected_convention = template.conventions.get(key)
+        if entry.convention and expected_convention and entry.convention != expected_convention:
+            yield f"follows momentum convention {entry.convention}, expected {expected_convention}"

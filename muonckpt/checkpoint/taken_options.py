@@ -1,0 +1,130 @@
+"""Which options an optimizer takes from a checkpoint: a parameter's own, or those of the group that it was in."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from ..resumption import NAMES_OF_GROUPS, as_tuples, origin_groups
+from .load_template import LoadTemplate, Matching, misfits
+from .named_optimizer import NamedOptimizer, Stored
+
+_NONE: Mapping[Any, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class OptionKeys:
+    """The keys of an optimizer's options by parameter and option, in the template and in the checkpoint.
+
+    Attributes:
+        home: in the nested form, the number of the group that a parameter has in the checkpoint.
+    """
+
+    mine: Mapping[str, Mapping[str, str]]
+    theirs: Mapping[str, Mapping[str, str]]
+    home: Mapping[str, int]
+
+
+def option_keys(optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored) -> OptionKeys:
+    if optimizer.groups is None:
+        by_name = optimizer.options_of_names
+        return OptionKeys(by_name(template.values), by_name(stored.entries), {})
+    groups, saved = stored.groups(optimizer), optimizer.options_of_groups(stored.entries)
+    mine = optimizer.options_of_groups(template.values)
+    live = [(name, number) for number, names in enumerate(optimizer.groups) for name in names]
+    # Where ranks have groups of different parameters, only one rank's names are stored; the numbers are the same.
+    home = {name: number for name, number in live if number in saved}
+    home |= {name: number for number, names in enumerate(groups) for name in names}
+    return OptionKeys(
+        {name: mine[number] for name, number in live}, {name: saved[number] for name, number in home.items()}, home
+    )
+
+
+def options_by_group(
+    optimizer: NamedOptimizer,
+    template: LoadTemplate,
+    stored: Stored,
+    options: OptionKeys,
+    loaded: Sequence[str],
+    fresh: Sequence[str],
+) -> Matching:
+    """Options of the nested form: those of the group in which a group's parameters were."""
+    saved = optimizer.options_of_groups(stored.entries)
+    home = {name: options.home[name] for name in loaded if name in options.home}
+
+    def of_saved(number: int) -> dict[str, Any]:
+        return {option: stored.option(key) for option, key in saved[number].items() if option not in NAMES_OF_GROUPS}
+
+    numbers, differences = origin_groups(optimizer.groups or (), home, of_saved)
+    sources: dict[str, str] = {}
+    faults = []
+    for number, keys in optimizer.options_of_groups(template.values).items():
+        source = numbers[number]
+        if source is None:  # all of it starts fresh, with the options that it has
+            continue
+        mine = {option: key for option, key in keys.items() if option not in NAMES_OF_GROUPS}
+        taken, missing = _taken(template, stored, mine, saved[source], f"{optimizer.options}{source}")
+        sources |= taken
+        faults += missing
+    return Matching(sources, differences=differences, faults=tuple(faults))
+
+
+def options_by_name(
+    optimizer: NamedOptimizer,
+    template: LoadTemplate,
+    stored: Stored,
+    options: OptionKeys,
+    loaded: Sequence[str],
+    fresh: Sequence[str],
+) -> Matching:
+    """Options of the flattened form: a parameter's own; a fresh one takes those that its group's others take.
+
+    Its group is those with equal options in the template.
+    """
+    alike: defaultdict[str, list[str]] = defaultdict(list)
+    for name in loaded:
+        alike[_shown(template, options.mine.get(name, _NONE))].append(name)
+    origins, faults = {name: name for name in loaded}, []
+    for name in fresh:
+        others = alike.get(_shown(template, options.mine.get(name, _NONE)), [])
+        theirs = {
+            str({option: stored.option(key) for option, key in sorted(options.theirs.get(other, _NONE).items())})
+            for other in others
+        }
+        if len(theirs) > 1:
+            faults.append(
+                f"the group of {name!r} is not known, as {others[0]!r} and others with the same options now have "
+                "different ones in the checkpoint: load a nested state dict (flatten_optimizer_state_dict=False)"
+            )
+        elif others:
+            origins[name] = others[0]
+    sources: dict[str, str] = {}
+    for name, origin in origins.items():
+        mine, theirs_of = options.mine.get(name, _NONE), options.theirs.get(origin, _NONE)
+        taken, missing = _taken(template, stored, mine, theirs_of, f"{optimizer.options}{origin}")
+        sources |= taken
+        faults += missing
+    return Matching(sources, faults=tuple(faults))
+
+
+def _taken(
+    template: LoadTemplate, stored: Stored, mine: Mapping[str, str], theirs: Mapping[str, str], where: str
+) -> tuple[dict[str, str], list[str]]:
+    """Where options come from, by key of the template, and what does not fit.
+
+    Args:
+        mine, theirs: keys by option.
+        where: what the checkpoint's keys begin with.
+    """
+    sources = {key: theirs[option] for option, key in mine.items() if option in theirs}
+    faults = [f"missing key {f'{where}.{option}'!r}" for option in mine if option not in theirs]
+    faults += [f"{key!r} {why}" for key, own in sources.items() for why in misfits(template, key, stored.entries[own])]
+    return sources, faults
+
+
+def _shown(template: LoadTemplate, keys: Mapping[str, str]) -> str:
+    """The options of a parameter, as text that is the same for all parameters of its group."""
+    return str(sorted((option, as_tuples(template.values[key])) for option, key in keys.items()))
