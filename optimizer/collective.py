@@ -21,11 +21,14 @@ class CollectiveOptimizer(Optimizer):
     _awaited = False
     """Whether the other ranks wait for this one's part in the step under way."""
 
-    def _take_part(self, failure: Exception | None) -> None:
+    def _take_part(self, failure: Exception | None) -> bool:
         """Do what a step does together with the other ranks.  Collective.
 
         Args:
             failure: what keeps this rank from its part.
+
+        Returns:
+            Whether the step is taken.
 
         Raises:
             Exception: on all ranks, if one of them fails; this rank's own if it has one.

@@ -19,7 +19,6 @@ from ..layouts.tensors import layout_of
 from ..resumption import Globs, LoadReport
 from ..vocabulary import MUON, MUON_CONVENTION
 from .collective import CollectiveOptimizer
-from .cuda_graphs import capturing
 from .doubts import doubt_idle, doubt_plain
 from .following import Seen, carry_over, changes
 from .for_model import ForModel
@@ -27,6 +26,7 @@ from .muon_report import MuonReport, muon_report
 from .newton_schulz.coefficients import Coefficients
 from .newton_schulz.costs import Cost, flops
 from .newton_schulz.forms import Choice, prefer_kernels
+from .nonfinite import MOST_SKIPPED, NonFinite, guarded
 from .options import (
     CYCLED,
     TORCH_NAMES,
@@ -47,9 +47,8 @@ from .state import as_numbers, check_gradient, check_state, check_values, fresh_
 from .step.exchange import LINKS
 from .step.methods import MATRICES
 from .step.planner import Planner
-from .step.process_groups import ProcessGroups
-from .step.rank_set import RankSet, rank_sets
-from .step.step import Step
+from .step.rank_set import RankSet
+from .step.steps import Steps
 
 
 class Muon(ForModel, CollectiveOptimizer):
@@ -96,6 +95,11 @@ class Muon(ForModel, CollectiveOptimizer):
         exchange: "all_to_all", or "all_gather" for networks on which that does not scale; it sends more bytes.
         stages: the largest number of rounds of exchange and compute, which overlap.  More stages need smaller buffers.
         layout: where a parameter, its state and its gradients lie, if mesh and placements do not say it.
+        nonfinite: what to do if a gradient is not finite, or too large for its state, on any of the ranks that share
+            parameters: "skip" the step, which leaves parameters and all state as they are on all of them, or "raise".
+            It costs a look at every gradient and no collective; on one GPU a step waits for the device, and no step can
+            be captured in a CUDA graph.  None: nothing is looked for.
+        most_skipped: in a row; the next such step raises.
         waves, adjust_lr, ns: former names of ``stages``, ``adjust_lr_fn`` and ``ns_coefficients``.
 
     Raises:
@@ -131,6 +135,8 @@ class Muon(ForModel, CollectiveOptimizer):
         exchange: str = "all_to_all",
         stages: int = 4,
         layout: Callable[[Tensor], TensorLayout] | None = None,
+        nonfinite: str | None = None,
+        most_skipped: int = MOST_SKIPPED,
         waves: int | None = None,
         adjust_lr: str | Scale | None = None,
         ns: Coefficients | None = None,
@@ -144,11 +150,8 @@ class Muon(ForModel, CollectiveOptimizer):
             raise ValueError(f"stages={stages!r}: expected at least one")
         self._replicas, self._exchange, self._stages, self._layout = replicas, exchange, stages, layout
         self._cost, self._form = cost, form
-        self._process_groups = ProcessGroups()
-        self._scales = Scales()
-        self._rank_sets: list[RankSet] | None = None
-        self._steps: dict[Ranks, Step] = {}
-        self._outdated: dict[Ranks, Step] = {}
+        self._nonfinite = NonFinite(nonfinite, most_skipped) if nonfinite is not None else None
+        self._scales, self._steps = Scales(), Steps()
         self._fixed: list[dict[str, Any]] = []
         self._seen: list[tuple[Seen, ...]] = []
         self._used = False  # whether any state may differ from how it began
@@ -201,21 +204,21 @@ class Muon(ForModel, CollectiveOptimizer):
             raise
         for param, slots in fresh.items():
             self.state[param].update(slots)
-        self._plan_anew()
+        self._steps.plan_anew()
         self._fixed.append(fixed(group))
         self._seen.append(tuple(map(Seen.of, group["params"])))
         self._inheriting = inheriting
-
-    def _plan_anew(self) -> None:
-        """The next step makes new plans, once ranks have seen that all of them do."""
-        self._outdated |= self._steps
-        self._steps, self._rank_sets = {}, None
 
     @property
     def schedules(self) -> Mapping[Ranks, Schedule]:
         """Who orthogonalises what, and when, by the ranks that share it; made by the first step, and anew when groups
         or options change or state is loaded."""
-        return {ranks: step.schedule for ranks, step in self._steps.items()}
+        return {ranks: step.schedule for ranks, step in self._steps.planned.items()}
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps of this optimizer were skipped, as gradients were not finite (``nonfinite="skip"``)."""
+        return self._nonfinite.skipped if self._nonfinite is not None else 0
 
     def report(self, most_elementwise: float = 0.5) -> MuonReport:
         """What is done with which parameters, as data and as a table: to see that Muon is really on.
@@ -227,18 +230,16 @@ class Muon(ForModel, CollectiveOptimizer):
         Warns:
             RuntimeWarning: for each of `MuonReport.doubts`.
         """
-        return muon_report(self.param_groups, self._scales, self.schedules.values(), most_elementwise)
+        schedules = self.schedules.values()
+        return muon_report(self.param_groups, self._scales, schedules, self.skipped_steps, most_elementwise)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: steps refer to the original's parameters, so a copy makes its own."""
         copied = "_matrices _replicas _exchange _stages _layout _cost _form _scales _fixed _seen _used _inheriting"
         return {
             **super().__getstate__(),
-            **{name: getattr(self, name) for name in copied.split()},
-            "_process_groups": ProcessGroups(),
-            "_rank_sets": None,
-            "_steps": {},
-            "_outdated": {},
+            **{name: getattr(self, name) for name in (*copied.split(), "_nonfinite")},
+            "_steps": Steps(),
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
@@ -273,7 +274,7 @@ class Muon(ForModel, CollectiveOptimizer):
         self._follow_parameters()
         report = load_fitting(self, super().load_state_dict, state_dict, Globs.of(fresh))
         self._used = True
-        self._plan_anew()
+        self._steps.plan_anew()
         return report
 
     @torch.no_grad()
@@ -297,10 +298,10 @@ class Muon(ForModel, CollectiveOptimizer):
                 check_values(param)
                 check_gradient(param, param.grad)
         self._used = True
-        self._take_part(None)
-        for group in self.param_groups:
-            if group["algorithm"] in SCALARS:
-                SCALARS[group["algorithm"]].step(group, self.state)
+        if self._take_part(None):
+            for group in self.param_groups:
+                if group["algorithm"] in SCALARS:
+                    SCALARS[group["algorithm"]].step(group, self.state)
         return loss
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -320,7 +321,7 @@ class Muon(ForModel, CollectiveOptimizer):
             del self.state[change.former]
         self.state.update(made)
         self._seen = [tuple(map(Seen.of, group["params"])) for group in self.param_groups]
-        self._plan_anew()
+        self._steps.plan_anew()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _follow_options(self) -> None:
@@ -336,55 +337,35 @@ class Muon(ForModel, CollectiveOptimizer):
             self._settle(group)
             for param in group["params"] if group["algorithm"] in MATRICES else ():
                 check_state(param, self._resting(param, (0,)), group, self.state[param])
-        self._plan_anew()
+        self._steps.plan_anew()
         self._fixed = [fixed(group) for group in self.param_groups]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _take_part(self, failure: Exception | None) -> None:
+    def _take_part(self, failure: Exception | None) -> bool:
         self._awaited = False
-        if self._rank_sets is None:
-            self._rank_sets = rank_sets(self.param_groups, self._replicas)
-        missing = {held.ranks for held in self._rank_sets} - self._steps.keys()
-        # All plans before the first exchange: then all connections are made.
-        for work in (self._plan, self._take) if missing else (self._take,):
-            for held in self._rank_sets:
-                if held.alone and (failure or not held.matrices):
-                    continue
-                try:
-                    work(held, failure)
-                except Exception as error:
-                    if capturing():
-                        raise
-                    failure = failure or error
-        if failure is not None:
-            raise failure
-        if missing & self._steps.keys():
-            self._process_groups.drop_unused()
+        unfit: Tensor | None = None
+        if self._nonfinite is not None:
+            unfit, failure = self._nonfinite.look(guarded(self.param_groups, self.state), failure)
+        taken = self._steps.take(self.param_groups, self.state, self._planner(), self._doubt, failure, unfit)
+        if self._nonfinite is not None:
+            self._nonfinite.settle(taken, guarded(self.param_groups, self.state), self._steps.widest)
+        return taken
 
-    def _plan(self, held: RankSet, failure: Exception | None) -> None:
-        if held.ranks in self._steps:
-            return
-        if held.ranks in self._outdated:
-            self._outdated[held.ranks].retire(failure)
+    def _doubt(self, held: RankSet) -> None:
         if self._doubts and self._replicas is None:
             doubt_plain(held)
-        self._steps[held.ranks] = self._planner().plan(held, self.param_groups, self.state, failure)
-        self._outdated.pop(held.ranks, None)
-
-    def _take(self, held: RankSet, failure: Exception | None) -> None:
-        if held.members and held.ranks in self._steps:
-            self._steps[held.ranks].take(held, self.param_groups, self.state, failure)
 
     def _planner(self) -> Planner:
         return Planner(
             self._replicas,
-            self._process_groups,
+            self._steps.sharing,
             self._exchange,
             self._stages,
             self._resting,
             self._cost,
             self._form,
             self._scales.factor,
+            self._nonfinite is not None,
         )
 
     def _resting(self, param: Tensor, ranks: Ranks) -> TensorLayout:

@@ -54,12 +54,14 @@ class MuonReport:
         owned: the fewest and the most matrices that a rank orthogonalises, and how many are this rank's; None before
             the first step, which plans.
         sent: bytes that this rank sends to others in a step; None before the first step.
+        skipped: steps of this run that were skipped, as gradients were not finite.
         doubts: what is probably not meant, in words.
     """
 
     groups: tuple[GroupReport, ...]
     owned: tuple[int, int, int] | None
     sent: int | None
+    skipped: int
     doubts: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -82,16 +84,23 @@ class MuonReport:
             lines.append(
                 f"{fewest} to {most} matrices a rank, {mine} on this one, which sends {self.sent:,} bytes a step"
             )
+        if self.skipped:
+            lines.append(f"{self.skipped} steps were skipped, as gradients were not finite")
         return "\n".join([*map(str.rstrip, lines), *(f"warning: {doubt}" for doubt in self.doubts)])
 
 
 def muon_report(
-    groups: Sequence[ParamGroup], scales: Scales, schedules: Iterable[Schedule], most_elementwise: float
+    groups: Sequence[ParamGroup],
+    scales: Scales,
+    schedules: Iterable[Schedule],
+    skipped: int,
+    most_elementwise: float,
 ) -> MuonReport:
     """The report of an optimizer, and a warning for each doubt.
 
     Args:
         schedules: that this rank takes part in; none before the first step.
+        skipped: how many steps were.
         most_elementwise: the share of elements in parameters of two dims or more that AdamW and Lion may step.
     """
     schedules, rank = list(schedules), dist.get_rank() if dist.is_initialized() else 0
@@ -101,6 +110,7 @@ def muon_report(
         tuple(_group(number, group, scales) for number, group in enumerate(groups)),
         (min(owned.values()), max(owned.values()), owned[rank]) if owned else None,
         sum(_sent(schedule, rank) for schedule in schedules) if schedules else None,
+        skipped,
         tuple(_doubts(groups, most_elementwise)),
     )
     for doubt in report.doubts:

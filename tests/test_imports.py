@@ -88,7 +88,7 @@ COLLECTIVES = {
     "scatter",
     "send",
 }
-MAY_COMMUNICATE = {"converters/engine/process_group", "optimizer/step/exchange", "optimizer/layer_wise/optimizer"}
+MAY_COMMUNICATE = {"converters/engine/process_group", "optimizer/step/exchange", "optimizer/layer_wise/buckets"}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Where parameters lie and who owns them is a `BufferLayout`; nothing here asks wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -23,81 +23,20 @@ from ...vocabulary import MUON
 from ..clipping import clip_with, sum_of_squares
 from ..collective import CollectiveOptimizer
 from ..muon import Muon
+from ..nonfinite import MOST_SKIPPED, Guarded, NonFinite, largest
 from ..rounding import exact_dtype, rounded_once
 from ..state import as_numbers
 from ..step.agreement import AGREE_ON_LOAD, AGREE_ON_PLAN, AGREE_ON_STEP, Intent, fixed_options, step_intent
 from ..step.exchange import add_up, any_has
 from ..step.notes import Accord, Notes
-from .buffer_memory import BucketMemory, FlatBuffer, Part, laid_out
+from .buckets import connect, filled
+from .buffer_memory import laid_out
 from .gradients import Gathers, Gradients
 from .members import Members, SharingGroup, groups_with, options_of, ranks_in, size_of, this_rank
 from .owned_state import restoring, state_of
 
 BUCKET = 40_000_000
 """Megatron's smallest bucket, in elements."""
-
-# torch 2.13 has new names for these, and warns of the old ones.
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class Bucket(BucketMemory):
-    """What one reduction and one gather move, of one buffer.
-
-    Args:
-        exact: unequal shards are reduced to their owners only, else by one all-reduce.
-    """
-
-    def __init__(self, buffer: FlatBuffer, number: int, group: SharingGroup, exact: bool) -> None:
-        super().__init__(buffer, number)
-        self.group, self._exact = group, exact
-
-    def reduce(self) -> list[dist.Work]:
-        """Begin to add up gradients where they are held, in place; elsewhere the memory is undefined then."""
-        memory, group = self.gradients, self.group
-        if group is None:
-            return []
-        if self.even:
-            return [REDUCE_SCATTER(self.held(memory)[dist.get_rank(group)][1], memory, group=group, async_op=True)]
-        if not self._exact:
-            return [dist.all_reduce(memory, group=group, async_op=True)]
-        return [dist.reduce(shard, group=group, group_dst=to, async_op=True) for to, shard in self.held(memory)]
-
-    def gather(self) -> list[dist.Work]:
-        """Begin to bring the weights from where they are held to every rank, in place."""
-        memory, group = self.weights, self.group
-        if group is None:
-            return []
-        if self.even:
-            return [ALL_GATHER(memory, self.held(memory)[dist.get_rank(group)][1], group=group, async_op=True)]
-        return [dist.broadcast(shard, group=group, group_src=of, async_op=True) for of, shard in self.held(memory)]
-
-
-def _filled(
-    layouts: Sequence[BufferLayout], members: Members, gradient_dtype: torch.dtype | None, exact: bool
-) -> tuple[dict[str, Part], list[Bucket]]:
-    """Buffers with the values of rank 0: this rank's parts by name, and buckets as a backward pass fills them."""
-    parts: dict[str, Part] = {}
-    buckets: list[Bucket] = []
-    for layout in layouts:
-        group = members.group_of_buffer(layout)
-        buffer = FlatBuffer(layout, members.named, dist.get_rank(group) if group else 0, gradient_dtype)
-        if group is not None:
-            dist.broadcast(buffer.weights, group=group, group_src=0)
-        parts |= buffer.parts()
-        buckets += [Bucket(buffer, number, group, exact) for number in range(len(layout.buckets))]
-    order = {name: number for number, name in enumerate(members.named)}
-    # A bucket is full when the first of its parameters in the forward pass has its gradient.
-    buckets.sort(key=lambda bucket: min(order[name] for name in bucket.gradient_of), reverse=True)
-    return parts, buckets
-
-
-def _connect(buckets: Sequence[Bucket]) -> None:
-    """Make the connections of all that training moves, by the first bucket of each kind: gradients are zeros still, and
-    weights the same on all ranks.  Collective.  Why: `exchange.connect`."""
-    for bucket in {(bucket.group, bucket.even): bucket for bucket in reversed(buckets)}.values():
-        for work in (*bucket.reduce(), *bucket.gather()):
-            work.wait()
 
 
 class _Owned(Muon):
@@ -135,6 +74,7 @@ class LayerWise(CollectiveOptimizer):
         overlap: `step` leaves gathers under way, and each module waits for its own parameters before its next forward.
             Where a parameter is used elsewhere, call `wait` first.
         previous: owners by name, which "balanced" keeps where it can (`BufferLayout.owners`).
+        nonfinite, most_skipped: as `Muon` takes them; what is looked at are gradients as they are reduced.
         options: of `Muon`, but for those that say how tensors are distributed.
 
     Raises:
@@ -159,6 +99,8 @@ class LayerWise(CollectiveOptimizer):
         exact: bool = True,
         overlap: bool = False,
         previous: Mapping[str, int | None] | None = None,
+        nonfinite: str | None = None,
+        most_skipped: int = MOST_SKIPPED,
         **options: Any,
     ) -> None:
         group = group or (dist.group.WORLD if dist.is_initialized() else None)
@@ -166,8 +108,12 @@ class LayerWise(CollectiveOptimizer):
         self._accord = Accord((group, expert_group), self._device)
         self._group, self._overlap = group, overlap
         self._fixed = False
+        self._nonfinite: NonFinite | None = None
         intent = Intent.of(AGREE_ON_PLAN, {})
         try:
+            if nonfinite is not None:
+                self._nonfinite = NonFinite(nonfinite, most_skipped)
+                self._accord.refuse_crossing()
             if refused := sorted({"replicas", "exchange", "stages", "waves"} & options.keys()):
                 raise ValueError(f"{refused}: owners step whole matrices, nothing is exchanged during a step")
             Optimizer.__init__(self, groups, {})
@@ -184,7 +130,7 @@ class LayerWise(CollectiveOptimizer):
             self._layout = layout if isinstance(layout, str) else "recorded"
             self.buffers = laid_out(layout, members.to_place(self.param_groups, bucket_size, previous))
             transport = {"average": average, "exact": exact, "overlap": overlap, "gradient_dtype": gradient_dtype}
-            facts = {name: str(value) for name, value in transport.items()}
+            facts = {name: str(value) for name, value in {**transport, "nonfinite": nonfinite}.items()}
             intent = Intent.of(AGREE_ON_PLAN, {**facts, **members.facts(self.param_groups, self.buffers)})
         except Exception as error:
             intent = intent.failed(error, this_rank())
@@ -192,7 +138,7 @@ class LayerWise(CollectiveOptimizer):
 
         self._fixed = True
         self._divisor = size_of(group) if average else 1
-        self._parts, buckets = _filled(self.buffers, members, gradient_dtype, exact)
+        self._parts, buckets = filled(self.buffers, members, gradient_dtype, exact)
         stepped = members.stepped(self.param_groups, self._parts)
         self._inner = _Owned(groups_with(stepped, self.param_groups), lr, **options)
         meshes = {of: members.mesh(of) for of in set(members.group_of.values())}
@@ -203,8 +149,9 @@ class LayerWise(CollectiveOptimizer):
         self._addresses = {param: param.data_ptr() for param in members.name_of}
         self._gradients = Gradients(members.named, buckets)
         self._gathers = Gathers([bucket.gather for bucket in buckets])
-        _connect(buckets)
+        connect(buckets)
         self._active: set[str] | None = None
+        self._forbidden = False
         self._handles = self._gathers.awaited_by(model, members.name_of, buckets) if overlap else []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -246,20 +193,31 @@ class LayerWise(CollectiveOptimizer):
         """
         seen, named = self._gradients.seen, self._members.group_of
         agreed = {name for name, group in named.items() if group is None and name in seen}
+        unfit = torch.zeros((), dtype=torch.bool)
+        if self._nonfinite is not None:
+            unfit, failure = self._nonfinite.look(self._guarded(), failure)
 
         def compare(notes: Notes, intent: Intent) -> None:
+            nonlocal unfit
             names = [name for name, group in named.items() if group is notes.group]
             flags = torch.tensor([name in seen for name in names], dtype=torch.uint8, device=notes.device)
-            flags, differing = any_has(flags, intent, notes.group)
+            flags, differing = any_has(torch.cat([flags, unfit.view(1).to(flags)]), intent, notes.group)
             notes.settle(intent, differing, at_once=True)
-            agreed.update(name for name, flag in zip(names, flags.tolist(), strict=True) if flag)
+            agreed.update(name for name, flag in zip(names, flags[:-1].tolist(), strict=True) if flag)
+            unfit = flags[-1] > 0
 
         groups = dict(enumerate(self.param_groups))
         intent = step_intent(list, (), groups, self._device, fixed_options(groups))
         self._accord.agree(intent if failure is None else intent.failed(failure, this_rank()), compare)
         if failure is not None:
             raise failure
+        self._forbidden = bool(unfit)
         return agreed
+
+    def _guarded(self) -> Iterator[Guarded]:
+        for name, part in self._parts.items():
+            if part.gradient.numel():
+                yield Guarded(part.gradient, largest(self._inner.state[part.stepped]), name)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
@@ -299,10 +257,21 @@ class LayerWise(CollectiveOptimizer):
                     "outside of its buffers: build the optimizer when the model has its final parameters"
                 )
 
-    def _take_part(self, failure: Exception | None) -> None:
+    @property
+    def skipped_steps(self) -> int:
+        """As `Muon.skipped_steps`."""
+        return self._nonfinite.skipped if self._nonfinite is not None else 0
+
+    def _take_part(self, failure: Exception | None) -> bool:
         self._awaited = False
         if self._active is None:
             self._finish(failure)
+        if self._nonfinite is not None and failure is None:
+            if self._forbidden:
+                self.zero_grad()  # which writes no memory
+            self._nonfinite.settle(not self._forbidden, self._guarded(), self._accord.widest)
+            if self._forbidden:
+                return False
         intent = Intent.of(AGREE_ON_STEP, {})
         try:
             if failure is not None:
@@ -317,6 +286,7 @@ class LayerWise(CollectiveOptimizer):
             self.wait()
         if intent.error is not None:
             raise intent.error
+        return True
 
     def _step_own(self) -> None:
         """Step what this rank owns."""

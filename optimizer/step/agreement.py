@@ -71,6 +71,8 @@ class Intent:
         live: numbers that only the device knows, float64; they are compared where they are.
         facts: the same in words; asked only where ranks differ.
         error: what keeps this rank from it.
+        unfit: whether something here forbids the step to all ranks (`nonfinite`): a bool on the device, without dims.
+            It travels with what is compared, and is not compared; None: nothing does.
     """
 
     task: Task
@@ -78,6 +80,7 @@ class Intent:
     live: Sequence[Tensor]
     facts: Callable[[], Facts]
     error: Exception | None = None
+    unfit: Tensor | None = None
 
     @classmethod
     def of(cls, task: Task, facts: Facts) -> Intent:
@@ -89,14 +92,16 @@ class Intent:
         return replace(self, digest=_digest(f"rank {rank} failed".encode()), live=(), error=error)
 
     def note(self, device: torch.device) -> Tensor:
-        """What the others compare: ``NOTE`` bytes.  Nothing is read back from the device."""
+        """What the others compare, and in the last of ``NOTE`` bytes `unfit`.  Nothing is read back from the device."""
         fixed = uploaded(tuple(self.digest), torch.uint8, device)
-        if not self.live:
-            return torch.cat([fixed, torch.zeros_like(fixed)])
-        bits = torch.stack([value.reshape(()).double() for value in self.live]).view(torch.int64)
-        # Sums of products with odd numbers, as integers that wrap around.
-        odd = torch.arange(1, 2 * len(bits), 2, device=device) * 0x9E3779B97F4A7C1
-        return torch.cat([fixed, (bits * odd).sum().view(1).view(torch.uint8)])
+        live = torch.zeros_like(fixed)
+        if self.live:
+            bits = torch.stack([value.reshape(()).double() for value in self.live]).view(torch.int64)
+            # Sums of products with odd numbers, as integers that wrap around.
+            odd = torch.arange(1, 2 * len(bits), 2, device=device) * 0x9E3779B97F4A7C1
+            live = (bits * odd).sum().view(1).view(torch.uint8)
+        unfit = fixed.new_zeros(1) if self.unfit is None else self.unfit.view(1).to(device, torch.uint8)
+        return torch.cat([fixed, live[:-1], unfit])
 
     def complaint(self, first: int, reference: Facts | None) -> str:
         """What this rank has to tell: its error, or how its facts differ from those of the first rank (if it has any);

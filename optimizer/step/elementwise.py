@@ -22,7 +22,15 @@ class Elementwise(Protocol):
     """A backend, made for one schedule on one rank.  Wires are bytes, laid out as the schedule's routes say."""
 
     def begin(self, resting: Resting) -> None:
-        """A step begins: take the gradients that there are into momenta, or see to it that `send` does."""
+        """A step begins; momenta are as they were."""
+        ...
+
+    def send_ahead(self, resting: Resting, stage: int, wire: Tensor) -> None:
+        """Write updates that leave this rank in a stage, as if momenta had taken the gradients in already."""
+        ...
+
+    def take_in(self, resting: Resting) -> None:
+        """Take the gradients that there are into momenta, or see to it that what comes after does."""
         ...
 
     def send(self, resting: Resting, stage: int, wire: Tensor) -> None:

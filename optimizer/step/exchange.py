@@ -159,9 +159,16 @@ class Wire:
 
     def differing(self) -> Tensor:
         """Whether any rank has sent another note than this one; a bool on the device."""
-        assert self._buffer is not None and self._note is not None, "no notes have arrived"
-        notes = torch.stack([self._buffer.narrow(0, start, NOTE) for start in _starts(self._route.receive_counts)])
-        return (notes != self._note).any()
+        assert self._note is not None, "no notes have arrived"
+        return (self._notes() != self._note)[:, :-1].any()
+
+    def unfit(self) -> Tensor:
+        """Whether the step is forbidden on any rank; a bool on the device."""
+        return self._notes()[:, -1].any()
+
+    def _notes(self) -> Tensor:
+        assert self._buffer is not None, "no notes have arrived"
+        return torch.stack([self._buffer.narrow(0, start, NOTE) for start in _starts(self._route.receive_counts)])
 
 
 class SharedSum:
@@ -247,9 +254,18 @@ def disagreement(intent: Intent, group: dist.ProcessGroup) -> Exception:
     ranks = dist.get_process_group_ranks(group)
     reference: list[Facts | None] = [dict(intent.facts()) if intent.error is None else None]
     dist.broadcast_object_list(reference, group=group, group_src=0)
-    complaints = [""] * len(ranks)
-    dist.all_gather_object(complaints, intent.complaint(ranks[0], reference[0]), group)
-    return intent.error or refusal(intent.task, dict(zip(ranks, complaints, strict=True)))
+    complaints = told_by_all(intent.complaint(ranks[0], reference[0]), group)
+    return intent.error or refusal(intent.task, complaints)
+
+
+def told_by_all(text: str, group: dist.ProcessGroup | None) -> dict[int, str]:
+    """What each rank of a group has to tell, by rank.  Collective."""
+    if group is None:
+        return {0: text}
+    ranks = dist.get_process_group_ranks(group)
+    texts = [""] * len(ranks)
+    dist.all_gather_object(texts, text, group)
+    return dict(zip(ranks, texts, strict=True))
 
 
 def _starts(counts: Sequence[int]) -> list[int]:

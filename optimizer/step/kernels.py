@@ -51,9 +51,18 @@ class KernelElementwise:
     Args:
         specs: of the schedule's parameters.
         numels: elements of each parameter that rest on this rank.
+        guarded: whether updates are sent ahead of momenta, which then take all gradients in by themselves.
     """
 
-    def __init__(self, schedule: Schedule, specs: Sequence[Spec], numels: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        specs: Sequence[Spec],
+        numels: Sequence[int],
+        device: torch.device,
+        *,
+        guarded: bool = False,
+    ) -> None:
         self._schedule, self._specs, self._device = schedule, specs, device
         entries = list(dict.fromkeys((unit.param, unit.rows_columns) for unit in schedule.units))
         number = {entry: index for index, entry in enumerate(entries)}
@@ -61,7 +70,8 @@ class KernelElementwise:
         self._scales = [specs[param].scale(*shape) for param, shape in entries]
         self._entry = [number[unit.param, unit.rows_columns] for unit in schedule.units]
         sent = _sent(schedule)
-        self._accumulated = frozenset(param for param, numel in enumerate(numels) if sent[param] == numel)
+        whole = (param for param, numel in enumerate(numels) if sent[param] == numel)
+        self._accumulated = frozenset[int]() if guarded else frozenset(whole)
         self._kinds: list[LaunchKind] = []
         self._segments: dict[Hashable, list[tuple[LaunchKind, Segments]]] = {}
         self._tables: dict[Hashable, tuple[tuple[float, ...], Tensor]] = {}
@@ -69,7 +79,6 @@ class KernelElementwise:
 
     def begin(self, resting: Resting) -> None:
         """Look where tensors lie at this step, and what its rates are."""
-        resting.accumulate(param for param in range(len(self._specs)) if param not in self._accumulated)
         kinds = [self._kind(resting, param) for param in self._params]
         if kinds != self._kinds:
             self._kinds, self._segments = kinds, {}
@@ -96,6 +105,13 @@ class KernelElementwise:
     def send(self, resting: Resting, stage: int, wire: Tensor) -> None:
         sends, units = self._schedule.stages[stage].gather.sends, self._schedule.stages[stage].held
         self._send(("send", stage), lambda: self._on_wire(units, sends), wire)
+
+    def send_ahead(self, resting: Resting, stage: int, wire: Tensor) -> None:
+        sends, units = self._schedule.stages[stage].gather.sends, self._schedule.stages[stage].held
+        self._send(("send", stage), lambda: self._on_wire(units, sends), wire, ahead=True)
+
+    def take_in(self, resting: Resting) -> None:
+        resting.accumulate(param for param in range(len(self._specs)) if param not in self._accumulated)
 
     def assemble(self, resting: Resting, stage: int, sizes: Sizes, wire: Tensor) -> Tensor:
         gather = self._schedule.stages[stage].gather
@@ -128,10 +144,13 @@ class KernelElementwise:
             for strip in routed.get((unit, MOMENTUM), ()):
                 yield unit, Move.to_wire(self._entry[unit], strip)
 
-    def _send(self, key: Hashable, moves: Callable[[], Iterable[tuple[int, Move]]], buffer: Tensor) -> None:
+    def _send(
+        self, key: Hashable, moves: Callable[[], Iterable[tuple[int, Move]]], buffer: Tensor, *, ahead: bool = False
+    ) -> None:
         for kind, segments in self._planned(key, moves, lambda kind: kind.there):
             momenta, gradients = self._momenta[kind], self._gradients[kind]
-            updates.send(segments, momenta, gradients, self._averaging, buffer, kind.there, accumulate=kind.accumulate)
+            how = updates.AHEAD if ahead else kind.accumulate
+            updates.send(segments, momenta, gradients, self._averaging, buffer, kind.there, accumulate=how)
 
     def _apply(self, key: Hashable, moves: Callable[[], Iterable[tuple[int, Move]]], buffer: Tensor) -> None:
         for kind, segments in self._planned(key, moves, lambda kind: kind.back):

@@ -44,6 +44,10 @@ MOMENT_EPS = 1e-8
 """Added to the root of a row's second moment (Li et al. 2025)."""
 
 
+SMALLEST = 1e-30
+"""By which a matrix of zeros is divided: what `UPDATE_NORMS` gives is finite over it, so zeros stay zeros."""
+
+
 UPDATE_NORMS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "muon": torch.linalg.vector_norm,
     "rms": lambda matrix: matrix.new_tensor(0.2 * math.sqrt(matrix.numel())),
@@ -64,7 +68,7 @@ def _normalized(matrix: Tensor, slots: Mapping[str, Tensor], group: ParamGroup) 
     summed = 1 if moment.shape[1] == 1 else 0
     moment.lerp_(exact.square().mean(dim=summed, keepdim=True), 1 - group["beta2"])
     normal = exact / moment.sqrt().add_(MOMENT_EPS)
-    size = torch.linalg.vector_norm(normal).clamp_(min=torch.finfo(torch.float32).tiny)
+    size = torch.linalg.vector_norm(normal).clamp_(min=SMALLEST)
     return normal.mul_(UPDATE_NORMS[group["update_norm"]](exact) / size)
 
 

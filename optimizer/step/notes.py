@@ -37,6 +37,17 @@ class Notes:
         elif differing:
             raise disagreement(intent, self.group)
 
+    def settle_first(self, intent: Intent, differing: Tensor, unfit: Tensor) -> bool:
+        """Take in the first notes of a step, at once; returns whether the step is forbidden.
+
+        Raises:
+            Exception: as `settle`.
+        """
+        differ, forbidden = torch.stack([differing, unfit]).tolist()  # one wait for the device
+        if differ:
+            raise disagreement(intent, self.group)
+        return bool(forbidden)
+
     def compare(self, intent: Intent, at_once: bool = False) -> None:
         """Send notes and settle them.  Collective; the same exceptions."""
         self.settle(intent, differ(intent, self.group, self.device), at_once)
@@ -65,6 +76,24 @@ class Accord:
     def __init__(self, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
         by_ranks = {members(group): group for group in groups if group is not None}
         self._notes = [Notes(by_ranks[ranks], device) for ranks in sorted(by_ranks, key=in_order)]
+
+    @property
+    def widest(self) -> dist.ProcessGroup | None:
+        """The last group, whose ranks know what all that are in it have told."""
+        return self._notes[-1].group if self._notes else None
+
+    def refuse_crossing(self) -> None:
+        """Refuse groups of which none has all ranks: what one of them finds would not reach the others.
+
+        Raises:
+            ValueError: the last group does not contain the others.
+        """
+        for notes in self._notes:
+            if not {*members(notes.group)} <= {*members(self.widest)}:
+                raise ValueError(
+                    f"nonfinite: ranks {members(notes.group)} are not all in {members(self.widest)}, so what one finds "
+                    "would not reach the others: give nonfinite=None, and look at the norm of clip_grad_norm_"
+                )
 
     def agree(self, intent: Intent, compare: Callable[[Notes, Intent], None]) -> None:
         """Compare what the ranks intend.  Collective.

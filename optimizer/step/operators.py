@@ -29,13 +29,22 @@ class TorchElementwise:
         self._scales = [specs[unit.param].scale(*unit.rows_columns) for unit in schedule.units]
 
     def begin(self, resting: Resting) -> None:
+        pass
+
+    def send_ahead(self, resting: Resting, stage: int, wire: Tensor) -> None:
+        sends = self._schedule.stages[stage].gather.sends
+        for unit, key in self._active(resting, stage):
+            for strip in sends.get(key, ()):
+                strip.on(wire).copy_(self._update(resting, unit, strip, resting.accumulated(self._param(unit), strip)))
+
+    def take_in(self, resting: Resting) -> None:
         resting.accumulate(range(len(self._specs)))
 
     def send(self, resting: Resting, stage: int, wire: Tensor) -> None:
         sends = self._schedule.stages[stage].gather.sends
         for unit, key in self._active(resting, stage):
             for strip in sends.get(key, ()):
-                strip.on(wire).copy_(self._update(resting, unit, strip))
+                strip.on(wire).copy_(self._update(resting, unit, strip, self._momentum(resting, unit, strip)))
 
     def assemble(self, resting: Resting, stage: int, sizes: Sizes, wire: Tensor) -> Tensor:
         gather = self._schedule.stages[stage].gather
@@ -43,7 +52,7 @@ class TorchElementwise:
         stack = torch.empty(sum(sizes.values()), dtype=dtype, device=self._device)
         for unit, memory in zip(sizes, torch.split(stack, [*sizes.values()]), strict=True):
             for source, target in gather.own.get(self._key(unit), ()):
-                target.of(memory).copy_(self._update(resting, unit, source))
+                target.of(memory).copy_(self._update(resting, unit, source, self._momentum(resting, unit, source)))
             for strip in gather.receives.get(self._key(unit), ()):
                 strip.of(memory).copy_(strip.on(wire))
         return stack
@@ -68,11 +77,13 @@ class TorchElementwise:
             if resting.gradients[self._param(unit)] is not None:
                 yield unit, self._key(unit)
 
-    def _update(self, resting: Resting, unit: int, strip: Strip) -> Tensor:
+    def _momentum(self, resting: Resting, unit: int, strip: Strip) -> Tensor:
+        return strip.of(resting.slots[self._param(unit)][MOMENTUM])
+
+    def _update(self, resting: Resting, unit: int, strip: Strip, momentum: Tensor) -> Tensor:
         """Of the momentum at a strip; with Nesterov's look ahead."""
         param = self._param(unit)
         group, gradient = resting.groups[param], resting.gradients[param]
-        momentum = strip.of(resting.slots[param][MOMENTUM])
         if not group["nesterov"]:
             return momentum
         assert gradient is not None, "a parameter that takes part has a gradient"

@@ -40,6 +40,7 @@ class Planner:
         resting: where a parameter's elements are on these ranks.
         cost, form: as `Muon` takes them.
         scale: the learning-rate factor of an ``m x n`` matrix of a group.
+        guarded: whether steps may be forbidden (`nonfinite`).
     """
 
     replicas: dist.ProcessGroup | None
@@ -50,6 +51,7 @@ class Planner:
     cost: Cost
     form: Choice
     scale: Callable[[ParamGroup, int, int], float]
+    guarded: bool
 
     def plan(self, held: RankSet, groups: Sequence[ParamGroup], state: State, failure: Exception | None) -> Step:
         """Plan the steps of a set of ranks, and connect them.  Collective over these.
@@ -70,7 +72,8 @@ class Planner:
                 raise failure
             specs = [self._spec(member.param, groups[member.group], state, ranks) for member in held.matrices]
             schedule = make_schedule(specs, ranks, rank, self.stages)
-            backend = elementwise(schedule, specs, [local_of(member.param) for member in held.matrices], held.device)
+            weights = [local_of(member.param) for member in held.matrices]
+            backend = elementwise(schedule, specs, weights, held.device, guarded=self.guarded)
             intent = Intent.of(AGREE_ON_PLAN, self._facts(held, groups, specs, schedule))
         except Exception as error:
             intent = intent.failed(error, rank)
@@ -87,11 +90,13 @@ class Planner:
         for those in sharing.values():
             connect(those, held.device, "all_gather")
         params = [member.param for member in held.matrices]
-        return Step(schedule, params, specs, rank, backend, Connection(group, links, sharing), held.device)
+        connection = Connection(group, links, sharing)
+        return Step(schedule, params, specs, rank, backend, connection, held.device, guarded=self.guarded)
 
     def _facts(self, held: RankSet, groups: Sequence[ParamGroup], specs: Sequence[Spec], schedule: Schedule) -> Facts:
         """What must be the same on all ranks besides what every step compares."""
-        facts, numbers, matrices = {"exchange": self.exchange}, held.numbers, held.matrices
+        facts = {"exchange": self.exchange, "nonfinite": "looked for" if self.guarded else "not looked for"}
+        numbers, matrices = held.numbers, held.matrices
         for index, (member, label) in enumerate(zip(held.members, held.labels, strict=True)):
             about = f"{tuple(member.param.shape)} {member.param.dtype} in group {numbers[member.group]}"
             facts[f"parameter {index}"] = about if member.name is None else f"{label}, {about}"
@@ -120,9 +125,12 @@ class Planner:
 
 
 def elementwise(
-    schedule: Schedule, specs: Sequence[Spec], weights: Sequence[Tensor], device: torch.device
+    schedule: Schedule, specs: Sequence[Spec], weights: Sequence[Tensor], device: torch.device, *, guarded: bool
 ) -> Elementwise:
     """Kernels for the element-wise parts on NVIDIA GPUs, and operators elsewhere: there they are as good.
+
+    Args:
+        guarded: whether updates are sent ahead of momenta.
 
     Warns:
         RuntimeWarning: there is a GPU, and no Triton: operators do the work, in many more launches.
@@ -134,5 +142,6 @@ def elementwise(
             missing_triton(error, "the element-wise parts of a step run on torch's operators, strip by strip")
         else:
             if suits(weights):
-                return KernelElementwise(schedule, specs, [weight.numel() for weight in weights], device)
+                numels = [weight.numel() for weight in weights]
+                return KernelElementwise(schedule, specs, numels, device, guarded=guarded)
     return TorchElementwise(schedule, specs, device)

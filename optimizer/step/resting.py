@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ...layouts.tensors import local_of
 from ...vocabulary import MOMENTUM, ParamGroup
-from ..rounding import rounded_once
+from ..planning.routes import Strip
+from ..rounding import exact_dtype, rounded_once
 
 State = Mapping[Tensor, Mapping[str, Tensor]]
 
@@ -46,6 +48,14 @@ class Resting:
             if gradient is not None:
                 with rounded_once([self.slots[number][MOMENTUM]]) as [[momentum]]:
                     momentum.lerp_(gradient.to(momentum.dtype), 1 - self.groups[number]["momentum"])
+
+    def accumulated(self, number: int, strip: Strip) -> Tensor:
+        """The momentum at a strip of a parameter as `accumulate` will make it."""
+        gradient = self.gradients[number]
+        assert gradient is not None, "a parameter that takes part has a gradient"
+        momentum = strip.of(self.slots[number][MOMENTUM])
+        exact, rate = exact_dtype(momentum), 1 - self.groups[number]["momentum"]
+        return torch.lerp(momentum.to(exact), strip.of(gradient).to(exact), rate).to(momentum.dtype)
 
     def return_to(self, params: Sequence[Tensor], state: State) -> None:
         """Copy back what is not contiguous in its own memory."""

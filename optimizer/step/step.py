@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -51,6 +52,30 @@ class Connection:
     sharing: Mapping[Ranks, dist.ProcessGroup | None]
 
 
+UNDER_WAY = 2
+"""Stages whose updates are under way when the first notes are read."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Begun:
+    """A step of which the first notes have arrived, and no update has been applied.
+
+    Attributes:
+        coming: updates on their way to their owners, stage by stage; those of the first have arrived.
+        forbidden: by some rank.
+    """
+
+    turn: Turn
+    resting: Resting
+    coming: Iterator[Wire]
+    forbidden: bool
+
+    def leave(self) -> None:
+        """Do nothing more of it, but wait for what is under way."""
+        for wire in islice(self.coming, 1, UNDER_WAY):
+            wire.arrive()
+
+
 class Step:
     """What one set of ranks does at every step.
 
@@ -59,6 +84,7 @@ class Step:
         rank: this one.
         elementwise: the backend for the element-wise parts.
         device: where ranks exchange.
+        guarded: whether the step may be forbidden: then momenta change only after the first notes have arrived.
     """
 
     def __init__(
@@ -70,22 +96,33 @@ class Step:
         elementwise: Elementwise,
         connection: Connection,
         device: torch.device,
+        *,
+        guarded: bool = False,
     ) -> None:
         self.schedule = schedule
         self._params, self._specs, self._rank, self._device = tuple(params), tuple(specs), rank, device
         self._elementwise, self._rows = elementwise, Rows(schedule, specs, rank, device)
-        self._connection = connection
+        self._connection, self._guarded = connection, guarded
         self._notes = Notes(connection.group, device) if connection.group is not None else None
         self._batches: tuple[tuple[bool, ...], list[list[Batch]]] = (), []
 
-    def take(self, held: RankSet, groups: Sequence[ParamGroup], state: State, failure: Exception | None) -> None:
-        """Update those parameters that have a gradient.  Collective.
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Of all its ranks; None for this process alone."""
+        return self._connection.group
+
+    def begin(
+        self, held: RankSet, groups: Sequence[ParamGroup], state: State, failure: Exception | None, unfit: Tensor | None
+    ) -> Begun:
+        """Begin to update those parameters that have a gradient, up to where the first notes have arrived.  Collective.
 
         Args:
             held: all parameters of these ranks, matrices or not.
             groups: all of the optimizer.
             state: by parameter and slot.
             failure: what keeps this rank from it; the others learn of it.
+            unfit: whether something on this rank forbids the step to all of them.  None: nothing can, and momenta take
+                gradients in at once.
 
         Raises:
             Exception: on all ranks, if they differ in what they are about to do, or one of them fails.
@@ -96,10 +133,25 @@ class Step:
         if not held.alone:
             active = [member.param.grad is not None for member in held.members]
             intent = step_intent(lambda: held.labels, active, held.groups(groups), self._device)
+        intent = replace(intent, unfit=unfit)
         if failure is not None:
             intent = intent.failed(failure, self._rank)
         with torch.autocast(self._device.type, enabled=False):  # it would round what is meant to be exact
-            self._take([groups[member.group] for member in held.matrices], state, intent)
+            return self._first([groups[member.group] for member in held.matrices], state, intent)
+
+    def finish(self, begun: Begun, state: State, failure: Exception | None = None) -> None:
+        """The rest of a step.  Collective.
+
+        Args:
+            failure: what keeps this rank from it.
+
+        Raises:
+            Exception: on all ranks, if one of them fails.
+        """
+        if failure is not None:
+            begun.turn.fail(failure)
+        with torch.autocast(self._device.type, enabled=False):
+            self._rest(begun, state)
 
     def retire(self, failure: Exception | None) -> None:
         """Take part in this plan for the last time: the first exchange of a step, with notes only.  Collective.
@@ -116,11 +168,11 @@ class Step:
         turn = Turn(intent if failure is None else intent.failed(failure, self._rank), self._notes)
         first, *others = [self._gather(turn, None, stage) for stage in range(min(2, len(self.schedule.stages)))]
         first.arrive()
-        turn.check(first, at_once=True)
+        turn.check_first(first)
         for wire in others:
             wire.arrive()
 
-    def _take(self, groups: Sequence[ParamGroup], state: State, intent: Intent) -> None:
+    def _first(self, groups: Sequence[ParamGroup], state: State, intent: Intent) -> Begun:
         if captured := capturing():
             refuse_absent([tuple(param.shape) for param in self._params], [p.grad is not None for p in self._params])
             if not capturable(self._device):
@@ -128,14 +180,25 @@ class Step:
         # A graph is captured on all ranks or on none, and nothing can be read meanwhile.
         turn = Turn(intent, None if captured else self._notes)
         resting = turn.attempt(lambda: self._begin(groups, state))
+        wires = _one_ahead(self._gather(turn, resting, stage) for stage in range(len(self.schedule.stages)))
+        first = next(wires)
+        first.arrive()
+        forbidden = turn.check_first(first)
+        assert resting is not None, "all ranks stop at the first check if one has failed"
+        return Begun(turn, resting, _after([first], wires), forbidden)
+
+    def _rest(self, begun: Begun, state: State) -> None:
+        turn, resting = begun.turn, begun.resting
+        if self._guarded:
+            turn.attempt(lambda: self._elementwise.take_in(resting))
+        if not self.schedule.units:
+            return turn.end()
         returning: Wire | None = None
         stages = range(len(self.schedule.stages))
-        for stage, coming in enumerate(_one_ahead(self._gather(turn, resting, stage) for stage in stages)):
-            coming.arrive()
-            turn.check(coming, at_once=stage == 0)
-            assert resting is not None, "all ranks stop at the first check if one has failed"
-            if not self.schedule.units:
-                return
+        for stage, coming in enumerate(begun.coming):
+            if stage:
+                coming.arrive()
+                turn.check(coming)
             back = Wire(self.schedule.stages[stage].scatter, self._connection.links[stage][1], self._device)
             self._orthogonalize(turn, resting, stage, coming, back)
             del coming
@@ -143,7 +206,7 @@ class Step:
             if returning:
                 self._apply(turn, resting, stage - 1, returning)
             returning = back
-        if returning and resting:
+        if returning:
             self._apply(turn, resting, stages[-1], returning)
             turn.attempt(lambda: resting.return_to(self._params, state))
         turn.end()
@@ -154,6 +217,8 @@ class Step:
         if self._batches[0] != active:
             self._batches = active, self._batched(active, groups)
         self._elementwise.begin(resting)
+        if not self._guarded:
+            self._elementwise.take_in(resting)
         return resting
 
     def _batched(self, active: Sequence[bool], groups: Sequence[ParamGroup]) -> list[list[Batch]]:
@@ -170,7 +235,9 @@ class Step:
         """Send what rests here to the owners of a stage's matrices."""
         wire = Wire(self.schedule.stages[stage].gather, self._connection.links[stage][0], self._device)
         if resting is not None:
-            turn.attempt(partial(self._elementwise.send, resting, stage, wire.memory))
+            ahead = self._guarded and stage < UNDER_WAY
+            send = self._elementwise.send_ahead if ahead else self._elementwise.send
+            turn.attempt(partial(send, resting, stage, wire.memory))
             turn.attempt(partial(self._rows.send, resting, stage, wire.memory))
         turn.start(wire)
         return wire
@@ -245,3 +312,10 @@ def _one_ahead(things: Iterable[Thing]) -> Iterator[Thing]:
         following = next(rest, None)
         yield current
         current = following
+
+
+def _after(firsts: list[Thing], rest: Iterator[Thing]) -> Iterator[Thing]:
+    """Things of a list, which forgets them, and the rest."""
+    while firsts:
+        yield firsts.pop(0)
+    yield from rest

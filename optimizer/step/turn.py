@@ -54,14 +54,16 @@ class Turn:
             wire.memory.zero_()
         wire.start(self._note)
 
-    def check(self, wire: Wire, at_once: bool = False) -> None:
-        """Compare the notes that have arrived; see `Notes.settle`.
-
-        Args:
-            at_once: wait for the device.
-        """
+    def check_first(self, wire: Wire) -> bool:
+        """Compare the first notes of a step (`Notes.settle_first`); returns whether the step is forbidden."""
         if self._notes is not None:
-            self._notes.settle(self.intent, wire.differing(), at_once)
+            return self._notes.settle_first(self.intent, wire.differing(), wire.unfit())
+        return self.intent.unfit is not None and bool(self.intent.unfit)
+
+    def check(self, wire: Wire) -> None:
+        """Compare the notes that have arrived; see `Notes.settle`."""
+        if self._notes is not None:
+            self._notes.settle(self.intent, wire.differing())
 
     def end(self) -> None:
         """Raise this rank's error, if it has one."""

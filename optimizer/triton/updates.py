@@ -25,6 +25,10 @@ from .launches import as_fp32, fused, narrowed, on_device
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
+AHEAD = 2
+"""A value of ``accumulate``: updates are of momenta with the gradients in, and momenta are left as they are."""
+
+
 def send(
     segments: Segments,
     momenta: TensorTable,
@@ -33,7 +37,7 @@ def send(
     buffer: Tensor,
     dtype: torch.dtype,
     *,
-    accumulate: bool,
+    accumulate: int,
 ) -> None:
     """Take gradients into momenta, and write updates to a buffer, in one pass.
 
@@ -45,7 +49,7 @@ def send(
         buffer: uint8.
         dtype: that the updates are rounded to.
         accumulate: whether momenta are changed.  False if they have been already: where some elements of a tensor are
-            not sent by this rank.
+            not sent by this rank.  Or `AHEAD`.
 
     Raises:
         ValueError: another number of tensors than the segments are for.
@@ -160,7 +164,8 @@ def _send(
         m = as_fp32(tl.load(momentum + rest, mask=here, other=0.0))
         if ACCUMULATE:
             kept = narrowed(_lerp(m, g, tl.load(weights + tensor * 2)), MOMENTUM)
-            tl.store(momentum + rest, kept, mask=here)
+            if ACCUMULATE == 1:
+                tl.store(momentum + rest, kept, mask=here)
             m = as_fp32(kept)
         ahead = tl.load(weights + tensor * 2 + 1)
         update = tl.where(ahead == 1.0, m, _lerp(g, m, ahead))

@@ -23,7 +23,7 @@ from support.workers import run
 from torch import nn
 
 from muonckpt.optimizer import Muon
-from muonckpt.optimizer.layer_wise import optimizer as layer_wise
+from muonckpt.optimizer.layer_wise import buckets
 from muonckpt.optimizer.layer_wise.optimizer import LayerWise
 
 
@@ -61,8 +61,8 @@ def counted(rank: int, world: int, layout: str) -> list[list[str]]:
     net = Net()
     opt = LayerWise(net, groups(net), layout=layout, bucket_size=700)
     places = {
-        "REDUCE_SCATTER": layer_wise,
-        "ALL_GATHER": layer_wise,
+        "REDUCE_SCATTER": buckets,
+        "ALL_GATHER": buckets,
         "reduce": dist,
         "broadcast": dist,
         "all_reduce": dist,

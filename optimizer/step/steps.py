@@ -1,0 +1,143 @@
+"""The steps of all sets of ranks that this rank is in: planned, connected, and taken in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ...vocabulary import ParamGroup
+from ..cuda_graphs import capturing
+from ..planning.schedule import Ranks
+from .planner import Planner
+from .process_groups import ProcessGroups
+from .rank_set import RankSet, rank_sets
+from .resting import State
+from .step import Begun, Step
+
+
+class Steps:
+    """One `Step` for each `RankSet` of an optimizer.
+
+    Attributes:
+        sharing: process groups of ranks that share a matrix.
+        planned: by ranks; made by the first step, and anew after `plan_anew`.
+    """
+
+    def __init__(self) -> None:
+        self.sharing = ProcessGroups()
+        self.planned: dict[Ranks, Step] = {}
+        self._outdated: dict[Ranks, Step] = {}
+        self._sets: list[RankSet] | None = None
+
+    def plan_anew(self) -> None:
+        """The next step makes new plans, once ranks have seen that all of them do."""
+        self._outdated |= self.planned
+        self.planned, self._sets = {}, None
+
+    @property
+    def widest(self) -> dist.ProcessGroup | None:
+        """Of the ranks that decide together whether a step is taken."""
+        held = [held for held in self._sets or () if held.members and held.ranks in self.planned]
+        return self.planned[held[-1].ranks].group if held else None
+
+    def take(
+        self,
+        groups: Sequence[ParamGroup],
+        state: State,
+        planner: Planner,
+        doubt: Callable[[RankSet], None],
+        failure: Exception | None,
+        unfit: Tensor | None,
+    ) -> bool:
+        """Update all matrices that have a gradient, or none if some rank forbids it.  Collective.
+
+        A set of ranks comes before those that contain it.  If the step may be forbidden, the first notes of all sets
+        are read before anything is changed, and all that a rank shares parameters with are in its last set: the ranks
+        of that set decide alike.
+
+        Args:
+            groups, state: of the optimizer.
+            planner: for sets of ranks that have no plan.
+            doubt: looks at a set before it is planned.
+            failure: what keeps this rank from its part; the others learn of it.
+            unfit: whether something on this rank forbids the step.  None: nothing can.
+
+        Returns:
+            Whether the step is taken.
+
+        Raises:
+            Exception: on all ranks, if one of them fails.
+        """
+        if self._sets is None:
+            self._sets = rank_sets(groups, planner.replicas)
+        if unfit is not None:
+            failure = failure or _crossing(self._sets)
+        begun: list[tuple[Step, Begun]] = []
+
+        def plan(held: RankSet) -> None:
+            if held.ranks not in self.planned:
+                if held.ranks in self._outdated:
+                    self._outdated[held.ranks].retire(failure)
+                doubt(held)
+                self.planned[held.ranks] = planner.plan(held, groups, state, failure)
+                self._outdated.pop(held.ranks, None)
+
+        def begin(held: RankSet) -> None:
+            if held.members and held.ranks in self.planned:
+                step = self.planned[held.ranks]
+                started = step.begin(held, groups, state, failure, unfit)
+                if unfit is None:
+                    step.finish(started, state)
+                else:
+                    begun.append((step, started))
+
+        missing = {held.ranks for held in self._sets} - self.planned.keys()
+        # All plans before the first exchange: then all connections are made.
+        for work in (plan, begin) if missing else (begin,):
+            for held in self._sets:
+                if held.alone and (failure or not held.matrices):
+                    continue
+                try:
+                    work(held)
+                except Exception as error:
+                    if capturing():
+                        raise
+                    failure = failure or error
+        forbidden = unfit is not None and (begun[-1][1].forbidden if begun else bool(unfit))
+        if failure is None and not forbidden:
+            failure = _finish(begun, state)
+        else:
+            for _, started in begun:
+                started.leave()
+        if failure is not None:
+            raise failure
+        if missing & self.planned.keys():
+            self.sharing.drop_unused()
+        return not forbidden
+
+
+def _finish(begun: Sequence[tuple[Step, Begun]], state: State) -> Exception | None:
+    """Finish steps, one set of ranks after the other: what fails in one is told in the next."""
+    failure: Exception | None = None
+    for step, started in begun:
+        try:
+            step.finish(started, state, failure)
+        except Exception as error:
+            failure = failure or error
+    return failure
+
+
+def _crossing(sets: Sequence[RankSet]) -> ValueError | None:
+    """Why ranks could not decide alike: some that this rank shares parameters with are not in its last set."""
+    shared = [held.ranks for held in sets if held.members and not held.alone]
+    for ranks in shared:
+        if not {*ranks} <= {*shared[-1]}:
+            return ValueError(
+                f"nonfinite: this rank shares some parameters with ranks {ranks} and others with {shared[-1]}, and "
+                "neither are all of them, so what one finds would not reach the others without one more collective. "
+                "Put a parameter on a mesh of all these ranks, such as a norm's weight, replicated on one axis, or "
+                "give nonfinite=None, and look at the norm that clip_grad_norm_ returns"
+            )
+    return None
