@@ -67,7 +67,7 @@ def filled(
     return parts, buckets
 
 
-def connect(buckets: Sequence[Bucket]) -> None:
+def warm_up(buckets: Sequence[Bucket]) -> None:
     """Make the connections of all that training moves, by the first bucket of each kind: gradients are zeros still, and
     weights the same on all ranks.  Collective.  Why: `exchange.connect`."""
     for bucket in {(bucket.group, bucket.even): bucket for bucket in reversed(buckets)}.values():

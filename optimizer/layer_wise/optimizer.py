@@ -29,7 +29,7 @@ from ..state import as_numbers
 from ..step.agreement import AGREE_ON_LOAD, AGREE_ON_PLAN, AGREE_ON_STEP, Intent, fixed_options, step_intent
 from ..step.exchange import add_up, any_has
 from ..step.notes import Accord, Notes
-from .buckets import connect, filled
+from .buckets import filled, warm_up
 from .buffer_memory import laid_out
 from .gradients import Gathers, Gradients
 from .members import Members, SharingGroup, groups_with, options_of, ranks_in, size_of, this_rank
@@ -149,7 +149,7 @@ class LayerWise(CollectiveOptimizer):
         self._addresses = {param: param.data_ptr() for param in members.name_of}
         self._gradients = Gradients(members.named, buckets)
         self._gathers = Gathers([bucket.gather for bucket in buckets])
-        connect(buckets)
+        warm_up(buckets)
         self._active: set[str] | None = None
         self._forbidden = False
         self._handles = self._gathers.awaited_by(model, members.name_of, buckets) if overlap else []
