@@ -2,10 +2,11 @@
 
     python benchmarks/newton_schulz.py [--quick] [--limit 180] [--out out/newton_schulz.json]
 
-On an NVIDIA GPU: plain torch, torch.compile, ours by torch's products and by our kernels, plain and Gram form, and
-gram-newton-schulz if it is installed.  The floor is the work of the symmetric form at the dense peak of the chip.  On a
-CPU: the function of torch.optim.Muon against ours, at small sizes.  At the end it measures which form is the fastest
-where, and writes the table: `CostTable.from_json` reads it.
+On an NVIDIA GPU: plain torch, torch.compile (two shapes), ours by torch's products and by our kernels, plain and Gram
+form, and gram-newton-schulz if it is installed; launched from Python, and replayed as CUDA graphs.  The floor is the
+work of the symmetric form at the dense peak of the chip.  On a CPU: the function of torch.optim.Muon against ours, at
+small sizes.  At the end it measures which form is the fastest where, and writes the table: `CostTable.from_json` reads
+it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from machine import describe
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
+from muonckpt.optimizer.cuda_graphs import replayed
 from muonckpt.optimizer.newton_schulz import gram as gram_form
 from muonckpt.optimizer.newton_schulz.coefficients import COEFFICIENTS
 from muonckpt.optimizer.newton_schulz.costs import CostTable, measure
@@ -69,6 +71,9 @@ PEAK = {"NVIDIA H200": 790e12, "NVIDIA H100 80GB HBM3": 790e12}
 
 SAMPLE = 0.01
 """Seconds that what is timed at once takes, about: small matrices are done many times in a row, as in a step."""
+
+COMPILED = 2
+"""How many shapes are given to torch.compile, which takes longer than all else."""
 
 GATES = (256, 512, 1024, 1536, 2048, 4096)
 """Sides of the squares, and short sides of matrices four times as wide, for which the fastest form is measured."""
@@ -137,12 +142,12 @@ def stacks(memory: Tensor, places: Places) -> list[Tensor]:
     return [part.view(run) for part, run in zip(memory.split(sizes), places.runs, strict=True)]
 
 
-def methods(device: torch.device) -> dict[str, Method]:
+def methods(device: torch.device, compile_too: bool) -> dict[str, Method]:
     """By name; plain torch first."""
     found: dict[str, Method] = {"torch.optim.Muon": by_torch, "ours": ours(torch.bfloat16)}
     if device.type == "cuda":
         found |= {
-            "torch.compile": compiled(),
+            **({"torch.compile": compiled()} if compile_too else {}),
             "torch, batched": batched,
             "ours, Gram": ours(torch.bfloat16, (2,)),
             "ours, fp16": ours(torch.float16),
@@ -208,9 +213,11 @@ def floor(places: Places, name: str) -> float | None:
     return work / PEAK[name] if name in PEAK else None
 
 
-def row(places: Places, device: torch.device, runs: int, until: float) -> dict[str, object]:
+def row(
+    places: Places, device: torch.device, runs: int, until: float, *, compile_too: bool = False
+) -> dict[str, object]:
     """Check all methods, and time them in turn, with no new round after ``until``."""
-    chosen = methods(device)
+    chosen = methods(device, compile_too)
     error = errors(chosen, places, device)
     far = {name: e for name, e in error.items() if isinstance(e, float) and not e <= FAR}
     if any(name.startswith(("ours", "torch.optim")) for name in far):
@@ -229,6 +236,11 @@ def row(places: Places, device: torch.device, runs: int, until: float) -> dict[s
         if count >= 2 and time.monotonic() > until:
             break
     plain = times["torch.optim.Muon"]
+    graphs = {
+        name: replayed(partial(method, memory, places), times=min(in_a_row, 10))
+        for name, method in running.items()
+        if device.type == "cuda" and name != "torch.compile"
+    }
     return {
         "shapes": places.runs,
         "floor": floor(places, torch.cuda.get_device_name(device) if device.type == "cuda" else ""),
@@ -237,6 +249,7 @@ def row(places: Places, device: torch.device, runs: int, until: float) -> dict[s
         "faster": {
             name: statistics.median(p / t for p, t in zip(plain, all_, strict=True)) for name, all_ in times.items()
         },
+        "replayed": graphs,
     }
 
 
@@ -246,13 +259,18 @@ def show(found: Mapping[str, object]) -> None:
     gflop = sum(count * gram_form.cost(m, n, STEPS) for count, m, n in shapes) / 1e9  # type: ignore[attr-defined]
     named = " and ".join(f"{count} x {m} x {n}" for count, m, n in shapes)  # type: ignore[attr-defined]
     print(f"\n{named}, {gflop:.3g} GFLOP" + (f", floor {lowest * 1e3:.4g} ms" if lowest else ""))  # type: ignore[operator]
+    replays = found["replayed"]
     for name, error in found["error"].items():  # type: ignore[attr-defined]
         if isinstance(error, str):
             print(f"  {name:20} does not run: {error}")
             continue
         median, faster = found["median"][name], found["faster"][name]  # type: ignore[index]
-        of_floor = f"  {lowest / median:4.0%} of the floor" if lowest else ""  # type: ignore[operator]
-        print(f"  {name:20} {median * 1e3:9.4g} ms  {faster:5.2f} x torch{of_floor}  error {error:.4f}")
+        line = f"  {name:20} {median * 1e3:9.4g} ms  {faster:5.2f} x torch"
+        if replay := replays.get(name):  # type: ignore[attr-defined]
+            times = replays["torch.optim.Muon"] / replay  # type: ignore[index]
+            line += f"; replayed {replay * 1e3:9.4g} ms  {times:5.2f} x torch"
+            line += f"  {lowest / replay:4.0%} of the floor" if lowest else ""  # type: ignore[operator]
+        print(f"{line}  error {error:.4f}", flush=True)
 
 
 def gates(device: torch.device, sides: Sequence[int]) -> CostTable:
@@ -281,19 +299,24 @@ def main() -> None:
     where = describe() + (f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ", no GPU")
     print(where)
     shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
-    rows = []
+    rows: list[dict[str, object]] = []
+    written: dict[str, object] = {"machine": where, "rows": rows}
+
+    def write() -> None:
+        if arguments.out:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(written, indent=1))
+
     chosen = shapes[:QUICK] if arguments.quick else shapes
     begin = time.monotonic()
     for number, places in enumerate(chosen, 1):
         until = begin + arguments.limit * number / len(chosen)
-        rows.append(row(places, device, 5 if arguments.quick else 15, until))
+        rows.append(row(places, device, 5 if arguments.quick else 15, until, compile_too=number <= COMPILED))
         show(rows[-1])
+        write()
     table = gates(device, GATES if device.type == "cuda" else GATES[:2])
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(
-            json.dumps({"machine": where, "rows": rows, "table": json.loads(table.as_json())}, indent=1)
-        )
+    written["table"] = json.loads(table.as_json())
+    write()
 
 
 if __name__ == "__main__":

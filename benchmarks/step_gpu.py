@@ -35,7 +35,9 @@ BYTES = 4 + 4 + 4 + 2 + 2 + 4 + 4
 ROUNDS = 9
 
 GRAPH, GRAPH_ALONE = "step, CUDA graph", "Newton-Schulz alone, CUDA graph"
-ON_GPU = (GRAPH, GRAPH_ALONE, "rest", "floor", "rest / floor", "launches")
+ON_GPU = (GRAPH, GRAPH_ALONE, "rest", "floor", "rest / floor", "launches", "memory beyond the state")
+TOP = 12
+"""Kernels of a step that are listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +121,27 @@ def bandwidth(device: torch.device) -> float:
     return 2 * source.nbytes / statistics.median(times)
 
 
-def launches(work: Callable[[], object]) -> int:
-    """Kernels of a run on the GPU."""
-    with profile(activities=[ProfilerActivity.CUDA]) as events:
+def kernels(work: Callable[[], object]) -> list[tuple[str, int, float]]:
+    """Of a run on the GPU: the name of each kernel, how often it is launched, and its milliseconds; longest first."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as events:
         work()
         torch.cuda.synchronize()
-    on_device = (event for event in events.key_averages() if event.device_type is DeviceType.CUDA)
-    return sum(event.count for event in on_device if not event.key.startswith(("Memcpy", "Memset")))
+    rows = [
+        (event.key, event.count, event.self_device_time_total / 1e3)
+        for event in events.key_averages()
+        if event.device_type == DeviceType.CUDA and not event.key.startswith(("Memcpy", "Memset"))
+    ]
+    return sorted(rows, key=lambda row: -row[2])
+
+
+def memory(work: Callable[[], object]) -> int:
+    """Bytes that a run allocates at most beyond what was allocated before."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def captured(work: Callable[[], object]) -> Callable[[], object]:
@@ -144,6 +160,7 @@ def measure(model: Model, device: torch.device, limit: float) -> dict[str, float
     """
     until = time.monotonic() + limit
     params = made(model, device)
+    adamw = torch.optim.AdamW(params, lr=1e-6, fused=device.type == "cuda")
     rate = torch.tensor(1e-3, device=device) if device.type == "cuda" else 1e-3
     opt, theirs = Muon(params, lr=rate), torch.optim.Muon(params)
     opt.step()
@@ -151,21 +168,31 @@ def measure(model: Model, device: torch.device, limit: float) -> dict[str, float
     alone()
     works: dict[str, Callable[[], object]] = {
         "step": opt.step, "Newton-Schulz alone": alone, "torch.optim.Muon": theirs.step,
+        "torch.optim.AdamW": adamw.step,
     }  # fmt: skip
     if device.type != "cuda":
         return {**medians(works, device, until), **dict.fromkeys(ON_GPU)}
+    peak, listed = memory(opt.step), kernels(opt.step)
+    for name, count, milliseconds in listed[:TOP]:
+        print(f"  {milliseconds:8.3f} ms  {count:5} x  {name[:100]}")
     works |= {GRAPH: captured(opt.step), GRAPH_ALONE: captured(alone)}
     found = medians(works, device, until)
     floor, rest = BYTES * model.numel / bandwidth(device), found[GRAPH] - found[GRAPH_ALONE]
-    return {**found, "rest": rest, "floor": floor, "rest / floor": rest / floor, "launches": launches(opt.step)}
+    return {
+        **found, "rest": rest, "floor": floor, "rest / floor": rest / floor,
+        "launches": sum(count for _, count, _ in listed), "memory beyond the state": peak,
+    }  # fmt: skip
 
 
 def show(model: Model, found: dict[str, float | None]) -> None:
     print(f"{model.name}, {model.numel / 1e6:.4g} million elements in {len(model.shapes)} matrices\n")
-    units = {"rest / floor": f"times (aim {AIM})", "launches": "kernels"}
+    units = {
+        "rest / floor": (1, f"times (aim {AIM})"), "launches": (1, "kernels"),
+        "memory beyond the state": (1 / 2**20, "MiB"),
+    }  # fmt: skip
     for name, value in found.items():
-        shown = "not measured" if value is None else f"{value:.4g}" if name in units else f"{1e3 * value:.4g}"
-        print(f"| {name} | {shown} | {units.get(name, 'ms')} |")
+        factor, unit = units.get(name, (1e3, "ms"))
+        print(f"| {name} | {'not measured' if value is None else f'{factor * value:.4g}'} | {unit} |")
 
 
 def main() -> None:

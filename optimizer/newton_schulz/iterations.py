@@ -40,6 +40,7 @@ def orthogonalize(
     The result depends on the values of a matrix only, not on its strides, its alignment or what shares its
     memory: the work is done on a fresh contiguous copy in the wide orientation, so a tall matrix gives
     exactly the transpose of what its transpose gives.  ``matrix`` is left alone, and no gradient flows.
+    ``torch.compile`` takes it with ``fullgraph`` from torch 2.13 on.
 
     Args:
         matrix: ``[m, n]``, or a stack ``[B, m, n]``, of any real floating dtype; a dim may be 0.

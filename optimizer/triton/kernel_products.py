@@ -51,12 +51,12 @@ class KernelProducts:
             return torch.empty(0, dtype=dtype, device=memory.device)
         full = _filled_up(places)
         with on_device(memory):
-            if full is not places:
+            if full is not None:
                 memory = moved(memory, places, full)
             elif memory.data_ptr() % 16:
                 memory = memory.clone()
-            done = work(Stack(memory, full, places.tall)).memory
-            return (moved(done, full, places) if full is not places else done).to(dtype)
+            done = work(Stack(memory, full or places, places.tall)).memory
+            return (moved(done, full, places) if full is not None else done).to(dtype)
 
     def normal(self, x: Stack, eps: float, scale: float) -> Stack:
         """Each matrix divided by ``max(its Frobenius norm, eps) · scale``; all NaN if the norm is not finite."""
@@ -82,7 +82,7 @@ class KernelProducts:
 
 
 @lru_cache(maxsize=1024)
-def _filled_up(places: Places) -> Places:
-    """With sides that kernels can load; the same object if they are so."""
+def _filled_up(places: Places) -> Places | None:
+    """With sides that kernels can load; None if they are so."""
     full = places.filled_up(LOAD_MULTIPLE)
-    return places if full == places else full
+    return None if full == places else full

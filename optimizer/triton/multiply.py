@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..newton_schulz.places import Places, Stack
 from .launches import INTERPRETED, as_fp32, launcher, narrowed
-from .tiles import DEPTH, Cut, Tile, fastest
+from .tiles import DEPTH, Cut, Tile, candidates, fastest
 
 LOAD_MULTIPLE = 16
 """Elements that all sides are a multiple of, so that a GPU can load 16 bytes at a time wherever a row begins."""
@@ -84,21 +84,24 @@ def multiply(
             `WIDEST`; memories that do not begin at a multiple of 16 bytes.
         RuntimeError: a CUDA graph is being captured and no tile has been timed for these shapes: run a step before.
     """
-    memory = left.memory
-    added = None if addend is None else addend.places
-    kind = Kind(
-        *(left.places, left.turned, right.places, right.turned, added, bool(alpha), symmetric),
-        *(memory.dtype, memory.device),
+    memory, dtype = left.memory, left.memory.dtype
+    products = _products(
+        Kind(
+            *(left.places, left.turned, right.places, right.turned, None if addend is None else addend.places),
+            *(alpha != 0, symmetric, dtype, memory.device),
+        )
     )
-    products = _products(kind)
     if out is None:
-        out = torch.empty(products.places.numel, dtype=memory.dtype, device=memory.device)
-    memories = (memory, right.memory, out if addend is None else addend.memory, out)
-    if any(each.dtype is not memory.dtype for each in memories) or (addend is not None and addend.turned):
-        raise ValueError(f"expected operands of one dtype, none turned that is added: {[m.dtype for m in memories]}")
-    if any(each.data_ptr() % 16 for each in memories):
+        out = torch.empty(products.numel, dtype=dtype, device=memory.device)
+    added = out if addend is None else addend.memory
+    if right.memory.dtype is not dtype or added.dtype is not dtype or out.dtype is not dtype:
+        raise ValueError(f"expected operands of one dtype, got {[dtype, right.memory.dtype, added.dtype, out.dtype]}")
+    if addend is not None and addend.turned:
+        raise ValueError("what is added to results is turned")
+    if (memory.data_ptr() | right.memory.data_ptr() | added.data_ptr() | out.data_ptr()) % 16:
         raise ValueError("expected memories that begin at multiples of 16 bytes")
-    products.launch(tile, memories, (alpha, beta, diagonal))
+    if products.numel:
+        products.launch(tile, (memory, right.memory, added, out), (alpha, beta, diagonal))
     return Stack(out, products.places)
 
 
@@ -106,14 +109,15 @@ class _Products:
     """Products of one kind, and what launches them, by tile.
 
     Attributes:
-        places: where the results lie.
+        places, numel: where the results lie, and all their elements.
     """
 
     def __init__(self, kind: Kind) -> None:
         self.places, self._inner = _results(kind)
+        self.numel = self.places.numel
         self._kind = kind
         self._launches: dict[Tile, Callable[..., None]] = {}
-        self._fastest: Tile | None = None
+        self._best: Callable[..., None] | None = None
 
     def launch(self, tile: Tile | None, memories: tuple[Tensor, ...], factors: tuple[float, ...]) -> None:
         """Multiply, by the fastest tile if none is given.
@@ -122,17 +126,20 @@ class _Products:
             memories: left, right, addend, out.
             factors: alpha, beta, diagonal.
         """
-        if not self.places.numel:
-            return
         if tile is None:
-            if self._fastest is None:
-                self._fastest = fastest(self._kind, lambda tile: self.launch(tile, memories, factors))
-            tile = self._fastest
-        if tile not in self._launches:
-            self._launches[tile] = self._by(tile)
-        self._launches[tile](*memories, *factors)
+            if self._best is None:
+                tiles = candidates(self.places, self._kind.symmetric)
+                self._best = self._by(fastest(self._kind, tiles, lambda tile: self._by(tile)(*memories, *factors)))
+            self._best(*memories, *factors)
+        else:
+            self._by(tile)(*memories, *factors)
 
     def _by(self, tile: Tile) -> Callable[..., None]:
+        if tile not in self._launches:
+            self._launches[tile] = self._launch_of(tile)
+        return self._launches[tile]
+
+    def _launch_of(self, tile: Tile) -> Callable[..., None]:
         kind = self._kind
         cut = Cut.of(kind.left, kind.right, self.places, self._inner, tile, kind.symmetric, kind.device)
         launch = launcher(

@@ -40,8 +40,8 @@ def normalized(memory: Tensor, places: Places, dtype: torch.dtype, eps: float, s
     Returns:
         As ``memory``, of ``dtype``, bf16 or fp16.
     """
-    result = torch.empty(places.numel, dtype=dtype, device=memory.device)
-    if places.numel:
+    result = torch.empty(len(memory), dtype=dtype, device=memory.device)
+    if len(result):
         _normalize(places, memory.dtype, dtype, memory.device)(memory, result, eps, scale)
     return result
 
@@ -79,6 +79,7 @@ def moved(memory: Tensor, places: Places, there: Places) -> Tensor:
     result = torch.empty(there.numel, dtype=memory.dtype, device=memory.device)
     if there.numel:
         parts, _ = _parts(there, memory.device)
+        # Not by `launcher`: results of what is moved back begin anywhere.
         _moved[(len(parts),)](memory, result, parts, _pairs(places, there, memory.device), CHUNK, WIDTH)
     return result
 

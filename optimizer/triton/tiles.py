@@ -6,7 +6,7 @@ This file needs Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -40,25 +40,31 @@ class Tile:
     registers: int | None = None
 
 
-TILES = (
-    (Tile(32, 32, 4, 1),)
+INTERPRETED_TILE = Tile(32, 32, 4, 1)
+SMALL = (INTERPRETED_TILE,) if INTERPRETED else (Tile(64, 64, 4, 4), Tile(128, 64, 4, 4), Tile(128, 128, 4, 3))
+LARGE = (
+    (INTERPRETED_TILE,)
     if INTERPRETED
-    else (
-        Tile(128, 128, 8, 3, registers=128),
-        Tile(128, 128, 4, 3),
-        Tile(128, 128, 4, 4),
-        Tile(128, 256, 8, 3),
-        Tile(128, 64, 4, 4),
-        Tile(64, 64, 4, 4),
-    )
+    else (Tile(128, 128, 8, 3, registers=128), Tile(128, 128, 4, 3), Tile(128, 128, 4, 4))
 )
-"""A small set, as each is compiled and timed once for every product.  Each was the fastest of its like somewhere on an
-H100 (`docs/design/kernels.md` has the figures): two programs run at a time where a thread takes at most 128 registers,
-wide tiles are for results that are not mirrored, small ones for few or small matrices."""
+WIDE = () if INTERPRETED else (Tile(128, 256, 8, 3),)
+"""For results that do not fill a GPU, that do, and that do and are not mirrored.  Few, as each is compiled and timed
+once for every product; each was the fastest of its like somewhere on an H100 (`docs/design/kernels.md` has the
+figures).  Two programs run at a time on a multiprocessor where a thread takes at most 128 registers."""
+
+FILLED = 132
+"""Tiles of 128 x 128 from which results fill a GPU: an H100 has as many multiprocessors."""
 
 
-def fastest(what: object, launch: Callable[[Tile], None]) -> Tile:
-    """The fastest of `TILES`.  All of them give the same bits.
+def candidates(out: Places, symmetric: bool) -> tuple[Tile, ...]:
+    """The tiles that are worth compiling for results that lie so."""
+    first = LARGE[0]
+    tiles = sum(count * len(grid(rows, columns, first, symmetric)) for count, rows, columns in out.runs)
+    return SMALL if tiles < FILLED else LARGE if symmetric else (*LARGE, *WIDE)
+
+
+def fastest(what: object, tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
+    """The fastest tile.  All of them give the same bits.
 
     Args:
         what: named in errors.
@@ -67,13 +73,13 @@ def fastest(what: object, launch: Callable[[Tile], None]) -> Tile:
     Raises:
         RuntimeError: a CUDA graph is being captured, or no tile fits this GPU.
     """
-    if len(TILES) == 1:
-        return TILES[0]
+    if len(tiles) == 1:
+        return tiles[0]
     settled(f"no tile has been timed for {what}")
     torch.cuda.synchronize()  # what is under way, a collective say, would be timed, too
-    times = {tile: time for tile in TILES if (time := _timed(tile, launch)) is not None}
+    times = {tile: time for tile in tiles if (time := _timed(tile, launch)) is not None}
     if not times:
-        raise RuntimeError(f"none of the tiles {TILES} fits this GPU")
+        raise RuntimeError(f"none of the tiles {tiles} fits this GPU")
     return min(times, key=times.__getitem__)
 
 

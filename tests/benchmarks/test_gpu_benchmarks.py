@@ -24,10 +24,10 @@ def test_a_step_is_measured_and_what_is_not_is_said(capsys: pytest.CaptureFixtur
     step_gpu.show(step_gpu.SMALL, found)
     rows = capsys.readouterr().out
     measured = [name for name, value in found.items() if value is not None]
-    assert measured[:3] == ["step", "Newton-Schulz alone", "torch.optim.Muon"]
+    assert measured[:4] == ["step", "Newton-Schulz alone", "torch.optim.Muon", "torch.optim.AdamW"]
     assert all(f"| {name} | not measured |" in rows for name, value in found.items() if value is None)
     assert set(step_gpu.ON_GPU) <= found.keys()
-    assert (len(measured) == 3) == (DEVICE.type == "cpu")
+    assert (len(measured) == 4) == (DEVICE.type == "cpu")
 
 
 def test_the_large_model_has_a_billion_and_a_half() -> None:
@@ -38,8 +38,9 @@ def test_the_large_model_has_a_billion_and_a_half() -> None:
 def test_methods_are_checked_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     row = newton_schulz.row(Places(((2, 16, 40), (1, 8, 8))), DEVICE, 1, until=0)
     assert set(row["error"]) >= {"torch.optim.Muon", "ours"} and row["median"].keys() == row["faster"].keys()
+    newton_schulz.show(row)
     far = {"torch.optim.Muon": newton_schulz.by_torch, "ours": lambda memory, places: torch.zeros_like(memory)}
-    monkeypatch.setattr(newton_schulz, "methods", lambda device: far)
+    monkeypatch.setattr(newton_schulz, "methods", lambda device, compile_too: far)
     with pytest.raises(SystemExit, match="too far"):
         newton_schulz.row(Places(((1, 8, 8),)), DEVICE, 1, until=0)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from support.interpreted import DEVICE, kernels, on_gpu
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -181,6 +182,7 @@ def test_numbers_are_uploaded_the_same_while_a_graph_is_captured(monkeypatch: py
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="older torch.compile makes no dataclasses")
 def test_newton_schulz_compiles() -> None:
     torch._dynamo.reset()
     matrix, options = torch.randn(24, 64), {"steps": 2, "gram": (1,), "dtype": torch.float32}

@@ -19,7 +19,7 @@ k = kernels("triton.kernel_products")
 normal = kernels("triton.normalize")
 tiles = kernels("triton.tiles")
 multiply = kernels("triton.multiply").multiply
-EVERY_TILE = tiles.TILES  # other tests use one (`conftest`)
+EVERY_TILE = tuple(dict.fromkeys((*tiles.SMALL, *tiles.LARGE, *tiles.WIDE)))  # other tests use one (`conftest`)
 
 BF16, FP16 = torch.bfloat16, torch.float16
 HALF = [BF16, FP16]
@@ -251,14 +251,15 @@ def compiled(dtype, mirror, tile):
         {(names.index(name),): value for name, value in fixed.items()},
         {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if "*" in kinds.get(name, "")},
     )
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
     found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     staged = 2 * tiles.DEPTH * (tile.rows + tile.columns) * tile.stages
     ptx = found.asm["ptx"]
     loads = re.findall(r"cp\\.async\\.c[ag]\\.shared\\.global [^;]*;", ptx)
     return found.metadata.shared, "wgmma" in ptx, len(loads), sum("0x10" in load for load in loads), staged
 
-print(json.dumps([compiled(("bf16", "fp16")[n % 2], n % 3 < 2, tile) for n, tile in enumerate(tiles.TILES)]))
+every = dict.fromkeys((*tiles.SMALL, *tiles.LARGE, *tiles.WIDE))
+print(json.dumps([compiled(("bf16", "fp16")[n % 2], n % 3 < 2, tile) for n, tile in enumerate(every)]))
 """
 
 
@@ -301,7 +302,7 @@ def test_offsets_beyond_31_bits() -> None:
 @pytest.mark.gpu
 @on_gpu
 def test_a_graph_is_captured_after_a_step_and_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "TILES", EVERY_TILE)
+    monkeypatch.setattr(tiles, "SMALL", EVERY_TILE)
     x, kind = stacked([fresh(272, 528)]), k.KernelProducts(BF16)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="before capturing"), torch.cuda.graph(graph):

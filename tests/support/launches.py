@@ -11,20 +11,22 @@ from unittest.mock import patch
 @contextmanager
 def launches() -> Iterator[list[str]]:
     """The names of the kernels that are launched meanwhile, in order."""
+    from triton import knobs
     from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction
 
     names: list[str] = []
+    run = InterpretedFunction.run
 
-    def counted(run: Any) -> Any:
-        def launch(kernel: Any, *args: Any, **options: Any) -> Any:
-            names.append(kernel.__name__)
-            return run(kernel, *args, **options)
+    def interpreted(kernel: Any, *args: Any, **options: Any) -> Any:
+        names.append(kernel.__name__)
+        return run(kernel, *args, **options)
 
-        return launch
+    def launched(metadata: Any) -> None:
+        names.append(metadata.get()["name"])
 
-    with (
-        patch.object(InterpretedFunction, "run", counted(InterpretedFunction.run)),
-        patch.object(JITFunction, "run", counted(JITFunction.run)),
-    ):
-        yield names
+    knobs.runtime.launch_enter_hook.add(launched)
+    try:
+        with patch.object(InterpretedFunction, "run", interpreted):
+            yield names
+    finally:
+        knobs.runtime.launch_enter_hook.remove(launched)

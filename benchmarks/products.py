@@ -1,0 +1,100 @@
+"""The products of Newton-Schulz on a GPU, by kind: our kernels beside torch's, and how near both are to the chip.
+
+    python benchmarks/products.py [--limit 40] [--out out/products.json]
+
+Each is replayed as a CUDA graph.  TFLOP/s count the multiplications that are needed: of symmetric results one triangle,
+which torch's products do twice.  Without an NVIDIA GPU there is nothing to measure, and it says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from machine import describe
+from torch import Tensor
+
+from muonckpt.optimizer.cuda_graphs import replayed
+from muonckpt.optimizer.newton_schulz.places import Places, Stack
+
+STACKS: tuple[tuple[int, int, int], ...] = (
+    (1, 1024, 1024),
+    (1, 2048, 2048),
+    (1, 4096, 4096),
+    (1, 8192, 8192),
+    (1, 4096, 16384),
+    (128, 768, 2048),
+    (64, 128, 4096),
+)
+"""How many matrices, their short and their long side."""
+
+A, B, C = 3.4445, -4.7750, 2.0315
+
+
+def works(count: int, short: int, long: int, device: torch.device) -> dict[str, tuple[Callable[[], object], ...]]:
+    """By kind of product: by our kernels, and by torch's."""
+    from muonckpt.optimizer.triton.kernel_products import KernelProducts
+
+    kind = KernelProducts(torch.bfloat16)
+    x = (torch.randn(count, short, long, device=device) / long**0.5).bfloat16()
+    wide = Stack(x.view(-1), Places(((count, short, long),)))
+    r = x @ x.mT
+    square = Stack(r.view(-1), Places(((count, short, short),)))
+    out: Tensor = torch.empty_like(r)
+    result: Tensor = torch.empty_like(x)
+    return {
+        "gram": (lambda: kind.gram(wide), lambda: torch.bmm(x, x.mT, out=out)),
+        "square": (
+            lambda: kind.square(square, B, C),
+            lambda: torch.baddbmm(r, r, r, beta=B, alpha=C, out=out),
+        ),
+        "added": (lambda: kind.added(wide, A, square), lambda: torch.baddbmm(x, r, x, beta=A, out=result)),
+    }
+
+
+def flops(count: int, short: int, long: int) -> dict[str, int]:
+    """What is needed; a multiply-add is two."""
+    return {"gram": count * short**2 * long, "square": count * short**3, "added": 2 * count * short**2 * long}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=float, default=40.0, help="seconds after which no new stack is begun")
+    parser.add_argument("--out", type=Path, help="where to write the figures, JSON")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no NVIDIA GPU: not measured")
+        return
+    device = torch.device("cuda")
+    where = f"{describe()}, {torch.cuda.get_device_name(device)}"
+    print(f"{where}\n\n| stack | product | ours ms | TFLOP/s | torch ms | TFLOP/s | times as fast |")
+    print("|---|---|---|---|---|---|---|")
+    rows: list[list[object]] = []
+    begin = time.monotonic()
+    for stack in STACKS:
+        if time.monotonic() - begin > arguments.limit:
+            print(f"{stack} and what follows: not measured, out of time")
+            break
+        needed = flops(*stack)
+        for name, pair in works(*stack, device).items():
+            for work in pair:
+                work()
+            ours, theirs = (replayed(work) for work in pair)
+            rows.append([*stack, name, ours, theirs])
+            rates = [needed[name] / seconds / 1e12 for seconds in (ours, theirs)]
+            print(
+                f"| {stack[0]} x {stack[1]} x {stack[2]} | {name} | {ours * 1e3:.4f} | {rates[0]:.0f} "
+                f"| {theirs * 1e3:.4f} | {rates[1]:.0f} | {theirs / ours:.2f} |",
+                flush=True,
+            )
+        if arguments.out:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps({"machine": where, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
