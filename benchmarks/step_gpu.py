@@ -129,7 +129,7 @@ def kernels(work: Callable[[], object]) -> list[tuple[str, int, float]]:
     rows = [
         (event.key, event.count, event.self_device_time_total / 1e3)
         for event in events.key_averages()
-        if event.device_type == DeviceType.CUDA and not event.key.startswith(("Memcpy", "Memset"))
+        if event.device_type == DeviceType.CUDA and not event.key.startswith(("Memcpy", "Memset", "Optimizer.step"))
     ]
     return sorted(rows, key=lambda row: -row[2])
 

@@ -31,28 +31,10 @@ Choice = Callable[[torch.device, torch.dtype, int, int, int], Form]
 """The form for ``copies`` matrices of ``m x n`` on a device, computed in a dtype: ``(device, dtype, m, n, copies)``.
 It must be the same on all ranks, so it follows from these facts alone; `costs.CostTable.form` is a measured one."""
 
-WAVE = 64
-"""Tiles of 128 x 128 that keep a large GPU busy (an H200 has 132 multiprocessors; half of them is enough, as tiles can
-be smaller).  A symmetric kernel does half of the work, which gains nothing while the GPU is not full: on an H800
-flash-muon's loses at 1024², with 36 tiles (0.0124 ms to 0.0112), and wins at 4096², with 528 (0.1838 to 0.2955).
-Not measured by us: `costs.measure` does on the GPU that is there."""
-
-
-def saturates_gpu(rows: int, columns: int, copies: int = 1) -> bool:
-    """Whether the Gram matrices of ``copies`` matrices have a `WAVE` of tiles to compute: one does from 1281² on."""
-    side = -(-min(rows, columns) // 128)
-    return copies * side * (side + 1) // 2 >= WAVE
-
-
-def by_shape(device: torch.device, dtype: torch.dtype, rows: int, columns: int, copies: int) -> Form:
-    """The form of matrices that are done on their own, where nothing has been measured: by estimates (`saturates_gpu`,
-    `gram.gram_is_cheaper`)."""
-    return Form(has_kernels(device, dtype) and saturates_gpu(rows, columns, copies), gram_is_cheaper(rows, columns))
-
 
 def prefer_kernels(device: torch.device, dtype: torch.dtype, rows: int, columns: int, copies: int) -> Form:
-    """The `Choice` of a step where nothing has been measured: kernels wherever they run, as there the small matrices of
-    all shapes share their launches, and fill the GPU together."""
+    """The form where nothing has been measured: kernels wherever they run.  On an H100 they were the fastest for every
+    shape from 256 x 256 on (`docs/performance.md`), and small matrices of all shapes share their launches."""
     return Form(has_kernels(device, dtype), gram_is_cheaper(rows, columns))
 
 

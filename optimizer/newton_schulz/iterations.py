@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .coefficients import Coefficients, Triple, coefficient_set
-from .forms import Form, arithmetic, by_shape
+from .forms import Form, arithmetic, prefer_kernels
 from .gram import compound
 from .places import Places
 from .products import REDUCTIONS, M, Products, bounded, by_torch, frobenius, reduction, widened
@@ -58,8 +58,8 @@ def orthogonalize(
         gram: None for the plain form; else the steps after which the Gram form (:mod:`.gram`) rebuilds its Gram
             matrix, e.g. ``(2,)``, or ``()`` for never.  It is used where ``form`` says so.  With bf16 its operands
             are rounded to fp16, an eighth of the error at the same cost, and the result to bf16.
-        form: how; None: by shape and ``B`` alone (:func:`.forms.by_shape`).  A matrix of a stack gets the bits that it
-            has alone in the same form.
+        form: how; None: :func:`.forms.prefer_kernels`.  A matrix of a stack gets the bits that it has alone in the
+            same form.
 
     Returns:
         The shape of ``matrix``, of ``dtype``, of any strides.  Zeros for zeros.  All NaN if an element is not finite,
@@ -145,7 +145,7 @@ def _iterations(
         kind = arithmetic(form, device, inner, *runs[0][1:])
         return _Iteration(kind, triples, spans, recipe.eps, recipe.scale, Places(runs))
 
-    forms = [form or by_shape(device, dtype, rows, columns, count) for count, rows, columns in runs]
+    forms = [form or prefer_kernels(device, dtype, rows, columns, count) for count, rows, columns in runs]
     if runs and forms[0].kernels:
         return (of(forms[0], runs),)  # for all shapes; torch's products are chosen by shape
     return tuple(of(form, (run,)) for form, run in zip(forms, runs, strict=True))

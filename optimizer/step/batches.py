@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...vocabulary import ParamGroup
 from ..newton_schulz.coefficients import coefficient_set
-from ..newton_schulz.forms import Form, saturates_gpu
+from ..newton_schulz.forms import Form
 from ..newton_schulz.iterations import orthogonalize_all
 from ..newton_schulz.places import Places, RowsColumns
 from ..newton_schulz.recipe import Recipe
@@ -20,6 +20,10 @@ from ..planning.units import Unit
 LARGEST = 1 << 25
 """Elements of a stack: 64 heads of 128 x 4096, or two matrices of 4096 x 4096, which is more than a GPU does at a time.
 In 16 bits they are 64 MiB, and Newton-Schulz takes up to four times that besides."""
+
+
+FILLED = 64
+"""Tiles of 128 x 128 that keep a large GPU busy: half of its multiprocessors are enough, as tiles can be smaller."""
 
 
 def recipe_of(group: ParamGroup) -> Recipe:
@@ -57,6 +61,12 @@ class Batch:
         return orthogonalize_all(memory, self.places, self.recipe, self.form)
 
 
+def fills_gpu(rows: int, columns: int, copies: int) -> bool:
+    """Whether the Gram matrices of so many matrices have `FILLED` tiles to compute: one has from 1281² on."""
+    side = -(-min(rows, columns) // 128)
+    return copies * side * (side + 1) // 2 >= FILLED
+
+
 _Kind = tuple[Form, str, Recipe]
 """What matrices of one batch share: their form, algorithm and recipe."""
 
@@ -76,7 +86,7 @@ def in_batches(units: Sequence[Unit], numbers: Iterable[int], group_of: Callable
     together: defaultdict[tuple[RowsColumns | bool, _Kind], list[tuple[int, RowsColumns]]] = defaultdict(list)
     for (shape, kind), members in alike.items():
         rows, columns = shape
-        company = shape if saturates_gpu(rows, columns, len(members)) else rows > columns
+        company = shape if fills_gpu(rows, columns, len(members)) else rows > columns
         together[company, kind] += [(number, shape) for number in members]
     return [
         Batch(tuple(number for number, _ in cut), Places.of(shape for _, shape in cut), *kind)

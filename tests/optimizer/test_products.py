@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from muonckpt.optimizer.newton_schulz import forms, products
-from muonckpt.optimizer.newton_schulz.forms import Form, arithmetic, by_shape, prefer_kernels, saturates_gpu
+from muonckpt.optimizer.newton_schulz.forms import Form, arithmetic, prefer_kernels
 from muonckpt.optimizer.newton_schulz.places import Places
 from muonckpt.optimizer.newton_schulz.products import LARGE, WORTH, StripProducts, TorchProducts, by_torch
+from muonckpt.optimizer.step.batches import fills_gpu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -33,23 +34,19 @@ NOT_FILLED = [(1024, 1024, 1), (1280, 4096, 1), (128, 4096, 63), (0, 5, 1000)]
     ("rows", "columns", "copies", "filled"),
     [(*shape, True) for shape in FILLED] + [(*shape, False) for shape in NOT_FILLED],
 )
-def test_a_wave_of_tiles(rows: int, columns: int, copies: int, filled: bool) -> None:
-    assert saturates_gpu(rows, columns, copies) == saturates_gpu(columns, rows, copies) == filled
+def test_what_fills_a_gpu(rows: int, columns: int, copies: int, filled: bool) -> None:
+    assert fills_gpu(rows, columns, copies) == fills_gpu(columns, rows, copies) == filled
 
 
-def test_forms_by_shape(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert by_shape(CUDA, BF16, 4096, 2048, 1) == Form(kernels=True, gram=True)
-    assert by_shape(CUDA, FP16, 100, 400, 200) == Form(kernels=True, gram=True)
-    assert by_shape(CUDA, FP16, 4096, 4096, 1) == KERNELS
-    assert by_shape(CUDA, BF16, 64, 4096, 1) == Form(kernels=False, gram=True)
+def test_kernels_are_preferred_where_they_run(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert prefer_kernels(CUDA, BF16, 64, 4096, 1) == Form(kernels=True, gram=True)
-    assert prefer_kernels(CUDA, FP32, 64, 64, 1) == prefer_kernels(CPU, BF16, 4096, 4096, 1) == PLAIN
+    assert prefer_kernels(CUDA, FP16, 4096, 4096, 1) == KERNELS
     for device, dtype in ((CPU, BF16), (CUDA, FP32)):
-        assert by_shape(device, dtype, 4096, 4096, 1) == PLAIN
+        assert prefer_kernels(device, dtype, 4096, 4096, 1) == PLAIN
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert by_shape(CUDA, FP16, 4096, 4096, 1) == PLAIN
+    assert prefer_kernels(CUDA, FP16, 4096, 4096, 1) == PLAIN
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert by_shape(CUDA, FP16, 4096, 4096, 1) == PLAIN
+    assert prefer_kernels(CUDA, FP16, 4096, 4096, 1) == PLAIN
 
 
 def test_kernels_where_they_run_and_nowhere_else(hopper: None) -> None:
