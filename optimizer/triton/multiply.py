@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..newton_schulz.places import Places, Stack
 from .launches import INTERPRETED, as_fp32, launcher, narrowed
-from .tiles import DEPTH, Cut, Tile, candidates, fastest
+from .tiles import DEPTH, Cut, Tile, fastest, suitable_tiles
 
 LOAD_MULTIPLE = 16
 """Elements that all sides are a multiple of, so that a GPU can load 16 bytes at a time wherever a row begins."""
@@ -128,7 +128,7 @@ class _Products:
         """
         if tile is None:
             if self._best is None:
-                tiles = candidates(self.places, self._kind.symmetric)
+                tiles = suitable_tiles(self.places, self._kind.symmetric)
                 self._best = self._by(fastest(self._kind, tiles, lambda tile: self._by(tile)(*memories, *factors)))
             self._best(*memories, *factors)
         else:

@@ -56,7 +56,7 @@ FILLED = 132
 """Tiles of 128 x 128 from which results fill a GPU: an H100 has as many multiprocessors."""
 
 
-def candidates(out: Places, symmetric: bool) -> tuple[Tile, ...]:
+def suitable_tiles(out: Places, symmetric: bool) -> tuple[Tile, ...]:
     """The tiles that are worth compiling for results that lie so."""
     first = LARGE[0]
     tiles = sum(count * len(grid(rows, columns, first, symmetric)) for count, rows, columns in out.runs)
