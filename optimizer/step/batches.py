@@ -22,7 +22,7 @@ LARGEST = 1 << 25
 In 16 bits they are 64 MiB, and Newton-Schulz takes up to four times that besides."""
 
 
-FILLED = 64
+BUSY = 64
 """Tiles of 128 x 128 that keep a large GPU busy: half of its multiprocessors are enough, as tiles can be smaller."""
 
 
@@ -62,9 +62,9 @@ class Batch:
 
 
 def fills_gpu(rows: int, columns: int, copies: int) -> bool:
-    """Whether the Gram matrices of so many matrices have `FILLED` tiles to compute: one has from 1281² on."""
+    """Whether the Gram matrices of so many matrices have `BUSY` tiles to compute: one has from 1281² on."""
     side = -(-min(rows, columns) // 128)
-    return copies * side * (side + 1) // 2 >= FILLED
+    return copies * side * (side + 1) // 2 >= BUSY
 
 
 _Kind = tuple[Form, str, Recipe]
