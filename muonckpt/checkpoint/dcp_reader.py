@@ -272,9 +272,13 @@ class StrictLoadPlanner(DefaultLoadPlanner):
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         matching, self.report = judge([plan.planner_data for plan in global_plan], self._stored, self._allow_extra)
-        if not matching.fits:
-            raise SourceError(self._refusal(matching))
-        return super().create_global_plan([dataclasses.replace(plan, planner_data=None) for plan in global_plan])
+        refusal = None if matching.fits else self._refusal(matching)
+        return [dataclasses.replace(plan, planner_data=refusal) for plan in global_plan]
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        if new_plan.planner_data is not None:  # every rank raises, as the error is no rank's in particular
+            raise SourceError(new_plan.planner_data)
+        return new_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         try:

@@ -44,6 +44,7 @@ class Matching:
 
     Attributes:
         sources: keys of the checkpoint, by keys of the template.
+        spared: keys of the checkpoint whose values equal others that are taken in their place.
         zeros: keys of the template, of state that starts fresh.
         loaded, fresh, discarded: as in a `LoadReport`.
         kept: names of weights that keep their values, by key.
@@ -53,6 +54,7 @@ class Matching:
     """
 
     sources: Mapping[str, str] = field(default_factory=dict)
+    spared: frozenset[str] = frozenset()
     zeros: tuple[str, ...] = ()
     loaded: frozenset[OwnParameter] = frozenset()
     fresh: frozenset[OwnParameter] = frozenset()
@@ -76,6 +78,7 @@ class Matching:
         """What several parts of a template, or several ranks, take."""
         return cls(
             dict(chain.from_iterable(part.sources.items() for part in parts)),
+            frozenset().union(*(part.spared for part in parts)),
             tuple(chain.from_iterable(part.zeros for part in parts)),
             frozenset().union(*(part.loaded for part in parts)),
             frozenset().union(*(part.fresh for part in parts)),

@@ -54,7 +54,7 @@ def judge(requests: Sequence[RankRequest], stored: Stored, allow_extra: bool) ->
         fault = f"ranks were given different fresh={list(given[0].patterns)!r} and {list(given[1].patterns)!r}"
         return Matching(faults=(fault,)), LoadReport()
     globs, ranks = given[0], Matching.joined([request.matching for request in requests])
-    unclaimed = sorted(stored.entries.keys() - set(ranks.sources.values()))
+    unclaimed = sorted(stored.entries.keys() - set(ranks.sources.values()) - ranks.spared)
     optimizers = {optimizer.key: optimizer for request in requests for optimizer in request.optimizers}.values()
     dropped, settled, differences = set(), set(), {}
     for optimizer in optimizers:
@@ -145,6 +145,7 @@ def _state(optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored, gl
         [
             Matching(
                 sources,
+                frozenset(),
                 tuple(zeros),
                 frozenset((optimizer.key, name) for name in loaded),
                 frozenset((optimizer.key, name) for name in fresh),

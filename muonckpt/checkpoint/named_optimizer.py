@@ -126,6 +126,12 @@ class Stored:
         """An option, with lists as tuples."""
         return as_tuples(self._values.read(self.entries[key]))
 
+    def mark(self, key: str) -> str:
+        """What is the same for equal bytes, to compare options before they are read; their text where it is unknown."""
+        entry = self.entries[key]
+        known = entry.digest if isinstance(entry, Blob) else entry.fingerprint
+        return known or str(self.option(key))
+
     def groups(self, optimizer: NamedOptimizer) -> list[tuple[str, ...]]:
         """The names of the parameters of each group of an optimizer in the nested form; none in the other."""
         groups = optimizer.options_of_groups(self.entries) if optimizer.groups is not None else {}

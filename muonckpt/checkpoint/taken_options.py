@@ -59,6 +59,8 @@ def options_by_group(
         return {option: stored.option(key) for option, key in saved[number].items() if option not in NAMES_OF_GROUPS}
 
     numbers, differences = origin_groups(optimizer.groups or (), home, of_saved)
+    joined = [{home[name] for name in names if name in home} for names in optimizer.groups or ()]
+    spared = [key for number in set().union(*joined) - {*numbers} for key in saved[number].values()]
     sources: dict[str, str] = {}
     faults = []
     for number, keys in optimizer.options_of_groups(template.values).items():
@@ -69,7 +71,7 @@ def options_by_group(
         taken, missing = _taken(template, stored, mine, saved[source], f"{optimizer.options}{source}")
         sources |= taken
         faults += missing
-    return Matching(sources, differences=differences, faults=tuple(faults))
+    return Matching(sources, frozenset(spared), differences=differences, faults=tuple(faults))
 
 
 def options_by_name(
@@ -87,20 +89,12 @@ def options_by_name(
     alike: defaultdict[str, list[str]] = defaultdict(list)
     for name in loaded:
         alike[_shown(template, options.mine.get(name, _NONE))].append(name)
-    origins, faults = {name: name for name in loaded}, []
+    apart = [_apart(names, stored, options) for names in alike.values()]
+    faults = [fault for fault in apart if fault]
+    origins = {name: name for name in loaded}
     for name in fresh:
-        others = alike.get(_shown(template, options.mine.get(name, _NONE)), [])
-        theirs = {
-            str({option: stored.option(key) for option, key in sorted(options.theirs.get(other, _NONE).items())})
-            for other in others
-        }
-        if len(theirs) > 1:
-            faults.append(
-                f"the group of {name!r} is not known, as {others[0]!r} and others with the same options now have "
-                "different ones in the checkpoint: load a nested state dict (flatten_optimizer_state_dict=False)"
-            )
-        elif others:
-            origins[name] = others[0]
+        for other in alike.get(_shown(template, options.mine.get(name, _NONE)), [])[:1]:
+            origins[name] = other
     sources: dict[str, str] = {}
     for name, origin in origins.items():
         mine, theirs_of = options.mine.get(name, _NONE), options.theirs.get(origin, _NONE)
@@ -108,6 +102,21 @@ def options_by_name(
         sources |= taken
         faults += missing
     return Matching(sources, faults=tuple(faults))
+
+
+def _apart(names: Sequence[str], stored: Stored, options: OptionKeys) -> str | None:
+    """Why parameters cannot be taken for one group, if they cannot: they had different options."""
+    for option in options.theirs.get(names[0], _NONE):
+        keys = {name: options.theirs[name][option] for name in names if option in options.theirs.get(name, _NONE)}
+        first = stored.option(keys[names[0]])
+        differing = {stored.mark(key): name for name, key in keys.items()}.values()
+        for other in (name for name in differing if stored.option(keys[name]) != first):
+            return (
+                f"{names[0]!r} and {other!r} have the same options now, and {option}={first!r} and "
+                f"{stored.option(keys[other])!r} in the checkpoint; a flattened state dict does not say whether they "
+                "are one group: load a nested one (flatten_optimizer_state_dict=False)"
+            )
+    return None
 
 
 def _taken(

@@ -184,6 +184,12 @@ def test_a_group_that_was_split_takes_the_options_it_had(form, tmp_path):
     assert [group["lr"] for group in opt.param_groups] == [0.5, 0.25, 0.25]
 
 
+def test_groups_of_equal_options_may_be_joined(tmp_path):
+    state = template(*grouped((1.0, (2, 1, 0))))
+    muonckpt.load(state, two_groups("nested", tmp_path / "c", 0.25, 0.25))
+    assert state["optimizer"]["param_groups"][0]["lr"] == 0.25
+
+
 def test_groups_of_different_options_are_not_joined_silently(tmp_path):
     path = two_groups("nested", tmp_path / "c", 0.25, 0.5)
     message = refusal(template(*grouped((1.0, (0, 1, 2)))), path)
@@ -193,10 +199,11 @@ def test_groups_of_different_options_are_not_joined_silently(tmp_path):
     assert state["optimizer"]["param_groups"][0]["lr"] == 0.25
 
 
-def test_a_flattened_state_dict_that_does_not_tell_a_fresh_ones_group_is_refused(tmp_path):
+@pytest.mark.parametrize("fresh", [[], ["1.*"]])
+def test_a_flattened_state_dict_that_does_not_tell_groups_apart_is_refused(fresh, tmp_path):
     path = two_groups("flat", tmp_path / "c", 0.25, 0.5)
-    message = refusal(template(*grouped((1.0, (0, 1, 2))), "flat"), path, fresh=["1.*"])
-    assert "the group of '1.weight' is not known" in message
+    message = refusal(template(*grouped((1.0, (0, 1, 2))), "flat"), path, fresh=fresh)
+    assert "'0.weight' and '2.weight' have the same options now, and lr=0.25 and 0.5 in the checkpoint" in message
 
 
 def test_what_the_template_does_not_ask_for_is_passed_over_only_if_that_is_allowed(tmp_path):
