@@ -1,6 +1,7 @@
 """Other people's trainers: one file each, imported only by their users, and what they have in common.
 
-``huggingface`` is for transformers' Trainer, ``lightning`` for Lightning's, ``torchtitan`` for torchtitan's; ``saved``
-checks the folders that transformers and accelerate write.  accelerate needs no more: docs/integrations/accelerate.md.
-Nothing here is imported by the rest of the package.  Open ``huggingface`` first.
+``huggingface`` is for transformers' Trainer, ``lightning`` for Lightning's, ``torchtitan`` for torchtitan's,
+``megatron`` for Megatron-LM; ``saved`` checks the folders that transformers and accelerate write.  accelerate needs no
+more: docs/integrations/accelerate.md.  Nothing here is imported by the rest of the package.  Open ``huggingface``
+first.
 """

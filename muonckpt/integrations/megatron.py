@@ -1,0 +1,171 @@
+"""Megatron-LM: Muon among its emerging optimizers.  To import this module registers it by the name "muonckpt"."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.optimizer import emerging_optimizers as registry
+from megatron.core.optimizer.optimizer_config import ParamKey
+
+from ..optimizer import Muon
+from ..optimizer.following import Seen
+from ..optimizer.state import fresh_state
+
+NAME = "muonckpt"
+"""What ``OptimizerConfig.optimizer`` calls it, unless it is registered by another name."""
+
+FUSED = "fused_qkv"
+"""Marks the groups of what Megatron calls ``is_qkv``."""
+
+GROUP_WORDS = (
+    *("default_config", "end_wd", "is_decoupled_lr", "is_expert_parallel", "lr_mult", "max_lr", "min_lr", "optimizer"),
+    *("start_wd", "wd_mult", FUSED),
+)
+"""What Megatron's schedule and checkpoints keep in parameter groups; no options of the update."""
+
+COEFFICIENT_TYPES: Mapping[str, str] = {
+    "simple": "keller",
+    "quintic": "quintic",
+    "polar_express": "polar_express",
+    "cans": "cans",
+}
+"""``muon_coefficient_type``, and what the same set is called here."""
+
+SCALE_MODES: Mapping[str, Callable[[int, int], float]] = {
+    "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
+    "shape_scaling": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
+}
+"""``muon_scale_mode``: what the rate of a matrix is multiplied by."""
+
+MATMUL_PRECISIONS: Mapping[str, str] = {"medium": "bfloat16", "high": "float32", "highest": "float32"}
+"""``muon_fp32_matmul_prec``, and ``ns_dtype``."""
+
+
+class MegatronMuon(Muon):
+    """`Muon` for the matrices that Megatron gives it; everything else goes to Megatron's own optimizers.
+
+    Until the first step or the first loaded state, the groups may become others: Megatron's layer-wise optimizer leaves
+    each rank only the matrices that it owns, and its 16-bit wrapper puts float32 masters in the place of parameters.
+    The state is made for what is there then.
+
+    Args:
+        params: Megatron's groups.
+        qkv: rows of queries, keys and values of one query group, which are split in groups marked `FUSED`; None: they
+            are orthogonalised whole.
+        experts: as ``replicas``, for groups of experts.
+        options: of `Muon`.
+    """
+
+    _doubts = False
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        qkv: Sequence[int] | None = None,
+        replicas: dist.ProcessGroup | None = None,
+        experts: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        self._qkv = tuple(qkv) if qkv else None
+        groups = list(params)
+        of_experts = any(group["is_expert_parallel"] for group in groups)
+        super().__init__(groups, replicas=experts if of_experts else replicas, **options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with Megatron's words beside the options."""
+        words = {word: param_group[word] for word in GROUP_WORDS if word in param_group}
+        options = {key: value for key, value in param_group.items() if key not in GROUP_WORDS}
+        if words.get(FUSED) and self._qkv and options["params"]:
+            rows = options["params"][0].shape[0]
+            options |= {"pieces": self._qkv, "interleaved": rows // sum(self._qkv)}
+        super().add_param_group(options)
+        self.param_groups[-1].update(words)
+
+    def _follow_parameters(self) -> None:
+        if not self._used:  # so nothing is lost if it is made anew
+            self.state.clear()
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self.state[param].update(fresh_state(param, self._resting(param, (0,)), group))
+            self._seen = [tuple(map(Seen.of, group["params"])) for group in self.param_groups]
+            self._plan_anew()
+        super()._follow_parameters()
+
+    def _init_group(self, group: Mapping[str, Any], skip_non_grad_params: bool = True) -> None:
+        """Megatron asks for state before it loads a checkpoint; here there always is."""
+        self._follow_parameters()
+
+
+def config_to_kwargs(config: Any, model_chunks: Sequence[Any], process_groups: Any) -> dict[str, Any]:
+    """Arguments of `MegatronMuon` by Megatron's config, whose ``muon_*`` options mean what they mean there.
+
+    Raises:
+        ValueError: what is not done here: parts of matrices (tensor parallelism), decay that is not decoupled, or an
+            unknown coefficient type, scale mode or precision.
+    """
+    for name in ("tp", "expt_tp", "gtp_remat", "expt_gtp_remat"):
+        group = getattr(process_groups, name, None)
+        if group is not None and group.size() > 1:
+            raise ValueError(
+                f"{name} has {group.size()} ranks, so each holds a part of a matrix, and Megatron's plain tensors do "
+                "not say which; train without tensor parallelism, or with DTensors and muonckpt.optimizer.Muon"
+            )
+    if not config.decoupled_weight_decay:
+        raise ValueError("decoupled_weight_decay=False: decay is decoupled here (p *= 1 - lr * weight_decay)")
+    layer_wise = config.use_layer_wise_distributed_optimizer or config.optimizer.startswith("dist_")
+    shared = {"replicas": process_groups.dp_cp, "experts": getattr(process_groups, "expt_dp", None)}
+    return {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "momentum": config.muon_momentum,
+        "nesterov": config.muon_nesterov,
+        "ns_coefficients": _chosen("muon_coefficient_type", config, COEFFICIENT_TYPES),
+        "ns_steps": config.muon_num_ns_steps,
+        "ns_dtype": _chosen("muon_fp32_matmul_prec", config, MATMUL_PRECISIONS),
+        "adjust_lr_fn": _scale(config),
+        "qkv": registry._get_qkv_split_shapes(model_chunks[0].config) if config.muon_split_qkv else None,
+        **({} if layer_wise else shared),
+    }
+
+
+def _chosen(option: str, config: Any, known: Mapping[str, Any]) -> Any:
+    value = getattr(config, option)
+    if value not in known:
+        raise ValueError(f"{option}={value!r}: expected one of {', '.join(known)}")
+    return known[value]
+
+
+def _scale(config: Any) -> Callable[[int, int], float]:
+    by_shape, extra = _chosen("muon_scale_mode", config, SCALE_MODES), config.muon_extra_scale_factor
+
+    def scale(rows: int, columns: int) -> float:
+        return float(extra * by_shape(rows, columns))
+
+    scale.__qualname__ = f"{config.muon_scale_mode} times {extra}"  # what groups and checkpoints call it
+    return scale
+
+
+def register(name: str = NAME) -> None:
+    """Make Megatron build this optimizer for ``OptimizerConfig(optimizer=name)``.
+
+    Megatron's training script accepts only names that it knows: ``register("muon")`` takes the place of its Muon.
+    """
+    muon = registry._EMERGING_OPTIMIZERS["muon"]
+    # Megatron tells groups apart by few words when it loads them: "optimizer", which others do not say, is one.
+    fused = {FUSED: True, "optimizer": name}
+    registry._EMERGING_OPTIMIZERS[name] = replace(
+        muon,
+        optimizer_cls=MegatronMuon,
+        init_state_fn=registry._eopt_init_state_fn,
+        config_to_kwargs=config_to_kwargs,
+        default_param_overrides={**muon.default_param_overrides, ParamKey(attr="is_qkv"): fused},
+    )
+
+
+register()
