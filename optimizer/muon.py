@@ -323,6 +323,15 @@ class Muon(ForModel, CollectiveOptimizer):
         self._seen = [tuple(map(Seen.of, group["params"])) for group in self.param_groups]
         self._steps.plan_anew()
 
+    def _begin_anew(self) -> None:
+        """Make state for what is in the groups now, and drop what there was: for state that nobody has used."""
+        self.state.clear()
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param] = fresh_state(param, self._resting(param, (0,)), group)
+        self._seen = [tuple(map(Seen.of, group["params"])) for group in self.param_groups]
+        self._steps.plan_anew()
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _follow_options(self) -> None:
         """Check groups and plan anew if options other than rates have changed."""

@@ -12,8 +12,6 @@ from megatron.core.optimizer import emerging_optimizers as registry
 from megatron.core.optimizer.optimizer_config import ParamKey
 
 from ..optimizer import Muon
-from ..optimizer.following import Seen
-from ..optimizer.state import fresh_state
 
 NAME = "muonckpt"
 """What ``OptimizerConfig.optimizer`` calls it, unless it is registered by another name."""
@@ -88,13 +86,8 @@ class MegatronMuon(Muon):
         self.param_groups[-1].update(words)
 
     def _follow_parameters(self) -> None:
-        if not self._used:  # so nothing is lost if it is made anew
-            self.state.clear()
-            for group in self.param_groups:
-                for param in group["params"]:
-                    self.state[param].update(fresh_state(param, self._resting(param, (0,)), group))
-            self._seen = [tuple(map(Seen.of, group["params"])) for group in self.param_groups]
-            self._plan_anew()
+        if not self._used:
+            self._begin_anew()
         super()._follow_parameters()
 
     def _init_group(self, group: Mapping[str, Any], skip_non_grad_params: bool = True) -> None:
