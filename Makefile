@@ -33,7 +33,7 @@ check: install
 bench: install
 	for name in planner checkpoint reshard step step_plan padding layer_wise; do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
 
-# What only a GPU can show, in less than eight minutes.  Nothing is installed: a bare machine with torch, Triton, NumPy and
+# What only a GPU can show, in little more than eight minutes.  Nothing is installed: a bare machine with torch, Triton, NumPy and
 # pytest will do, by its own Python.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu:

@@ -28,9 +28,9 @@ _MASK = 2**64 - 1
 
 # Increment and multipliers of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators",
 # OOPSLA 2014), used as a hash of (dim, index).
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-_DIM_STRIDE = 2**56
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+DIM_STRIDE = 2**56
 """Indices of one dim are below this, so no two (dim, index) pairs share a counter."""
 
 _COLUMNS = 1 << 16
@@ -105,9 +105,9 @@ def _weights(dim: int, start: int, stop: int) -> U64:
     At most 512 KiB each along the last dim.  The cache serves the bands of a tensor and the layers of a model, and
     stays small beside any memory budget."""
     with np.errstate(over="ignore"):
-        x = (np.arange(start, stop, dtype=np.uint64) + np.uint64(dim * _DIM_STRIDE + 1)) * _GOLDEN
-        x = (x ^ (x >> np.uint64(30))) * _MIX[0]
-        x = (x ^ (x >> np.uint64(27))) * _MIX[1]
+        x = (np.arange(start, stop, dtype=np.uint64) + np.uint64(dim * DIM_STRIDE + 1)) * GOLDEN
+        x = (x ^ (x >> np.uint64(30))) * MIX[0]
+        x = (x ^ (x >> np.uint64(27))) * MIX[1]
         x = (x ^ (x >> np.uint64(31))) | np.uint64(1)
     x.flags.writeable = False
     return x

@@ -2,9 +2,6 @@
 
 ``save_load`` has the two calls; ``dcp_writer`` and ``dcp_reader`` are the planners and storage classes that DCP runs
 for them; ``matching`` decides what of a checkpoint goes where in a template; ``annotation`` records what a state dict
-says and DCP's metadata does not.  Open ``save_load`` first.
+says and DCP's metadata does not.  ``attestation`` compares live state with a checkpoint, by the fingerprints that
+``device_fingerprint`` takes.  Open ``save_load`` first.
 """
-
-from .save_load import load, save
-
-__all__ = ["load", "save"]

@@ -24,12 +24,17 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def bits_of(tensor: Tensor) -> NDArray[Any]:
-    """A CPU tensor as unsigned words of its element size, sharing its memory, with its strides.
+def integer_view(tensor: Tensor) -> Tensor:
+    """A tensor as integers of its element size, signed but for single bytes, sharing its memory, with its strides.
 
     Elements of 16 bytes are two words of 8, on one more, last dim.
     """
     if tensor.dtype == torch.complex128:
         tensor = torch.view_as_real(tensor)
-    words: NDArray[Any] = tensor.view(_INTEGER[tensor.itemsize]).numpy()
-    return words.view(np.dtype(f"u{tensor.itemsize}"))
+    return tensor.view(_INTEGER[tensor.itemsize])
+
+
+def bits_of(tensor: Tensor) -> NDArray[Any]:
+    """A CPU tensor as unsigned words of its element size, as `integer_view` has them."""
+    words: NDArray[Any] = integer_view(tensor).numpy()
+    return words.view(np.dtype(f"u{words.itemsize}"))
