@@ -1,8 +1,8 @@
 """The fingerprint of a torch tensor, taken where the tensor is: as `muonckpt.fingerprint` defines it, bit for bit.
 
-There are two implementations, each complete.  ``share_by_torch`` is torch's integer arithmetic: its ``int64`` wraps modulo
-2**64 as numpy's ``uint64`` does.  ``share_by_numpy`` is numpy's, which is faster for a tensor in host memory.  Neither copies
-the tensor: they go through it in blocks.
+There are two implementations, each complete.  ``share_by_torch`` is torch's integer arithmetic, whose ``int64`` wraps
+modulo 2**64 as numpy's ``uint64`` does.  ``share_by_numpy`` is numpy's, which is faster for a tensor in host memory.
+Neither copies the tensor: they go through it in blocks.
 """
 
 from __future__ import annotations
