@@ -17,6 +17,7 @@ from .errors import DestinationError, Interrupted, LayoutError, MuonckptError, S
 from .version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from .checkpoint.async_saving import AsyncSave, async_save
     from .checkpoint.save_load import load, save
     from .converters.inspection import Inspection, inspect
     from .converters.report import Report
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from .store.open_checkpoint import OpenCheckpoint, open
 
 __all__ = [
+    "AsyncSave",
     "AuditReport",
     "DestinationError",
     "Inspection",
@@ -36,6 +38,7 @@ __all__ = [
     "SourceError",
     "TargetError",
     "__version__",
+    "async_save",
     "convert",
     "inspect",
     "load",
@@ -46,10 +49,12 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncSave": ".checkpoint.async_saving",
     "AuditReport": ".store.audit",
     "Inspection": ".converters.inspection",
     "OpenCheckpoint": ".store.open_checkpoint",
     "Report": ".converters.report",
+    "async_save": ".checkpoint.async_saving",
     "convert": ".converters.rewrite",
     "inspect": ".converters.inspection",
     "load": ".checkpoint.save_load",

@@ -68,20 +68,37 @@ class _Written:
     annotation: Annotation | None = None
 
 
+@dataclass(slots=True)
+class Progress:
+    """Of one rank's file, in bytes; another thread may look."""
+
+    written: int = 0
+    total: int = 0
+
+
 class CoveringSavePlanner(DefaultSavePlanner):
     """DCP's planner, which also proves coverage, and keeps the replicas that DCP drops as witnesses.
 
     Empty shards write nothing.  ``plans`` and ``witnesses`` (one entry per rank) exist on the coordinator.
+
+    Args:
+        failure: why this rank has nothing to plan; raised where all ranks hear of it.
     """
 
     plans: list[SavePlan]
     witnesses: list[tuple[WriteItem, ...]]
     annotations: Mapping[KeyPath, Annotation]
 
+    def __init__(self, failure: BaseException | None = None) -> None:
+        super().__init__()
+        self._failure = failure
+
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         # Here, and not before DCP is called, so that an error of one rank reaches all ranks.
+        if self._failure is not None:
+            raise self._failure
         self.annotations = annotations_of(state_dict)
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
@@ -113,6 +130,7 @@ class PublishingWriter(StorageWriter):
         destination: the checkpoint; nothing may exist there.
         planner: the planner of the same save.
         provenance: goes into the manifest.
+        progress: follows this rank's file.
     """
 
     def __init__(
@@ -120,12 +138,14 @@ class PublishingWriter(StorageWriter):
         destination: Location,
         planner: CoveringSavePlanner,
         provenance: Mapping[str, Any],
+        progress: Progress,
     ) -> None:
         super().__init__()
         self.destination = destination
         self.staged: Location | None = None
         self._planner = planner
         self._provenance = provenance
+        self._progress = progress
         self._rank = 0
 
     @property
@@ -160,7 +180,7 @@ class PublishingWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         target: _Target = plan.storage_data
-        writer = _FileWriter(self._rank, target, self._planner)
+        writer = _FileWriter(self._rank, target, self._planner, self._progress)
         try:
             results = writer.write(plan.items) if plan.items else []
         except OSError as error:
@@ -217,10 +237,11 @@ class PublishingWriter(StorageWriter):
 class _FileWriter:
     """Writes one rank's file: items end to end, digested in the pass that writes them."""
 
-    def __init__(self, rank: int, target: _Target, planner: CoveringSavePlanner) -> None:
+    def __init__(self, rank: int, target: _Target, planner: CoveringSavePlanner, progress: Progress) -> None:
         self._rank = rank
         self._target = target
         self._planner = planner
+        self._progress = progress
 
     def write(self, items: Sequence[WriteItem]) -> list[WriteResult]:
         """Write blobs first, as DCP does, then tensors, and return when they are on the disk or in the store."""
@@ -230,6 +251,7 @@ class _FileWriter:
         for length in (*(len(data) for _, data in blobs), *(frame.length for _, frame in tensors)):
             starts.append(aligned(end))
             end = starts[-1] + length
+        self._progress.total = end
         with created(self._target.directory / self._target.file, end) as output:
             results = [self._put_blob(output, *blob, start) for blob, start in zip(blobs, starts, strict=False)]
             rest = starts[len(blobs) :]
@@ -248,7 +270,7 @@ class _FileWriter:
         return WriteResult(index=item.index, size_in_bytes=0, storage_data=written)
 
     def _put_blob(self, output: Writing, item: WriteItem, data: memoryview, start: int) -> WriteResult:
-        output.write(data, start)
+        self._progress.written = output.write(data, start)
         written = _Written(self._rank, xxh3_128([data]), item=Extent(self._target.file, start, len(data)))
         return WriteResult(index=item.index, size_in_bytes=len(data), storage_data=written)
 
@@ -257,8 +279,8 @@ class _FileWriter:
         payload = Extent(self._target.file, start + frame.payload_offset, frame.payload_length)
         end = output.write(frame.head, start)
         for part in sums.passing(bits_of(tensor), _offsets(item)):
-            end = output.write(part, end)
-        output.write(frame.tail(sums.checksum), end)
+            end = self._progress.written = output.write(part, end)
+        self._progress.written = output.write(frame.tail(sums.checksum), end)
         where = Extent(self._target.file, start, frame.length)
         note = self._planner.annotation(item.index.fqn)
         written = _Written(self._rank, sums.digest, _kind(tensor), sums.share, where, payload, sums.checksum, note)

@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from ..errors import DestinationError, MuonckptError, SourceError
 from ..resumption import Globs, LoadReport
 from ..store.io import publish
-from ..store.io.location import location
+from ..store.io.location import Location, location
 from ..version import PROGRAM
 from .dcp_reader import CheckingReader, StrictLoadPlanner, Where
-from .dcp_writer import CoveringSavePlanner, PublishingWriter
+from .dcp_writer import CoveringSavePlanner, Progress, PublishingWriter
 from .shared_check import PartlyRead
 
 
@@ -56,12 +56,36 @@ def save(
         LayoutError: a tensor has a hole or an overlap, a rank holds several boxes of one, or replicas differ.
         TypeError, ValueError: the provenance is not JSON.
     """
-    details = json.loads(json.dumps({**_provenance(process_group), **(provenance or {})}, allow_nan=False))
-    planner = CoveringSavePlanner()
-    writer = PublishingWriter(location(path, DestinationError), planner, details)
+    details = json.loads(json.dumps(dict(provenance or {}), allow_nan=False))
+    with _quiet():
+        save_with(state_dict, location(path, DestinationError), details, process_group)
+
+
+def save_with(
+    state_dict: Mapping[str, Any],
+    destination: Location,
+    provenance: Mapping[str, Any],
+    process_group: dist.ProcessGroup | None,
+    *,
+    progress: Progress | None = None,
+    failure: BaseException | None = None,
+) -> None:
+    """`save`, which shows its progress.
+
+    Args:
+        failure: why this rank has no state: raised where ranks plan, so that all hear of it.
+    """
+    planner = CoveringSavePlanner(failure)
+    details = {**_provenance(process_group), **provenance}
+    writer = PublishingWriter(destination, planner, details, progress or Progress())
     try:
         with _own_errors(DestinationError):
-            dcp_save(dict(state_dict), storage_writer=writer, planner=planner, process_group=process_group)
+            dcp_save(
+                dict(state_dict),
+                storage_writer=writer,
+                planner=planner,
+                process_group=process_group,
+            )
     except BaseException:
         if writer.staged is not None:
             publish.discard(writer.staged)
@@ -106,7 +130,7 @@ def load(
     globs = Globs.of(fresh)
     reader = CheckingReader(location(path, SourceError))
     planner = StrictLoadPlanner(reader, allow_extra, globs)
-    with _own_errors(SourceError):
+    with _quiet(), _own_errors(SourceError):
         dcp_load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
         ranks = _DistWrapper(process_group, dist.is_initialized(), 0)
 
@@ -120,13 +144,19 @@ def load(
 
 
 @contextmanager
+def _quiet() -> Iterator[None]:
+    """One process without a process group is supported: no reason to warn.  For the main thread, as filters are one
+    for all threads."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+@contextmanager
 def _own_errors(kind: type[MuonckptError]) -> Iterator[None]:
     """Raise one of our errors, the same on every rank, instead of DCP's collection of tracebacks."""
     try:
-        with warnings.catch_warnings():
-            # One process without a process group is supported: no reason to warn.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
+        yield
     except CheckpointException as error:
         rank, (first, _) = min(error.failures.items())
         where = f" (rank {rank})" if dist.is_initialized() and len(error.failures) == 1 else ""

@@ -1,0 +1,210 @@
+"""Saving while training goes on: tensors are copied at the call, and written by a thread.
+
+The training thread pays for the copy alone.  All else, `save_load.save` as it is, runs in one thread of each process,
+on a process group of its own, so that its collectives never meet those of training.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import traceback
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.stateful import Stateful
+
+from ..errors import DestinationError
+from ..store.io.location import location
+from .dcp_writer import Progress
+from .save_load import save_with
+
+OnError = Literal["raise", "warn"]
+WhenBusy = Literal["wait", "refuse"]
+
+
+class AsyncSave:
+    """A save that runs along with training.
+
+    An error that nobody has asked for is raised, or warned of, by the next ``async_save`` of the same process group,
+    and printed when the program ends.
+
+    Attributes:
+        path: the checkpoint.
+        progress: bytes that this rank has written, and has to write.
+    """
+
+    def __init__(self, path: str, progress: Progress, running: Future[None], on_error: OnError) -> None:
+        self.path = path
+        self.progress = progress
+        self._running = running
+        self._on_error = on_error
+        self._asked = False
+
+    def done(self) -> bool:
+        """Whether this rank has nothing left to do, well or not."""
+        return self._running.done()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint is published.
+
+        Args:
+            timeout: seconds; None: as long as it takes.
+
+        Raises:
+            TimeoutError: it is not finished.
+            MuonckptError: what made the save fail, the same on every rank.
+        """
+        error = self._running.exception(timeout)
+        self._asked = True
+        if error is not None:
+            raise error
+
+    def settle(self) -> None:
+        """Wait, and raise or warn of an error that nobody has asked for, once."""
+        error = self._running.exception()
+        asked, self._asked = self._asked, True
+        if error is None or asked:
+            return
+        if self._on_error == "raise":
+            raise error
+        warnings.warn(f"saving {self.path} failed: {error}", RuntimeWarning, stacklevel=3)
+
+
+class _Lane:
+    """What the saves of one process group share: buffers in host memory, a thread, and process groups."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        cuda = torch.cuda.is_available()
+        options = StagingOptions(
+            use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
+        )
+        self.world = _world()
+        self.last: AsyncSave | None = None
+        self._stager = DefaultStager(options)
+        self._thread = ThreadPoolExecutor(1, "muonckpt-save")
+        self._group = _gloo(process_group) if self.world else None
+        self._asking = _gloo(process_group) if self.world else None
+
+    def submit(
+        self, state_dict: Mapping[str, Any], path: str, provenance: Mapping[str, Any], on_error: OnError
+    ) -> AsyncSave:
+        """Copy the state, and have it written.  Buffers are free: the last save has ended."""
+        progress = Progress()
+        staged: dict[str, Any] = {}
+        failure: BaseException | None = None
+        try:
+            current = {
+                key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state_dict.items()
+            }
+            copied = self._stager.stage(current)
+            assert isinstance(copied, dict), "staging is not asynchronous"
+            staged = copied
+        except Exception as error:  # the other ranks plan with this one: they hear of it there
+            failure = error
+        destination = location(path, DestinationError)
+        running = self._thread.submit(
+            save_with, staged, destination, provenance, self._group, progress=progress, failure=failure
+        )
+        self.last = AsyncSave(path, progress, running, on_error)
+        return self.last
+
+    def busy(self) -> bool:
+        """Whether any rank is still saving; the same answer on all."""
+        mine = self.last is not None and not self.last.done()
+        if self._asking is None:
+            return mine
+        votes = torch.tensor([int(mine)])
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._asking)
+        return bool(votes.item())
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._stager.close()
+
+
+_lanes: dict[dist.ProcessGroup | None, _Lane] = {}
+
+
+def async_save(
+    state_dict: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    provenance: Mapping[str, Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    on_error: OnError = "raise",
+    when_busy: WhenBusy = "wait",
+) -> AsyncSave:
+    """Save a state dict while training goes on: what is saved is the state at the call.  Collective.
+
+    The call copies this rank's tensors to host memory (pinned, if there is a GPU), in buffers that the next call uses
+    again, and returns.  A thread does what `save` does.  End with ``.result()`` before the process group is destroyed.
+
+    Args:
+        state_dict, path, provenance: as for `save`.
+        process_group: of the ranks that save; the first call with it makes two gloo process groups of the same ranks.
+        on_error: what the next call does if this save has failed and nobody has asked: ``"raise"`` its error, or
+            ``"warn"`` of it and go on.
+        when_busy: while a save of the same process group is running, ``"wait"`` until it ends, as its buffers are
+            needed, or ``"refuse"``, which asks the other ranks first.
+
+    Raises:
+        DestinationError: ``"refuse"``, and a rank is still saving; or the last save failed.
+        TypeError, ValueError: the provenance is not JSON, or an unknown choice.
+    """
+    if on_error not in ("raise", "warn") or when_busy not in ("wait", "refuse"):
+        raise ValueError(
+            f"on_error is 'raise' or 'warn', when_busy 'wait' or 'refuse'; got {on_error!r}, {when_busy!r}"
+        )
+    details = json.loads(json.dumps(dict(provenance or {}), allow_nan=False))
+    lane = _lane(process_group)
+    if when_busy == "refuse" and lane.busy():
+        raise DestinationError(f"{lane.last.path if lane.last else 'a checkpoint'} is still being saved: {path} is not")
+    if lane.last is not None:
+        lane.last.settle()
+    return lane.submit(state_dict, os.fspath(path), details, on_error)
+
+
+def _lane(process_group: dist.ProcessGroup | None) -> _Lane:
+    """That of a process group; those of a world that is gone are closed."""
+    world = _world()
+    for group, lane in list(_lanes.items()):
+        if lane.world is not world:
+            del _lanes[group]
+            lane.close()
+    key = process_group or world
+    if key not in _lanes:
+        _lanes[key] = _Lane(process_group)
+    return _lanes[key]
+
+
+def _world() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _gloo(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A process group of the same ranks, for the host."""
+    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, backend="gloo", use_local_synchronization=process_group is not None
+    )
+    return group
+
+
+@atexit.register
+def _print_failures() -> None:
+    """Nobody is left to raise to: threads have ended by now."""
+    for lane in _lanes.values():
+        if lane.last is not None:
+            with suppress(KeyboardInterrupt):
+                try:
+                    lane.last.settle()
+                except Exception as error:
+                    traceback.print_exception(error)

@@ -1,0 +1,174 @@
+"""muonckpt.async_save: the state at the call is what is saved, errors are not lost, and training pays for a copy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.every_kind import assert_same_bits, whole
+from support.fsdp_model import build, steps
+from support.workers import run
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.utils._pytree import tree_leaves
+
+import muonckpt
+from muonckpt.errors import DestinationError, LayoutError
+
+
+class Slow:
+    """Blobs whose pickling waits, so that a save is still running."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        import time
+
+        time.sleep(self.seconds)
+        return (dict, ())
+
+
+def state(value: float) -> dict:
+    return {"w": torch.full((300, 7), value), "half": torch.full((5,), value).bfloat16()[1:4], "step": int(value)}
+
+
+def test_what_is_saved_is_the_state_at_the_call(tmp_path):
+    live = {**state(1.0), "slow": Slow(0.3)}
+    kept = torch.arange(20.0)
+    live["views"] = [kept[3:9], kept.view(4, 5).mT]
+    saving = muonckpt.async_save(live, tmp_path / "one", provenance={"step": 1})
+    assert not saving.done()
+    with pytest.raises(TimeoutError):
+        saving.result(timeout=0.01)
+    live["w"].fill_(-1)
+    kept.zero_()
+    live["step"] = 9
+    saving.result()
+    assert saving.done() and saving.progress.written == saving.progress.total > 300 * 7 * 4
+    with muonckpt.open(tmp_path / "one") as opened:
+        assert (opened.tensors["w"].numpy() == 1).all() and (opened.tensors["half"].numpy() == 1).all()
+        assert opened.tensors["views.0"].numpy().tolist() == [3, 4, 5, 6, 7, 8]
+        assert opened.tensors["views.1"].numpy().tolist() == torch.arange(20.0).view(4, 5).mT.tolist()
+        assert opened.items["step"] == 1
+    assert not muonckpt.verify(tmp_path / "one").findings
+
+
+def leaves(template) -> list[torch.Tensor]:
+    return [whole(leaf).clone() for leaf in tree_leaves(template) if isinstance(leaf, torch.Tensor)]
+
+
+def trained(rank: int, world: int, folder: str) -> None:
+    """Saves each state twice: at once, and while training goes on."""
+    model, opt = build()
+
+    def live() -> dict:
+        weights, momenta = get_state_dict(model, opt)
+        return {"model": weights, "optimizer": momenta}
+
+    for number in range(3):
+        steps(model, opt, number, number + 1)
+        muonckpt.save(live(), f"{folder}/now-{number}")
+        saving = muonckpt.async_save(live(), f"{folder}/along-{number}")
+        steps(model, opt, number + 7, number + 8)
+    saving.result()
+    for number in range(3):
+        both = []
+        for kind in ("now", "along"):
+            template = live()
+            muonckpt.load(template, f"{folder}/{kind}-{number}")
+            both.append(leaves(template))
+            steps(model, opt, 20, 21)  # what is loaded next is not there yet
+        assert_same_bits(*both)
+
+
+def test_training_goes_on_and_buffers_are_used_again(tmp_path):
+    run(2, trained, str(tmp_path))
+
+
+def replicas(rank: int, world: int, folder: str) -> list[str]:
+    """One rank's replica differs, or its state cannot be made: all hear of it, and the one before is whole."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def tensors(value: float):
+        return {"w": distribute_tensor(torch.full((4, 4), value), mesh, [Replicate()], src_data_rank=None)}
+
+    muonckpt.async_save(tensors(1.0), f"{folder}/good").result()
+    drifted = tensors(2.0)
+    drifted["w"].to_local()[0, 0] += rank
+    said = []
+    saving = muonckpt.async_save(drifted, f"{folder}/drifted")
+    try:
+        saving.result()
+    except LayoutError as error:
+        said.append(str(error))
+
+    class Broken:
+        def state_dict(self):
+            if dist.get_rank() == 1:
+                raise OSError("no such luck")
+            return {}
+
+        def load_state_dict(self, state):
+            raise AssertionError
+
+    muonckpt.async_save({**tensors(3.0), "other": Broken()}, f"{folder}/broken")  # nobody asks
+    try:
+        muonckpt.async_save(tensors(4.0), f"{folder}/next")
+    except DestinationError as error:
+        said.append(str(error))
+    muonckpt.async_save({**tensors(3.0), "other": Broken()}, f"{folder}/again", on_error="warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        saving = muonckpt.async_save({**tensors(5.0), "slow": Slow(0.5 * rank)}, f"{folder}/last")
+    said += [str(each.message) for each in caught if each.category is RuntimeWarning]
+    try:
+        muonckpt.async_save(tensors(6.0), f"{folder}/refused", when_busy="refuse")
+    except DestinationError as error:
+        said.append(str(error).replace(folder, ""))
+    saving.result()
+    return said
+
+
+def test_an_error_of_one_rank_is_raised_on_all_and_training_can_go_on(tmp_path):
+    first, second = run(2, replicas, str(tmp_path))
+    assert first == second
+    drifted, raised, warned, refused = first
+    assert "ranks 0 and 1 hold different data" in drifted
+    assert "no such luck" in raised and "rank 1" in raised
+    assert "no such luck" in warned and "again" in warned
+    assert refused == "/last is still being saved: /refused is not"
+    assert {path.name for path in tmp_path.iterdir()} == {"good", "last"}
+    assert all(not muonckpt.verify(tmp_path / name).findings for name in ("good", "last"))
+
+
+UNASKED = """
+import sys, torch, muonckpt
+muonckpt.async_save({"w": torch.ones(3)}, sys.argv[1])
+muonckpt.async_save({"w": torch.ones(3)}, sys.argv[1])
+"""
+
+
+def test_the_end_of_a_program_waits_and_prints_what_nobody_asked_for(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", UNASKED, str(tmp_path / "one")], capture_output=True, text=True, check=False
+    )
+    assert "exists already" in done.stderr
+    assert not muonckpt.verify(tmp_path / "one").findings
+
+
+def test_refusals(tmp_path):
+    for wrong in ({"on_error": "ignore"}, {"when_busy": "never"}):
+        with pytest.raises(ValueError, match="'raise' or 'warn'"):
+            muonckpt.async_save(state(1.0), tmp_path / "one", **wrong)
+    with pytest.raises(TypeError):
+        muonckpt.async_save(state(1.0), tmp_path / "one", provenance={"step": object()})
+    assert not any(tmp_path.iterdir())
