@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..errors import DestinationError
 from ..store.io.location import location
-from .dcp_writer import Progress
+from .dcp_writer import SaveProgress
 from .save_load import save_with
 
 OnError = Literal["raise", "warn"]
@@ -41,7 +42,7 @@ class AsyncSave:
         progress: bytes that this rank has written, and has to write.
     """
 
-    def __init__(self, path: str, progress: Progress, running: Future[None], on_error: OnError) -> None:
+    def __init__(self, path: str, progress: SaveProgress, running: Future[None], on_error: OnError) -> None:
         self.path = path
         self.progress = progress
         self._running = running
@@ -97,7 +98,7 @@ class _Lane:
         self, state_dict: Mapping[str, Any], path: str, provenance: Mapping[str, Any], on_error: OnError
     ) -> AsyncSave:
         """Copy the state, and have it written.  Buffers are free: the last save has ended."""
-        progress = Progress()
+        progress = SaveProgress()
         staged: dict[str, Any] = {}
         failure: BaseException | None = None
         try:
@@ -119,11 +120,8 @@ class _Lane:
     def busy(self) -> bool:
         """Whether any rank is still saving; the same answer on all."""
         mine = self.last is not None and not self.last.done()
-        if self._asking is None:
-            return mine
-        votes = torch.tensor([int(mine)])
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._asking)
-        return bool(votes.item())
+        ranks = _DistWrapper(self._asking, self._asking is not None, 0)
+        return bool(ranks.all_reduce("busy", lambda: mine, any))
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -69,7 +69,7 @@ class _Written:
 
 
 @dataclass(slots=True)
-class Progress:
+class SaveProgress:
     """Of one rank's file, in bytes; another thread may look."""
 
     written: int = 0
@@ -138,7 +138,7 @@ class PublishingWriter(StorageWriter):
         destination: Location,
         planner: CoveringSavePlanner,
         provenance: Mapping[str, Any],
-        progress: Progress,
+        progress: SaveProgress,
     ) -> None:
         super().__init__()
         self.destination = destination
@@ -237,7 +237,7 @@ class PublishingWriter(StorageWriter):
 class _FileWriter:
     """Writes one rank's file: items end to end, digested in the pass that writes them."""
 
-    def __init__(self, rank: int, target: _Target, planner: CoveringSavePlanner, progress: Progress) -> None:
+    def __init__(self, rank: int, target: _Target, planner: CoveringSavePlanner, progress: SaveProgress) -> None:
         self._rank = rank
         self._target = target
         self._planner = planner

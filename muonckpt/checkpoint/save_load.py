@@ -28,7 +28,7 @@ from ..store.io import publish
 from ..store.io.location import Location, location
 from ..version import PROGRAM
 from .dcp_reader import CheckingReader, StrictLoadPlanner, Where
-from .dcp_writer import CoveringSavePlanner, Progress, PublishingWriter
+from .dcp_writer import CoveringSavePlanner, PublishingWriter, SaveProgress
 from .shared_check import PartlyRead
 
 
@@ -67,7 +67,7 @@ def save_with(
     provenance: Mapping[str, Any],
     process_group: dist.ProcessGroup | None,
     *,
-    progress: Progress | None = None,
+    progress: SaveProgress | None = None,
     failure: BaseException | None = None,
 ) -> None:
     """`save`, which shows its progress.
@@ -77,7 +77,7 @@ def save_with(
     """
     planner = CoveringSavePlanner(failure)
     details = {**_provenance(process_group), **provenance}
-    writer = PublishingWriter(destination, planner, details, progress or Progress())
+    writer = PublishingWriter(destination, planner, details, progress or SaveProgress())
     try:
         with _own_errors(DestinationError):
             dcp_save(
