@@ -40,18 +40,19 @@ class AsyncSave:
     Attributes:
         path: the checkpoint.
         progress: bytes that this rank has written, and has to write.
+        future: the same, for programs that take a `concurrent.futures.Future`.
     """
 
-    def __init__(self, path: str, progress: SaveProgress, running: Future[None], on_error: OnError) -> None:
+    def __init__(self, path: str, progress: SaveProgress, future: Future[None], on_error: OnError) -> None:
         self.path = path
         self.progress = progress
-        self._running = running
+        self.future = future
         self._on_error = on_error
         self._asked = False
 
     def done(self) -> bool:
         """Whether this rank has nothing left to do, well or not."""
-        return self._running.done()
+        return self.future.done()
 
     def result(self, timeout: float | None = None) -> None:
         """Wait until the checkpoint is published.
@@ -63,14 +64,14 @@ class AsyncSave:
             TimeoutError: it is not finished.
             MuonckptError: what made the save fail, the same on every rank.
         """
-        error = self._running.exception(timeout)
+        error = self.future.exception(timeout)
         self._asked = True
         if error is not None:
             raise error
 
     def settle(self) -> None:
         """Wait, and raise or warn of an error that nobody has asked for, once."""
-        error = self._running.exception()
+        error = self.future.exception()
         asked, self._asked = self._asked, True
         if error is None or asked:
             return

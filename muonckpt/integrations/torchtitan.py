@@ -10,12 +10,14 @@ from typing import Annotated, Any
 import tyro
 from torch import nn
 from torchtitan.components.checkpointer import MODEL, CheckpointManager
+from torchtitan.components.checkpointer.dcp import AsyncMode
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
+from ..checkpoint.async_saving import async_save
 from ..checkpoint.save_load import load, save
 from ..optimizer import Muon
 from ..optimizer.groups import TORCHTITAN, Rule
@@ -108,7 +110,8 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
 
     When to save, what to keep and what to load from where is decided as there.  A checkpoint appears whole or not at
     all, has a digest of every chunk, and loads on any number of ranks; those that the stock manager has saved with this
-    optimizer are loaded too.  Hugging Face's format is written and read as there.
+    optimizer are loaded too.  With ``async_mode="async"`` training pays for a copy of its state, and the save is waited
+    for before the next one and at the end.  Hugging Face's format is written and read as there.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -116,16 +119,24 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         """What Trainer.Config takes as ``checkpoint``.
 
         Raises:
-            ValueError: an asynchronous mode, or what CheckpointManager.Config refuses.
+            ValueError: another asynchronous mode, or what CheckpointManager.Config refuses.
         """
+
+        fresh: tuple[str, ...] = ()
+        """Globs of parameters whose state starts fresh when a run is resumed, as for `muonckpt.load`."""
 
         def __post_init__(self) -> None:
             CheckpointManager.Config.__post_init__(self)
-            if self.async_mode != "disabled":
+            if self.async_mode not in ("disabled", "async"):
                 raise ValueError(
-                    f"async_mode={self.async_mode!r}: checkpoints of muonckpt are saved synchronously; expected "
-                    "'disabled', or use torchtitan's CheckpointManager"
+                    f"async_mode={self.async_mode!r}: expected 'disabled' or 'async', which copies to pinned memory by "
+                    "itself; or use torchtitan's CheckpointManager"
                 )
+
+    def __init__(self, config: Config, **components: Any) -> None:
+        """As CheckpointManager."""
+        super().__init__(config, **components)
+        self._fresh = config.fresh
 
     def dcp_save(
         self,
@@ -135,13 +146,15 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Save to a new directory.  Collective.
+        """Save to a new directory; if asynchronously, returns what waits for it.  Collective.
 
         Raises:
             MuonckptError: as `muonckpt.save`; ``checkpoint_id`` must not exist.
         """
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        if async_mode == AsyncMode.ASYNC:
+            return async_save(state_dict, checkpoint_id).future
         save(state_dict, checkpoint_id)
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection after a checkpoint was saved.")
@@ -160,8 +173,15 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         everything = self.states.keys() - {MODEL} <= state_dict.keys()
-        load(state_dict, checkpoint_id, allow_extra=not everything)
+        report = load(state_dict, checkpoint_id, allow_extra=not everything, fresh=self._fresh)
+        logger.info(str(report))
         self.states[MODEL].load_state_dict(state_dict)
+
+    def _close(self) -> None:
+        """Wait for a save that is running, and raise its error."""
+        if self.save_future is not None:
+            self._wait_for_saving()
+        super()._close()
 
     def _find_load_step(self, folder: str = "") -> int:
         """The latest step with a checkpoint, or -1; what a save that was cut off has left is none."""

@@ -240,10 +240,28 @@ def test_frozen_parameters_have_no_state():
     assert any("layers.1" in key for key in state)
 
 
-@pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
-def test_asynchronous_saving_is_refused(mode):
-    with pytest.raises(ValueError, match=f"async_mode='{mode}': checkpoints of muonckpt are saved synchronously"):
-        MuonckptManager.Config(async_mode=mode)
+def train_with(rank: int, world: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    return train(rank, world, "ours", folder, **options)
+
+
+def test_what_is_saved_along_with_training_is_resumed_exactly(uninterrupted, tmp_path):
+    folder = tmp_path / "along"
+    run(2, train_with, str(folder), {"async_mode": "async"})
+    result = run(2, train, "ours", interrupted(folder, tmp_path / "resumed"))[0]
+    assert distance(result, uninterrupted["ours", 2][1]) == 0
+    [six] = (folder / "checkpoint").glob("step-6")
+    assert not muonckpt.verify(six).findings
+
+
+def test_another_asynchronous_mode_is_refused():
+    with pytest.raises(ValueError, match="'async', which copies to pinned memory by itself"):
+        MuonckptManager.Config(async_mode="async_with_pinned_mem")
+
+
+def test_state_that_is_named_starts_fresh(uninterrupted, tmp_path):
+    to = interrupted(uninterrupted["ours", 2][0], tmp_path)
+    result = run(1, train_with, to, {"fresh": ("*feed_forward.w1.weight",)})[0]
+    assert distance(result, uninterrupted["ours", 1][1]) > 1e-3
 
 
 @dataclass
