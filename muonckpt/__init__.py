@@ -13,12 +13,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .errors import DestinationError, Interrupted, LayoutError, MuonckptError, SourceError, TargetError
+from .errors import DamageError, DestinationError, Interrupted, LayoutError, MuonckptError, SourceError, TargetError
 from .version import VERSION as __version__
 
 if TYPE_CHECKING:
     from .checkpoint.async_saving import AsyncSave, async_save
     from .checkpoint.save_load import load, save
+    from .checkpoint.series import Restored, SavedStep, Series
     from .converters.inspection import Inspection, inspect
     from .converters.report import Report
     from .converters.rewrite import convert, reshard
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncSave",
     "AuditReport",
+    "DamageError",
     "DestinationError",
     "Inspection",
     "Interrupted",
@@ -35,6 +37,9 @@ __all__ = [
     "MuonckptError",
     "OpenCheckpoint",
     "Report",
+    "Restored",
+    "SavedStep",
+    "Series",
     "SourceError",
     "TargetError",
     "__version__",
@@ -54,6 +59,9 @@ _HOMES = {
     "Inspection": ".converters.inspection",
     "OpenCheckpoint": ".store.open_checkpoint",
     "Report": ".converters.report",
+    "Restored": ".checkpoint.series",
+    "SavedStep": ".checkpoint.series",
+    "Series": ".checkpoint.series",
     "async_save": ".checkpoint.async_saving",
     "convert": ".converters.rewrite",
     "inspect": ".converters.inspection",

@@ -26,6 +26,10 @@ class SourceError(MuonckptError):
     """A checkpoint cannot be read: missing, refused, corrupt or incomplete."""
 
 
+class DamageError(SourceError):
+    """A checkpoint is not what was written: a file is missing or cut, or its bytes are others."""
+
+
 class DestinationError(MuonckptError):
     """A checkpoint cannot be written: the destination exists, is full or is not writable."""
 

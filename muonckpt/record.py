@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from .box import Box, Index
-from .errors import LayoutError, SourceError, about
+from .errors import DamageError, LayoutError, SourceError, about
 from .layout import Buffer, Fragment, Place, TensorLayout, dense
 from .vocabulary import Convention, KeyPath
 
@@ -151,7 +151,8 @@ class Manifest:
         """Read and check a manifest.
 
         Raises:
-            SourceError: it is not JSON, of another version, or a field is missing or not what it should be.
+            DamageError: it is not JSON, or a field is missing or not what it should be.
+            SourceError: it is of another version, or names a file outside the checkpoint.
         """
         try:
             data = json.loads(text)
@@ -166,7 +167,7 @@ class Manifest:
                 provenance=dict(data["provenance"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise SourceError(f"damaged manifest: {type(error).__name__}: {error}") from error
+            raise DamageError(f"damaged manifest: {type(error).__name__}: {error}") from error
 
 
 def _compact(value: Any) -> str:
@@ -230,11 +231,11 @@ def _tensor(data: dict[str, Any]) -> StateRecord:
 def _chunk(data: dict[str, Any]) -> Chunk:
     file = _str(data["file"])
     if "strides" in data:  # they could reach outside the payload
-        raise SourceError("damaged manifest: elements are stored row by row, found strides")
+        raise DamageError("damaged manifest: elements are stored row by row, found strides")
     try:
         box = Box(_ints(data["lo"]), _ints(data["hi"]))
     except LayoutError as error:
-        raise SourceError(f"damaged manifest: {error}") from error
+        raise DamageError(f"damaged manifest: {error}") from error
     return Chunk(
         box=box,
         item=Extent(file, *_ints(data["item"])),

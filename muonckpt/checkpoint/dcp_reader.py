@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ..box import Index
-from ..errors import SourceError
+from ..errors import DamageError, SourceError
 from ..layouts.tensors import local_of
 from ..record import Blob, Chunk, Extent, StateRecord
 from ..resumption import Globs, LoadReport, differences_listed
@@ -204,7 +204,7 @@ class CheckingReader(StorageReader):
             (located,) = self.checkpoint.locate([dataclasses.replace(tensor, chunks=(chunk,))])
             check_chunk(self.checkpoint.payloads, tensor, located.chunks[0])
             if verdict is False:
-                raise SourceError(
+                raise DamageError(
                     f"tensor {tensor.key!r} box {chunk.box}: a rank read other bytes than {chunk.item.file} has"
                 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -96,6 +97,29 @@ def test_a_save_that_fails_on_a_rank_leaves_nothing_in_the_store(server):
     url = f"s3://{store_server.BUCKET}/{uuid.uuid4().hex}"
     assert all("hold different data" in text for text in run(2, differing, server, url))
     assert names(location(url)) == set()
+
+
+def test_a_series_in_a_store(server):
+    """On a real server, whose clock and listings are its own; the rest is in test_series."""
+    series = muonckpt.Series(f"s3://{store_server.BUCKET}/{uuid.uuid4().hex}/run", keep_last=2, keep_every=2)
+    place, template = location(series.save(1, VALUES)).parent, {key: torch.zeros_like(v) for key, v in VALUES.items()}
+    (place / "step-00000001/.muonckpt.removing").write(b"")
+    for name in ("__0_0.distcp", ".muonckpt.saving"):
+        (place / f"step-00000003/{name}").write(b"of a save that was killed")
+    assert series.latest() is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for step in (2, 3, 4):
+            series.save(step, VALUES)
+    assert {entry.name for entry in place.iterdir()} == {
+        "step-00000002",
+        "step-00000003.2",
+        "step-00000004",
+        "step-00000003",
+    }
+    assert series.restore(template).step == 4 and all(
+        torch.equal(template[key], value) for key, value in VALUES.items()
+    )
 
 
 def test_what_describes_a_save_comes_last_and_what_fails_before_it_is_gone(memory, monkeypatch):

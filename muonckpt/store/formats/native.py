@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ... import record
-from ...errors import SourceError
+from ...errors import DamageError, SourceError
 from ...record import Manifest
 from ..io.location import Location
 from ..io.new_file import write_synced
@@ -15,12 +15,15 @@ def read_native(path: Location) -> Manifest:
     """The manifest of a checkpoint in our own format.
 
     Raises:
-        SourceError: it is damaged or refused.
+        DamageError: it is missing or damaged.
+        SourceError: it is of another version, or cannot be read.
     """
     file = path / record.MANIFEST_FILE
     try:
         return Manifest.from_json(read_whole(file).decode())
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise DamageError(f"{file}: expected UTF-8: {error}") from error
+    except OSError as error:
         raise SourceError(f"cannot read {file}: {error}") from error
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
 
-from ...errors import SourceError
+from ...errors import DamageError
 from ...record import Extent
 from .location import Location, at_each
 from .regular import open_regular
@@ -20,7 +20,8 @@ def check_extents(path: Location, named: Iterable[tuple[Extent, str]]) -> None:
         named: extents, none of them empty, each with its name for errors.
 
     Raises:
-        SourceError: a file is missing, cut or not regular, or two extents overlap.
+        DamageError: a file is missing or cut, or two extents overlap.
+        SourceError: a file is not regular.
     """
     items: defaultdict[str, list[tuple[Extent, str]]] = defaultdict(list)
     for extent, what in named:
@@ -36,10 +37,10 @@ def check_extents(path: Location, named: Iterable[tuple[Extent, str]]) -> None:
     names = sorted(items)
     missing = [name for name, exists in zip(names, at_each(path, is_there, names), strict=True) if not exists]
     if missing:
-        raise SourceError(f"expected {len(items)} files in {path}, found {len(missing)} missing: {', '.join(missing)}")
+        raise DamageError(f"expected {len(items)} files in {path}, found {len(missing)} missing: {', '.join(missing)}")
     for name, size in zip(names, at_each(path, size_of, names), strict=True):
         extents = sorted(items[name], key=lambda item: item[0].offset)
         for (extent, what), (following, next_item) in pairwise([*extents, (Extent(name, size, 0), "")]):
             if extent.end > following.offset:
                 reason = f"{next_item} begins before that" if next_item else f"the file has {size}: it was cut"
-                raise SourceError(f"{path / name}: expected {what} up to byte {extent.end}, but {reason}")
+                raise DamageError(f"{path / name}: expected {what} up to byte {extent.end}, but {reason}")

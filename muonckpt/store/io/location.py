@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from ...errors import DestinationError, SourceError
+from ...errors import DamageError, DestinationError, SourceError
 
 GAP = 128 << 10
 """Largest gap, in bytes, between two parts of an object that one request reads through.  Amazon serves 5500 GETs a
@@ -148,7 +148,7 @@ class Remote:
         """Open an object for reading.
 
         Raises:
-            SourceError: it does not exist.
+            DamageError: it does not exist.
         """
         with reading(self):
             info = self.fs.info(self.path)
@@ -241,7 +241,7 @@ class RemoteFile:
         views = [memoryview(next(parts) if length else b"") for _, length in ranges]
         for view, (start, length) in zip(views, ranges, strict=True):
             if len(view) != length:
-                raise SourceError(
+                raise DamageError(
                     f"{self._place}: expected {length} bytes at byte {start}, found {len(view)}: it was cut"
                 )
         return views
@@ -316,9 +316,16 @@ def asking(place: Remote) -> Iterator[None]:
 
 @contextmanager
 def reading(place: Remote) -> Iterator[None]:
-    """Turn every exception of a store's library into a `SourceError` that names the place."""
+    """Turn every exception of a store's library into a `SourceError` that names the place.
+
+    Raises:
+        DamageError: there is no such object.
+        SourceError: anything else went wrong.
+    """
     try:
         with asking(place):
             yield
+    except FileNotFoundError as error:
+        raise DamageError(f"cannot read {error}") from error
     except OSError as error:
         raise SourceError(f"cannot read {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import uuid
 from contextlib import suppress
@@ -11,8 +12,11 @@ from pathlib import Path
 from ...errors import DestinationError
 from .location import Location, Remote
 
-_CLAIM = ".muonckpt.saving"
+CLAIM = ".muonckpt.saving"
 """An object by which a save reserves a destination in a store until it is published."""
+
+STAGING = re.compile(r"\.(?P<name>.+?)\.[0-9a-f]{12}\.tmp(?P<discarded>\.[0-9a-f]{12})?")
+"""Names of the staging directories of saves, and of those that `discard` is removing."""
 
 JOURNAL = ".journal"
 """Name of the directory of journals in a staging directory."""
@@ -40,11 +44,11 @@ def reserve(destination: Location) -> Location:
 def _claim(destination: Remote) -> None:
     taken = DestinationError(f"{destination} is being written by another save; choose another destination")
     try:
-        (destination / _CLAIM).create(b"of a save that is not finished\n")
+        (destination / CLAIM).create(b"of a save that is not finished\n")
     except FileExistsError:
         raise taken from None
-    if any(place.name != _CLAIM for place in destination.iterdir()):  # it was published since we looked
-        (destination / _CLAIM).unlink()
+    if any(place.name != CLAIM for place in destination.iterdir()):  # it was published since we looked
+        (destination / CLAIM).unlink()
         raise taken
 
 
@@ -93,7 +97,7 @@ def publish(staged: Location, destination: Location) -> None:
         DestinationError: the destination has appeared in the meantime, or it cannot be written.
     """
     if staged == destination:
-        (destination / _CLAIM).unlink(missing_ok=True)
+        (destination / CLAIM).unlink(missing_ok=True)
         return
     refuse_existing(destination)
     try:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from ...errors import SourceError
+from ...errors import DamageError, SourceError
 from .location import Location, Remote
 
 
@@ -137,7 +137,8 @@ def open_regular(file: Location) -> Iterator[File]:
     """Open a regular file, without following a link or waiting for a pipe; or an object.
 
     Raises:
-        SourceError: it does not exist, or is not a regular file.
+        DamageError: it does not exist.
+        SourceError: it is not a regular file, or cannot be opened.
     """
     if isinstance(file, Remote):
         yield file.open()
@@ -146,7 +147,8 @@ def open_regular(file: Location) -> Iterator[File]:
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         why = "it is a symbolic link, expected a regular file" if error.errno == errno.ELOOP else error.strerror
-        raise SourceError(f"cannot open {file}: {why}") from error
+        kind = DamageError if error.errno == errno.ENOENT else SourceError
+        raise kind(f"cannot open {file}: {why}") from error
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise SourceError(f"{file}: expected a regular file, found another kind (a pipe, device or directory)")
@@ -159,7 +161,8 @@ def read_whole(file: Location) -> bytes:
     """The bytes of a small regular file, or of a small object.
 
     Raises:
-        SourceError: it does not exist, or is not a regular file.
+        DamageError: it does not exist.
+        SourceError: it is not a regular file, or cannot be opened.
     """
     with open_regular(file) as opened:
         return opened.read(0, opened.size)

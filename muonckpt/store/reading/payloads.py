@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...box import Index
-from ...errors import SourceError, about
+from ...errors import DamageError, SourceError, about
 from ...layout import Place
 from ...record import Chunk, Extent, StateRecord
 from ..io.checksums import crc32, xxh3_128
@@ -95,7 +95,7 @@ class Payloads:
         """Compare an item with a checksum that its format keeps inside, if there is one.
 
         Raises:
-            SourceError: they differ.
+            DamageError: they differ.
         """
 
     def release(self, extent: Extent) -> None:
@@ -106,7 +106,7 @@ class Payloads:
     def _reaching(self, name: str, end: int) -> FileBytes:
         file = self._bytes(name)
         if end > file.size:
-            raise SourceError(f"{self.directory / name} has {file.size} bytes, expected at least {end}: it was cut")
+            raise DamageError(f"{self.directory / name} has {file.size} bytes, expected at least {end}: it was cut")
         return file
 
     def _bytes(self, name: str) -> FileBytes:
@@ -170,10 +170,10 @@ def compare(kind: str, actual: str, expected: str) -> None:
     """Compare two checksums of one kind.
 
     Raises:
-        SourceError: they differ.
+        DamageError: they differ.
     """
     if actual != expected:
-        raise SourceError(f"{kind} {actual}, expected {expected}")
+        raise DamageError(f"{kind} {actual}, expected {expected}")
 
 
 def payload_of(tensor: StateRecord, chunk: Chunk) -> Extent:

@@ -46,7 +46,7 @@ class DcpReader:
             with about(path / METADATA_FILE):
                 manifest = _manifest(parse_metadata(data))
             self.outline = replace(manifest, blobs=(*manifest.blobs, *common_file(path)))
-            check_extents(path, _named(self.outline))
+            check_extents(path, named_items(self.outline))
         except OSError as error:
             raise SourceError(f"cannot read {path}: {error}") from error
 
@@ -188,7 +188,7 @@ def _read_metadata(path: Location) -> bytes:
         return file.read(0, file.size)
 
 
-def _named(manifest: Manifest) -> Iterator[tuple[Extent, str]]:
+def named_items(manifest: Manifest) -> Iterator[tuple[Extent, str]]:
     """Every item, and what to call it."""
     for tensor in manifest.tensors:
         yield from ((chunk.item, f"{tensor.key!r} box {chunk.box}") for chunk in tensor.chunks)

@@ -1,0 +1,258 @@
+"""A series: the checkpoints that one run saves step after step, of which a whole one is always there to resume from.
+
+Collective calls: one rank looks into the folder and tells the others, so that all act on the same answer.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from ..errors import DamageError, DestinationError, MuonckptError, SourceError
+from ..resumption import Globs, LoadReport
+from ..store.io.location import location
+from ..store.step_folder import Newest, StepFolder, StepName
+from .save_load import load, save
+
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """A checkpoint of a series.  Stands for its path wherever one is taken, as in `muonckpt.open`.
+
+    Attributes:
+        path: a path or a URL.
+    """
+
+    step: int
+    path: str
+
+    def __fspath__(self) -> str:
+        return self.path
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What `Series.restore` has loaded.
+
+    Attributes:
+        step: of the checkpoint that was loaded; training goes on behind it.
+        path: of that checkpoint.
+        report: what was done with which parameters; print it.
+    """
+
+    step: int
+    path: str
+    report: LoadReport
+
+
+class Series:
+    """The checkpoints of one run: ``step-00001000`` and so on in one folder.  One run at a time saves to it.
+
+    Every method is collective over the process group, with the same arguments on all ranks; without a process group it
+    works for one process.  Other processes may read the checkpoints at any time.
+
+    Args:
+        folder: a path that all ranks see, or a URL; made when something is saved.
+        keep_last: how many whole checkpoints stay, the newest; at least one.
+        keep_every: checkpoints whose step divides by this stay as well; None: no others.
+
+    Raises:
+        ValueError: a number is below 1.
+        DestinationError: no installed library supports the protocol of the URL.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep_last: int = 3,
+        keep_every: int | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if keep_last < 1 or (keep_every is not None and keep_every < 1):
+            raise ValueError(f"keep_last and keep_every are at least 1, got {keep_last} and {keep_every}")
+        self._folder = StepFolder(location(folder, DestinationError))
+        self._keep_last = keep_last
+        self._keep_every = keep_every
+        self._group = process_group
+        self._whole: set[StepName] = set()
+        self._damaged: set[StepName] = set()
+        """What `restore` has found damaged, though its files have the right sizes; the same on all ranks."""
+
+    def save(
+        self,
+        step: int,
+        state_dict: Mapping[str, Any],
+        *,
+        replace: bool = False,
+        provenance: Mapping[str, Any] | None = None,
+    ) -> SavedStep:
+        """Save a checkpoint as `muonckpt.save` does; then remove what is not to be kept.
+
+        First, what killed runs have left in the folder is removed.  An error of these removals is a warning: the
+        checkpoint is saved, and training can go on.
+
+        Args:
+            step: 0 or more.
+            state_dict: as for `muonckpt.save`.
+            replace: supersede a whole checkpoint of this step.  The new one is saved under a name of its own,
+                ``step-00001000.2``, and the old one is removed after that.  One that is torn, or was found damaged by
+                `restore`, is superseded in any case.
+            provenance: JSON data to keep in the manifest; ``step`` is added.
+
+        Raises:
+            DestinationError: there is a whole checkpoint of this step, or it cannot be written.
+            LayoutError, TypeError, ValueError: as of `muonckpt.save`.
+        """
+        if step < 0:
+            raise ValueError(f"a step is 0 or more, got {step}")
+        name = self._told(lambda: self._begin(step, replace), DestinationError)
+        saved = self._saved(name)
+        save(state_dict, saved.path, provenance={**(provenance or {}), "step": step}, process_group=self._group)
+        self._whole.add(name)
+        if self._ranks().is_coordinator:
+            self._attempt(f"what {self._folder.place} need not keep", lambda: self._prune(name))
+        return saved
+
+    def latest(self) -> SavedStep | None:
+        """The newest whole checkpoint, or None.  Reads descriptions and sizes of files, no data.
+
+        A newer one that is torn is warned of.
+
+        Raises:
+            SourceError: the folder cannot be read, or a checkpoint is of a newer version of this package.
+        """
+        newest = self._newest()
+        if newest.name is None:
+            self._warn_of(newest.faults, "no whole one is left")
+            return None
+        saved = self._saved(newest.name)
+        self._warn_of(newest.faults, f"{saved.path} is the newest whole one")
+        return saved
+
+    def restore(
+        self,
+        state_dict: dict[str, Any],
+        *,
+        required: bool = False,
+        allow_extra: bool = False,
+        fresh: Iterable[str] = (),
+    ) -> Restored | None:
+        """Load the newest whole checkpoint; if it turns out to be damaged, the one before, with a warning on all ranks.
+
+        Data are checked while they are read, so some tensors may have been overwritten when damage is found; loading
+        the one before writes all of them again.  If that fails as well, the state dict is not to be trained on.
+        A checkpoint that does not fit the state dict, or that cannot be reached for now, is an error and no reason to
+        take an older one.
+
+        Args:
+            state_dict: the template, as for `muonckpt.load`.
+            required: an empty series is an error.
+            allow_extra, fresh: as for `muonckpt.load`.
+
+        Returns:
+            What was loaded; None if no checkpoint has been saved yet.
+
+        Raises:
+            DamageError: there are checkpoints, and none is whole.
+            SourceError, LayoutError, TypeError: as of `muonckpt.load`; or the series is empty, and must not be.
+        """
+        patterns = Globs.of(fresh).patterns
+        faults: dict[StepName, str] = {}
+        while True:
+            newest = self._newest()
+            faults |= newest.faults
+            if newest.name is None:
+                self._refuse_if_there_should_be_one(faults, required)
+                return None
+            saved = self._saved(newest.name)
+            self._warn_of(faults, f"restoring {saved.path} instead")
+            try:
+                report = load(
+                    state_dict, saved.path, allow_extra=allow_extra, fresh=patterns, process_group=self._group
+                )
+            except SourceError as error:
+                if not self._is_there(newest.name):
+                    continue  # it was removed while we read
+                if not isinstance(error, DamageError):
+                    raise
+                self._damaged.add(newest.name)
+                faults[newest.name] = str(error)
+            else:
+                return Restored(saved.step, saved.path, report)
+
+    def _refuse_if_there_should_be_one(self, faults: Mapping[StepName, str], required: bool) -> None:
+        place = self._folder.place
+        if faults:
+            listed = "\n- ".join(faults.values())
+            raise DamageError(f"expected a whole checkpoint in {place}, found none among {len(faults)}:\n- {listed}")
+        if required:
+            raise SourceError(f"expected a checkpoint in {place}, found none: is it the folder of this run?")
+
+    def _newest(self) -> Newest:
+        return self._told(lambda: self._folder.newest(self._damaged), SourceError)
+
+    def _is_there(self, name: StepName) -> bool:
+        return self._told(lambda: self._folder.exists(name), SourceError)
+
+    def _saved(self, name: StepName) -> SavedStep:
+        return SavedStep(name.step, str(self._folder.path(name)))
+
+    def _begin(self, step: int, replace: bool) -> StepName:
+        self._attempt(f"what killed runs have left in {self._folder.place}", self._folder.clean)
+        return self._folder.new_name(step, lambda name: replace or name in self._damaged)
+
+    def _prune(self, saved: StepName) -> None:
+        newer = self._folder.prune(saved, self._keep_last, self._keep_every, self._is_whole)
+        if later := [self._saved(name) for name in newer if name not in self._damaged]:
+            warnings.warn(
+                f"{self._folder.path(saved)} was saved, but {later[-1].path} is of a later step, so that is what would "
+                "be restored; if this run went back, move the later ones out of the folder",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    def _is_whole(self, name: StepName) -> bool:
+        """Whether to count one when old ones are removed.  Looks at each once: the next save has little time."""
+        if name not in self._whole | self._damaged and self._folder.fault(name) is None:
+            self._whole.add(name)
+        return name in self._whole - self._damaged
+
+    def _attempt(self, what: str, remove: Callable[[], None]) -> None:
+        """Remove something, or warn."""
+        try:
+            remove()
+        except (MuonckptError, OSError) as error:
+            warnings.warn(f"cannot remove {what}; training goes on: {error}", RuntimeWarning, stacklevel=3)
+
+    def _warn_of(self, faults: Mapping[StepName, str], instead: str) -> None:
+        for name, fault in faults.items():
+            path = self._folder.path(name)
+            warnings.warn(f"{path} is not whole: {fault}; {instead}", RuntimeWarning, stacklevel=3)
+
+    def _ranks(self) -> _DistWrapper:
+        return _DistWrapper(self._group, dist.is_initialized(), 0)
+
+    def _told(self, question: Callable[[], _Answer], kind: type[MuonckptError]) -> _Answer:
+        """One rank's answer, or its error, on all ranks.
+
+        Raises:
+            kind: the folder cannot be read or written.
+            MuonckptError: what the question raises.
+        """
+        try:
+            return self._ranks().broadcast("series", question)
+        except CheckpointException as failure:
+            ((error, _),) = failure.failures.values()
+            if isinstance(error, MuonckptError):
+                raise error from None
+            raise kind(f"{self._folder.place}: {error}") from error

@@ -1,0 +1,223 @@
+"""A folder of checkpoints by step: which are whole, which may go, and what killed runs have left.
+
+Only the folder is looked at: nothing but its files says what there is, so any process may look at any time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..errors import DamageError, DestinationError
+from ..record import MANIFEST_FILE
+from .formats import native
+from .formats.dcp.directory import METADATA_FILE, named_items
+from .io import removal
+from .io.bounds import check_extents
+from .io.gc_paused import gc_paused
+from .io.location import Location, Remote, at_each
+from .io.publish import CLAIM
+
+_DESCRIPTIONS = (MANIFEST_FILE, METADATA_FILE)
+
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+
+
+class StepName(NamedTuple):
+    """The name of a checkpoint: its step, and which attempt at this step it is.  Sorted by age."""
+
+    step: int
+    attempt: int = 1
+
+    def __str__(self) -> str:
+        return f"step-{self.step:08}" + (f".{self.attempt}" if self.attempt > 1 else "")
+
+    @classmethod
+    def parsed(cls, text: str) -> StepName | None:
+        """The name as it is written; None for anything else."""
+        match = _NAME.fullmatch(text)
+        name = cls(int(match[1]), int(match[2] or 1)) if match else None
+        return name if str(name) == text else None
+
+
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """The newest whole checkpoint, or None, and the newer ones that are not whole, each with its fault."""
+
+    name: StepName | None
+    faults: Mapping[StepName, str]
+
+
+@dataclass(frozen=True, slots=True)
+class StepFolder:
+    """A folder of checkpoints.  Whatever does not have the name and the manifest of one is left alone.
+
+    Several processes may look, but one writes and removes.
+    """
+
+    place: Location
+
+    def path(self, name: StepName) -> Location:
+        return self.place / str(name)
+
+    def newest(self, damaged: Collection[StepName]) -> Newest:
+        """Look for the newest whole one, without reading data.
+
+        Args:
+            damaged: those that are known not to be whole, though they look so.
+
+        Raises:
+            SourceError: the folder cannot be read, or a checkpoint is of a newer version of this package.
+        """
+        faults: dict[StepName, str] = {}
+        listed: set[StepName] | None = None
+        while (names := self._names()) != listed:  # while we look, one may be published and another removed
+            listed, faults = names, {}
+            for name in sorted(self._published(names) - set(damaged), reverse=True):
+                fault = self.fault(name)
+                if fault is None:
+                    return Newest(name, faults)
+                if self.exists(name):
+                    faults[name] = fault
+        return Newest(None, faults)
+
+    def exists(self, name: StepName) -> bool:
+        """Whether a checkpoint of this name was published, and nobody has begun to remove it."""
+        return (self.path(name) / MANIFEST_FILE).exists()
+
+    @gc_paused()
+    def fault(self, name: StepName) -> str | None:
+        """Why a checkpoint is not whole, as far as its descriptions and the sizes of its files tell; None: it is.
+
+        Raises:
+            SourceError: it cannot be read, or is of a newer version of this package.
+        """
+        path = self.path(name)
+        try:
+            check_extents(path, named_items(native.read_native(path)))
+        except DamageError as error:
+            return str(error)
+        lacking = [file for file in _DESCRIPTIONS if not (path / file).exists()]
+        return f"{path} has no {lacking[0]}" if lacking else None
+
+    def new_name(self, step: int, replaceable: Callable[[StepName], bool]) -> StepName:
+        """A name for a new checkpoint of a step, which nothing in the folder has.
+
+        Args:
+            replaceable: whether a checkpoint of the same step may be superseded.
+
+        Raises:
+            DestinationError: one that is whole may not.
+        """
+        names = {name for name in self._names() if name.step == step}
+        for name in sorted(self._published(names)):
+            if not replaceable(name) and self.fault(name) is None:
+                raise DestinationError(
+                    f"{self.path(name)} exists already, and is whole; if this run went back to an earlier step and the "
+                    "checkpoint is to be superseded, save with replace=True"
+                )
+        return StepName(step, max((name.attempt for name in names), default=0) + 1)
+
+    def prune(
+        self, saved: StepName, keep_last: int, keep_every: int | None, is_whole: Callable[[StepName], bool]
+    ) -> list[StepName]:
+        """Remove what is not to be kept, now that ``saved`` has been published; see `superfluous`.
+
+        Returns:
+            The checkpoints that are newer than ``saved``, sorted.
+
+        Raises:
+            DestinationError: the folder does not show what was saved, so nothing is removed.
+            OSError: something cannot be removed.
+        """
+        published = self._published(self._names())
+        if saved not in published:
+            raise DestinationError(f"expected {self.path(saved)}, which was just saved, found it missing")
+        for name in superfluous(published, saved, keep_last, keep_every, is_whole):
+            removal.remove(self.path(name), _DESCRIPTIONS)
+        return sorted(name for name in published if name > saved)
+
+    def clean(self) -> None:
+        """Remove what killed runs have left: half-removed checkpoints, and files of saves that nobody writes any more.
+
+        Raises:
+            OSError: something cannot be removed.
+        """
+        for entry in self._entries():
+            if isinstance(entry, Remote):
+                self._clean_objects(entry)
+            elif _is_of_series(removal.removed_name(entry.name)):
+                removal.finish_removal(entry, _DESCRIPTIONS)
+            elif _is_of_series(removal.staged_name(entry.name)) and removal.is_stale(entry, self.place):
+                removal.remove(entry, _DESCRIPTIONS)
+
+    def _clean_objects(self, entry: Remote) -> None:
+        if not _is_of_series(entry.name):
+            return
+        files = _files(entry)
+        if removal.MARK in files:
+            removal.finish_removal(entry, _DESCRIPTIONS)
+        elif CLAIM in files and not files >= set(_DESCRIPTIONS) and removal.is_stale(entry, self.place):
+            removal.remove(entry, _DESCRIPTIONS)
+
+    def _entries(self) -> list[Location]:
+        try:
+            return list(self.place.iterdir())
+        except FileNotFoundError:
+            return []
+
+    def _names(self) -> set[StepName]:
+        """The names that are taken, by checkpoints or by anything else."""
+        return {name for entry in self._entries() if (name := StepName.parsed(entry.name))}
+
+    def _published(self, names: Iterable[StepName]) -> set[StepName]:
+        """Those that readers take for checkpoints, whether they are whole or not."""
+
+        def published(name: StepName) -> StepName | None:
+            files = set() if self.path(name).is_symlink() else _files(self.path(name))
+            begun = CLAIM in files and METADATA_FILE not in files
+            return name if MANIFEST_FILE in files and removal.MARK not in files and not begun else None
+
+        return set(filter(None, at_each(self.place, published, names)))
+
+
+def superfluous(
+    names: Iterable[StepName],
+    saved: StepName,
+    keep_last: int,
+    keep_every: int | None,
+    is_whole: Callable[[StepName], bool],
+) -> Iterator[StepName]:
+    """The checkpoints to remove, the newest first: never ``saved``.
+
+    Kept are the newest ``keep_last`` whole ones, ``saved`` among them, those whose step divides by ``keep_every``, and
+    what is not whole but as new as they.  Of a step that was saved again only the last whole attempt is kept.  Those of
+    later steps than ``saved`` are kept and not counted: the run went back, and they are not its past.
+    """
+    steps: set[int] = set()
+    whole = 0
+    for name in sorted((name for name in names if name <= saved), reverse=True):
+        if name.step in steps:
+            yield name
+        elif whole < keep_last:
+            if name == saved or is_whole(name):
+                whole += 1
+                steps.add(name.step)
+        elif keep_every and name.step % keep_every == 0:
+            steps.add(name.step)
+        else:
+            yield name
+
+
+def _is_of_series(name: str | None) -> bool:
+    return name is not None and StepName.parsed(name) is not None
+
+
+def _files(folder: Location) -> set[str]:
+    """The names in a directory; none if it is not one, or is gone."""
+    try:
+        return {entry.name for entry in folder.iterdir()}
+    except (FileNotFoundError, NotADirectoryError):
+        return set()

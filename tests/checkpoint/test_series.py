@@ -1,0 +1,255 @@
+"""Series: the newest whole checkpoint is found, the one before stands in for it, and the last whole one stays."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import uuid
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from support import killed_saves
+from support.workers import run
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import muonckpt
+from muonckpt import DamageError, DestinationError, Series, SourceError
+from muonckpt.store.io.location import location
+from muonckpt.store.step_folder import StepName, superfluous
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+state = killed_saves.state
+
+
+def restored(series: Series) -> int | None:
+    """The step that was restored, which all values are."""
+    template = state(-1)
+    found = series.restore(template)
+    assert found is None or all(torch.equal(template[key], value) for key, value in state(found.step).items())
+    return found and found.step
+
+
+def flip(path: Path) -> None:
+    """Change one bit of the last element of a checkpoint's last tensor."""
+    payload = muonckpt.open(path).outline.tensors[-1].chunks[-1].payload
+    raw = bytearray((path / payload.file).read_bytes())
+    raw[payload.end - 1] ^= 1
+    (path / payload.file).write_bytes(raw)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+S = StepName
+
+
+@pytest.mark.parametrize(
+    ("saved", "torn", "removed"),
+    [
+        (S(9), (), {S(2), S(3), S(6)}),
+        (S(9), (S(8),), {S(2), S(3)}),  # it stays, and does not count
+        (S(9), (S(9), S(8), S(6), S(4)), {S(2)}),  # what was just saved counts, whatever is said of it
+        (S(6), (), {S(3), S(2)}),  # the run went back: later steps are left alone
+        (S(8, 2), (), {S(8), S(3), S(2)}),  # saved again
+        (S(2), (S(2), S(4)), set()),
+    ],
+)
+def test_what_is_kept(saved, torn, removed):
+    there = {S(2), S(3), S(4), S(6), S(8), S(9), saved}
+    gone = list(superfluous(there, saved, 2, 4, lambda name: name not in torn))
+    assert set(gone) == removed and gone == sorted(gone, reverse=True)
+
+
+def test_names_are_read_as_they_are_written():
+    for name in (S(0), S(12), S(99_999_999), S(100_000_000, 3)):
+        assert StepName.parsed(str(name)) == name
+    for other in ("step-1000", "step-00001000.1", "step-00001000.02", "step-000000001000", "Step-00001000", "step-"):
+        assert StepName.parsed(other) is None
+
+
+def test_a_series_from_its_first_start_on(tmp_path):
+    series = Series(tmp_path / "run", keep_last=2, keep_every=4)
+    assert series.latest() is None and restored(series) is None and not (tmp_path / "run").exists()
+    with pytest.raises(SourceError, match="is it the folder of this run"):
+        series.restore(state(-1), required=True)
+    for step in range(1, 8):
+        saved = series.save(step, state(step), provenance={"loss": 0.5})
+    assert names(tmp_path / "run") == ["step-00000004", "step-00000006", "step-00000007"]
+    assert series.latest() == saved and restored(Series(tmp_path / "run")) == 7
+    assert muonckpt.open(saved).provenance["step"] == 7 and muonckpt.open(saved).provenance["loss"] == 0.5
+
+
+def test_torn_and_foreign_folders_are_passed_over_and_left_alone(tmp_path):
+    series = Series(tmp_path, keep_last=1)
+    whole = Path(series.save(1, state(1)).path)
+    for step, harm in enumerate((".metadata", "__0_0.distcp", "cut", "json"), 2):
+        torn = whole.rename(tmp_path / f"step-{step:08}")
+        muonckpt.save(state(1), whole)
+        if harm == "cut":
+            (torn / "__0_0.distcp").write_bytes((torn / "__0_0.distcp").read_bytes()[:-1])
+        elif harm == "json":
+            (torn / "muonckpt.json").write_text('{"format": "muonckpt", ')
+        else:
+            (torn / harm).unlink()
+    foreign = [
+        tmp_path / name for name in ("step-00000006", "step-00000007", ".step-00000000.tmp", ".0.0123456789ab.tmp")
+    ]
+    for folder in foreign:
+        folder.mkdir()
+        (folder / ".metadata").write_bytes(b"of another program")
+    (tmp_path / "step-00000008").symlink_to(whole)
+    (tmp_path / "step-00000009").write_text("a file")
+    killed_saves.age(tmp_path, 10**6)
+    before = names(tmp_path)
+    with pytest.warns(RuntimeWarning, match="is not whole") as caught:
+        assert series.latest().step == 1
+    told = sorted(re.search(r"step-0000000\d is not", str(each.message))[0][12] for each in caught)
+    assert told == ["2", "3", "4", "5"] and all(f"{whole} is the newest" in str(each.message) for each in caught)
+    with pytest.warns(RuntimeWarning, match=f"restoring {whole} instead"):
+        assert restored(series) == 1
+    with pytest.warns(RuntimeWarning, match="of a later step"):
+        assert series.save(1, state(1), replace=True).path.endswith("step-00000001.2")
+    series.save(9, state(9))  # a file has that name
+    assert {*before} - {"step-00000001"} - {f"step-0000000{n}" for n in range(2, 6)} | {"step-00000009.2"} == {
+        *names(tmp_path)
+    }
+
+
+def test_a_flipped_bit_sends_back_to_the_one_before_and_a_misfit_does_not(tmp_path):
+    series = Series(tmp_path, keep_last=2)
+    paths = [Path(series.save(step, state(step)).path) for step in (1, 2, 3)][1:]
+    flip(paths[1])
+    assert Series(tmp_path).latest().step == 3  # its files have their sizes
+    with pytest.raises(SourceError, match="does not fit the state dict") as refusal:
+        series.restore({**state(-1), "other": torch.ones(2)})
+    assert not isinstance(refusal.value, DamageError)
+    with pytest.warns(
+        RuntimeWarning, match=f"{paths[1]} is not whole: .*'w7'.* damaged.*; restoring {paths[0]} instead"
+    ):
+        assert restored(series) == 2
+    assert series.save(3, state(3)).path == f"{paths[1]}.2" and not paths[1].exists() and restored(series) == 3
+    with pytest.raises(DestinationError, match="replace=True"):
+        series.save(3, state(4))
+    assert series.save(3, state(3), replace=True).path == f"{paths[1]}.3"
+    assert names(tmp_path) == ["step-00000002", "step-00000003.3"]
+    flip(paths[0]), flip(tmp_path / "step-00000003.3")
+    with pytest.warns(RuntimeWarning), pytest.raises(DamageError, match="found none among 2") as none:
+        series.restore(state(-1))
+    assert str(paths[0]) in str(none.value) and "step-00000003.3" in str(none.value)
+
+
+def of_ranks(world: int, step: int) -> dict:
+    mesh = init_device_mesh("cpu", (world,))
+    return {"w": distribute_tensor(torch.full((5, 3), float(step)), mesh, [Shard(0)])}
+
+
+def life(rank, world, folder):
+    """What each rank is told, while rank 0 does the damage."""
+    series, seen = Series(folder, keep_last=2), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        seen.append(series.restore(of_ranks(world, -1)))
+        for step in (1, 2, 3):
+            series.save(step, of_ranks(world, step))
+        if rank == 0:
+            flip(Path(folder) / "step-00000003")
+        seen.append(series.latest().step)
+        template = of_ranks(world, -1)
+        seen.append(series.restore(template).step)
+        seen.append(template["w"].to_local().unique().tolist())
+        for attempt in (
+            lambda: series.save(2, of_ranks(world, 2)),
+            lambda: series.save(4, {"w": torch.full((3,), float(rank))}),  # replicas differ
+            lambda: series.restore({"v": of_ranks(world, -1)["w"]}),
+        ):
+            try:
+                attempt()
+            except muonckpt.MuonckptError as error:
+                seen.append(type(error).__name__)
+        seen.append(series.latest().step)
+    return seen, [str(each.message) for each in caught if each.category is RuntimeWarning]
+
+
+def test_all_ranks_agree_whatever_happens(tmp_path):
+    results = run(2, life, str(tmp_path))
+    for seen, told in results:
+        assert seen == [None, 3, 2, [2.0], "DestinationError", "LayoutError", "SourceError", 2]
+        assert [text for text in told if "step-00000003 is not whole" in text and "step-00000002 instead" in text]
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+
+
+def test_a_removal_that_fails_is_a_warning(tmp_path):
+    series = Series(tmp_path, keep_last=1)
+    series.save(1, state(1))
+    with pytest.MonkeyPatch.context() as patch, pytest.warns(RuntimeWarning, match="training goes on: .*read-only"):
+        patch.setattr("shutil.rmtree", unable)
+        series.save(2, state(2))
+    assert restored(series) == 2 and [name[:15] for name in names(tmp_path)] == [".step-00000001.", "step-00000002"]
+    series.save(3, state(3))
+    assert names(tmp_path) == ["step-00000003"]
+
+
+def unable(*arguments: object) -> None:
+    raise OSError("read-only file system")
+
+
+def test_processes_that_are_killed_and_readers_that_race(tmp_path):
+    script = [sys.executable, killed_saves.__file__, str(tmp_path)]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    held = [
+        [code, [re.sub("[0-9a-f]{12}", "*", name) for name in there], latest] for code, there, latest in seen["acts"]
+    ]
+    assert held == [
+        [0, ["step-00000001"], 1],
+        [-9, [".step-00000002.*.tmp", "step-00000001"], 1],  # killed in the middle of a save
+        [-9, [".step-00000001.*.removing", ".step-00000002.*.tmp", "step-00000003"], 3],  # and of a removal
+        [0, [".step-00000002.*.tmp", "step-00000004"], 4],  # it might still be written
+        [0, ["step-00000005"], 5],  # not after an hour
+    ]
+    assert seen["writer"] == 0 and seen["restored"] == sorted(seen["restored"])
+
+
+# --- object stores ----------------------------------------------------------------------------------------------------
+
+
+def test_a_series_in_a_store(monkeypatch):
+    """There a save that was killed leaves objects under the name, and a removal that was, a mark."""
+    url = f"memory://{uuid.uuid4().hex}"
+    place, series = location(url), Series(url, keep_last=1)
+    files = lambda step: {each.name for each in (place / f"step-{step:08}").below()}  # noqa: E731
+    series.save(1, state(1))
+    delete = MemoryFileSystem.rm_file
+
+    def cut_off(fs, path):
+        if path.endswith(".distcp"):
+            raise OSError("no answer")
+        delete(fs, path)
+
+    with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="training goes on: .*no answer"):
+        patch.setattr(MemoryFileSystem, "rm_file", cut_off)
+        series.save(2, state(2))
+    assert files(1) == {"__0_0.distcp", ".muonckpt.removing"} and restored(Series(url)) == 2
+
+    for name in ("__0_0.distcp", "muonckpt.json"):
+        (place / f"step-00000003/{name}").write(place.fs.cat_file(f"{place.path}/step-00000002/{name}"))
+    (place / "step-00000003/.muonckpt.saving").write(b"")
+    (place / "step-00000005/other").write(b"of another program")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert restored(Series(url)) == 2
+        assert series.save(3, state(3)).path.endswith("step-00000003.2") and restored(series) == 3
+        assert not files(1) and len(files(3)) == 3  # not a day old: it might still be written
+        for each in (place / "step-00000003").below():
+            place.fs.store[each.path].modified -= killed_saves.DAY
+        series.save(4, state(4))
+    assert {each.name for each in place.iterdir()} == {"step-00000004", "step-00000005"}
