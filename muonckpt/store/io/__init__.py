@@ -2,5 +2,6 @@
 
 ``location`` stands for a path or a URL; ``regular`` opens files that others wrote, ``new_file`` writes; ``bounds``
 checks that the extents a checkpoint names lie in its files; ``checksums`` computes all digests of a chunk in one pass;
-``publish`` renames a finished checkpoint into place, ``lock`` keeps others out.  Open ``location`` first.
+``publish`` renames a finished checkpoint into place, ``removal`` out of it, ``lock`` keeps others out.  Open
+``location`` first.
 """
