@@ -220,7 +220,8 @@ def report(runs: dict[str, Outcome], verify_seconds: float, reshard_seconds: flo
     )
     print(
         f"\nsaving took {saved.io_seconds:.2f} s of training; verify {verify_seconds:.2f} s, "
-        f"reshard {reshard_seconds:.2f} s, load {loaded.io_seconds:.2f} s; checkpoint {size_of(OUT / 'four'):,} bytes in 4 files, "
+        f"reshard {reshard_seconds:.2f} s, "
+        f"load {loaded.io_seconds:.2f} s; checkpoint {size_of(OUT / 'four'):,} bytes in 4 files, "
         f"{size_of(OUT / 'two'):,} in 2; training {saved.train_seconds / LAST:.2f} s a step on 4 ranks\n"
     )
     order, worst = distances["dealt"], max(distances["resumed"].parameters, distances["split"].parameters)
