@@ -13,13 +13,24 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .errors import DamageError, DestinationError, Interrupted, LayoutError, MuonckptError, SourceError, TargetError
+from .errors import (
+    AttestError,
+    DamageError,
+    DestinationError,
+    Interrupted,
+    LayoutError,
+    MuonckptError,
+    SourceError,
+    TargetError,
+)
 from .version import VERSION as __version__
 
 if TYPE_CHECKING:
     from .checkpoint.async_saving import AsyncSave, async_save
+    from .checkpoint.attestation import Attestation, attest, fingerprints
     from .checkpoint.save_load import load, save
     from .checkpoint.series import Restored, SavedStep, Series
+    from .checkpoint.tensor_prints import Fingerprints
     from .converters.inspection import Inspection, inspect
     from .converters.report import Report
     from .converters.rewrite import convert, reshard
@@ -28,9 +39,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncSave",
+    "AttestError",
+    "Attestation",
     "AuditReport",
     "DamageError",
     "DestinationError",
+    "Fingerprints",
     "Inspection",
     "Interrupted",
     "LayoutError",
@@ -44,7 +58,9 @@ __all__ = [
     "TargetError",
     "__version__",
     "async_save",
+    "attest",
     "convert",
+    "fingerprints",
     "inspect",
     "load",
     "open",
@@ -55,7 +71,9 @@ __all__ = [
 
 _HOMES = {
     "AsyncSave": ".checkpoint.async_saving",
+    "Attestation": ".checkpoint.attestation",
     "AuditReport": ".store.audit",
+    "Fingerprints": ".checkpoint.tensor_prints",
     "Inspection": ".converters.inspection",
     "OpenCheckpoint": ".store.open_checkpoint",
     "Report": ".converters.report",
@@ -63,7 +81,9 @@ _HOMES = {
     "SavedStep": ".checkpoint.series",
     "Series": ".checkpoint.series",
     "async_save": ".checkpoint.async_saving",
+    "attest": ".checkpoint.attestation",
     "convert": ".converters.rewrite",
+    "fingerprints": ".checkpoint.attestation",
     "inspect": ".converters.inspection",
     "load": ".checkpoint.save_load",
     "open": ".store.open_checkpoint",

@@ -1,7 +1,7 @@
 """Errors that a user can meet.
 
 Each message says what is wrong, what was expected, what was found, where, and what to do.  The command line maps the
-four families to exit codes; nothing else depends on the hierarchy.
+families to exit codes; nothing else depends on the hierarchy.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ class DamageError(SourceError):
 
 class DestinationError(MuonckptError):
     """A checkpoint cannot be written: the destination exists, is full or is not writable."""
+
+
+class AttestError(MuonckptError):
+    """What is in memory is not what it has to be: another checkpoint's, another process's, or a drifted replica's."""
 
 
 class Interrupted(MuonckptError):

@@ -223,6 +223,8 @@ class StrictLoadPlanner(DefaultLoadPlanner):
 
     report: LoadReport
     """What all ranks do with parameters; exists on the coordinator, once the load is planned."""
+    sources: Mapping[str, str]
+    """Keys of the checkpoint by those of the state dict, of what any rank loads; likewise."""
 
     def __init__(self, reader: CheckingReader, allow_extra: bool, globs: Globs) -> None:
         super().__init__()
@@ -272,6 +274,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         matching, self.report = judge([plan.planner_data for plan in global_plan], self._stored, self._allow_extra)
+        self.sources = matching.sources
         refusal = None if matching.fits else self._refusal(matching)
         return [dataclasses.replace(plan, planner_data=refusal) for plan in global_plan]
 

@@ -297,7 +297,12 @@ def _kind(tensor: Tensor) -> str:
     return f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
 
 
-def _tensor(planner: SavePlanner, item: WriteItem) -> Tensor:
+def planned_tensor(planner: SavePlanner, item: WriteItem) -> Tensor:
+    """The elements that a plan's item stands for, where they are.
+
+    Raises:
+        LayoutError: the local tensor is not what the item says; names the tensor.
+    """
     tensor = planner.resolve_data(item)
     assert isinstance(tensor, Tensor) and item.tensor_data is not None
     dtype, shape = item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
@@ -306,7 +311,11 @@ def _tensor(planner: SavePlanner, item: WriteItem) -> Tensor:
             f"tensor {item.index.fqn!r}: the local tensor is {tensor.dtype} of shape {tuple(tensor.shape)}, "
             f"its placements imply {dtype} of shape {shape}"
         )
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return tensor.detach()
+
+
+def _tensor(planner: SavePlanner, item: WriteItem) -> Tensor:
+    return planned_tensor(planner, item).resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def _blob(planner: SavePlanner, item: WriteItem) -> memoryview:

@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.checkpoint.utils import _DistWrapper
 
-from ..errors import DestinationError, MuonckptError, SourceError
+from ..errors import DestinationError, SourceError
 from ..resumption import Globs, LoadReport
 from ..store.io import publish
 from ..store.io.location import Location, location
 from ..version import PROGRAM
+from .all_ranks import judged, own_errors
+from .attestation import attest_loaded
 from .dcp_reader import CheckingReader, StrictLoadPlanner, Where
 from .dcp_writer import CoveringSavePlanner, PublishingWriter, SaveProgress
 from .shared_check import PartlyRead
@@ -79,7 +79,7 @@ def save_with(
     details = {**_provenance(process_group), **provenance}
     writer = PublishingWriter(destination, planner, details, progress or SaveProgress())
     try:
-        with _own_errors(DestinationError):
+        with own_errors(DestinationError):
             dcp_save(
                 dict(state_dict),
                 storage_writer=writer,
@@ -98,6 +98,7 @@ def load(
     *,
     allow_extra: bool = False,
     fresh: Iterable[str] = (),
+    attest: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """Load a checkpoint in place into the tensors of ``state_dict``, whatever mesh they are on.  Collective.
@@ -118,6 +119,8 @@ def load(
             too; their options are those of their group.  What only the checkpoint has of them is dropped.  A weight of
             such a name, which is the last part of its path, is loaded where both sides have it, keeps its values where
             the checkpoint has none, and is dropped where only the checkpoint has it.  The same on every rank.
+        attest: at the end take the fingerprints of the loaded tensors, from memory, and compare them with those of the
+            checkpoint (docs/guide/attest.md).
 
     Returns:
         What was done with which parameters, the same on every rank; print it.
@@ -125,20 +128,22 @@ def load(
     Raises:
         SourceError: the checkpoint is missing, damaged or does not fit, or a glob matches nothing; lists what differs.
         LayoutError: it has a hole or an overlap.
+        AttestError: what is in memory is not what the checkpoint has.
         TypeError: ``fresh`` is no list of strings.
     """
     globs = Globs.of(fresh)
     reader = CheckingReader(location(path, SourceError))
     planner = StrictLoadPlanner(reader, allow_extra, globs)
-    with _quiet(), _own_errors(SourceError):
+    with _quiet(), own_errors(SourceError):
         dcp_load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
-        ranks = _DistWrapper(process_group, dist.is_initialized(), 0)
 
-        def judged(partly_read: list[Mapping[Where, PartlyRead]]) -> LoadReport:
+        def check(partly_read: list[Mapping[Where, PartlyRead]]) -> LoadReport:
             reader.judge(partly_read)
             return planner.report
 
-        report: LoadReport = ranks.all_reduce("check", lambda: reader.partly_read, judged)
+        report = judged(process_group, "check", lambda: reader.partly_read, check)
+    if attest:
+        attest_loaded(state_dict, reader.checkpoint, lambda: planner.sources, process_group)
     reader.checkpoint.close()
     return report
 
@@ -150,19 +155,6 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-@contextmanager
-def _own_errors(kind: type[MuonckptError]) -> Iterator[None]:
-    """Raise one of our errors, the same on every rank, instead of DCP's collection of tracebacks."""
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (first, _) = min(error.failures.items())
-        where = f" (rank {rank})" if dist.is_initialized() and len(error.failures) == 1 else ""
-        if isinstance(first, MuonckptError):
-            raise type(first)(f"{first}{where}") from error
-        raise kind(f"{type(first).__name__}: {first}{where}") from error
 
 
 def _provenance(process_group: dist.ProcessGroup | None) -> dict[str, Any]:
