@@ -146,6 +146,25 @@ def test_a_flipped_bit_sends_back_to_the_one_before_and_a_misfit_does_not(tmp_pa
     assert str(paths[0]) in str(none.value) and "step-00000003.3" in str(none.value)
 
 
+@pytest.mark.parametrize("where", ["muonckpt.store.formats.native.read_native", "muonckpt.checkpoint.series.load"])
+def test_a_reader_is_overtaken_by_a_save_that_removes_what_it_found(where, tmp_path, monkeypatch):
+    """Between listing and looking, and between looking and loading: neither is damage, or an empty series."""
+    Series(tmp_path, keep_last=1).save(1, state(1))
+    module, _, name = where.rpartition(".")
+    real, calls = getattr(sys.modules[module], name), []
+
+    def overtaken(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 1:
+            Series(tmp_path, keep_last=1).save(2, state(2))
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(where, overtaken)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert restored(Series(tmp_path)) == 2 and names(tmp_path) == ["step-00000002"]
+
+
 def of_ranks(world: int, step: int) -> dict:
     mesh = init_device_mesh("cpu", (world,))
     return {"w": distribute_tensor(torch.full((5, 3), float(step)), mesh, [Shard(0)])}
