@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from muonckpt.optimizer import Muon, scalar
-from muonckpt.optimizer import state as optimizer_state
+from muonckpt.optimizer import Muon, restoration, scalar
 from muonckpt.optimizer.scalar import SCALARS, decay
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -310,7 +309,7 @@ def test_a_loaded_count_goes_where_steps_are_counted(monkeypatch):
     """Onto another device: here the one that every machine has."""
     p, opt = counting(torch.device("cpu"))
     saved = copy.deepcopy(opt.state_dict())
-    monkeypatch.setattr(optimizer_state, "counted_on", lambda param: torch.device("meta"))
+    monkeypatch.setattr(restoration, "counted_on", lambda param: torch.device("meta"))
     opt.load_state_dict(saved)
     assert {slot: value.device.type for slot, value in opt.state[p].items()} == {
         "step": "meta",
