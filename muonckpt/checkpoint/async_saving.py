@@ -11,7 +11,7 @@ import json
 import os
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Literal
@@ -96,9 +96,14 @@ class _Lane:
         self._asking = _gloo(process_group) if self.world else None
 
     def submit(
-        self, state_dict: Mapping[str, Any], path: str, provenance: Mapping[str, Any], on_error: OnError
+        self,
+        state_dict: Mapping[str, Any],
+        path: str,
+        provenance: Mapping[str, Any],
+        on_error: OnError,
+        then: Callable[[], None],
     ) -> AsyncSave:
-        """Copy the state, and have it written.  Buffers are free: the last save has ended."""
+        """Copy the state, and have it written, and ``then`` done.  Buffers are free: the last save has ended."""
         progress = SaveProgress()
         staged: dict[str, Any] = {}
         failure: BaseException | None = None
@@ -112,10 +117,12 @@ class _Lane:
         except Exception as error:  # the other ranks plan with this one: they hear of it there
             failure = error
         destination = location(path, DestinationError)
-        running = self._thread.submit(
-            save_with, staged, destination, provenance, self._group, progress=progress, failure=failure
-        )
-        self.last = AsyncSave(path, progress, running, on_error)
+
+        def work() -> None:
+            save_with(staged, destination, provenance, self._group, progress=progress, failure=failure)
+            then()
+
+        self.last = AsyncSave(path, progress, self._thread.submit(work), on_error)
         return self.last
 
     def busy(self) -> bool:
@@ -158,6 +165,19 @@ def async_save(
         DestinationError: ``"refuse"``, and a rank is still saving; or the last save failed.
         TypeError, ValueError: the provenance is not JSON, or an unknown choice.
     """
+    return saved_along(state_dict, path, provenance, process_group, on_error, when_busy, lambda: None)
+
+
+def saved_along(
+    state_dict: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    provenance: Mapping[str, Any] | None,
+    process_group: dist.ProcessGroup | None,
+    on_error: OnError,
+    when_busy: WhenBusy,
+    then: Callable[[], None],
+) -> AsyncSave:
+    """`async_save`, and what this rank's thread does when the checkpoint is published."""
     if on_error not in ("raise", "warn") or when_busy not in ("wait", "refuse"):
         raise ValueError(
             f"on_error is 'raise' or 'warn', when_busy 'wait' or 'refuse'; got {on_error!r}, {when_busy!r}"
@@ -168,7 +188,7 @@ def async_save(
         raise DestinationError(f"{lane.last.path if lane.last else 'a checkpoint'} is still being saved: {path} is not")
     if lane.last is not None:
         lane.last.settle()
-    return lane.submit(state_dict, os.fspath(path), details, on_error)
+    return lane.submit(state_dict, os.fspath(path), details, on_error, then)
 
 
 def _lane(process_group: dist.ProcessGroup | None) -> _Lane:

@@ -19,6 +19,7 @@ from ..errors import DamageError, DestinationError, MuonckptError, SourceError
 from ..resumption import Globs, LoadReport
 from ..store.io.location import location
 from ..store.step_folder import Newest, StepFolder, StepName
+from .async_saving import AsyncSave, OnError, WhenBusy, saved_along
 from .save_load import load, save
 
 _Answer = TypeVar("_Answer")
@@ -118,10 +119,41 @@ class Series:
         name = self._told(lambda: self._begin(step, replace), DestinationError)
         saved = self._saved(name)
         save(state_dict, saved.path, provenance={**(provenance or {}), "step": step}, process_group=self._group)
+        self._published(name)
+        return saved
+
+    def async_save(
+        self,
+        step: int,
+        state_dict: Mapping[str, Any],
+        *,
+        replace: bool = False,
+        provenance: Mapping[str, Any] | None = None,
+        on_error: OnError = "raise",
+        when_busy: WhenBusy = "wait",
+    ) -> AsyncSave:
+        """`save` while training goes on, as `muonckpt.async_save` does; old checkpoints are removed after it, too.
+
+        Args:
+            step, replace, provenance: as for `save`.
+            on_error, when_busy: as for `muonckpt.async_save`.
+
+        Raises:
+            DestinationError, ValueError: as of `save` for the step, and as of `muonckpt.async_save`.
+        """
+        if step < 0:
+            raise ValueError(f"a step is 0 or more, got {step}")
+        name = self._told(lambda: self._begin(step, replace), DestinationError)
+        details = {**(provenance or {}), "step": step}
+        return saved_along(
+            state_dict, self._saved(name).path, details, self._group, on_error, when_busy,
+            lambda: self._published(name),
+        )  # fmt: skip
+
+    def _published(self, name: StepName) -> None:
         self._whole.add(name)
         if self._ranks().is_coordinator:
             self._attempt(f"what {self._folder.place} need not keep", lambda: self._prune(name))
-        return saved
 
     def latest(self) -> SavedStep | None:
         """The newest whole checkpoint, or None.  Reads descriptions and sizes of files, no data.
@@ -146,6 +178,7 @@ class Series:
         required: bool = False,
         allow_extra: bool = False,
         fresh: Iterable[str] = (),
+        attest: bool = False,
     ) -> Restored | None:
         """Load the newest whole checkpoint; if it turns out to be damaged, the one before, with a warning on all ranks.
 
@@ -157,7 +190,7 @@ class Series:
         Args:
             state_dict: the template, as for `muonckpt.load`.
             required: an empty series is an error.
-            allow_extra, fresh: as for `muonckpt.load`.
+            allow_extra, fresh, attest: as for `muonckpt.load`.
 
         Returns:
             What was loaded; None if no checkpoint has been saved yet.
@@ -178,7 +211,12 @@ class Series:
             self._warn_of(faults, f"restoring {saved.path} instead")
             try:
                 report = load(
-                    state_dict, saved.path, allow_extra=allow_extra, fresh=patterns, process_group=self._group
+                    state_dict,
+                    saved.path,
+                    allow_extra=allow_extra,
+                    fresh=patterns,
+                    attest=attest,
+                    process_group=self._group,
                 )
             except SourceError as error:
                 if not self._is_there(newest.name):

@@ -205,6 +205,33 @@ def test_all_ranks_agree_whatever_happens(tmp_path):
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
 
 
+def along(rank, world, folder):
+    """Five saves along with training, on all ranks; the third fails, and is only warned of."""
+    series = Series(folder, keep_last=2)
+    told = []
+    for step in range(5):
+        live = of_ranks(world, step)
+        if step == 2:
+            live["local"] = torch.full((3,), float(rank))  # replicas that differ
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            saving = series.async_save(step, live, on_error="warn")
+        told += [str(each.message) for each in caught if "hold different data" in str(each.message)]
+        for value in live.values():
+            value.zero_()
+    saving.result()
+    template = of_ranks(world, -1)
+    found = series.restore(template, attest=True)
+    assert all(torch.equal(template[key].to_local(), value.to_local()) for key, value in of_ranks(world, 4).items())
+    return found.step, len(told)
+
+
+def test_old_checkpoints_are_removed_along_with_training_too(tmp_path):
+    assert run(2, along, str(tmp_path)) == [(4, 1)] * 2
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+    assert all(not muonckpt.verify(tmp_path / name).findings for name in names(tmp_path))
+
+
 def test_a_removal_that_fails_is_a_warning(tmp_path):
     series = Series(tmp_path, keep_last=1)
     series.save(1, state(1))
