@@ -86,8 +86,8 @@ def test_damage_that_one_worker_meets_ends_all_and_leaves_nothing(source, tmp_pa
     )
     edit(tmp_path / "source" / damaged.payload.file, damaged.payload.offset)
     told = together(3, plan, tmp_path / "source", destination=tmp_path / "out")
-    assert all("SourceError" in error and "is damaged" in error for error in told)
-    assert told[0] == told[1] == told[2].replace("SourceError: ", "SourceError: worker 2 of 3: ")
+    assert all("DamageError" in error and "is damaged" in error for error in told)
+    assert told[0] == told[1] == told[2].replace("DamageError: ", "DamageError: worker 2 of 3: ")
     assert nothing_but(tmp_path, "source")
 
 

@@ -75,8 +75,10 @@ def test_two_ranks_train_as_one_process(uninterrupted):
     assert distance(uninterrupted["ours", 1][1], uninterrupted["ours", 2][1]) < 2e-5
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [(1, 1), (2, 2), (2, 1), (1, 2)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "saved", "resumed"),
+    [("ours", 1, 1), ("ours", 2, 2), ("ours", 2, 1), ("ours", 1, 2), ("stock", 2, 2), ("stock", 2, 1)],
+)
 def test_a_resumed_run_goes_on_as_the_uninterrupted_one(uninterrupted, kind, saved, resumed, tmp_path):
     folder, _ = uninterrupted[kind, saved]
     result = run(resumed, train, "ours", interrupted(folder, tmp_path))[0]

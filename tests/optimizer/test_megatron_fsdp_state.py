@@ -67,7 +67,7 @@ def loaded(rank: int, world: int, topology: Topology, path: str) -> dict[str, di
 @with_the_package
 @pytest.mark.parametrize(
     ("source", "target"),
-    [("FSDP", "FSDP, 2 ranks"), ("FSDP, 2 ranks", "HSDP, outer sharded"), ("FSDP x TP", "FSDP"), ("FSDP", "FSDP x TP")],
+    [("FSDP, 2 ranks", "HSDP, outer sharded"), ("FSDP x TP", "FSDP, 2 ranks"), ("FSDP", "FSDP x TP")],
 )
 def test_a_checkpoint_takes_the_state_to_another_topology(source, target, tmp_path):
     source, target, path = TOPOLOGIES[source], TOPOLOGIES[target], str(tmp_path)

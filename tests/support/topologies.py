@@ -53,7 +53,7 @@ TOPOLOGIES: dict[str, tuple[Home | None, ...]] = {
     "tensor parallel, columns or rows": (Home((4,), (S(1),)), Home((4,), (S(0),))),
     "FSDP2 × TP": (Home((2, 2), (STRIDED, S(0))),),
     "FSDP2 × TP, crosswise": (Home((2, 2), (S(0), S(1))),),
-    "FSDP2 × TP on 8 ranks": (Home((4, 2), (STRIDED, S(0))), Home((4, 2), (S(0), S(1)))),
+    "FSDP2 × TP on 6 ranks": (Home((3, 2), (STRIDED, S(0))), Home((3, 2), (S(0), S(1)))),
     "HSDP × TP": (Home((2, 2, 2), (R, STRIDED, S(0))),),
     "EP, and dense parameters in replicas": (Home((4,), (S(0),)), Home((4,), (R,))),
     "EP × FSDP2, experts again": (Home((2, 2), (S(0), S(0))),),
