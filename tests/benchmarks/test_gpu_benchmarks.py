@@ -11,7 +11,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import gpu
 import newton_schulz
+import products
 import step_gpu
 from support.interpreted import DEVICE
 
@@ -50,3 +52,28 @@ def test_gates_are_measured_and_stored(capsys: pytest.CaptureFixture[str]) -> No
     assert list(table.nanoseconds) == [(8, 8), (8, 32)]
     assert CostTable.from_json(json.dumps(json.loads(table.as_json()))) == table
     assert "8 x 32: torch" in capsys.readouterr().out or DEVICE.type == "cuda"
+
+
+def test_parts_run_one_after_the_other_and_what_failed_is_said(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = [gpu.linked(gpu.ROOT, tmp_path / "linked")]
+
+    def of(script: str, limit: float = 60.0) -> str | None:
+        return gpu.run(gpu.Part("part", ("-c", script, "{out}"), limit), tmp_path, path)
+
+    home = "import muonckpt.optimizer.planning as it, sys; print(it.__file__, sys.argv[1])"
+    assert of(home) is None
+    told = capsys.readouterr().out
+    assert str(tmp_path / "linked/muonckpt/optimizer/planning") in told and told.count(str(tmp_path)) >= 2
+    assert of("raise SystemExit(3)") == "exit code 3"
+    assert of("import time; print('begun'); time.sleep(60)", limit=0.5) == "longer than 0 s"
+    assert (tmp_path / "part.log").read_text() == "begun\n"
+    assert {part.name for part in gpu.PARTS} >= {"tests", "products", "step", "newton_schulz", "attest"}
+    assert sum(part.limit for part in gpu.PARTS) < 500
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="they are measured here")
+def test_products_are_not_measured_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["products.py"])
+    products.main()
+    assert capsys.readouterr().out == "no NVIDIA GPU: not measured\n"
+    assert products.flops(2, 3, 5) == {"gram": 90, "square": 54, "added": 180}
