@@ -96,7 +96,6 @@ def they_load(rank: int, world: int, topology: Topology, paths: list[str]) -> in
     "source, target",
     [
         ("FSDP x TP", "FSDP, 2 ranks"),
-        ("FSDP, 2 ranks", "FSDP x TP"),
         ("FSDP and EP", "FSDP and EP, experts unsharded"),
     ],
 )
