@@ -16,15 +16,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from ..errors import DestinationError
+from ..errors import DestinationError, MuonckptError
 from ..store.io.location import location
 from .dcp_writer import SaveProgress
+from .host_copy import HostCopy
 from .save_load import save_with
 
 OnError = Literal["raise", "warn"]
@@ -69,28 +68,39 @@ class AsyncSave:
         if error is not None:
             raise error
 
+    @property
+    def unasked(self) -> BaseException | None:
+        """The error that this rank has not asked for, once the save has ended; waits for that."""
+        error = self.future.exception()
+        return None if self._asked else error
+
     def settle(self) -> None:
         """Wait, and raise or warn of an error that nobody has asked for, once."""
-        error = self.future.exception()
-        asked, self._asked = self._asked, True
-        if error is None or asked:
+        error, self._asked = self.unasked, True
+        if error is None:
             return
         if self._on_error == "raise":
             raise error
+        self.warn(error)
+
+    def warn(self, error: BaseException) -> None:
+        """Warn of the error of this save."""
+        self._asked = True
         warnings.warn(f"saving {self.path} failed: {error}", RuntimeWarning, stacklevel=3)
+
+    def forgive(self) -> None:
+        """Count the error as asked for: another rank has."""
+        self._asked = True
 
 
 class _Lane:
     """What the saves of one process group share: buffers in host memory, a thread, and process groups."""
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        cuda = torch.cuda.is_available()
-        options = StagingOptions(
-            use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
-        )
         self.world = _world()
+        self.process = os.getpid()
         self.last: AsyncSave | None = None
-        self._stager = DefaultStager(options)
+        self._copy = HostCopy()
         self._thread = ThreadPoolExecutor(1, "muonckpt-save")
         self._group = _gloo(process_group) if self.world else None
         self._asking = _gloo(process_group) if self.world else None
@@ -111,11 +121,12 @@ class _Lane:
             current = {
                 key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state_dict.items()
             }
-            copied = self._stager.stage(current)
-            assert isinstance(copied, dict), "staging is not asynchronous"
-            staged = copied
-        except Exception as error:  # the other ranks plan with this one: they hear of it there
+            staged = self._copy.of(current)
+        except MuonckptError as error:  # the other ranks plan with this one: they hear of it there
             failure = error
+        except Exception as error:  # of a class that perhaps cannot travel to them
+            failure = DestinationError(f"{type(error).__name__}: {error}")
+            failure.__cause__ = error
         destination = location(path, DestinationError)
 
         def work() -> None:
@@ -131,12 +142,27 @@ class _Lane:
         ranks = _DistWrapper(self._asking, self._asking is not None, 0)
         return bool(ranks.all_reduce("busy", lambda: mine, any))
 
+    def settle(self) -> None:
+        """Wait for the last save; raise or warn of its error, on all ranks alike, unless a rank has asked for it."""
+        if self.last is None:
+            return
+        if isinstance(self.last.future.exception(), MuonckptError):  # then all ranks have it
+            last, ranks = self.last, _DistWrapper(self._asking, self._asking is not None, 0)
+            if not ranks.all_reduce("asked", lambda: last.unasked is not None, all):
+                last.forgive()
+        self.last.settle()
+
     def close(self) -> None:
+        """End the thread; the ranks of its world may have gone, so an error is only warned of."""
         self._thread.shutdown()
-        self._stager.close()
+        self._copy.close()
+        if self.last is not None and (error := self.last.unasked) is not None:
+            self.last.warn(error)
 
 
 _lanes: dict[dist.ProcessGroup | None, _Lane] = {}
+_of_parent: list[_Lane] = []
+"""Kept in a forked process, which must not give pinned memory back."""
 
 
 def async_save(
@@ -165,19 +191,27 @@ def async_save(
         DestinationError: ``"refuse"``, and a rank is still saving; or the last save failed.
         TypeError, ValueError: the provenance is not JSON, or an unknown choice.
     """
-    return saved_along(state_dict, path, provenance, process_group, on_error, when_busy, lambda: None)
+    place = os.fspath(path)
+    return saved_along(
+        state_dict, place, provenance, process_group, on_error, when_busy, lambda: (place, lambda: None)
+    )  # fmt: skip
 
 
 def saved_along(
     state_dict: Mapping[str, Any],
-    path: str | os.PathLike[str],
+    wanted: str,
     provenance: Mapping[str, Any] | None,
     process_group: dist.ProcessGroup | None,
     on_error: OnError,
     when_busy: WhenBusy,
-    then: Callable[[], None],
+    begin: Callable[[], tuple[str, Callable[[], None]]],
 ) -> AsyncSave:
-    """`async_save`, and what this rank's thread does when the checkpoint is published."""
+    """`async_save`, for those who name the checkpoint when the last save has ended.
+
+    Args:
+        wanted: what is to be saved, in words.
+        begin: gives the path, and what this rank's thread does when the checkpoint is published.
+    """
     if on_error not in ("raise", "warn") or when_busy not in ("wait", "refuse"):
         raise ValueError(
             f"on_error is 'raise' or 'warn', when_busy 'wait' or 'refuse'; got {on_error!r}, {when_busy!r}"
@@ -185,17 +219,28 @@ def saved_along(
     details = json.loads(json.dumps(dict(provenance or {}), allow_nan=False))
     lane = _lane(process_group)
     if when_busy == "refuse" and lane.busy():
-        raise DestinationError(f"{lane.last.path if lane.last else 'a checkpoint'} is still being saved: {path} is not")
-    if lane.last is not None:
-        lane.last.settle()
-    return lane.submit(state_dict, os.fspath(path), details, on_error, then)
+        raise DestinationError(
+            f"{lane.last.path if lane.last else 'a checkpoint'} is still being saved: {wanted} is not"
+        )
+    lane.settle()
+    path, then = begin()
+    return lane.submit(state_dict, path, details, on_error, then)
+
+
+def settled(process_group: dist.ProcessGroup | None) -> None:
+    """Wait for the last `async_save` of a process group, and raise or warn of its error as the next one would."""
+    lane = _lanes.get(process_group or _world())
+    if lane is not None and lane.process == os.getpid():
+        lane.settle()
 
 
 def _lane(process_group: dist.ProcessGroup | None) -> _Lane:
     """That of a process group; those of a world that is gone are closed."""
     world = _world()
     for group, lane in list(_lanes.items()):
-        if lane.world is not world:
+        if lane.process != os.getpid():  # a fork of that process, without its threads
+            _of_parent.append(_lanes.pop(group))
+        elif lane.world is not world:
             del _lanes[group]
             lane.close()
     key = process_group or world
@@ -211,17 +256,34 @@ def _world() -> dist.ProcessGroup | None:
 def _gloo(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """A process group of the same ranks, for the host."""
     ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    if process_group is not None:
+        _count_alike(process_group)
     group: dist.ProcessGroup = dist.new_group(
         ranks, backend="gloo", use_local_synchronization=process_group is not None
     )
     return group
 
 
+def _count_alike(process_group: dist.ProcessGroup) -> None:
+    """Have all members know equally many process groups.
+
+    Torch names a group that only its members make by that number, and members with two names wait for each other.
+    """
+    known: list[int] = [0] * dist.get_world_size(process_group)
+    dist.all_gather_object(known, len(_world_groups()), group=process_group)
+    for _ in range(max(known) - len(_world_groups())):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+
+def _world_groups() -> Mapping[dist.ProcessGroup, str]:
+    return dist.distributed_c10d._world.pg_names
+
+
 @atexit.register
 def _print_failures() -> None:
     """Nobody is left to raise to: threads have ended by now."""
     for lane in _lanes.values():
-        if lane.last is not None:
+        if lane.last is not None and lane.process == os.getpid():
             with suppress(KeyboardInterrupt):
                 try:
                     lane.last.settle()

@@ -19,7 +19,7 @@ from ..errors import DamageError, DestinationError, MuonckptError, SourceError
 from ..resumption import Globs, LoadReport
 from ..store.io.location import location
 from ..store.step_folder import Newest, StepFolder, StepName
-from .async_saving import AsyncSave, OnError, WhenBusy, saved_along
+from .async_saving import AsyncSave, OnError, WhenBusy, saved_along, settled
 from .save_load import load, save
 
 _Answer = TypeVar("_Answer")
@@ -99,8 +99,8 @@ class Series:
     ) -> SavedStep:
         """Save a checkpoint as `muonckpt.save` does; then remove what is not to be kept.
 
-        First, what killed runs have left in the folder is removed.  An error of these removals is a warning: the
-        checkpoint is saved, and training can go on.
+        First, an `async_save` that is running is waited for, and what killed runs have left in the folder is removed.
+        An error of these removals is a warning: the checkpoint is saved, and training can go on.
 
         Args:
             step: 0 or more.
@@ -116,6 +116,7 @@ class Series:
         """
         if step < 0:
             raise ValueError(f"a step is 0 or more, got {step}")
+        settled(self._group)
         name = self._told(lambda: self._begin(step, replace), DestinationError)
         saved = self._saved(name)
         save(state_dict, saved.path, provenance={**(provenance or {}), "step": step}, process_group=self._group)
@@ -143,12 +144,13 @@ class Series:
         """
         if step < 0:
             raise ValueError(f"a step is 0 or more, got {step}")
-        name = self._told(lambda: self._begin(step, replace), DestinationError)
-        details = {**(provenance or {}), "step": step}
-        return saved_along(
-            state_dict, self._saved(name).path, details, self._group, on_error, when_busy,
-            lambda: self._published(name),
-        )  # fmt: skip
+
+        def begin() -> tuple[str, Callable[[], None]]:
+            name = self._told(lambda: self._begin(step, replace), DestinationError)
+            return self._saved(name).path, lambda: self._published(name)
+
+        wanted, details = f"step {step}", {**(provenance or {}), "step": step}
+        return saved_along(state_dict, wanted, details, self._group, on_error, when_busy, begin)
 
     def _published(self, name: StepName) -> None:
         self._whole.add(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import warnings
 
 import pytest
@@ -12,13 +13,16 @@ import torch.distributed as dist
 from support.every_kind import assert_same_bits, whole
 from support.fsdp_model import build, steps
 from support.workers import run
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves
 
 import muonckpt
+from muonckpt.box import Box
 from muonckpt.errors import DestinationError, LayoutError
+from muonckpt.optimizer.held_boxes import declare_boxes
 
 
 class Slow:
@@ -60,6 +64,42 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path):
         assert opened.tensors["views.1"].numpy().tolist() == torch.arange(20.0).view(4, 5).mT.tolist()
         assert opened.items["step"] == 1
     assert not muonckpt.verify(tmp_path / "one").findings
+
+
+def test_tensors_that_are_not_what_their_memory_holds(tmp_path):
+    """Lazy ones, one with something that cannot be copied hanging on it, and one that has grown since the last save."""
+    complex_ = torch.tensor([1 + 2j, 3 - 4j])
+    hung = torch.nn.Parameter(torch.ones(2))
+    hung.lock = threading.Lock()
+    live = {"conj": complex_.conj(), "neg": complex_.conj().imag, "hung": hung, "grown": torch.ones(3)}
+    live["gathered"] = AsyncCollectiveTensor(torch.full((4,), 7.0))
+    muonckpt.async_save(live, tmp_path / "one").result()
+    with torch.no_grad():
+        live["grown"].resize_(5).fill_(2)
+    muonckpt.async_save(live, tmp_path / "two").result()
+    muonckpt.save({key: value.detach().clone() for key, value in live.items()}, tmp_path / "now")
+    with muonckpt.open(tmp_path / "two") as opened, muonckpt.open(tmp_path / "now") as now:
+        for key in live:
+            assert (opened.tensors[key].numpy() == now.tensors[key].numpy()).all(), key
+
+
+def boxes_of_a_subgroup(rank: int, world: int, folder: str) -> list[float] | None:
+    """Saves state of which only hooks say where it lies, on ranks that know of different numbers of groups."""
+    pair, _ = dist.new_group([0, 1]), dist.new_group([1, 2])
+    if rank == 2:
+        return None
+    mesh = DeviceMesh.from_group(pair, "cpu")
+    local = torch.full((12 * rank,), 5.0)  # rank 1 has all of it
+    live = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((4, 3)), stride=(3, 1))
+    declare_boxes(live, [Box((0, 0), (1, 3)), Box((1, 0), (4, 3))][: 2 * rank])
+    saving = muonckpt.async_save({"w": live, "slow": Slow(0.2)}, f"{folder}/pair", process_group=pair)
+    local.zero_()
+    saving.result()
+    return muonckpt.open(f"{folder}/pair").tensors["w"].numpy().flatten().tolist()
+
+
+def test_a_subgroup_saves_what_hooks_said_at_the_call(tmp_path):
+    assert run(3, boxes_of_a_subgroup, str(tmp_path)) == [[5.0] * 12, [5.0] * 12, None]
 
 
 def leaves(template) -> list[torch.Tensor]:
@@ -111,10 +151,14 @@ def replicas(rank: int, world: int, folder: str) -> list[str]:
     except LayoutError as error:
         said.append(str(error))
 
+    class Untravelled(Exception):
+        def __init__(self, text, more):
+            super().__init__(text)
+
     class Broken:
         def state_dict(self):
             if dist.get_rank() == 1:
-                raise OSError("no such luck")
+                raise Untravelled("no such luck", 2)
             return {}
 
         def load_state_dict(self, state):
@@ -135,6 +179,11 @@ def replicas(rank: int, world: int, folder: str) -> list[str]:
     except DestinationError as error:
         said.append(str(error).replace(folder, ""))
     saving.result()
+    failed = muonckpt.async_save(drifted, f"{folder}/asked")
+    if rank == 0:
+        with pytest.raises(LayoutError):
+            failed.result()
+    muonckpt.async_save(tensors(7.0), f"{folder}/after").result()  # one rank has asked: none raises
     return said
 
 
@@ -146,12 +195,22 @@ def test_an_error_of_one_rank_is_raised_on_all_and_training_can_go_on(tmp_path):
     assert "no such luck" in raised and "rank 1" in raised
     assert "no such luck" in warned and "again" in warned
     assert refused == "/last is still being saved: /refused is not"
-    assert {path.name for path in tmp_path.iterdir()} == {"good", "last"}
+    assert {path.name for path in tmp_path.iterdir()} == {"good", "last", "after"}
     assert all(not muonckpt.verify(tmp_path / name).findings for name in ("good", "last"))
 
 
 UNASKED = """
-import sys, torch, muonckpt
+import os, sys, time, torch, muonckpt
+class Slow:
+    def __reduce__(self):
+        time.sleep(0.5)
+        return (dict, ())
+    def __deepcopy__(self, memo):
+        return self
+muonckpt.async_save({"slow": Slow()}, sys.argv[1] + "-slow")
+if os.fork() == 0:
+    sys.exit()  # waits for no thread of its parent
+os.wait()
 muonckpt.async_save({"w": torch.ones(3)}, sys.argv[1])
 muonckpt.async_save({"w": torch.ones(3)}, sys.argv[1])
 """
@@ -159,10 +218,21 @@ muonckpt.async_save({"w": torch.ones(3)}, sys.argv[1])
 
 def test_the_end_of_a_program_waits_and_prints_what_nobody_asked_for(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", UNASKED, str(tmp_path / "one")], capture_output=True, text=True, check=False
-    )
+        [sys.executable, "-c", UNASKED, str(tmp_path / "one")], capture_output=True, text=True, check=False, timeout=300
+    )  # fmt: skip
     assert "exists already" in done.stderr
     assert not muonckpt.verify(tmp_path / "one").findings
+
+
+def test_an_error_outlives_its_process_group(tmp_path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        muonckpt.async_save(state(1.0), tmp_path / "one").result()
+        muonckpt.async_save(state(2.0), tmp_path / "one").future.exception()
+    finally:
+        dist.destroy_process_group()
+    with pytest.warns(RuntimeWarning, match="one failed: .*exists already"):
+        muonckpt.async_save(state(3.0), tmp_path / "two").result()
 
 
 def test_refusals(tmp_path):

@@ -232,6 +232,20 @@ def test_old_checkpoints_are_removed_along_with_training_too(tmp_path):
     assert all(not muonckpt.verify(tmp_path / name).findings for name in names(tmp_path))
 
 
+def test_a_step_that_is_still_being_saved(tmp_path):
+    """The next save of any kind sees what this one has made."""
+    series = Series(tmp_path, keep_last=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        series.async_save(1, state(1))
+        saving = series.async_save(1, state(1), replace=True)
+        with pytest.raises(DestinationError, match="replace=True"):
+            series.async_save(1, state(1))
+        series.async_save(2, state(2))
+        series.save(2, state(3), replace=True)
+    assert saving.path.endswith("step-00000001.2") and names(tmp_path) == ["step-00000001.2", "step-00000002.2"]
+
+
 def test_a_removal_that_fails_is_a_warning(tmp_path):
     series = Series(tmp_path, keep_last=1)
     series.save(1, state(1))
