@@ -227,7 +227,7 @@ def saved_along(
     return lane.submit(state_dict, path, details, on_error, then)
 
 
-def settled(process_group: dist.ProcessGroup | None) -> None:
+def settle_last(process_group: dist.ProcessGroup | None) -> None:
     """Wait for the last `async_save` of a process group, and raise or warn of its error as the next one would."""
     lane = _lanes.get(process_group or _world())
     if lane is not None and lane.process == os.getpid():
@@ -269,9 +269,9 @@ def _count_alike(process_group: dist.ProcessGroup) -> None:
 
     Torch names a group that only its members make by that number, and members with two names wait for each other.
     """
-    known: list[int] = [0] * dist.get_world_size(process_group)
-    dist.all_gather_object(known, len(_world_groups()), group=process_group)
-    for _ in range(max(known) - len(_world_groups())):
+    known = len(_world_groups())
+    most: int = _DistWrapper(process_group, True, 0).all_reduce("groups", lambda: known, max)
+    for _ in range(most - known):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 

@@ -19,7 +19,7 @@ from ..errors import DamageError, DestinationError, MuonckptError, SourceError
 from ..resumption import Globs, LoadReport
 from ..store.io.location import location
 from ..store.step_folder import Newest, StepFolder, StepName
-from .async_saving import AsyncSave, OnError, WhenBusy, saved_along, settled
+from .async_saving import AsyncSave, OnError, WhenBusy, saved_along, settle_last
 from .save_load import load, save
 
 _Answer = TypeVar("_Answer")
@@ -116,7 +116,7 @@ class Series:
         """
         if step < 0:
             raise ValueError(f"a step is 0 or more, got {step}")
-        settled(self._group)
+        settle_last(self._group)
         name = self._told(lambda: self._begin(step, replace), DestinationError)
         saved = self._saved(name)
         save(state_dict, saved.path, provenance={**(provenance or {}), "step": step}, process_group=self._group)
