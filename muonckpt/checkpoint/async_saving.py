@@ -270,7 +270,11 @@ def _count_alike(process_group: dist.ProcessGroup) -> None:
     Torch names a group that only its members make by that number, and members with two names wait for each other.
     """
     known = len(_world_groups())
-    most: int = _DistWrapper(process_group, True, 0).all_reduce("groups", lambda: known, max)
+
+    def largest(counts: list[int]) -> int:
+        return max(counts)
+
+    most = _DistWrapper(process_group, True, 0).all_reduce("groups", lambda: known, largest)
     for _ in range(most - known):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
