@@ -98,7 +98,7 @@ def run(part: Part, out: Path, path: Sequence[Path]) -> str | None:
     print(f"== {part.name}: {took:.0f} s", flush=True)
     if code == 0:
         return None
-    return f"longer than {part.limit:.0f} s" if took >= part.limit else f"exit code {code}"
+    return f"longer than {part.limit:g} s" if took >= part.limit else f"exit code {code}"
 
 
 def main() -> None:

@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..errors import DestinationError, MuonckptError
 from ..store.io.location import location
+from .all_ranks import judged
 from .dcp_writer import SaveProgress
 from .host_copy import HostCopy
 from .save_load import save_with
@@ -139,16 +139,15 @@ class _Lane:
     def busy(self) -> bool:
         """Whether any rank is still saving; the same answer on all."""
         mine = self.last is not None and not self.last.done()
-        ranks = _DistWrapper(self._asking, self._asking is not None, 0)
-        return bool(ranks.all_reduce("busy", lambda: mine, any))
+        return judged(self._asking, "busy", lambda: mine, any)
 
     def settle(self) -> None:
         """Wait for the last save; raise or warn of its error, on all ranks alike, unless a rank has asked for it."""
         if self.last is None:
             return
         if isinstance(self.last.future.exception(), MuonckptError):  # then all ranks have it
-            last, ranks = self.last, _DistWrapper(self._asking, self._asking is not None, 0)
-            if not ranks.all_reduce("asked", lambda: last.unasked is not None, all):
+            last = self.last
+            if not judged(self._asking, "asked", lambda: last.unasked is not None, all):
                 last.forgive()
         self.last.settle()
 
@@ -271,10 +270,7 @@ def _count_alike(process_group: dist.ProcessGroup) -> None:
     """
     known = len(_world_groups())
 
-    def largest(counts: list[int]) -> int:
-        return max(counts)
-
-    most = _DistWrapper(process_group, True, 0).all_reduce("groups", lambda: known, largest)
+    most = judged(process_group, "groups", lambda: known, lambda counts: max(counts))
     for _ in range(most - known):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
