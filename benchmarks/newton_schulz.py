@@ -25,9 +25,9 @@ from machine import describe
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
+from muonckpt.coefficients import COEFFICIENTS
 from muonckpt.optimizer.cuda_graphs import replayed
 from muonckpt.optimizer.newton_schulz import gram as gram_form
-from muonckpt.optimizer.newton_schulz.coefficients import COEFFICIENTS
 from muonckpt.optimizer.newton_schulz.costs import CostTable, measure
 from muonckpt.optimizer.newton_schulz.forms import Choice, Form, prefer_kernels
 from muonckpt.optimizer.newton_schulz.iterations import orthogonalize_all

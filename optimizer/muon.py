@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..coefficients import Coefficients
 from ..layout import TensorLayout
 from ..layouts.tensors import layout_of
 from ..resumption import Globs, LoadReport
@@ -23,7 +24,6 @@ from .doubts import doubt_idle, doubt_plain
 from .following import Seen, carry_over, changes
 from .for_model import ForModel
 from .muon_report import MuonReport, muon_report
-from .newton_schulz.coefficients import Coefficients
 from .newton_schulz.costs import Cost, flops
 from .newton_schulz.forms import Choice, prefer_kernels
 from .nonfinite import MOST_SKIPPED, NonFinite, guarded

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..coefficients import Coefficients, Plain, plain_coefficients
 from ..vocabulary import MUON_CONVENTION, ParamGroup
-from .newton_schulz.coefficients import Coefficients, Plain, plain_coefficients
 from .newton_schulz.gram import spans
 from .planning.precision import PRECISIONS
 from .scalar import SCALARS

@@ -28,6 +28,7 @@ RULES = {
     "errors": "",
     "version": "",
     "box": "errors",
+    "coefficients": "",
     "overlap": "",
     "layout": "errors box overlap",
     "plan": "errors box overlap layout",
@@ -44,14 +45,14 @@ RULES = {
     "checkpoint": "errors box layout fingerprint record resumption version vocabulary layouts store store/io "
     "store/reading store/formats",
     "optimizer/groups": "optimizer optimizer/planning optimizer/step",
-    "optimizer/newton_schulz": "optimizer optimizer/triton",
+    "optimizer/newton_schulz": "coefficients optimizer optimizer/triton",
     "optimizer/triton": "optimizer optimizer/newton_schulz optimizer/step",
     "optimizer/planning": "errors box overlap layout plan layouts optimizer/newton_schulz",
-    "optimizer/step": "box layout layouts vocabulary optimizer optimizer/newton_schulz optimizer/planning "
+    "optimizer/step": "box coefficients layout layouts vocabulary optimizer optimizer/newton_schulz optimizer/planning "
     "optimizer/triton",
     "optimizer/layer_wise": "errors box vocabulary layouts layouts/buffers optimizer optimizer/step",
-    "optimizer": "errors box layout layouts plan resumption vocabulary optimizer/groups optimizer/layer_wise "
-    "optimizer/newton_schulz optimizer/planning optimizer/step",
+    "optimizer": "errors box coefficients layout layouts plan resumption vocabulary optimizer/groups "
+    "optimizer/layer_wise optimizer/newton_schulz optimizer/planning optimizer/step",
     "compat": "vocabulary layouts resumption optimizer",
     "integrations": "errors store checkpoint optimizer optimizer/groups",
     "converters/engine": "errors box layout plan fingerprint record store store/io store/reading store/formats "

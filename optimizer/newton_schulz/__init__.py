@@ -1,11 +1,11 @@
 """Newton-Schulz: the orthogonal factor of a matrix by matrix products.
 
-``iterations`` runs a ``recipe``, ``coefficients`` has the published sets, ``gram`` the form on the short side,
+``iterations`` runs a ``recipe`` with the sets of `muonckpt.coefficients`, ``gram`` the form on the short side,
 ``products`` torch's arithmetic, ``forms`` the choice between it and the kernels, ``costs`` measured times.  Open
 ``iterations`` first.
 """
 
-from .coefficients import COEFFICIENTS, CoefficientSet
+from ...coefficients import COEFFICIENTS, CoefficientSet
 from .costs import CostTable, measure
 from .iterations import orthogonalize
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from .coefficients import Triple
+from ...coefficients import Triple
 from .products import M, Products
 
 _LONGEST = 3

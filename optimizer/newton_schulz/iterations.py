@@ -15,7 +15,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from .coefficients import Coefficients, Triple, coefficient_set
+from ...coefficients import Coefficients, Triple, coefficient_set
 from .forms import Form, arithmetic, prefer_kernels
 from .gram import compound
 from .places import Places

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .coefficients import COEFFICIENTS, CoefficientSet, Triple
+from ...coefficients import COEFFICIENTS, CoefficientSet, Triple
 from .gram import spans
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...coefficients import coefficient_set
 from ...vocabulary import ParamGroup
 from ..cuda_graphs import uploaded
-from ..newton_schulz.coefficients import coefficient_set
 from ..options import RATES, fixed
 from ..planning.routes import NOTE
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ...coefficients import coefficient_set
 from ...vocabulary import ParamGroup
-from ..newton_schulz.coefficients import coefficient_set
 from ..newton_schulz.forms import Form
 from ..newton_schulz.iterations import orthogonalize_all
 from ..newton_schulz.places import Places, RowsColumns

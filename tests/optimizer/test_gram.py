@@ -7,7 +7,7 @@ import torch
 from support.spectra import gauss, matrix, noise
 from torch.utils.flop_counter import FlopCounterMode
 
-from muonckpt.optimizer.newton_schulz.coefficients import COEFFICIENTS
+from muonckpt.coefficients import COEFFICIENTS
 from muonckpt.optimizer.newton_schulz.gram import compound, cost, gram_is_cheaper, spans
 from muonckpt.optimizer.newton_schulz.iterations import orthogonalize
 from muonckpt.optimizer.newton_schulz.products import TorchProducts

@@ -13,7 +13,7 @@ from support.spectra import gauss
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from muonckpt.optimizer.newton_schulz.coefficients import COEFFICIENTS, SAFE_TAIL, CoefficientSet, coefficient_set
+from muonckpt.coefficients import COEFFICIENTS, SAFE_TAIL, CoefficientSet, coefficient_set
 from muonckpt.optimizer.newton_schulz.iterations import orthogonalize
 from muonckpt.optimizer.newton_schulz.products import frobenius
 from muonckpt.optimizer.newton_schulz.recipe import EPS, Recipe

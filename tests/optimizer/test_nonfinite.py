@@ -22,8 +22,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from muonckpt.coefficients import COEFFICIENTS
 from muonckpt.optimizer import LayerWise, Muon
-from muonckpt.optimizer.newton_schulz.coefficients import COEFFICIENTS
 
 ODD = 1
 """The rank that has what is not finite."""

@@ -8,7 +8,7 @@ from support import spectra
 from support.interpreted import DEVICE, kernels
 from torch import Tensor
 
-from muonckpt.optimizer.newton_schulz.coefficients import COEFFICIENTS
+from muonckpt.coefficients import COEFFICIENTS
 from muonckpt.optimizer.newton_schulz.forms import Form
 from muonckpt.optimizer.newton_schulz.iterations import orthogonalize, orthogonalize_all
 from muonckpt.optimizer.newton_schulz.places import Places

@@ -1,7 +1,7 @@
 """The published sets of Newton-Schulz coefficients: one polynomial of the singular values per step.
 
-Sets differ in how fast a small singular value grows and how near to 1 they all end.  How to choose one:
-``docs/design/newton_schulz.md``.
+Pure data, which the optimizer runs by and converters translate.  Sets differ in how fast a small singular value grows
+and how near to 1 they all end.  How to choose one: ``docs/design/newton_schulz.md``.
 """
 
 from __future__ import annotations
@@ -218,8 +218,10 @@ def plain_coefficients(coefficients: Coefficients) -> Plain:
         ValueError: as :func:`coefficient_set`.
     """
     chosen = coefficient_set(coefficients)
-    if COEFFICIENTS.get(chosen.name) == chosen:
-        return chosen.name
+    numbers = chosen.steps, chosen.tail, chosen.norm_scale
+    for name, published in COEFFICIENTS.items():
+        if (published.steps, published.tail, published.norm_scale) == numbers:
+            return name
     if chosen.steps == (chosen.tail,) and chosen.norm_scale == 1:
         return chosen.tail
     return (("steps", chosen.steps), ("tail", chosen.tail), ("norm_scale", chosen.norm_scale))
