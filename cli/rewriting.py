@@ -42,6 +42,8 @@ def rewrite(function: Callable[..., Report | None], label: str, *, as_json: bool
         click.echo(printable(f"{report.items_file}: {counted(report.decoded, 'item')} of plain data{undecoded}"))
     if report.left_out:
         click.echo(printable(f"left out: {some_of(report.left_out)}"))
+    for check in report.checklist:
+        click.echo(printable(str(check)))
     click.echo(_would_do(report) if report.fingerprints is None else _done(report))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..record import Manifest
 from ..store.io.location import Location
+from .engine.checklist import Check
 from .engine.job import Job
 from .target.item_file import item_file_location
 
@@ -43,6 +44,7 @@ class Report:
         undecoded: the keys of items that it only lists, because they are not plain data.
         left_out: the keys of the source's tensors and items that are not in the destination.
         notes: sentences about what was decided.
+        checklist: what became of each thing, and what the user must set in code, with the values found.
         compared: the number of tensors whose fingerprints are compared with the source's.
         fingerprints: of the tensors that were written, by key; None if nothing was written.
     """
@@ -66,6 +68,7 @@ class Report:
     undecoded: tuple[str, ...]
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
+    checklist: tuple[Check, ...]
     compared: int
     fingerprints: Mapping[str, str | None] | None = None
 
@@ -110,6 +113,7 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
         undecoded=() if job.items is None else job.items.undecoded,
         left_out=job.left_out,
         notes=(*notes, *job.notes),
+        checklist=job.checklist,
         compared=sum(tensor.fingerprint is not None for tensor in job.tensors),
     )
 

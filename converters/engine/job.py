@@ -23,6 +23,7 @@ from ...store.reading.dtypes import itemsize
 from ..target.container import Container
 from ..target.item_file import ItemFile
 from ..target.topology import Target
+from .checklist import Check
 from .output_files import OutputFile, WriteRequest
 from .outputs import MakeOutputs
 
@@ -38,7 +39,7 @@ class Job:
         select: the shell patterns by which tensors and items were chosen.
         tensors: the tensors to write, without their chunks.
         recorded_layouts, provenance: for the manifest: each tensor's layout as JSON data, by key; and the provenance.
-        left_out, notes: those of the `Outputs`.
+        left_out, notes, checklist: those of the `Outputs`.
         items: the file of non-tensor items, beside a destination that cannot hold them.
     """
 
@@ -54,6 +55,7 @@ class Job:
     files: tuple[OutputFile, ...]
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    checklist: tuple[Check, ...] = ()
     items: ItemFile | None = None
 
     @property
@@ -146,6 +148,7 @@ def make_job(
         arranged.files,
         outputs.left_out,
         outputs.notes,
+        outputs.checklist,
         arranged.items,
     )
 

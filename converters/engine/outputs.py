@@ -15,6 +15,7 @@ from ...layout import Buffer, TensorLayout, dense
 from ...plan import Copy, make_plan
 from ...record import Blob, Chunk, Manifest, StateRecord
 from ...store.open_checkpoint import OpenCheckpoint
+from .checklist import Check
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Outputs:
     """Everything that a destination holds.
 
     ``left_out`` are the keys of the source's tensors and items that are not in the destination; ``notes`` are sentences
-    about what was decided.
+    about what was decided, ``checklist`` what became of each thing.
 
     Raises:
         SourceError: two tensors or items have the same key.
@@ -81,6 +82,7 @@ class Outputs:
     items: Sequence[OutputItem] = ()
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    checklist: tuple[Check, ...] = ()
 
     def __post_init__(self) -> None:
         duplicates = [key for key, count in Counter(self.keys).items() if count > 1]

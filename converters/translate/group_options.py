@@ -14,6 +14,7 @@ from ...errors import SourceError
 from ...record import Blob, Manifest, StateRecord
 from ...store.stored_items import Values
 from ...vocabulary import PARAMS
+from ..engine.checklist import Findings
 from .dialect import Dialect, StoredMethod
 
 StoredEntry = Blob | StateRecord
@@ -136,7 +137,7 @@ def read_options(group: SourceGroup, dialect: Dialect, method: StoredMethod, val
     return GroupOptions(known, tuple(option for option in group.items if option not in named))
 
 
-def write_options(options: GroupOptions, dialect: Dialect, method: StoredMethod, notes: set[str]) -> dict[str, object]:
+def write_options(options: GroupOptions, dialect: Dialect, method: StoredMethod, notes: Findings) -> dict[str, object]:
     """The options as a dialect names them, completed with those of a new optimizer of that program.
 
     ``notes`` receives a sentence for every difference from the source.

@@ -12,6 +12,7 @@ from ...errors import SourceError
 from ...record import StateRecord
 from ...store.formats.torch_save.plain_item import plain_item
 from ...vocabulary import PARAMS, KeyPath
+from ..engine.checklist import Findings
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from .context import Context
 from .dialect import Dialect, key_of
@@ -25,7 +26,7 @@ def regroup(
     groups: tuple[SourceGroup, ...],
     by_slot: SlotTensors,
     params: Mapping[str, Param],
-    notes: set[str],
+    notes: Findings,
 ) -> Outputs:
     """The target's groups, as items and tensors; ``notes`` receives a sentence for every difference from the source.
 
@@ -86,7 +87,7 @@ def _check_equal(context: Context, name: str, one: SourceGroup, other: SourceGro
 
 
 def _target_groups(
-    context: Context, group: SourceGroup, names: tuple[str, ...], by_group: Mapping[str, Param], notes: set[str]
+    context: Context, group: SourceGroup, names: tuple[str, ...], by_group: Mapping[str, Param], notes: Findings
 ) -> Iterator[TargetGroup]:
     """The target's groups for a group of the source: one for each method and step of its parameters.
 
@@ -110,7 +111,7 @@ def _target_groups(
 
 
 def _options(
-    context: Context, group: SourceGroup, param: Param, step: int | None, notes: set[str]
+    context: Context, group: SourceGroup, param: Param, step: int | None, notes: Findings
 ) -> dict[str, object]:
     """The options of a group, as the target names them."""
     if param.source_method.shares_options_with(param.target_method):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from ...errors import SourceError, TargetError
 from ...record import Blob, Manifest, StateRecord
 from ...store.stored_items import Values
+from ..engine.checklist import Findings, in_order
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from .context import Context, SourceChunks
 from .conventions import Overrides
@@ -65,7 +66,7 @@ def translate(
     by_slot = tensors_by_slot(context, rules)
     _refuse_unfit(rules, by_slot)
     params = {param.name: param for param in params_of(context, by_slot)}
-    notes: set[str] = set()
+    notes = Findings()
     counters = [step_counter(context, param) for param in params.values() if "step" in param.target_method.slots]
     grouped = regroup(context, groups, by_slot, params, notes)
     if roles.other_tensors and not context.same_dialect:
@@ -91,7 +92,8 @@ def translate(
         *grouped.items,
     ]
     summary = (f"source: {detected}", f"target: {target.name} ({target.who})", *_sentences(tensors, items))
-    return Outputs(tensors, items, roles.left_out, (*summary, *(f"note: {note}" for note in sorted(notes))))
+    sentences = (*summary, *(f"note: {note}" for note in sorted(notes.notes)))
+    return Outputs(tensors, items, roles.left_out, sentences, in_order(notes.checks))
 
 
 def _refuse_unknown(manifest: Manifest, dialect: Dialect, drop: frozenset[str]) -> None:
