@@ -54,7 +54,7 @@ class Findings:
         self.checks.add(Check(action, subject, values, reason))
 
 
-def in_order(checks: Iterable[Check]) -> tuple[Check, ...]:
+def sorted_checks(checks: Iterable[Check]) -> tuple[Check, ...]:
     """The entries by action, then by subject."""
     order = list(Action)
     return tuple(sorted(checks, key=lambda check: (order.index(check.action), check.subject, check.values)))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ...errors import SourceError, TargetError
 from ...record import Blob, Manifest, StateRecord
 from ...store.stored_items import Values
-from ..engine.checklist import Findings, in_order
+from ..engine.checklist import Findings, sorted_checks
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from .context import Context, SourceChunks
 from .conventions import Overrides
@@ -93,7 +93,7 @@ def translate(
     ]
     summary = (f"source: {detected}", f"target: {target.name} ({target.who})", *_sentences(tensors, items))
     sentences = (*summary, *(f"note: {note}" for note in sorted(notes.notes)))
-    return Outputs(tensors, items, roles.left_out, sentences, in_order(notes.checks))
+    return Outputs(tensors, items, roles.left_out, sentences, sorted_checks(notes.checks))
 
 
 def _refuse_unknown(manifest: Manifest, dialect: Dialect, drop: frozenset[str]) -> None:

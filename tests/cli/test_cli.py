@@ -197,18 +197,7 @@ def test_every_command_explains_itself(arguments, option):
 SUMMARY = ["checkpoint", "kind", "dialect", "provenance", "tensors", "chunks", "bytes", "other_items", "files"]
 SUMMARY += ["layouts", "buffers", "slots"]
 REWRITING = ["source", "destination", "format", "ranks", "mesh", "layout", "buffers", "files", "tensors", "checked"]
-REWRITING += [
-    "read",
-    "avoided",
-    "written",
-    "unchecked",
-    "items_file",
-    "decoded",
-    "undecoded",
-    "left_out",
-    "notes",
-    "checklist",
-]
+REWRITING += ["read", "avoided", "written", "unchecked", "items_file", "decoded", "undecoded", "left_out", "notes"]
 REWRITING += ["checklist", "compared", "fingerprints"]
 REPORT = ["tensors", "chunks", "blobs", "payload_bytes", "unchecked", "fingerprints", "findings", "notes"]
 JSON = {
