@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .converters.inspection import Inspection, inspect
     from .converters.report import Report
     from .converters.rewrite import convert, reshard
+    from .layouts.boxed_tensor import BoxedTensor
     from .store.audit import AuditReport, verify
     from .store.open_checkpoint import OpenCheckpoint, open
 
@@ -42,6 +43,7 @@ __all__ = [
     "AttestError",
     "Attestation",
     "AuditReport",
+    "BoxedTensor",
     "DamageError",
     "DestinationError",
     "Fingerprints",
@@ -73,6 +75,7 @@ _HOMES = {
     "AsyncSave": ".checkpoint.async_saving",
     "Attestation": ".checkpoint.attestation",
     "AuditReport": ".store.audit",
+    "BoxedTensor": ".layouts.boxed_tensor",
     "Fingerprints": ".checkpoint.tensor_prints",
     "Inspection": ".converters.inspection",
     "OpenCheckpoint": ".store.open_checkpoint",

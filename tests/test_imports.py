@@ -36,7 +36,7 @@ RULES = {
     "vocabulary": "",
     "record": "errors box layout vocabulary",
     "resumption": "vocabulary",
-    "layouts": "errors box layout",
+    "layouts": "errors box overlap layout",
     "layouts/buffers": "errors box layout layouts",
     "store/io": "errors box fingerprint record",
     "store/reading": "errors box layout record store/io",
@@ -64,9 +64,17 @@ RULES = {
     "converters/engine converters/target converters/translate",
     "cli": "errors record version vocabulary layouts/buffers store store/io converters converters/engine "
     "converters/target converters/translate",
-    "": "errors version store checkpoint converters",
+    "": "errors version layouts store checkpoint converters",
 }
-TORCH = ("layouts/tensors", "checkpoint/", "compat/", "integrations/", "optimizer/", "converters/engine/process_group")
+TORCH = (
+    "layouts/tensors",
+    "layouts/boxed_tensor",
+    "checkpoint/",
+    "compat/",
+    "integrations/",
+    "optimizer/",
+    "converters/engine/process_group",
+)
 TRITON = ("optimizer/triton/",)
 NUMPY_FREE = ("box", "errors")
 COLLECTIVES = {

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import about
-from ..layouts.tensors import check_one_box, placement_json
+from ..layouts.tensors import placement_json
 from ..vocabulary import MOMENTUM, Convention, KeyPath
 
 
@@ -30,17 +29,12 @@ def annotations_of(state_dict: Mapping[str, Any]) -> dict[KeyPath, Annotation]:
     An optimizer's state is recognised by the structure that torch documents for it: ``state`` (parameter -> slot ->
     value) beside ``param_groups`` (whose ``params`` are those parameters), or the same flattened,
     ``state.<name>.<slot>`` beside ``param_groups.<name>.<option>``.
-
-    Raises:
-        LayoutError: a checkpoint cannot describe this rank's part of a tensor; names the tensor.
     """
     return dict(_walk((), state_dict, {}))
 
 
 def _walk(path: KeyPath, node: Any, known: Mapping[KeyPath, Annotation]) -> Iterator[tuple[KeyPath, Annotation]]:
     if isinstance(node, torch.Tensor):
-        with about(f"tensor {'.'.join(map(str, path))!r}"):
-            check_one_box(node)
         yield path, replace(known.get(path, Annotation()), layout=placement_json(node))
     elif isinstance(node, Mapping):
         known = {**known, **dict(_optimizer(path, node))}

@@ -36,7 +36,7 @@ from torch.futures import Future
 
 from ..box import Index
 from ..errors import DamageError, SourceError
-from ..layouts.tensors import local_of
+from ..layouts.boxed_tensor import all_boxed, parts_of
 from ..record import Blob, Chunk, Extent, StateRecord
 from ..resumption import Globs, LoadReport, differences_listed
 from ..store.io.checksums import crc32
@@ -150,7 +150,8 @@ class CheckingReader(StorageReader):
                 raw = check_blob(self.checkpoint.payloads, self._blobs[item.storage_index.fqn])
                 planner.load_bytes(item, io.BytesIO(raw))
         for fresh in self.zeros:
-            local_of(fresh.detach()).zero_()
+            for part in parts_of(fresh).values():
+                part.zero_()
         reads = [(*self._chunk(item), item) for item in _of_tensors(plan.items)]
         checked: set[Chunk] = set()
         for tensor, chunk, item in sorted(reads, key=lambda read: (read[1].item.file, read[1].item.offset)):
@@ -260,7 +261,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         if not matching.fits:  # the coordinator refuses them, with those of other ranks
             return LoadPlan([], planner_data=request)
         self._reader.zeros = [self._template.values[key] for key in matching.zeros]
-        self.state_dict = {key: self._template.values[key] for key in matching.sources}
+        self.state_dict = all_boxed({key: self._template.values[key] for key in matching.sources})
         entries = described.state_dict_metadata
         self.metadata = Metadata({key: entries[source] for key, source in matching.sources.items()})
         plan = super().create_local_plan()

@@ -17,17 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TensorMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ..box import Box, Index
-from ..errors import DestinationError, LayoutError, about
+from ..box import Box
+from ..errors import DestinationError, LayoutError
 from ..fingerprint import as_hex, combine
-from ..layout import Fragment, TensorLayout, dense
 from ..record import Blob, Chunk, Extent, Manifest, StateRecord
 from ..store.formats import native
 from ..store.formats.torch_save import tensor_item
@@ -37,9 +35,9 @@ from ..store.io import publish
 from ..store.io.checksums import Sums, xxh3_128
 from ..store.io.location import Location
 from ..store.io.new_file import Writing, created
-from ..vocabulary import KeyPath
-from .annotation import Annotation, annotations_of
+from .annotation import Annotation
 from .bits import bits_of, dtype_name
+from .save_planner import CoveringSavePlanner, offsets_of, planned_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,53 +72,6 @@ class SaveProgress:
 
     written: int = 0
     total: int = 0
-
-
-class CoveringSavePlanner(DefaultSavePlanner):
-    """DCP's planner, which also proves coverage, and keeps the replicas that DCP drops as witnesses.
-
-    Empty shards write nothing.  ``plans`` and ``witnesses`` (one entry per rank) exist on the coordinator.
-
-    Args:
-        failure: why this rank has nothing to plan; raised where all ranks hear of it.
-    """
-
-    plans: list[SavePlan]
-    witnesses: list[tuple[WriteItem, ...]]
-    annotations: Mapping[KeyPath, Annotation]
-
-    def __init__(self, failure: BaseException | None = None) -> None:
-        super().__init__()
-        self._failure = failure
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        # Here, and not before DCP is called, so that an error of one rank reaches all ranks.
-        if self._failure is not None:
-            raise self._failure
-        self.annotations = annotations_of(state_dict)
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
-
-    def annotation(self, key: str) -> Annotation:
-        """This rank's annotation of a tensor."""
-        return self.annotations.get(tuple(self.mappings[key]), Annotation())
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        _prove_covered(all_plans)  # before DCP checks, whose error names neither the missing box nor the holders
-        plans, metadata = super().create_global_plan(all_plans)
-        for entry in metadata.state_dict_metadata.values():
-            if isinstance(entry, TensorMetadata):
-                entry.chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
-        items_of_ranks = [[item for item in plan.items if not _empty(item)] for plan in plans]
-        self.witnesses = []
-        for before, items in zip(all_plans, items_of_ranks, strict=True):
-            written = {item.index for item in items}
-            self.witnesses.append(
-                tuple(item for item in before.items if item.index not in written and not _empty(item))
-            )
-        self.plans = [dataclasses.replace(plan, items=items) for plan, items in zip(plans, items_of_ranks, strict=True)]
-        return self.plans, metadata
 
 
 class PublishingWriter(StorageWriter):
@@ -264,7 +215,7 @@ class _FileWriter:
             written = _Written(self._rank, xxh3_128([_blob(self._planner, item)]))
         else:
             tensor, sums = _tensor(self._planner, item), Sums()
-            for _ in sums.passing(bits_of(tensor), _offsets(item)):
+            for _ in sums.passing(bits_of(tensor), offsets_of(item)):
                 pass
             written = _Written(self._rank, sums.digest, _kind(tensor), sums.share)
         return WriteResult(index=item.index, size_in_bytes=0, storage_data=written)
@@ -278,7 +229,7 @@ class _FileWriter:
         tensor, sums = _tensor(self._planner, item), Sums()
         payload = Extent(self._target.file, start + frame.payload_offset, frame.payload_length)
         end = output.write(frame.head, start)
-        for part in sums.passing(bits_of(tensor), _offsets(item)):
+        for part in sums.passing(bits_of(tensor), offsets_of(item)):
             end = self._progress.written = output.write(part, end)
         self._progress.written = output.write(frame.tail(sums.checksum), end)
         where = Extent(self._target.file, start, frame.length)
@@ -297,23 +248,6 @@ def _kind(tensor: Tensor) -> str:
     return f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
 
 
-def planned_tensor(planner: SavePlanner, item: WriteItem) -> Tensor:
-    """The elements that a plan's item stands for, where they are.
-
-    Raises:
-        LayoutError: the local tensor is not what the item says; names the tensor.
-    """
-    tensor = planner.resolve_data(item)
-    assert isinstance(tensor, Tensor) and item.tensor_data is not None
-    dtype, shape = item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
-    if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
-        raise LayoutError(
-            f"tensor {item.index.fqn!r}: the local tensor is {tensor.dtype} of shape {tuple(tensor.shape)}, "
-            f"its placements imply {dtype} of shape {shape}"
-        )
-    return tensor.detach()
-
-
 def _tensor(planner: SavePlanner, item: WriteItem) -> Tensor:
     return planned_tensor(planner, item).resolve_conj().resolve_neg().cpu().contiguous()
 
@@ -324,33 +258,8 @@ def _blob(planner: SavePlanner, item: WriteItem) -> memoryview:
     return stream.getbuffer()
 
 
-def _offsets(item: WriteItem) -> tuple[int, ...]:
-    assert item.tensor_data is not None
-    return tuple(item.tensor_data.chunk.offsets)
-
-
-def _empty(item: WriteItem) -> bool:
-    return item.tensor_data is not None and 0 in item.tensor_data.chunk.sizes
-
-
 def _box(offsets: tuple[int, ...], sizes: Mapping[tuple[int, ...], tuple[int, ...]]) -> Box:
     return Box(offsets, tuple(lo + n for lo, n in zip(offsets, sizes[offsets], strict=True)))
-
-
-def _prove_covered(plans: Sequence[SavePlan]) -> None:
-    """Check that all ranks together hold every tensor whole; of replicas one counts, as DCP stores one."""
-    shapes: dict[str, Index] = {}
-    held: defaultdict[str, dict[Index, Fragment]] = defaultdict(dict)
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            if item.tensor_data is not None:
-                shapes.setdefault(item.index.fqn, tuple(item.tensor_data.size))
-                if not _empty(item):
-                    box = Box.of(tuple(item.tensor_data.chunk.sizes)).shift(_offsets(item))
-                    held[item.index.fqn].setdefault(box.lo, dense(box, f"rank {rank}"))
-    for key, shape in shapes.items():
-        with about(f"tensor {key!r}"):
-            TensorLayout(shape, tuple(held[key].values()))
 
 
 def _sort(

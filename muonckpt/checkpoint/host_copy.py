@@ -1,22 +1,39 @@
 """A copy of this rank's state in host memory, in buffers that the next copy uses again.
 
 Torch's stager copies storages, and whatever hangs on a tensor, as Python would.  Around it: what a lazy tensor stands
-for is made first, attributes of tensors stay behind, and DCP's hooks are pointed at the copy.
+for is made first, attributes of tensors stay behind, and of a tensor that declares its boxes by DCP's hooks the boxes
+are copied, because its hooks may know the live tensor alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from ..box import Index
+from ..layouts.boxed_tensor import BoxedTensor, parts_of, whole_shape
+from ..layouts.tensors import declares_boxes
+
+
+@dataclass(frozen=True)
+class _Boxes:
+    """A `BoxedTensor` in parts, which the stager copies as it copies any object."""
+
+    shape: Index
+    parts: dict[Index, Tensor]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Boxes:
+        parts = {lo: _bare_tensor(part) for lo, part in parts_of(tensor).items()}
+        return cls(whole_shape(tensor), parts, tensor.dtype)
 
 
 class HostCopy:
@@ -32,17 +49,15 @@ class HostCopy:
         Raises:
             TypeError: a tensor of a class that cannot be copied.
         """
-        bare = {key: _bare(value) for key, value in state_dict.items()}
+        bare = {key: _mapped(value, _bare) for key, value in state_dict.items()}
         given = list(_tensors(bare))
-        state, shards = self._staged((bare, [_shards(tensor) for tensor in given]))
+        state = self._staged(bare)
         for device in {tensor.device for tensor in given if tensor.is_cuda}:  # the stager waits for the current one
             torch.cuda.synchronize(device)
-        for tensor, copy, views in zip(given, _tensors(state), shards, strict=True):
+        for tensor, copy in zip(given, _tensors(state), strict=True):
             if type(copy) is not type(tensor) and tensor.data_ptr() == 0 and tensor.numel():
                 raise TypeError(f"cannot copy a tensor of class {type(tensor).__name__}: save a plain tensor")
-            if views and isinstance(copy, DTensor):
-                _point_at(copy._local_tensor, views)
-        return dict(state)
+        return {key: _mapped(value, _joined) for key, value in state.items()}
 
     def _staged(self, state: Any) -> Any:
         try:
@@ -66,20 +81,31 @@ def _stager() -> DefaultStager:
     )
 
 
-def _bare(node: Any) -> Any:
-    """The same state without attributes of its tensors, conjugations, negations and collectives that are not done yet.
+def _mapped(node: Any, function: Callable[[Any], Any]) -> Any:
+    """The same nested state with ``function`` of its leaves.
 
-    What needs no change is passed on as it is: a container without tensors is saved with its type.
+    What it does not change is passed on as it is: a container without tensors is saved with its type.
     """
-    if isinstance(node, Tensor):
-        return _bare_dtensor(node) if isinstance(node, DTensor) else _bare_tensor(node)
     if isinstance(node, Mapping):
-        changed = {key: _bare(value) for key, value in node.items()}
+        changed = {key: _mapped(value, function) for key, value in node.items()}
         return node if all(changed[key] is value for key, value in node.items()) else changed
     if isinstance(node, list | tuple):
-        made = [_bare(value) for value in node]
+        made = [_mapped(value, function) for value in node]
         return node if all(new is old for new, old in zip(made, node, strict=True)) else made
-    return node
+    return function(node)
+
+
+def _bare(leaf: Any) -> Any:
+    """A tensor without attributes, conjugation, negation and collectives not yet done; anything else as it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if declares_boxes(leaf):
+        return _Boxes.of(leaf)
+    return _bare_dtensor(leaf) if isinstance(leaf, DTensor) else _bare_tensor(leaf)
+
+
+def _joined(leaf: Any) -> Any:
+    return BoxedTensor(leaf.shape, leaf.parts, leaf.dtype, "cpu") if isinstance(leaf, _Boxes) else leaf
 
 
 def _bare_tensor(tensor: Tensor) -> Tensor:
@@ -94,7 +120,7 @@ def _bare_tensor(tensor: Tensor) -> Tensor:
 
 def _bare_dtensor(tensor: DTensor) -> DTensor:
     local = tensor._local_tensor
-    bare = local if hasattr(local, "__create_write_items__") else _bare_tensor(local)
+    bare = _bare_tensor(local)
     if bare is local and not tensor.__dict__:
         return tensor
     return DTensor.from_local(
@@ -109,16 +135,3 @@ def _tensors(node: Any) -> Iterator[Tensor]:
     elif isinstance(node, Mapping | list | tuple):
         for value in node.values() if isinstance(node, Mapping) else node:
             yield from _tensors(value)
-
-
-def _shards(tensor: Tensor) -> dict[Index, Tensor]:
-    """By offsets, what the hook of a local tensor says that its boxes are: it may know the live tensors alone."""
-    if not isinstance(tensor, DTensor) or not hasattr(tensor._local_tensor, "__get_tensor_shard__"):
-        return {}
-    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    find = tensor._local_tensor.__get_tensor_shard__
-    return {tuple(chunk.offsets): find(MetadataIndex("", chunk.offsets)) for chunk in chunks}
-
-
-def _point_at(local: Any, views: Mapping[Index, Tensor]) -> None:
-    local.__get_tensor_shard__ = lambda index: views[tuple(index.offset)]

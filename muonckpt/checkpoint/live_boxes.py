@@ -17,8 +17,8 @@ from ..errors import about
 from ..fingerprint import as_hex, combine
 from ..layout import TensorLayout, dense
 from .bits import dtype_name
-from .dcp_writer import CoveringSavePlanner, planned_tensor
 from .device_fingerprint import share_of, unsigned
+from .save_planner import CoveringSavePlanner, planned_tensor
 from .tensor_prints import TensorPrint
 
 K = TypeVar("K")

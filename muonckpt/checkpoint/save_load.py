@@ -28,7 +28,8 @@ from ..version import PROGRAM
 from .all_ranks import judged, own_errors
 from .attestation import attest_loaded
 from .dcp_reader import CheckingReader, StrictLoadPlanner, Where
-from .dcp_writer import CoveringSavePlanner, PublishingWriter, SaveProgress
+from .dcp_writer import PublishingWriter, SaveProgress
+from .save_planner import CoveringSavePlanner
 from .shared_check import PartlyRead
 
 
@@ -53,7 +54,7 @@ def save(
 
     Raises:
         DestinationError: the path exists, or cannot be written.
-        LayoutError: a tensor has a hole or an overlap, a rank holds several boxes of one, or replicas differ.
+        LayoutError: a tensor has a hole or an overlap, or replicas differ.
         TypeError, ValueError: the provenance is not JSON.
     """
     details = json.loads(json.dumps(dict(provenance or {}), allow_nan=False))

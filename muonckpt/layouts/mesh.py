@@ -103,11 +103,7 @@ def mesh_layout(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...])
     Raises:
         LayoutError: not one placement per mesh axis, or a placement of a dim that the tensor does not have.
     """
-    if len(placements) != len(mesh.shape):
-        raise LayoutError(f"mesh of shape {mesh.shape} needs {len(mesh.shape)} placements, got {placements}")
-    for placement in placements:
-        if placement.dim is not None and not 0 <= placement.dim < len(shape):
-            raise LayoutError(f"{placement} does not fit a tensor of shape {shape}")
+    _check_placements(shape, mesh, placements)
     runs_of = [_runs_along(dim, shape, mesh, placements) for dim in range(len(shape))]
     fragments = (
         fragment
@@ -117,12 +113,37 @@ def mesh_layout(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...])
     return TensorLayout(shape, tuple(fragments))
 
 
+@lru_cache(maxsize=65536)
+def fragments_on(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], rank: int) -> tuple[Fragment, ...]:
+    """What `mesh_layout` gives to one rank, without what it gives to the others; nothing if it is not on the mesh.
+
+    Raises:
+        LayoutError: as `mesh_layout`.
+    """
+    _check_placements(shape, mesh, placements)
+    if rank not in mesh.ranks:
+        return ()
+    return tuple(_local_fragments(rank, _runs_on(shape, mesh, placements, rank)))
+
+
 def local_shape(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], rank: int) -> Index:
     """Shape of the local tensor on ``rank``, if the layout describes it."""
+    return tuple(sum(stop - start for start, stop in runs) for runs in _runs_on(shape, mesh, placements, rank))
+
+
+def _check_placements(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...]) -> None:
+    if len(placements) != len(mesh.shape):
+        raise LayoutError(f"mesh of shape {mesh.shape} needs {len(mesh.shape)} placements, got {placements}")
+    for placement in placements:
+        if placement.dim is not None and not 0 <= placement.dim < len(shape):
+            raise LayoutError(f"{placement} does not fit a tensor of shape {shape}")
+
+
+def _runs_on(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], rank: int) -> tuple[Runs, ...]:
+    """The runs of each dim that a rank of the mesh holds."""
     position = mesh.ranks.index(rank)
     coordinate = tuple(position // step % size for size, step in zip(mesh.shape, row_major(mesh.shape), strict=True))
-    runs_of = (_runs_along(dim, shape, mesh, placements) for dim in range(len(shape)))
-    return tuple(sum(stop - start for start, stop in along(coordinate)) for along in runs_of)
+    return tuple(_runs_along(dim, shape, mesh, placements)(coordinate) for dim in range(len(shape)))
 
 
 def _runs_along(

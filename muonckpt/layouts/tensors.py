@@ -14,8 +14,8 @@ from torch.distributed.tensor.placement_types import _StridedShard as TorchStrid
 
 from ..box import row_major
 from ..errors import LayoutError
-from ..layout import TensorLayout
-from .mesh import AxisPlacement, Mesh, Replicate, Shard, StridedShard, local_shape, mesh_layout
+from ..layout import Fragment, TensorLayout
+from .mesh import AxisPlacement, Mesh, Replicate, Shard, StridedShard, fragments_on, local_shape, mesh_layout
 from .owned import owned_layout
 
 
@@ -94,7 +94,7 @@ def zeros_placed_as(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.d
 
 def placement_json(tensor: torch.Tensor) -> Mapping[str, Any] | None:
     """Mesh and placements as JSON data for a checkpoint; None where they do not describe the tensor."""
-    if not isinstance(tensor, DTensor) or _chunks_known(tensor):
+    if not isinstance(tensor, DTensor) or declares_boxes(tensor):
         return None
     mesh = tensor.device_mesh
     return {
@@ -107,29 +107,21 @@ def placement_json(tensor: torch.Tensor) -> Mapping[str, Any] | None:
     }
 
 
-def check_one_box(tensor: torch.Tensor) -> None:
-    """Check that this rank holds one box, as DCP assumes of a DTensor whose hooks do not say otherwise.
+def declares_boxes(tensor: torch.Tensor) -> bool:
+    """Whether DCP's hooks say which boxes this rank holds: those of the tensor itself, or of a DTensor's local one."""
+    described = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return hasattr(described, "__create_chunk_list__")
+
+
+def fragments_here(tensor: DTensor) -> tuple[Fragment, ...]:
+    """What this rank holds of a DTensor by its placements; the places are in its local tensor, as if that were dense.
 
     Raises:
-        LayoutError: it holds several (a ``_StridedShard`` whose inner axis is not sharded), of which DCP would read and
-            write a wrong one; or the tensor has no layout at all.
+        LayoutError: as `layout_of`.
     """
-    if _chunks_known(tensor):
-        return
-    held = layout_of(tensor).fragments
-    if isinstance(tensor, DTensor):
-        rank = torch.distributed.get_rank()
-        boxes = [fragment.box for fragment in held if fragment.place.buffer == rank]
-        if len(boxes) > 1:
-            raise LayoutError(
-                f"rank {rank} holds {len(boxes)} boxes of a tensor of shape {tuple(tensor.shape)} placed as "
-                f"{tensor.placements}; a checkpoint takes one box per rank: redistribute the tensor first"
-            )
-
-
-def _chunks_known(tensor: torch.Tensor) -> bool:
-    """Whether DCP's hooks on the local tensor describe it, because placements do not (Megatron-FSDP)."""
-    return isinstance(tensor, DTensor) and hasattr(tensor._local_tensor, "__create_chunk_list__")
+    mesh, placements = _mesh_of(tensor), _placements_of(tensor)
+    _check_local(tensor, mesh, placements)
+    return fragments_on(tuple(tensor.shape), mesh, placements, torch.distributed.get_rank())
 
 
 def _mesh_of(tensor: DTensor) -> Mesh:

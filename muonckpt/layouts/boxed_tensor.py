@@ -1,0 +1,226 @@
+"""Tensors as the boxes that this rank holds of them, in the form in which DCP asks for them.
+
+DCP takes a DTensor for one box on each rank, which is not so where placements interleave, and never where a flat buffer
+was cut.  It asks tensors that have its hooks.  So every DTensor is given to it as a `BoxedTensor`, whether it has one
+box, several or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from ..box import Box, Index, flat_boxes
+from ..errors import LayoutError, about
+from ..layout import Buffer, TensorLayout
+from ..overlap import overlaps
+from .tensors import declares_boxes, fragments_here, local_of
+
+Parts = Mapping[Index, Tensor]
+"""Boxes that a rank holds: by the global index of the first element of each, its elements where they lie."""
+
+_PARTWISE = {torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten.zeros_like.default,
+             torch.ops.aten.empty_like.default}  # fmt: skip
+
+
+class BoxedTensor(Tensor):
+    """A tensor of global ``shape`` of which this rank holds ``parts``; they share memory with what they were made of.
+
+    It goes into state dicts: `muonckpt.save`, `load`, `async_save` and `attest`, and stock DCP's ``save`` and ``load``,
+    find its boxes by DCP's hooks.  It can be cloned, detached and deep-copied, and zeros can be made like it; compute
+    with its parts.
+
+    Args:
+        shape: of the whole tensor.
+        parts: see `Parts`; may be empty.
+        dtype, device: of the elements; those of the parts, if there are any.
+
+    Raises:
+        LayoutError: a part reaches outside the shape, two overlap, or their dtypes differ.
+    """
+
+    parts: Parts
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        parts: Parts,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> BoxedTensor:
+        for part in parts.values():
+            dtype, device = dtype or part.dtype, device or part.device
+        made: BoxedTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, torch.Size(shape), dtype=dtype or torch.get_default_dtype(), device=device or torch.device("cpu")
+        )
+        made.parts = MappingProxyType({tuple(lo): part.detach() for lo, part in parts.items() if part.numel()})
+        _check_parts(tuple(shape), made.dtype, made.parts)
+        return made
+
+    @classmethod
+    def of_flat(cls, shape: Sequence[int], start: int, flat: Tensor) -> BoxedTensor:
+        """Elements ``start : start + flat.numel()`` of the flattened (row-major) tensor.
+
+        Args:
+            flat: of one dim, in which they lie in that order.
+
+        Raises:
+            LayoutError: the range does not lie in the tensor.
+        """
+        parts, offset = {}, 0
+        for box in flat_boxes(tuple(shape), start, start + flat.numel()):
+            parts[box.lo] = flat[offset : offset + box.numel].view(box.shape)
+            offset += box.numel
+        return cls(shape, parts, flat.dtype, flat.device)
+
+    @classmethod
+    def of_layout(cls, layout: TensorLayout, buffer: Buffer, memory: Tensor) -> BoxedTensor:
+        """What a layout says that lies in one of its buffers.
+
+        Args:
+            memory: of that buffer; of one dim and dense.
+        """
+        held = [fragment for fragment in layout.fragments if fragment.place.buffer == buffer]
+        parts = {
+            fragment.box.lo: memory.as_strided(
+                fragment.box.shape, fragment.place.strides, memory.storage_offset() + fragment.place.offset
+            )
+            for fragment in held
+        }
+        return cls(layout.shape, parts, memory.dtype, memory.device)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        boxes = [(lo, part.shape) for lo, part in self.parts.items()]
+        if 0 in self.shape:  # a tensor without elements is known by its one empty box
+            boxes = [((0,) * self.ndim, self.shape)]
+        return [ChunkStorageMetadata(torch.Size(lo), torch.Size(sizes)) for lo, sizes in boxes]
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties(self.dtype, torch.strided, False, torch.contiguous_format, False)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        if 0 in self.shape:
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return self.parts[tuple(index.offset or ())]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoxedTensor:
+        return self._mapped(Tensor.clone)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        boxes = ", ".join(map(str, _boxes(self.parts)))
+        return f"BoxedTensor({self.dtype} of shape {tuple(self.shape)}, here: {boxes or 'nothing'})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PARTWISE and isinstance(args[0], BoxedTensor):
+            return args[0]._mapped(lambda part: func(part, *args[1:], **(kwargs or {})))
+        raise TypeError(f"{func} of a BoxedTensor: it is the boxes that this rank holds; compute with its parts")
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> BoxedTensor:
+        return type(self)(self.shape, {lo: function(part) for lo, part in self.parts.items()}, self.dtype, self.device)
+
+
+def boxed(tensor: Tensor) -> Tensor:
+    """A tensor that tells DCP which boxes this rank holds: itself if it has hooks for that, or is all here.
+
+    Raises:
+        LayoutError: its placements do not say it; see `layouts.tensors.layout_of`.
+    """
+    if not isinstance(tensor, DTensor) or declares_boxes(tensor):
+        return tensor
+    return BoxedTensor(tensor.shape, _placed_parts(tensor), tensor.dtype, tensor.device)
+
+
+def all_boxed(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A flat state dict with all its tensors `boxed`.
+
+    Raises:
+        LayoutError: as `boxed`; names the tensor.
+    """
+    made = {}
+    for key, value in flat.items():
+        with about(f"tensor {key!r}"):
+            made[key] = boxed(value) if isinstance(value, Tensor) else value
+    return made
+
+
+def parts_of(tensor: Tensor) -> Parts:
+    """The boxes that this rank holds of any tensor; none if it holds nothing.
+
+    Raises:
+        LayoutError: neither hooks nor placements say it.
+    """
+    if isinstance(tensor, ShardedTensor):
+        return {tuple(shard.metadata.shard_offsets): shard.tensor.detach() for shard in tensor.local_shards()}
+    if declares_boxes(tensor):
+        return dict(_declared_parts(tensor))
+    if isinstance(tensor, DTensor):
+        return _placed_parts(tensor)
+    return {(0,) * tensor.ndim: tensor.detach()} if tensor.numel() else {}
+
+
+def whole_shape(tensor: Tensor) -> Index:
+    """The global shape of any tensor; hooks may say another than the tensor that has them."""
+    if not isinstance(tensor, DTensor | ShardedTensor) and declares_boxes(tensor):
+        items: list[WriteItem] = tensor.__create_write_items__("", tensor)  # type: ignore[attr-defined]
+        for item in items:
+            if item.tensor_data is not None:
+                return tuple(item.tensor_data.size)
+    return tuple(tensor.shape)
+
+
+def _placed_parts(tensor: DTensor) -> Parts:
+    local, parts = local_of(tensor), {}
+    for fragment in fragments_here(tensor):
+        # The local tensor may be of any strides; the layout takes it for a dense one.
+        starts = np.unravel_index(fragment.place.offset, tuple(local.shape)) if local.ndim else ()
+        window = tuple(slice(int(lo), int(lo) + n) for lo, n in zip(starts, fragment.box.shape, strict=True))
+        parts[fragment.box.lo] = local[window]
+    return parts
+
+
+def _declared_parts(tensor: Any) -> Iterator[tuple[Index, Tensor]]:
+    for number, chunk in enumerate(tensor.__create_chunk_list__()):
+        if 0 in chunk.sizes:
+            continue
+        part: Tensor = tensor.__get_tensor_shard__(MetadataIndex("", chunk.offsets, number))
+        if part.shape != chunk.sizes:
+            box = Box.of(chunk.sizes).shift(chunk.offsets)
+            raise LayoutError(f"hooks of the tensor give elements of shape {tuple(part.shape)} for box {box}")
+        yield tuple(chunk.offsets), part.detach()
+
+
+def _boxes(parts: Parts) -> list[Box]:
+    return [Box.of(tuple(part.shape)).shift(lo) for lo, part in parts.items()]
+
+
+def _check_parts(shape: Index, dtype: torch.dtype, parts: Parts) -> None:
+    boxes = _boxes(parts)
+    for box, part in zip(boxes, parts.values(), strict=True):
+        if box.ndim != len(shape) or box not in Box.of(shape):
+            raise LayoutError(f"box {box} reaches outside the tensor of shape {shape}")
+        if part.dtype != dtype:
+            raise LayoutError(f"box {box} is {part.dtype}, the tensor is {dtype}")
+    if len(boxes) > 1:
+        lo, hi = np.array([box.lo for box in boxes], np.int64), np.array([box.hi for box in boxes], np.int64)
+        for i, j in zip(*overlaps(lo, hi, lo, hi), strict=True):
+            if i != j:
+                raise LayoutError(f"boxes {boxes[i]} and {boxes[j]} of one rank overlap")
