@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
@@ -60,8 +60,8 @@ class BoxedTensor(Tensor):
     ) -> BoxedTensor:
         for part in parts.values():
             dtype, device = dtype or part.dtype, device or part.device
-        made: BoxedTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, torch.Size(shape), dtype=dtype or torch.get_default_dtype(), device=device or torch.device("cpu")
+        made: BoxedTensor = Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=dtype or torch.get_default_dtype(), device=torch.device(device or "cpu")
         )
         made.parts = MappingProxyType({tuple(lo): part.detach() for lo, part in parts.items() if part.numel()})
         _check_parts(tuple(shape), made.dtype, made.parts)
@@ -129,7 +129,9 @@ class BoxedTensor(Tensor):
         return f"BoxedTensor({self.dtype} of shape {tuple(self.shape)}, here: {boxes or 'nothing'})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in _PARTWISE and isinstance(args[0], BoxedTensor):
             return args[0]._mapped(lambda part: func(part, *args[1:], **(kwargs or {})))
         raise TypeError(f"{func} of a BoxedTensor: it is the boxes that this rank holds; compute with its parts")
