@@ -3,89 +3,189 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
 
 from ..converters.buffer_summary import labelled_buffers
-from ..converters.inspection import Inspection, inspect
+from ..converters.inspection import Inspection, inspection_of
+from ..converters.look.holders import cut_in_words
+from ..converters.look.hyper_parameters import plain_items
+from ..errors import TargetError
 from ..record import StateRecord
 from ..store.io.location import Location
+from ..store.open_checkpoint import OpenCheckpoint, open
+from ..store.reading.dtypes import itemsize
 from . import buffer_tables
 from .argument_types import CHECKPOINT
-from .printing import print_section, printable, size
+from .overview import overview
+from .printing import print_labelled, print_section, print_table, size
+from .shard_pictures import print_rank, print_tensor, print_tree
+
+_VIEWS = ("--tensor", "--rank", "--tree", "--items")
+_SORTS: Mapping[str, Callable[[StateRecord], Any]] = {
+    "bytes": lambda tensor: -_bytes(tensor),
+    "key": lambda tensor: tensor.key,
+}
 
 
 @click.command("inspect")
 @click.argument("checkpoint", type=CHECKPOINT)
+@click.argument("globs", nargs=-1, metavar="[GLOB]...")
+@click.option("--tensor", metavar="KEY", help="Where a tensor's shards are; KEY[17] for one index of dim 0.")
+@click.option("--rank", type=click.IntRange(0), metavar="N", help="What the files of a rank hold.")
+@click.option("--tree", is_flag=True, help="Tensors by module; layers that are alike as one.")
+@click.option("--items", is_flag=True, help="Hyper-parameters and other items, decoded.")
+@click.option("--sort", type=click.Choice([*_SORTS]), help="Order of listed tensors.")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
-@click.option("--ranks", is_flag=True, help="List every rank of flat buffers, however many.")
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON; with --tensors also the manifest.")
-def command(checkpoint: Location, tensors: bool, ranks: bool, as_json: bool) -> None:
-    """Say what is in CHECKPOINT, of any format, and how it is laid out.
+@click.option("--ranks", is_flag=True, help="List every rank, however many.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; with --tensors also the manifest.")
+def command(checkpoint: Location, as_json: bool, **options: Any) -> None:
+    """Say what is in CHECKPOINT, of any format, who holds it, and what looks sick.
 
-    Reads metadata only.
+    With GLOB list the tensors whose keys match.  Reads metadata, hyper-parameters and counters only.
+
+    \b
+    muonckpt inspect run/step-00001000 '*experts*' --sort bytes
+    muonckpt inspect run/step-00001000 --tensor 'model.layers.3.experts.w1[17]'
     """
-    inspection = inspect(checkpoint)
+    view, *others = [*(name for name in _VIEWS if options[name[2:]] not in (None, False)), ""]
+    if [name for name in others if name]:
+        raise click.UsageError(f"{view} and {others[0]} are two views; choose one")
+    with open(checkpoint) as opened:
+        try:
+            shown = _SHOW[view](opened, inspection_of(opened), as_json=as_json, **options)
+        except TargetError as error:
+            raise click.UsageError(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(shown, indent=1, default=str))
+
+
+def _show_tensor(opened: OpenCheckpoint, inspection: Inspection, tensor: str, as_json: bool, **rest: Any) -> object:
+    keys = {record.key: record for record in inspection.manifest.tensors}
+    match = re.fullmatch(r"(.+)\[([0-9, ]+)\]", tensor) if tensor not in keys else None
+    key, index = (match[1], tuple(map(int, match[2].split(",")))) if match else (tensor, ())
+    shards = inspection.shards(key, *index)
+    if not as_json:
+        print_tensor(keys[key], shards)
+    return {**_described(keys[key]), "shards": [shard.to_json() for shard in shards]}
+
+
+def _show_rank(opened: OpenCheckpoint, inspection: Inspection, rank: int, as_json: bool, **rest: Any) -> object:
+    if not as_json:
+        print_rank(inspection, rank)
+        return None
+    held = inspection.on_rank(rank).items()
+    return {"rank": rank, "tensors": {key: [shard.to_json() for shard in shards] for key, shards in held}}
+
+
+def _show_tree(
+    opened: OpenCheckpoint, inspection: Inspection, globs: Sequence[str], as_json: bool, **rest: Any
+) -> object:
+    branches = inspection.tree(*globs)
+    if not as_json:
+        print_tree(branches)
+    return [branch.to_json() for branch in branches]
+
+
+def _show_items(opened: OpenCheckpoint, inspection: Inspection, as_json: bool, **rest: Any) -> object:
+    items = plain_items(opened.outline, opened.values)
+    if not as_json:
+        print_table(("item", "value"), [(key, _short(value)) for key, value in items.items()])
+    return items
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 200 else f"{text[:160]} … ({len(text)} characters)"
+
+
+def _show_summary(
+    opened: OpenCheckpoint,
+    inspection: Inspection,
+    globs: Sequence[str],
+    sort: str | None,
+    tensors: bool,
+    ranks: bool,
+    as_json: bool,
+    **rest: Any,
+) -> object:
+    listed = list(inspection.matching(*globs))
+    listed = sorted(listed, key=_SORTS[sort]) if sort else listed
+    if as_json and globs:
+        return [_described(tensor) for tensor in listed]
     if as_json:
         manifest = {"manifest": json.loads(inspection.manifest.to_json())} if tensors else {}
-        click.echo(json.dumps({**inspection.to_json(), **manifest}, indent=1))
-        return
-    for label, value in lines(inspection):
-        click.echo(printable(f"{label:<13} {value}"))
-    print_section(("slot", "tensors", "elements", "bytes", "dtypes"), list(map(_slot_row, inspection.slots)))
+        return {**inspection.to_json(), **manifest}
+    if globs:
+        print_table(("tensor", "shape", "dtype", "slot", "bytes", "cut into"), list(map(_line, listed)))
+        return None
+    print_labelled(overview(inspection))
+    roles = ("contents", "slots", "tensors", "elements", "bytes", "dtypes")
+    print_section(roles, list(map(_role_row, inspection.roles)))
     buffer_tables.print_summary(inspection.buffers, ranks)
-    if tensors:
+    if ranks and not inspection.buffers:
+        held = inspection.balance["bytes"]
+        shares = inspection.bytes_of_ranks() if held else {}
+        print_section(("rank", "bytes", "of the mean"), [_share(rank, n, held) for rank, n in shares.items()])
+    if tensors or sort:
         buffer_tables.print_parameters(labelled_buffers(inspection.manifest.provenance))
         headers = ("tensor", "shape", "dtype", "convention", "chunks", "fingerprint")
-        print_section(headers, list(map(_row, inspection.manifest.tensors)))
+        print_section(headers, list(map(_row, listed)))
+    return None
 
 
-def lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
-    """The summary of a checkpoint as labelled lines; the tables are not included."""
-    yield "checkpoint", inspection.checkpoint
-    yield "kind", inspection.kind
-    for name, value in inspection.provenance.items():
-        yield name, value if isinstance(value, str) else json.dumps(value)
-    yield "tensors", f"{inspection.tensors} in {inspection.chunks} chunks, {size(inspection.bytes)}"
-    yield "other items", str(inspection.other_items)
-    yield "files", str(inspection.files)
-    dialect = inspection.dialect
-    yield "keys", f"{dialect['name']} ({dialect['who']})" if dialect["name"] else "unknown"
-    for reason in dialect["reasons"]:
-        yield "", reason
-    for layout in inspection.layouts:
-        yield "layout", f"{layout['tensors']} tensors {_how(layout)}"
+_SHOW: Mapping[str, Callable[..., object]] = {
+    "": _show_summary,
+    "--tensor": _show_tensor,
+    "--rank": _show_rank,
+    "--tree": _show_tree,
+    "--items": _show_items,
+}
 
 
-def _how(layout: Mapping[str, Any]) -> str:
-    match layout:
-        case {"algorithm": "mesh", "mesh": [*sizes], "placements": [*placements]}:
-            return f"on mesh {_mesh(sizes, layout)}: {', '.join(map(str, placements))}"
-        case {"algorithm": algorithm, "version": version, "mesh": [*sizes], "cuts": [*cuts]}:
-            cut = "".join(f", {axis} cuts dim {dim}" for axis, dim in cuts)
-            return f"by {algorithm} v{version} on mesh {_mesh(sizes, layout)}{cut}"
-        case _:
-            return json.dumps({name: value for name, value in layout.items() if name != "tensors"})
+def _share(rank: int, held: int, balance: Mapping[str, Any]) -> tuple[object, ...]:
+    return rank, size(held), f"{held / balance['mean']:.3f}" if balance["mean"] else "-"
 
 
-def _mesh(sizes: Sequence[object], layout: Mapping[str, Any]) -> str:
-    axes = layout.get("axes") or [None] * len(sizes)
-    named = (str(size) if axis is None else f"{axis}={size}" for axis, size in zip(axes, sizes, strict=True))
-    return " x ".join(named)
+def _role_row(role: Mapping[str, Any]) -> tuple[object, ...]:
+    slots = ", ".join(role["slots"]) or "-"
+    return role["role"], slots, role["tensors"], role["elements"], size(role["bytes"]), ", ".join(role["dtypes"])
 
 
-def _slot_row(slot: Mapping[str, Any]) -> tuple[object, ...]:
-    return slot["slot"], slot["tensors"], slot["elements"], size(slot["bytes"]), ", ".join(slot["dtypes"])
+def _bytes(tensor: StateRecord) -> int:
+    return math.prod(tensor.shape) * itemsize(tensor.dtype)
+
+
+def _shape(tensor: StateRecord) -> str:
+    return " x ".join(map(str, tensor.shape)) or "scalar"
+
+
+def _described(tensor: StateRecord) -> dict[str, Any]:
+    return {"key": tensor.key, "shape": tensor.shape, "dtype": tensor.dtype, "name": tensor.name, "slot": tensor.slot,
+            "convention": tensor.convention, "bytes": _bytes(tensor), "chunks": len(tensor.chunks),
+            "cut": cut_in_words(tensor), "fingerprint": tensor.fingerprint}  # fmt: skip
+
+
+def _line(tensor: StateRecord) -> tuple[object, ...]:
+    return (
+        tensor.key,
+        _shape(tensor),
+        tensor.dtype,
+        tensor.slot or "-",
+        size(_bytes(tensor)),
+        cut_in_words(tensor),
+    )
 
 
 def _row(tensor: StateRecord) -> tuple[object, ...]:
-    shape = " x ".join(map(str, tensor.shape)) or "scalar"
     pieces = f" ({'+'.join(map(str, tensor.pieces))} rows)" if tensor.pieces else ""
     return (
         tensor.key,
-        shape + pieces,
+        _shape(tensor) + pieces,
         tensor.dtype,
         tensor.convention or "-",
         len(tensor.chunks),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import click
@@ -38,6 +38,12 @@ def print_section(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> N
     if rows:
         click.echo()
         print_table(headers, rows)
+
+
+def print_labelled(lines: Iterable[tuple[str, str]]) -> None:
+    """Print lines with a label each; an empty label goes on with the one above."""
+    for label, value in lines:
+        click.echo(printable(f"{label:<13} {value}"))
 
 
 def printable(text: str) -> str:

@@ -9,15 +9,31 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any
 
-from ..errors import SourceError
+from ..errors import SourceError, TargetError
 from ..record import Extent, Manifest, StateRecord
 from ..store.io.location import Remote
-from ..store.open_checkpoint import open
+from ..store.open_checkpoint import OpenCheckpoint, open
 from ..store.reading.dtypes import itemsize
 from .buffer_summary import NO_STATE, buffer_summary, labelled_buffers, without_buffers
-from .translate.detection import detect, with_slots
+from .look.contents import Contents, Role, contents_of
+from .look.holders import (
+    StoredShard,
+    balance_of,
+    bytes_by_rank,
+    cut_in_words,
+    held_by,
+    newton_schulz_by_rank,
+    shards_of,
+    writing_ranks,
+)
+from .look.hyper_parameters import HyperParameters, StepCounts, hyper_parameters, steps_of
+from .look.module_tree import Branch, module_tree
+from .look.symptoms import symptoms_of
+from .translate.detection import Detected, detect, with_slots_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +45,27 @@ class Inspection:
         kind: its format.
         dialect: the program whose keys it has: ``name`` and ``who``, None if that is unknown, and the ``reasons``.
         provenance: which program made it and how, without its records of flat buffers, which are long.
-        tensors, chunks, bytes: the numbers of tensors and chunks, and the bytes of all elements.
+        tensors, chunks, bytes: the numbers of tensors and of chunks with elements, and the bytes of all elements.
+        empty_chunks: the number of chunks without elements, which some ranks write of small tensors.
         other_items, files: the numbers of non-tensor items and of files.
+        step: the step that the saving program recorded, or else that of the step counters if they agree; else None.
+        steps: ``least`` and ``most`` of the step counters that were ``read``, and the number of ``counters``.
+        optimizer: for each update method its ``method``, the ``parameters`` and how many of them are ``matrices``.
+        conventions: for each momentum convention the number of momentum ``tensors``, and ``by``: who says so.
+        groups: parameter groups with equal options: ``groups`` (their positions), the number of ``parameters``, and
+            their ``options``.
+        unread_groups: the number of groups of one parameter each that were not read because there are many.
+        roles: for each role ``tensors``, ``elements``, ``bytes``, ``dtypes`` and ``slots``.
         layouts: how tensors were laid out on the ranks that wrote them, with the number of ``tensors`` of each layout.
+        cuts: how tensors are cut into chunks, in words, with the number of ``tensors``.
+        balance: how evenly the files of ranks hold ``bytes`` and, if each matrix is whole on a rank, ``newton_schulz``
+            (FLOPs of one iteration); each None if that is unknown.
         buffers: a summary of the flat buffers: sizes, padding, and what each rank holds.
         slots: for each slot of optimizer state ``tensors``, ``elements``, ``bytes`` and ``dtypes``.
+        checks: the numbers of chunks by the best checksum that the metadata have of them: ``digest``, ``crc32``,
+            ``in_the_item`` (known when it is opened).  Whether they hold is for `verify` to say.
+        symptoms: what looks sick: ``kind``, ``message`` and ``names``.
+        notes: what could not be told, and why.
         manifest: the manifest, with parameters and slots as the keys of the dialect name them.
     """
 
@@ -43,12 +75,25 @@ class Inspection:
     provenance: Mapping[str, Any]
     tensors: int
     chunks: int
+    empty_chunks: int
     bytes: int
     other_items: int
     files: int
+    step: int | float | None
+    steps: Mapping[str, Any]
+    optimizer: tuple[Mapping[str, Any], ...]
+    conventions: tuple[Mapping[str, Any], ...]
+    groups: tuple[Mapping[str, Any], ...]
+    unread_groups: int
+    roles: tuple[Mapping[str, Any], ...]
     layouts: tuple[Mapping[str, Any], ...]
+    cuts: tuple[Mapping[str, Any], ...]
+    balance: Mapping[str, Any]
     buffers: tuple[Mapping[str, Any], ...]
     slots: tuple[Mapping[str, Any], ...]
+    checks: Mapping[str, int]
+    symptoms: tuple[Mapping[str, Any], ...]
+    notes: tuple[str, ...]
     manifest: Manifest
 
     def to_json(self) -> dict[str, Any]:
@@ -56,11 +101,70 @@ class Inspection:
         fields = (field.name for field in dataclasses.fields(self) if field.name != "manifest")
         return {name: getattr(self, name) for name in fields}
 
+    def matching(self, *globs: str) -> tuple[StateRecord, ...]:
+        """The tensors whose key matches one of these shell patterns; all of them if there are none.
+
+        Raises:
+            TargetError: a pattern matches no tensor; names the keys that are closest to it.
+        """
+        tensors = self.manifest.tensors
+        for glob in globs:
+            if not any(fnmatchcase(tensor.key, glob) for tensor in tensors):
+                raise TargetError(f"no tensor matches {glob!r}{did_you_mean(glob, [t.key for t in tensors])}")
+        return tuple(t for t in tensors if not globs or any(fnmatchcase(t.key, glob) for glob in globs))
+
+    def shards(self, key: str, *index: int) -> tuple[StoredShard, ...]:
+        """The shards of one tensor: which file and rank holds which box.
+
+        Args:
+            key: the tensor's.
+            index: only those that hold something at these indices of the first dims, such as the number of an expert.
+
+        Raises:
+            TargetError: there is no such tensor; names the keys that are closest to it.
+        """
+        for tensor in self.manifest.tensors:
+            if tensor.key == key:
+                for dim, (wanted, size) in enumerate(zip(index, tensor.shape, strict=False)):
+                    if not 0 <= wanted < size:
+                        raise TargetError(f"{key} has the indices 0 to {size - 1} in dim {dim}, not {wanted}")
+                return tuple(shard for shard in shards_of(tensor) if shard.holds(index))
+        keys = [tensor.key for tensor in self.manifest.tensors]
+        raise TargetError(f"no tensor {key!r}{did_you_mean(key, keys)}")
+
+    def on_rank(self, rank: int) -> Mapping[str, tuple[StoredShard, ...]]:
+        """The shards in the files that a rank wrote, by key.
+
+        Raises:
+            TargetError: no file is that rank's.
+        """
+        held = held_by(self.manifest, rank)
+        if not held:
+            ranks = writing_ranks(self.manifest)
+            found = f"ranks {ranks[0]} to {ranks[-1]} do" if ranks else "the names of its files tell no rank"
+            raise TargetError(f"rank {rank} holds nothing of {self.checkpoint}: {found}")
+        return held
+
+    def bytes_of_ranks(self) -> Mapping[int, int]:
+        """The bytes of elements in the files of each rank; empty if the names of files do not tell ranks."""
+        return bytes_by_rank(self.manifest)
+
+    def tree(self, *globs: str) -> tuple[Branch, ...]:
+        """The tensors by module, with layers that are alike as one branch; only those that match a shell pattern."""
+        return module_tree(self.matching(*globs))
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """The end of an error message: the known words that are closest to one; empty if none is close."""
+    close = get_close_matches(word.strip("*"), known[:20_000], n=3, cutoff=0.6)
+    close = close or [key for key in known if word.strip("*?").casefold() in key.casefold()][:3]
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
 
 def inspect(path: str | os.PathLike[str] | Remote) -> Inspection:
     """Summarise what is in a checkpoint of any format and how it is laid out, as ``muonckpt inspect`` prints it.
 
-    Reads metadata only, and needs no torch.
+    Reads metadata, and hyper-parameters and step counters of one element; needs no torch, and executes nothing.
 
     Args:
         path: a path, or a URL such as ``s3://bucket/step1000``.
@@ -69,38 +173,131 @@ def inspect(path: str | os.PathLike[str] | Remote) -> Inspection:
         SourceError: there is no checkpoint, or its metadata are damaged or refused.
     """
     with open(path) as checkpoint:
-        manifest = with_slots(checkpoint.outline)
+        return inspection_of(checkpoint)
+
+
+def inspection_of(checkpoint: OpenCheckpoint) -> Inspection:
+    """The same of a checkpoint that is open already."""
+    outline = checkpoint.outline
+    program = _program(outline)
+    dialect = program.dialect if isinstance(program, Detected) else None
+    manifest = with_slots_of(outline, dialect) if dialect else outline
+    groups = hyper_parameters(manifest, dialect, checkpoint.values)
+    contents = contents_of(manifest, dialect, groups.values_of(dialect.method_option if dialect else None))
+    steps = steps_of(contents, manifest, checkpoint.values, groups)
     layouts = Counter(json.dumps(tensor.layout) for tensor in manifest.tensors if tensor.layout)
+    empty = sum(not chunk.box.numel for tensor in manifest.tensors for chunk in tensor.chunks)
     return Inspection(
         checkpoint=str(checkpoint.path),
         kind=checkpoint.format.name,
-        dialect=_dialect(manifest),
+        dialect=_dialect(program),
         provenance=without_buffers(manifest.provenance),
         tensors=len(manifest.tensors),
-        chunks=sum(len(tensor.chunks) for tensor in manifest.tensors),
+        chunks=sum(len(tensor.chunks) for tensor in manifest.tensors) - empty,
+        empty_chunks=empty,
         bytes=sum(map(_bytes, manifest.tensors)),
         other_items=len(manifest.blobs),
         files=len({item.file for item in _items(manifest)}),
+        step=_step(manifest, steps),
+        steps=dataclasses.asdict(steps),
+        optimizer=tuple(_methods(contents)),
+        conventions=tuple(_conventions(contents, groups)),
+        groups=tuple(
+            {"groups": group.groups, "parameters": len(group.parameters), "options": group.options}
+            for group in groups.groups
+        ),
+        unread_groups=groups.unread,
+        roles=tuple(_role(role, contents) for role in contents.tensors),
         layouts=tuple({**json.loads(layout), "tensors": count} for layout, count in layouts.most_common()),
+        cuts=tuple(
+            {"cut": cut, "tensors": count} for cut, count in Counter(map(cut_in_words, manifest.tensors)).most_common()
+        ),
+        balance=_balance(manifest, contents),
         buffers=tuple(buffer_summary(labelled_buffers(manifest.provenance))),
         slots=tuple(_slot(name, manifest.tensors) for name in dict.fromkeys(t.slot for t in manifest.tensors)),
+        checks=_checks(manifest),
+        symptoms=tuple(
+            symptom.to_json()
+            for symptom in symptoms_of(contents, manifest, groups, steps, checkpoint.payloads.directory)
+        ),
+        notes=groups.notes,
         manifest=manifest,
     )
 
 
-def _dialect(manifest: Manifest) -> dict[str, Any]:
-    """The program whose keys these are, if that is known, and why or why not."""
+def _program(manifest: Manifest) -> Detected | str:
+    """The program whose keys these are, or why it is unknown."""
     try:
-        detected = detect(manifest)
+        return detect(manifest)
     except SourceError as error:
-        return {"name": None, "who": None, "reasons": [str(error)]}
-    return {"name": detected.dialect.name, "who": detected.dialect.who, "reasons": list(detected.reasons)}
+        return str(error)
+
+
+def _dialect(program: Detected | str) -> dict[str, Any]:
+    if isinstance(program, str):
+        return {"name": None, "who": None, "reasons": [program]}
+    return {"name": program.dialect.name, "who": program.dialect.who, "reasons": list(program.reasons)}
+
+
+def _step(manifest: Manifest, steps: StepCounts) -> int | float | None:
+    recorded = manifest.provenance.get("step")
+    if isinstance(recorded, int | float):
+        return recorded
+    return steps.most if steps.least == steps.most else None
+
+
+def _methods(contents: Contents) -> Iterator[dict[str, Any]]:
+    """The update methods, by the state of parameters."""
+    stateful = [parameter for parameter in contents.parameters.values() if parameter.state]
+    names = Counter(parameter.method.name if parameter.method else "unknown" for parameter in stateful)
+    matrices = Counter(p.method.name if p.method else "unknown" for p in stateful if p.is_matrix)
+    for name, count in names.most_common():
+        yield {"method": name, "parameters": count, "matrices": matrices[name]}
+
+
+def _conventions(contents: Contents, groups: HyperParameters) -> Iterator[dict[str, Any]]:
+    """Momentum conventions: as the manifest records them, or else the group, or else the program's."""
+    in_groups = groups.conventions
+    said: Counter[tuple[str | None, str]] = Counter()
+    for tensor in contents.tensors.get(Role.MOMENTUM, ()):
+        if tensor.convention:
+            said[str(tensor.convention), "the manifest"] += 1
+        elif convention := in_groups.get(tensor.name or ""):
+            said[convention, "the parameter group"] += 1
+        elif contents.dialect and contents.dialect.convention:
+            said[str(contents.dialect.convention), f"{contents.dialect.name} has no other"] += 1
+        else:
+            said[None, "recorded nowhere"] += 1
+    for (convention, by), count in said.most_common():
+        yield {"convention": convention, "tensors": count, "by": by}
+
+
+def _balance(manifest: Manifest, contents: Contents) -> dict[str, Any]:
+    held = bytes_by_rank(manifest)
+    work = newton_schulz_by_rank(contents, list(held)) if held else None
+    shares = {"bytes": balance_of(held), "newton_schulz": balance_of(work) if work else None}
+    return {name: share and share.to_json() for name, share in shares.items()}
+
+
+def _checks(manifest: Manifest) -> dict[str, int]:
+    chunks = [chunk for tensor in manifest.tensors for chunk in tensor.chunks if chunk.box.numel]
+    digests = sum(chunk.digest is not None for chunk in chunks)
+    sums = sum(chunk.digest is None and chunk.crc32 is not None for chunk in chunks)
+    return {"digest": digests, "crc32": sums, "in_the_item": len(chunks) - digests - sums}
+
+
+def _role(role: Role, contents: Contents) -> dict[str, Any]:
+    members = contents.tensors[role]
+    return {"role": str(role), **_sizes(members), "slots": contents.slots_of(role)}
 
 
 def _slot(name: str | None, tensors: Sequence[StateRecord]) -> dict[str, Any]:
     members = [tensor for tensor in tensors if tensor.slot == name]
+    return {"slot": name or NO_STATE, **_sizes(members)}
+
+
+def _sizes(members: Sequence[StateRecord]) -> dict[str, Any]:
     return {
-        "slot": name or NO_STATE,
         "tensors": len(members),
         "elements": sum(math.prod(tensor.shape) for tensor in members),
         "bytes": sum(map(_bytes, members)),

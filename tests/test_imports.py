@@ -60,10 +60,11 @@ RULES = {
     "converters/target": "errors box layout plan record version vocabulary layouts layouts/buffers store store/io "
     "store/reading store/formats converters/engine",
     "converters/translate": "errors box layout record vocabulary store store/formats converters/engine",
+    "converters/look": "errors box record layouts/buffers store store/io store/reading converters/translate",
     "converters": "errors record vocabulary layouts/buffers store store/io store/reading store/formats "
-    "converters/engine converters/target converters/translate",
-    "cli": "errors record version vocabulary layouts/buffers store store/io converters converters/engine "
-    "converters/target converters/translate",
+    "converters/engine converters/look converters/target converters/translate",
+    "cli": "errors record version vocabulary layouts/buffers store store/io store/reading converters converters/engine "
+    "converters/look converters/target converters/translate",
     "": "errors version layouts store checkpoint converters",
 }
 TORCH = (

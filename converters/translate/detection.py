@@ -68,12 +68,16 @@ def with_slots(manifest: Manifest) -> Manifest:
     Unchanged if the dialect is unknown.
     """
     try:
-        template = detect(manifest).dialect.state
+        return with_slots_of(manifest, detect(manifest).dialect)
     except SourceError:
         return manifest
 
+
+def with_slots_of(manifest: Manifest, dialect: Dialect) -> Manifest:
+    """The manifest with parameters and slots as this dialect's keys name them, where it does not record them."""
+
     def with_slot(tensor: StateRecord) -> StateRecord:
-        fields = template.read(tensor.path) if tensor.slot is None else None
+        fields = dialect.state.read(tensor.path) if tensor.slot is None else None
         return dataclasses.replace(tensor, name=fields["name"], slot=fields["slot"]) if fields else tensor
 
     return dataclasses.replace(manifest, tensors=tuple(map(with_slot, manifest.tensors)))

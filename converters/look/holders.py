@@ -1,0 +1,171 @@
+"""Which file and rank holds what: shards of a tensor, contents of a rank, and the balance over ranks."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...box import Box, Index
+from ...layouts.buffers.balanced import newton_schulz
+from ...layouts.buffers.parameters import Parameter
+from ...record import Manifest, StateRecord
+from ...store.reading.dtypes import itemsize
+from .contents import Contents, Role
+
+_RANK_IN_NAME = re.compile(
+    r"(?:.*/)?(?:__([0-9]{1,7})_[0-9]+\.distcp|(?:rank|layer_wise_optimizer)_([0-9]{1,7})\.[a-z]+)"
+)
+"""Names of files that a rank writes alone, in the formats that say so: DCP, flat buffers, layer-wise files."""
+
+
+def rank_in_name(file: str) -> int | None:
+    """The rank that wrote a file, if the name of the file tells."""
+    match = _RANK_IN_NAME.fullmatch(file)
+    return None if match is None else int(match[1] or match[2])
+
+
+@dataclass(frozen=True, slots=True)
+class StoredShard:
+    """A stored box of a tensor: its range in each dim, its ``file`` and the ``rank`` that wrote it, and its size."""
+
+    box: Box
+    file: str
+    rank: int | None
+    offset: int
+    bytes: int
+
+    def holds(self, index: Sequence[int]) -> bool:
+        """Whether it has elements at these indices of the first dims."""
+        bounds = zip(index, self.box.lo, self.box.hi, strict=False)
+        return bool(self.box.numel) and all(lo <= wanted < hi for wanted, lo, hi in bounds)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"lo": self.box.lo, "hi": self.box.hi, "rank": self.rank, "file": self.file, "offset": self.offset,
+                "bytes": self.bytes}  # fmt: skip
+
+
+def shards_of(tensor: StateRecord) -> tuple[StoredShard, ...]:
+    """The shards of a tensor, in the order of their first elements; ``offset`` is that of the item in its file."""
+    size = itemsize(tensor.dtype)
+    chunks = sorted(tensor.chunks, key=lambda chunk: (chunk.box.lo, chunk.box.hi))
+    return tuple(
+        StoredShard(
+            chunk.box,
+            chunk.item.file,
+            rank_in_name(chunk.item.file),
+            (chunk.payload or chunk.item).offset,
+            chunk.box.numel * size,
+        )
+        for chunk in chunks
+    )
+
+
+def held_by(manifest: Manifest, rank: int) -> dict[str, tuple[StoredShard, ...]]:
+    """What the files of a rank hold, by key."""
+    files = {file for file in _files(manifest) if rank_in_name(file) == rank}
+    held = {}
+    for tensor in manifest.tensors:
+        if any(chunk.item.file in files for chunk in tensor.chunks):
+            held[tensor.key] = tuple(shard for shard in shards_of(tensor) if shard.rank == rank)
+    return held
+
+
+def writing_ranks(manifest: Manifest) -> list[int]:
+    """The ranks whose files hold something."""
+    return sorted({rank for file in _files(manifest) if (rank := rank_in_name(file)) is not None})
+
+
+def _files(manifest: Manifest) -> set[str]:
+    return {chunk.item.file for tensor in manifest.tensors for chunk in tensor.chunks}
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """How evenly ranks hold something: the number of ranks, the least, the mean and the most, and who has the most."""
+
+    ranks: int
+    least: int
+    mean: float
+    most: int
+    busiest: int
+
+    @property
+    def ratio(self) -> float:
+        """The most in terms of the mean."""
+        return self.most / self.mean if self.mean else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ranks": self.ranks, "least": self.least, "mean": round(self.mean, 3), "most": self.most,
+                "busiest_rank": self.busiest, "most_to_mean": round(self.ratio, 4)}  # fmt: skip
+
+
+def balance_of(shares: Mapping[int, int]) -> Balance | None:
+    """The balance of these shares by rank; None if there are no ranks."""
+    if not shares:
+        return None
+    busiest = max(shares, key=lambda rank: (shares[rank], -rank))
+    mean = sum(shares.values()) / len(shares)
+    return Balance(len(shares), min(shares.values()), mean, shares[busiest], busiest)
+
+
+def bytes_by_rank(manifest: Manifest) -> dict[int, int]:
+    """The bytes of elements in the files of each rank."""
+    held: Counter[str] = Counter()
+    for tensor in manifest.tensors:
+        size = itemsize(tensor.dtype)
+        for chunk in tensor.chunks:
+            held[chunk.item.file] += chunk.box.numel * size
+    return _by_rank(held)
+
+
+def newton_schulz_by_rank(contents: Contents, ranks: Sequence[int]) -> dict[int, int] | None:
+    """FLOPs of one Newton-Schulz iteration on the matrices whose momentum each rank holds whole.
+
+    None unless every matrix is whole on a rank: otherwise the training program decides who orthogonalises it.
+    """
+    work = dict.fromkeys(ranks, 0)
+    matrices = [tensor for tensor in contents.tensors.get(Role.MOMENTUM, ()) if len(tensor.shape) >= 2]
+    for tensor in matrices:
+        for chunk in tensor.chunks:
+            rank = rank_in_name(chunk.item.file)
+            if rank is None or chunk.box.shape[-2:] != tensor.shape[-2:]:
+                return None
+            if chunk.box.numel:
+                work[rank] += newton_schulz(Parameter(tensor.key, chunk.box.shape, tensor.dtype))
+    return work if matrices else None
+
+
+def _by_rank(held: Mapping[str, int]) -> dict[int, int]:
+    by_rank: defaultdict[int, int] = defaultdict(int)
+    for file, amount in held.items():
+        rank = rank_in_name(file)
+        if rank is None:
+            return {}
+        by_rank[rank] += amount
+    return dict(sorted(by_rank.items()))
+
+
+def cut_in_words(tensor: StateRecord) -> str:
+    """How a tensor is cut into chunks: ``whole``, ``4 parts by rows``, ``2 x 3 parts by rows and columns``."""
+    return _cut(tensor.shape, tuple(chunk.box for chunk in tensor.chunks if chunk.box.numel))
+
+
+def _cut(shape: Index, boxes: tuple[Box, ...]) -> str:
+    if not math.prod(shape):
+        return "without elements"
+    if len(boxes) == 1:
+        return "whole"
+    counts = [len({box.lo[dim] for box in boxes}) for dim in range(len(shape))]
+    cuts = [(count, _dim_in_words(dim, len(shape))) for dim, count in enumerate(counts) if count > 1]
+    if math.prod(counts) != len(boxes):
+        return f"{len(boxes)} boxes of their own shapes"
+    return f"{' x '.join(str(count) for count, _ in cuts)} parts by {' and '.join(word for _, word in cuts)}"
+
+
+def _dim_in_words(dim: int, dims: int) -> str:
+    words = {1: ("elements",), 2: ("rows", "columns")}.get(dims, ())
+    return words[dim] if words else f"dim {dim}"

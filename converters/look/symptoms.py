@@ -1,0 +1,234 @@
+"""What looks sick in a checkpoint's metadata, before any element is read."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import LayoutError, SourceError
+from ...record import Manifest
+from ...store.io.location import Location, at_each
+from ...store.io.regular import open_regular
+from .contents import Contents, Role, StatefulParameter, unnumbered
+from .holders import rank_in_name
+from .hyper_parameters import HyperParameters, StepCounts
+
+
+@dataclass(frozen=True, slots=True)
+class Symptom:
+    """Something that may be wrong: a ``kind`` for programs, a sentence for people, and the names that it concerns."""
+
+    kind: str
+    message: str
+    names: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "message": self.message, "names": self.names}
+
+
+def symptoms_of(
+    contents: Contents, manifest: Manifest, groups: HyperParameters, steps: StepCounts, directory: Location
+) -> tuple[Symptom, ...]:
+    """Everything that looks sick, the gravest first; ``directory`` is listed to see that the files are there."""
+    found = (
+        _holes(manifest),
+        _files(manifest, directory),
+        _muon_off(contents),
+        _unfit_state(contents),
+        _without_partner(contents, groups),
+        _dtypes(contents),
+        _conventions(contents, groups),
+        _steps(steps),
+        _ranks(manifest),
+    )
+    return tuple(symptom for symptoms in found for symptom in symptoms)
+
+
+def _holes(manifest: Manifest) -> Iterator[Symptom]:
+    for tensor in manifest.tensors:
+        try:
+            tensor.chunk_layout()
+        except LayoutError as error:
+            yield Symptom("hole", str(error), (tensor.key,))
+
+
+def _files(manifest: Manifest, directory: Location) -> Iterator[Symptom]:
+    """Files that are missing, or shorter than the metadata promise."""
+    ends: dict[str, int] = {}
+    items = [chunk.item for tensor in manifest.tensors for chunk in tensor.chunks] + [b.item for b in manifest.blobs]
+    for item in items:
+        if ends.get(item.file, 0) < item.end:
+            ends[item.file] = item.end
+
+    def size(name: str) -> int | None:
+        try:
+            with open_regular(directory / name) as file:
+                return file.size
+        except SourceError:
+            return None
+
+    sizes = dict(zip(ends, at_each(directory, size, list(ends)), strict=True))
+    missing = sorted(name for name, length in sizes.items() if length is None)
+    cut = sorted(name for name, length in sizes.items() if length is not None and length < ends[name])
+    for kind, names, what in (
+        ("missing_file", missing, "missing"),
+        ("cut_file", cut, "cut short"),
+    ):
+        if names:
+            ranks = sorted({rank for name in names if (rank := rank_in_name(name)) is not None})
+            of_ranks = f", of rank {', '.join(map(str, ranks[:8]))}" if ranks else ""
+            yield _listing(kind, f"{_are(names, 'file', 'files')} {what}{of_ranks}", names)
+
+
+def _ranks(manifest: Manifest) -> Iterator[Symptom]:
+    """Ranks between 0 and the last without a file."""
+    ranks = {rank_in_name(chunk.item.file) for tensor in manifest.tensors for chunk in tensor.chunks}
+    ranks |= {rank_in_name(blob.item.file) for blob in manifest.blobs}
+    if None in ranks or not ranks:
+        return
+    known = {rank for rank in ranks if rank is not None}
+    world = None if manifest.provenance.get("resharded") else manifest.provenance.get("world")
+    last = world if isinstance(world, int) and 0 < world <= 1 << 20 else max(known) + 1
+    absent = [rank for rank in range(last) if rank not in known]
+    if absent:
+        some = ", ".join(map(str, absent[:8])) + (" …" if len(absent) > 8 else "")
+        message = f"no file of rank {some} (of {last}): right only if these ranks hold copies of what others saved"
+        yield Symptom("missing_rank", message, tuple(map(str, absent)))
+
+
+def _muon_off(contents: Contents) -> Iterator[Symptom]:
+    """Matrices that carry element-wise state where others carry momentum."""
+    momentum, moments = (set(contents.slots_of(role)) for role in (Role.MOMENTUM, Role.MOMENTS))
+    matrices = [p for p in contents.parameters.values() if p.is_matrix and p.state]
+    by_muon = [p for p in matrices if _carries(p, momentum, "momentum")]
+    others = [p for p in matrices if not _carries(p, momentum, "momentum") and moments & p.state.keys()]
+    if not by_muon:
+        return
+    siblings = {unnumbered(p.name) for p in by_muon}
+    off = [p.name for p in others if unnumbered(p.name) in siblings and unnumbered(p.name) != p.name]
+    if off:
+        yield _listing(
+            "muon_off",
+            f"Muon is off for {_are(off, 'matrix', 'matrices')}, whose siblings in other layers carry momentum, "
+            "not Adam's state",
+            off,
+        )
+    rest = [p.name for p in others if p.name not in set(off)]
+    if rest:
+        yield _listing(
+            "elementwise_matrix",
+            f"{_are(rest, 'matrix carries', 'matrices carry')} element-wise (Adam) state, where {len(by_muon)} "
+            "others carry momentum (usual for embeddings, heads and routers only)",
+            rest,
+        )
+
+
+def _carries(parameter: StatefulParameter, slots: Collection[str], common: str) -> bool:
+    """Whether state has this common name; the method says so, because a slot's name can have two meanings."""
+    if parameter.method is None:
+        return any(slot in slots for slot in parameter.state)
+    return parameter.method.slots.get(common) in parameter.state
+
+
+def _unfit_state(contents: Contents) -> Iterator[Symptom]:
+    """Slots that no method keeps together, and state that is not shaped like its parameter."""
+    if contents.dialect is not None:
+        odd: defaultdict[str, list[str]] = defaultdict(list)
+        for parameter in contents.parameters.values():
+            if parameter.state and parameter.method is None:
+                odd[", ".join(sorted(parameter.state))].append(parameter.name)
+        for slots, names in odd.items():
+            methods = "; ".join(f"{m.name}: {', '.join(m.slots.values())}" for m in contents.dialect.methods)
+            about = f"{_are(names, 'parameter has', 'parameters have')} the state {slots}"
+            yield Symptom(
+                "odd_state", f"{about}, which no method of {contents.dialect.name} keeps ({methods})", (*names,)
+            )
+    for parameter in contents.parameters.values():
+        for tensor in parameter.shaped():
+            if tensor.shape != parameter.shape:
+                message = f"{tensor.key} has shape {tensor.shape}, its parameter {parameter.shape}"
+                yield Symptom("shape", message, (parameter.name,))
+
+
+def _without_partner(contents: Contents, groups: HyperParameters) -> Iterator[Symptom]:
+    """Parameters without state where others have some, and state without parameters."""
+    parameters = contents.parameters.values()
+    if not any(p.state for p in parameters) or not any(p.weight for p in parameters):
+        return
+    if contents.dialect and contents.dialect.numbered:  # numbers have no names to compare with
+        return
+    grouped = {name for group in groups.groups for name in group.parameters}
+    bare = [p.name for p in parameters if not p.state and p.weight]
+    listed, loose = [n for n in bare if n in grouped], [n for n in bare if n not in grouped]
+    orphans = [p.name for p in parameters if p.weight is None and p.state]
+    for kind, names, message in (
+        ("no_state", listed, "no state, though in a parameter group (no gradient has come)"),
+        ("no_state", loose, "no state (usual for buffers, tied and frozen parameters only)"),
+        ("no_parameter", orphans, "state, but no weight has this name"),
+    ):
+        if names:
+            yield _listing(kind, f"{_are(names, 'parameter has', 'parameters have')} {message}", names)
+
+
+def _dtypes(contents: Contents) -> Iterator[Symptom]:
+    """More than one dtype in a slot of state, or among the weights of one parameter in all layers."""
+    by_kind: defaultdict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+    for parameter in contents.parameters.values():
+        for slot, tensor in parameter.state.items():
+            by_kind["slot", slot][tensor.key] = tensor.dtype
+        if parameter.weight:
+            by_kind["weights", unnumbered(parameter.name)][parameter.weight.key] = parameter.weight.dtype
+    for (kind, name), dtypes in by_kind.items():
+        if len(counts := Counter(dtypes.values())) > 1:
+            usual = counts.most_common(1)[0][0]
+            odd = tuple(key for key, dtype in dtypes.items() if dtype != usual)
+            numbers = ", ".join(f"{dtype} in {count}" for dtype, count in counts.most_common())
+            where = f"slot {name}" if kind == "slot" else f"weights {name}"
+            yield _listing("dtype", f"{where}: more than one dtype, {numbers} tensors", odd)
+
+
+def _conventions(contents: Contents, groups: HyperParameters) -> Iterator[Symptom]:
+    """Momentum in more than one convention, or in another than its group or its program says."""
+    in_groups = groups.conventions
+    named: dict[str, set[str]] = {}
+    for tensor in contents.tensors.get(Role.MOMENTUM, ()):
+        own = contents.dialect.convention if contents.dialect else None
+        every = (tensor.convention, in_groups.get(tensor.name or ""), own)
+        named[tensor.key] = {str(convention) for convention in every if convention}
+    torn = _where(named, lambda conventions: len(conventions) > 1)
+    if torn:
+        about = f"manifest, group and program disagree on the convention of {_are(torn, 'momentum', 'momenta')}"
+        yield _listing("convention", about, torn)
+    counts = Counter(name for conventions in named.values() for name in conventions)
+    if len(counts) > 1 and not torn:
+        least = counts.most_common()[-1][0]
+        odd = _where(named, lambda conventions: least in conventions)
+        numbers = ", ".join(f"{name} in {count}" for name, count in counts.most_common())
+        yield _listing("convention", f"momentum follows more than one convention, {numbers} tensors", odd)
+
+
+def _where(named: Mapping[str, set[str]], holds: Callable[[set[str]], bool]) -> tuple[str, ...]:
+    return tuple(key for key, conventions in named.items() if holds(conventions))
+
+
+def _steps(steps: StepCounts) -> Iterator[Symptom]:
+    if steps.least != steps.most:
+        yield Symptom(
+            "steps",
+            f"parameters have taken different numbers of steps: {steps.least} to {steps.most} (usual for experts and "
+            "parameters that joined later)",
+            (),
+        )
+
+
+def _are(names: Collection[str], one: str, many: str) -> str:
+    """``1 matrix carries`` or ``3 matrices carry``."""
+    return f"{len(names)} {one if len(names) == 1 else many}"
+
+
+def _listing(kind: str, message: str, names: Iterable[str]) -> Symptom:
+    """A symptom whose message ends with the first names."""
+    every = tuple(names)
+    return Symptom(kind, f"{message}: {', '.join(every[:3])}{' …' * (len(every) > 3)}", every)

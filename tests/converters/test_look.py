@@ -1,0 +1,213 @@
+"""What looks sick in a checkpoint's metadata, who holds what, and the tree of modules."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.commands import called
+from support.golden import golden
+from support.sharded import manifest_edited
+
+import muonckpt
+from muonckpt.converters.look.module_tree import ranges
+
+LAYERS = range(3)
+MATRICES = [f"layers.{layer}.{name}.weight" for layer in LAYERS for name in ("up", "down")]
+VECTORS = [f"layers.{layer}.norm.weight" for layer in LAYERS]
+ELEMENTWISE = ["exp_avg", "exp_avg_sq"]
+
+
+def healthy() -> dict:
+    model = {name: torch.ones(6, 4) for name in MATRICES} | {name: torch.ones(6) for name in VECTORS}
+    state = {name: {"momentum_buffer": torch.ones(6, 4)} for name in MATRICES}
+    state |= {name: adam(6) for name in VECTORS}
+    options = {"lr": 0.02, "weight_decay": 0.1, "convention": "ema"}
+    groups = [
+        {"params": list(MATRICES), "algorithm": "muon", "momentum": 0.95, **options},
+        {"params": list(VECTORS), "algorithm": "adamw", "betas": (0.9, 0.95), **options},
+    ]
+    return {"model": model, "optimizer": {"state": state, "param_groups": groups}}
+
+
+def adam(*shape: int, steps: int = 7) -> dict:
+    return {slot: torch.ones(shape) for slot in ELEMENTWISE} | {"step": torch.tensor(float(steps))}
+
+
+def inspected(state: dict, path: Path) -> muonckpt.Inspection:
+    muonckpt.save(state, path, provenance={"step": 7})
+    return muonckpt.inspect(path)
+
+
+def found(inspection: muonckpt.Inspection) -> list[tuple[str, tuple[str, ...]]]:
+    return [(symptom["kind"], symptom["names"]) for symptom in inspection.symptoms]
+
+
+def test_a_healthy_run_is_described_and_has_no_symptoms(tmp_path):
+    inspection = inspected(healthy(), tmp_path / "run")
+    assert found(inspection) == []
+    assert (inspection.step, inspection.steps["least"], inspection.steps["most"]) == (7, 7, 7)
+    assert [dict(method) for method in inspection.optimizer] == [
+        {"method": "muon", "parameters": 6, "matrices": 6},
+        {"method": "adamw", "parameters": 3, "matrices": 0},
+    ]
+    assert {role["role"]: (role["tensors"], role["bytes"]) for role in inspection.roles} == {
+        "weights": (9, 6 * 96 + 3 * 24),
+        "momentum": (6, 6 * 96),
+        "moments": (6, 6 * 24),
+        "steps": (3, 12),
+    }
+    muon, adamw = (group["options"] for group in inspection.groups)
+    assert (muon["lr"], muon["momentum"], muon["weight_decay"], adamw["betas"]) == (0.02, 0.95, 0.1, (0.9, 0.95))
+    assert [(said["convention"], said["tensors"]) for said in inspection.conventions] == [("ema", 6)]
+    json.dumps(inspection.to_json())
+
+
+def muon_off(state):
+    state["optimizer"]["state"][MATRICES[2]] = adam(6, 4)
+
+
+def no_state(state):
+    del state["optimizer"]["state"][MATRICES[3]]
+
+
+def frozen(state):
+    no_state(state)
+    state["optimizer"]["param_groups"][0]["params"].remove(MATRICES[3])
+
+
+def no_parameter(state):
+    del state["model"][VECTORS[1]]
+
+
+def half_a_method(state):
+    del state["optimizer"]["state"][VECTORS[0]]["exp_avg_sq"], state["optimizer"]["state"][VECTORS[0]]["exp_avg"]
+
+
+def another_shape(state):
+    state["optimizer"]["state"][MATRICES[0]]["momentum_buffer"] = torch.ones(4, 6)
+
+
+def another_dtype(state):
+    state["model"][MATRICES[4]] = torch.ones(6, 4, dtype=torch.bfloat16)
+
+
+def embedding(state):
+    state["model"]["embed.weight"] = torch.ones(9, 4)
+    state["optimizer"]["state"]["embed.weight"] = adam(9, 4)
+    state["optimizer"]["param_groups"][1]["params"].append("embed.weight")
+
+
+def late(state):
+    state["optimizer"]["state"][VECTORS[2]]["step"] = torch.tensor(3.0)
+
+
+SICK = {
+    muon_off: ("muon_off", (MATRICES[2],)),
+    no_state: ("no_state", (MATRICES[3],)),
+    frozen: ("no_state", (MATRICES[3],)),
+    no_parameter: ("no_parameter", (VECTORS[1],)),
+    half_a_method: ("odd_state", (VECTORS[0],)),
+    another_shape: ("shape", (MATRICES[0],)),
+    another_dtype: ("dtype", (f"model.{MATRICES[4]}",)),
+    embedding: ("elementwise_matrix", ("embed.weight",)),
+    late: ("steps", ()),
+}
+
+
+@pytest.mark.parametrize("disease", SICK, ids=lambda disease: disease.__name__)
+def test_each_disease_is_named_with_what_has_it_and_nothing_else(disease, tmp_path):
+    state = copy.deepcopy(healthy())
+    disease(state)
+    inspection = inspected(state, tmp_path / "run")
+    assert found(inspection) == [SICK[disease]]
+    [symptom] = inspection.symptoms
+    assert symptom["message"] in called("inspect", tmp_path / "run").stdout
+
+
+def test_holes_missing_files_and_conventions_that_disagree_are_seen(tmp_path):
+    inspected(healthy(), tmp_path / "run")
+    key = f"optimizer.state.{MATRICES[1]}.momentum_buffer"
+
+    def damage(entries):
+        entries[key]["chunks"][0]["hi"] = [5, 4]
+        entries[f"optimizer.state.{MATRICES[0]}.momentum_buffer"]["convention"] = "sum"
+
+    manifest_edited(tmp_path / "run", damage)
+    sick = muonckpt.inspect(tmp_path / "run")
+    assert [kind for kind, _ in found(sick)] == ["hole", "convention"]
+    assert key in sick.symptoms[0]["message"] and "[5:6, 0:4]" in sick.symptoms[0]["message"]
+    [file] = (tmp_path / "run").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-9])
+    assert ("cut_file", (file.name,)) in found(muonckpt.inspect(tmp_path / "run"))
+    file.unlink()
+    assert ("missing_file", (file.name,)) in found(muonckpt.inspect(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("name", ["titan_fsdp4/ckpt", "megatron/fsdp_dtensor/dp4tp2ep2/iter_0000010"])
+def test_shards_tile_each_tensor_and_ranks_hold_what_the_shards_say(name):
+    inspection = muonckpt.inspect(golden(name))
+    held = Counter()
+    for tensor in inspection.manifest.tensors:
+        shards = inspection.shards(tensor.key)
+        count = np.zeros(tensor.shape, int)
+        for shard in shards:
+            count[tuple(map(slice, shard.box.lo, shard.box.hi))] += 1
+            held[shard.rank] += shard.bytes
+        assert (count == 1).all()
+    assert dict(sorted(held.items())) == inspection.bytes_of_ranks()
+    for rank in held:
+        assert sum(s.bytes for shards in inspection.on_rank(rank).values() for s in shards) == held[rank]
+    balance = inspection.balance["bytes"]
+    assert (balance["most"], balance["least"]) == (max(held.values()), min(held.values()))
+    assert held[balance["busiest_rank"]] == balance["most"]
+
+
+def test_who_holds_an_expert_is_shown():
+    path = golden("titan_fsdp4/ckpt")
+    shown = called("inspect", path, "--tensor", "layers.0.experts.w13[5]").stdout.splitlines()
+    assert [line.split()[:3] for line in shown[3:]] == [["2", "__2_0.distcp", "4:6"]]
+    shown = called("inspect", path, "--tensor", "layers.0.experts.w13").stdout.splitlines()[3:]
+    bars = [line.split()[-1] for line in shown]
+    assert len(bars) == 4 and all("".join(column).count("#") == 1 for column in zip(*bars, strict=True))
+    assert "0 to 7" in called("inspect", path, "--tensor", "layers.0.experts.w13[8]").stderr
+
+
+def test_a_misspelt_key_glob_or_rank_is_answered_with_those_that_exist():
+    path = golden("titan_fsdp4/ckpt")
+    for arguments in (["--tensor", "layers.0.experts.w31"], ["*experts.w3*", "--sort", "bytes"]):
+        done = called("inspect", path, *arguments)
+        assert done.returncode == 2 and "experts.w13" in done.stderr
+    done = called("inspect", path, "--rank", "9")
+    assert done.returncode == 2 and "0 to 3" in done.stderr
+
+
+def test_the_tree_folds_layers_that_are_alike_and_keeps_every_tensor_and_byte(tmp_path):
+    state = healthy()
+    state["model"]["layers.1.down.weight"] = torch.ones(3, 4)
+    inspection = inspected(state, tmp_path / "run")
+    [model] = inspection.tree("model.*")
+    assert (model.name, model.tensors, model.bytes) == ("model.layers", 9, 6 * 96 - 48 + 3 * 24)
+    assert [(branch.name, branch.alike, branch.tensors) for branch in model.branches] == [("0,2", 2, 3), ("1", 1, 3)]
+
+    def size(branches):
+        return sum(b.alike * (size(b.branches) if b.branches else 4 * math.prod(b.shape)) for b in branches)
+
+    assert size(inspection.tree()) == inspection.bytes
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+
+
+def test_lists_are_sorted_by_bytes_and_items_decoded(tmp_path):
+    inspected(healthy(), tmp_path / "run")
+    listed = json.loads(called("inspect", tmp_path / "run", "model.*", "--sort", "bytes", "--json").stdout)
+    sizes = [tensor["bytes"] for tensor in listed]
+    assert sizes == sorted(sizes, reverse=True) and len(sizes) == 9
+    items = json.loads(called("inspect", tmp_path / "run", "--items", "--json").stdout)
+    assert items["optimizer.param_groups.0.lr"] == 0.02 and items["optimizer.param_groups.0.params"] == MATRICES
+    assert items[f"optimizer.state.{VECTORS[0]}.step"] == 7
