@@ -6,9 +6,9 @@
 
     assert run(3, job, torch.ones(2))[0].tolist() == [3.0, 3.0]
 
-Starting a process with torch in it takes seconds, so the workers are started once, by the first test that
-needs them, and every job gets a fresh process group and seed.  A worker that failed or hung is replaced: its
-state is unknown.
+Importing torch takes seconds, so one server does that, once, and the workers are forked from it by the first test
+that needs them; every job gets a fresh process group and seed.  A worker that failed or hung is replaced: its state is
+unknown.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,21 @@ MAX_WORLD = 8
 #: How long the other ranks may take to report once one has failed, in seconds.  Gloo tells them quickly.
 GRACE = 3.0
 
-#: How long the start of a worker may take, in seconds: it imports torch, on a machine that may be busy.
+#: How long the start of a worker may take, in seconds: the first one waits for imports, on a machine that may be busy.
 START = 600.0
+
+#: What the server imports: what nearly every job needs.  Nothing that starts threads or a GPU, which forks would lack.
+PRELOADED = [
+    "torch",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "muonckpt",
+    "muonckpt.checkpoint",
+    "muonckpt.optimizer",
+    "hypothesis",
+    "pytest",
+]
 
 
 class WorkersFailed(RuntimeError):
@@ -47,7 +60,7 @@ class WorkersFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    process: SpawnProcess
+    process: ForkServerProcess
     connection: Connection
 
 
@@ -115,10 +128,11 @@ def pids() -> list[int]:
 
 
 def _start(world: int) -> None:
-    """Start the workers that are missing among the first ``world``; they import torch side by side."""
+    """Start the workers that are missing among the first ``world``."""
     if not _scratch:
         _scratch.append(Path(tempfile.mkdtemp(prefix="muonckpt-workers-")))
-    context = get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     missing = [rank for rank in range(world) if rank not in _workers or not _workers[rank].process.is_alive()]
     for rank in missing:
         if rank in _workers:
@@ -177,8 +191,6 @@ def _serve(connection: Connection, scratch: str) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the workers
         os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         import torch
-        import torch.distributed.checkpoint
-        import torch.distributed.tensor  # what jobs need: its import counts as start, not as the first job's time
 
         torch.set_num_threads(1)
         connection.send_bytes(b"ready")
