@@ -64,12 +64,21 @@ def test_matrices_of_any_shapes_have_the_bits_that_they_have_alone(
         )
 
 
-@pytest.mark.parametrize(("dtype", "noise"), [(BF16, 0.03), (FP16, 0.004)])
-@pytest.mark.parametrize("gram", [None, (2,)])
-@pytest.mark.parametrize(("m", "n"), [(33, 90), (90, 33)])
-@pytest.mark.parametrize("coefficients", ["quintic", "cubic5"])
+NOISE = {BF16: 0.03, FP16: 0.004}
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "gram", "dtype", "coefficients"),
+    [  # every two of these with each other
+        (33, 90, None, BF16, "quintic"),
+        (33, 90, (2,), FP16, "cubic5"),
+        (90, 33, None, FP16, "cubic5"),
+        (90, 33, (2,), BF16, "cubic5"),
+        (90, 33, (2,), FP16, "quintic"),
+    ],
+)
 def test_kernels_are_the_iteration(
-    by_kernels: Form, m: int, n: int, gram: tuple[int, ...] | None, dtype: torch.dtype, noise: float, coefficients: str
+    by_kernels: Form, m: int, n: int, gram: tuple[int, ...] | None, dtype: torch.dtype, coefficients: str
 ) -> None:
     matrix: Tensor = spectra.gauss(m, n).to(DEVICE)
     found = orthogonalize(matrix, coefficients=coefficients, dtype=dtype, gram=gram, form=by_kernels)
@@ -79,7 +88,7 @@ def test_kernels_are_the_iteration(
     for a, b, c in chosen.schedule(5):
         s = a * s + b * s**3 + c * s**5
     exact = (u * s) @ v
-    assert (found.double() - exact).norm() <= noise * exact.norm()
+    assert (found.double() - exact).norm() <= NOISE[dtype] * exact.norm()
 
 
 def test_kernels_hide_no_divergence(by_kernels: Form) -> None:

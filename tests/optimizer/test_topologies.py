@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.every_kind import make, single, values
+from support.every_kind import STEPS, make, single, values
 from support.topologies import TOPOLOGIES, Home, part_of, placer, world_of
 from support.workers import run
 from torch import nn
@@ -25,7 +25,7 @@ def differing(rank: int, world: int, homes: tuple[Home | None, ...], expected: l
     place = placer(homes)
     params = [nn.Parameter(place(index, v)) for index, v in enumerate(values(0, torch.float32))]
     opt = make(params, replicas=dist.group.WORLD)
-    for step in range(1, 6):
+    for step in range(1, STEPS + 1):
         for index, (p, g) in enumerate(zip(params, values(step, torch.float32), strict=True)):
             p.grad = place(index, g)
         opt.step()

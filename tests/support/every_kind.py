@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -41,6 +43,10 @@ TENSORS = [
 ]
 
 
+STEPS = 3
+"""The first begins without momentum, the second makes all plans and buffers anew or uses them again."""
+
+
 def values(seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(dtype) for shape, _ in TENSORS]
@@ -51,7 +57,7 @@ def make(params: list[torch.Tensor], **options) -> Muon:
     return Muon(groups, **options)
 
 
-def train(params: list[torch.Tensor], opt: Muon, place, dtype: torch.dtype, steps: int = 5) -> None:
+def train(params: list[torch.Tensor], opt: Muon, place, dtype: torch.dtype, steps: int = STEPS) -> None:
     for step in range(1, steps + 1):
         for p, g in zip(params, values(step, dtype), strict=True):
             p.grad = place(g)
@@ -72,7 +78,9 @@ def assert_same_bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
         assert x.dtype == y.dtype and torch.equal(x, y), f"{tuple(x.shape)}: differ by {(x - y).abs().max()}"
 
 
+@cache
 def single(dtype: torch.dtype) -> list[torch.Tensor]:
+    """What a single process makes of them.  Do not change."""
     params = [nn.Parameter(v) for v in values(0, dtype)]
     opt = make(params)
     train(params, opt, lambda g: g, dtype)

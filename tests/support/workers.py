@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import os
 import pickle
 import shutil
@@ -49,6 +50,7 @@ PRELOADED = [
     "muonckpt",
     "muonckpt.checkpoint",
     "muonckpt.optimizer",
+    "fsspec",
     "hypothesis",
     "pytest",
 ]
@@ -193,6 +195,7 @@ def _serve(connection: Connection, scratch: str) -> None:
         import torch
 
         torch.set_num_threads(1)
+        gc.freeze()  # what the server imported is never garbage, and need not be looked through
         connection.send_bytes(b"ready")
         while True:
             try:
