@@ -109,6 +109,12 @@ SHARED_OPTIONS = decorated_by(
     click.option(
         "--drop", cls=RareOption, multiple=True, metavar="SLOT", help="Leave out a slot of state; repeatable."
     ),
+    click.option(
+        "--fill-missing",
+        cls=RareOption,
+        is_flag=True,
+        help="Write zeros as the state of parameters that never had a gradient.",
+    ),
     click.option("--shard-size", cls=RareOption, type=ByteCountType(), help="Largest file of safetensors or zarr."),
     click.option(
         "--memory",

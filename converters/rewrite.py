@@ -54,6 +54,7 @@ def reshard(
     mu: float | None = None,
     step: int | None = None,
     drop: Collection[str] = (),
+    fill_missing: bool = False,
     memory: int = MEMORY,
     jobs: int = THREADS,
     resume: bool = False,
@@ -88,6 +89,7 @@ def reshard(
         mu: the momentum coefficient, if the source's groups have none.
         step: the number of steps taken, if the target stores it and the source does not.
         drop: slots of optimizer state to leave out.
+        fill_missing: write zeros as the state of parameters in groups that have none, as they never had a gradient.
         memory: bytes of all buffers together.
         jobs: threads that check and write files.
         resume: continue an interrupted run with the same arguments.
@@ -113,7 +115,7 @@ def reshard(
             _dialect("--from", from_dialect),
             _dialect("--to", to_dialect),
             _rules(rules),
-            Overrides(_convention(convention), _convention(target_convention), mu, step),
+            Overrides(_convention(convention), _convention(target_convention), mu, step, fill_missing),
             frozenset(drop),
             tensors_only,
         )

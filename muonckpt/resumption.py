@@ -15,6 +15,9 @@ from typing import Any
 
 from .vocabulary import PARAMS
 
+OF_THE_RUN = frozenset({"lr", "weight_decay", "momentum", "betas"})
+"""Options that schedules change during a run, so that no other run can stand in for a checkpoint that lacks them."""
+
 NAMES_OF_GROUPS = frozenset({PARAMS, "param_names", "name"})
 """What a parameter group consists of and is called; the rest are its options."""
 
@@ -55,6 +58,36 @@ class Globs:
 
 
 @dataclass(frozen=True, slots=True)
+class Extra:
+    """What a checkpoint may hold besides what is asked for: globs of keys, where ``*`` stands for any characters."""
+
+    patterns: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, given: bool | Iterable[str]) -> Extra:
+        """What a user has given as ``allow_extra=``: everything, nothing, or globs.
+
+        Raises:
+            TypeError: it is neither a bool nor a list of strings.
+        """
+        if isinstance(given, bool):
+            return cls(("*",) if given else ())
+        patterns = () if isinstance(given, str) else tuple(given)
+        if isinstance(given, str) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise TypeError(
+                f"allow_extra={given!r}: expected True or a list of globs, such as allow_extra=['lr_scheduler.*']"
+            )
+        return cls(patterns)
+
+    @property
+    def everything(self) -> bool:
+        return "*" in self.patterns
+
+    def match(self, key: str) -> bool:
+        return any(fnmatchcase(key, pattern) for pattern in self.patterns)
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport:
     """What a load has done with parameters, by name, on all ranks together.
 
@@ -64,6 +97,7 @@ class LoadReport:
         discarded: those of the fresh ones whose state in the checkpoint would have fitted.
         dropped: what only the checkpoint has, and nothing takes: parameters with state there, and weights.
         kept: keys of weights that the checkpoint lacks; they keep the values that they had.
+        own_options: options that the checkpoint does not say and that stay as the running optimizer has them, as text.
     """
 
     loaded: tuple[str, ...] = ()
@@ -71,6 +105,7 @@ class LoadReport:
     discarded: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    own_options: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = {
@@ -84,6 +119,8 @@ class LoadReport:
         for what, names in rows.items():
             if names:
                 lines.append(f"{what}: {len(names)} ({', '.join(in_globs(names, others - {*names}))})")
+        if self.own_options:
+            lines.append(f"options of the running optimizer, not in the checkpoint: {'; '.join(self.own_options)}")
         return "\n".join(lines)
 
 

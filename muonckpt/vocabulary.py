@@ -35,6 +35,9 @@ MASTER = "fp32_param"
 PARAMS = "params"
 """The option of a parameter group that lists its parameters, as in torch's optimizers."""
 
+SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
+"""What torch's schedulers write to parameter groups for themselves."""
+
 ELEMENTWISE = frozenset({EXP_AVG, EXP_AVG_SQ})
 """Slots of which no rank needs a whole tensor, because no element's update depends on another element."""
 

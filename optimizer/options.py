@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..coefficients import Coefficients, Plain, plain_coefficients
-from ..vocabulary import MUON_CONVENTION, ParamGroup
+from ..vocabulary import MUON_CONVENTION, SCHEDULED, ParamGroup
 from .newton_schulz.gram import spans
 from .planning.precision import PRECISIONS
 from .scalar import SCALARS
@@ -26,9 +26,6 @@ T = TypeVar("T")
 
 RATES = frozenset({"lr", "weight_decay", "momentum", "betas", "beta2"})
 """Options that every step reads anew, so that schedules may change them."""
-
-SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
-"""What torch's schedulers write to groups for themselves."""
 
 NAMES = frozenset({"params", "param_names", "name"})
 """What a group consists of, and what it is called: ``name`` is the user's, for logs."""

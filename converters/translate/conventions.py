@@ -28,19 +28,21 @@ Words = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """What the user says about the momentum if the checkpoint does not.
+    """What the user says about the state if the checkpoint does not.
 
     Attributes:
         convention: the convention of the source (``--convention``).
         target: the convention to write if the target's dialect has none of its own (``--target-convention``).
         mu: the momentum coefficient of parameters whose group does not have one (``--mu``).
         step: the number of steps taken, if the target stores it and the source does not (``--step``).
+        fill_missing: whether the state that parameters of groups lack is written as zeros (``--fill-missing``).
     """
 
     convention: Convention | None = None
     target: Convention | None = None
     mu: float | None = None
     step: int | None = None
+    fill_missing: bool = False
 
     def __post_init__(self) -> None:
         if self.mu is not None:

@@ -11,10 +11,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Any
 
+from ...box import Index
 from ...errors import SourceError
 from ...store.formats.dcp.directory import COMMON_FILE
 from ...vocabulary import Convention, KeyPath
+from .codings import Coding
 
 
 def key_of(path: KeyPath) -> str:
@@ -81,19 +84,27 @@ def _pattern(part: str) -> re.Pattern[str]:
 class StoredMethod:
     """An update method as a dialect stores it.
 
-    ``slots`` maps common names (``momentum``, ``first``, ``second``, ``step``, ``master``) to those of the dialect;
-    ``options`` does so for the options of a group (``lr``, ``momentum``, ``beta1``, …).  ``fresh`` are options of a new
-    optimizer of that program, written if the source lacks them.
+    Attributes:
+        slots: common names (``momentum``, ``first``, ``second``, ``step``, ``master``) mapped to those of the dialect.
+        options: the same for options of a group whose values are common ones (``lr``, ``momentum``, ``pieces``, …).
+        codings: what the other options mean that change the update.
+        idle: options that a group of the program has and that do not change this method's update, with their values in
+            a new optimizer.
+        assumed: options that change it and that the program needs: what a new optimizer has.
+        derived: the slots of each parameter that follow from its common options and its shape; None: they do not.
     """
 
     name: str
     slots: Mapping[str, str]
     options: Mapping[str, str] = field(default_factory=dict)
-    fresh: Mapping[str, object] = field(default_factory=dict)
+    codings: tuple[Coding, ...] = ()
+    idle: Mapping[str, object] = field(default_factory=dict)
+    assumed: Mapping[str, object] = field(default_factory=dict)
+    derived: Mapping[str, Callable[[Mapping[str, Any], Index], object]] = field(default_factory=dict)
 
     def shares_options_with(self, other: StoredMethod) -> bool:
         """Whether group options mean the same in both, because both describe one program under different keys."""
-        return self.options is other.options and self.fresh is other.fresh
+        return self.options is other.options and self.idle is other.idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +119,8 @@ class Dialect:
         methods: the update methods, in the order in which they are tried.
         derived: slots that the program can compute again; they are left out when another dialect is written.
         method_option: the group option that names the method; None if the slots tell it.
-        scales: common names for the scale of a matrix's lr (``original``: sqrt(max(1, m/n)), ``spectral``: sqrt(m/n),
-            ``rms``: 0.2 sqrt(max(m, n)), ``none``) mapped to the option values with that meaning, the first of which is
-            written.
+        facts: common options that the program has no words for, by method and name: what it always does.
+        hints: for common options that the program does not store: where a user finds them.
         writable: whether checkpoints of this dialect can be written.
         common: the item that holds all groups and all other non-tensor values; None if there is no such item.
         chains: the key prefix for the state of each method, if the source has none.
@@ -128,7 +138,8 @@ class Dialect:
     methods: tuple[StoredMethod, ...]
     derived: frozenset[str] = frozenset()
     method_option: str | None = None
-    scales: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    facts: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    hints: Mapping[str, str] = field(default_factory=dict)
     writable: bool = True
     common: KeyPath | None = None
     chains: Mapping[str, str] = field(default_factory=dict)

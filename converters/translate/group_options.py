@@ -7,14 +7,17 @@ parameters, or a single parameter by its name.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from ...box import Index
+from ...coefficients import plain_coefficients
 from ...errors import SourceError
 from ...record import Blob, Manifest, StateRecord
 from ...store.stored_items import Values
-from ...vocabulary import PARAMS
-from ..engine.checklist import Findings
+from ...vocabulary import PARAMS, SCHEDULED
+from ..engine.checklist import Action, Findings
 from .dialect import Dialect, StoredMethod
 
 StoredEntry = Blob | StateRecord
@@ -110,65 +113,119 @@ def _params(number: int, items: Mapping[str, StoredEntry], values: Values) -> tu
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """A group's options by common names: ``lr``, ``weight_decay``, ``momentum``, ``beta1``, ``scale``, …
+    """The options of a group for parameters of one shape.
 
-    ``scale`` is the common name of an lr scale.  ``unknown`` are options without a common name, as the source calls
-    them.
+    ``known`` are those with common names (:mod:`.codings`); ``unknown`` are the others, as the source calls them.
     """
 
     known: Mapping[str, object]
-    unknown: tuple[str, ...]
+    unknown: Mapping[str, object]
 
 
-def read_options(group: SourceGroup, dialect: Dialect, method: StoredMethod, values: Values) -> GroupOptions:
-    """Read the options of a dialect's group; those without a common name are not read.
+_HOW = frozenset({"foreach", "fused", "capturable", "differentiable", "clip_grad", "param_names", "name"})
+"""Options that say how a program computes, or what a group is called, but not what is computed."""
+
+_ROUNDING = frozenset({"gram", "blocks", "ns_dtype"})
+"""Common options that only change how a result is rounded; of them "bfloat16" is what every program computes in."""
+
+_REFUSED = {"maximize": "it goes up the gradient", "coupled": "decay that is added to the gradient"}
+"""Common options without which an update is another one altogether, and what they mean."""
+
+_OFF: Mapping[str, object] = {"pieces": None, "columns": None, "interleaved": 1, "cautious": False, "maximize": False,
+                              "flatten": False, "gram": None, "blocks": 1, "ns_dtype": "bfloat16"}  # fmt: skip
+"""Common options that need no word where they have this value."""
+
+
+def read_options(
+    group: SourceGroup, dialect: Dialect, method: StoredMethod, values: Values, shape: Index
+) -> GroupOptions:
+    """The options of a dialect's group as its program would read them for a parameter of this shape.
 
     Raises:
         SourceError: an option is damaged, or is not plain data.
     """
-    known = {name: values.read(group.items[option]) for name, option in method.options.items() if option in group.items}
-    match known.pop("betas", None):
-        case [beta1, beta2]:
-            known |= {"beta1": beta1, "beta2": beta2}
-    if "scale" in known:
-        names = [name for name, own_values in dialect.scales.items() if known["scale"] in own_values]
-        known["scale"] = names[0] if names else f"{known['scale']!r} of {dialect.name}"
-    named = {*method.options.values(), dialect.method_option, PARAMS}
-    return GroupOptions(known, tuple(option for option in group.items if option not in named))
+    own = {option: values.read(item) for option, item in group.items.items() if option != PARAMS}
+    named = {*method.options.values(), *method.idle, *_HOW, *SCHEDULED, dialect.method_option}
+    known = dict(dialect.facts.get(method.name, {}))
+    for coding in method.codings:
+        known |= coding.read({option: own[option] for option in coding.own if option in own}, shape)
+        named |= {*coding.own}
+    known |= {name: own[option] for name, option in method.options.items() if option in own}
+    if "ns" in known:
+        known["ns"] = _canonical(known["ns"])
+    return GroupOptions(
+        known | {option: own[option] for option in SCHEDULED if option in own},
+        {option: value for option, value in own.items() if option not in named},
+    )
 
 
-def write_options(options: GroupOptions, dialect: Dialect, method: StoredMethod, notes: Findings) -> dict[str, object]:
-    """The options as a dialect names them, completed with those of a new optimizer of that program.
+def _canonical(coefficients: Any) -> object:
+    """Coefficients as our optimizer writes them, or unchanged if they are none."""
+    try:
+        return plain_coefficients(coefficients)
+    except (ValueError, TypeError):
+        return coefficients
 
-    ``notes`` receives a sentence for every difference from the source.
+
+def write_options(
+    options: GroupOptions, source: Dialect, target: Dialect, method: StoredMethod, shape: Index, findings: Findings
+) -> dict[str, object]:
+    """The options as the target names them; ``findings`` hears of every difference, with the values.
+
+    Raises:
+        SourceError: the target has no word for an option without which updates are altogether different.
     """
-    known = dict(options.known)
-    if {"beta1", "beta2"} <= known.keys():
-        known["betas"] = (known["beta1"], known["beta2"])
-    withheld = set(dialect.unsaid)
-    if "scale" in known and "scale" in method.options:
-        values = dialect.scales.get(str(known["scale"]), ())
-        if values:
-            known["scale"] = values[0]
+    known, lost = options.known, dict[str, object]()
+    said = {own: known[name] for name, own in method.options.items() if name in known}
+    named = {*method.options, *SCHEDULED, "step"}
+    for coding in method.codings:
+        mine = {name: known[name] for name in coding.common if name in known}
+        written = coding.write(mine, shape)
+        named |= {*coding.common}
+        if written is None:
+            lost |= mine
         else:
-            option = method.options["scale"]
-            withheld |= {option} - method.fresh.keys()
-            change = "is left out" if option in withheld else f"becomes {method.fresh[option]!r}"
-            scale = known.pop("scale")
-            notes.add(f"{dialect.name} has no lr scale like {scale}: {option!r} {change}; choose a new lr")
-    translated = {option: known[name] for name, option in method.options.items() if name in known}
-    fresh = {name: value for name, value in method.fresh.items() if name not in translated and name not in withheld}
-    absent = set(method.options.values()) - translated.keys() - fresh.keys() - withheld
+            said |= written
+    facts = target.facts.get(method.name, {})
+    lost |= {name: known[name] for name in known.keys() - named if known[name] not in (facts.get(name), _OFF.get(name))}
+    said |= {option: known[option] for option in SCHEDULED if option in known}
     about = f"{method.name} groups"
-    if fresh:
-        values_text = ", ".join(f"{name}={value!r}" for name, value in fresh.items())
-        notes.add(f"{about}: {values_text} as in a new optimizer of {dialect.name}")
-    if absent:
-        notes.add(f"{about}: {', '.join(sorted(absent))} of {dialect.name} are not in the source and are left out")
-    if options.unknown:
-        notes.add(f"{about}: {', '.join(sorted(options.unknown))} have no counterpart and are left out")
-    method_name = {dialect.method_option: method.name} if dialect.method_option else {}
-    return {**translated, **fresh, **method_name}
+    for name, value in sorted(lost.items()):
+        if name in _REFUSED:
+            raise SourceError(
+                f"{about} have {name}={value!r}: {_REFUSED[name]}; {target.name} has no such thing, so training would "
+                "go on altogether differently. Leave out the state of these parameters with --select"
+            )
+        if name == "scale" and method.derived:
+            findings.check(Action.CARRIED, f"the lr scale {value} of {about}", *method.derived, reason="by parameter")
+            continue
+        action = Action.LEFT if name in _ROUNDING else Action.SET
+        findings.check(action, f"{name} of {about}", repr(value), reason=f"{target.name} has no option for it")
+    for name in sorted(facts.keys() - known.keys() - _OFF.keys()):
+        reason = f"always so in {target.name}; {source.name} does not say it: {source.hints.get(name, 'unknown')}"
+        findings.check(Action.SET, f"{name} of {about}", repr(facts[name]), reason=reason)
+    for option, value in sorted(options.unknown.items()):
+        findings.check(Action.LEFT, f"{option} of {about}", repr(value), reason=f"no counterpart in {target.name}")
+    said = {option: value for option, value in said.items() if option not in target.unsaid}
+    assumed = {option: value for option, value in method.assumed.items() if option not in {*said, *target.unsaid}}
+    for option, value in assumed.items():
+        reason = f"{source.name} does not say it; written as in a new optimizer of {target.name}"
+        findings.check(Action.SET, f"{option} of {about}", repr(value), reason=reason)
+    idle = {option: value for option, value in method.idle.items() if option not in said}
+    _unsaid(said.keys() | assumed.keys() | idle.keys(), source, target, method, findings)
+    method_name = {target.method_option: method.name} if target.method_option else {}
+    return {**said, **assumed, **idle, **method_name}
+
+
+def _unsaid(said: Collection[str], source: Dialect, target: Dialect, method: StoredMethod, findings: Findings) -> None:
+    """Report the options of the target that it does not get, because the source does not say them."""
+    names = {own: common for common, own in method.options.items()}
+    names |= {own: coding.common[0] for coding in method.codings if not coding.optional for own in coding.own}
+    for option in sorted(names.keys() - {*said, *target.unsaid, method.options.get("step")}):
+        common = names[option]
+        hint = source.hints.get(common) or source.hints.get({"ns_coefficients": "ns"}.get(option, ""), "")
+        reason = f"{source.name} does not say it{f' ({hint})' if hint else ''}; the running optimizer's stays"
+        findings.check(Action.SET, f"{option} of {method.name} groups", reason=reason)
 
 
 def merge_equal(groups: Iterable[TargetGroup]) -> list[TargetGroup]:

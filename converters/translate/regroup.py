@@ -5,30 +5,35 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from ...box import Index
 from ...errors import SourceError
 from ...record import StateRecord
 from ...store.formats.torch_save.plain_item import plain_item
 from ...vocabulary import PARAMS, KeyPath
-from ..engine.checklist import Findings
+from ..engine.checklist import Action, Findings
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from .context import Context
 from .dialect import Dialect, key_of
 from .group_options import SourceGroup, TargetGroup, merge_equal, read_options, write_options
 from .output_tensors import carried_tensor
-from .source_parameters import Param, SlotTensors
+from .source_parameters import Param, SlotTensors, shapes_of
 
 
 def regroup(
     context: Context,
     groups: tuple[SourceGroup, ...],
+    names: list[tuple[str, ...]],
     by_slot: SlotTensors,
     params: Mapping[str, Param],
-    notes: Findings,
+    findings: Findings,
 ) -> Outputs:
-    """The target's groups, as items and tensors; ``notes`` receives a sentence for every difference from the source.
+    """The target's groups, as items and tensors; ``findings`` hears of every difference from the source.
+
+    Args:
+        names: the target's names of each group's parameters.
 
     Raises:
         SourceError: parts of one parameter are in groups with different options.
@@ -36,27 +41,29 @@ def regroup(
     if any(context.target.holds_groups(item.path) for item in context.roles.items):
         if context.target.chains:
             raise SourceError(f"the groups in {context.target.common} cannot be rewritten for {context.target.name}")
-        notes.add("the common state is copied unchanged, with its groups")
+        findings.add("the common state is copied unchanged, with its groups")
         return Outputs(())
     if not groups:
-        notes.add("the source does not say which parameters are in which group; no groups are written")
+        findings.add("the source does not say which parameters are in which group; no groups are written")
         return Outputs(())
-    names = _names(context, groups, by_slot)
     if context.same_dialect:
         return _renamed(context, groups, names)
+    shapes = shapes_of(by_slot)
     by_group = {
         tensor.group: params[name] for tensors in by_slot.values() for name, tensor in tensors.items() if name in params
-    }
+    } | {name: param for name, param in params.items() if param.stateless}
     pairs = zip(groups, names, strict=True)
-    written = merge_equal(
-        new for group, members in pairs for new in _target_groups(context, group, members, by_group, notes)
-    )
+    translated = [
+        new for group, members in pairs for new in _target_groups(context, group, members, by_group, shapes, findings)
+    ]
+    written = merge_equal(new for new, _ in translated)
+    derived = [item for _, items in translated for item in items]
     if context.target.common is not None:
         return Outputs((), [_item(context.target.common, [_common(written, by_group)])])
-    return Outputs((), list(_items(context.target, written)))
+    return Outputs((), [*_items(context.target, written), *derived])
 
 
-def _names(context: Context, groups: tuple[SourceGroup, ...], by_slot: SlotTensors) -> list[tuple[str, ...]]:
+def names_of_groups(context: Context, groups: tuple[SourceGroup, ...], by_slot: SlotTensors) -> list[tuple[str, ...]]:
     """The target's names of each group's parameters; a name is in the first group that has a part of it."""
     new_names: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for tensors in by_slot.values():
@@ -87,40 +94,89 @@ def _check_equal(context: Context, name: str, one: SourceGroup, other: SourceGro
 
 
 def _target_groups(
-    context: Context, group: SourceGroup, names: tuple[str, ...], by_group: Mapping[str, Param], notes: Findings
-) -> Iterator[TargetGroup]:
-    """The target's groups for a group of the source: one for each method and step of its parameters.
-
-    A parameter without state joins the others if these are all in one group.
-    """
-    kinds = {
-        name: (param.source_method.name, param.step if "step" in param.target_method.options else None)
-        for name in names
-        if (param := by_group.get(name))
-    }
-    only = next(iter(kinds.values())) if len(set(kinds.values())) == 1 else None
-    by_kind: defaultdict[tuple[str, int | None], list[str]] = defaultdict(list)
+    context: Context,
+    group: SourceGroup,
+    names: tuple[str, ...],
+    by_group: Mapping[str, Param],
+    shapes: Mapping[str, Index],
+    findings: Findings,
+) -> Iterator[tuple[TargetGroup, list[OutputItem]]]:
+    """The target's groups for a group of the source, one for each set of options, with what follows from these."""
+    known: dict[object, Mapping[str, object]] = {}
+    members: defaultdict[str, list[str]] = defaultdict(list)
+    options: dict[str, Mapping[str, object]] = {}
+    derived: defaultdict[str, list[OutputItem]] = defaultdict(list)
+    common_steps = _steps(by_group[name] for name in names if name in by_group)
     for name in names:
-        if kind := kinds.get(name, only):
-            by_kind[kind].append(name)
-        else:
-            notes.add(f"{name} has no state, so it is in no group of the target")
-    for (_, step), members in by_kind.items():
-        first = next(by_group[name] for name in members if name in kinds)
-        yield TargetGroup(tuple(members), _options(context, group, first, step, notes), group.number is not None)
+        if name not in by_group:
+            findings.add(f"{name} has no state, and no option says by which method; it is in no group of the target")
+            continue
+        param, shape = by_group[name], shapes.get(name, ())
+        step = _step_of_group(context, param, common_steps or _steps(by_group.values()))
+        kind = (param.source_method.name, param.target_method.name, step, shape)
+        if kind not in known:
+            known[kind] = _options(context, group, param, step, shape, findings)
+        key = repr(sorted(known[kind].items()))
+        members[key].append(name)
+        options[key] = known[kind]
+        derived[key] += _derived(context, group, param, shape)
+    for key, params in members.items():
+        yield TargetGroup(tuple(params), options[key], group.number is not None), derived[key]
+
+
+def _steps(params: Iterable[Param]) -> set[int]:
+    return {param.step for param in params if param.step is not None and not param.stateless}
+
+
+def _step_of_group(context: Context, param: Param, others: Collection[int]) -> int | None:
+    """The number of steps for a group's option, if the target has one.
+
+    Matrices count none, so there it is that of other parameters.
+
+    Raises:
+        SourceError: the update depends on it, and it is not known.
+    """
+    if "step" not in param.target_method.options:
+        return None
+    if param.step is not None and not param.stateless:
+        return param.step
+    if "first" in param.target_method.slots and "second" in param.target_method.slots and not others:
+        raise SourceError(
+            f"parameter {param.name!r}: {context.target.name} stores the number of steps, which is unknown; give --step"
+        )
+    return max(others, default=context.overrides.step or 0)
 
 
 def _options(
-    context: Context, group: SourceGroup, param: Param, step: int | None, notes: Findings
-) -> dict[str, object]:
+    context: Context, group: SourceGroup, param: Param, step: int | None, shape: Index, findings: Findings
+) -> Mapping[str, object]:
     """The options of a group, as the target names them."""
-    if param.source_method.shares_options_with(param.target_method):
+    method = param.target_method
+    if param.source_method.shares_options_with(method):
         rescaled = context.overrides.target not in (None, context.dialect.convention)
         left_out = {PARAMS, *(context.target.unsaid if rescaled else ())}
-        return {option: context.values.read(item) for option, item in group.items.items() if option not in left_out}
-    options = read_options(group, context.dialect, param.source_method, context.values)
+        own = {option: context.values.read(item) for option, item in group.items.items() if option not in left_out}
+        for coding in method.codings:
+            if coding.write(coding.read({o: own[o] for o in coding.own if o in own}, shape), shape) is None:
+                said = ", ".join(f"{option}={own[option]!r}" for option in coding.own if option in own)
+                findings.check(
+                    Action.SET, f"{said} of {method.name} groups", reason=f"unknown to {context.target.name}"
+                )
+        return own
+    options = read_options(group, context.dialect, param.source_method, context.values, shape)
     known = options.known if step is None else {**options.known, "step": step}
-    return write_options(dataclasses.replace(options, known=known), context.target, param.target_method, notes)
+    options = dataclasses.replace(options, known=known)
+    return write_options(options, context.dialect, context.target, method, shape, findings)
+
+
+def _derived(context: Context, group: SourceGroup, param: Param, shape: Index) -> Iterator[OutputItem]:
+    """The items of state that follow from a parameter's options and its shape."""
+    if param.target_method.derived:
+        options = read_options(group, context.dialect, param.source_method, context.values, shape)
+        for slot, value_of in param.target_method.derived.items():
+            value = value_of(options.known, shape)
+            if value is not None:
+                yield _item(context.target.state.write(name=param.name, slot=slot, **param.chain), value)
 
 
 def _items(target: Dialect, groups: list[TargetGroup]) -> Iterator[OutputItem]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...box import Index
 from ...errors import SourceError
 from .context import Context
 from .dialect import StoredMethod
@@ -20,9 +22,10 @@ SlotTensors = Mapping[str | None, Mapping[str, TranslatedTensor]]
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter of the target that has state: its names in the source, its method in both dialects, and its group.
+    """A parameter of the target: its names in the source, its method in both dialects, and its group.
 
     ``chain`` says to which of several optimizers it belongs, as a field of the target's keys if they have that field.
+    One that is ``stateless`` has no state in the source, because it never had a gradient.
     """
 
     name: str
@@ -32,6 +35,17 @@ class Param:
     group: SourceGroup | None
     step: int | None
     chain: Mapping[str, str]
+    stateless: bool = False
+
+
+def shapes_of(by_slot: SlotTensors) -> dict[str, Index]:
+    """The shapes of the target's parameters, by the names that groups know them by: of the weights, or of state."""
+    shapes: dict[str, Index] = {}
+    for tensors in by_slot.values():
+        for tensor in tensors.values():
+            if math.prod(tensor.shape) >= math.prod(shapes.get(tensor.group, ())):
+                shapes[tensor.group] = tensor.shape
+    return shapes | {tensor.group: tensor.shape for tensor in by_slot.get(None, {}).values()}
 
 
 def params_of(context: Context, by_slot: SlotTensors) -> Iterator[Param]:

@@ -18,9 +18,10 @@ from .conventions import Overrides
 from .detection import Detected, detect
 from .dialect import Dialect
 from .group_options import source_groups
+from .missing_state import report_missing, stateless_params, zero_state
 from .names import NameRules
 from .output_tensors import carried_tensor, state_tensor, step_counter, tensors_by_slot, weight_tensor
-from .regroup import regroup
+from .regroup import names_of_groups, regroup
 from .roles import Roles, roles_of
 from .source_parameters import SlotTensors, params_of
 
@@ -67,8 +68,16 @@ def translate(
     _refuse_unfit(rules, by_slot)
     params = {param.name: param for param in params_of(context, by_slot)}
     notes = Findings()
-    counters = [step_counter(context, param) for param in params.values() if "step" in param.target_method.slots]
-    grouped = regroup(context, groups, by_slot, params, notes)
+    names = names_of_groups(context, groups, by_slot)
+    stateless = stateless_params(context, groups, names, params)
+    zeros: list[OutputTensor] = []
+    if context.overrides.fill_missing:
+        zeros = list(zero_state(context, by_slot, stateless, notes))
+    else:
+        report_missing(stateless, notes)
+    counted = [*params.values(), *(stateless.values() if zeros else ())]
+    counters = [step_counter(context, param) for param in counted if "step" in param.target_method.slots]
+    grouped = regroup(context, groups, names, by_slot, params | stateless, notes)
     if roles.other_tensors and not context.same_dialect:
         example = roles.other_tensors[0].key
         notes.add(
@@ -83,6 +92,7 @@ def translate(
             if slot is not None
             for name, tensor in tensors.items()
         ),
+        *zeros,
         *grouped.tensors,
         *(entry for entry in counters if isinstance(entry, OutputTensor)),
     ]

@@ -38,7 +38,7 @@ from ..box import Index
 from ..errors import DamageError, SourceError
 from ..layouts.boxed_tensor import all_boxed, parts_of
 from ..record import Blob, Chunk, Extent, StateRecord
-from ..resumption import Globs, LoadReport, differences_listed
+from ..resumption import Extra, Globs, LoadReport, differences_listed
 from ..store.io.checksums import crc32
 from ..store.io.location import Location
 from ..store.open_checkpoint import OpenCheckpoint
@@ -218,7 +218,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
 
     Args:
         reader: of the same load.
-        allow_extra: the checkpoint may hold more than the template asks for.
+        extra: what the checkpoint may hold besides what the template asks for.
         globs: the parameters that start fresh.
     """
 
@@ -226,11 +226,13 @@ class StrictLoadPlanner(DefaultLoadPlanner):
     """What all ranks do with parameters; exists on the coordinator, once the load is planned."""
     sources: Mapping[str, str]
     """Keys of the checkpoint by those of the state dict, of what any rank loads; likewise."""
+    matching: Matching
+    """What this rank takes."""
 
-    def __init__(self, reader: CheckingReader, allow_extra: bool, globs: Globs) -> None:
+    def __init__(self, reader: CheckingReader, extra: Extra, globs: Globs) -> None:
         super().__init__()
         self._reader = reader
-        self._allow_extra = allow_extra
+        self._extra = extra
         self._globs = globs
         self._template: LoadTemplate
         self._stored: Stored
@@ -250,13 +252,13 @@ class StrictLoadPlanner(DefaultLoadPlanner):
             tuple(named_optimizers(state_dict)),
             tuple(numbered_optimizers(state_dict)),
             {key: convention for key, convention in conventions.items() if convention},
-            self._allow_extra,
+            self._extra.everything,
         )
 
     def create_local_plan(self) -> LoadPlan:
         described = self._reader.describe()
         self._stored = Stored(self._reader.checkpoint)
-        matching = match(self._template, self._stored, self._globs)
+        matching = self.matching = match(self._template, self._stored, self._globs)
         request = RankRequest(matching, self._template.optimizers, self._globs)
         if not matching.fits:  # the coordinator refuses them, with those of other ranks
             return LoadPlan([], planner_data=request)
@@ -274,7 +276,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         return dataclasses.replace(plan, items=items, planner_data=request)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        matching, self.report = judge([plan.planner_data for plan in global_plan], self._stored, self._allow_extra)
+        matching, self.report = judge([plan.planner_data for plan in global_plan], self._stored, self._extra)
         self.sources = matching.sources
         refusal = None if matching.fits else self._refusal(matching)
         return [dataclasses.replace(plan, planner_data=refusal) for plan in global_plan]
@@ -306,7 +308,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
             problems.append(f"and {len(faults) - 12} more")
         if matching.differences:
             problems.append(differences_listed(matching.differences, matching.names, "muonckpt.load(..., {})"))
-        if matching.differences or faults[0].startswith("missing"):
+        if (matching.differences or faults[0].startswith("missing")) and not self._stored.translated:
             problems[-1] += (
                 f". What another program wrote is translated first: muonckpt convert {path} NEW --to muonckpt"
             )

@@ -49,6 +49,8 @@ class Matching:
         loaded, fresh, discarded: as in a `LoadReport`.
         kept: names of weights that keep their values, by key.
         parameters: all that optimizers have.
+        own_options: options that stay as the running optimizer has them, as the checkpoint does not say them; as text.
+        added: options that only the checkpoint has and that are added to the state dict, by their paths in it.
         differences: why the state of a parameter cannot be loaded, by name.
         faults: what else does not fit.
     """
@@ -61,6 +63,8 @@ class Matching:
     discarded: frozenset[str] = frozenset()
     kept: Mapping[str, str] = field(default_factory=dict)
     parameters: frozenset[OwnParameter] = frozenset()
+    own_options: tuple[str, ...] = ()
+    added: Mapping[KeyPath, Any] = field(default_factory=dict)
     differences: Mapping[str, str] = field(default_factory=dict)
     faults: tuple[str, ...] = ()
 
@@ -85,6 +89,8 @@ class Matching:
             frozenset().union(*(part.discarded for part in parts)),
             dict(chain.from_iterable(part.kept.items() for part in parts)),
             frozenset().union(*(part.parameters for part in parts)),
+            tuple(dict.fromkeys(chain.from_iterable(part.own_options for part in parts))),
+            dict(chain.from_iterable(part.added.items() for part in parts)),
             dict(chain.from_iterable(part.differences.items() for part in parts)),
             tuple(dict.fromkeys(chain.from_iterable(part.faults for part in parts))),
         )

@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from glob import escape
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from ..record import StateRecord
-from ..resumption import GONE, NAMES_OF_GROUPS, NEW, SAID, Globs, LoadReport, as_tuples, said_otherwise
+from ..record import Blob, StateRecord
+from ..resumption import GONE, NAMES_OF_GROUPS, NEW, SAID, Extra, Globs, LoadReport, as_tuples, said_otherwise
 from ..vocabulary import BEGIN_AS_ZEROS
 from .load_template import LoadTemplate, Matching, OwnParameter, misfits
 from .named_optimizer import NamedOptimizer, Stored
@@ -43,11 +45,11 @@ def match(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
     return Matching.joined([Matching(faults=unnamed), _keys(template, stored, globs), *of_optimizers])
 
 
-def judge(requests: Sequence[RankRequest], stored: Stored, allow_extra: bool) -> tuple[Matching, LoadReport]:
+def judge(requests: Sequence[RankRequest], stored: Stored, extra: Extra) -> tuple[Matching, LoadReport]:
     """What all ranks together take, with all that does not fit.
 
     Args:
-        allow_extra: the checkpoint may hold more than the templates ask for.
+        extra: what the checkpoint may hold besides what the templates ask for.
     """
     given = list(dict.fromkeys(request.globs for request in requests))
     if len(given) > 1:
@@ -63,7 +65,7 @@ def judge(requests: Sequence[RankRequest], stored: Stored, allow_extra: bool) ->
             settled |= {*keys.values()}
             if name not in mine and globs.match(name):
                 dropped.add(name)
-            elif name not in mine and not allow_extra:
+            elif name not in mine and not all(map(extra.match, keys.values())):
                 differences[name] = GONE
         settled |= {*_passed_over(optimizer, unclaimed, stored, ranks.loaded)}
     entries = [stored.entries[key] for key in unclaimed if key not in settled]
@@ -72,7 +74,7 @@ def judge(requests: Sequence[RankRequest], stored: Stored, allow_extra: bool) ->
         for entry in entries
         if isinstance(entry, StateRecord) and entry.slot is None and globs.match(str(entry.path[-1]))
     }
-    faults = [f"extra key {entry.key!r}" for entry in entries if entry.key not in weights and not allow_extra]
+    faults = _extra_keys([e for e in entries if e.key not in weights and not extra.match(e.key)], ranks.sources)
     faults += [
         f"fresh={pattern!r} matches no parameter with state, and no weight that only one side has"
         for pattern in globs.idle((*ranks.names, *dropped, *differences, *ranks.kept.values(), *weights.values()))
@@ -83,8 +85,22 @@ def judge(requests: Sequence[RankRequest], stored: Stored, allow_extra: bool) ->
         tuple(sorted(ranks.discarded)),
         tuple(sorted({*dropped, *weights})),
         tuple(sorted(ranks.kept)),
+        ranks.own_options,
     )
     return Matching.joined([ranks, Matching(differences=differences, faults=tuple(faults))]), report
+
+
+def _extra_keys(entries: Sequence[StateRecord | Blob], template: Iterable[str]) -> list[str]:
+    """What only the checkpoint has, together what is under a root of its own, and how to leave it."""
+    used = {key.partition(".")[0] for key in template}
+    roots: defaultdict[str, list[str]] = defaultdict(list)
+    for entry in entries:
+        root, dot, _ = entry.key.partition(".")
+        roots[escape(entry.key) if root in used or not dot else f"{escape(root)}.*"].append(entry.key)
+    faults = [f"extra key {keys[0]!r}" + f" and {len(keys) - 1} more" * (len(keys) > 1) for keys in roots.values()]
+    if faults:
+        faults[0] += f" (allow_extra={list(roots)[:12]!r} leaves what only the checkpoint has)"
+    return faults
 
 
 def _passed_over(
@@ -152,8 +168,8 @@ def _state(optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored, gl
                 frozenset(discarded),
                 {},
                 frozenset((optimizer.key, name) for name in (*loaded, *fresh, *differences)),
-                differences,
-                tuple(faults),
+                differences=differences,
+                faults=tuple(faults),
             ),
             taken(optimizer, template, stored, options, loaded, fresh),
         ]

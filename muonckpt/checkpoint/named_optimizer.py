@@ -122,6 +122,15 @@ class Stored:
         self.entries = {entry.key: entry for entry in entries}
         self._values = checkpoint.values
 
+    @property
+    def translated(self) -> bool:
+        """Whether our optimizer's state was saved, or another program's was converted for it: only then is its momentum
+        convention said."""
+        return any(
+            entry.convention is not None if isinstance(entry, StateRecord) else key.endswith(".convention")
+            for key, entry in self.entries.items()
+        )
+
     def option(self, key: str) -> Any:
         """An option, with lists as tuples."""
         return as_tuples(self._values.read(self.entries[key]))

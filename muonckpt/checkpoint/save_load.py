@@ -21,10 +21,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ..errors import DestinationError, SourceError
-from ..resumption import Globs, LoadReport
+from ..resumption import Extra, Globs, LoadReport
 from ..store.io import publish
 from ..store.io.location import Location, location
 from ..version import PROGRAM
+from ..vocabulary import KeyPath
 from .all_ranks import judged, own_errors
 from .attestation import attest_loaded
 from .dcp_reader import CheckingReader, StrictLoadPlanner, Where
@@ -97,7 +98,7 @@ def load(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str],
     *,
-    allow_extra: bool = False,
+    allow_extra: bool | Iterable[str] = False,
     fresh: Iterable[str] = (),
     attest: bool = False,
     process_group: dist.ProcessGroup | None = None,
@@ -113,8 +114,10 @@ def load(
         state_dict: the template, nested as it was saved; other objects with ``load_state_dict`` are called.
         path: a path or a URL of a checkpoint of this package, of stock DCP, or of any other format that this package
             reads, if its keys are those of the template.
-        allow_extra: load only what the template asks for.  Otherwise keys that only the checkpoint has are an error,
-            as keys that only the template has always are.
+        allow_extra: True: load only what the template asks for.  Globs of keys, such as ``["lr_scheduler.*"]``, where
+            ``*`` stands for any characters: leave only these.  Other keys that only the checkpoint has are an error, as
+            keys that only the template has always are; but options of groups that a converted checkpoint does not say
+            stay as the running optimizer has them, which the report and a warning say.
         fresh: globs of parameters' names as the optimizer's state has them, such as ``["lm_head.*"]``; ``*`` stands for
             any characters.  The state of these parameters is not loaded but becomes zeros, so the number of their steps
             too; their options are those of their group.  What only the checkpoint has of them is dropped.  A weight of
@@ -134,7 +137,7 @@ def load(
     """
     globs = Globs.of(fresh)
     reader = CheckingReader(location(path, SourceError))
-    planner = StrictLoadPlanner(reader, allow_extra, globs)
+    planner = StrictLoadPlanner(reader, Extra.of(allow_extra), globs)
     with _quiet(), own_errors(SourceError):
         dcp_load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
 
@@ -143,10 +146,24 @@ def load(
             return planner.report
 
         report = judged(process_group, "check", lambda: reader.partly_read, check)
+    for place, value in planner.matching.added.items():
+        _add(state_dict, place, value)
+    if planner.matching.own_options:
+        own = "; ".join(planner.matching.own_options)
+        warnings.warn(f"{path} does not say options, which stay as the running optimizer's: {own}", stacklevel=2)
     if attest:
         attest_loaded(state_dict, reader.checkpoint, lambda: planner.sources, process_group)
     reader.checkpoint.close()
     return report
+
+
+def _add(state_dict: dict[str, Any], path: KeyPath, value: Any) -> None:
+    """Add what only the checkpoint has to a state dict."""
+    *above, last = path
+    place: Any = state_dict
+    for part in above:
+        place = place[part]
+    place[last] = value
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..errors import DamageError, DestinationError, MuonckptError, SourceError
-from ..resumption import Globs, LoadReport
+from ..resumption import Extra, Globs, LoadReport
 from ..store.io.location import location
 from ..store.step_folder import Newest, StepFolder, StepName
 from .async_saving import AsyncSave, OnError, WhenBusy, saved_along, settle_last
@@ -178,7 +178,7 @@ class Series:
         state_dict: dict[str, Any],
         *,
         required: bool = False,
-        allow_extra: bool = False,
+        allow_extra: bool | Iterable[str] = False,
         fresh: Iterable[str] = (),
         attest: bool = False,
     ) -> Restored | None:
@@ -201,7 +201,7 @@ class Series:
             DamageError: there are checkpoints, and none is whole.
             SourceError, LayoutError, TypeError: as of `muonckpt.load`; or the series is empty, and must not be.
         """
-        patterns = Globs.of(fresh).patterns
+        patterns, extra = Globs.of(fresh).patterns, Extra.of(allow_extra).patterns
         faults: dict[StepName, str] = {}
         while True:
             newest = self._newest()
@@ -215,7 +215,7 @@ class Series:
                 report = load(
                     state_dict,
                     saved.path,
-                    allow_extra=allow_extra,
+                    allow_extra=extra,
                     fresh=patterns,
                     attest=attest,
                     process_group=self._group,

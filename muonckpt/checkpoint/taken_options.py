@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ..resumption import NAMES_OF_GROUPS, as_tuples, origin_groups
+from ..resumption import NAMES_OF_GROUPS, OF_THE_RUN, as_tuples, origin_groups
+from ..vocabulary import SCHEDULED, KeyPath
 from .load_template import LoadTemplate, Matching, misfits
 from .named_optimizer import NamedOptimizer, Stored
 
@@ -61,17 +62,14 @@ def options_by_group(
     numbers, differences = origin_groups(optimizer.groups or (), home, of_saved)
     joined = [{home[name] for name in names if name in home} for names in optimizer.groups or ()]
     spared = [key for number in set().union(*joined) - {*numbers} for key in saved[number].values()]
-    sources: dict[str, str] = {}
-    faults = []
+    taken = []
     for number, keys in optimizer.options_of_groups(template.values).items():
         source = numbers[number]
         if source is None:  # all of it starts fresh, with the options that it has
             continue
         mine = {option: key for option, key in keys.items() if option not in NAMES_OF_GROUPS}
-        taken, missing = _taken(template, stored, mine, saved[source], f"{optimizer.options}{source}")
-        sources |= taken
-        faults += missing
-    return Matching(sources, frozenset(spared), differences=differences, faults=tuple(faults))
+        taken.append(_taken(template, stored, mine, saved[source], f"{optimizer.options}{source}", f"group {number}"))
+    return Matching.joined([Matching(spared=frozenset(spared), differences=differences), *taken])
 
 
 def options_by_name(
@@ -95,13 +93,18 @@ def options_by_name(
     for name in fresh:
         for other in alike.get(_shown(template, options.mine.get(name, _NONE)), [])[:1]:
             origins[name] = other
-    sources: dict[str, str] = {}
-    for name, origin in origins.items():
-        mine, theirs_of = options.mine.get(name, _NONE), options.theirs.get(origin, _NONE)
-        taken, missing = _taken(template, stored, mine, theirs_of, f"{optimizer.options}{origin}")
-        sources |= taken
-        faults += missing
-    return Matching(sources, faults=tuple(faults))
+    taken = [
+        _taken(
+            template,
+            stored,
+            options.mine.get(name, _NONE),
+            options.theirs.get(origin, _NONE),
+            f"{optimizer.options}{origin}",
+            "parameters",
+        )
+        for name, origin in origins.items()
+    ]
+    return Matching.joined([Matching(faults=tuple(faults)), *taken])
 
 
 def _apart(names: Sequence[str], stored: Stored, options: OptionKeys) -> str | None:
@@ -120,18 +123,39 @@ def _apart(names: Sequence[str], stored: Stored, options: OptionKeys) -> str | N
 
 
 def _taken(
-    template: LoadTemplate, stored: Stored, mine: Mapping[str, str], theirs: Mapping[str, str], where: str
-) -> tuple[dict[str, str], list[str]]:
-    """Where options come from, by key of the template, and what does not fit.
+    template: LoadTemplate, stored: Stored, mine: Mapping[str, str], theirs: Mapping[str, str], where: str, who: str
+) -> Matching:
+    """Where options come from, what stays as it is, what is added, and what does not fit.
 
     Args:
         mine, theirs: keys by option.
         where: what the checkpoint's keys begin with.
+        who: has these options, for people.
     """
     sources = {key: theirs[option] for option, key in mine.items() if option in theirs}
-    faults = [f"missing key {f'{where}.{option}'!r}" for option in mine if option not in theirs]
+    lacking = sorted(mine.keys() - theirs.keys())
+    faults = [f"missing key {f'{where}.{option}'!r}" for option in lacking if not theirs or option in OF_THE_RUN]
     faults += [f"{key!r} {why}" for key, own in sources.items() for why in misfits(template, key, stored.entries[own])]
-    return sources, faults
+    own = [f"{option}={template.values[mine[option]]!r}" for option in lacking if option not in OF_THE_RUN]
+    only_there = [option for option in theirs if option in SCHEDULED and option not in mine]
+    return Matching(
+        sources,
+        frozenset(theirs[option] for option in only_there),
+        own_options=(f"{who}: {', '.join(own)}",) if own and theirs else (),
+        added={
+            _beside(template.paths[key], option): stored.option(theirs[option])
+            for option in only_there
+            for key in list(mine.values())[:1]
+        },
+        faults=tuple(faults),
+    )
+
+
+def _beside(path: KeyPath, option: str) -> KeyPath:
+    """The path of an option in the group, or flattened of the parameter, that has an option at ``path``."""
+    *above, last = path
+    flattened, dot, _ = str(last).rpartition(".")
+    return (*above, f"{flattened}{dot}{option}")
 
 
 def _shown(template: LoadTemplate, keys: Mapping[str, str]) -> str:
