@@ -1,0 +1,115 @@
+"""Small runs of one process that are saved by stock DCP, converted, and trained on, in float32 arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import muonckpt
+
+EXACT = {"ns_dtype": "float32"}
+
+
+class Exact(torch.Tensor):
+    """A tensor that does not become bfloat16."""
+
+    def bfloat16(self):
+        return self
+
+    def to(self, *args, **kwargs):
+        return self
+
+
+@contextmanager
+def exact_torch_muon(monkeypatch):
+    """torch.optim.Muon whose Newton-Schulz is in float32."""
+    from torch.optim import _muon
+
+    theirs = _muon._zeropower_via_newtonschulz
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            _muon,
+            "_zeropower_via_newtonschulz",
+            lambda matrix, *how: theirs(matrix.as_subclass(Exact), *how).as_subclass(torch.Tensor),
+        )
+        yield
+
+
+class Model(nn.Module):
+    """Two matrices of other shapes, fused rows, and vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in {"qkv": (20, 12), "up": (24, 12), "down": (12, 24), "scale": (12,), "shift": (12,)}.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator)))
+
+    @property
+    def matrices(self) -> list[nn.Parameter]:
+        return [self.qkv, self.up, self.down]
+
+    @property
+    def vectors(self) -> list[nn.Parameter]:
+        return [self.scale, self.shift]
+
+
+def train(model: nn.Module, optimizers: Sequence, steps: Iterable[int], schedulers: Sequence = (), idle=()) -> None:
+    """Steps with the gradients of their numbers; parameters of names in ``idle`` have none."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(1000 + step)
+        for name, param in model.named_parameters():
+            gradient = torch.randn(param.shape, generator=generator)
+            param.grad = None if name in idle else gradient
+        for optimizer in (*optimizers, *schedulers):
+            optimizer.step()
+
+
+def save(model: nn.Module, optimizers: Sequence, path, **others) -> None:
+    """As a program does that uses stock DCP."""
+    weights, state = get_state_dict(model, list(optimizers))
+    dcp.save({"model": weights, "optimizer": state, **others}, checkpoint_id=path, no_dist=True)
+
+
+def load_ours(model: nn.Module, optimizer, path, **how):
+    """As the guide has it."""
+    weights, state = get_state_dict(model, optimizer)
+    loaded = {"model": weights, "optimizer": state}
+    report = muonckpt.load(loaded, path, **how)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=loaded["optimizer"])
+    return report
+
+
+def load_stock(model: nn.Module, optimizers: Sequence, path) -> None:
+    """As a program does that uses stock DCP: its own template, and every key of it must be there."""
+    with torch.no_grad():
+        for optimizer in optimizers:  # as torch does for optimizers that make their state at the first step
+            rates = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+                for param in group["params"]:
+                    param.grad = torch.zeros_like(param)
+            optimizer.step()
+            for group, lr in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = lr
+    weights, state = get_state_dict(model, list(optimizers))
+    loaded = {"model": weights, "optimizer": state}
+    dcp.load(loaded, checkpoint_id=path, no_dist=True)
+    set_state_dict(model, list(optimizers), model_state_dict=weights, optim_state_dict=loaded["optimizer"])
+
+
+def furthest(model: nn.Module, other: nn.Module, start: dict[str, torch.Tensor]) -> float:
+    """The largest difference of updates since ``start``, as a part of the update."""
+    return max(
+        float((param - theirs).norm().detach() / (param - start[name]).norm().detach())
+        for (name, param), theirs in zip(model.named_parameters(), other.parameters(), strict=True)
+        if not torch.equal(param, start[name]) or not torch.equal(theirs, start[name])
+    )
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
