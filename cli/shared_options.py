@@ -113,7 +113,7 @@ SHARED_OPTIONS = decorated_by(
         "--fill-missing",
         cls=RareOption,
         is_flag=True,
-        help="Write zeros as the state of parameters that never had a gradient.",
+        help="Write zeros where state is missing.",
     ),
     click.option("--shard-size", cls=RareOption, type=ByteCountType(), help="Largest file of safetensors or zarr."),
     click.option(

@@ -59,7 +59,7 @@ RULES = {
     "converters/target converters/translate",
     "converters/target": "errors box layout plan record version vocabulary layouts layouts/buffers store store/io "
     "store/reading store/formats converters/engine",
-    "converters/translate": "errors box layout record vocabulary store store/formats converters/engine",
+    "converters/translate": "errors box coefficients layout record vocabulary store store/formats converters/engine",
     "converters/look": "errors box record layouts/buffers store store/io store/reading converters/translate",
     "converters": "errors record vocabulary layouts/buffers store store/io store/reading store/formats "
     "converters/engine converters/look converters/target converters/translate",

@@ -1,4 +1,4 @@
-"""Options of parameter groups that two programs say in different words.
+"""OptionValues of parameter groups that two programs say in different words.
 
 Between dialects, options have *common* names and values: ``ns`` are Newton-Schulz coefficients as `muonckpt.optimizer`
 has them, ``pieces`` the rows that are orthogonalised together, ``scale`` how the rate grows with the shape.  A
@@ -16,12 +16,12 @@ from typing import Any
 from ...box import Index
 from ...coefficients import COEFFICIENTS, CoefficientSet, Triple, coefficient_set, plain_coefficients
 
-Options = Mapping[str, Any]
+OptionValues = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """Options of a dialect that are more than common options under other names.
+    """OptionValues of a dialect that are more than common options under other names.
 
     Attributes:
         own: the dialect's options.
@@ -33,21 +33,21 @@ class Coding:
 
     own: tuple[str, ...]
     common: tuple[str, ...]
-    read: Callable[[Options, Index], Options]
-    write: Callable[[Options, Index], Options | None]
+    read: Callable[[OptionValues, Index], OptionValues]
+    write: Callable[[OptionValues, Index], OptionValues | None]
     optional: bool = False
 
 
 def betas(own: str) -> Coding:
     """Two decay rates as a pair."""
 
-    def read(options: Options, shape: Index) -> Options:
+    def read(options: OptionValues, shape: Index) -> OptionValues:
         match options.get(own):
             case [beta1, beta2]:
                 return {"beta1": beta1, "beta2": beta2}
         return {}
 
-    def write(common: Options, shape: Index) -> Options:
+    def write(common: OptionValues, shape: Index) -> OptionValues:
         return {own: (common["beta1"], common["beta2"])} if len(common) == 2 else {}
 
     return Coding((own,), ("beta1", "beta2"), read, write)
@@ -56,13 +56,13 @@ def betas(own: str) -> Coding:
 def scale(own: str, values: Mapping[str, Sequence[object]]) -> Coding:
     """The scale of a matrix's rate; ``values`` has the own words for each common one, the first of which is written."""
 
-    def read(options: Options, shape: Index) -> Options:
+    def read(options: OptionValues, shape: Index) -> OptionValues:
         if own not in options:
             return {}
         names = [name for name, words in values.items() if options[own] in words]
         return {"scale": names[0] if names else f"{own}={options[own]!r}"}
 
-    def write(common: Options, shape: Index) -> Options | None:
+    def write(common: OptionValues, shape: Index) -> OptionValues | None:
         if not common:
             return {}
         words = values.get(common["scale"], ())
@@ -71,7 +71,7 @@ def scale(own: str, values: Mapping[str, Sequence[object]]) -> Coding:
     return Coding((own,), ("scale",), read, write)
 
 
-def _schedule(common: Options) -> tuple[Triple, ...] | None:
+def _schedule(common: OptionValues) -> tuple[Triple, ...] | None:
     """The polynomials of all steps, in which a margin of the norm is part of the first; None if that is not known."""
     try:
         chosen = coefficient_set(common["ns"])
@@ -97,7 +97,7 @@ def _named(rows: tuple[Triple, ...]) -> object:
 def coefficients(of_steps: bool) -> Coding:
     """Coefficients as numbers: a triple for all steps, or with ``of_steps`` also one for each of as many steps."""
 
-    def read(options: Options, shape: Index) -> Options:
+    def read(options: OptionValues, shape: Index) -> OptionValues:
         steps = {"ns_steps": options["ns_steps"]} if "ns_steps" in options else {}
         numbers = options.get("ns_coefficients")
         match numbers:
@@ -110,7 +110,7 @@ def coefficients(of_steps: bool) -> Coding:
                 return {"ns": plain_coefficients((a, b, c)), **steps}
         return {"ns": tuple(numbers), **steps}
 
-    def write(common: Options, shape: Index) -> Options | None:
+    def write(common: OptionValues, shape: Index) -> OptionValues | None:
         if "ns" not in common:
             return common
         rows = _schedule(common)
@@ -122,14 +122,14 @@ def coefficients(of_steps: bool) -> Coding:
     return Coding(("ns_coefficients", "ns_steps"), ("ns", "ns_steps"), read, write)
 
 
-def _equal_parts(count: object, shape: Index) -> Options:
+def _equal_parts(count: object, shape: Index) -> OptionValues:
     """The pieces of a parameter that is ``count`` matrices of equal size, one below the other."""
     if not isinstance(count, int) or count == 1 or len(shape) < 2:
         return {"pieces": None}
     return {"pieces": (shape[-2] // count,) * count}
 
 
-def _count(common: Options, shape: Index) -> int | None:
+def _count(common: OptionValues, shape: Index) -> int | None:
     """How many equal parts the pieces are; None if they are not."""
     pieces = common["pieces"]
     if pieces is None:
@@ -140,10 +140,10 @@ def _count(common: Options, shape: Index) -> int | None:
 def equal_parts(own: str, always: bool) -> Coding:
     """A number of matrices in each parameter, which a group has ``always``, or if it is not 1."""
 
-    def read(options: Options, shape: Index) -> Options:
+    def read(options: OptionValues, shape: Index) -> OptionValues:
         return _equal_parts(options.get(own, 1), shape)
 
-    def write(common: Options, shape: Index) -> Options | None:
+    def write(common: OptionValues, shape: Index) -> OptionValues | None:
         count = _count(common, shape) if common else 1
         if count is None:
             return None
@@ -152,12 +152,12 @@ def equal_parts(own: str, always: bool) -> Coding:
     return Coding((own,), ("pieces",), read, write, optional=True)
 
 
-def _read_splits(options: Options, shape: Index) -> Options:
+def _read_splits(options: OptionValues, shape: Index) -> OptionValues:
     sizes = options.get("split_sizes")
     return _equal_parts(options.get("num_heads"), shape) if sizes is None else {"pieces": tuple(sizes)}
 
 
-def _write_splits(common: Options, shape: Index) -> Options | None:
+def _write_splits(common: OptionValues, shape: Index) -> OptionValues | None:
     pieces = common.get("pieces")
     if pieces is None or len(pieces) == 1:
         return {}
@@ -176,7 +176,7 @@ FLATTEN = Coding(
 """Whether a parameter of more than two dims is one matrix, or a stack of them."""
 
 
-def _read_form(options: Options, shape: Index) -> Options:
+def _read_form(options: OptionValues, shape: Index) -> OptionValues:
     match options:
         case {"ns_implementation": "std"}:
             return {"gram": None}
@@ -185,7 +185,7 @@ def _read_form(options: Options, shape: Index) -> Options:
     return {}
 
 
-def _write_form(common: Options, shape: Index) -> Options:
+def _write_form(common: OptionValues, shape: Index) -> OptionValues:
     if "gram" not in common:
         return {}
     restarts = common["gram"]
@@ -198,7 +198,7 @@ GRAM = Coding(("ns_implementation", "gram_ns_reset_iterations"), ("gram",), _rea
 """VeOmni's form of Newton-Schulz."""
 
 
-def _read_coupled(options: Options, shape: Index) -> Options:
+def _read_coupled(options: OptionValues, shape: Index) -> OptionValues:
     coupled = options.get("decoupled_weight_decay") is False and options.get("weight_decay")
     return {"coupled": options["weight_decay"]} if coupled else {}
 
@@ -222,7 +222,7 @@ FACTORS: Mapping[str, Callable[[int, int], float]] = {
 """The scales by common name: the factor of a matrix's rate."""
 
 
-def lr_ratio(common: Options, shape: Index) -> float | None:
+def lr_ratio(common: OptionValues, shape: Index) -> float | None:
     """XTuner's factor of a matrix's rate, which it keeps as state; None if the scale is not known.
 
     Of a matrix whose rows are split, it scales every block on its own, and keeps 1.

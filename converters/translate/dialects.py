@@ -13,7 +13,7 @@ from types import MappingProxyType
 from ...store.formats.megatron.torch_dist import COMMON_STATE, item_key
 from ...vocabulary import MASTER, MUON_CONVENTION, Convention
 from .dialect import Dialect, Template
-from .methods import DION, MOONLIGHT, OURS, PLAIN, TITAN, TORCH, VEOMNI, WHOLE, XTUNER, megatron
+from .program_methods import DION, MOONLIGHT, OURS, PLAIN, TITAN, TORCH, UNFUSED, VEOMNI, XTUNER, megatron
 
 FOREIGN_OPTIONS: Mapping[str, str] = MappingProxyType({"dampening": "torch.optim.SGD, whose momentum_buffer is a sum"})
 """Options of optimizers whose state looks like that of a known method, but has another meaning."""
@@ -35,7 +35,7 @@ _MASTER, _STEP = {"master": MASTER}, {"step": "step"}
 _TORCH_FACTS = {"muon": {**PLAIN, "pieces": None, "gram": None}, "adamw": PLAIN}
 _TITAN_FACTS = {"muon": {**PLAIN, "gram": None}, "adamw": PLAIN}
 _VEOMNI_FACTS = {"muon": PLAIN, "adamw": PLAIN}
-_DION_FACTS = dict.fromkeys(("muon", "normuon", "adamw", "lion"), WHOLE)
+_DION_FACTS = dict.fromkeys(("muon", "normuon", "adamw", "lion"), UNFUSED)
 _XTUNER_FACTS = {"muon": {**PLAIN, "ns": "quintic", "ns_steps": 5}, "adamw": PLAIN}
 _MOONLIGHT_FACTS = {"muon": {**PLAIN, "pieces": None, "gram": None, "ns": "keller", "scale": "rms"}, "adamw": PLAIN}
 _DION_HINTS = {

@@ -19,7 +19,7 @@ from .context import Context
 from .dialect import Dialect, key_of
 from .group_options import SourceGroup, TargetGroup, merge_equal, read_options, write_options
 from .output_tensors import carried_tensor
-from .source_parameters import Param, SlotTensors, shapes_of
+from .source_parameters import Param, SlotTensors, shapes_by_name
 
 
 def regroup(
@@ -48,7 +48,7 @@ def regroup(
         return Outputs(())
     if context.same_dialect:
         return _renamed(context, groups, names)
-    shapes = shapes_of(by_slot)
+    shapes = shapes_by_name(by_slot)
     by_group = {
         tensor.group: params[name] for tensors in by_slot.values() for name, tensor in tensors.items() if name in params
     } | {name: param for name, param in params.items() if param.stateless}

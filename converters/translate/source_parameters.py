@@ -38,7 +38,7 @@ class Param:
     stateless: bool = False
 
 
-def shapes_of(by_slot: SlotTensors) -> dict[str, Index]:
+def shapes_by_name(by_slot: SlotTensors) -> dict[str, Index]:
     """The shapes of the target's parameters, by the names that groups know them by: of the weights, or of state."""
     shapes: dict[str, Index] = {}
     for tensors in by_slot.values():

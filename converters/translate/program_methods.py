@@ -17,10 +17,10 @@ _RATES = {"lr": "lr", "weight_decay": "weight_decay"}
 _MUON = {**_RATES, "momentum": "momentum", "nesterov": "nesterov", "eps": "eps"}
 _KELLER = (3.4445, -4.775, 2.0315)
 
-WHOLE: Mapping[str, object] = {"columns": None, "interleaved": 1, "maximize": False}
+UNFUSED: Mapping[str, object] = {"columns": None, "interleaved": 1, "maximize": False}
 """What no other program can say, and none does: parameters of which columns or interleaved rows are fused."""
 
-PLAIN: Mapping[str, object] = {"cautious": False, **WHOLE}
+PLAIN: Mapping[str, object] = {"cautious": False, **UNFUSED}
 """Of programs whose decay is never cautious as well."""
 
 # torch.optim.Muon and AdamW.
