@@ -17,8 +17,9 @@ demo: install
 	OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py
 
 # Two files at a time, whole files so that each shares what it prepares: one computes while ranks of the other wait.
+# Bytecode is kept, whatever the environment says: else each of hundreds of processes would compile the package.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # mypy reads files, not installed mappings: give it the package as one tree of links.
 check: install

@@ -38,23 +38,30 @@ def pip(python: Path | str, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory):
+    """What is installed elsewhere, built once."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip(sys.executable, "wheel", str(source), "--wheel-dir", str(folder))
+    [built] = folder.glob("*.whl")
+    return built
+
+
 @pytest.mark.parametrize("editable", [False, True], ids=["wheel", "editable"])
-def test_one_import_name(editable, source, tmp_path):
+def test_one_import_name(editable, source, wheel, tmp_path):
     """Installed into a bare environment that sees this one's dependencies."""
     venv.create(tmp_path / "env", with_pip=False)
     python = tmp_path / "env/bin/python"
     site = next((tmp_path / "env/lib").glob("python*/site-packages"))
     mine = Path(next(p for p in sys.path if p.endswith("site-packages")))
     (site / "zz_dependencies.pth").write_text(f"{mine}\n")
-    pip(python, "install", *(["--editable"] if editable else []), str(source))
+    pip(python, "install", *(["--editable", str(source)] if editable else [str(wheel)]))
     done = subprocess.run([str(python), "-P", "-c", CHECK], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "env/bin/muonckpt").exists()
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(source, tmp_path):
-    pip(sys.executable, "wheel", str(source), "--wheel-dir", str(tmp_path))
-    [wheel] = tmp_path.glob("*.whl")
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"muonckpt", "muonckpt-0.1.0.dist-info"}
     assert {"muonckpt/py.typed", "muonckpt/manifest.schema.json", "muonckpt/optimizer/muon.py"} <= set(names)

@@ -116,7 +116,8 @@ def counted_step(rank: int, world: int, case: step.Case) -> dict[str, step.Count
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_step_sends_no_more_than_it_must(world):
     case = step.Case("a layer a rank", world, step.TRANSFORMER, world, {})
-    ours, theirs = (run(world, counted_step, case)[0][side] for side in (step.OURS, step.THEIRS))
+    counts = run(world, counted_step, case)[0]
+    ours, theirs = counts[step.OURS], counts[step.THEIRS]
     least = step.least_bytes([prod(shape) for shape in case.shapes] * case.layers, world)
     assert least <= ours.sent
     assert ours.sent <= 1.01 * least

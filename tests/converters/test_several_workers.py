@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from support import workers
-from support.launched import STRUCK, Commands, environment, together
+from support.forked import Scripts
+from support.launched import STRUCK, Commands, environment, free_port, together
 from support.resharded import contents, make_job, nothing_but, once, plan_job, tensors_only
 from support.sharded import edit
 from support.trees import tree
@@ -161,14 +163,29 @@ ENDED = {"killed": (signal.SIGKILL, -9), "stopped": (signal.SIGSTOP, None), "tol
 def test_a_lost_worker_ends_all_and_resume_writes_only_what_is_missing(how, victim, again, source, whole, tmp_path):
     number, code = ENDED[how]
     timeout = 12 if how == "stopped" else 120
-    commands = [[*STRUCK, str(int(number)), str(victim)]] * 3
-    arguments = ("reshard", source, tmp_path / "out", "--mesh", f"dp={RANKS}", "--jobs", "1", "--timeout", timeout)
-    with Commands(*arguments, commands=commands) as started:
+    (tmp_path / "told").mkdir()
+    port = free_port()
+    variables = [environment(rank, 3, port) | {"GLOO_SOCKET_IFNAME": "lo"} for rank in range(3)]
+    arguments = (
+        STRUCK[1],
+        int(number),
+        victim,
+        "reshard",
+        source,
+        tmp_path / "out",
+        "--mesh",
+        f"dp={RANKS}",
+        "--jobs",
+        "1",
+        "--timeout",
+        timeout,
+    )
+    with Scripts(tmp_path / "told", variables, *arguments) as started:
         others = [rank for rank in range(3) if rank != victim]
         for left, out, told in started.ended(others):
             assert (left, out) == (5, "") and told.count("muonckpt:") == 1 and "--resume" in told, told
             assert "Traceback" not in told and "frame #" not in told
-        assert nothing_but(tmp_path, STAGED)
+        assert nothing_but(tmp_path, "told", STAGED)
         before = finished_files(tmp_path / STAGED)
         assert 0 < len(before) < RANKS
         if code is not None:
@@ -176,13 +193,13 @@ def test_a_lost_worker_ends_all_and_resume_writes_only_what_is_missing(how, vict
         told = together(again, plan, source, destination=tmp_path / "out", resume=True) if again > 1 else None
         if told is None:
             run_job(plan_job(source, RANKS), tmp_path / "out", resume=True)
-        assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
+        assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "told", "out")
         written = finished_files(tmp_path / "out")
         assert {name: written[name] for name in before} == before
         if code is None:  # it comes back to find that all has been done without it
-            started.processes[victim].send_signal(signal.SIGCONT)
+            os.kill(started.processes[victim].pid or 0, signal.SIGCONT)
             assert started.ended([victim])[0][0] in (4, 5)
-            assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "out")
+            assert contents(tmp_path / "out") == whole and nothing_but(tmp_path, "told", "out")
 
 
 def test_all_workers_exit_with_the_code_of_the_one_that_failed(source, tmp_path):

@@ -23,9 +23,9 @@ from muonckpt.layouts.owned import blocks_layout, blocks_of, owned_layout
 from muonckpt.plan import Share, make_plan, make_share
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_layout_pairs_move_every_element_to_its_place(seed):
-    """4000 pairs over all readers, 1-4 dims, up to 8 ranks, with empty shards and replicas."""
+    """2000 pairs over all readers, 1-4 dims, up to 8 ranks, with empty shards and replicas."""
     rng = np.random.default_rng(seed)
     for _ in range(500):
         shape = random_shape(rng)

@@ -40,7 +40,7 @@ def misplaced(
 
 def trained(rank: int, world: int, topology: Topology, algorithm: str = "muon", **options) -> tuple[list[str], int]:
     """What differs after three steps from a single process that is given the same global gradients, or is not where
-    the layout says; empty shards."""
+    the layout says; empty shards.  What all ranks have gathered, the first one compares."""
     with on_cpu():
         model, params, optimizer = build(rank, topology, algorithm, **options)
         where = offsets(params)
@@ -54,15 +54,19 @@ def trained(rank: int, world: int, topology: Topology, algorithm: str = "muon", 
             gradients = {name: param.grad for name, param in params.items() if param.requires_grad}
             for name, gradient in whole(gradients, where).items():
                 alone[name].grad = gradient
-            reference.step()
+            if rank == 0:
+                reference.step()
             model.zero_grad_buffer()
         values = whole(params, where)
         wrong = misplaced(rank, params, layouts(model), values)
-        wrong += [name for name, value in values.items() if not torch.equal(value, alone[name])]
+        found, expected = dict(values), dict(alone)
         for slot in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
-            expected = slots(alone, reference, slot)
-            found = whole(slots(params, optimizer, slot), where)
-            wrong += [f"{name}.{slot}" for name in expected if not torch.equal(found[name], expected[name])]
+            expected |= {f"{name}.{slot}": value for name, value in slots(alone, reference, slot).items()}
+            gathered = whole(slots(params, optimizer, slot), where)
+            found |= {f"{name}.{slot}": value for name, value in gathered.items()}
+        assert found.keys() == expected.keys()
+        if rank == 0:
+            wrong += [name for name, value in found.items() if not torch.equal(value, expected[name])]
         return wrong, sum(local_of(param).numel() == 0 for param in params.values())
 
 

@@ -72,14 +72,17 @@ def held(path: Path) -> tuple[Manifest, dict[str, bytes]]:
         return manifest, {t.key: assemble(checkpoint.payloads, t, Box.of(t.shape)).tobytes() for t in manifest.tensors}
 
 
+def fingerprints(manifest: Manifest) -> dict[str, str | None]:
+    return {tensor.key: tensor.fingerprint for tensor in manifest.tensors}
+
+
 @pytest.mark.parametrize("target", KINDS)
 @pytest.mark.parametrize("kind", SOURCES)
 def test_every_format_becomes_every_other(kind, target, tmp_path):
     rewrite(source(kind), tmp_path / "out", *KINDS[target].split())
     manifest, elements = held(tmp_path / "out")
     assert elements == {key: bits(value) for key, value in tensors().items()}
-    own = {tensor.key: tensor.fingerprint for tensor in held(source("own"))[0].tensors}
-    assert {tensor.key: tensor.fingerprint for tensor in manifest.tensors} == own
+    assert fingerprints(manifest) == fingerprints(muonckpt.open(source("own")).outline)
 
 
 # --- in other words as well -------------------------------------------------------------------------------------------

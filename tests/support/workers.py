@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -129,18 +129,23 @@ def pids() -> list[int]:
     return [_workers[rank].process.pid or 0 for rank in sorted(_workers)]
 
 
+def context() -> ForkServerContext:
+    """What starts processes in which the modules of `PRELOADED` are there."""
+    server = get_context("forkserver")
+    server.set_forkserver_preload(PRELOADED)
+    return server
+
+
 def _start(world: int) -> None:
     """Start the workers that are missing among the first ``world``."""
     if not _scratch:
         _scratch.append(Path(tempfile.mkdtemp(prefix="muonckpt-workers-")))
-    context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     missing = [rank for rank in range(world) if rank not in _workers or not _workers[rank].process.is_alive()]
     for rank in missing:
         if rank in _workers:
             _end(_workers[rank])
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, str(_scratch[0])), daemon=True)
+        ours, theirs = context().Pipe()
+        process = context().Process(target=_serve, args=(theirs, str(_scratch[0])), daemon=True)
         process.start()
         theirs.close()
         _workers[rank] = _Worker(process, ours)

@@ -1,0 +1,56 @@
+"""Scripts as processes of their own that need not import torch: forked from the server of `support.workers`.
+
+What starting a program adds, `support.launched.Commands` has: its modules, and the time that they take.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from support import workers
+
+
+class Scripts:
+    """Workers of one run, each the same script; ended with the block.
+
+    Args:
+        folder: where their output is kept.
+        variables: of the environment of each.
+        command: the script and its arguments.
+    """
+
+    def __init__(self, folder: Path, variables: Sequence[Mapping[str, str]], *command: object) -> None:
+        self.output = [(folder / f"{rank}.out", folder / f"{rank}.err") for rank in range(len(variables))]
+        words = list(map(str, command))
+        self.processes = [
+            workers.context().Process(target=_run, args=(words, dict(own), *map(str, files)), daemon=True)
+            for own, files in zip(variables, self.output, strict=True)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def __enter__(self) -> Scripts:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def ended(self, ranks: Sequence[int]) -> list[tuple[int | None, str, str]]:
+        """Exit code, standard output and standard error of these workers, when they have ended."""
+        for rank in ranks:
+            self.processes[rank].join(120)
+        return [(self.processes[rank].exitcode, *(file.read_text() for file in self.output[rank])) for rank in ranks]
+
+
+def _run(words: list[str], variables: dict[str, str], out: str, err: str) -> None:
+    os.environ |= variables
+    for number, file in ((1, out), (2, err)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
