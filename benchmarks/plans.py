@@ -27,9 +27,10 @@ from muonckpt.layouts.tensors import layout_of
 from muonckpt.optimizer.newton_schulz.costs import flops
 from muonckpt.optimizer.planning.matrices import Fused
 from muonckpt.optimizer.planning.precision import PRECISIONS
+from muonckpt.optimizer.planning.residence import residence
 from muonckpt.optimizer.planning.routes import NOTE
 from muonckpt.optimizer.planning.schedule import Schedule, Stage, make_schedule
-from muonckpt.optimizer.planning.units import Slot, Spec, residence
+from muonckpt.optimizer.planning.units import Slot, Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,11 @@ def plan(case: Case, rank: int) -> tuple[Schedule, list[Spec], float, float]:
 def _spec(param: DTensor, weight: Weight) -> Spec:
     half = PRECISIONS["bfloat16"]
     slot = Slot("momentum_buffer", layout_of(param), Fused(weight.pieces or None), half.there, half.back)
-    return Spec((slot,), lambda m, n, parts: flops(m, n, STEPS, parts=parts))
+    return Spec((slot,), _cost)
+
+
+def _cost(m: int, n: int, parts: int) -> int:
+    return flops(m, n, STEPS, parts=parts)
 
 
 def plan_of(case: Case) -> Numbers:

@@ -97,7 +97,7 @@ class TensorLayout:
         object.__setattr__(self, "held", {buffer: tuple(numbers) for buffer, numbers in held.items()})
         object.__setattr__(self, "starts", starts)
         object.__setattr__(self, "stops", stops)
-        object.__setattr__(self, "_hash", hash((self.shape, self.fragments)))
+        object.__setattr__(self, "_hash", hash((self.shape, starts.tobytes(), stops.tobytes(), tuple(held))))
         _prove_tiling(self)
 
     def __hash__(self) -> int:

@@ -9,7 +9,7 @@ the row-major product of its runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import product
@@ -58,7 +58,7 @@ class Shard:
         return f"Shard({self.dim})"
 
     def take(self, runs: Runs, parts: int, index: int) -> Runs:
-        numel = sum(stop - start for start, stop in runs)
+        numel = sum([stop - start for start, stop in runs])
         size = -(-numel // parts)
         return _slice(runs, min(size * index, numel), min(size * (index + 1), numel))
 
@@ -108,7 +108,7 @@ def mesh_layout(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...])
     fragments = (
         fragment
         for rank, coordinate in zip(mesh.ranks, product(*map(range, mesh.shape)), strict=True)
-        for fragment in _local_fragments(rank, tuple(along(coordinate) for along in runs_of))
+        for fragment in _local_fragments(rank, [along(coordinate) for along in runs_of])
     )
     return TensorLayout(shape, tuple(fragments))
 
@@ -159,29 +159,36 @@ def _runs_along(
             runs = placements[axis].take(runs, mesh.shape[axis], index)
         return _joined(runs)
 
-    return lambda coordinate: share(*(coordinate[axis] for axis in axes))
+    return lambda coordinate: share(*[coordinate[axis] for axis in axes])
 
 
-def _local_fragments(rank: int, runs: tuple[Runs, ...]) -> Iterator[Fragment]:
-    strides = row_major([sum(stop - start for start, stop in along) for along in runs])
-    for corner in product(*map(_with_offsets, runs)):
-        box = Box(tuple(start for start, _, _ in corner), tuple(stop for _, stop, _ in corner))
-        offset = sum(local * stride for (_, _, local), stride in zip(corner, strides, strict=True))
-        yield Fragment(box, Place(rank, offset, strides))
+def _local_fragments(rank: int, runs: Sequence[Runs]) -> Iterator[Fragment]:
+    """The boxes of a rank that holds the product of these runs."""
+    strides = row_major([sum([stop - start for start, stop in along]) for along in runs])
+    corners = [_with_offsets(along, stride) for along, stride in zip(runs, strides, strict=True)]
+    for corner in product(*corners):
+        lo, hi, offsets = zip(*corner, strict=True) if corner else ((), (), ())
+        yield Fragment(Box(lo, hi), Place(rank, sum(offsets), strides))
 
 
-def _with_offsets(runs: Runs) -> Iterator[tuple[int, int, int]]:
-    """Runs with the local index at which each begins."""
-    offset = 0
+def _with_offsets(runs: Runs, stride: int) -> list[tuple[int, int, int]]:
+    """Runs with the offset at which each begins in memory."""
+    offset, listed = 0, []
     for start, stop in runs:
-        yield start, stop, offset
-        offset += stop - start
+        listed.append((start, stop, offset))
+        offset += (stop - start) * stride
+    return listed
 
 
 def _slice(runs: Runs, lo: int, hi: int) -> Runs:
     """Local indices ``lo:hi`` of the concatenated runs."""
-    cut = ((start + max(lo - offset, 0), min(stop, start + hi - offset)) for start, stop, offset in _with_offsets(runs))
-    return tuple((start, stop) for start, stop in cut if start < stop)
+    kept = []
+    for start, stop in runs:
+        begin, end = start + max(lo, 0), min(stop, start + hi)
+        if begin < end:
+            kept.append((begin, end))
+        lo, hi = lo - (stop - start), hi - (stop - start)
+    return tuple(kept)
 
 
 def _joined(runs: Runs) -> Runs:

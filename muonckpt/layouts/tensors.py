@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard as TorchStridedShard
 
-from ..box import row_major
+from ..box import Index, row_major
 from ..errors import LayoutError
 from ..layout import Fragment, TensorLayout
 from .mesh import AxisPlacement, Mesh, Replicate, Shard, StridedShard, fragments_on, local_shape, mesh_layout
@@ -32,9 +34,15 @@ def layout_of(tensor: torch.Tensor, replicas: tuple[int, ...] = (0,)) -> TensorL
         if len(replicas) == 1:
             return owned_layout(shape, replicas[0])
         return mesh_layout(shape, Mesh((len(replicas),), replicas), (Replicate(),))
-    mesh, placements = _mesh_of(tensor), _placements_of(tensor)
-    _check_local(tensor, mesh, placements)
-    return mesh_layout(tuple(tensor.shape), mesh, placements)
+    rank = torch.distributed.get_rank()
+    layout, expected = _placed(tensor.shape, tensor.device_mesh, tensor.placements, rank)
+    local = tuple(tensor._local_tensor.shape)  # to_local() makes a view for autograd, which takes longer than the rest
+    if expected is not None and local != expected:
+        raise LayoutError(
+            f"rank {rank} holds a local tensor of shape {local}, but placements {tensor.placements} of a tensor of "
+            f"shape {tuple(tensor.shape)} on mesh {tuple(tensor.device_mesh.shape)} imply {expected}"
+        )
+    return layout
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,7 +87,7 @@ def zeros_placed_as(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.d
     """
     if not isinstance(tensor, DTensor):
         return torch.zeros(shape, dtype=dtype, device=tensor.device)
-    mesh, placements = _mesh_of(tensor), _placements_of(tensor)
+    mesh, placements = _mesh(tensor.device_mesh), _placements_of(tensor)
     local = local_shape(shape, mesh, placements, torch.distributed.get_rank())
     zeros: torch.Tensor = DTensor.from_local(
         torch.zeros(local, dtype=dtype, device=tensor.device),
@@ -124,8 +132,21 @@ def fragments_here(tensor: DTensor) -> tuple[Fragment, ...]:
     return fragments_on(tuple(tensor.shape), mesh, placements, torch.distributed.get_rank())
 
 
-def _mesh_of(tensor: DTensor) -> Mesh:
-    mesh = tensor.device_mesh
+@lru_cache(maxsize=65536)
+def _placed(
+    shape: torch.Size, mesh: DeviceMesh, placements: tuple[TorchPlacement, ...], rank: int
+) -> tuple[TensorLayout, Index | None]:
+    """The layout, and the shape of the local tensor of a rank; None if the rank is not on the mesh.
+
+    Cached by what torch calls equal, so that a model's thousands of equal tensors cost one look-up each.
+    """
+    ranks, axes = _mesh(mesh), tuple(_placement(placement, len(shape)) for placement in placements)
+    local = local_shape(tuple(shape), ranks, axes, rank) if rank in ranks.ranks else None
+    return mesh_layout(tuple(shape), ranks, axes), local
+
+
+@lru_cache(maxsize=4096)
+def _mesh(mesh: DeviceMesh) -> Mesh:
     return Mesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
 
 
@@ -147,16 +168,3 @@ def _placement(placement: TorchPlacement, ndim: int) -> AxisPlacement:
                 "(tensor.redistribute(placements=[Replicate()]) or [Shard(dim)])"
             )
     raise LayoutError(f"unknown placement {placement!r}; expected Shard, _StridedShard or Replicate")
-
-
-def _check_local(tensor: DTensor, mesh: Mesh, placements: tuple[AxisPlacement, ...]) -> None:
-    rank = torch.distributed.get_rank()
-    if rank not in mesh.ranks:
-        return
-    expected = local_shape(tuple(tensor.shape), mesh, placements, rank)
-    actual = tuple(tensor.to_local().shape)
-    if actual != expected:
-        raise LayoutError(
-            f"rank {rank} holds a local tensor of shape {actual}, but placements {tensor.placements} of a tensor of "
-            f"shape {tuple(tensor.shape)} on mesh {mesh.shape} imply {expected}"
-        )

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...box import Index
-from ...layout import Buffer, Place
-from ...plan import Copy, Share
-from .units import OWNER
+from .trips import OWNER, End, Trip
 
 WIRE_ALIGNMENT = 8
 """Each rank's part of the wire begins at a multiple of this, in bytes: of the size of any element."""
@@ -76,57 +74,53 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A tensor that travels, in which dtype, the rank that the share calls `units.OWNER`, and this rank's share of its
-    plan."""
+    """A tensor that travels, in which dtype, the rank that the trip calls `trips.OWNER`, and this rank's part of it."""
 
     key: Key
     dtype: torch.dtype
     owner: int
-    share: Share
+    trip: Trip
 
-    def rank_of(self, buffer: Buffer) -> int:
-        rank = self.owner if buffer == OWNER else buffer
-        assert isinstance(rank, int), "the buffers of an exchange are ranks"
-        return rank
-
-    def strip(self, copy: Copy, place: Place, wire_offset: int) -> Strip:
-        """The box of a copy at one of its ends."""
-        return Strip(copy.box.shape, place.strides, place.offset, wire_offset, self.dtype)
+    def strip(self, end: End, wire_offset: int) -> Strip:
+        """The box of one end, and its place on the wire."""
+        return Strip(end.sizes, end.strides, end.offset, wire_offset, self.dtype)
 
 
 def route(messages: Sequence[Message], ranks: Sequence[int], rank: int) -> Route:
     """The route of a list of messages, which every rank of ``ranks`` (in the order of its group) must list alike."""
     peers = {peer: index for index, peer in enumerate(ranks)}
-    outgoing: defaultdict[int, list[tuple[Message, Copy]]] = defaultdict(list)
-    incoming: defaultdict[int, list[tuple[Message, Copy]]] = defaultdict(list)
+    outgoing: defaultdict[int, list[tuple[Message, End]]] = defaultdict(list)
+    incoming: defaultdict[int, list[tuple[Message, End]]] = defaultdict(list)
+    own: dict[Key, tuple[LocalCopy, ...]] = {}
     for message in messages:
-        for copy in message.share.gives:
-            outgoing[peers[message.rank_of(copy.target.buffer)]].append((message, copy))
-        for copy in message.share.takes:
-            incoming[peers[message.rank_of(copy.source.buffer)]].append((message, copy))
-    outgoing.pop(peers[rank], None)
-    own: defaultdict[Key, list[LocalCopy]] = defaultdict(list)
-    for message, copy in incoming.pop(peers[rank], []):
-        own[message.key].append((message.strip(copy, copy.source, 0), message.strip(copy, copy.target, 0)))
-    sends, send_counts = _laid_out([outgoing.get(peer, []) for peer in range(len(ranks))], lambda copy: copy.source)
-    receives, receive_counts = _laid_out([incoming.get(p, []) for p in range(len(ranks))], lambda copy: copy.target)
-    return Route(sends, receives, {key: tuple(moves) for key, moves in own.items()}, send_counts, receive_counts)
+        trip, owner = message.trip, peers[message.owner]
+        for end in trip.gives:
+            outgoing[owner if end.peer == OWNER else peers[end.peer]].append((message, end))  # type: ignore[index]
+        for end in trip.takes:
+            incoming[owner if end.peer == OWNER else peers[end.peer]].append((message, end))  # type: ignore[index]
+        if trip.own:
+            own[message.key] = tuple((message.strip(here, 0), message.strip(there, 0)) for here, there in trip.own)
+    sends, send_counts = _laid_out(outgoing, len(ranks))
+    receives, receive_counts = _laid_out(incoming, len(ranks))
+    return Route(sends, receives, own, send_counts, receive_counts)
 
 
 def _laid_out(
-    by_peer: Sequence[Sequence[tuple[Message, Copy]]], here: Callable[[Copy], Place]
+    by_peer: Mapping[int, Sequence[tuple[Message, End]]], ranks: int
 ) -> tuple[Mapping[Key, tuple[Strip, ...]], tuple[int, ...]]:
-    """Copies end to end, by the rank on the other side and then in the order of the messages."""
+    """Boxes end to end, by the rank on the other side and then in the order of the messages."""
     strips: defaultdict[Key, list[Strip]] = defaultdict(list)
-    counts, start = [], 0
-    for copies in by_peer:
+    empty = _up(NOTE, WIRE_ALIGNMENT)
+    counts, more = [empty] * ranks, 0
+    for peer in sorted(by_peer):
+        start = peer * empty + more
         end = start + NOTE
-        for message, copy in copies:
+        for message, box in by_peer[peer]:
             begin = _up(end, message.dtype.itemsize)
-            strips[message.key].append(message.strip(copy, here(copy), begin))
-            end = begin + copy.box.numel * message.dtype.itemsize
-        counts.append(_up(end, WIRE_ALIGNMENT) - start)
-        start += counts[-1]
+            strips[message.key].append(message.strip(box, begin))
+            end = begin + box.numel * message.dtype.itemsize
+        counts[peer] = _up(end, WIRE_ALIGNMENT) - start
+        more += counts[peer] - empty
     return {key: tuple(listed) for key, listed in strips.items()}, tuple(counts)
 
 

@@ -15,13 +15,16 @@ from functools import lru_cache
 
 import numpy as np
 
+from ...box import Index
 from ...layout import TensorLayout
-from ...plan import Copy, Share, make_share
+from ...plan import make_share
 from ..newton_schulz.forms import Form
 from .matrices import rows_columns
-from .owners import Work, assign, in_stages
+from .owners import Int, Work, assign, in_stages
+from .residence import residence, resident
 from .routes import Message, Route, route
-from .units import Slot, Spec, Unit, given, replicated, residence, resident
+from .trips import Trip, Trips, first_replica, trips_of_holder, trips_of_owner
+from .units import Slot, Spec, Unit
 
 Ranks = tuple[int, ...]
 
@@ -69,64 +72,64 @@ def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int = 
         rank: the one whose part is made.
         stages: the largest number of rounds.
     """
-    where = [(number, index) for number, spec in enumerate(specs) for index in range(len(spec.slots[0].shapes))]
-    work = _work(specs, ranks)
+    matrices = _matrices(specs, ranks)
+    work = [matrix for spec in specs for matrix, _ in matrices[spec]]
     owners = assign(work, ranks)
     turns = in_stages([matrix.cost for matrix in work], owners, len(ranks), stages)
-    units = tuple(
-        Unit(
-            *place,
-            matrix.shape,
-            tuple(ranks[index] for index in sharers),
-            specs[place[0]].blocks,
-            stage,
-            matrix.cost,
-            form,
-        )
-        for place, matrix, sharers, stage, form in zip(where, work, owners, turns, _forms(specs), strict=True)
+    places = (
+        (number, index, spec.blocks, *matrix)
+        for number, spec in enumerate(specs)
+        for index, matrix in enumerate(matrices[spec])
     )
-    here = [
-        frozenset[int]().union(*(resident(slot.layout, slot.fused, ranks, rank) for slot in spec.slots))
-        for spec in specs
-    ]
-    ours = [n for n, unit in enumerate(units) if unit.index in here[unit.param] or rank in unit.owners]
+    units = tuple(
+        Unit(number, index, work.shape, tuple(ranks[i] for i in sharers), blocks, stage, work.cost, form)
+        for (number, index, blocks, work, form), sharers, stage in zip(places, owners, turns, strict=True)
+    )
+    here = {
+        spec: frozenset[int]().union(*(resident(slot.layout, slot.fused, rank) for slot in spec.slots))
+        for spec in matrices
+    }
+    by_stage: list[list[int]] = [[] for _ in range(max(turns, default=0) + 1)]
+    for number, unit in enumerate(units):
+        if unit.index in here[specs[unit.param]] or rank in unit.owners:
+            by_stage[unit.stage].append(number)
     return Schedule(
         ranks,
         units,
-        tuple(
-            _stage([number for number in ours if units[number].stage == stage], units, specs, ranks, rank)
-            for stage in range(max(turns, default=0) + 1)
-        ),
+        tuple(_stage(numbers, units, specs, ranks, rank) for numbers in by_stage),
         _digest(specs, ranks, units),
     )
 
 
-def _forms(specs: Sequence[Spec]) -> list[Form]:
-    """Of all matrices.  What decides is how many of a shape a *parameter* has: that is the same under any sharding, and
-    on ranks that do not hold the same parameters."""
-    forms = []
-    for spec in specs:
-        shapes = [rows_columns(shape) for shape in spec.slots[0].shapes]
-        form = {shape: spec.form(*shape, copies) for shape, copies in Counter(shapes).items()}
-        forms += [form[shape] for shape in shapes]
-    return forms
+def _matrices(specs: Sequence[Spec], ranks: Ranks) -> dict[Spec, list[tuple[Work, Form]]]:
+    """The matrices of every kind of parameter: layers that repeat are planned once.
 
-
-def _work(specs: Sequence[Spec], ranks: Ranks) -> list[Work]:
-    """All matrices; one that is much more than a rank's share of all work is shared by as many ranks as it takes."""
-    costs = [[spec.cost(*rows_columns(shape), 1) for shape in spec.slots[0].shapes] for spec in specs]
-    share = sum(map(sum, costs)) / len(ranks)
-    work = []
-    for spec, alone in zip(specs, costs, strict=True):
+    A matrix that is much more than a rank's share of all work is shared by as many ranks as it takes.  What decides on
+    the form is how many matrices of a shape a *parameter* has: that is the same under any sharding, and on ranks that
+    do not hold the same parameters.
+    """
+    times = Counter(specs)
+    alone = {spec: [spec.cost(*rows_columns(shape), 1) for shape in spec.slots[0].shapes] for spec in times}
+    share = sum(sum(alone[spec]) * count for spec, count in times.items()) / len(ranks)
+    matrices = {}
+    for spec, costs in alone.items():
         update = spec.slots[0]
         homes = residence(update.layout, update.fused, ranks)
-        for shape, cost, (holders, held) in zip(update.shapes, alone, homes, strict=True):
-            parts = 1
-            while cost > OVERSIZE * share and 2 * parts <= min(spec.blocks, len(ranks)):
-                parts *= 2
-                cost = spec.cost(*rows_columns(shape), parts)
-            work.append(Work(cost, math.prod(shape), shape, holders, held, parts))
-    return work
+        copies = Counter(map(rows_columns, update.shapes))
+        forms = {shape: spec.form(*shape, count) for shape, count in copies.items()}
+        matrices[spec] = [
+            (_work(spec, shape, cost, home, share, len(ranks)), forms[rows_columns(shape)])
+            for shape, cost, home in zip(update.shapes, costs, homes, strict=True)
+        ]
+    return matrices
+
+
+def _work(spec: Spec, shape: Index, cost: int, home: tuple[Int, Int], share: float, ranks: int) -> Work:
+    parts = 1
+    while cost > OVERSIZE * share and 2 * parts <= min(spec.blocks, ranks):
+        parts *= 2
+        cost = spec.cost(*rows_columns(shape), parts)
+    return Work(cost, math.prod(shape), shape, *home, parts)
 
 
 def _stage(numbers: Sequence[int], units: Sequence[Unit], specs: Sequence[Spec], ranks: Ranks, rank: int) -> Stage:
@@ -134,7 +137,7 @@ def _stage(numbers: Sequence[int], units: Sequence[Unit], specs: Sequence[Spec],
     for number in numbers:
         unit = units[number]
         for slot in specs[unit.param].slots:
-            there, back = _shares(unit, slot, rank)
+            there, back = _trips(unit, slot, rank)
             gather.append(Message((number, slot.name), slot.there, unit.owners[0], there))
             scatter.append(Message((number, slot.name), slot.back, unit.owners[0], back))
     return Stage(
@@ -145,19 +148,22 @@ def _stage(numbers: Sequence[int], units: Sequence[Unit], specs: Sequence[Spec],
     )
 
 
-def _shares(unit: Unit, slot: Slot, rank: int) -> tuple[Share, Share]:
+def _trips(unit: Unit, slot: Slot, rank: int) -> Trips:
     """What a rank does to bring a matrix of a slot to its owners, and to take the result back."""
-    if rank not in unit.owners and unit.blocks == 1 and not replicated(slot.layout):
-        copies = given(slot.layout, slot.fused, rank).get(unit.index, ())
-        return Share(copies, ()), Share((), tuple(Copy(copy.box, copy.target, copy.source) for copy in copies))
-    resting, whole = unit.resting(slot), unit.whole(slot)
-    return _share(resting, whole, rank), _share(whole, resting, rank)
+    if unit.blocks > 1:
+        resting, whole = unit.resting(slot), unit.whole(slot)
+        return _trip(resting, whole, rank), _trip(whole, resting, rank)
+    where = slot.layout, slot.fused, unit.index
+    [owner] = unit.owners
+    if owner == rank:
+        return trips_of_owner(*where, rank)
+    return trips_of_holder(*where, rank, first_replica(*where, owner))
 
 
 @lru_cache(maxsize=65536)
-def _share(source: TensorLayout, target: TensorLayout, rank: int) -> Share:
+def _trip(source: TensorLayout, target: TensorLayout, rank: int) -> Trip:
     """Cached by geometry: the layers of a model share them."""
-    return make_share(source, target, rank)
+    return Trip.of(make_share(source, target, rank), rank)
 
 
 def _digest(specs: Sequence[Spec], ranks: Ranks, units: Sequence[Unit]) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from .elementwise import Elementwise
 from .exchange import agree, connect, link
 from .operators import TorchElementwise
 from .process_groups import ProcessGroups, group_of, groups_of_mesh
-from .rank_set import RankSet
+from .rank_set import Member, RankSet
 from .resting import State
 from .step import Connection, Step, shared
 
@@ -70,7 +70,12 @@ class Planner:
         try:
             if failure is not None:
                 raise failure
-            specs = [self._spec(member.param, groups[member.group], state, ranks) for member in held.matrices]
+            alike: dict[Hashable, Spec] = {}
+            specs = [
+                alike.setdefault((member.group, member.param.device, slots), self._spec(member, groups, slots))
+                for member in held.matrices
+                for slots in [self._slots(member.param, groups[member.group], state, ranks)]
+            ]
             schedule = make_schedule(specs, ranks, rank, self.stages)
             weights = [local_of(member.param) for member in held.matrices]
             backend = elementwise(schedule, specs, weights, held.device, guarded=self.guarded)
@@ -107,19 +112,23 @@ class Planner:
         # What only the others' cost, form or layout can make different.
         return {**facts, "the plan": schedule.digest.hex()}
 
-    def _spec(self, param: Tensor, group: ParamGroup, state: State, ranks: Ranks) -> Spec:
+    def _slots(self, param: Tensor, group: ParamGroup, state: State, ranks: Ranks) -> tuple[Slot, ...]:
         precision, fused = PRECISIONS[group["ns_dtype"]], fused_of(group)
         update = Slot(MOMENTUM, self.resting(param, ranks), fused, precision.there, precision.back)
         extras = [
             Slot(name, layout_of(state[param][name], ranks), kept.fused, torch.float32, torch.float32)
             for name, kept in extras_of(param, group).items()
         ]
-        steps, gram = group["ns_steps"], group["gram"]
+        return (update, *extras)
+
+    def _spec(self, member: Member, groups: Sequence[ParamGroup], slots: tuple[Slot, ...]) -> Spec:
+        group, device = groups[member.group], member.param.device
+        steps, gram, compute = group["ns_steps"], group["gram"], PRECISIONS[group["ns_dtype"]].compute
         return Spec(
-            (update, *extras),
+            slots,
             lambda m, n, parts: self.cost(m, n, steps, gram, parts),
             group["blocks"],
-            lambda m, n, copies: self.form(param.device, precision.compute, m, n, copies),
+            lambda m, n, copies: self.form(device, compute, m, n, copies),
             lambda m, n: self.scale(group, m, n),
         )
 

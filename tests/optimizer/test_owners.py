@@ -17,9 +17,11 @@ from muonckpt.optimizer.newton_schulz.costs import CostTable, flops, measure
 from muonckpt.optimizer.newton_schulz.forms import Form
 from muonckpt.optimizer.planning.matrices import Fused, matrices_of, one_column, one_row, shapes_of
 from muonckpt.optimizer.planning.owners import Work, assign, in_stages
+from muonckpt.optimizer.planning.residence import residence
 from muonckpt.optimizer.planning.routes import NOTE
 from muonckpt.optimizer.planning.schedule import Schedule, make_schedule
-from muonckpt.optimizer.planning.units import Slot, Spec, given, residence
+from muonckpt.optimizer.planning.trips import OWNER, Trip, first_replica, trips_of_holder, trips_of_owner
+from muonckpt.optimizer.planning.units import Slot, Spec
 from muonckpt.plan import make_share
 
 HALF = torch.bfloat16
@@ -241,20 +243,35 @@ def test_between_replicas_nothing_travels_to_the_owners_and_each_result_once(rep
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_a_rank_gives_to_any_owner_is_its_share_of_the_plan(seed):
+def test_trips_to_any_owner_and_back_are_shares_of_the_plans(seed):
+    """Also where replicas of a part lie elsewhere than with the owner, and where the owner has nothing of a matrix."""
     rng = np.random.default_rng(seed)
-    mesh = Mesh.of(int(rng.integers(1, 4)), int(rng.integers(1, 4)))
+    mesh = Mesh.of(*rng.integers(1, 4, size=3).tolist())
     shape = tuple(rng.integers(1, 13, size=int(rng.integers(2, 4))).tolist())
     dims = rng.integers(len(shape), size=2).tolist()
-    layout = mesh_layout(shape, mesh, (StridedShard(dims[0], 2), Shard(dims[1])))
+    placements = [StridedShard(dims[0], 2), Shard(dims[1]), Replicate()]
+    layout = mesh_layout(shape, mesh, tuple(placements[i] for i in rng.permutation(3)))
     rows, columns = shape[-2:]
     fused = Fused((1, rows - 1) if rows > 1 else None, (columns - 1, 1) if columns > 1 else None)
     for index, matrix in enumerate(matrices_of(shape, fused)):
-        whole = shapes_of(shape, fused)[index]
-        for rank in mesh.ranks:
-            for owner in set(mesh.ranks) - {rank}:
-                share = make_share(through(matrix, layout), owned_layout(whole, owner), rank)
-                found = given(layout, fused, rank).get(index, ())
-                assert share.takes == () and share.gives == tuple(
-                    replace(copy, target=replace(copy.target, buffer=owner)) for copy in found
+        resting = through(matrix, layout)
+        for owner in mesh.ranks:
+            whole = owned_layout(shapes_of(shape, fused)[index], owner)
+            for rank in mesh.ranks:
+                expected = (Trip.of(make_share(*way, rank), rank) for way in ((resting, whole), (whole, resting)))
+                first = first_replica(layout, fused, index, owner)
+                found = (
+                    trips_of_owner(layout, fused, index, rank)
+                    if owner == rank
+                    else trips_of_holder(layout, fused, index, rank, first)
                 )
+                assert [by_peer(trip, owner) for trip in found] == [by_peer(trip, owner) for trip in expected]
+
+
+def by_peer(trip: Trip, owner: int) -> tuple[object, ...]:
+    """What matters of a trip: for each peer, boxes in their order; own ones in any."""
+    lists = []
+    for ends in (trip.gives, trip.takes):
+        listed = [replace(end, peer=owner if end.peer == OWNER else end.peer) for end in ends]
+        lists.append({peer: [end for end in listed if end.peer == peer] for peer in {end.peer for end in listed}})
+    return (*lists, set(trip.own))
