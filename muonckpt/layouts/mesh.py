@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from itertools import product
 from typing import Protocol
@@ -28,10 +28,15 @@ class Mesh:
 
     shape: Index
     ranks: tuple[int, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.shape, self.ranks)))
         if math.prod(self.shape) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
             raise LayoutError(f"a mesh of shape {self.shape} needs that many distinct ranks, got {self.ranks}")
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @classmethod
     def of(cls, *shape: int) -> Mesh:

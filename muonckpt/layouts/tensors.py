@@ -34,15 +34,8 @@ def layout_of(tensor: torch.Tensor, replicas: tuple[int, ...] = (0,)) -> TensorL
         if len(replicas) == 1:
             return owned_layout(shape, replicas[0])
         return mesh_layout(shape, Mesh((len(replicas),), replicas), (Replicate(),))
-    rank = torch.distributed.get_rank()
-    layout, expected = _placed(tensor.shape, tensor.device_mesh, tensor.placements, rank)
-    local = tuple(tensor._local_tensor.shape)  # to_local() makes a view for autograd, which takes longer than the rest
-    if expected is not None and local != expected:
-        raise LayoutError(
-            f"rank {rank} holds a local tensor of shape {local}, but placements {tensor.placements} of a tensor of "
-            f"shape {tuple(tensor.shape)} on mesh {tuple(tensor.device_mesh.shape)} imply {expected}"
-        )
-    return layout
+    mesh, placements = _checked(tensor)
+    return mesh_layout(tuple(tensor.shape), mesh, placements)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,22 +120,34 @@ def fragments_here(tensor: DTensor) -> tuple[Fragment, ...]:
     Raises:
         LayoutError: as `layout_of`.
     """
-    mesh, placements = _mesh_of(tensor), _placements_of(tensor)
-    _check_local(tensor, mesh, placements)
+    mesh, placements = _checked(tensor)
     return fragments_on(tuple(tensor.shape), mesh, placements, torch.distributed.get_rank())
+
+
+def _checked(tensor: DTensor) -> tuple[Mesh, tuple[AxisPlacement, ...]]:
+    """Mesh and placements, once the local tensor is what they say."""
+    rank = torch.distributed.get_rank()
+    mesh, placements, expected = _placed(tensor.shape, tensor.device_mesh, tensor.placements, rank)
+    actual = tuple(tensor._local_tensor.shape)  # to_local() makes a view for autograd, which takes longer than the rest
+    if expected is not None and actual != expected:
+        raise LayoutError(
+            f"rank {rank} holds a local tensor of shape {actual}, but placements {tensor.placements} of a tensor of "
+            f"shape {tuple(tensor.shape)} on mesh {mesh.shape} imply {expected}"
+        )
+    return mesh, placements
 
 
 @lru_cache(maxsize=65536)
 def _placed(
     shape: torch.Size, mesh: DeviceMesh, placements: tuple[TorchPlacement, ...], rank: int
-) -> tuple[TensorLayout, Index | None]:
-    """The layout, and the shape of the local tensor of a rank; None if the rank is not on the mesh.
+) -> tuple[Mesh, tuple[AxisPlacement, ...], Index | None]:
+    """Mesh and placements in our words, and the shape of a rank's local tensor; None if it is not on the mesh.
 
-    Cached by what torch calls equal, so that a model's thousands of equal tensors cost one look-up each.
+    Cached by what torch calls equal, so that a model's thousands of equal tensors cost a look-up each.
     """
-    ranks, axes = _mesh(mesh), tuple(_placement(placement, len(shape)) for placement in placements)
-    local = local_shape(tuple(shape), ranks, axes, rank) if rank in ranks.ranks else None
-    return mesh_layout(tuple(shape), ranks, axes), local
+    ranks, ours = _mesh(mesh), tuple(_placement(placement, len(shape)) for placement in placements)
+    local = local_shape(tuple(shape), ranks, ours, rank) if rank in ranks.ranks else None
+    return ranks, ours, local
 
 
 @lru_cache(maxsize=4096)
