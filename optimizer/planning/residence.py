@@ -94,7 +94,7 @@ class Parts:
 
 
 @lru_cache(maxsize=256)
-def parts_of(layout: TensorLayout, fused: Fused) -> Parts:
+def matrix_parts(layout: TensorLayout, fused: Fused) -> Parts:
     """The parts of a parameter's matrices."""
     matrices, shapes = matrices_of(layout.shape, fused), shapes_of(layout.shape, fused)
     pieces = [(piece, row_major(shape)) for matrix, shape in zip(matrices, shapes, strict=True) for piece in matrix]
@@ -119,7 +119,7 @@ def residence(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...]) -> tup
 
     Matrices that lie alike have the same two arrays.
     """
-    parts = parts_of(layout, fused)
+    parts = matrix_parts(layout, fused)
     count = len(parts.first) - 1
     if not count:
         return ()
@@ -156,14 +156,14 @@ def resident(layout: TensorLayout, fused: Fused, rank: int) -> frozenset[int]:
 @lru_cache(maxsize=4096)
 def held(layout: TensorLayout, fused: Fused, rank: int) -> Mapping[int, list[Part]]:
     """The parts that a rank has, by matrix."""
-    return parts_of(layout, fused).of_rank(rank)
+    return matrix_parts(layout, fused).of_rank(rank)
 
 
 @lru_cache(maxsize=4096)
 def first_replicas(layout: TensorLayout, fused: Fused, index: int) -> Mapping[Buffer, int]:
     """For each rank that holds anything of a matrix, which replica of its first part that is."""
     firsts: dict[Buffer, int] = {}
-    for part in parts_of(layout, fused).of_matrix(index):
+    for part in matrix_parts(layout, fused).of_matrix(index):
         for replica, (holder, _, _) in enumerate(part.holders):
             firsts.setdefault(holder, replica)
     return firsts

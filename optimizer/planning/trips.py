@@ -14,7 +14,7 @@ from ...box import Index, row_major
 from ...layout import Buffer, Place, TensorLayout
 from ...plan import Copy, Share
 from .matrices import Fused, shapes_of
-from .residence import first_replicas, held, parts_of
+from .residence import first_replicas, held, matrix_parts
 
 OWNER = "owner"
 """Stands for the one owner of a matrix, whoever that is."""
@@ -67,7 +67,7 @@ def trips_of_owner(layout: TensorLayout, fused: Fused, index: int, rank: int) ->
     first = first_replica(layout, fused, index, rank)
     strides = row_major(shapes_of(layout.shape, fused)[index])
     takes, gives, own = [], [], []
-    for part in parts_of(layout, fused).of_matrix(index):
+    for part in matrix_parts(layout, fused).of_matrix(index):
         chosen = _chosen(part.number, len(part.holders), first)
         ends = [End(holder, part.numel, part.sizes, strides, part.inside) for holder, _, _ in part.holders]
         mine = [replica for replica, end in enumerate(ends) if end.peer == rank]
