@@ -17,7 +17,7 @@ from .owners import Int
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MatrixPart:
     """What a matrix and a box of its parameter's layout have in common.
 
     Attributes:
@@ -35,7 +35,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parts:
+class MatrixParts:
     """All parts of a parameter's matrices, as arrays: a stack of experts on many ranks has hundreds of thousands.
 
     Attributes:
@@ -51,10 +51,10 @@ class Parts:
     box: Int
     first: Int
 
-    def of_matrix(self, index: int) -> list[Part]:
+    def of_matrix(self, index: int) -> list[MatrixPart]:
         return self._parts(index, np.arange(self.first[index], self.first[index + 1]))
 
-    def of_rank(self, rank: int) -> Mapping[int, list[Part]]:
+    def of_rank(self, rank: int) -> Mapping[int, list[MatrixPart]]:
         """What a rank has, by matrix."""
         rows = np.flatnonzero(np.isin(self.box, self.layout.held.get(rank, ())))
         matrices = np.searchsorted(self.first, rows, side="right") - 1
@@ -65,7 +65,7 @@ class Parts:
             for index, (start, stop) in zip(present.tolist(), pairwise(cuts), strict=True)
         }
 
-    def _parts(self, index: int, rows: Int) -> list[Part]:
+    def _parts(self, index: int, rows: Int) -> list[MatrixPart]:
         """Some parts of a matrix."""
         i, j = self.piece[rows], self.box[rows]
         begin, end, shift, strides = (array[i] for array in self.pieces)
@@ -80,7 +80,7 @@ class Parts:
         )
         listed = zip(*(column.tolist() for column in columns), j.tolist(), strict=True)
         return [
-            Part(number, numel, tuple(shape), inside, self._holders(box, offset))
+            MatrixPart(number, numel, tuple(shape), inside, self._holders(box, offset))
             for number, numel, shape, inside, offset, box in listed
         ]
 
@@ -94,7 +94,7 @@ class Parts:
 
 
 @lru_cache(maxsize=256)
-def matrix_parts(layout: TensorLayout, fused: Fused) -> Parts:
+def matrix_parts(layout: TensorLayout, fused: Fused) -> MatrixParts:
     """The parts of a parameter's matrices."""
     matrices, shapes = matrices_of(layout.shape, fused), shapes_of(layout.shape, fused)
     pieces = [(piece, row_major(shape)) for matrix, shape in zip(matrices, shapes, strict=True) for piece in matrix]
@@ -110,7 +110,7 @@ def matrix_parts(layout: TensorLayout, fused: Fused) -> Parts:
     )
     i, j = overlaps(lo, hi, layout.starts, layout.stops)
     ends = np.cumsum([0, *map(len, matrices)])  # of the matrices, in pieces
-    return Parts(layout, (lo, hi, origin - lo, strides), i, j, np.searchsorted(i, ends))
+    return MatrixParts(layout, (lo, hi, origin - lo, strides), i, j, np.searchsorted(i, ends))
 
 
 @lru_cache(maxsize=4096)
@@ -154,7 +154,7 @@ def resident(layout: TensorLayout, fused: Fused, rank: int) -> frozenset[int]:
 
 
 @lru_cache(maxsize=4096)
-def held(layout: TensorLayout, fused: Fused, rank: int) -> Mapping[int, list[Part]]:
+def held(layout: TensorLayout, fused: Fused, rank: int) -> Mapping[int, list[MatrixPart]]:
     """The parts that a rank has, by matrix."""
     return matrix_parts(layout, fused).of_rank(rank)
 
