@@ -25,6 +25,7 @@ from ..version import VERSION
 
 COMMANDS = {
     "inspect": "Say what is in a checkpoint and how it is laid out.",
+    "diff": "Say what differs between two checkpoints, tensor by tensor.",
     "verify": "Check that a checkpoint is whole: coverage, bounds, checksums, fingerprints, values.",
     "reshard": "Rewrite a checkpoint for another mesh, layout, format or program, without a GPU.",
     "convert": "Rewrite a checkpoint in another format, or for another program.",

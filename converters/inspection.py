@@ -13,13 +13,14 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ..errors import SourceError, TargetError
+from ..errors import TargetError
 from ..record import Extent, Manifest, StateRecord
 from ..store.io.location import Remote
 from ..store.open_checkpoint import OpenCheckpoint, open
 from ..store.reading.dtypes import itemsize
 from .buffer_summary import NO_STATE, buffer_summary, labelled_buffers, without_buffers
-from .look.contents import Contents, Role, contents_of
+from .look.contents import Contents, Role
+from .look.first_look import first_look
 from .look.holders import (
     StoredShard,
     balance_of,
@@ -30,10 +31,10 @@ from .look.holders import (
     shards_of,
     writing_ranks,
 )
-from .look.hyper_parameters import HyperParameters, StepCounts, hyper_parameters, steps_of
+from .look.hyper_parameters import HyperParameters
 from .look.module_tree import Branch, module_tree
 from .look.symptoms import symptoms_of
-from .translate.detection import Detected, detect, with_slots_of
+from .translate.detection import Detected
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,19 +179,14 @@ def inspect(path: str | os.PathLike[str] | Remote) -> Inspection:
 
 def inspection_of(checkpoint: OpenCheckpoint) -> Inspection:
     """The same of a checkpoint that is open already."""
-    outline = checkpoint.outline
-    program = _program(outline)
-    dialect = program.dialect if isinstance(program, Detected) else None
-    manifest = with_slots_of(outline, dialect) if dialect else outline
-    groups = hyper_parameters(manifest, dialect, checkpoint.values)
-    contents = contents_of(manifest, dialect, groups.values_of(dialect.method_option if dialect else None))
-    steps = steps_of(contents, manifest, checkpoint.values, groups)
+    known = first_look(checkpoint)
+    manifest, groups, contents = known.manifest, known.groups, known.contents
     layouts = Counter(json.dumps(tensor.layout) for tensor in manifest.tensors if tensor.layout)
     empty = sum(not chunk.box.numel for tensor in manifest.tensors for chunk in tensor.chunks)
     return Inspection(
         checkpoint=str(checkpoint.path),
         kind=checkpoint.format.name,
-        dialect=_dialect(program),
+        dialect=_dialect(known.program),
         provenance=without_buffers(manifest.provenance),
         tensors=len(manifest.tensors),
         chunks=sum(len(tensor.chunks) for tensor in manifest.tensors) - empty,
@@ -198,8 +194,8 @@ def inspection_of(checkpoint: OpenCheckpoint) -> Inspection:
         bytes=sum(map(_bytes, manifest.tensors)),
         other_items=len(manifest.blobs),
         files=len({item.file for item in _items(manifest)}),
-        step=_step(manifest, steps),
-        steps=dataclasses.asdict(steps),
+        step=known.step,
+        steps=dataclasses.asdict(known.steps),
         optimizer=tuple(_methods(contents)),
         conventions=tuple(_conventions(contents, groups)),
         groups=tuple(
@@ -218,32 +214,17 @@ def inspection_of(checkpoint: OpenCheckpoint) -> Inspection:
         checks=_checks(manifest),
         symptoms=tuple(
             symptom.to_json()
-            for symptom in symptoms_of(contents, manifest, groups, steps, checkpoint.payloads.directory)
+            for symptom in symptoms_of(contents, manifest, groups, known.steps, checkpoint.payloads.directory)
         ),
         notes=groups.notes,
         manifest=manifest,
     )
 
 
-def _program(manifest: Manifest) -> Detected | str:
-    """The program whose keys these are, or why it is unknown."""
-    try:
-        return detect(manifest)
-    except SourceError as error:
-        return str(error)
-
-
 def _dialect(program: Detected | str) -> dict[str, Any]:
     if isinstance(program, str):
         return {"name": None, "who": None, "reasons": [program]}
     return {"name": program.dialect.name, "who": program.dialect.who, "reasons": list(program.reasons)}
-
-
-def _step(manifest: Manifest, steps: StepCounts) -> int | float | None:
-    recorded = manifest.provenance.get("step")
-    if isinstance(recorded, int | float):
-        return recorded
-    return steps.most if steps.least == steps.most else None
 
 
 def _methods(contents: Contents) -> Iterator[dict[str, Any]]:

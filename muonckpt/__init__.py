@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .checkpoint.save_load import load, save
     from .checkpoint.series import Restored, SavedStep, Series
     from .checkpoint.tensor_prints import Fingerprints
+    from .converters.compare.diff import Difference, diff
     from .converters.inspection import Inspection, inspect
     from .converters.report import Report
     from .converters.rewrite import convert, reshard
@@ -46,6 +47,7 @@ __all__ = [
     "BoxedTensor",
     "DamageError",
     "DestinationError",
+    "Difference",
     "Fingerprints",
     "Inspection",
     "Interrupted",
@@ -62,6 +64,7 @@ __all__ = [
     "async_save",
     "attest",
     "convert",
+    "diff",
     "fingerprints",
     "inspect",
     "load",
@@ -76,6 +79,7 @@ _HOMES = {
     "Attestation": ".checkpoint.attestation",
     "AuditReport": ".store.audit",
     "BoxedTensor": ".layouts.boxed_tensor",
+    "Difference": ".converters.compare.diff",
     "Fingerprints": ".checkpoint.tensor_prints",
     "Inspection": ".converters.inspection",
     "OpenCheckpoint": ".store.open_checkpoint",
@@ -86,6 +90,7 @@ _HOMES = {
     "async_save": ".checkpoint.async_saving",
     "attest": ".checkpoint.attestation",
     "convert": ".converters.rewrite",
+    "diff": ".converters.compare.diff",
     "fingerprints": ".checkpoint.attestation",
     "inspect": ".converters.inspection",
     "load": ".checkpoint.save_load",

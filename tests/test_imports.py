@@ -60,12 +60,14 @@ RULES = {
     "converters/target": "errors box layout plan record version vocabulary layouts layouts/buffers store store/io "
     "store/reading store/formats converters/engine",
     "converters/translate": "errors box coefficients layout record vocabulary store store/formats converters/engine",
+    "converters/compare": "errors box store store/io store/reading store/formats converters/engine converters/look "
+    "converters/translate",
     "converters/look": "errors box record layouts/buffers store store/io store/reading converters/translate",
     "converters": "errors record vocabulary layouts/buffers store store/io store/reading store/formats "
     "converters/engine converters/look converters/target converters/translate",
-    "cli": "errors record version vocabulary layouts/buffers store store/io store/reading converters converters/engine "
-    "converters/look converters/target converters/translate",
-    "": "errors version layouts store checkpoint converters",
+    "cli": "errors record version vocabulary layouts/buffers store store/io store/reading converters "
+    "converters/compare converters/engine converters/look converters/target converters/translate",
+    "": "errors version layouts store checkpoint converters converters/compare",
 }
 TORCH = (
     "layouts/tensors",
@@ -257,9 +259,10 @@ def test_help_imports_neither_torch_nor_numpy():
     assert not {"torch", "numpy", "rich"} & loaded_by("--help")
 
 
-def test_inspect_verify_and_reshard_run_without_torch(tiny_checkpoint, tmp_path):
+def test_commands_run_without_torch(tiny_checkpoint, tmp_path):
     assert "torch" not in loaded_by("inspect", str(tiny_checkpoint), "--tensors")
     assert "torch" not in loaded_by("verify", str(tiny_checkpoint))
+    assert "torch" not in loaded_by("diff", str(tiny_checkpoint), str(tiny_checkpoint))
     loaded = loaded_by("reshard", str(tiny_checkpoint), str(tmp_path / "out"), "--mesh", "dp=3")
     assert "torch" not in loaded
     assert not UNUSED & loaded, "what only other formats and layouts need makes every command slower to start"

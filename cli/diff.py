@@ -1,0 +1,146 @@
+"""`muonckpt diff`: what differs between two checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import click
+
+from ..converters.compare.diff import DIFF_MEMORY, Difference, diff
+from ..converters.compare.pair import TensorDifference
+from ..converters.translate.dialects import DIALECTS
+from ..errors import TargetError
+from ..store.io.location import Location
+from .argument_types import CHECKPOINT, JOBS, ByteCountType
+from .printing import counted, print_section, printable, progress, size, some_of
+
+_MOST_ROWS = 20
+"""The most tensors that are listed unless all are asked for."""
+
+_WRITABLE = [dialect.name for dialect in DIALECTS.values() if dialect.writable]
+
+
+@click.command("diff")
+@click.argument("a", type=CHECKPOINT)
+@click.argument("b", type=CHECKPOINT)
+@click.argument("globs", nargs=-1, metavar="[GLOB]...")
+@click.option("--summary", is_flag=True, help="Print counts only.")
+@click.option("--all", "every", is_flag=True, help="List every tensor that changed.")
+@click.option("--rtol", type=click.FloatRange(0), metavar="NUMBER", help="Take as equal: |a-b| <= RTOL max(|a|, |b|).")
+@click.option("--atol", type=click.FloatRange(0), metavar="NUMBER", help="The same with an absolute bound.")
+@click.option("--to", "to_dialect", type=click.Choice(_WRITABLE), metavar="PROGRAM", help="Compare as it has them.")
+@click.option(
+    "--from-a", type=click.Choice(list(DIALECTS)), metavar="PROGRAM", help="Program that wrote A, if unclear."
+)
+@click.option(
+    "--from-b", type=click.Choice(list(DIALECTS)), metavar="PROGRAM", help="Program that wrote B, if unclear."
+)
+@click.option("--memory", type=ByteCountType(), default=f"{DIFF_MEMORY >> 20}MiB", show_default=True, help="Memory.")
+@click.option("--jobs", type=JOBS, default=2, show_default=True, metavar="N", help="Threads.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def command(
+    a: Location, b: Location, globs: Sequence[str], summary: bool, every: bool, as_json: bool, **options: Any
+) -> int:
+    """Say what differs between the checkpoints A and B, of any formats and meshes; exit with 1 if anything does.
+
+    Where both have fingerprints, tensors that are equal are not read.
+
+    \b
+    muonckpt diff run/step-00001000 run/step-00001100 '*momentum*'
+    muonckpt diff run-on-8 run-on-64 --summary
+    """
+    if (options["from_a"] or options["from_b"]) and not options["to_dialect"]:
+        raise click.UsageError("--from-a and --from-b have no meaning without --to")
+    try:
+        with progress("diff") as advance:
+            found = diff(a, b, select=globs, progress=advance, **options)
+    except TargetError as error:
+        raise click.UsageError(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(found.to_json(), indent=1, default=str))
+        return int(found.differs)
+    if not summary:
+        _print_details(found, every)
+    for line in _summary(found):
+        click.echo(printable(line))
+    return int(found.differs)
+
+
+def _print_details(found: Difference, every: bool) -> None:
+    changed = [tensor for tensor in found.tensors if tensor.status in ("changed", "close")]
+    changed.sort(key=lambda tensor: -_change(tensor))
+    headers = ("tensor", "changed", "max abs", "max rel", "cosine", "norm A", "norm B", "RMS change")
+    print_section(headers, [_row(tensor) for tensor in (changed if every else changed[:_MOST_ROWS])])
+    if len(changed) > _MOST_ROWS and not every:
+        click.echo(f"and {len(changed) - _MOST_ROWS} more that changed less (--all)")
+    print_section(("item", "A", "B"), [(item.key, *_both(item.a, item.b)) for item in found.items])
+    for name, keys in (("A", found.only_a), ("B", found.only_b)):
+        print_section((f"only in {name}",), [(key,) for key in (keys if every else keys[:_MOST_ROWS])])
+        if len(keys) > _MOST_ROWS and not every:
+            click.echo(f"and {len(keys) - _MOST_ROWS} more (--all)")
+    if changed or found.items or found.only_a or found.only_b:
+        click.echo()
+
+
+def _change(tensor: TensorDifference) -> float:
+    """The norm of the change in terms of the norms; what has no numbers comes first."""
+    if tensor.statistics is None:
+        return float("inf")
+    largest = max(tensor.statistics.norm_a, tensor.statistics.norm_b)
+    return tensor.statistics.norm_change / largest if largest else 0.0
+
+
+def _row(tensor: TensorDifference) -> tuple[object, ...]:
+    (shape_a, shape_b), (dtype_a, dtype_b) = tensor.shapes, tensor.dtypes
+    name = tensor.key if dtype_a == dtype_b else f"{tensor.key} ({dtype_a}, {dtype_b})"
+    s = tensor.statistics
+    if s is None:
+        return name, f"shape {_shape(shape_a)}, {_shape(shape_b)}", *("-" for _ in range(6))
+    share = f"{s.changed} of {s.elements}"
+    cosine = "-" if s.cosine is None else f"{s.cosine:.6f}"
+    numbers = (f"{value:.4g}" for value in (s.norm_a, s.norm_b, s.rms_change))
+    return name, share, f"{s.max_abs:.3g}", f"{s.max_rel:.3g}", cosine, *numbers
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def _both(a: object, b: object) -> tuple[str, str]:
+    """Two values in short; of lists, what only one of them has."""
+    if isinstance(a, list) and isinstance(b, list):
+        only = [value for value in a if value not in b], [value for value in b if value not in a]
+        return (f"also {_short(only[0])}", f"also {_short(only[1])}") if any(only) else ("the same", "in another order")
+    return _short(a), _short(b)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:56]} …"
+
+
+def _summary(found: Difference) -> Iterator[str]:
+    yield from (f"note: {note}" for note in found.notes if "note:" in note)
+    counts = found.counts
+    by_print = sum(tensor.by == "fingerprint" for tensor in found.tensors)
+    words = {"same": "same", "moved": "moved only", "close": "within the tolerance", "changed": "changed"}
+    parts = ", ".join(
+        f"{counts[status]} {word}" for status, word in words.items() if counts[status] or status == "same"
+    )
+    how = f"{by_print} by fingerprint, {size(found.read)} read"
+    yield f"{counted(len(found.tensors), 'tensor')} in both: {parts} ({how})"
+    bad = [tensor.key for tensor in found.tensors if tensor.statistics and tensor.statistics.nonfinite_b]
+    if bad:
+        yield f"infinite or NaN in B: {some_of(bad)}"
+    yield f"{counted(found.same_items + len(found.items), 'other item')} in both: {len(found.items)} changed"
+    if found.only_a or found.only_b:
+        yield f"keys on one side: {len(found.only_a)} only in A, {len(found.only_b)} only in B"
+    if found.unmoved:
+        steps = " and ".join(map(str, found.steps))
+        yield (
+            f"look at: {counted(len(found.unmoved), 'tensor')} of weights and state identical although the steps "
+            f"differ ({steps}): stale, frozen or without gradients: {some_of(found.unmoved)}"
+        )
+    yield f"{found.a} and {found.b}: {'different' if found.differs else 'the same'}"

@@ -1,0 +1,306 @@
+"""What differs between two checkpoints of any formats, topologies and, if both are translated, programs."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ...errors import MuonckptError, TargetError
+from ...store.audit import Progress
+from ...store.formats.torch_save.plain_item import plain_value
+from ...store.io.location import Remote
+from ...store.open_checkpoint import OpenCheckpoint, open
+from ...store.reading.dtypes import itemsize
+from ...store.stored_items import check_blob
+from ..engine.outputs import OutputItem, Outputs, OutputTensor
+from ..look.contents import Role
+from ..look.first_look import FirstLook, first_look
+from ..translate.dialects import DIALECTS
+from ..translate.request import Request
+from .pair import CHANGED, CLOSE, MOVED, SAME, StoredSide, TensorDifference, compare_elements, known_to_be_equal
+from .statistics import Tolerance
+
+DIFF_MEMORY = 256 << 20
+"""Bytes that the elements under comparison may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemDifference:
+    """An item that is not a tensor and differs: both values as plain data, or a sentence where they are not."""
+
+    key: str
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What differs between two checkpoints, ``a`` and ``b``.
+
+    Attributes:
+        a, b: where they are.
+        steps: of both, None where unknown.
+        tensors: what became of each tensor that both have.
+        only_a, only_b: the keys of tensors and items that one has.
+        items: items that differ; ``same_items`` is the number of those that do not.
+        unmoved: state, and weights that have state, with the same elements although the steps differ.
+        read: bytes of elements that were read.
+        notes: sentences about translations.
+    """
+
+    a: str
+    b: str
+    steps: tuple[int | float | None, int | float | None]
+    tensors: tuple[TensorDifference, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    items: tuple[ItemDifference, ...]
+    same_items: int
+    unmoved: tuple[str, ...]
+    read: int
+    notes: tuple[str, ...]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of tensors of each status."""
+        found = Counter(tensor.status for tensor in self.tensors)
+        return {status: found[status] for status in (SAME, MOVED, CLOSE, CHANGED)}
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything differs but where elements lie, and by more than the tolerance."""
+        return bool(self.counts[CHANGED] or self.only_a or self.only_b or self.items)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON data."""
+        return {
+            "a": self.a,
+            "b": self.b,
+            "steps": self.steps,
+            "differs": self.differs,
+            "counts": self.counts,
+            "tensors": [tensor.to_json() for tensor in self.tensors],
+            "only_a": self.only_a,
+            "only_b": self.only_b,
+            "items": [{"key": item.key, "a": item.a, "b": item.b} for item in self.items],
+            "same_items": self.same_items,
+            "unmoved": self.unmoved,
+            "read": self.read,
+            "notes": self.notes,
+        }
+
+
+def diff(
+    a: str | os.PathLike[str] | Remote,
+    b: str | os.PathLike[str] | Remote,
+    *,
+    select: Sequence[str] = (),
+    to_dialect: str | None = None,
+    from_a: str | None = None,
+    from_b: str | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    memory: int = DIFF_MEMORY,
+    jobs: int = 2,
+    progress: Progress = lambda count, total: None,
+) -> Difference:
+    """Compare two checkpoints, as ``muonckpt diff`` prints it; needs no torch.
+
+    Tensors whose fingerprints are equal are not read.  Of the others all elements are compared, in bounded memory,
+    after a check of their checksums.
+
+    Args:
+        a, b: paths or URLs, of any formats, meshes and layouts.
+        select: shell patterns; only tensors and items whose key matches one are compared.
+        to_dialect: the program in whose keys and momentum convention both are compared; None means as they are.
+        from_a, from_b: the programs that wrote them, if ``to_dialect`` is given and their keys do not tell.
+        rtol, atol: numbers are close if they differ by at most ``atol + rtol * max(|a|, |b|)``; by default bits have
+            to be equal.
+        memory: bytes that the elements under comparison may take.
+        jobs: threads.
+        progress: called with the bytes compared since the last call, and with the total.
+
+    Raises:
+        SourceError: one cannot be read, or is damaged.
+        LayoutError: a tensor has a hole or an overlap.
+        TargetError: a program is unknown, or a pattern matches nothing.
+    """
+    tolerance = Tolerance(rtol, atol)
+    with ExitStack() as stack:
+        sides = [
+            _Side.of(stack.enter_context(open(path)), to_dialect, program)
+            for path, program in ((a, from_a), (b, from_b))
+        ]
+        one, other = (side.selected(select) for side in sides)
+        for glob in select:
+            if not any(fnmatchcase(key, glob) for side in (one, other) for key in (*side.tensors, *side.items)):
+                raise TargetError(f"no tensor or item matches {glob!r} in {one.place} or {other.place}")
+        tensors, read = _compared(one, other, tolerance, memory, jobs, progress)
+        items = [key for key in one.items if key in other.items]
+        changed = tuple(difference for key in items if (difference := _item(key, one, other)))
+        steps = one.known.step, other.known.step
+        return Difference(
+            a=one.place,
+            b=other.place,
+            steps=steps,
+            tensors=tensors,
+            only_a=one.keys_without(other),
+            only_b=other.keys_without(one),
+            items=changed,
+            same_items=len(items) - len(changed),
+            unmoved=_unmoved(tensors, one) if None not in steps and steps[0] != steps[1] else (),
+            read=read,
+            notes=tuple(f"{side.place}: {note}" for side in (one, other) for note in side.notes),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One of the two checkpoints, perhaps translated; ``located`` says whether the places of all elements are known."""
+
+    opened: OpenCheckpoint
+    known: FirstLook
+    tensors: Mapping[str, OutputTensor]
+    items: Mapping[str, OutputItem]
+    located: bool
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, opened: OpenCheckpoint, to_dialect: str | None, from_dialect: str | None) -> _Side:
+        known = first_look(opened)
+        if to_dialect is None:
+            tensors = [
+                OutputTensor(t, t.chunk_layout(), {str(i): chunk for i, chunk in enumerate(t.chunks)})
+                for t in opened.outline.tensors
+            ]
+            outputs = Outputs(tensors, [OutputItem(blob.key, blob.path, blob) for blob in opened.outline.blobs])
+        else:
+            outputs = Request(_dialect(from_dialect), _dialect(to_dialect)).outputs(opened)
+        return cls(
+            opened,
+            known,
+            {tensor.key: tensor for tensor in outputs.tensors},
+            {item.key: item for item in outputs.items},
+            to_dialect is not None,
+            outputs.notes,
+        )
+
+    @property
+    def place(self) -> str:
+        return str(self.opened.path)
+
+    def selected(self, globs: Sequence[str]) -> _Side:
+        if not globs:
+            return self
+
+        def matches(key: str) -> bool:
+            return any(fnmatchcase(key, glob) for glob in globs)
+
+        tensors = {key: tensor for key, tensor in self.tensors.items() if matches(key)}
+        return replace(self, tensors=tensors, items={key: item for key, item in self.items.items() if matches(key)})
+
+    def keys_without(self, other: _Side) -> tuple[str, ...]:
+        keys = (*self.tensors, *self.items)
+        return tuple(key for key in keys if key not in other.tensors and key not in other.items)
+
+    def stored(self, keys: Sequence[str]) -> list[StoredSide]:
+        """These tensors with the places of their elements."""
+        tensors = [self.tensors[key] for key in keys]
+        if not self.located:
+            records = self.opened.locate([tensor.record for tensor in tensors])
+            tensors = [
+                replace(tensor, record=record, chunks={str(i): chunk for i, chunk in enumerate(record.chunks)})
+                for tensor, record in zip(tensors, records, strict=True)
+            ]
+            tensors = [replace(tensor, layout=tensor.record.chunk_layout()) for tensor in tensors]
+        return [StoredSide(tensor, self.opened.payloads) for tensor in tensors]
+
+    def raw(self, key: str) -> bytes:
+        item = self.items[key]
+        return item.data if item.source is None else check_blob(self.opened.payloads, item.source)
+
+
+def _dialect(name: str | None) -> Any:
+    if name is None:
+        return None
+    if name not in DIALECTS:
+        raise TargetError(f"unknown program {name!r}; expected one of {', '.join(DIALECTS)}")
+    return DIALECTS[name]
+
+
+def _compared(
+    one: _Side, other: _Side, tolerance: Tolerance, memory: int, jobs: int, progress: Progress
+) -> tuple[tuple[TensorDifference, ...], int]:
+    """What became of each common tensor, and the bytes that were read."""
+    found: dict[str, TensorDifference] = {}
+    unknown: list[str] = []
+    for key in (key for key in one.tensors if key in other.tensors):
+        a, b = one.tensors[key], other.tensors[key]
+        about = (a.record.shape, b.record.shape), (a.record.dtype, b.record.dtype)
+        if a.record.shape != b.record.shape:
+            found[key] = TensorDifference(key, CHANGED, "shape", *about)
+        elif known_to_be_equal(a, b):
+            same = {f.box for f in a.layout.fragments} == {f.box for f in b.layout.fragments}
+            found[key] = TensorDifference(key, SAME if same else MOVED, "fingerprint", *about)
+        else:
+            unknown.append(key)
+    pairs = list(zip(one.stored(unknown), other.stored(unknown), strict=True))
+    sizes = (side.tensor.record for pair in pairs for side in pair)
+    total = sum(itemsize(record.dtype) * math.prod(record.shape) for record in sizes)
+    most = memory // jobs
+
+    def compare(pair: tuple[StoredSide, StoredSide]) -> TensorDifference:
+        return compare_elements(*pair, tolerance, most, lambda count: progress(count, total))
+
+    with ThreadPoolExecutor(jobs) as pool:
+        compared = pool.map(compare, pairs)
+        found.update(zip(unknown, compared, strict=True))
+    return tuple(found[key] for key in one.tensors if key in found), total
+
+
+def _item(key: str, one: _Side, other: _Side) -> ItemDifference | None:
+    """The difference of an item; None if its bytes or its values are the same."""
+    sources = [side.items[key].source for side in (one, other)]
+    digests = [source and source.digest for source in sources]
+    if digests[0] is not None and digests[0] == digests[1]:
+        return None
+    raws = [side.raw(key) for side in (one, other)]
+    if raws[0] == raws[1]:
+        return None
+    values = [_plain(raw) for raw in raws]
+    return None if repr(values[0]) == repr(values[1]) and _ok(values) else ItemDifference(key, *values)
+
+
+_OPAQUE = "(not plain data)"
+
+
+def _ok(values: Sequence[Any]) -> bool:
+    return _OPAQUE not in values
+
+
+def _plain(raw: bytes) -> Any:
+    try:
+        return plain_value(raw)
+    except MuonckptError:
+        return _OPAQUE
+
+
+def _unmoved(tensors: Sequence[TensorDifference], side: _Side) -> tuple[str, ...]:
+    """Tensors that training changes in every step, and that did not change."""
+    roles = side.known.contents
+    moving = {t.key for role in (Role.MOMENTUM, Role.MOMENTS, Role.MASTERS) for t in roles.tensors.get(role, ())}
+    moving |= {p.weight.key for p in roles.parameters.values() if p.weight and p.state}
+    return tuple(_same(tensors, moving))
+
+
+def _same(tensors: Sequence[TensorDifference], keys: set[str]) -> Iterator[str]:
+    for tensor in tensors:
+        if tensor.key in keys and tensor.status in (SAME, MOVED):
+            yield tensor.key
