@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import TargetError
 from ..record import Extent, Manifest, StateRecord
+from ..store.io.gc_paused import gc_paused
 from ..store.io.location import Remote
 from ..store.open_checkpoint import OpenCheckpoint, open
 from ..store.reading.dtypes import itemsize
@@ -177,6 +178,7 @@ def inspect(path: str | os.PathLike[str] | Remote) -> Inspection:
         return inspection_of(checkpoint)
 
 
+@gc_paused()
 def inspection_of(checkpoint: OpenCheckpoint) -> Inspection:
     """The same of a checkpoint that is open already."""
     known = first_look(checkpoint)
