@@ -58,7 +58,10 @@ class SourceChunks:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a translation knows: the source and the target, ``groups`` by parameter, and the ``dropped`` slots."""
+    """What a translation knows: the source and the target, ``groups`` by parameter, and the ``dropped`` slots.
+
+    ``reason`` says in a sentence why the source is in this dialect.
+    """
 
     dialect: Dialect
     target: Dialect
@@ -68,6 +71,7 @@ class Context:
     roles: Roles
     groups: Mapping[str, SourceGroup]
     dropped: Collection[str] = ()
+    reason: str = "--from names it"
 
     @property
     def same_dialect(self) -> bool:

@@ -49,6 +49,11 @@ class Overrides:
             _check_mu(self.mu, "--mu")
 
 
+def spoken(convention: Convention | None) -> str:
+    """The convention in a word."""
+    return {None: "unknown", Convention.EMA: "average", Convention.SUM: "sum"}[convention]
+
+
 def _check_mu(mu: float, where: str) -> float:
     """Check a momentum coefficient, and return it.
 
@@ -69,7 +74,10 @@ def agreed_convention(about: str, flag: str, sources: Mapping[str, Convention | 
     named = {source: convention for source, convention in sources.items() if convention is not None}
     if len(set(named.values())) > 1:
         statements = ", ".join(f"{source} says {convention}" for source, convention in named.items())
-        raise SourceError(f"{about}: {statements}; leave {flag} out if the checkpoint is right")
+        raise SourceError(
+            f"{about}: {statements}; leave {flag} out if the checkpoint is right, or give "
+            "--from dcp if another program wrote it"
+        )
     return next(iter(named.values()), None)
 
 

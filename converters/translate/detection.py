@@ -1,37 +1,74 @@
 """Tells which dialect a checkpoint's keys are written in, with the reasons; or refuses, and lists the choices.
 
-Nothing on disk names the program.  Most dialects differ in the form of their keys; those that share torch's nested keys
-differ in a slot or an option that only one of them writes.
+Nothing on disk names the program.  Megatron's keys have forms of their own.  Those of torch's forms, nested or flat,
+under any root, prove nothing but the form: a program, and with it a momentum convention, is known only by slots and
+options that this program alone writes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ...errors import SourceError
 from ...record import Manifest, StateRecord
-from ...vocabulary import KeyPath
+from ...vocabulary import PARAMS, KeyPath
 from .dialect import Dialect
 from .dialects import DIALECTS
+from .key_forms import Keys, ModelPlace, OptimizerPlace, keys_of, under
 
-_MARKS: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
-    {
-        "dion": (("slot", "step_dev"), ("slot", "variance_neuron"), ("option", "cautious_wd")),
-        "xtuner": (("slot", "lr_ratio"), ("option", "num_experts"), ("option", "clip_grad")),
-        "moonlight": (("slot", "use_muon"), ("slot", "moment1")),
-        "muonckpt": (("option", "convention"),),
-        "torch": (("option", "ns_coefficients"),),
-    }
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """Slots, and options of one group, that together only one program writes."""
+
+    program: str
+    slots: frozenset[str] = frozenset()
+    options: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        named = [(kind, ", ".join(map(repr, sorted(names)))) for kind, names in
+                 (("slot", self.slots), ("options", self.options)) if names]  # fmt: skip
+        return " with the ".join(f"{kind} {names}" for kind, names in named)
+
+    def is_on(self, keys: Keys) -> bool:
+        """Whether the checkpoint bears it."""
+        return self.slots <= keys.slots and (not self.options or any(self.options <= group for group in keys.groups))
+
+
+def _mark(program: str, *slots: str, options: tuple[str, ...] = ()) -> _Mark:
+    return _Mark(program, frozenset(slots), frozenset(options))
+
+
+_MARKS = (
+    _mark("dion", "step_dev"),
+    _mark("dion", "variance_neuron"),
+    _mark("dion", options=("cautious_wd", "algorithm", "epsilon", "mu")),
+    _mark("xtuner", "lr_ratio"),
+    _mark("xtuner", options=("num_experts", "algorithm", "epsilon", "mu")),
+    _mark("xtuner", options=("clip_grad", "algorithm", "epsilon", "mu")),
+    _mark("moonlight", "use_muon", options=("wd", "adamw_betas", "adamw_eps")),
+    _mark("moonlight", "use_muon", "moment1"),
+    _mark("veomni", options=("ns_implementation", "gram_ns_reset_iterations")),
+    _mark("muonckpt", options=("convention",)),
 )
-"""Slots and options in torch's nested keys that only one of the known programs writes."""
+
+_TORCH_MUON = frozenset(
+    {"lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"}
+)
+"""The options of a group of torch.optim.Muon.  Others write some of them, and other options beside them."""
+
+_ADDED_BY_TORCH = frozenset(
+    {PARAMS, "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "param_names"}
+    | {"betas", "amsgrad", "foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
+)
+"""What torch's schedulers and state dicts add to groups, and the options of AdamW beside Muon."""
 
 
 @dataclass(frozen=True, slots=True)
 class Detected:
-    """A dialect, and the ``reasons`` why it is this one, as sentences."""
+    """A dialect, with templates for where its keys lie, and the ``reasons`` why it is this one, as sentences."""
 
     dialect: Dialect
     reasons: tuple[str, ...]
@@ -47,19 +84,30 @@ def detect(manifest: Manifest) -> Detected:
         SourceError: no dialect, or more than one, has such keys; the message lists them.
     """
     entries = [*((t.key, t.path) for t in manifest.tensors), *((b.key, b.path) for b in manifest.blobs)]
-    shapes = {name: _first(dialect, entries) for name, dialect in DIALECTS.items()}
-    for name in ("layer_wise", "fsdp_dtensor", "torch_dist", "fully_shard"):
-        if shapes[name]:
-            return Detected(DIALECTS[name], (f"its state is under keys such as {shapes[name]!r}",))
-    if shapes["titan"]:
-        return _flat(entries, shapes["titan"])
-    if shapes["dcp"]:
-        return _nested([path for _, path in entries], shapes["dcp"])
+    for name in ("layer_wise", "fsdp_dtensor", "torch_dist"):
+        if example := _first(DIALECTS[name], entries):
+            return Detected(DIALECTS[name], (f"its state is under keys such as {example!r}",))
+    keys = keys_of(manifest)
+    if keys.optimizers:
+        return _by_marks(keys)
     weights = [tensor.path for tensor in manifest.tensors if tensor.path[0] == "model"]
     models = [name for name in ("fsdp_dtensor", "dcp") if weights and all(map(DIALECTS[name].model.read, weights))]
     if models:
         return Detected(DIALECTS[models[0]], (f"weights only, under {DIALECTS[models[0]].model}",))
+    roots = {tensor.path[:-1] for tensor in manifest.tensors}
+    if len(roots) == 1 and (root := roots.pop())[-1:] in (("model",), ("state_dict",)):
+        place = ModelPlace(root)
+        return Detected(under(DIALECTS["dcp"], Keys(model=place)), (f"weights only, under {str(place)!r}",))
     raise SourceError(f"the keys are not those of a known dialect ({', '.join(DIALECTS)}); name one with --from")
+
+
+def named(manifest: Manifest, dialect: Dialect) -> Detected:
+    """The dialect that the user names, with templates for where its keys lie.
+
+    Raises:
+        SourceError: nothing says which of several places is that of the model.
+    """
+    return Detected(under(dialect, keys_of(manifest)), ("--from names it",))
 
 
 def with_slots(manifest: Manifest) -> Manifest:
@@ -84,52 +132,42 @@ def with_slots_of(manifest: Manifest, dialect: Dialect) -> Manifest:
 
 
 def _first(dialect: Dialect, entries: list[tuple[str, KeyPath]]) -> str | None:
-    """The first key of optimizer state in this dialect.
-
-    If the slot comes before the name, it must be a known one, since a name could begin there as well.
-    """
+    """The first key of state in this dialect; the slot must be a known one, since a name could begin there."""
     known_slots = {slot for method in dialect.methods for slot in method.slots.values()}
-    any_slot = dialect.state.parts[-1] == "{slot}" or dialect.state.parts[-1].endswith(".{slot}")
     for key, path in entries:
         fields = dialect.state.read(path)
-        if fields and (any_slot or fields["slot"] in known_slots):
+        if fields and fields["slot"] in known_slots:
             return key
     return None
 
 
-def _flat(entries: list[tuple[str, KeyPath]], example: str) -> Detected:
-    reason = f"its optimizer is flat, with keys such as {example!r}"
-    if any(DIALECTS["veomni"].model.read(path) for _, path in entries):
-        return Detected(DIALECTS["veomni"], (reason, "its model is under 'model'"))
-    state = {fields["name"] for _, path in entries if (fields := DIALECTS["titan"].state.read(path))}
-    if any(path == (path[0],) and path[0] in state for _, path in entries):
-        return Detected(DIALECTS["titan"], (reason, "its parameters are at the top"))
-    raise SourceError(f"{reason}, but there is no model to tell titan from veomni; name one with --from")
+def _by_marks(keys: Keys) -> Detected:
+    """The program that the slots and options tell, or none.
 
-
-def _nested(paths: list[KeyPath], example: str) -> Detected:
-    reason = f"its optimizer has torch's nested keys, such as {example!r}"
-    marks: dict[str, str] = {}
-    for kind, value in sorted(_slots_and_options(paths)):
-        marks |= {
-            name: f"only it writes the {kind} {value!r}"
-            for name, marks_of_program in _MARKS.items()
-            if (kind, value) in marks_of_program
-        }
+    Raises:
+        SourceError: they tell more than one.
+    """
+    where = ", ".join(map(str, keys.optimizers))
+    form = "flat" if keys.flat else "numbered" if keys.numbered else "nested"
+    reason = f"{where} has torch's {form} keys, such as {keys.example!r}"
+    marks = dict(reversed(list(_marks(keys))))  # the first of each program
     if len(marks) > 1:
         programs = ", ".join(f"{name} ({why})" for name, why in marks.items())
         raise SourceError(f"{reason}, and marks of more than one program: {programs}; name one with --from")
     for name, why in marks.items():
-        return Detected(DIALECTS[name], (reason, why))
-    return Detected(DIALECTS["dcp"], (reason, "no slot or option is written by one program only"))
+        return Detected(under(DIALECTS[name], keys), (reason, why))
+    unknown = DIALECTS["fully_shard" if keys.numbered else "dcp"]
+    return Detected(under(unknown, keys), (reason, "no slot or option is written by one program only"))
 
 
-def _slots_and_options(paths: list[KeyPath]) -> Iterator[tuple[str, str]]:
-    """The slots and options in these paths, each with its kind."""
-    nested = DIALECTS["dcp"]
-    assert nested.option is not None
-    for path in paths:
-        for kind, template in (("slot", nested.state), ("option", nested.option)):
-            fields = template.read(path)
-            if fields:
-                yield kind, fields[kind]
+def _marks(keys: Keys) -> Iterator[tuple[str, str]]:
+    """The programs of which the checkpoint bears a mark, each with a sentence that says which."""
+    yield from ((mark.program, f"only it writes the {mark}") for mark in _MARKS if mark.is_on(keys))
+    averages = [group for group in keys.groups if "momentum" in group]
+    if averages and all(_TORCH_MUON <= group <= _TORCH_MUON | _ADDED_BY_TORCH for group in averages):
+        why = "its groups have the options of torch.optim.Muon, such as 'ns_coefficients', and no others"
+        titan = (OptimizerPlace(("optimizer",), flat=True),), ModelPlace(())
+        if (keys.optimizers, keys.model) == titan:
+            yield "titan", f"{why}; its parameters are at the top"
+        else:
+            yield "torch", why

@@ -41,16 +41,21 @@ _FIELDS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A key path with fields, such as ``("model", "module.{name}")``; ``{group}`` is a list position."""
+    """A key path with fields, such as ``("model", "module.{name}")``; ``{group}`` is a list position.
+
+    ``root`` is the path, without fields, under which this path lies.
+    """
 
     parts: tuple[str, ...]
+    root: KeyPath = ()
 
     def read(self, path: KeyPath) -> dict[str, str] | None:
         """The fields of a path, or None if the path does not match."""
-        if len(path) != len(self.parts):
+        depth = len(self.root)
+        if len(path) != depth + len(self.parts) or path[:depth] != self.root:
             return None
         fields: dict[str, str] = {}
-        for pattern, part in zip(map(_pattern, self.parts), path, strict=True):
+        for pattern, part in zip(map(_pattern, self.parts), path[depth:], strict=True):
             match = pattern.fullmatch(str(part))
             if match is None:
                 return None
@@ -64,13 +69,68 @@ class Template:
             SourceError: these fields cannot be read back from the path.
         """
         values = {field: fields.get(name, "") for field, (name, _) in _FIELDS.items()}
-        path = tuple(int(values["group"]) if part == "{group}" else part.format(**values) for part in self.parts)
+        parts = (int(values["group"]) if part == "{group}" else part.format(**values) for part in self.parts)
+        path = (*self.root, *parts)
         if self.read(path) not in (fields, {"chain": "", **fields}):
             raise SourceError(f"{self} cannot hold {fields}")
         return path
 
+    @property
+    def numbered(self) -> bool:
+        """Whether it names parameters by their number in the optimizer."""
+        return "{number}" in self.parts
+
+    @property
+    def listed(self) -> bool:
+        """Whether it names groups by their position in a list."""
+        return "{group}" in self.parts
+
+    @property
+    def chained(self) -> bool:
+        """Whether its paths say to which of several optimizers they belong."""
+        return "{chain}" in self.parts[0]
+
     def __str__(self) -> str:
-        return ".".join(self.parts).replace("{chain}", "")
+        return key_of((*self.root, *self.parts)).replace("{chain}", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Templates:
+    """A template for each of several optimizers; ``{chain}`` is the place of the optimizer, by which they are known."""
+
+    by_chain: Mapping[str, Template]
+
+    def read(self, path: KeyPath) -> dict[str, str] | None:
+        """The fields of a path, or None if the path matches no template."""
+        for chain, template in self.by_chain.items():
+            if fields := template.read(path):
+                return {**fields, "chain": chain}
+        return None
+
+    def write(self, *, chain: str, **fields: str) -> KeyPath:
+        """The path with these fields, as in `Template.write`."""
+        return self.by_chain[chain].write(**fields)
+
+    @property
+    def numbered(self) -> bool:
+        """Whether they name parameters by their number in the optimizer."""
+        return any(template.numbered for template in self.by_chain.values())
+
+    @property
+    def listed(self) -> bool:
+        """Whether they name groups by their position in a list."""
+        return all(template.listed for template in self.by_chain.values())
+
+    @property
+    def chained(self) -> bool:
+        """Whether their paths say to which of several optimizers they belong: always."""
+        return True
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.by_chain.values()))
+
+
+AnyTemplate = Template | Templates
 
 
 @lru_cache(maxsize=256)
@@ -132,8 +192,8 @@ class Dialect:
     name: str
     who: str
     model: Template
-    state: Template
-    option: Template | None
+    state: AnyTemplate
+    option: AnyTemplate | None
     convention: Convention | None
     methods: tuple[StoredMethod, ...]
     derived: frozenset[str] = frozenset()
@@ -150,7 +210,7 @@ class Dialect:
     @property
     def numbered(self) -> bool:
         """Whether parameters are named by their number in the optimizer."""
-        return "{number}" in self.state.parts
+        return self.state.numbered
 
     def holds_groups(self, path: KeyPath) -> bool:
         """Whether this is the item that holds all groups, in the checkpoint or in a file of its own."""
@@ -159,7 +219,7 @@ class Dialect:
     @property
     def chained(self) -> bool:
         """Whether keys of state say to which of several optimizers it belongs."""
-        return "{chain}" in self.state.parts[0]
+        return self.state.chained
 
     def writes(self, method: StoredMethod) -> StoredMethod:
         """The method of this dialect for what another dialect stores as ``method``.

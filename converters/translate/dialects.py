@@ -23,10 +23,12 @@ def _path(*parts: str) -> Template:
     return Template(parts)
 
 
-_LIST = _path("optimizer", "param_groups", "{group}", "{option}")
-_NESTED = _path("optimizer", "state", "{name}", "{slot}")
-_MODEL = _path("model", "{name}")
-_FLAT = (_path("optimizer", "state.{name}.{slot}"), _path("optimizer", "param_groups.{name}.{option}"))
+_OPTIMIZER = ("optimizer",)
+_LIST = Template(("param_groups", "{group}", "{option}"), _OPTIMIZER)
+_NESTED = Template(("state", "{name}", "{slot}"), _OPTIMIZER)
+_NUMBERED = Template(("state", "{number}", "{slot}"), _OPTIMIZER)
+_MODEL = Template(("{name}",), ("model",))
+_FLAT = (Template(("state.{name}.{slot}",), _OPTIMIZER), Template(("param_groups.{name}.{option}",), _OPTIMIZER))
 
 _MASTER, _STEP = {"master": MASTER}, {"step": "step"}
 
@@ -106,7 +108,7 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
             ),
             Dialect(
                 "fully_shard", "fsdp_dtensor, dialect B: megatron_fsdp.fully_shard, state by number", _MODEL,
-                _path("optimizer", "state", "{number}", "{slot}"), _LIST, None, TORCH,
+                _NUMBERED, _LIST, None, TORCH,
             ),
             Dialect(
                 "dcp", "torch's nested state dicts, program unknown; also fsdp_dtensor, dialect C", _MODEL, _NESTED,

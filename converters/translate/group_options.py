@@ -30,12 +30,14 @@ class SourceGroup:
     """Parameters of the source that share options.
 
     ``number`` is the position in the list of groups, None if groups are by name.  ``items`` holds where the options are
-    stored, by the dialect's names; they are read only when they are needed.
+    stored, by the dialect's names; they are read only when they are needed.  ``chain`` says to which of several
+    optimizers the group belongs, as a field of the keys if they have that field.
     """
 
     number: int | None
     params: tuple[str, ...]
     items: Mapping[str, StoredEntry] = field(default_factory=dict)
+    chain: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +57,26 @@ def source_groups(manifest: Manifest, dialect: Dialect, values: Values) -> tuple
     """
     if dialect.option is None:
         return tuple(_in_common(manifest, dialect, values))
-    listed: defaultdict[int, dict[str, StoredEntry]] = defaultdict(dict)
-    named: defaultdict[str, dict[str, StoredEntry]] = defaultdict(dict)
+    listed: defaultdict[tuple[str, int], dict[str, StoredEntry]] = defaultdict(dict)
+    named: defaultdict[tuple[str, str], dict[str, StoredEntry]] = defaultdict(dict)
     entries: tuple[StoredEntry, ...] = (*manifest.blobs, *manifest.tensors)
     for entry in entries:
-        match dialect.option.read(entry.path):
+        fields = dialect.option.read(entry.path) or {}
+        match fields:
             case {"group": number, "option": option}:
-                listed[int(number)][option] = entry
+                listed[fields.get("chain", ""), int(number)][option] = entry
             case {"name": name, "option": option}:
-                named[name][option] = entry
-    groups = (SourceGroup(number, _params(number, items, values), items) for number, items in sorted(listed.items()))
-    return (*groups, *(SourceGroup(None, (name,), items) for name, items in named.items()))
+                named[fields.get("chain", ""), name][option] = entry
+
+    def chain_field(chain: str) -> dict[str, str]:
+        return {"chain": chain} if dialect.option is not None and dialect.option.chained else {}
+
+    groups = (
+        SourceGroup(number, _params(number, items, values), items, chain_field(chain))
+        for (chain, number), items in sorted(listed.items())
+    )
+    by_name = (SourceGroup(None, (name,), items, chain_field(chain)) for (chain, name), items in named.items())
+    return (*groups, *by_name)
 
 
 def _in_common(manifest: Manifest, dialect: Dialect, values: Values) -> Iterator[SourceGroup]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 
 from ...box import Box
 from ...errors import SourceError
@@ -13,7 +14,7 @@ from ...store.stored_items import scalar_bytes
 from ...vocabulary import Convention, KeyPath
 from ..engine.outputs import OutputItem, OutputTensor
 from .context import Context
-from .conventions import agreed_convention, momentum_factor
+from .conventions import agreed_convention, momentum_factor, spoken
 from .dialect import key_of
 from .names import NameRules
 from .source_parameters import Param, SlotTensors
@@ -54,8 +55,14 @@ def state_tensor(context: Context, slot: str, tensor: TranslatedTensor, param: P
     record = dataclasses.replace(_record(context, slot, tensor, path), name=param.name, slot=target_slot)
     if common != "momentum":
         return context.chunks.output(record, tensor.layout)
-    source, target = _conventions(context, slot, tensor, param)
+    source, target = source_convention(context, slot, tensor, param)[0], _target_convention(context, param)
+    target = target or source
     scale = momentum_factor(source, target, _mu(context, param), f"parameter {param.name!r}")
+    if scale is not None and tensor.dtype == "float16":
+        raise SourceError(
+            f"parameter {param.name!r}: its momentum is float16, in which a {source} multiplied by {scale:.4g} may "
+            "overflow or vanish; keep the convention, or load it and save the state in float32 first"
+        )
     fingerprint = record.fingerprint if scale is None else None
     record = dataclasses.replace(record, convention=target, fingerprint=fingerprint)
     return context.chunks.output(record, tensor.layout, scale)
@@ -95,17 +102,48 @@ def _record(context: Context, slot: str | None, tensor: TranslatedTensor, path: 
     return _under(context.roles.tensors[slot, tensor.aliases[0]], path)
 
 
-def _conventions(
+def source_convention(
     context: Context, slot: str, tensor: TranslatedTensor, param: Param
-) -> tuple[Convention | None, Convention | None]:
-    """The convention of the source's momentum, and the one to write."""
-    about, tensors, overrides = f"parameter {param.name!r}", context.roles.tensors, context.overrides
+) -> tuple[Convention | None, str]:
+    """The convention of the source's momentum, and why it is this one.
+
+    Raises:
+        SourceError: two of those that say it contradict each other.
+    """
+    tensors, asked = context.roles.tensors, context.overrides.convention
     parts = [tensors[slot, alias] for alias in tensor.aliases if (slot, alias) in tensors]
     recorded = {f"the manifest ({part.key})": part.convention for part in parts}
-    declared = {context.dialect.name: context.dialect.convention, "--convention": overrides.convention}
-    source = agreed_convention(about, "--convention", recorded | declared)
-    target = {context.target.name: context.target.convention, "--target-convention": overrides.target}
-    return source, agreed_convention(about, "--target-convention", target) or source
+    declared = {context.dialect.name: context.dialect.convention, "--convention": asked}
+    convention = agreed_convention(f"parameter {param.name!r}", "--convention", recorded | declared)
+    if any(part.convention is not None for part in parts):
+        return convention, "the manifest records it"
+    if context.dialect.convention is not None:
+        return convention, f"that is what {context.dialect.name} keeps: {context.reason}"
+    return (
+        convention,
+        f"--convention {asked} says so" if asked else "nothing in the source tells, nor does --convention",
+    )
+
+
+def _target_convention(context: Context, param: Param) -> Convention | None:
+    """The convention to write; None for that of the source."""
+    target = {context.target.name: context.target.convention, "--target-convention": context.overrides.target}
+    return agreed_convention(f"parameter {param.name!r}", "--target-convention", target)
+
+
+def momentum_sentences(context: Context, by_slot: SlotTensors, params: Mapping[str, Param]) -> Iterator[str]:
+    """What the source's momenta accumulate, and why."""
+    counts: Counter[tuple[Convention | None, str]] = Counter()
+    for slot, tensors in by_slot.items():
+        if slot is not None:
+            counts.update(
+                source_convention(context, slot, tensor, params[name])
+                for name, tensor in tensors.items()
+                if params[name].source_method.slots.get("momentum") == slot
+            )
+    for (convention, reason), count in counts.items():
+        whose = f" of {count} parameters" if len(counts) > 1 else ""
+        yield f"momentum{whose}: {spoken(convention)}, because {reason}"
 
 
 def _mu(context: Context, param: Param) -> float | None:

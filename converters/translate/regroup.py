@@ -182,7 +182,7 @@ def _derived(context: Context, group: SourceGroup, param: Param, shape: Index) -
 def _items(target: Dialect, groups: list[TargetGroup]) -> Iterator[OutputItem]:
     """The items of the target's groups, which are in a list or by name."""
     assert target.option is not None
-    listed = "{group}" in target.option.parts
+    listed = target.option.listed
     for number, group in enumerate(groups):
         options = {**group.options, PARAMS: _listing(target, group.params)} if listed else group.options
         for name in ("",) if listed else group.params:
@@ -234,7 +234,7 @@ def _renamed(context: Context, groups: tuple[SourceGroup, ...], names: list[tupl
     for group, params in zip(groups, names, strict=True):
         for option, item in group.items.items():
             if group.number is None:
-                paths = [context.target.option.write(name=name, option=option) for name in params]
+                paths = [context.target.option.write(name=name, option=option, **group.chain) for name in params]
             elif option == PARAMS and params != group.params:
                 items.append(_item(item.path, _listing(context.target, params)))
                 continue

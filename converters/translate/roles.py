@@ -62,8 +62,13 @@ def roles_of(manifest: Manifest, dialect: Dialect, dropped: Collection[str]) -> 
                 continue
             if state["slot"] in dialect.derived:
                 other_tensors.append(tensor)
+            elif (key := (state["slot"], state["name"])) in tensors:
+                raise SourceError(
+                    f"{tensors[key].key!r} and {tensor.key!r} are state of parameters of the same name in different "
+                    "optimizers; make a copy of each with its model, by `muonckpt reshard --select`"
+                )
             else:
-                tensors[state["slot"], state["name"]] = tensor
+                tensors[key] = tensor
         elif dialect.option is not None and dialect.option.read(tensor.path):
             continue
         elif weight := dialect.model.read(tensor.path):

@@ -88,7 +88,8 @@ def _chain(context: Context, name: str, aliases: tuple[str, ...], method: Stored
     chains: set[str] = set().union(*(context.roles.chains[alias] for alias in aliases if alias in context.roles.chains))
     if len(chains) > 1:
         raise SourceError(f"parameter {name!r} is made of state of more than one optimizer: {sorted(chains)}")
-    return {"chain": context.target.chains.get(method.name, next(iter(chains), ""))}
+    kept = next(iter(chains), "") if context.target.state == context.dialect.state else ""
+    return {"chain": context.target.chains.get(method.name, kept)}
 
 
 def _step(

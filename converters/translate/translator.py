@@ -15,12 +15,20 @@ from ..engine.checklist import Findings, sorted_checks
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from .context import Context, SourceChunks
 from .conventions import Overrides
-from .detection import Detected, detect
+from .detection import detect, named
 from .dialect import Dialect
 from .group_options import source_groups
+from .key_forms import is_of_optimizer
 from .missing_state import report_missing, stateless_params, zero_state
 from .names import NameRules
-from .output_tensors import carried_tensor, state_tensor, step_counter, tensors_by_slot, weight_tensor
+from .output_tensors import (
+    carried_tensor,
+    momentum_sentences,
+    state_tensor,
+    step_counter,
+    tensors_by_slot,
+    weight_tensor,
+)
 from .regroup import names_of_groups, regroup
 from .roles import Roles, roles_of
 from .source_parameters import SlotTensors, params_of
@@ -53,7 +61,7 @@ def translate(
         TargetError: ``drop`` names a slot that does not exist, or no rule matches a parameter.
         LayoutError: rules do not fit the tensors, or a tensor has a hole or an overlap.
     """
-    detected = detect(manifest) if source is None else Detected(source, ("named by the user",))
+    detected = detect(manifest) if source is None else named(manifest, source)
     dialect, target, rules = detected.dialect, target or detected.dialect, rules or NameRules()
     if not target.writable:
         raise SourceError(f"checkpoints of {target.name} can be read but not written; choose another program with --to")
@@ -63,7 +71,9 @@ def translate(
     groups = source_groups(manifest, dialect, values)
     group_of = {name: group for group in groups for name in group.params}
     chunks = SourceChunks.of(manifest)
-    context = Context(dialect, target, values, overrides or Overrides(), chunks, roles, group_of, drop)
+    context = Context(
+        dialect, target, values, overrides or Overrides(), chunks, roles, group_of, drop, detected.reasons[-1]
+    )
     by_slot = tensors_by_slot(context, rules)
     _refuse_unfit(rules, by_slot)
     params = {param.name: param for param in params_of(context, by_slot)}
@@ -101,7 +111,8 @@ def translate(
         *(entry for entry in counters if isinstance(entry, OutputItem)),
         *grouped.items,
     ]
-    summary = (f"source: {detected}", f"target: {target.name} ({target.who})", *_sentences(tensors, items))
+    momenta = momentum_sentences(context, by_slot, params)
+    summary = (f"source: {detected}", f"target: {target.name} ({target.who})", *momenta, *_sentences(tensors, items))
     sentences = (*summary, *(f"note: {note}" for note in sorted(notes.notes)))
     return Outputs(tensors, items, roles.left_out, sentences, sorted_checks(notes.checks))
 
@@ -122,9 +133,14 @@ def _refuse_unread(manifest: Manifest, dialect: Dialect, roles: Roles) -> None:
         entries: tuple[StateRecord | Blob, ...] = (*manifest.tensors, *manifest.blobs)
         examples = ", ".join(repr(entry.key) for entry in entries[:3])
         raise SourceError(f"found neither weights nor state: {keys}, but the checkpoint has keys such as {examples}")
-    for tensor in roles.other_tensors:
-        if tensor.slot is not None and tensor.slot not in dialect.derived:
-            raise SourceError(f"{tensor.key!r} is state of an optimizer, under a key that cannot be translated: {keys}")
+    others: tuple[StateRecord | Blob, ...] = (*roles.other_tensors, *roles.items)
+    for entry in others:
+        known = dialect.state.read(entry.path) is not None or dialect.holds_groups(entry.path)
+        if not known and (is_of_optimizer(entry.path) or getattr(entry, "slot", None) is not None):
+            raise SourceError(
+                f"{entry.key!r} is state of an optimizer that was not understood: {keys}; name the program with "
+                "--from, or make a copy without it, by `muonckpt reshard --select`"
+            )
 
 
 def _refuse_unfit(rules: NameRules, by_slot: SlotTensors) -> None:

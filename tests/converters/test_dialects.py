@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.resharded import make_job
-from support.translated import MEGATRON, W, nested, options, read, saved, truth_of
+from support.translated import MEGATRON, TORCH, W, nested, options, read, saved, truth_of
 
 import muonckpt
 from muonckpt.converters.engine.run import run_job
@@ -58,12 +58,14 @@ def test_keys_that_tell_no_dialect_are_left_alone(tmp_path):
     "state, name",
     [
         (nested({"momentum_buffer": W}, lr=0.1), "dcp"),
-        (nested({"momentum_buffer": W}, lr=0.1, ns_coefficients=[1.0]), "torch"),
+        (nested({"momentum_buffer": W}, **TORCH), "torch"),
         (nested({"momentum_buffer": W}, lr=0.1, convention="ema"), "muonckpt"),
-        (nested({"momentum_buffer": W, "use_muon": True}, lr=0.1), "moonlight"),
+        (nested({"momentum_buffer": W, "use_muon": True}, wd=0.1, adamw_betas=(0.9, 0.9), adamw_eps=1e-8), "moonlight"),
+        (nested({"momentum_buffer": W, "use_muon": True}, lr=0.1), "dcp"),
+        (nested({"momentum_buffer": W}, **TORCH, conv_mode="flatten"), "dcp"),
         ({"optimizer": {"state": {"0": {"momentum_buffer": W}}, "param_groups": [{"params": [0]}]}}, "fully_shard"),
-        ({"model": {"w": W}, "optimizer": {"state.w.momentum_buffer": W}}, "veomni"),
-        ({"w": W, "optimizer": {"state.w.momentum_buffer": W}}, "titan"),
+        ({"model": {"w": W}, "optimizer": {"state.w.momentum_buffer": W}}, "dcp"),
+        ({"w": W, "optimizer": {"state.w.momentum_buffer": W}}, "dcp"),
         ({"model": {"module.w": W}}, "fsdp_dtensor"),
         ({"model": {"w": W}}, "dcp"),
         ({"optimizer.state.momentum_buffer.w": W, "w": W}, "torch_dist"),
@@ -78,10 +80,9 @@ def test_keys_that_tell_a_dialect(state, name, tmp_path):
 @pytest.mark.parametrize(
     "state, message",
     [
-        (nested({"momentum": W, "lr_ratio": 1.0}, cautious_wd=False), r"dion \(.*'cautious_wd'\), xtuner \(.*--from"),
-        ({"optimizer": {"state.w.momentum_buffer": W}}, "titan from veomni; name one with --from"),
+        (nested({"momentum": W, "lr_ratio": 1.0, "step_dev": 1}), r"dion \(.*'step_dev'\), xtuner \(.*--from"),
         ({"something": {"else": W}}, "not those of a known dialect"),
-        ({"optimizer.state.layers.w.momentum_buffer": W}, "not those of a known dialect"),
+        ({"a": {"w": W}, "b": {"w": W}, "optim": {"state.w.momentum_buffer": W}}, "under 'a' and under 'b'.*--select"),
     ],
 )
 def test_keys_that_do_not_tell_are_refused_with_the_choices(state, message, tmp_path):
@@ -92,10 +93,11 @@ def test_keys_that_do_not_tell_are_refused_with_the_choices(state, message, tmp_
 @pytest.mark.parametrize(
     "state, named, message",
     [
-        ({"app": nested({"momentum_buffer": W}, lr=0.1)}, "torch", "weights nor state: keys of .*'app.model.w'"),
-        (nested({"momentum_buffer": W}, lr=0.1), "titan", "found neither weights nor state: keys of titan.*'model.w'"),
-        ({"model": {"w": W}, "optim": nested({"momentum_buffer": W})["optimizer"]}, None,
-         "'optim.state.w.momentum_buffer' is state of an optimizer, under a key that cannot be translated"),
+        ({"app": {"v": W}}, "torch", "weights nor state: keys of .*'app.v'"),
+        (nested({"momentum_buffer": W}, lr=0.1) | {"more": {"state": {"w": {"inner": {"exp_avg": W}}}}}, "torch",
+         "'more.state.w.inner.exp_avg' is state of an optimizer that was not understood"),
+        ({"model": {"w": W}, "a": nested({"momentum": W})["optimizer"], "b": nested({"momentum": W})["optimizer"]},
+         "dion", "'a.state.w.momentum' and 'b.state.w.momentum' are state of parameters of the same name"),
     ],
 )  # fmt: skip
 def test_state_that_the_program_would_not_find_there_is_not_left_as_it_is(state, named, message, tmp_path):
@@ -112,7 +114,7 @@ def test_normuon_whose_rows_are_dropped_is_muon(tmp_path):
     made = translate(manifest, muonckpt.open(path).values, DIALECTS["muonckpt"], drop=frozenset({"variance_neuron"}))
     assert options(made)["optimizer.param_groups.0.algorithm"] == "muon"
     assert [output.scale for output in made.tensors if output.record.slot == "momentum_buffer"] == [0.5]
-    lacking = nested({"momentum": W}, lr=0.1, cautious_wd=False, algorithm="normuon")
+    lacking = nested({"momentum": W}, mu=0.5, epsilon=1e-8, cautious_wd=False, algorithm="normuon")
     manifest, path = saved(tmp_path / "lacking", lacking)
     with pytest.raises(SourceError, match="has momentum in a group of 'normuon': no method"):
         translate(manifest, muonckpt.open(path).values, DIALECTS["torch"])
@@ -141,7 +143,7 @@ def test_a_sum_under_the_keys_of_no_program_is_not_taken_for_the_average_of_one(
 
 @pytest.mark.parametrize("momentum, message", [(None, "give --mu"), ("x", "expected a number as momentum .*found 'x'")])
 def test_a_coefficient_that_is_no_number_is_not_one(momentum, message, tmp_path):
-    state = nested({"momentum_buffer": W.clone()}, lr=0.1, momentum=momentum, ns_coefficients=[1.0])
+    state = nested({"momentum_buffer": W.clone()}, **(TORCH | {"momentum": momentum}))
     manifest, path = saved(tmp_path, state)
     with pytest.raises(SourceError, match=message):
         translate(manifest, muonckpt.open(path).values, DIALECTS["dion"])

@@ -159,10 +159,12 @@ def test_only_what_is_selected_is_written_and_nothing_if_only_tensors_are_asked_
 
 def test_groups_that_are_translated_are_there_in_the_words_of_the_target(tmp_path):
     state = {"a": {"momentum_buffer": torch.ones(2, 2)}}
-    groups = [{"params": ["a"], "lr": 0.1, "momentum": 0.5, "ns_coefficients": [1.0]}]
+    groups = [{"params": ["a"], "lr": 0.1, "momentum": 0.5}]
     weights = {"a": torch.ones(2, 2)}
     muonckpt.save({"model": weights, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / "run")
-    report = muonckpt.convert(tmp_path / "run", tmp_path / "out", format="safetensors", to_dialect="dion")
+    report = muonckpt.convert(
+        tmp_path / "run", tmp_path / "out", format="safetensors", to_dialect="dion", convention="ema"
+    )
     values = {item["key"]: item["value"] for item in items_of(tmp_path / "out")["items"]}
     assert values["optimizer.param_groups.0.mu"] == 0.5 and values["optimizer.param_groups.0.params"] == ["a"]
     assert len(values) == report.decoded

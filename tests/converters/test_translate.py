@@ -14,6 +14,7 @@ from support.translated import (
     PEERS,
     SUMS,
     TARGETS,
+    TORCH,
     W,
     copied,
     executed,
@@ -240,10 +241,10 @@ def test_state_without_a_place_in_the_target_is_refused(tmp_path):
     for key, words in truth.items():
         if "momentum_buffer" in key:
             assert np.array_equal(found[f"optimizer.state.{key.rpartition('.')[2]}.momentum_buffer"], words)
-    manifest, where = saved(tmp_path, nested({"exp_inf": W.clone()}, ns_coefficients=[1.0]))
+    manifest, where = saved(tmp_path, nested({"exp_inf": W.clone()}, **TORCH))
     with pytest.raises(SourceError, match="no method of torch"):
         translate(manifest, muonckpt.open(where).values, DIALECTS["dion"])
-    manifest, where = saved(tmp_path / "none", nested({"momentum_buffer": None}, ns_coefficients=[1.0]))
+    manifest, where = saved(tmp_path / "none", nested({"momentum_buffer": None}, **TORCH))
     with pytest.raises(SourceError, match=r"expected a tensor at.*leave it out with --drop momentum_buffer"):
         translate(manifest, muonckpt.open(where).values, DIALECTS["dion"])
     with pytest.raises(SourceError, match="read but not written"):
@@ -252,7 +253,7 @@ def test_state_without_a_place_in_the_target_is_refused(tmp_path):
 
 def test_two_things_under_one_key_are_refused(tmp_path):
     """Left as it is, a tensor beside the model may have the name that a weight gets at the top."""
-    state = {"x": W, **nested({"momentum_buffer": W.clone()}, ns_coefficients=[1.0])}
+    state = {"x": W, **nested({"momentum_buffer": W.clone()}, **TORCH)}
     state["model"] = {"x": W.clone()}
     manifest, path = saved(tmp_path, state)
     with pytest.raises(SourceError, match="two tensors or items would get the key 'x'"):
@@ -303,8 +304,8 @@ def test_ready_made_tables_read_back_and_have_a_way_back(name):
 def two_groups(lr: float) -> dict:
     slots = {"momentum_buffer": W.clone()}
     groups = [
-        {"params": ["a"], "lr": 0.1, "ns_coefficients": [1.0]},
-        {"params": ["b"], "lr": lr, "ns_coefficients": [1.0]},
+        {**TORCH, "params": ["a"]},
+        {**TORCH, "params": ["b"], "lr": lr},
     ]
     return {"optimizer": {"state": {"a": slots, "b": slots}, "param_groups": groups}}
 
@@ -320,7 +321,7 @@ def test_parts_of_groups_that_differ_are_not_joined(tmp_path):
 
 
 def test_an_option_that_is_a_tensor_is_read_and_carried(tmp_path):
-    state = nested({"momentum_buffer": W.clone()}, lr=torch.tensor(0.25), ns_coefficients=[1.0], momentum=0.5)
+    state = nested({"momentum_buffer": W.clone()}, **(TORCH | {"lr": torch.tensor(0.25), "momentum": 0.5}))
     manifest, path = saved(tmp_path, state)
     same = translate(manifest, muonckpt.open(path).values, DIALECTS["torch"])
     assert executed(path, same)["optimizer.param_groups.0.lr"].view("<f4") == 0.25
@@ -331,7 +332,7 @@ def test_an_option_that_is_a_tensor_is_read_and_carried(tmp_path):
 
 
 def test_a_parameter_without_state_stays_in_its_group(tmp_path):
-    state = nested({"momentum_buffer": W.clone()}, lr=0.1, momentum=0.5, ns_coefficients=[1.0])
+    state = nested({"momentum_buffer": W.clone()}, **(TORCH | {"momentum": 0.5}))
     state["optimizer"]["param_groups"][0]["params"] = ["new", "w"]  # the one has not seen a gradient yet
     manifest, path = saved(tmp_path, state)
     for target in ("dion", "fsdp_dtensor", "torch_dist"):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.golden import golden
 from support.rank_files import MODEL, value_of, written
-from support.translated import W, nested, truth_of
+from support.translated import TORCH, W, nested, truth_of
 
 import muonckpt
 from muonckpt.cli.main import run
@@ -110,15 +110,15 @@ def loaded_by_megatron(checkpoint: Path) -> dict:
 
 
 def test_a_program_without_megatrons_words_gets_its_fresh_ones(tmp_path):
-    state = nested({"momentum_buffer": W.clone()}, lr=0.25, momentum=0.9, ns_coefficients=[1.0]) | {"iteration": 7}
+    state = nested({"momentum_buffer": W.clone()}, **(TORCH | {"lr": 0.25, "momentum": 0.9})) | {"iteration": 7}
     dcp.save(state, checkpoint_id=tmp_path / "in", no_dist=True)
     out = resharded(tmp_path / "in", tmp_path / "out", "--to", "torch_dist")
     blobs = {blob.key: blob for blob in muonckpt.open(out).outline.blobs}
     assert blobs.keys() == {COMMON_STATE, "iteration/shard_0_1"}  # as Megatron calls what is in one piece
     (common,) = muonckpt.open(out).values.read(blobs[COMMON_STATE])
     (group,) = common["optimizer"]["optimizer"]["param_groups"]
-    assert group == {"lr": 0.25, "momentum": 0.9, "wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False,
-                     "is_decoupled_lr": False}  # fmt: skip
+    assert group == {"lr": 0.25, "weight_decay": 0.0, "momentum": 0.9, "wd_mult": 1.0, "lr_mult": 1.0,
+                     "is_expert_parallel": False, "is_decoupled_lr": False}  # fmt: skip
     assert {tensor.key for tensor in muonckpt.open(out).outline.tensors} == {"w", "optimizer.state.momentum_buffer.w"}
 
 

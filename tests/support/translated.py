@@ -132,6 +132,17 @@ def saved(tmp_path, state):
     return muonckpt.open(tmp_path / "checkpoint").manifest, tmp_path / "checkpoint"
 
 
+# The options of a group of torch.optim.Muon, without its rates.
+TORCH = {
+    "weight_decay": 0.0,
+    "nesterov": True,
+    "ns_coefficients": [1.0],
+    "eps": 1e-7,
+    "ns_steps": 5,
+    "adjust_lr_fn": None,
+}
+TORCH |= {"lr": 0.1, "momentum": 0.95}
+
 W = torch.arange(6.0).reshape(2, 3)
 
 

@@ -1,0 +1,142 @@
+"""Wherever a trainer puts its model and its optimizers, and in whichever form of keys, the same state comes of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.translated import W, executed, options, saved
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+
+import muonckpt
+from muonckpt.converters.translate.conventions import Overrides
+from muonckpt.converters.translate.detection import with_slots
+from muonckpt.converters.translate.dialects import DIALECTS
+from muonckpt.converters.translate.translator import translate
+from muonckpt.errors import SourceError
+from muonckpt.optimizer import Muon
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+NAMES = ("layers.0.w", "state.b")  # the second looks like a place of state
+MODEL = {NAMES[0]: W, NAMES[1]: W[0]}
+GROUPS = {NAMES[0]: {"lr": 0.5, "momentum": 0.75}, NAMES[1]: {"lr": 0.25, "betas": (0.5, 0.75)}}
+STATE = {NAMES[0]: {"momentum_buffer": W + 1},
+         NAMES[1]: {"exp_avg": W[0] + 2, "exp_avg_sq": W[0] + 3, "step": torch.tensor(4.0)}}  # fmt: skip
+
+
+def nested_keys(*names: str) -> dict:
+    return {"state": {name: STATE[name] for name in names},
+            "param_groups": [{"params": [name], **GROUPS[name]} for name in names]}  # fmt: skip
+
+
+def flat_keys(*names: str) -> dict:
+    state = {f"state.{name}.{slot}": value for name in names for slot, value in STATE[name].items()}
+    return state | {f"param_groups.{name}.{key}": value for name in names for key, value in GROUPS[name].items()}
+
+
+def prefixed(prefix: str, state: dict) -> dict:
+    return {prefix + key: value for key, value in state.items()}
+
+
+NESTED, FLAT = nested_keys(*NAMES), flat_keys(*NAMES)
+PLACES = {
+    "usual": {"model": MODEL, "optimizer": NESTED},
+    "optim": {"model": MODEL, "optim": NESTED},
+    "flat": {"model": MODEL, "optimizer": FLAT},
+    "flat, the model at the top": {**MODEL, "optim": FLAT},
+    "one app": {"app": {"model": MODEL, "optimizers": FLAT}},
+    "two optimizers": {"model": MODEL, "optimizer_0": nested_keys(NAMES[0]), "optimizer_1": nested_keys(NAMES[1])},
+    "a list of optimizers": {"net": MODEL, "optimizers": [nested_keys(NAMES[0]), nested_keys(NAMES[1])]},
+    "two forms": {"model": MODEL, "a": nested_keys(NAMES[0]), "b": flat_keys(NAMES[1])},
+    "all in one": {"state_dict": {"model": prefixed("module.", MODEL), "optimizer": NESTED}},
+    "keys with dots only": {**prefixed("model.", MODEL), **prefixed("app.optimizer.", FLAT)},
+    "with a copy of the model": {"model": MODEL, "ema": {name: value * 2 for name, value in MODEL.items()},
+                                 "optim": NESTED},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_state_is_found_under_any_root_and_form_and_put_back_there(case, tmp_path):
+    manifest, path = saved(tmp_path, PLACES[case])
+    values = muonckpt.open(path).values
+    assert {(t.name, t.slot) for t in with_slots(manifest).tensors if t.slot} == {
+        (name, slot) for name, slots in STATE.items() for slot in slots
+    }
+    asked = Overrides(muonckpt.vocabulary.Convention.SUM)
+    moved = translate(manifest, values, DIALECTS["muonckpt"], overrides=asked)
+    found = executed(path, moved)
+    expected = {f"model.{name}": value for name, value in MODEL.items()}
+    expected |= {f"optimizer.state.{name}.{slot}": value for name, s in STATE.items() for slot, value in s.items()}
+    expected[f"optimizer.state.{NAMES[0]}.momentum_buffer"] = (W + 1) * 0.25
+    assert {key: found[key].view("<f4").tolist() for key in expected} == {k: v.tolist() for k, v in expected.items()}
+    groups = options(moved)
+    numbers = {groups[f"optimizer.param_groups.{n}.params"][0]: n for n in (0, 1)}
+    assert {name: groups[f"optimizer.param_groups.{n}.lr"] for name, n in numbers.items()} == {
+        name: group["lr"] for name, group in GROUPS.items()
+    }
+    assert any(note == "momentum: sum, because --convention sum says so" for note in moved.notes)
+    back = translate(manifest, values, overrides=asked)
+    assert {tensor.record.path for tensor in back.tensors} == {tensor.path for tensor in manifest.tensors}
+    assert {item.path for item in back.items} == {blob.path for blob in manifest.blobs}
+
+
+def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    matrix = matrix / matrix.norm()
+    for _ in range(5):
+        gram = matrix @ matrix.T
+        matrix = 3.4445 * matrix + (-4.775 * gram + 2.0315 * gram @ gram) @ matrix
+    return matrix
+
+
+class SumMuon(torch.optim.Optimizer):
+    """A Muon that accumulates a sum, and has options of the same names as torch's."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.02, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                momentum = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
+                momentum.mul_(group["momentum"]).add_(weight.grad)
+                weight.sub_(orthogonal(weight.grad + group["momentum"] * momentum), alpha=group["lr"])
+
+
+def step(model: nn.Module, number: int, *optimizers: torch.optim.Optimizer) -> None:
+    data = torch.randn(16, 6, generator=torch.Generator().manual_seed(number))
+    model.zero_grad()
+    model(data).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def test_a_flattened_muon_of_sums_goes_on_as_if_nothing_had_happened(tmp_path):
+    """Trained, flattened by torch's own option, saved by stock DCP, converted, and trained on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+    theirs = SumMuon(model.parameters())
+    for number in range(20):
+        step(model, number, theirs)
+    flat = get_optimizer_state_dict(model, theirs, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    dcp.save({"model": get_model_state_dict(model), "optim": flat}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    with pytest.raises(SourceError, match="--convention ema or --convention sum"):
+        muonckpt.convert(tmp_path / "theirs", tmp_path / "ours", to_dialect="muonckpt")
+    report = muonckpt.convert(tmp_path / "theirs", tmp_path / "ours", to_dialect="muonckpt", convention="sum")
+    assert [note for note in report.notes if note.startswith("momentum: sum, because --convention sum")]
+
+    torch.manual_seed(1)
+    again = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+    ours = Muon([{"params": list(again.parameters()), "lr": 0.02, "weight_decay": 0.0, "ns_dtype": "float32",
+                  "ns": "keller", "adjust_lr": "none"}])  # fmt: skip
+    step(again, 0, ours)
+    state = {"model": get_model_state_dict(again), "optimizer": get_optimizer_state_dict(again, ours)}
+    muonckpt.load(state, tmp_path / "ours")
+    for number in range(20, 24):
+        before = [weight.detach().clone() for weight in model.parameters()]
+        step(model, number, theirs)
+        step(again, number, ours)
+        for old, one, other in zip(before, model.parameters(), again.parameters(), strict=True):
+            assert (one - other).norm() < 1e-5 * (one - old).norm()
