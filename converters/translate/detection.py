@@ -150,7 +150,9 @@ def _by_marks(keys: Keys) -> Detected:
     where = ", ".join(map(str, keys.optimizers))
     form = "flat" if keys.flat else "numbered" if keys.numbered else "nested"
     reason = f"{where} has torch's {form} keys, such as {keys.example!r}"
-    marks = dict(reversed(list(_marks(keys))))  # the first of each program
+    marks: dict[str, str] = {}
+    for name, why in _marks(keys):
+        marks.setdefault(name, why)
     if len(marks) > 1:
         programs = ", ".join(f"{name} ({why})" for name, why in marks.items())
         raise SourceError(f"{reason}, and marks of more than one program: {programs}; name one with --from")
