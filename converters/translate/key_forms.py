@@ -109,7 +109,8 @@ def under(dialect: Dialect, keys: Keys) -> Dialect:
     """
     if dialect.state not in _FORMS:
         return dialect
-    state, option, model = dialect.state, dialect.option, dialect.model
+    state: AnyTemplate = dialect.state
+    option, model = dialect.option, dialect.model
     if keys.optimizers:
         state = _one_or_more({str(place): place.state(keys.numbered) for place in keys.optimizers})
         option = _one_or_more({str(place): place.option() for place in keys.optimizers})
