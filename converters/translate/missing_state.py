@@ -38,7 +38,8 @@ def stateless_params(
             method = None if name in params else _method(context, group, with_state)
             if method is not None:
                 target = method if context.same_dialect else context.target.writes(method)
-                chain = with_state[0].chain if with_state else {}
+                own = group.chain if context.same_dialect else {}
+                chain = with_state[0].chain if with_state else own
                 found[name] = Param(name, (name,), method, target, group, 0, chain, stateless=True)
     return found
 
