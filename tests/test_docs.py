@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.commands import called
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -31,6 +33,12 @@ def matches(expected: str, found: str) -> bool:
     return re.fullmatch(pattern, found.strip() + "\n") is not None
 
 
+def installed(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The program as a shell finds it."""
+    program = Path(sys.executable).with_name("muonckpt")
+    return subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_example_runs_and_prints_what_is_shown(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -44,9 +52,7 @@ def test_every_example_runs_and_prints_what_is_shown(page, tmp_path, monkeypatch
         for command, expected in commands(block):
             program, *arguments = shlex.split(command)
             assert program == "muonckpt"
-            done = subprocess.run(
-                [Path(sys.executable).with_name(program), *arguments], capture_output=True, text=True, check=False
-            )
+            done = installed(*arguments) if page == README else called(*arguments)
             assert done.returncode == 0, done.stderr
             assert matches(expected, done.stdout), f"$ {command}\n{done.stdout}"
             ran += 1

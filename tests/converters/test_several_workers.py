@@ -131,7 +131,7 @@ def slow(rank: int, world: int, timeout: float, seconds: float) -> list[int]:
 
 
 def test_a_worker_may_be_busy_for_longer_than_the_timeout():
-    assert workers.run(2, slow, 2.0, 5.0) == [[0, 1], [0, 1]]
+    assert workers.run(2, slow, 2.0, 3.5) == [[0, 1], [0, 1]]
 
 
 def uneven(rank: int, world: int) -> str:
