@@ -109,6 +109,7 @@ SHARED_OPTIONS = decorated_by(
     click.option(
         "--drop", cls=RareOption, multiple=True, metavar="SLOT", help="Leave out a slot of state; repeatable."
     ),
+    click.option("--like", cls=RareOption, metavar="JSON", help="Groups to fit, from Muon.describe()."),
     click.option(
         "--fill-missing",
         cls=RareOption,

@@ -28,6 +28,7 @@ from .target.topology import ROWS, AxisCut, ShardRule, Target
 from .translate.conventions import Overrides
 from .translate.dialect import Dialect
 from .translate.dialects import DIALECTS
+from .translate.group_template import GroupTemplate
 from .translate.names import NameRules
 from .translate.request import Request
 from .translate.tables import load_rules
@@ -55,6 +56,7 @@ def reshard(
     step: int | None = None,
     drop: Collection[str] = (),
     fill_missing: bool = False,
+    like: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     memory: int = MEMORY,
     jobs: int = THREADS,
     resume: bool = False,
@@ -90,6 +92,8 @@ def reshard(
         step: the number of steps taken, if the target stores it and the source does not.
         drop: slots of optimizer state to leave out.
         fill_missing: write zeros as the state of parameters in groups that have none, as they never had a gradient.
+        like: the groups of the run that the result is for, as ``Muon.describe()`` returns them, or a file of JSON with
+            that.  The result has these groups, in this order, and takes from them what the source does not say.
         memory: bytes of all buffers together.
         jobs: threads that check and write files.
         resume: continue an interrupted run with the same arguments.
@@ -118,6 +122,7 @@ def reshard(
             Overrides(_convention(convention), _convention(target_convention), mu, step, fill_missing),
             frozenset(drop),
             tensors_only,
+            None if like is None else GroupTemplate.read(like),
         )
         shard_rules = tuple(ShardRule(glob, tuple(cuts)) for glob, cuts in shard.items())
         target = Target(mesh or _ONE_RANK, shard_rules, present_name(layout))

@@ -13,6 +13,7 @@ from ..engine.outputs import OutputTensor
 from .conventions import Overrides
 from .dialect import Dialect
 from .group_options import SourceGroup
+from .group_template import GroupTemplate
 from .roles import Roles
 
 
@@ -61,6 +62,7 @@ class Context:
     """What a translation knows: the source and the target, ``groups`` by parameter, and the ``dropped`` slots.
 
     ``reason`` says in a sentence why the source is in this dialect.
+    ``like`` has the groups of the run that the result is for, if they are given.
     """
 
     dialect: Dialect
@@ -72,6 +74,7 @@ class Context:
     groups: Mapping[str, SourceGroup]
     dropped: Collection[str] = ()
     reason: str = "--from names it"
+    like: GroupTemplate | None = None
 
     @property
     def same_dialect(self) -> bool:

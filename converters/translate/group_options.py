@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from ...box import Index
@@ -179,9 +180,17 @@ def _canonical(coefficients: Any) -> object:
 
 
 def write_options(
-    options: GroupOptions, source: Dialect, target: Dialect, method: StoredMethod, shape: Index, findings: Findings
+    options: GroupOptions,
+    source: Dialect,
+    target: Dialect,
+    method: StoredMethod,
+    shape: Index,
+    findings: Findings,
+    given: Mapping[str, object] = MappingProxyType({}),
 ) -> dict[str, object]:
     """The options as the target names them; ``findings`` hears of every difference, with the values.
+
+    ``given`` are options of the run that the result is for; they count where the source says nothing.
 
     Raises:
         SourceError: the target has no word for an option without which updates are altogether different.
@@ -218,6 +227,11 @@ def write_options(
     for option, value in sorted(options.unknown.items()):
         findings.check(Action.LEFT, f"{option} of {about}", repr(value), reason=f"no counterpart in {target.name}")
     said = {option: value for option, value in said.items() if option not in target.unsaid}
+    taken = {option: value for option, value in given.items() if option not in {*said, target.method_option}}
+    for option in sorted(taken.keys() - method.idle.keys() - _HOW):
+        reason = f"{source.name} does not say it; taken from the template"
+        findings.check(Action.CARRIED, f"{option} of {about}", repr(taken[option]), reason=reason)
+    said |= taken
     assumed = {option: value for option, value in method.assumed.items() if option not in {*said, *target.unsaid}}
     for option, value in assumed.items():
         reason = f"{source.name} does not say it; written as in a new optimizer of {target.name}"

@@ -87,11 +87,11 @@ DION = (
 _XTUNER_SCALE = scale("adjust_lr", {"spectral": ("spectral_norm",), "rms": ("rms_norm",), "none": ("none",)})
 XTUNER = (
     StoredMethod("muon", {"momentum": "momentum"}, {**_SHARED, **_MATRIX},
-                 (_XTUNER_SCALE, FLATTEN, equal_parts("num_experts", True)), {**_OF_SCALARS, "clip_grad": False},
+                 (_XTUNER_SCALE, FLATTEN, equal_parts("num_experts", True)), _OF_SCALARS,
                  {"nesterov": False, "epsilon": 1e-8, "adjust_lr": "rms_norm", "num_experts": 1},
                  {"lr_ratio": lr_ratio}),
     StoredMethod("adamw", {"first": "momentum", "second": "variance"}, {**_SHARED, **_MEANS, "eps": "epsilon"}, (),
-                 {**_OF_MATRICES, "adjust_lr": "rms_norm", "num_experts": 1, "clip_grad": True}, {"epsilon": 1e-8}),
+                 {**_OF_MATRICES, "adjust_lr": "rms_norm", "num_experts": 1}, {"epsilon": 1e-8}),
 )  # fmt: skip
 
 MOONLIGHT = (

@@ -46,7 +46,7 @@ def regroup(
     if not groups:
         findings.add("the source does not say which parameters are in which group; no groups are written")
         return Outputs(())
-    if context.same_dialect:
+    if context.same_dialect and context.like is None:
         return _renamed(context, groups, names)
     shapes = shapes_by_name(by_slot)
     by_group = {
@@ -57,6 +57,8 @@ def regroup(
         new for group, members in pairs for new in _target_groups(context, group, members, by_group, shapes, findings)
     ]
     written = merge_equal(new for new, _ in translated)
+    if context.like is not None:
+        written = context.like.arranged(written, context.target, findings)
     derived = [item for _, items in translated for item in items]
     if context.target.common is not None:
         return Outputs((), [_item(context.target.common, [_common(written, by_group)])])
@@ -113,9 +115,10 @@ def _target_groups(
             continue
         param, shape = by_group[name], shapes.get(name, ())
         step = _step_of_group(context, param, common_steps or _steps(by_group.values()))
-        kind = (param.source_method.name, param.target_method.name, step, shape)
+        given = context.like.options_of(name) if context.like is not None else {}
+        kind = (param.source_method.name, param.target_method.name, step, shape, repr(given))
         if kind not in known:
-            known[kind] = _options(context, group, param, step, shape, findings)
+            known[kind] = _options(context, group, param, step, shape, findings, given)
         key = repr(sorted(known[kind].items()))
         members[key].append(name)
         options[key] = known[kind]
@@ -148,9 +151,15 @@ def _step_of_group(context: Context, param: Param, others: Collection[int]) -> i
 
 
 def _options(
-    context: Context, group: SourceGroup, param: Param, step: int | None, shape: Index, findings: Findings
+    context: Context,
+    group: SourceGroup,
+    param: Param,
+    step: int | None,
+    shape: Index,
+    findings: Findings,
+    given: Mapping[str, object],
 ) -> Mapping[str, object]:
-    """The options of a group, as the target names them."""
+    """The options of a group, as the target names them; those ``given`` count where the source says nothing."""
     method = param.target_method
     if param.source_method.shares_options_with(method):
         rescaled = context.overrides.target not in (None, context.dialect.convention)
@@ -162,11 +171,11 @@ def _options(
                 findings.check(
                     Action.SET, f"{said} of {method.name} groups", reason=f"unknown to {context.target.name}"
                 )
-        return own
+        return {**given, **own}
     options = read_options(group, context.dialect, param.source_method, context.values, shape)
     known = options.known if step is None else {**options.known, "step": step}
     options = dataclasses.replace(options, known=known)
-    return write_options(options, context.dialect, context.target, method, shape, findings)
+    return write_options(options, context.dialect, context.target, method, shape, findings, given)
 
 
 def _derived(context: Context, group: SourceGroup, param: Param, shape: Index) -> Iterator[OutputItem]:

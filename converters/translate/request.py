@@ -9,6 +9,7 @@ from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from .conventions import Overrides
 from .detection import with_slots
 from .dialect import Dialect
+from .group_template import GroupTemplate
 from .names import NameRules
 
 
@@ -22,6 +23,7 @@ class Request:
     overrides: Overrides = field(default_factory=Overrides)
     drop: frozenset[str] = frozenset()
     tensors_only: bool = False
+    like: GroupTemplate | None = None
 
     def outputs(self, source: OpenCheckpoint) -> Outputs:
         """The outputs made from a checkpoint; they are translated only if something is asked for.
@@ -45,6 +47,7 @@ class Request:
             rules=self.rules,
             overrides=self.overrides,
             drop=self.drop,
+            like=self.like,
         )
 
 

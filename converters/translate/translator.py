@@ -18,6 +18,7 @@ from .conventions import Overrides
 from .detection import detect, named
 from .dialect import Dialect
 from .group_options import source_groups
+from .group_template import GroupTemplate
 from .key_forms import is_of_optimizer
 from .missing_state import report_missing, stateless_params, zero_state
 from .names import NameRules
@@ -43,6 +44,7 @@ def translate(
     rules: NameRules | None = None,
     overrides: Overrides | None = None,
     drop: frozenset[str] = frozenset(),
+    like: GroupTemplate | None = None,
 ) -> Outputs:
     """Translate a checkpoint to another dialect, or change names, structure or the convention in its own dialect.
 
@@ -54,6 +56,7 @@ def translate(
         rules: names and structure; they are applied to parameters and to their state.
         overrides: what the user says about the momentum if the checkpoint does not.
         drop: slots of state to leave out.
+        like: the groups of the run that the result is for.
 
     Raises:
         SourceError: the dialect or a convention is unknown, the target has no place for some state, or two tensors or
@@ -72,7 +75,7 @@ def translate(
     group_of = {name: group for group in groups for name in group.params}
     chunks = SourceChunks.of(manifest)
     context = Context(
-        dialect, target, values, overrides or Overrides(), chunks, roles, group_of, drop, detected.reasons[-1]
+        dialect, target, values, overrides or Overrides(), chunks, roles, group_of, drop, detected.reasons[-1], like
     )
     by_slot = tensors_by_slot(context, rules)
     _refuse_unfit(rules, by_slot)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from support.continued import (
@@ -10,10 +12,12 @@ from support.continued import (
     exact_torch_muon,
     furthest,
     load_ours,
+    load_stock,
     save,
     train,
     weights_of,
 )
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim.lr_scheduler import LambdaLR
 
 import muonckpt
@@ -46,7 +50,7 @@ def ours(model: Model, **options) -> Muon:
 
 
 @pytest.mark.filterwarnings("ignore:.*does not say options")
-def test_a_run_of_torch_with_a_schedule_goes_on_in_ours(tmp_path, monkeypatch):
+def test_a_run_of_torch_with_a_schedule_goes_on_in_ours_and_back_in_torch(tmp_path, monkeypatch):
     model = Model()
     optimizers = torchs(model)
     schedulers = [LambdaLR(optimizer, falling) for optimizer in optimizers]
@@ -78,6 +82,30 @@ def test_a_run_of_torch_with_a_schedule_goes_on_in_ours(tmp_path, monkeypatch):
     assert [g["lr"] for g in optimizer.param_groups] == [optimizers[1].param_groups[0]["lr"]] + [
         group["lr"] for group in reversed(optimizers[0].param_groups)
     ]
+
+    # And back, into the groups of a given run, whose other coefficients are reported.
+    save(twin, [optimizer], tmp_path / "again")
+    start = weights_of(twin)
+    train(twin, [optimizer], range(6, 8), [schedule])
+    third = Model()
+    optimizers = torchs(third, ns_coefficients=(1.0, 2.0, 3.0))
+    template = tmp_path / "template.json"
+    template.write_text(json.dumps({"param_groups": get_state_dict(third, optimizers)[1]["param_groups"]}))
+    third = Model()
+    optimizers = torchs(third, ns_coefficients=(1.0, 2.0, 3.0))
+    report = muonckpt.convert(
+        tmp_path / "again", tmp_path / "back", from_dialect="muonckpt", to_dialect="torch", like=template
+    )
+    differing = [check for check in report.checklist if check.subject.startswith("ns_coefficients")]
+    assert [check.values for check in differing] == [("(3.4445, -4.775, 2.0315)",)] * 2
+    for each in optimizers:
+        each.param_groups[0].update(lr=7.0, initial_lr=7.0)
+        LambdaLR(each, falling)  # stock DCP loads what its template has: so that it has initial_lr
+    load_stock(third, optimizers, tmp_path / "back")
+    schedulers = [LambdaLR(optimizer, falling, last_epoch=5) for optimizer in optimizers]
+    with exact_torch_muon(monkeypatch):
+        train(third, optimizers, range(6, 8), schedulers)
+    assert furthest(twin, third, start) < 1e-5
 
 
 def test_a_matrix_without_a_gradient_is_said_and_filled_only_if_asked_to(tmp_path, monkeypatch):
