@@ -11,7 +11,7 @@ from .groups.sorting import WRAPPERS
 from .state import as_numbers
 
 
-class Described:
+class DescribesGroups:
     """What makes an optimizer able to describe its groups."""
 
     param_groups: list[dict[str, Any]]

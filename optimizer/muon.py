@@ -20,7 +20,7 @@ from ..layouts.tensors import layout_of
 from ..resumption import Globs, LoadReport
 from ..vocabulary import MUON, MUON_CONVENTION
 from .collective import CollectiveOptimizer
-from .description import Described
+from .description import DescribesGroups
 from .doubts import doubt_idle, doubt_plain
 from .following import Seen, carry_over, changes
 from .for_model import ForModel
@@ -52,7 +52,7 @@ from .step.rank_set import RankSet
 from .step.steps import Steps
 
 
-class Muon(ForModel, Described, CollectiveOptimizer):
+class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
     """Muon for matrices and AdamW or Lion for the rest, in one optimizer.
 
     Each parameter group chooses ``algorithm="muon"`` (the default), "normuon", "adamw" or "lion".  Parameters may be
