@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ...errors import SourceError, TargetError
 from ...record import Blob, Manifest, StateRecord
 from ...store.stored_items import Values
-from ..engine.checklist import Findings, sorted_checks
+from ..engine.checklist import Action, Findings, sorted_checks
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from .context import Context, SourceChunks
 from .conventions import Overrides
@@ -114,7 +114,8 @@ def translate(
         *(entry for entry in counters if isinstance(entry, OutputItem)),
         *grouped.items,
     ]
-    momenta = momentum_sentences(context, by_slot, params)
+    momenta = tuple(momentum_sentences(context, by_slot, params))
+    _check_off(tensors, items, roles.left_out, momenta, notes)
     summary = (f"source: {detected}", f"target: {target.name} ({target.who})", *momenta, *_sentences(tensors, items))
     sentences = (*summary, *(f"note: {note}" for note in sorted(notes.notes)))
     return Outputs(tensors, items, roles.left_out, sentences, sorted_checks(notes.checks))
@@ -160,6 +161,29 @@ def _item(context: Context, blob: Blob) -> OutputItem:
     """An item that is neither state nor an option, under the target's key for it."""
     key = blob.key if context.same_dialect else context.target.item(blob.key)
     return OutputItem(key, blob.path if key == blob.key else (key,), blob)
+
+
+def _check_off(
+    tensors: list[OutputTensor],
+    items: list[OutputItem],
+    left_out: tuple[str, ...],
+    momenta: tuple[str, ...],
+    findings: Findings,
+) -> None:
+    """Add what became of tensors and items to the checklist; `momenta` says of the momentum what it is and why."""
+    slots = Counter((tensor.record.slot or "weights and others", tensor.scale) for tensor in tensors)
+    for (slot, scale), count in slots.items():
+        if scale is None:
+            findings.check(Action.CARRIED, slot, f"{count} tensors")
+        else:
+            why = "; ".join(momenta)
+            findings.check(Action.RESCALED, slot, f"{count} tensors", f"times {scale!r}", reason=why)
+    copied = [item.key for item in items if item.source is not None]
+    if copied:
+        findings.check(Action.CARRIED, "items that are no tensors", f"{len(copied)}", reason="byte for byte")
+    dropped = Counter(key.rpartition(".")[2] for key in left_out)
+    for slot, count in dropped.items():
+        findings.check(Action.LEFT, slot, f"{count} tensors or items")
 
 
 def _sentences(tensors: list[OutputTensor], items: list[OutputItem]) -> Iterator[str]:

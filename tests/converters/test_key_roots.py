@@ -141,3 +141,48 @@ def test_a_flattened_muon_of_sums_goes_on_as_if_nothing_had_happened(tmp_path):
         step(again, number, ours)
         for old, one, other in zip(before, model.parameters(), again.parameters(), strict=True):
             assert (one - other).norm() < 1e-5 * (one - old).norm()
+
+
+def save(state: dict, path) -> None:
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def test_model_and_optimizers_in_sibling_folders_are_one_checkpoint(tmp_path):
+    """As accelerate saves them: the optimizers are all under `optimizer`, each in a folder of its own."""
+    whole = {"model": MODEL, "optimizer": NESTED}
+    save(whole, tmp_path / "whole")
+    for place, optimizers in (("one", [NESTED]), ("two", [nested_keys(NAMES[0]), nested_keys(NAMES[1])])):
+        folder = tmp_path / place / "checkpoint-10"
+        save({"model": MODEL}, folder / "pytorch_model_fsdp_0")
+        for number, optimizer in enumerate(optimizers):
+            save({"optimizer": optimizer}, folder / f"optimizer_{number}")
+        with pytest.raises(SourceError, match="there is one in checkpoint-10: give the path"):
+            muonckpt.open(folder.parent)
+        report = muonckpt.convert(folder, tmp_path / place / "ours", to_dialect="muonckpt", convention="sum")
+        same = muonckpt.convert(tmp_path / "whole", tmp_path / place / "o", to_dialect="muonckpt", convention="sum")
+        assert report.fingerprints == same.fingerprints
+        assert [str(check) for check in report.checklist if check.action == "rescaled"] == [
+            "rescaled: momentum_buffer: 1 tensors, times 0.25 (momentum: sum, because --convention sum says so)"
+        ]
+        assert not muonckpt.verify(folder).findings
+
+
+def test_of_a_runs_checkpoints_none_is_taken_silently(tmp_path):
+    for number in (1, 2):
+        save({"model": MODEL, "optimizer": NESTED}, tmp_path / "run" / f"iter_{number}")
+        save({"model": MODEL}, tmp_path / "weights" / f"step{number}")
+    with pytest.raises(SourceError, match="found several, in its folders iter_1, iter_2; give the path"):
+        muonckpt.open(tmp_path / "run")
+    with pytest.raises(SourceError, match="found several, in its folders step1, step2"):
+        muonckpt.open(tmp_path / "weights")
+
+
+def test_momentum_of_float16_is_not_rescaled_into_infinities_or_zeros(tmp_path):
+    state = {"model": {"w": W}, "optimizer": {"state.w.momentum_buffer": W.half() * 6000}}
+    manifest, path = saved(tmp_path, state)
+    values = muonckpt.open(path).values
+    asked = {"source": DIALECTS["dcp"], "overrides": Overrides(muonckpt.vocabulary.Convention.EMA, mu=0.95)}
+    with pytest.raises(SourceError, match=r"'w': its momentum is float16.*may overflow or vanish"):
+        translate(manifest, values, DIALECTS["dion"], **asked)
+    kept = translate(manifest, values, DIALECTS["muonckpt"], **asked)
+    assert [tensor.scale for tensor in kept.tensors] == [None, None]

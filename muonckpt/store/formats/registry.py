@@ -16,6 +16,7 @@ from ..reading.payloads import Payloads
 from ..reading.reader import LocatedReader, Reader
 from . import native, signs
 from .dcp import directory as dcp
+from .dcp import siblings
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ def _layer_wise(path: Location) -> Reader:
 
 OWN = Format("muonckpt", _own)
 DCP = Format("stock DCP", dcp.DcpReader)
+SIBLINGS = Format("stock DCP in sibling folders", siblings.SiblingsReader)
 BUFFERS = Format("flat buffers", _flat_buffers)
 SAFETENSORS = Format("safetensors", _safetensors)
 ZARR = Format("zarr", _zarr)
@@ -79,7 +81,9 @@ beside other checkpoints."""
 
 
 def format_of(path: Location) -> Format:
-    """The format of a checkpoint; a directory without any sign counts as DCP, whose reader says what is missing.
+    """The format of a checkpoint.
+
+    A directory without any sign is looked into for folders of DCP; if there are none, its reader says what is missing.
 
     Raises:
         SourceError: the directory cannot be listed.
@@ -88,6 +92,9 @@ def format_of(path: Location) -> Format:
         if path.is_file():
             return SAFETENSORS
         names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
+        found = next((kind for sign, kind in SIGNS if fnmatch.filter(names, sign)), None)
+        if found is None and names and len(siblings.folders_below(path)) > 1:
+            return SIBLINGS
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error}") from error
-    return next((kind for sign, kind in SIGNS if fnmatch.filter(names, sign)), DCP)
+    return found or DCP

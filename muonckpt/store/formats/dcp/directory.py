@@ -179,13 +179,24 @@ def _read_metadata(path: Location) -> bytes:
                 "knows only its own rank, so they cannot be resharded; load them on the same ranks and save again"
             )
         unfinished = f": a save into {path} did not finish" if f"{METADATA_FILE}.tmp" in names else ""
-        below = sorted(name for name in names if (path / name / METADATA_FILE).exists())
-        instead = f"; there is one in {', '.join(below[:8])}" if below else ""
+        below = _checkpoints_below(path, names)
+        instead = f"; there is one in {', '.join(below[:8])}: give the path of one" if below else ""
         raise SourceError(f"expected {METADATA_FILE} in {path}, found none{unfinished}{instead}")
     with open_regular(path / METADATA_FILE) as file:
         if file.size > MAX_METADATA_BYTES:
             raise SourceError(f"{path / METADATA_FILE}: expected at most {MAX_METADATA_BYTES} bytes, found {file.size}")
         return file.read(0, file.size)
+
+
+def _checkpoints_below(path: Location, names: Collection[str]) -> list[str]:
+    """The folders here that are checkpoints, or hold the folders of one, sorted."""
+
+    def is_one(place: Location) -> bool:
+        if (place / METADATA_FILE).exists():
+            return True
+        return place.is_dir() and any((folder / METADATA_FILE).exists() for folder in place.iterdir())
+
+    return sorted(name for name in names if is_one(path / name))
 
 
 def named_items(manifest: Manifest) -> Iterator[tuple[Extent, str]]:
