@@ -42,7 +42,8 @@ class SiblingsReader:
                 f"expected a checkpoint in {path}, found several, in its folders {names}; give the path of one, "
                 f"such as {path / list(outlines)[-1]}"
             )
-        keys = [entry.key for outline in outlines.values() for entry in (*outline.tensors, *outline.blobs)]
+        tensors = [tensor.key for outline in outlines.values() for tensor in outline.tensors]
+        keys = tensors + [blob.key for outline in outlines.values() for blob in outline.blobs]
         shared = len(set(keys)) < len(keys)
         parts = [_moved(outline, name, shared) for name, outline in outlines.items()]
         self.outline = Manifest(
