@@ -24,6 +24,9 @@ class CheckpointType(click.ParamType):  # type: ignore[type-arg]  # generic in n
 
 CHECKPOINT = CheckpointType()
 
+LEAST_MEMORY = 64_000
+"""Bytes below which buffers would hold single rows, and a run take for ever."""
+
 JOBS = click.IntRange(1, 1024)
 
 _UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
@@ -36,13 +39,19 @@ class ByteCountType(click.ParamType):  # type: ignore[type-arg]  # generic in ne
 
     name = "bytes"
 
+    def __init__(self, least: int = 1) -> None:
+        self.least = least
+
     def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> int:
         if isinstance(value, int):
             return value
         match = re.fullmatch(r"([0-9]{1,18})\s*([A-Za-z]*)", str(value))
         if not match or match[2].lower() not in _UNITS:
             self.fail(f"{value!r} is not a number of bytes; write for example 256MiB", param, context)
-        return int(match[1]) * _UNITS[match[2].lower()]
+        count = int(match[1]) * _UNITS[match[2].lower()]
+        if count < self.least:
+            self.fail(f"{value!r} is too little; expected at least {self.least} bytes", param, context)
+        return count
 
 
 class MeshType(click.ParamType):  # type: ignore[type-arg]
@@ -55,9 +64,14 @@ class MeshType(click.ParamType):  # type: ignore[type-arg]
             return value
         sizes: dict[str, int] = {}
         for part in str(value).split(","):
-            match = re.fullmatch(r"([A-Za-z_]\w*)=([1-9][0-9]*)", part.strip())
-            if not match or match[1] in sizes or len(match[2]) > _MAX_SIZE_DIGITS:
-                self.fail(f"{value!r} is not a mesh; write for example dp=8,tp=2", param, context)
+            match = re.fullmatch(r"([A-Za-z_]\w*)=([0-9]{1,18})", part.strip())
+            if not match:
+                self.fail(f"{part.strip()!r} is not an axis and its size; write for example dp=8,tp=2", param, context)
+            if match[1] in sizes:
+                self.fail(f"axis {match[1]} is named twice in {value!r}; name each once", param, context)
+            if not 0 < int(match[2]) < 10**_MAX_SIZE_DIGITS:
+                most = 10**_MAX_SIZE_DIGITS - 1
+                self.fail(f"axis {match[1]} has {match[2]} ranks; expected 1 to {most}", param, context)
             sizes[match[1]] = int(match[2])
         return sizes
 

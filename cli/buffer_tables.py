@@ -31,7 +31,7 @@ def print_parameters(buffers: Iterable[LabelledBuffer]) -> None:
 
 def _rows(summary: Iterable[Mapping[str, Any]]) -> Iterator[tuple[object, ...]]:
     for entry in summary:
-        padding = f"{entry['padding']} ({entry['padding_percent']} %, {size(entry['padding_bytes'])})"
+        padding = f"{entry['padding']} ({entry['padding_percent']:g} %, {size(entry['padding_bytes'])})"
         busiest = (_or_dash(entry["busiest"][measure]) for measure in ("elements", "newton_schulz"))
         sizes = len(entry["ranks"]), entry["buckets"], entry["elements"]
         yield entry["of"], _placed_by(entry), *sizes, padding, *busiest

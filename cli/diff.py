@@ -13,7 +13,7 @@ from ..converters.compare.pair import TensorDifference
 from ..converters.translate.dialects import DIALECTS
 from ..errors import TargetError
 from ..store.io.location import Location
-from .argument_types import CHECKPOINT, JOBS, ByteCountType
+from .argument_types import CHECKPOINT, JOBS, LEAST_MEMORY, ByteCountType
 from .printing import counted, print_section, printable, progress, size, some_of
 
 _MOST_ROWS = 20
@@ -37,7 +37,9 @@ _WRITABLE = [dialect.name for dialect in DIALECTS.values() if dialect.writable]
 @click.option(
     "--from-b", type=click.Choice(list(DIALECTS)), metavar="PROGRAM", help="Program that wrote B, if unclear."
 )
-@click.option("--memory", type=ByteCountType(), default=f"{DIFF_MEMORY >> 20}MiB", show_default=True, help="Memory.")
+@click.option(
+    "--memory", type=ByteCountType(LEAST_MEMORY), default=f"{DIFF_MEMORY >> 20}MiB", show_default=True, help="Memory."
+)
 @click.option("--jobs", type=JOBS, default=2, show_default=True, metavar="N", help="Threads.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(

@@ -20,7 +20,7 @@ from types import FrameType
 
 import click
 
-from ..errors import DestinationError, Interrupted, LayoutError, SourceError
+from ..errors import DestinationError, Interrupted, LayoutError, SourceError, did_you_mean
 from ..version import VERSION
 
 COMMANDS = {
@@ -69,6 +69,15 @@ class _Commands(click.Group):
             return None
         command: click.Command = import_module(f".{name}", __package__).command
         return command
+
+    def resolve_command(
+        self, context: click.Context, arguments: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that is named; an unknown name is answered with those that come close."""
+        name = arguments[0]
+        if name not in COMMANDS and name not in _RENAMED and not name.startswith("-"):
+            context.fail(f"no such command {name!r}{did_you_mean(name, [*COMMANDS])}")
+        return super().resolve_command(context, arguments)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -12,6 +12,13 @@ from .printing import counted, size
 _MOST_LINES = 8
 """The most lines of one kind."""
 
+_FIRST = ("algorithm", "lr", "weight_decay", "wd", "momentum", "mu", "betas", "beta1", "beta2", "adamw_betas", "step",
+          "convention", "nesterov")  # fmt: skip
+"""Options that come first, as programs call them; what they are called does not matter otherwise."""
+
+_MOST_OPTIONS = 8
+"""The most options of a group; `--items` and JSON have all."""
+
 _SAID_ELSEWHERE = frozenset({"step", "resharded"})
 """Entries of provenance with lines of their own."""
 
@@ -76,8 +83,11 @@ def _matrices(count: int) -> str:
 
 def _group(group: Mapping[str, Any]) -> str:
     numbers = f"{', '.join(map(str, group['groups']))}: " if group["groups"] else ""
-    options = ", ".join(f"{name} {_value(value)}" for name, value in group["options"].items() if value is not None)
-    return f"{numbers}{counted(group['parameters'], 'parameter')}, {options or 'without options'}"
+    given = {name: value for name, value in group["options"].items() if value is not None}
+    shown = sorted(given, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))[:_MOST_OPTIONS]
+    options = ", ".join(f"{name} {_value(given[name])}" for name in shown) or "without options"
+    more = f" and {len(given) - len(shown)} more" if len(given) > len(shown) else ""
+    return f"{numbers}{counted(group['parameters'], 'parameter')}, {options}{more}"
 
 
 def _value(value: object) -> str:

@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 import click
 
 _MOST_NAMES = 8
+_NARROW = 56
+"""Characters of a line of a row that is too wide for the terminal."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -22,15 +24,35 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
         from rich.table import Column, Table
         from rich.text import Text
 
+        console = Console()
+        lengths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
+        if len(headers) > 2 and sum(lengths) + 2 * len(lengths) > console.width:  # a name is never folded into slivers
+            _print_narrow(headers, cells)
+            return
         columns = (Column(header, overflow="fold") for header in headers)  # nothing is cut
         shown = Table(*columns, box=None, header_style="bold", pad_edge=False)
         for row in cells:
             shown.add_row(*map(Text, row))  # not markup
-        Console().print(shown)
+        console.print(shown)
         return
     widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
     for line in ([*headers], *cells):
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _print_narrow(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print each row as its first cell, and below it the others with their headers."""
+    for first, *others in rows:
+        click.echo(first)
+        known = [f"{header} {cell}" for header, cell in zip(headers[1:], others, strict=True) if cell not in ("", "-")]
+        line = ""
+        for part in known:
+            if line and len(line) + len(part) > _NARROW:
+                click.echo(f"    {line.rstrip(', ')}")
+                line = ""
+            line += f"{part}, "
+        if line:
+            click.echo(f"    {line.rstrip(', ')}")
 
 
 def print_section(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

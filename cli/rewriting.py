@@ -15,12 +15,15 @@ from ..converters.report import Report
 from ..errors import TargetError
 from .printing import counted, print_table, printable, progress, size, some_of
 
+_MOST_FILES = 32
+"""The most files that a plan lists."""
+
 
 def rewrite(function: Callable[..., Report | None], label: str, *, as_json: bool, **options: Any) -> None:
     """Call ``function``, show its progress, and print its report."""
     try:
         worker = worker_of(os.environ)
-        with progress(label if worker.world == 1 else str(worker)) as advance:
+        with progress(f"{label if worker.world == 1 else worker}, checked and written") as advance:
             report = function(**options, progress=advance)
     except (TargetError, LaunchError) as error:  # a mistake in the command line, or in how it was launched
         raise click.UsageError(str(error)) from error
@@ -28,7 +31,8 @@ def rewrite(function: Callable[..., Report | None], label: str, *, as_json: bool
         return
     if report.unchecked and report.fingerprints is not None:
         click.echo(
-            f"note: {report.unchecked} source chunks have no checksum, so damage to them cannot be noticed", err=True
+            f"note: {counted(report.unchecked, 'source chunk')} without a checksum, where damage cannot be noticed",
+            err=True,
         )
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=1))
@@ -48,8 +52,15 @@ def rewrite(function: Callable[..., Report | None], label: str, *, as_json: bool
 
 
 def _show_plan(report: Report) -> None:
-    rows = [(file.file, file.items, size(file.elements), size(file.bytes)) for file in report.files]
-    print_table(("file", "items", "elements", "bytes"), rows)
+    shown = report.files if len(report.files) <= _MOST_FILES else report.files[: _MOST_FILES - 4]
+    rows = [(file.file, file.items, size(file.elements), size(file.bytes)) for file in shown]
+    print_table(("file", "items", "of tensors", "in all"), rows)
+    if len(shown) < len(report.files):
+        click.echo(f"and {len(report.files) - len(shown)} more (--json)")
+    if report.ranks is not None and report.ranks > 1:
+        held = [file.elements for file in report.files]
+        mean = sum(held) / report.ranks
+        click.echo(f"a rank holds {size(round(mean))} of tensors on average, {size(max(held, default=0))} at most")
     if report.buffers:
         from . import buffer_tables
 
@@ -66,7 +77,9 @@ def _would_do(report: Report) -> str:
 def _done(report: Report) -> str:
     where = counted(len(report.files), "file") if report.ranks is None else counted(report.ranks, "rank")
     spread = f"whole in {where}" if report.ranks is None else f"over {where}"
-    comparison = "no fingerprints of the source to compare with"
+    comparison = f"{size(report.checked)} of the source checked by checksums; no fingerprints to compare"
+    if report.unchecked:
+        comparison = "not all of the source has checksums"
     if report.compared:
         comparison = f"{report.compared} fingerprints compared with the source's, all equal"
-    return f"{report.destination}: {report.tensors} tensors {spread}, {size(report.written)}; {comparison}"
+    return f"{report.destination}: {counted(report.tensors, 'tensor')} {spread}, {size(report.written)}; {comparison}"

@@ -15,7 +15,7 @@ from ..converters.engine.run import MEMORY, THREADS
 from ..converters.target.formats import FORMATS
 from ..converters.translate.dialects import DIALECTS
 from ..vocabulary import Convention
-from .argument_types import CHECKPOINT, JOBS, ByteCountType
+from .argument_types import CHECKPOINT, JOBS, LEAST_MEMORY, ByteCountType
 
 
 class RareOption(click.Option):
@@ -120,7 +120,7 @@ SHARED_OPTIONS = decorated_by(
     click.option(
         "--memory",
         cls=RareOption,
-        type=ByteCountType(),
+        type=ByteCountType(least=LEAST_MEMORY),
         default=f"{MEMORY >> 20}MiB",
         show_default=True,
         help="Memory for buffers.",

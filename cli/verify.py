@@ -10,7 +10,7 @@ import click
 from ..store.audit import verify
 from ..store.io.location import Location
 from .argument_types import CHECKPOINT, JOBS
-from .printing import printable, progress, size
+from .printing import counted, printable, progress, size
 
 
 @click.command("verify")
@@ -33,9 +33,12 @@ def command(checkpoint: Location, jobs: int, as_json: bool) -> int:
     for note in report.notes:
         click.echo(printable(f"note: {note}"))
     if report.unchecked:
-        click.echo(f"note: {report.unchecked} chunks have no checksum, so damage to them cannot be noticed")
+        click.echo(f"note: {counted(report.unchecked, 'chunk')} without a checksum, where damage cannot be noticed")
     summary = (
-        f"{report.tensors} tensors in {report.chunks} chunks, {report.blobs} other items, {size(report.payload_bytes)}"
+        f"{counted(report.tensors, 'tensor')} in {counted(report.chunks, 'chunk')}, "
+        f"{counted(report.blobs, 'other item')}, {size(report.payload_bytes)}"
     )
-    click.echo(f"{checkpoint}: {summary}: " + (f"{len(report.findings)} findings" if report.findings else "whole"))
+    click.echo(
+        f"{checkpoint}: {summary}: " + (counted(len(report.findings), "finding") if report.findings else "whole")
+    )
     return 1 if report.findings else 0

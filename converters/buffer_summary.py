@@ -43,8 +43,9 @@ def without_buffers(provenance: Mapping[str, Any]) -> dict[str, Any]:
 def buffer_summary(buffers: Sequence[LabelledBuffer]) -> list[dict[str, Any]]:
     """JSON data for each label and placement: sizes, padding, and what each rank holds.
 
-    ``padding_bytes`` counts one buffer of the dtype.  ``newton_schulz`` is the FLOPs of one iteration on the matrices
-    that a rank owns, null if no rank owns any.  ``busiest`` is the most that a rank holds, divided by the mean.
+    ``padding_bytes`` counts one buffer of the dtype; ``padding_percent`` is its share of the buffers.
+    ``newton_schulz`` is the FLOPs of one iteration on the matrices that a rank owns, null if no rank owns any.
+    ``busiest`` is the most that a rank holds, divided by the mean.
     """
     groups: defaultdict[tuple[str, str, int], list[GroupBuffer]] = defaultdict(list)
     for label, buffer in buffers:
@@ -64,7 +65,7 @@ def _sizes(members: Sequence[GroupBuffer]) -> dict[str, Any]:
         "elements": elements,
         "padding": padding,
         "padding_bytes": sum(layout.padding * itemsize(layout.parameters[0].parameter.dtype) for layout in layouts),
-        "padding_percent": round(100 * padding / elements, 2),
+        "padding_percent": round(100 * padding / (elements + padding), 2),
     }
 
 

@@ -9,11 +9,10 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ..errors import TargetError
+from ..errors import TargetError, did_you_mean
 from ..record import Extent, Manifest, StateRecord
 from ..store.io.gc_paused import gc_paused
 from ..store.io.location import Remote
@@ -154,13 +153,6 @@ class Inspection:
     def tree(self, *globs: str) -> tuple[Branch, ...]:
         """The tensors by module, with layers that are alike as one branch; only those that match a shell pattern."""
         return module_tree(self.matching(*globs))
-
-
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """The end of an error message: the known words that are closest to one; empty if none is close."""
-    close = get_close_matches(word.strip("*"), known[:20_000], n=3, cutoff=0.6)
-    close = close or [key for key in known if word.strip("*?").casefold() in key.casefold()][:3]
-    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def inspect(path: str | os.PathLike[str] | Remote) -> Inspection:

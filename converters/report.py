@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..record import Manifest
 from ..store.io.location import Location
+from ..store.reading.dtypes import itemsize
 from .engine.checklist import Check
 from .engine.job import Job
 from .target.item_file import item_file_location
+
+_UNEVEN = 2.0
+"""A rank that gets this many times the mean is worth a note …"""
+
+_MUCH = 64 << 10
+"""… if it gets this many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +94,7 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
     """What a job will do; ``notes`` are added before its own."""
     chunks = [chunk for tensor in job.manifest.tensors for chunk in tensor.chunks if chunk.box.numel]
     payloads, of_ranks = job.source.payloads, job.container.of_ranks
+    balance = tuple(_unbalanced(job)) if of_ranks else ()
     return Report(
         source=str(job.source.path),
         destination=str(destination),
@@ -112,10 +122,23 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
         decoded=0 if job.items is None else len(job.items.decoded),
         undecoded=() if job.items is None else job.items.undecoded,
         left_out=job.left_out,
-        notes=(*notes, *job.notes),
+        notes=(*notes, *job.notes, *balance),
         checklist=job.checklist,
         compared=sum(tensor.fingerprint is not None for tensor in job.tensors),
     )
+
+
+def _unbalanced(job: Job) -> Iterator[str]:
+    """A note if some ranks get much more than others, and the largest tensor that has too few parts for all ranks."""
+    ranks, held = job.target.ranks, [file.payload for file in job.files]
+    mean, most = sum(held) / ranks, max(held, default=0)
+    if most < _MUCH or most < _UNEVEN * mean:
+        return
+    parts = Counter(chunk.tensor.key for file in job.files for chunk in file.chunks if chunk.stored.box.numel)
+    sizes = {tensor.key: math.prod(tensor.shape) * itemsize(tensor.dtype) for tensor in job.tensors}
+    few = max((key for key in sizes if parts[key] < ranks), key=sizes.__getitem__, default=None)
+    why = f"; {few!r} has {parts[few]} parts for {ranks} ranks: cut it over more dims, with --shard" if few else ""
+    yield f"unbalanced: a rank gets up to {most / 2**20:.3g} MiB of tensors, {most / mean:.3g} times the mean{why}"
 
 
 def _summary(buffers: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:

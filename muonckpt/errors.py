@@ -6,7 +6,7 @@ families to exit codes; nothing else depends on the hierarchy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 
@@ -40,6 +40,18 @@ class AttestError(MuonckptError):
 
 class Interrupted(MuonckptError):
     """Work stopped half-way and can be resumed."""
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """The end of an error message: the known words that are closest to one; empty if none is close."""
+    from difflib import get_close_matches  # few programs need it
+
+    bare = word.strip("*?")
+    close = get_close_matches(bare, known[:20_000], n=3, cutoff=0.6)
+    close = close or [key for key in known if bare and bare.casefold() in key.casefold()][:3]
+    parts = dict.fromkeys(part for key in known[:20_000] for part in key.split("."))
+    close = close or get_close_matches(bare, list(parts), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 @contextmanager

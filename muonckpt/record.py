@@ -166,7 +166,9 @@ class Manifest:
                 blobs=tuple(map(_blob, data["blobs"])),
                 provenance=dict(data["provenance"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except KeyError as error:
+            raise DamageError(f"damaged manifest: it lacks the field {error}") from error
+        except (TypeError, ValueError, AttributeError, RecursionError) as error:
             raise DamageError(f"damaged manifest: {type(error).__name__}: {error}") from error
 
 

@@ -68,6 +68,7 @@ RULES = {
     "cli": "errors record version vocabulary layouts/buffers store store/io store/reading converters "
     "converters/compare converters/engine converters/look converters/target converters/translate",
     "": "errors version layouts store checkpoint converters converters/compare",
+    "__main__": "cli",
 }
 TORCH = (
     "layouts/tensors",

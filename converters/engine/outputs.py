@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from ...box import Box
-from ...errors import SourceError, TargetError, about
+from ...errors import SourceError, TargetError, about, did_you_mean
 from ...layout import Buffer, TensorLayout, dense
 from ...plan import Copy, make_plan
 from ...record import Blob, Chunk, Manifest, StateRecord
@@ -106,7 +106,7 @@ class Outputs:
             return self
         for glob in globs:
             if not any(fnmatchcase(key, glob) for key in self.keys):
-                raise TargetError(f"no key of the checkpoint matches {glob!r}")
+                raise TargetError(f"no key of the checkpoint matches {glob!r}{did_you_mean(glob, self.keys)}")
         chosen = {key for key in self.keys if any(fnmatchcase(key, glob) for glob in globs)}
         return dataclasses.replace(
             self,

@@ -71,7 +71,11 @@ def hyper_parameters(manifest: Manifest, dialect: Dialect | None, values: Values
 
 
 def _merged(groups: Sequence[SourceGroup], dialect: Dialect, values: Values) -> tuple[OptionsOfGroups, ...]:
-    wanted = [option for method in dialect.methods for option in method.options.values()]
+    wanted = [
+        option
+        for method in dialect.methods
+        for option in (*method.options.values(), *(own for coding in method.codings for own in coding.own))
+    ]
     ordered = dict.fromkeys([*([dialect.method_option] if dialect.method_option else ()), *wanted, _CONVENTION])
     merged: dict[str, OptionsOfGroups] = {}
     for group in groups:

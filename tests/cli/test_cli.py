@@ -243,9 +243,9 @@ def test_inspect_says_what_is_there(tiny_checkpoint):
 def test_a_source_without_checksums_is_said_to_be_one(tmp_path):
     with no_checksums():
         dcp.save({"w": torch.ones(4, 3)}, checkpoint_id=tmp_path / "source", no_dist=True)
-    assert "1 source chunks have no checksum" in called(*arguments_of("reshard", tmp_path / "source", tmp_path)).stderr
+    assert "1 source chunk without a checksum" in called(*arguments_of("reshard", tmp_path / "source", tmp_path)).stderr
     done = called("verify", tmp_path / "source")
-    assert done.returncode == 0 and "1 chunks have no checksum" in done.stdout
+    assert done.returncode == 0 and "1 chunk without a checksum" in done.stdout
 
 
 @pytest.mark.parametrize("command", COMMANDS)

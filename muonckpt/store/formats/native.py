@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ... import record
-from ...errors import DamageError, SourceError
+from ...errors import DamageError, SourceError, about
 from ...record import Manifest
 from ..io.location import Location
 from ..io.new_file import write_synced
@@ -20,7 +20,8 @@ def read_native(path: Location) -> Manifest:
     """
     file = path / record.MANIFEST_FILE
     try:
-        return Manifest.from_json(read_whole(file).decode())
+        with about(file):
+            return Manifest.from_json(read_whole(file).decode())
     except UnicodeDecodeError as error:
         raise DamageError(f"{file}: expected UTF-8: {error}") from error
     except OSError as error:

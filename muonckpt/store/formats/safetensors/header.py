@@ -21,6 +21,9 @@ from ....errors import SourceError
 from ...io.regular import File
 from ...reading.dtypes import itemsize
 
+_ZIP = b"PK\x03\x04"
+"""The first bytes of a zip archive."""
+
 MAX_HEADER_BYTES = 100_000_000
 """Longest header that stock readers accept."""
 
@@ -121,8 +124,14 @@ def read_header(file: File) -> tuple[Header, int]:
         SourceError: it is not a safetensors file, or contradicts itself or its length.
     """
     size = file.size
-    length = int.from_bytes(file.read(0, 8), "little")
+    head = file.read(0, 8)
+    length = int.from_bytes(head, "little")
     most = min(max(size - 8, 0), MAX_HEADER_BYTES)
+    if head[:4] == _ZIP:
+        raise SourceError(
+            "expected a safetensors file, found a zip archive, such as torch.save writes: load it and save it with "
+            "torch.distributed.checkpoint or safetensors"
+        )
     if size < 8 or length > most:
         raise SourceError(
             f"expected a safetensors file (checkpoints of other formats are directories): a header of at most {most} "

@@ -1,0 +1,95 @@
+"""What a new user stumbles over: mistakes are named one by one, counts agree, and tables fit the terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.commands import called
+from support.golden import golden
+
+import muonckpt
+from muonckpt.cli.printing import print_table
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("inspct run", "did you mean 'inspect'"),
+        ("reshard run out --mesh dp=0", "dp has 0 ranks"),
+        ("reshard run out --mesh dp=3,dp=2", "dp is named twice"),
+        ("reshard run out --mesh dp=10000000", "expected 1 to 999999"),
+        ("reshard run out --mesh dp", "'dp' is not an axis and its size"),
+        ("reshard run out --mesh dp=2 --memory 1", "too little"),
+        ("reshard {tiny} out --mesh dp=2 --select *wieght*", "weight"),
+        ("inspect {tiny} --tree --items", "choose one"),
+    ],
+)
+def test_a_mistake_is_named_with_what_would_be_right(line, said, tiny_checkpoint):
+    done = called(*line.format(tiny=tiny_checkpoint).split())
+    assert done.returncode == 2 and said in done.stderr
+
+
+def test_the_package_is_a_command():
+    done = subprocess.run([sys.executable, "-m", "muonckpt", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("muonckpt, version")
+
+
+@pytest.mark.parametrize("name", ["dion_fsdp4/ckpt", "torch_hsdp2x2/ckpt"])
+def test_inspect_and_verify_count_the_same(name):
+    inspection, report = muonckpt.inspect(golden(name)), muonckpt.verify(golden(name))
+    assert inspection.empty_chunks > 0
+    assert (inspection.tensors, inspection.chunks, inspection.bytes, inspection.other_items) == (
+        report.tensors,
+        report.chunks,
+        report.payload_bytes,
+        report.blobs,
+    )
+
+
+def test_a_file_of_torch_save_is_called_one(tmp_path):
+    torch.save({"w": torch.ones(3)}, tmp_path / "model.pt")
+    done = called("inspect", tmp_path / "model.pt")
+    assert done.returncode == 3 and "torch.save" in done.stderr
+
+
+def test_a_manifest_that_lacks_a_field_is_named_with_it(tmp_path):
+    muonckpt.save({"w": torch.ones(3)}, tmp_path / "run")
+    text = json.loads((tmp_path / "run" / "muonckpt.json").read_text())
+    del text["version"]
+    (tmp_path / "run" / "muonckpt.json").write_text(json.dumps(text))
+    done = called("inspect", tmp_path / "run")
+    assert done.returncode == 3 and "muonckpt.json" in done.stderr and "lacks the field 'version'" in done.stderr
+
+
+def test_ranks_that_get_much_more_than_others_are_warned_of(tmp_path):
+    muonckpt.save({"experts": torch.ones(4, 64, 256), "dense": torch.ones(64, 8)}, tmp_path / "run")
+    naive = called("reshard", tmp_path / "run", tmp_path / "out", "--mesh", "dp=32", "--dry-run").stdout
+    assert "unbalanced" in naive and "'experts' has 4 parts for 32 ranks" in naive
+    assert "a rank holds 8.06 KiB of tensors on average, 64.1 KiB at most" in naive
+    arguments = ["reshard", tmp_path / "run", tmp_path / "out", "--mesh", "ep=4,dp=8", "--shard", "experts=ep:0,dp:1"]
+    assert "unbalanced" not in called(*arguments).stdout
+
+
+def test_names_are_not_folded_on_a_narrow_terminal(monkeypatch, capsys):
+    key = "model.layers.17.mlp.experts.gate_up_proj.weight"
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    print_table(("tensor", "shape", "dtype", "bytes"), [(key, "128 x 4096 x 7168", "bfloat16", "7 GiB")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [key, "    shape 128 x 4096 x 7168, dtype bfloat16, bytes 7 GiB"]
+    assert max(map(len, lines)) <= 60
+
+
+def test_every_rank_of_a_mesh_is_listed(tiny_checkpoint, tmp_path):
+    assert called("reshard", tiny_checkpoint, tmp_path / "three", "--mesh", "dp=3").returncode == 0
+    rows = called("inspect", tmp_path / "three", "--ranks").stdout.splitlines()
+    shares = rows[next(i for i, row in enumerate(rows) if row.startswith("rank ")) + 1 :]
+    assert [row.split()[0] for row in shares] == ["0", "1", "2"]
+    assert not re.search(r"^not_kept", "\n".join(rows), re.MULTILINE)
+    assert "from checkpoint to rows on dp=3" in "\n".join(rows) and Path(tiny_checkpoint).name == "checkpoint"
