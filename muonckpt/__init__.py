@@ -28,6 +28,7 @@ from .version import VERSION as __version__
 if TYPE_CHECKING:
     from .checkpoint.async_saving import AsyncSave, async_save
     from .checkpoint.attestation import Attestation, attest, fingerprints
+    from .checkpoint.redistribution import Redistribution, redistribute
     from .checkpoint.save_load import load, save
     from .checkpoint.series import Restored, SavedStep, Series
     from .checkpoint.tensor_prints import Fingerprints
@@ -54,6 +55,7 @@ __all__ = [
     "LayoutError",
     "MuonckptError",
     "OpenCheckpoint",
+    "Redistribution",
     "Report",
     "Restored",
     "SavedStep",
@@ -69,6 +71,7 @@ __all__ = [
     "inspect",
     "load",
     "open",
+    "redistribute",
     "reshard",
     "save",
     "verify",
@@ -83,6 +86,7 @@ _HOMES = {
     "Fingerprints": ".checkpoint.tensor_prints",
     "Inspection": ".converters.inspection",
     "OpenCheckpoint": ".store.open_checkpoint",
+    "Redistribution": ".checkpoint.redistribution",
     "Report": ".converters.report",
     "Restored": ".checkpoint.series",
     "SavedStep": ".checkpoint.series",
@@ -95,6 +99,7 @@ _HOMES = {
     "inspect": ".converters.inspection",
     "load": ".checkpoint.save_load",
     "open": ".store.open_checkpoint",
+    "redistribute": ".checkpoint.redistribution",
     "reshard": ".converters.rewrite",
     "save": ".checkpoint.save_load",
     "verify": ".store.audit",

@@ -190,15 +190,15 @@ def _prove_tiling(layout: TensorLayout) -> None:
         raise LayoutError(f"{one} and {other} overlap in part; boxes must be equal (replicas) or disjoint")
     whole = Box.of(layout.shape)
     if int((hi - lo).prod(axis=1).sum()) != whole.numel:
-        hole = next(_holes(whole, [replicas[0].box for replicas in layout.holders]))
+        hole = next(holes_in(whole, [replicas[0].box for replicas in layout.holders]))
         holders = ", ".join(map(repr, layout.buffers[:8])) or "none"
         raise LayoutError(f"no buffer holds box {hole} of the tensor of shape {layout.shape} (buffers: {holders})")
     if any(len(set(numbers)) != len(numbers) for numbers in layout.held.values()):
         raise LayoutError("one buffer holds the same box twice; replicas must lie in different buffers")
 
 
-def _holes(whole: Box, boxes: Sequence[Box]) -> Iterator[Box]:
-    """Boxes of ``whole`` that no box covers.  For error messages: simple, not fast."""
+def holes_in(whole: Box, boxes: Sequence[Box]) -> Iterator[Box]:
+    """Boxes of ``whole`` that no box covers.  For errors and other rare cases: simple, not fast."""
     left = [whole]
     for taken in boxes:
         left = [part for box in left for part in _without(box, taken)]

@@ -67,7 +67,7 @@ def make_plan(source: TensorLayout, target: TensorLayout) -> Plan:
 
     Where replicas hold the same box, the target's own buffer is read if it is one of them.  A buffer that holds
     other boxes reads the replica with the number that it has among the holders of its own first box (so it stays in
-    its own replica of a mesh); one that holds nothing takes the replicas in turn.  So one buffer's copies are known
+    its own replica of a mesh); those that hold nothing take the replicas in turn.  So one buffer's copies are known
     without the rest of the plan.  Cached: tensors of the same geometry share one plan.
 
     Raises:
@@ -112,17 +112,21 @@ def _copies(source: TensorLayout, target: TensorLayout, pairs: Iterable[tuple[in
     for t, s in pairs:
         common = target.holders[t][0].box & source.holders[s][0].box
         assert common is not None, "overlaps() returned a pair of disjoint boxes"
-        for receiver in target.holders[t]:
-            giver = source.holders[s][_replica(source, s, t, receiver.place.buffer)]
+        for turn, receiver in enumerate(target.holders[t], t):
+            giver = source.holders[s][_replica(source, s, turn, receiver.place.buffer)]
             yield Copy(common, giver.place_at(common.lo), receiver.place_at(common.lo))
 
 
-def _replica(source: TensorLayout, s: int, t: int, reader: Buffer) -> int:
-    """Which holder of the source box ``s`` a holder of the target box ``t`` reads."""
+def _replica(source: TensorLayout, s: int, turn: int, reader: Buffer) -> int:
+    """Which holder of the source box ``s`` a buffer reads.
+
+    Args:
+        turn: tells readers apart that hold nothing.
+    """
     holders = [fragment.place.buffer for fragment in source.holders[s]]
     if reader in holders:
         return holders.index(reader)
     own = source.held.get(reader)
     if own is None:
-        return (s + t) % len(holders)
+        return (s + turn) % len(holders)
     return [fragment.place.buffer for fragment in source.holders[own[0]]].index(reader) % len(holders)

@@ -42,8 +42,8 @@ RULES = {
     "store/reading": "errors box layout record store/io",
     "store/formats": "errors box fingerprint record vocabulary layouts/buffers store/io store/reading",
     "store": "errors box fingerprint record vocabulary store/io store/reading store/formats",
-    "checkpoint": "errors box layout fingerprint record resumption version vocabulary layouts store store/io "
-    "store/reading store/formats",
+    "checkpoint": "errors box overlap layout plan fingerprint record resumption version vocabulary layouts store "
+    "store/io store/reading store/formats",
     "optimizer/groups": "optimizer optimizer/planning optimizer/step",
     "optimizer/newton_schulz": "coefficients optimizer optimizer/triton",
     "optimizer/triton": "optimizer optimizer/newton_schulz optimizer/step",
@@ -101,7 +101,12 @@ COLLECTIVES = {
     "scatter",
     "send",
 }
-MAY_COMMUNICATE = {"converters/engine/process_group", "optimizer/step/exchange", "optimizer/layer_wise/buckets"}
+MAY_COMMUNICATE = {
+    "checkpoint/all_ranks",
+    "converters/engine/process_group",
+    "optimizer/step/exchange",
+    "optimizer/layer_wise/buckets",
+}
 
 
 @dataclass(frozen=True)

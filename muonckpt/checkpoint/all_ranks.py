@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
@@ -44,6 +47,74 @@ def judged(
     if isinstance(result, MuonckptError):
         raise result
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why a rank has no answer."""
+
+    kind: type[MuonckptError]
+    text: str
+
+
+def told_all(process_group: dist.ProcessGroup | None, kind: type[MuonckptError], of_rank: Callable[[], T]) -> list[T]:
+    """The answers of all ranks, in the order of the group, on every rank: one gather.
+
+    Args:
+        kind: what an error becomes that is not one of ours.
+
+    Raises:
+        MuonckptError: of the first rank that failed, the same on every rank.
+    """
+    answer: T | _Failure
+    cause: Exception | None = None
+    try:
+        answer = of_rank()
+    except Exception as error:
+        mine = isinstance(error, MuonckptError)
+        answer = _Failure(type(error), str(error)) if mine else _Failure(kind, f"{type(error).__name__}: {error}")
+        cause = error
+    answers: list[T | _Failure | None] = [answer]
+    if dist.is_initialized():
+        answers = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(answers, answer, process_group)
+    failed = {rank: each for rank, each in zip(ranks_of(process_group), answers, strict=True)
+              if isinstance(each, _Failure)}  # fmt: skip
+    for rank, failure in failed.items():
+        where = f" (rank {rank})" if dist.is_initialized() and len(failed) == 1 else ""
+        raise failure.kind(f"{failure.text}{where}") from cause
+    return answers  # type: ignore[return-value]
+
+
+def ranks_of(process_group: dist.ProcessGroup | None) -> list[int]:
+    """Global ranks, in the order of the group; [0] for one process without a process group."""
+    return list(dist.get_process_group_ranks(process_group or dist.group.WORLD)) if dist.is_initialized() else [0]
+
+
+def wire_device(process_group: dist.ProcessGroup | None, held: Collection[str]) -> torch.device:
+    """Where bytes have to lie to be exchanged.
+
+    Args:
+        held: the types of the devices on which any rank has tensors.
+    """
+    if not dist.is_initialized():
+        return torch.device("cpu")
+    backends = dict(part.split(":") for part in dist.get_backend_config(process_group).split(","))
+    fast = [device for device, backend in backends.items() if device != "cpu" and backend != "gloo"]
+    if "cpu" in backends and (set(held) <= {"cpu"} or not fast):
+        return torch.device("cpu")
+    return torch.device(fast[0])
+
+
+def exchanged(
+    process_group: dist.ProcessGroup | None,
+    send: Tensor,
+    give: Sequence[int],
+    receive: Tensor,
+    take: Sequence[int],
+) -> None:
+    """Exchange bytes with exact splits: ``give[i]`` of ``send`` to rank i of the group, ``take[i]`` from it."""
+    dist.all_to_all_single(receive, send, list(take), list(give), group=process_group)
 
 
 @contextmanager

@@ -38,18 +38,18 @@ from ..box import Index
 from ..errors import DamageError, SourceError
 from ..layouts.boxed_tensor import all_boxed, parts_of
 from ..record import Blob, Chunk, Extent, StateRecord
-from ..resumption import Extra, Globs, LoadReport, differences_listed
+from ..resumption import Extra, Globs, LoadReport
 from ..store.io.checksums import crc32
 from ..store.io.location import Location
 from ..store.open_checkpoint import OpenCheckpoint
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import as_words, check_chunk, checked_elements, payload_of
 from ..store.stored_items import check_blob
-from .annotation import Annotation, annotations_of
+from .annotation import annotations_of
 from .bits import bits_of, torch_dtype
-from .load_template import LoadTemplate, Matching
-from .matching import RankRequest, judge, match
-from .named_optimizer import Stored, named_optimizers, numbered_optimizers
+from .load_template import LoadTemplate, Matching, template_of
+from .matching import RankRequest, judge, match, misfit
+from .named_optimizer import Stored
 from .shared_check import ByteRun, PartlyRead, holds, run_of
 
 Where = tuple[str, Index]
@@ -243,21 +243,13 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         # Here, and not before DCP is called, so that an error of one rank reaches all ranks.
         annotations = annotations_of(state_dict)
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        conventions = {
-            key: annotations.get(tuple(path), Annotation()).convention for key, path in self.mappings.items()
-        }
-        self._template = LoadTemplate(
-            self.state_dict,
-            self.mappings,
-            tuple(named_optimizers(state_dict)),
-            tuple(numbered_optimizers(state_dict)),
-            {key: convention for key, convention in conventions.items() if convention},
-            self._extra.everything,
+        self._template = template_of(
+            state_dict, self.state_dict, self.mappings, annotations, self._extra.everything
         )
 
     def create_local_plan(self) -> LoadPlan:
         described = self._reader.describe()
-        self._stored = Stored(self._reader.checkpoint)
+        self._stored = Stored.of(self._reader.checkpoint)
         matching = self.matching = match(self._template, self._stored, self._globs)
         request = RankRequest(matching, self._template.optimizers, self._globs)
         if not matching.fits:  # the coordinator refuses them, with those of other ranks
@@ -302,17 +294,11 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
     def _refusal(self, matching: Matching) -> str:
-        path, faults = self._reader.place, matching.faults
-        problems = list(faults[:12])
-        if len(faults) > 12:
-            problems.append(f"and {len(faults) - 12} more")
-        if matching.differences:
-            problems.append(differences_listed(matching.differences, matching.names, "muonckpt.load(..., {})"))
-        if (matching.differences or faults[0].startswith("missing")) and not self._stored.translated:
-            problems[-1] += (
-                f". What another program wrote is translated first: muonckpt convert {path} NEW --to muonckpt"
-            )
-        return f"{path} does not fit the state dict: {'; '.join(problems)}"
+        path, problems = self._reader.place, misfit(matching, "muonckpt.load(..., {})")
+        missing = matching.differences or matching.faults[0].startswith("missing")
+        if missing and not self._stored.translated:
+            problems += f". What another program wrote is translated first: muonckpt convert {path} NEW --to muonckpt"
+        return f"{path} does not fit the state dict: {problems}"
 
 
 def _is_tensor(item: ReadItem) -> bool:

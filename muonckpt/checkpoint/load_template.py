@@ -11,8 +11,9 @@ import torch
 
 from ..record import Blob, StateRecord
 from ..vocabulary import Convention, KeyPath
+from .annotation import Annotation
 from .bits import dtype_name
-from .named_optimizer import NamedOptimizer
+from .named_optimizer import NamedOptimizer, named_optimizers, numbered_optimizers
 
 OwnParameter = tuple[str, str]
 """The key of an optimizer's state dict, and the name of one of its parameters."""
@@ -36,6 +37,29 @@ class LoadTemplate:
     numbered: tuple[str, ...]
     conventions: Mapping[str, Convention]
     partial: bool
+
+
+def template_of(
+    state_dict: Mapping[str, Any],
+    flat: Mapping[str, Any],
+    paths: Mapping[str, KeyPath],
+    annotations: Mapping[KeyPath, Annotation],
+    partial: bool,
+) -> LoadTemplate:
+    """What a nested state dict asks for.
+
+    Args:
+        flat, paths: the same, as DCP makes it flat.
+    """
+    conventions = {key: annotations.get(tuple(path), Annotation()).convention for key, path in paths.items()}
+    return LoadTemplate(
+        flat,
+        paths,
+        tuple(named_optimizers(state_dict)),
+        tuple(numbered_optimizers(state_dict)),
+        {key: convention for key, convention in conventions.items() if convention},
+        partial,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,18 @@ from typing import Any
 import torch
 
 from ..record import Blob, StateRecord
-from ..resumption import GONE, NAMES_OF_GROUPS, NEW, SAID, Extra, Globs, LoadReport, as_tuples, said_otherwise
+from ..resumption import (
+    GONE,
+    NAMES_OF_GROUPS,
+    NEW,
+    SAID,
+    Extra,
+    Globs,
+    LoadReport,
+    as_tuples,
+    differences_listed,
+    said_otherwise,
+)
 from ..vocabulary import BEGIN_AS_ZEROS
 from .load_template import LoadTemplate, Matching, OwnParameter, misfits
 from .named_optimizer import NamedOptimizer, Stored
@@ -101,6 +112,20 @@ def _extra_keys(entries: Sequence[StateRecord | Blob], template: Iterable[str]) 
     if faults:
         faults[0] += f" (allow_extra={list(roots)[:12]!r} leaves what only the checkpoint has)"
     return faults
+
+
+def misfit(matching: Matching, cure: str) -> str:
+    """All that does not fit, in one sentence.
+
+    Args:
+        cure: where ``fresh`` is given, such as ``"muonckpt.load(..., {})"``.
+    """
+    problems = list(matching.faults[:12])
+    if len(matching.faults) > 12:
+        problems.append(f"and {len(matching.faults) - 12} more")
+    if matching.differences:
+        problems.append(differences_listed(matching.differences, matching.names, cure))
+    return "; ".join(problems)
 
 
 def _passed_over(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
@@ -115,12 +115,19 @@ def _under(key: str, part: str) -> str:
 
 
 class Stored:
-    """The entries of a checkpoint by key, and its options as plain data."""
+    """The entries of a checkpoint, or of the state of other ranks, by key; and its options as plain data.
 
-    def __init__(self, checkpoint: OpenCheckpoint) -> None:
-        entries: tuple[StateRecord | Blob, ...] = (*checkpoint.outline.tensors, *checkpoint.outline.blobs)
+    Args:
+        read: gives the value of an entry that is an option.
+    """
+
+    def __init__(self, entries: Iterable[StateRecord | Blob], read: Callable[[StateRecord | Blob], Any]) -> None:
         self.entries = {entry.key: entry for entry in entries}
-        self._values = checkpoint.values
+        self._read = read
+
+    @classmethod
+    def of(cls, checkpoint: OpenCheckpoint) -> Stored:
+        return cls((*checkpoint.outline.tensors, *checkpoint.outline.blobs), checkpoint.values.read)
 
     @property
     def translated(self) -> bool:
@@ -133,7 +140,7 @@ class Stored:
 
     def option(self, key: str) -> Any:
         """An option, with lists as tuples."""
-        return as_tuples(self._values.read(self.entries[key]))
+        return as_tuples(self._read(self.entries[key]))
 
     def mark(self, key: str) -> str:
         """What is the same for equal bytes, to compare options before they are read; their text where it is unknown."""

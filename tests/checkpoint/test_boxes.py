@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.placed import numbered, placed, strided
 from support.workers import run
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,10 +27,6 @@ from muonckpt.layouts.tensors import local_of
 from muonckpt.optimizer.held_boxes import declare_boxes
 
 S, R = Shard, Replicate()
-
-
-def strided(dim: int, split: int) -> _StridedShard:
-    return _StridedShard(dim, split_factor=split)
 
 
 PLACED = {
@@ -52,39 +49,14 @@ PLACED = {
 FLAT = {"cut in rows": (7, 5), "cut in cubes": (3, 4, 5), "cut in a vector": (11,)}
 
 
-def numbered(shape: tuple[int, ...]) -> Tensor:
-    return torch.arange(1.0, prod(shape) + 1).reshape(shape)
-
-
-def chunks(indices: list[int], count: int) -> list[list[int]]:
-    size = -(-len(indices) // count)
-    return [indices[size * number : size * (number + 1)] for number in range(count)]
-
-
-def part_of(whole: Tensor, mesh: DeviceMesh, placements) -> Tensor:
-    """What this rank holds, index by index: placements take from what those before them have left."""
-    for dim, size in enumerate(whole.shape):
-        left = list(range(size))
-        for parts, here, placement in zip(mesh.shape, mesh.get_coordinate(), placements, strict=True):
-            if placement.is_replicate() or placement.dim != dim:
-                continue
-            split = placement.split_factor if isinstance(placement, _StridedShard) else 1
-            left = [index for group in chunks(left, split) for index in chunks(group, parts)[here]]
-        whole = whole.index_select(dim, torch.tensor(left, dtype=torch.long))
-    return whole
-
-
 def state(rank: int) -> dict[str, Tensor]:
     """A tensor of every kind, which holds what `numbered` says."""
     made: dict[str, Tensor] = {}
     for name, (mesh_shape, placements, shape) in PLACED.items():
         mesh = DeviceMesh("cpu", torch.tensor([2, 0, 3, 1]).view(mesh_shape))
-        whole = numbered(shape)
-        local = part_of(whole, mesh, placements)
-        if name == "interleaved columns":
-            local = local.t().contiguous().t()
-        made[name] = DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape,
-                                        stride=whole.stride())  # fmt: skip
+        made[name] = placed(numbered(shape), mesh, placements)
+    columns = made["interleaved columns"]
+    columns._local_tensor = columns._local_tensor.t().contiguous().t()  # of other strides than those of a dense one
     for name, shape in FLAT.items():  # of uneven shares, one of them empty
         cuts = [0, 4, 4, 9, prod(shape)]
         flat = numbered(shape).flatten()[cuts[rank] : cuts[rank + 1]]
