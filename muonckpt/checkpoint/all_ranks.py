@@ -70,10 +70,10 @@ def told_all(process_group: dist.ProcessGroup | None, kind: type[MuonckptError],
     cause: Exception | None = None
     try:
         answer = of_rank()
+    except MuonckptError as error:
+        answer, cause = _Failure(type(error), str(error)), error
     except Exception as error:
-        mine = isinstance(error, MuonckptError)
-        answer = _Failure(type(error), str(error)) if mine else _Failure(kind, f"{type(error).__name__}: {error}")
-        cause = error
+        answer, cause = _Failure(kind, f"{type(error).__name__}: {error}"), error
     answers: list[T | _Failure | None] = [answer]
     if dist.is_initialized():
         answers = [None] * dist.get_world_size(process_group)

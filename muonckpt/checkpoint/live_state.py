@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, set_element
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ..box import Box
@@ -85,7 +86,7 @@ class LiveState:
             if isinstance(value, Tensor):
                 with about(f"tensor {key!r}"):
                     if value.is_meta:
-                        raise LayoutError("it is on the meta device and has no elements: materialise it first")
+                        raise LayoutError("it is on the meta device and has no elements: materialise it")
                     parts[key] = parts_of(value)
         return cls(state_dict, nested, flat, paths, annotations_of(nested), parts)
 

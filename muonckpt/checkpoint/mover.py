@@ -184,4 +184,4 @@ def _sizes(parcels: Parcels) -> list[int]:
 def _cut(parcels: Parcels, wire: Tensor) -> list[tuple[_Parcel, Tensor]]:
     """Each parcel with its bytes.  All of a stage have elements of one size, so every parcel is aligned to it."""
     every = [parcel for each in parcels.values() for parcel in each]
-    return list(zip(every, wire.split([parcel.nbytes for parcel in every]), strict=True)) if every else []
+    return list(zip(every, torch.split(wire, [parcel.nbytes for parcel in every]), strict=True)) if every else []

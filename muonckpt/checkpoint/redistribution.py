@@ -138,7 +138,9 @@ def redistribute(
     budget = min(each.memory for each in requests.values())
     stages = stages_of(moves, list(states), budget)
     source, target = held
-    kinds = frozenset().union(*(state.devices for state in (*states.values(), *requests.values())))
+    kinds = frozenset().union(
+        *(state.devices for state in states.values()), *(each.devices for each in requests.values())
+    )
     mover = Mover(source.parts, target.parts, moves, stages, list(states), group)
     told_all(group, TargetError, lambda: mover.make_buffers(wire_device(group, kinds)))
     if first.attest:
@@ -171,7 +173,8 @@ def _stored(states: Mapping[int, RankState]) -> tuple[dict[str, bytes], Stored]:
     items: dict[str, bytes] = {}
     options: dict[str, Any] = {}
     for rank, state in states.items():
-        for entry in (*(tensor.record for tensor in state.tensors), *(item.entry for item in state.items)):
+        mine: list[StateRecord | Blob] = [tensor.record for tensor in state.tensors]
+        for entry in (*mine, *(item.entry for item in state.items)):
             known = entries.setdefault(entry.key, entry)
             first = holder.setdefault(entry.key, rank)
             if _kind(known) != _kind(entry):

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
-from torch.distributed.tensor.placement_types import _StridedShard
 
 import muonckpt
 from muonckpt import BoxedTensor

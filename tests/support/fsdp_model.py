@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from muonckpt.optimizer import Muon
@@ -27,10 +27,11 @@ class Net(nn.Module):
         return (x * self.router(x).sum(-1, keepdim=True)).square().mean()
 
 
-def build() -> tuple[Net, Muon]:
+def build(mesh: DeviceMesh | None = None) -> tuple[Net, Muon]:
+    """On a mesh; else on all ranks."""
     net = Net()
-    if dist.get_world_size() > 1:
-        fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    if mesh is not None or dist.get_world_size() > 1:
+        fully_shard(net, mesh=mesh or init_device_mesh("cpu", (dist.get_world_size(),)))
     matrices = [p for p in net.parameters() if p.ndim == 2]
     vectors = [p for p in net.parameters() if p.ndim == 1]
     return net, Muon([{"params": matrices, "lr": 0.02}, {"params": vectors, "lr": 1e-3, "algorithm": "adamw"}])
