@@ -4,8 +4,8 @@
 
 Starts processes on gloo by itself.  DTensor.redistribute changes placements on one mesh, so it stands only where both
 meshes are one.  Gathering makes every tensor whole on every rank, one at a time, and cuts out what belongs there; it
-needs a mesh that all ranks are on.  Ways are timed in turn; medians of the slowest rank.  Bytes are those that all ranks
-received from others; of gathering, what every rank lacks of the whole tensors.
+needs a mesh that all ranks are on.  Ways are timed in turn; medians of the slowest rank.  Bytes are those that all
+ranks received from others; of gathering, what every rank lacks of the whole tensors.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ CASES = (
 
 
 def placed(shape: tuple[int, ...], where: tuple[list[int] | list[list[int]], tuple[Placement, ...]]) -> list[DTensor]:
+    torch.manual_seed(0)  # replicas are alike
     mesh = DeviceMesh("cpu", where[0])
     return [distribute_tensor(torch.randn(shape), mesh, where[1], src_data_rank=None) for _ in range(TENSORS)]
 
