@@ -78,7 +78,7 @@ def told_all(process_group: dist.ProcessGroup | None, kind: type[MuonckptError],
     if dist.is_initialized():
         answers = [None] * dist.get_world_size(process_group)
         dist.all_gather_object(answers, answer, process_group)
-    failed = {rank: each for rank, each in zip(ranks_of(process_group), answers, strict=True)
+    failed = {rank: each for rank, each in zip(group_ranks(process_group), answers, strict=True)
               if isinstance(each, _Failure)}  # fmt: skip
     for rank, failure in failed.items():
         where = f" (rank {rank})" if dist.is_initialized() and len(failed) == 1 else ""
@@ -86,7 +86,7 @@ def told_all(process_group: dist.ProcessGroup | None, kind: type[MuonckptError],
     return answers  # type: ignore[return-value]
 
 
-def ranks_of(process_group: dist.ProcessGroup | None) -> list[int]:
+def group_ranks(process_group: dist.ProcessGroup | None) -> list[int]:
     """Global ranks, in the order of the group; [0] for one process without a process group."""
     return list(dist.get_process_group_ranks(process_group or dist.group.WORLD)) if dist.is_initialized() else [0]
 

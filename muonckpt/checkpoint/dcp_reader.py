@@ -243,9 +243,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         # Here, and not before DCP is called, so that an error of one rank reaches all ranks.
         annotations = annotations_of(state_dict)
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        self._template = template_of(
-            state_dict, self.state_dict, self.mappings, annotations, self._extra.everything
-        )
+        self._template = template_of(state_dict, self.state_dict, self.mappings, annotations, self._extra.everything)
 
     def create_local_plan(self) -> LoadPlan:
         described = self._reader.describe()

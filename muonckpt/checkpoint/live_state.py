@@ -33,7 +33,7 @@ class HeldTensor:
 
 @dataclass(frozen=True, slots=True)
 class HeldItem:
-    """What is not a tensor, pickled.  For an option that is a tensor of one element, its value as well."""
+    """What is not a tensor, pickled."""
 
     entry: Blob
     pickled: bytes
@@ -112,10 +112,17 @@ class LiveState:
         return RankState(tuple(tensors), tuple(items), options, devices)
 
     @torch.no_grad()
-    def put(self, items: Mapping[str, bytes]) -> None:
-        """Set what is not a tensor, by key, in the state dict that was given; and have its objects load their state."""
+    def put(self, items: Mapping[str, bytes], added: Mapping[KeyPath, Any]) -> None:
+        """Set what is not a tensor in the state dict that was given, and have its objects load their state.
+
+        Args:
+            items: pickled, by key.
+            added: what it lacks, by path.
+        """
         for key, pickled in items.items():
             set_element(self.nested, self.paths[key], pickle.loads(pickled))
+        for path, value in added.items():
+            set_element(self.nested, path, value)
         for key, value in self.given.items():
             if isinstance(value, Stateful):
                 value.load_state_dict(self.nested[key])

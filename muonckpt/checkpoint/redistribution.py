@@ -20,18 +20,18 @@ from ..errors import AttestError, LayoutError, SourceError, TargetError, about
 from ..fingerprint import as_hex, combine
 from ..layouts.boxed_tensor import whole_shape
 from ..record import Blob, StateRecord
-from ..resumption import Globs, LoadReport
+from ..resumption import Extra, Globs, LoadReport
 from ..store.reading.dtypes import itemsize
-from .all_ranks import ranks_of, told_all, wire_device
+from .all_ranks import group_ranks, told_all, wire_device
 from .bits import dtype_name
+from .carrier import Carrier, share
 from .live_boxes import HeldBox, boxes_of_all
 from .live_state import LiveState, RankState
 from .load_template import template_of
 from .matching import RankRequest, judge, match, misfit
-from .move_stages import Held, Move, moves_of, stages_of
-from .mover import Mover, share
 from .named_optimizer import Stored
 from .shared_memory import check_apart
+from .transfers import RankBoxes, Transfer, stages_of, transfers_of
 
 DEFAULT_MEMORY = 256 << 20
 """Bytes of a rank's exchange buffers."""
@@ -74,7 +74,7 @@ class _Request:
     rank: RankRequest
     boxes: Mapping[str, tuple[Box, ...]]
     devices: frozenset[str]
-    allow_extra: bool
+    extra: Extra
     memory: int
     attest: bool
 
@@ -85,7 +85,7 @@ def redistribute(
     *,
     group: dist.ProcessGroup | None = None,
     memory: int = DEFAULT_MEMORY,
-    allow_extra: bool = False,
+    allow_extra: bool | Iterable[str] = False,
     fresh: Iterable[str] = (),
     attest: bool = False,
 ) -> Redistribution:
@@ -100,7 +100,7 @@ def redistribute(
         target_state_dict: the template, as for `load`; filled in place.  Its tensors lie in other memory.
         group: the ranks that take part; all of them call this.
         memory: bytes of exchange buffers that a rank has at a time, both ways together; the least that any rank gives.
-        allow_extra: the source may have keys that no target asks for.
+        allow_extra: True: the source may have keys that no target asks for.  Or globs of those, as for `load`.
         fresh: as for `load`; the same on every rank.
         attest: compare replicas of the source with each other, and what has arrived with what was sent (fingerprints).
 
@@ -110,9 +110,9 @@ def redistribute(
             names tensor, box and holder.
         TargetError: the memory does not do for one element.
         AttestError: replicas of the source differ, or what has arrived is not what was sent.
-        TypeError: ``fresh`` is no list of strings.
+        TypeError: ``fresh`` or ``allow_extra`` is no list of strings.
     """
-    globs = Globs.of(fresh)
+    globs, extra = Globs.of(fresh), Extra.of(allow_extra)
     held: list[LiveState] = []
 
     def described() -> RankState:
@@ -121,16 +121,16 @@ def redistribute(
         held.append(LiveState.of(source_state_dict))
         return held[0].described()
 
-    states = dict(zip(ranks_of(group), told_all(group, SourceError, described), strict=True))
+    states = dict(zip(group_ranks(group), told_all(group, SourceError, described), strict=True))
     items, stored = _stored(states)
 
     def asked() -> _Request:
         held.append(LiveState.of(target_state_dict))
-        return _asked(held[0], held[1], stored, globs, (allow_extra, memory, attest))
+        return _asked(held[0], held[1], stored, globs, (extra, memory, attest))
 
     requests = dict(zip(states, told_all(group, SourceError, asked), strict=True))
     first = next(iter(requests.values()))
-    matching, report = judge([each.rank for each in requests.values()], stored, first.allow_extra)
+    matching, report = judge([each.rank for each in requests.values()], stored, first.extra)
     if not matching.fits:
         cure = "muonckpt.redistribute(..., {})"
         raise SourceError(f"the source does not fit the target: {misfit(matching, cure)}")
@@ -141,25 +141,28 @@ def redistribute(
     kinds = frozenset().union(
         *(state.devices for state in states.values()), *(each.devices for each in requests.values())
     )
-    mover = Mover(source.parts, target.parts, moves, stages, list(states), group)
-    told_all(group, TargetError, lambda: mover.make_buffers(wire_device(group, kinds)))
+    carrier = Carrier(source.parts, target.parts, moves, stages, list(states), group)
+    told_all(group, TargetError, lambda: carrier.make_buffers(wire_device(group, kinds)))
     if first.attest:
-        _check_replicas(told_all(group, AttestError, lambda: _held_boxes(source, mover.rank, moves)))
-    mover.run()
-    mine = requests[mover.rank].rank.matching
+        _check_replicas(told_all(group, AttestError, lambda: _held_boxes(source, carrier.rank, moves)))
+    carrier.run()
+    mine = requests[carrier.rank].rank.matching
 
     def finish() -> tuple[Mapping[tuple[int, int], int], Mapping[int, int]]:
-        if mover.failure is not None:
-            raise mover.failure
+        if carrier.failure is not None:
+            raise carrier.failure
         for key in mine.zeros:
             for part in target.parts[key].values():
                 part.zero_()
-        target.put({key: items[origin] for key, origin in mine.sources.items() if origin in items})
-        return (mover.departed(), mover.arrived()) if first.attest else ({}, {})
+        target.put({key: items[origin] for key, origin in mine.sources.items() if origin in items}, mine.added)
+        return (carrier.departed(), carrier.arrived()) if first.attest else ({}, {})
 
     _compare(moves, dict(zip(states, told_all(group, TargetError, finish), strict=True)))
+    if mine.own_options:
+        own = "; ".join(mine.own_options)
+        warnings.warn(f"the source does not say options, which stay as the running optimizer's: {own}", stacklevel=2)
     filled = len({move.target for move in moves})
-    return Redistribution(report, filled, mover.sent, mover.received, len(stages), mover.largest)
+    return Redistribution(report, filled, carrier.sent, carrier.received, len(stages), carrier.largest)
 
 
 def _stored(states: Mapping[int, RankState]) -> tuple[dict[str, bytes], Stored]:
@@ -203,15 +206,15 @@ def _kind(entry: StateRecord | Blob) -> str:
 
 
 def _asked(
-    source: LiveState, target: LiveState, stored: Stored, globs: Globs, agreed: tuple[bool, int, bool]
+    source: LiveState, target: LiveState, stored: Stored, globs: Globs, agreed: tuple[Extra, int, bool]
 ) -> _Request:
     """What this rank asks for.
 
     Raises:
         LayoutError: it would overwrite what it has to give.
     """
-    allow_extra, memory, attest = agreed
-    template = template_of(target.nested, target.flat, target.paths, target.annotations, allow_extra)
+    extra, memory, attest = agreed
+    template = template_of(target.nested, target.flat, target.paths, target.annotations, extra.everything)
     matching = match(template, stored, globs)
     keys = {key: origin for key, origin in matching.sources.items() if key in target.parts}
     check_apart(source.parts, {key: target.parts[key] for key in (*keys, *matching.zeros)}, keys)
@@ -219,39 +222,39 @@ def _asked(
         RankRequest(matching, template.optimizers, globs),
         {key: target.boxes(key) for key in keys},
         frozenset(part.device.type for parts in target.parts.values() for part in parts.values()),
-        allow_extra,
+        extra,
         memory,
         attest,
     )
 
 
-def _moves(states: Mapping[int, RankState], requests: Mapping[int, _Request]) -> list[Move]:
+def _moves(states: Mapping[int, RankState], requests: Mapping[int, _Request]) -> list[Transfer]:
     """What has to move, from what all ranks have and ask for.
 
     Raises:
         LayoutError: the source has a hole or an overlap; names tensor, box and holders.
     """
     records: dict[str, StateRecord] = {}
-    given: defaultdict[str, list[Held]] = defaultdict(list)
+    given: defaultdict[str, list[RankBoxes]] = defaultdict(list)
     for rank, state in states.items():
         for tensor in state.tensors:
             records.setdefault(tensor.record.key, tensor.record)
             if tensor.boxes:
-                given[tensor.record.key].append(Held(rank, tensor.boxes))
-    asked: defaultdict[tuple[str, str], list[Held]] = defaultdict(list)
+                given[tensor.record.key].append(RankBoxes(rank, tensor.boxes))
+    asked: defaultdict[tuple[str, str], list[RankBoxes]] = defaultdict(list)
     for rank, request in requests.items():
         for key, boxes in request.boxes.items():
-            asked[request.rank.matching.sources[key], key].append(Held(rank, boxes))
-    moves: list[Move] = []
+            asked[request.rank.matching.sources[key], key].append(RankBoxes(rank, boxes))
+    moves: list[Transfer] = []
     for (source, target), wanted in sorted(asked.items()):
         record, takers = records[source], tuple(each for each in wanted if each.boxes)
         with about(f"tensor {source!r} of the source"):
             size = itemsize(record.dtype)
-            moves += moves_of(source, target, size, record.shape, tuple(given[source]), takers)
+            moves += transfers_of(source, target, size, record.shape, tuple(given[source]), takers)
     return moves
 
 
-def _held_boxes(source: LiveState, rank: int, moves: Sequence[Move]) -> list[HeldBox]:
+def _held_boxes(source: LiveState, rank: int, moves: Sequence[Transfer]) -> list[HeldBox]:
     """What a rank holds of the tensors that move, with fingerprints."""
     found = []
     for key in sorted({move.source for move in moves} & source.parts.keys()):
@@ -273,7 +276,7 @@ def _check_replicas(ranks: Sequence[Sequence[HeldBox]]) -> None:
 
 
 def _compare(
-    moves: Sequence[Move], shares: Mapping[int, tuple[Mapping[tuple[int, int], int], Mapping[int, int]]]
+    moves: Sequence[Transfer], shares: Mapping[int, tuple[Mapping[tuple[int, int], int], Mapping[int, int]]]
 ) -> None:
     """Compare what ranks have sent with what has arrived.
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Replicate, Shard
 import muonckpt
 from muonckpt import BoxedTensor
 from muonckpt.box import Box
-from muonckpt.checkpoint.move_stages import NOBODY, Held, moves_of, stages_of
+from muonckpt.checkpoint.transfers import NOBODY, RankBoxes, stages_of, transfers_of
 from muonckpt.errors import AttestError, LayoutError, SourceError, TargetError
 from muonckpt.layouts.boxed_tensor import parts_of
 
@@ -160,11 +160,11 @@ def test_any_home_to_any_other_exactly_with_as_few_bytes_as_possible_in_little_m
         assert sum(received for _, received, _ in of_pair) == sum(sent for _, _, sent in of_pair)
 
 
-def held(layout, shift: int) -> tuple[Held, ...]:
+def held(layout, shift: int) -> tuple[RankBoxes, ...]:
     of_rank: dict[int, list[Box]] = {}
     for fragment in layout.fragments:
         of_rank.setdefault(int(fragment.place.buffer) + shift, []).append(fragment.box)
-    return tuple(Held(rank, tuple(boxes)) for rank, boxes in sorted(of_rank.items()))
+    return tuple(RankBoxes(rank, tuple(boxes)) for rank, boxes in sorted(of_rank.items()))
 
 
 def within(box: Box) -> set[tuple[int, ...]]:
@@ -181,14 +181,15 @@ def test_stages_move_every_element_once_and_keep_to_the_memory(seed):
         given, asked = (held(READERS[rng.integers(len(READERS))](rng, shape), shift) for shift in (0, 4))
         if number % 2:  # two that cut it otherwise
             asked = tuple(
-                Held(rank, boxes) for rank, boxes in {**dict(held(READERS[0](rng, shape), 0)), **dict(asked)}.items()
+                RankBoxes(rank, boxes)
+                for rank, boxes in {**dict(held(READERS[0](rng, shape), 0)), **dict(asked)}.items()
             )
         mine = {rank: set().union(*map(within, boxes)) for rank, boxes in given}
         for rank, boxes in asked:
             for index in set().union(*map(within, boxes)) - mine.get(rank, set()):
                 expected[f"{number}", rank, index] = 1
         owned.append(mine)
-        moves += moves_of(f"{number}", f"{number}", size, shape, given, asked)
+        moves += transfers_of(f"{number}", f"{number}", size, shape, given, asked)
     found: Counter = Counter()
     for stage in stages_of(moves, ranks, memory):
         load: Counter = Counter()

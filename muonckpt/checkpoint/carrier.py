@@ -19,7 +19,7 @@ from ..layouts.boxed_tensor import Parts
 from ..plan import Copy
 from .all_ranks import exchanged
 from .device_fingerprint import share_of, unsigned
-from .move_stages import Move, Stage
+from .transfers import Portions, Transfer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +70,7 @@ Parcels = Mapping[int, Sequence[_Parcel]]
 """By the other rank, in the order of the group."""
 
 
-class Mover:
+class Carrier:
     """Carries out this rank's part of moves.
 
     Errors of this rank are kept in ``failure``, and it goes on exchanging, so that the others do not hang.
@@ -84,8 +84,8 @@ class Mover:
         self,
         source: Mapping[str, Parts],
         target: Mapping[str, Parts],
-        moves: Sequence[Move],
-        stages: Sequence[Stage],
+        moves: Sequence[Transfer],
+        stages: Sequence[Portions],
         ranks: Sequence[int],
         group: dist.ProcessGroup | None,
     ) -> None:
@@ -132,14 +132,14 @@ class Mover:
         """The share in fingerprints of what this rank has taken, by number of the move."""
         return {number: self._target[number].share() for number, copies in enumerate(self._takes) if copies}
 
-    def _given(self, stage: Stage) -> Parcels:
+    def _given(self, stage: Portions) -> Parcels:
         return self._parcels(stage, self._gives, lambda copy: (copy.target.buffer, copy.source))
 
-    def _taken(self, stage: Stage) -> Parcels:
+    def _taken(self, stage: Portions) -> Parcels:
         return self._parcels(stage, self._takes, lambda copy: (copy.source.buffer, copy.target))
 
     def _parcels(
-        self, stage: Stage, copies: Sequence[Sequence[Copy]], ends: Callable[[Copy], tuple[int | str, Place]]
+        self, stage: Portions, copies: Sequence[Sequence[Copy]], ends: Callable[[Copy], tuple[int | str, Place]]
     ) -> Parcels:
         """Two ranks list what goes from one to the other in the same order: that of the stage, and of the plan."""
         parcels: dict[int, list[_Parcel]] = {rank: [] for rank in self._ranks}

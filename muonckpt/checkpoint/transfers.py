@@ -24,7 +24,7 @@ NOBODY = "nobody"
 """The buffer of elements that no rank asks for."""
 
 
-class Held(NamedTuple):
+class RankBoxes(NamedTuple):
     """The boxes of a tensor that a rank holds, or asks for."""
 
     rank: int
@@ -32,7 +32,7 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Transfer:
     """A tensor that moves, and the copies that fill its target.
 
     Attributes:
@@ -53,18 +53,18 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """The elements of a box of the move of this number."""
+    """The elements of a box of the tensor whose transfer has this number."""
 
     number: int
     box: Box
 
 
-Stage = tuple[Portion, ...]
-"""What is exchanged at a time; all elements have the same size."""
+Portions = tuple[Portion, ...]
+"""A stage: what is exchanged at a time.  All elements have the same size."""
 
 
 @lru_cache(maxsize=65536)
-def source_layout(shape: Index, held: tuple[Held, ...]) -> TensorLayout:
+def source_layout(shape: Index, held: tuple[RankBoxes, ...]) -> TensorLayout:
     """Where the source has a tensor.
 
     Raises:
@@ -74,7 +74,7 @@ def source_layout(shape: Index, held: tuple[Held, ...]) -> TensorLayout:
 
 
 @lru_cache(maxsize=65536)
-def target_layouts(shape: Index, held: tuple[Held, ...]) -> tuple[TensorLayout, ...]:
+def target_layouts(shape: Index, held: tuple[RankBoxes, ...]) -> tuple[TensorLayout, ...]:
     """Where ranks want a tensor: each rank is in one of the layouts, with all its boxes.
 
     Raises:
@@ -92,26 +92,26 @@ def target_layouts(shape: Index, held: tuple[Held, ...]) -> tuple[TensorLayout, 
     return tuple(layouts)
 
 
-def moves_of(
-    source: str, target: str, itemsize: int, shape: Index, given: tuple[Held, ...], asked: tuple[Held, ...]
-) -> list[Move]:
+def transfers_of(
+    source: str, target: str, itemsize: int, shape: Index, given: tuple[RankBoxes, ...], asked: tuple[RankBoxes, ...]
+) -> list[Transfer]:
     """The moves that fill what ranks ask for of a tensor.
 
     Raises:
         LayoutError: as `source_layout` and `target_layouts`.
     """
     layout = source_layout(shape, given)
-    return [Move(source, target, itemsize, make_plan(layout, wanted)) for wanted in target_layouts(shape, asked)]
+    return [Transfer(source, target, itemsize, make_plan(layout, wanted)) for wanted in target_layouts(shape, asked)]
 
 
-def stages_of(moves: Sequence[Move], ranks: Sequence[int], memory: int) -> list[Stage]:
+def stages_of(moves: Sequence[Transfer], ranks: Sequence[int], memory: int) -> list[Portions]:
     """Cut the moves into stages in which no rank sends and receives more than so many bytes together.
 
     Raises:
         TargetError: one element does not fit.
     """
     crossings: dict[int, _Crossing] = {}  # many tensors share one plan
-    stages: list[Stage] = []
+    stages: list[Portions] = []
     stage: list[Portion] = []
     filled, size = np.zeros(len(ranks), np.int64), 0
     for number in sorted(range(len(moves)), key=lambda number: -moves[number].itemsize):
@@ -201,7 +201,7 @@ def _halved(box: Box, dim: int) -> tuple[Box, Box]:
     )
 
 
-def _fragments(held: Sequence[Held]) -> Iterator[Fragment]:
+def _fragments(held: Sequence[RankBoxes]) -> Iterator[Fragment]:
     for rank, boxes in held:
         start = 0
         for box in boxes:
@@ -209,7 +209,7 @@ def _fragments(held: Sequence[Held]) -> Iterator[Fragment]:
             start += box.numel
 
 
-def _apart(held: tuple[Held, ...]) -> list[list[Held]]:
+def _apart(held: tuple[RankBoxes, ...]) -> list[list[RankBoxes]]:
     """Ranks in as few lists as come about, so that in each list boxes are equal or disjoint."""
     numbers: dict[Box, int] = {}
     for _, boxes in held:
@@ -221,7 +221,7 @@ def _apart(held: tuple[Held, ...]) -> list[list[Held]]:
     for i, j in zip(*overlaps(lo, hi, lo, hi), strict=True):
         if i != j:
             against[int(i)].add(int(j))
-    lists: list[tuple[list[Held], set[int]]] = []
+    lists: list[tuple[list[RankBoxes], set[int]]] = []
     for each in held:
         mine = {numbers[box] for box in each.boxes}
         barred = set().union(*(against[number] for number in mine)) - mine if against else set()
