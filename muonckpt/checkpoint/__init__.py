@@ -4,6 +4,6 @@
 and ``dcp_reader`` are the planners and storage classes that DCP runs for them; ``matching`` decides what of a
 checkpoint goes where in a template; ``annotation`` records what a state dict says and DCP's metadata does not.
 ``attestation`` compares live state with a checkpoint, by the fingerprints that ``device_fingerprint`` takes.
-``redistribution`` fills live state from that of other ranks: ``transfers`` plans, ``carrier`` moves.  Open ``save_load``
-first.
+``redistribution`` fills live state from that of other ranks: ``transfers`` plans, ``carrier`` moves.  Open
+``save_load`` first.
 """
