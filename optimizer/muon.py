@@ -94,7 +94,8 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         replicas: process group over which *plain* tensors are replicated (DDP); their matrices are shared out over it.
             None: this process orthogonalises its plain tensors itself.
         exchange: "all_to_all", or "all_gather" for networks on which that does not scale; it sends more bytes.
-        stages: the largest number of rounds of exchange and compute, which overlap.  More stages need smaller buffers.
+        stages: the largest number of rounds of exchange and compute, which overlap.  More stages need smaller buffers,
+            and each takes time of its own; None: up to 4, by how much is exchanged (`schedule.worthwhile_stages`).
         layout: where a parameter, its state and its gradients lie, if mesh and placements do not say it.
         nonfinite: what to do if a gradient is not finite, or too large for its state, on any of the ranks that share
             parameters: "skip" the step, which leaves parameters and all state as they are on all of them, or "raise".
@@ -134,7 +135,7 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         form: Choice = prefer_kernels,
         replicas: dist.ProcessGroup | None = None,
         exchange: str = "all_to_all",
-        stages: int = 4,
+        stages: int | None = None,
         layout: Callable[[Tensor], TensorLayout] | None = None,
         nonfinite: str | None = None,
         most_skipped: int = MOST_SKIPPED,
@@ -147,7 +148,7 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         stages = renamed("stages", stages, "waves", waves)
         adjust_lr_fn = renamed("adjust_lr_fn", adjust_lr_fn, "adjust_lr", adjust_lr)
         ns_coefficients = renamed("ns_coefficients", ns_coefficients, "ns", ns)
-        if stages < 1:
+        if stages is not None and stages < 1:
             raise ValueError(f"stages={stages!r}: expected at least one")
         self._replicas, self._exchange, self._stages, self._layout = replicas, exchange, stages, layout
         self._cost, self._form = cost, form

@@ -32,6 +32,14 @@ OVERSIZE = 1.3
 """A matrix that costs more than this many times a rank's share of all work is split, if it may be."""
 
 
+MOST_STAGES = 4
+"""The fourth hides all but a quarter of the exchange and keeps its buffers to half; a fifth adds little to that."""
+
+STAGE_BYTES = 1 << 23
+"""What a rank can exchange in the time that one more stage takes of it: 5.6 ms over gloo, measured with 4 ranks on 2
+cores, at 1.5 GB/s; on GPUs 0.2 ms at 40 GB/s, which is an estimate."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One round: ``gather`` takes what rests with the ranks to the owners, ``scatter`` takes results back.
@@ -65,17 +73,18 @@ class Schedule:
         return tuple(number for stage in self.stages for number in stage.owned)
 
 
-def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int = 4) -> Schedule:
+def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int | None = None) -> Schedule:
     """Plan for parameters that ``ranks`` hold (global ranks, in the order of their process group).
 
     Args:
         rank: the one whose part is made.
-        stages: the largest number of rounds.
+        stages: the largest number of rounds; None: `worthwhile_stages`.
     """
     matrices = _matrices(specs, ranks)
     work = [matrix for spec in specs for matrix, _ in matrices[spec]]
     owners = assign(work, ranks)
-    turns = in_stages([matrix.cost for matrix in work], owners, len(ranks), stages)
+    most = worthwhile_stages(specs, len(ranks)) if stages is None else stages
+    turns = in_stages([matrix.cost for matrix in work], owners, len(ranks), most)
     places = (
         (number, index, spec.blocks, *matrix)
         for number, spec in enumerate(specs)
@@ -99,6 +108,19 @@ def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int = 
         tuple(_stage(numbers, units, specs, ranks, rank) for numbers in by_stage),
         _digest(specs, ranks, units),
     )
+
+
+def worthwhile_stages(specs: Sequence[Spec], ranks: int) -> int:
+    """How many stages take the least time: ``n`` of them leave an ``n``-th of the exchange uncovered, and take ``n``
+    times `STAGE_BYTES`.  From sizes alone, so it is the same on every rank.
+    """
+    sent = sum(
+        math.prod(slot.layout.shape) * (slot.there.itemsize + slot.back.itemsize)
+        for spec in specs
+        for slot in spec.slots
+    )
+    per_rank = sent * (ranks - 1) // ranks**2
+    return min(max(math.isqrt(per_rank // STAGE_BYTES), 1), MOST_STAGES)
 
 
 def _matrices(specs: Sequence[Spec], ranks: Ranks) -> dict[Spec, list[tuple[Work, Form]]]:

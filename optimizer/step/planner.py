@@ -36,7 +36,7 @@ class Planner:
         replicas: of plain tensors.
         sharing: process groups of ranks that share a matrix.
         exchange: a key of `exchange.LINKS`.
-        stages: the largest number of stages.
+        stages: the largest number of stages; None: as many as are worth while.
         resting: where a parameter's elements are on these ranks.
         cost, form: as `Muon` takes them.
         scale: the learning-rate factor of an ``m x n`` matrix of a group.
@@ -46,7 +46,7 @@ class Planner:
     replicas: dist.ProcessGroup | None
     sharing: ProcessGroups
     exchange: str
-    stages: int
+    stages: int | None
     resting: Callable[[Tensor, Ranks], TensorLayout]
     cost: Cost
     form: Choice

@@ -19,7 +19,7 @@ from muonckpt.optimizer.planning.matrices import Fused, matrices_of, one_column,
 from muonckpt.optimizer.planning.owners import Work, assign, in_stages
 from muonckpt.optimizer.planning.residence import residence
 from muonckpt.optimizer.planning.routes import NOTE
-from muonckpt.optimizer.planning.schedule import Schedule, make_schedule
+from muonckpt.optimizer.planning.schedule import Schedule, make_schedule, worthwhile_stages
 from muonckpt.optimizer.planning.trips import OWNER, Trip, first_replica, trips_of_holder, trips_of_owner
 from muonckpt.optimizer.planning.units import Slot, Spec
 from muonckpt.plan import make_share
@@ -275,3 +275,16 @@ def by_peer(trip: Trip, owner: int) -> tuple[object, ...]:
         listed = [replace(end, peer=owner if end.peer == OWNER else end.peer) for end in ends]
         lists.append({peer: [end for end in listed if end.peer == peer] for peer in {end.peer for end in listed}})
     return (*lists, set(trip.own))
+
+
+def test_stages_are_as_many_as_the_exchange_is_worth():
+    """One where nothing or little travels, more by the square root of it, and no more than four."""
+
+    def stages(elements: int, ranks: int) -> int:
+        layout = row_layout((elements // 64, 64), ranks)
+        return worthwhile_stages([Spec((Slot("m", layout, Fused(), HALF, HALF),), cost)], ranks)
+
+    sizes = [4, 1 << 23, 1 << 24, 1 << 25, 1 << 26, 1 << 30]
+    assert [stages(size, 1) for size in sizes] == [1] * 6
+    assert [stages(size, 2) for size in sizes] == [1, 1, 1, 2, 2, 4]
+    assert stages(1 << 26, 2) >= stages(1 << 26, 64) == 1

@@ -55,7 +55,7 @@ def hsdp_owners(rank: int, world: int) -> list[tuple[int, ...]]:
     mesh = init_device_mesh("cpu", (2, 2))
     place = [Replicate(), Shard(0)]
     params = [nn.Parameter(distribute_tensor(torch.randn(8, 8), mesh, place, src_data_rank=None)) for _ in range(8)]
-    opt = Muon(params)
+    opt = Muon(params, stages=3)
     for p in params:
         p.grad = torch.ones_like(p)
     opt.step()

@@ -54,7 +54,7 @@ def values(seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def make(params: list[torch.Tensor], **options) -> Muon:
     groups = [{"params": [p], "lr": 0.02, **group} for p, (_, group) in zip(params, TENSORS, strict=True)]
-    return Muon(groups, **options)
+    return Muon(groups, stages=3, **options)
 
 
 def train(params: list[torch.Tensor], opt: Muon, place, dtype: torch.dtype, steps: int = STEPS) -> None:

@@ -117,7 +117,7 @@ def make(homes: Sequence[Home], places: Sequence[Place], replicas: dist.ProcessG
         {"params": [nn.Parameter(place(values(home, index)))], "lr": 0.02, **MATRICES[home.kind][1]}
         for index, (home, place) in enumerate(zip(homes, places, strict=True))
     ]
-    return Muon(groups, replicas=replicas)
+    return Muon(groups, replicas=replicas, stages=3)
 
 
 def trained(opt: Muon, homes: Sequence[Home], places: Sequence[Place], steps: int = 2) -> list[torch.Tensor]:
