@@ -234,8 +234,12 @@ def run_moves_on(rank: int, world: int, folder: str) -> int:
     (moved, template), (loaded, other) = live(meshes[1]), live(meshes[1])
     done = muonckpt.redistribute(source, template, memory=500, attest=True)
     assert done.buffers <= 500 < 5000 < 500 * done.stages, done
+    pair = dist.new_group([1, 3])
     if moved is None:
         return done.tensors
+    engine = {"w": torch.zeros(3)} if rank == 3 else {}  # the others do not take part
+    muonckpt.redistribute({"w": torch.arange(3.0)} if rank == 1 else {}, engine, group=pair)
+    assert rank == 1 or engine["w"].tolist() == [0, 1, 2]
     muonckpt.load(other, f"{folder}/c", process_group=meshes[1].get_group())
     assert local_leaves(template) == local_leaves(other) and template["optimizer"]["param_groups"][0]["lr"] == 0.125
     for (net, opt), state_of in ((moved, template), (loaded, other)):
