@@ -18,7 +18,7 @@ from .printing import counted, printable, progress, size
 @click.option("--jobs", type=JOBS, default=2, show_default=True, metavar="N", help="Threads that read and check.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(checkpoint: Location, jobs: int, as_json: bool) -> int:
-    """Check that CHECKPOINT is whole; exit with 1 if anything is wrong.
+    """Check that CHECKPOINT is whole; exit with 1 if anything is wrong, with 3 if it cannot be opened at all.
 
     Reads everything and checks coverage, bounds, checksums, fingerprints, and for infinite or NaN values.  Without our
     manifest, DCP checkpoints are checked by the CRC-32 of each item.
@@ -26,19 +26,21 @@ def command(checkpoint: Location, jobs: int, as_json: bool) -> int:
     with progress("verify") as advance:
         report = verify(checkpoint, jobs=jobs, progress=advance)
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(report), indent=1))
+        click.echo(json.dumps({**dataclasses.asdict(report), "verdict": report.verdict}, indent=1))
         return 1 if report.findings else 0
     for finding in report.findings:
         click.echo(printable(f"{finding.kind}: {finding.message}"))
     for note in report.notes:
         click.echo(printable(f"note: {note}"))
     if report.unchecked:
-        click.echo(f"note: {counted(report.unchecked, 'chunk')} without a checksum, where damage cannot be noticed")
+        click.echo(
+            f"unchecked: {report.unchecked} of {counted(report.chunks, 'chunk')} without a checksum, "
+            "where damage cannot be noticed"
+        )
     summary = (
         f"{counted(report.tensors, 'tensor')} in {counted(report.chunks, 'chunk')}, "
         f"{counted(report.blobs, 'other item')}, {size(report.payload_bytes)}"
     )
-    click.echo(
-        f"{checkpoint}: {summary}: " + (counted(len(report.findings), "finding") if report.findings else "whole")
-    )
+    verdict = counted(len(report.findings), "finding") if report.findings else report.verdict
+    click.echo(f"{checkpoint}: {summary}: {verdict}")
     return 1 if report.findings else 0

@@ -10,10 +10,10 @@ from typing import Any
 
 from ..record import Manifest
 from ..store.io.location import Location
+from ..store.io.side_file import items_beside
 from ..store.reading.dtypes import itemsize
 from .engine.checklist import Check
 from .engine.job import Job
-from .target.item_file import item_file_location
 
 _UNEVEN = 2.0
 """A rank that gets this many times the mean is worth a note …"""
@@ -118,7 +118,7 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
         avoided=job.reads_avoided,
         written=job.bytes_to_write,
         unchecked=sum(not payloads.is_checked(chunk) for chunk in chunks),
-        items_file=None if job.items is None else str(item_file_location(destination)),
+        items_file=None if job.items is None else str(items_beside(destination)),
         decoded=0 if job.items is None else len(job.items.decoded),
         undecoded=() if job.items is None else job.items.undecoded,
         left_out=job.left_out,

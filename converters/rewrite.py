@@ -15,6 +15,7 @@ from ..store.audit import Progress
 from ..store.formats.registry import BUFFERS
 from ..store.formats.signs import is_torch_dist
 from ..store.io.location import Remote, location
+from ..store.io.side_file import items_beside
 from ..store.open_checkpoint import OpenCheckpoint, open
 from ..vocabulary import Convention
 from .engine.job import check_destination, make_job
@@ -23,7 +24,6 @@ from .engine.run import MEMORY, THREADS, run_job
 from .report import Report, report_of
 from .target.container import Container
 from .target.formats import container_of
-from .target.item_file import item_file_location
 from .target.topology import ROWS, AxisCut, ShardRule, Target
 from .translate.conventions import Overrides
 from .translate.dialect import Dialect
@@ -223,5 +223,5 @@ def _unused(container: Container, mesh: Mapping[str, int] | None) -> tuple[str, 
 
 def _unread(source: OpenCheckpoint) -> tuple[str, ...]:
     """A note if there is a file of items beside the source."""
-    place = item_file_location(source.path)
+    place = items_beside(source.path)
     return (f"the items in {place} are not read",) if place.exists() else ()

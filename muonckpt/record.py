@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from .box import Box, Index
 from .errors import DamageError, LayoutError, SourceError, about
 from .layout import Buffer, Fragment, Place, TensorLayout, dense
+from .seal import sealed_text, unsealed_fields
 from .vocabulary import Convention, KeyPath
 
 MANIFEST_FILE = "muonckpt.json"
@@ -131,31 +132,42 @@ def _stored(box: Box, strides: Index | None, buffer: Buffer) -> Fragment:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything in one checkpoint.  ``provenance`` is free-form JSON: program, versions, world, mesh, step."""
+    """Everything in one checkpoint.  ``provenance`` is free-form JSON: program, versions, world, mesh, step.
+
+    ``files`` are the files beside the manifest that describe the same checkpoint to other programs, with the xxh3-128
+    of their bytes in hex.
+    """
 
     tensors: tuple[StateRecord, ...]
     blobs: tuple[Blob, ...] = ()
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The text of the manifest file: one line per tensor and blob, so that it can be read and compared."""
+        """The text of the manifest file: one line per tensor and blob, so that it can be read and compared.
+
+        The last line has the digest of all that is before it.
+        """
         tensors = ",\n  ".join(map(_compact, map(_tensor_json, self.tensors)))
         blobs = ",\n  ".join(map(_compact, map(_blob_json, self.blobs)))
-        return (
+        return sealed_text(
             f'{{"format": "muonckpt", "version": {MANIFEST_VERSION},\n "provenance": {_compact(self.provenance)},\n'
-            f' "tensors": [\n  {tensors}\n ],\n "blobs": [\n  {blobs}\n ]}}\n'
+            f' "tensors": [\n  {tensors}\n ],\n "blobs": [\n  {blobs}\n ],\n "files": {_compact(dict(self.files))}'
         )
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """Read and check a manifest.
 
+        Manifests of earlier releases have no digest of their own, and no ``files``.
+
         Raises:
-            DamageError: it is not JSON, or a field is missing or not what it should be.
+            DamageError: it is not JSON, its text is not the one that was written, or a field is missing or not what it
+                should be.
             SourceError: it is of another version, or names a file outside the checkpoint.
         """
         try:
-            data = json.loads(text)
+            data = unsealed_fields(text)
             if data["format"] != "muonckpt" or data["version"] != MANIFEST_VERSION:
                 raise SourceError(
                     f"manifest of format {data['format']!r} version {data['version']!r}; this program reads "
@@ -165,6 +177,7 @@ class Manifest:
                 tensors=tuple(map(_tensor, data["tensors"])),
                 blobs=tuple(map(_blob, data["blobs"])),
                 provenance=dict(data["provenance"]),
+                files={_str(name): _matching(_DIGEST)(digest) for name, digest in data.get("files", {}).items()},
             )
         except KeyError as error:
             raise DamageError(f"damaged manifest: it lacks the field {error}") from error

@@ -34,13 +34,14 @@ RULES = {
     "plan": "errors box overlap layout",
     "fingerprint": "box",
     "vocabulary": "",
-    "record": "errors box layout vocabulary",
+    "seal": "errors",
+    "record": "errors box layout seal vocabulary",
     "resumption": "vocabulary",
     "layouts": "errors box overlap layout",
     "layouts/buffers": "errors box layout layouts",
     "store/io": "errors box fingerprint record",
     "store/reading": "errors box layout record store/io",
-    "store/formats": "errors box fingerprint record vocabulary layouts/buffers store/io store/reading",
+    "store/formats": "errors box fingerprint record seal vocabulary layouts/buffers store/io store/reading",
     "store": "errors box fingerprint record vocabulary store/io store/reading store/formats",
     "checkpoint": "errors box overlap layout plan fingerprint record resumption version vocabulary layouts store "
     "store/io store/reading store/formats",
@@ -57,7 +58,7 @@ RULES = {
     "integrations": "errors store checkpoint optimizer optimizer/groups",
     "converters/engine": "errors box layout plan fingerprint record store store/io store/reading store/formats "
     "converters/target converters/translate",
-    "converters/target": "errors box layout plan record version vocabulary layouts layouts/buffers store store/io "
+    "converters/target": "errors box layout plan record seal version vocabulary layouts layouts/buffers store store/io "
     "store/reading store/formats converters/engine",
     "converters/translate": "errors box coefficients layout record vocabulary store store/formats converters/engine",
     "converters/compare": "errors box store store/io store/reading store/formats converters/engine converters/look "

@@ -22,7 +22,6 @@ from ...store.io import side_file
 from ...store.io.gc_paused import gc_paused
 from ...store.io.location import Location, check_memory
 from ...store.io.regular import open_regular
-from ..target.item_file import item_file_location
 from .assignment import assignment
 from .job import Job, check_destination, file_states
 from .journal import FinishedFile, Journal
@@ -72,7 +71,7 @@ def run_job(
     workers = workers or SingleWorker()
     check_destination(job.source.path, destination, job.container)
     if job.items:
-        side_file.refuse_other(item_file_location(destination), job.items.data)
+        side_file.refuse_other(side_file.items_beside(destination), job.items.data)
     check_memory(job.source.path, destination, max((file.length for file in job.files), default=0), threads, memory)
     place, digest, files_done = job.container.staged(destination), _agreed(job, workers), dict[str, FinishedFile]()
     with (
@@ -231,7 +230,7 @@ def _items_published(job: Job, staged: Location, destination: Location) -> Abstr
     """Publish the file of items, if there is one, before the destination."""
     if job.items is None:
         return nullcontext()
-    return side_file.published_first(item_file_location(destination), job.items.data, staged / "items.json")
+    return side_file.published_first(side_file.items_beside(destination), job.items.data, staged / "items.json")
 
 
 def _length(file: Location) -> int | None:

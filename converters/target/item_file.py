@@ -14,13 +14,12 @@ from io import StringIO
 from typing import Any
 
 from ...errors import SourceError
+from ...seal import sealed_text
 from ...store.formats.torch_save.plain_item import plain_value
-from ...store.io.location import Location
+from ...store.io.checksums import xxh3_128
 from ...store.reading.payloads import Payloads
 from ...store.stored_items import check_blob
 from ..engine.outputs import OutputItem
-
-_SUFFIX = ".items.json"
 
 _VERSION = 1
 
@@ -42,6 +41,11 @@ class ItemFile:
     decoded: tuple[str, ...]
     undecoded: tuple[str, ...]
 
+    @property
+    def digest(self) -> str:
+        """The xxh3-128 of its bytes in hex."""
+        return xxh3_128([self.data])
+
     @classmethod
     def of(cls, items: Iterable[OutputItem], payloads: Payloads, source: str) -> ItemFile:
         """The file of these items of the checkpoint called ``source``.
@@ -62,14 +66,9 @@ class ItemFile:
                 reasons.append((item.key, _text({**named, "bytes": len(raw), "reason": str(error)})))
         head = _text({"format": "muonckpt items", "version": _VERSION, "source": source})[:-1]
         listed = (",\n  ".join(text for _, text in entries) for entries in (values, reasons))
-        text = '{},\n "items": [\n  {}\n ],\n "undecoded": [\n  {}\n ]}}\n'.format(head, *listed)
+        text = sealed_text('{},\n "items": [\n  {}\n ],\n "undecoded": [\n  {}\n ]'.format(head, *listed))
         keys = (tuple(key for key, _ in entries) for entries in (values, reasons))
         return cls(text.encode(), *keys)
-
-
-def item_file_location(destination: Location) -> Location:
-    """The location of a destination's file of items."""
-    return destination.parent / f"{destination.name}{_SUFFIX}"
 
 
 def _text(value: object) -> str:

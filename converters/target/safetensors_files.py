@@ -53,7 +53,8 @@ class SafetensorsFolder(WholeFiles):
         return [_file(name, [by_key[record.key] for record in shard], recorded) for name, shard in shards]
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
-        safetensors.write_shard_index(manifest, folder)
+        names = [name for name, _ in safetensors.shards(manifest.tensors, self.shard_bytes)]
+        safetensors.write_shard_index(manifest, names, folder)
 
 
 def _file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> OutputFile:

@@ -30,7 +30,9 @@ class WholeFiles(Container):
         buffers = (
             request.provenance.get("buffers", ()) if any(layouts.values()) else ()
         )  # a tensor still refers to them
-        step = {"items": len(items.decoded), "undecoded": list(items.undecoded)} if items else {}
+        step: dict[str, Any] = {}
+        if items:
+            step = {"items": len(items.decoded), "undecoded": list(items.undecoded), "items_digest": items.digest}
         recorded = extended_provenance(request, "exported", step, None, buffers)
         return Arranged(tuple(self.files(outputs.tensors, recorded)), layouts, recorded, items)
 

@@ -19,7 +19,7 @@ from ..box import Box
 from ..errors import AttestError, SourceError
 from ..fingerprint import as_hex, combine, fingerprint
 from ..store.io.location import location
-from ..store.open_checkpoint import OpenCheckpoint
+from ..store.open_checkpoint import OpenCheckpoint, open
 from ..store.reading.bands import bands
 from ..store.reading.dtypes import itemsize
 from ..store.stored_tensor import StoredTensor
@@ -107,7 +107,7 @@ def attest(
     place = location(other, SourceError)
 
     def recorded(live: Prints) -> tuple[Prints, Prints]:
-        with OpenCheckpoint(place) as checkpoint:
+        with open(place) as checkpoint:
             return live, {key: _recorded(tensor) for key, tensor in checkpoint.tensors.items()}
 
     return _attested(state_dict, recorded, f" is not that of {place}", process_group)

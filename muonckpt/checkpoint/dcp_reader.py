@@ -1,9 +1,9 @@
 """Loading through torch.distributed.checkpoint: its templates and in-place writes, with our checks.
 
 Before any tensor is touched: the same on both sides (:mod:`.matching`), every element present, equal shapes, dtypes and
-momentum conventions.  While reading: every chunk that is touched is checked whole.  A rank that needs one run of bytes
-of it reads only that, and all ranks together compare with the chunk's CRC-32 (:mod:`.shared_check`); other chunks are
-read whole and compared with their digest.  Only plain data is unpickled.
+momentum conventions; then, or while reading, every chunk that is touched is checked whole.  A rank that needs one run
+of bytes of it reads only that, and all ranks together compare with the chunk's CRC-32 (:mod:`.shared_check`); other
+chunks are read whole and compared with their digest.  Only plain data is unpickled.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -40,28 +40,45 @@ from ..layouts.boxed_tensor import all_boxed, parts_of
 from ..record import Blob, Chunk, Extent, StateRecord
 from ..resumption import Extra, Globs, LoadReport
 from ..store.io.checksums import crc32
-from ..store.io.location import Location
-from ..store.open_checkpoint import OpenCheckpoint
+from ..store.io.location import Location, Remote
+from ..store.open_checkpoint import OpenCheckpoint, open
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import as_words, check_chunk, checked_elements, payload_of
 from ..store.stored_items import check_blob
+from .all_ranks import judged, own_errors
 from .annotation import annotations_of
 from .bits import bits_of, torch_dtype
 from .load_template import LoadTemplate, Matching, template_of
 from .matching import RankRequest, judge, match, misfit
 from .named_optimizer import Stored
+from .plain_objects import refuse_code
 from .shared_check import ByteRun, PartlyRead, holds, run_of
+
+WhenChecked = Literal["before", "while"]
 
 Where = tuple[str, Index]
 """Identifies a chunk: its tensor's key, and its first index."""
 
 
 class CheckingReader(StorageReader):
-    """Reads the elements of a checkpoint.  Chunks of which it read runs are checked at the end, by `judge`."""
+    """Reads the elements of a checkpoint, after all that ranks read has been checked, or chunk by chunk while it is.
 
-    def __init__(self, place: Location) -> None:
+    Chunks of which it read runs are checked by `judge`.
+
+    Args:
+        place: the checkpoint.
+        check: when its bytes are compared with their checksums; None: ``"before"``, but in an object store, from which
+            they would be read twice, ``"while"``.
+        process_group: the ranks that load.
+    """
+
+    def __init__(
+        self, place: Location, check: WhenChecked | None = None, process_group: dist.ProcessGroup | None = None
+    ) -> None:
         super().__init__()
         self.place = place
+        self._checks_before = (check or ("while" if isinstance(place, Remote) else "before")) == "before"
+        self._process_group = process_group
         self.partly_read: dict[Where, PartlyRead] = {}
         """The runs that this rank has read of chunks that it did not read whole."""
         self.zeros: Sequence[Tensor] = ()
@@ -76,7 +93,7 @@ class CheckingReader(StorageReader):
         Raises:
             SourceError: it cannot be read.
         """
-        return OpenCheckpoint(self.place)
+        return open(self.place)
 
     @property
     def checkpoint_id(self) -> str:
@@ -145,18 +162,35 @@ class CheckingReader(StorageReader):
             self._chunks.update({(tensor.key, chunk.box.lo): (tensor, chunk) for chunk in tensor.chunks})
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:  # before any tensor is overwritten, because items may be refused
-            if not _is_tensor(item):
-                raw = check_blob(self.checkpoint.payloads, self._blobs[item.storage_index.fqn])
-                planner.load_bytes(item, io.BytesIO(raw))
-        for fresh in self.zeros:
-            for part in parts_of(fresh).values():
-                part.zero_()
         reads = [(*self._chunk(item), item) for item in _of_tensors(plan.items)]
+        reads.sort(key=lambda read: (read[1].item.file, read[1].item.offset))
+        raw: list[tuple[ReadItem, bytes]] = []
         checked: set[Chunk] = set()
-        for tensor, chunk, item in sorted(reads, key=lambda read: (read[1].item.file, read[1].item.offset)):
-            _copy(self._elements(tensor, chunk, item, checked), item, planner)
-            self.checkpoint.payloads.release(payload_of(tensor, chunk))
+
+        def check() -> dict[Where, PartlyRead]:
+            for item in plan.items:
+                if not _is_tensor(item):
+                    key = item.storage_index.fqn
+                    raw.append((item, check_blob(self.checkpoint.payloads, self._blobs[key])))
+                    refuse_code(key, raw[-1][1])
+            for tensor, chunk, item in reads if self._checks_before else ():
+                self._elements(tensor, chunk, item, checked)
+            return self.partly_read
+
+        with own_errors(SourceError):  # all ranks hear of it before any of them writes
+            judged(self._process_group, "check", check, self.judge)
+        if self._checks_before:
+            checked.update(chunk for _, chunk, _ in reads)
+            self.partly_read = {}
+        with unusable():
+            for item, data in raw:
+                planner.load_bytes(item, io.BytesIO(data))
+            for fresh in self.zeros:
+                for part in parts_of(fresh).values():
+                    part.zero_()
+            for tensor, chunk, item in reads:
+                _copy(self._elements(tensor, chunk, item, checked), item, planner)
+                self.checkpoint.payloads.release(payload_of(tensor, chunk))
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -276,27 +310,24 @@ class StrictLoadPlanner(DefaultLoadPlanner):
             raise SourceError(new_plan.planner_data)
         return new_plan
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        try:
-            torch.load(value, weights_only=True)  # plain data only; what passes here holds no code
-        except pickle.UnpicklingError as error:
-            value.seek(0)
-            named: object = error
-            with suppress(ValueError):  # it is not a zip archive
-                named = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(value)) or error
-            raise SourceError(
-                f"refused {read_item.storage_index.fqn!r}: it holds more than plain data ({named}); if you trust the "
-                "checkpoint, name its classes with torch.serialization.add_safe_globals"
-            ) from error
-        value.seek(0)
-        super().load_bytes(read_item, value)
-
     def _refusal(self, matching: Matching) -> str:
         path, problems = self._reader.place, misfit(matching, "muonckpt.load(..., {})")
         missing = matching.differences or matching.faults[0].startswith("missing")
         if missing and not self._stored.translated:
             problems += f". What another program wrote is translated first: muonckpt convert {path} NEW --to muonckpt"
         return f"{path} does not fit the state dict: {problems}"
+
+
+@contextmanager
+def unusable() -> Iterator[None]:
+    """Have an error say that the state dict is no state of any run: tensors have been overwritten."""
+    try:
+        yield
+    except SourceError as error:
+        raise type(error)(
+            f"{error}. THE STATE DICT IS UNUSABLE NOW: tensors were overwritten before this was found; load another "
+            'checkpoint into it, or make it anew; check="before" finds damage before any tensor is touched'
+        ) from error
 
 
 def _is_tensor(item: ReadItem) -> bool:

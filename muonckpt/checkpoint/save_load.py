@@ -28,7 +28,7 @@ from ..version import PROGRAM
 from ..vocabulary import KeyPath
 from .all_ranks import judged, own_errors
 from .attestation import attest_loaded
-from .dcp_reader import CheckingReader, StrictLoadPlanner, Where
+from .dcp_reader import CheckingReader, StrictLoadPlanner, WhenChecked, Where, unusable
 from .dcp_writer import PublishingWriter, SaveProgress
 from .save_planner import CoveringSavePlanner
 from .shared_check import PartlyRead
@@ -101,14 +101,15 @@ def load(
     allow_extra: bool | Iterable[str] = False,
     fresh: Iterable[str] = (),
     attest: bool = False,
+    check: WhenChecked | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """Load a checkpoint in place into the tensors of ``state_dict``, whatever mesh they are on.  Collective.
 
     Everything that is checked without reading data (keys, coverage, shapes, dtypes, momentum convention, the items of
-    a stock checkpoint) is checked on all ranks before any tensor is touched; digests are checked chunk by chunk while
-    reading.  A rank opens only the items that it loads.  Of a chunk of which it needs one run of elements, as of rows,
-    it reads only that, and all ranks check the chunk together at the end.
+    a stock checkpoint) is checked on all ranks before any tensor is touched, and so are digests and checksums unless
+    ``check`` says otherwise.  A rank opens only the items that it loads.  Of a chunk of which it needs one run of
+    elements, as of rows, it reads only that, and all ranks check the chunk together.
 
     Args:
         state_dict: the template, nested as it was saved; other objects with ``load_state_dict`` are called.
@@ -125,6 +126,10 @@ def load(
             the checkpoint has none, and is dropped where only the checkpoint has it.  The same on every rank.
         attest: at the end take the fingerprints of the loaded tensors, from memory, and compare them with those of the
             checkpoint (docs/guide/attest.md).
+        check: ``"before"``: every rank compares what it is to load with digests and checksums, and none touches a
+            tensor unless all of it is whole.  ``"while"``: each chunk when it is read, so damage may be found when
+            other tensors have been overwritten; the error then says that the state dict is unusable.  None:
+            ``"before"``, but for an object store, from which the bytes would be read twice, ``"while"``.
 
     Returns:
         What was done with which parameters, the same on every rank; print it.
@@ -134,18 +139,22 @@ def load(
         LayoutError: it has a hole or an overlap.
         AttestError: what is in memory is not what the checkpoint has.
         TypeError: ``fresh`` is no list of strings.
+        ValueError: ``check`` is unknown.
     """
+    if check not in (None, "before", "while"):
+        raise ValueError(f"check is 'before', 'while' or None; got {check!r}")
     globs = Globs.of(fresh)
-    reader = CheckingReader(location(path, SourceError))
+    reader = CheckingReader(location(path, SourceError), check, process_group)
     planner = StrictLoadPlanner(reader, Extra.of(allow_extra), globs)
     with _quiet(), own_errors(SourceError):
         dcp_load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
 
-        def check(partly_read: list[Mapping[Where, PartlyRead]]) -> LoadReport:
+        def judge(partly_read: list[Mapping[Where, PartlyRead]]) -> LoadReport:
             reader.judge(partly_read)
             return planner.report
 
-        report = judged(process_group, "check", lambda: reader.partly_read, check)
+        with unusable():
+            report = judged(process_group, "check", lambda: reader.partly_read, judge)
     for place, value in planner.matching.added.items():
         _add(state_dict, place, value)
     if planner.matching.own_options:

@@ -19,6 +19,7 @@ from ..layout import Fragment, TensorLayout, dense
 from ..layouts.boxed_tensor import all_boxed
 from ..vocabulary import KeyPath
 from .annotation import Annotation, annotations_of
+from .plain_objects import refuse_unloadable
 
 
 class CoveringSavePlanner(DefaultSavePlanner):
@@ -46,6 +47,9 @@ class CoveringSavePlanner(DefaultSavePlanner):
             raise self._failure
         self.annotations = annotations_of(state_dict)
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        for key, value in self.state_dict.items():
+            if not isinstance(value, Tensor):
+                refuse_unloadable(key, value)
         self.state_dict = all_boxed(self.state_dict)
 
     def create_local_plan(self) -> SavePlan:

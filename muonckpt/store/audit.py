@@ -7,25 +7,30 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import LayoutError, MuonckptError, SourceError
+from ..box import Index
+from ..errors import DamageError, LayoutError, MuonckptError, SourceError
 from ..fingerprint import as_hex, combine
 from ..record import MANIFEST_FILE, Blob, Chunk, Extent, Manifest, StateRecord
-from .formats.dcp.directory import METADATA_FILE, DcpReader
+from .descriptions import Finding, description_faults, lacks_items
+from .formats.dcp.directory import METADATA_FILE
 from .formats.registry import DCP, OWN
 from .formats.signs import MEGATRON_FILE
 from .io.checksums import Sums, crc32
-from .io.location import Location, Remote
+from .io.location import Location, Remote, location
 from .io.regular import open_regular
-from .open_checkpoint import OpenCheckpoint, open
+from .io.side_file import items_beside
+from .open_checkpoint import OpenCheckpoint
 from .reading.bands import bands
 from .reading.dtypes import dtype, itemsize
 from .reading.payloads import BAND_BYTES, Payloads, as_words, payload_of
 from .stored_items import check_blob
+
+Verdict = Literal["whole", "readable, unchecked", "faulty"]
 
 Progress = Callable[[int, int], None]
 """Called from several threads with the bytes that were read since the last call, and with the total."""
@@ -36,15 +41,6 @@ _NONFINITE = {"float16": (0x7C00, 0x7C00), "bfloat16": (0x7F80, 0x7F80), "float8
 _NONFINITE |= {"float8_e4m3fn": (0x7F, 0x7F), "float8_e8m0fnu": (0xFF, 0xFF)}
 _NONFINITE |= {"float8_e4m3fnuz": (0xFF, 0x80), "float8_e5m2fnuz": (0xFF, 0x80)}
 _PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A fault.  ``kind`` is one word for programs; ``message`` says what was expected, what was found, and where."""
-
-    kind: str
-    key: str | None
-    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +58,12 @@ class AuditReport:
     fingerprints: dict[str, str]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """``whole``: everything was compared with what was recorded when it was written, and is that.  ``faulty``:
+        there are findings.  ``readable, unchecked``: nothing judges the elements of some chunks."""
+        return "faulty" if self.findings else "readable, unchecked" if self.unchecked else "whole"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +95,33 @@ def verify(
         progress: called with the bytes read since the last call, and with the total.
 
     Raises:
-        SourceError: there is no checkpoint, or its metadata cannot be read at all.
+        SourceError: there is no checkpoint, or what describes it cannot be read at all.
     """
-    with open(path) as checkpoint:
+    try:
+        opened = OpenCheckpoint(location(path, SourceError))
+    except DamageError as error:
+        return AuditReport(0, 0, 0, 0, 0, {}, (Finding("description", None, str(error)),), ())
+    with opened as checkpoint:
         total = payload_bytes(checkpoint.outline)
         return _audit(checkpoint, lambda count: progress(count, total), jobs)
 
 
 def _audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int) -> AuditReport:
-    path, manifest, payloads = checkpoint.path, checkpoint.manifest, checkpoint.payloads
-    findings: list[Finding] = list(_against_metadata(checkpoint))
+    path, payloads = checkpoint.path, checkpoint.payloads
+    manifest, unlocated = _located(checkpoint)
+    findings = list(description_faults(checkpoint))
     strangers = _orphans(path, manifest) if checkpoint.format in (OWN, DCP) else []
     notes = [f"{name} belongs to no item of this checkpoint" for name in strangers]
+    if lacks_items(checkpoint):
+        notes.append(f"{items_beside(path)} is not there, in which this checkpoint's hyper-parameters were written")
     fingerprints = {}
     chunks = [(tensor, chunk) for tensor in manifest.tensors for chunk in tensor.chunks if chunk.box.numel]
+
+    def audited(stored: tuple[StateRecord, Chunk]) -> _ChunkResult:
+        return unlocated.get((stored[0].key, stored[1].box.lo)) or _audit_chunk(payloads, *stored, passed)
+
     with ThreadPoolExecutor(jobs) as pool:
-        results = pool.map(lambda stored: _audit_chunk(payloads, stored[0], stored[1], passed), chunks)
+        results = pool.map(audited, chunks)
         by_key: defaultdict[str, list[_ChunkResult]] = defaultdict(list)
         for (tensor, _), result in zip(chunks, results, strict=True):
             by_key[tensor.key].append(result)
@@ -142,6 +155,31 @@ def nonfinite(words: NDArray[Any], name: str) -> int:
         return 0
     mask, value = map(flat.dtype.type, _NONFINITE[parts])
     return int(np.count_nonzero((flat & mask) == value))
+
+
+def _located(checkpoint: OpenCheckpoint) -> tuple[Manifest, dict[tuple[str, Index], _ChunkResult]]:
+    """The manifest with the places of all elements that can be found, and results for the chunks of the others.
+
+    Results are by the tensor's key and the chunk's first index.
+    """
+    unlocated: dict[tuple[str, Index], _ChunkResult] = {}
+
+    def located(tensor: StateRecord) -> StateRecord:
+        try:
+            return checkpoint.locate([tensor])[0]
+        except SourceError as error:
+            if len(tensor.chunks) > 1:  # one of them: find out which
+                parts = (located(replace(tensor, chunks=(chunk,))) for chunk in tensor.chunks)
+                return replace(tensor, chunks=tuple(chunk for part in parts for chunk in part.chunks))
+            where = f"tensor {tensor.key!r} box {tensor.chunks[0].box} in {tensor.chunks[0].item.file}"
+            finding = Finding("unreadable", tensor.key, f"{where}: {error}")
+            unlocated[tensor.key, tensor.chunks[0].box.lo] = _ChunkResult(where, None, 0, (finding,))
+            return tensor
+
+    try:
+        return checkpoint.manifest, unlocated
+    except SourceError:  # which of them all?
+        return replace(checkpoint.outline, tensors=tuple(map(located, checkpoint.outline.tensors))), unlocated
 
 
 def _audit_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, passed: Callable[[int], None]) -> _ChunkResult:
@@ -200,39 +238,6 @@ def _audit_blob(payloads: Payloads, blob: Blob) -> Iterator[Finding]:
         check_blob(payloads, blob)
     except MuonckptError as error:
         yield Finding("blob", blob.key, str(error))
-
-
-def _against_metadata(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
-    """Compare DCP's metadata, which stock programs read, with the manifest."""
-    if checkpoint.format is not OWN:
-        return
-    try:
-        reader = DcpReader(checkpoint.path)
-        stock = _described(replace(reader.outline, tensors=reader.locate(reader.outline.tensors)))
-    except MuonckptError as error:
-        yield Finding("metadata", None, f"{checkpoint.path / METADATA_FILE}: {error}")
-        return
-    own = _described(checkpoint.manifest)
-    for key in sorted(own.keys() | stock.keys()):
-        if key not in own or key not in stock:
-            file = MANIFEST_FILE if key in own else METADATA_FILE
-            message = f"{key!r} is in {file} only, expected it in {MANIFEST_FILE} and {METADATA_FILE}"
-            yield Finding("metadata", key, message)
-            continue
-        for fact, _ in sorted(own[key].items() ^ stock[key].items(), key=str)[:1]:
-            values = f"{own[key].get(fact)} in {MANIFEST_FILE}, {stock[key].get(fact)} in {METADATA_FILE}"
-            yield Finding("metadata", key, f"{key!r}: {fact} {values}; expected the same")
-
-
-def _described(manifest: Manifest) -> dict[str, dict[str, object]]:
-    """The facts that both descriptions state, by the key of each tensor and item."""
-    described: dict[str, dict[str, object]] = {}
-    for tensor in manifest.tensors:
-        known = described[tensor.key] = {"dtype": tensor.dtype, "shape": tensor.shape, "path": tensor.path}
-        known |= {f"box {chunk.box}": (chunk.payload, chunk.crc32) for chunk in tensor.chunks if chunk.box.numel}
-    for blob in manifest.blobs:
-        described[blob.key] = {"path": blob.path, "place": blob.item}
-    return described
 
 
 def _orphans(path: Location, manifest: Manifest) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -10,8 +11,9 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from ..errors import SourceError
-from ..record import Blob, Manifest, StateRecord
-from .formats.registry import Format, format_of
+from ..record import MANIFEST_FILE, Blob, Manifest, StateRecord
+from .formats.dcp.directory import lacks_manifest
+from .formats.registry import DCP, Format, format_of
 from .io.gc_paused import gc_paused
 from .io.location import Location, Remote, location
 from .reading.payloads import Payloads
@@ -22,7 +24,8 @@ from .stored_tensor import StoredTensor, TensorReader
 class OpenCheckpoint:
     """A checkpoint of any format whose metadata have been read; its items and elements are read when asked for.
 
-    A context manager, which closes the files at its end.  Arrays that were read stay valid.
+    A context manager, which closes the files at its end.  Arrays that were read stay valid.  It may have `faults`, for
+    which `open` refuses it.
 
     Raises:
         SourceError: there is no checkpoint, or its metadata are damaged or refused.
@@ -84,6 +87,16 @@ class OpenCheckpoint:
     # For code that works on whole checkpoints.
 
     @property
+    def faults(self) -> Sequence[SourceError]:
+        """Damage that shows without reading data, such as missing files."""
+        return self._reader.faults
+
+    @property
+    def lacks_manifest(self) -> bool:
+        """Whether it is what is left of a checkpoint of ours without `muonckpt.json`."""
+        return self.format is DCP and lacks_manifest(self.outline)
+
+    @property
     def outline(self) -> Manifest:
         """The manifest without opened items: the places of a chunk's elements may be unknown."""
         return self._reader.outline
@@ -128,7 +141,16 @@ def open(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:
         SourceError: there is no checkpoint, its metadata are damaged or refused, or no installed library supports the
             protocol.
     """
-    return OpenCheckpoint(location(path, SourceError))
+    checkpoint = OpenCheckpoint(location(path, SourceError))
+    for fault in checkpoint.faults:
+        raise fault
+    if checkpoint.lacks_manifest:
+        warnings.warn(
+            f"{checkpoint.path} was saved with a {MANIFEST_FILE}, which is missing: it is read as a stock checkpoint, "
+            "without digests, momentum conventions and layouts; restore that file from a copy of the checkpoint",
+            stacklevel=2,
+        )
+    return checkpoint
 
 
 _Entry = TypeVar("_Entry", StateRecord, Blob)

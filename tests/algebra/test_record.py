@@ -56,6 +56,7 @@ def damaged(**changes):
         for part in parents:
             node = node[int(part) if part.isdigit() else part]
         node[last] = value
+    del data["digest"]
     return data
 
 

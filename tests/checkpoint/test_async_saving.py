@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ class Slow:
         import time
 
         time.sleep(self.seconds)
-        return (dict, ())
+        return (OrderedDict, ())
 
 
 def state(value: float) -> dict:
@@ -200,11 +201,11 @@ def test_an_error_of_one_rank_is_raised_on_all_and_training_can_go_on(tmp_path):
 
 
 UNASKED = """
-import os, sys, time, torch, muonckpt
+import collections, os, sys, time, torch, muonckpt
 class Slow:
     def __reduce__(self):
         time.sleep(0.5)
-        return (dict, ())
+        return (collections.OrderedDict, ())
     def __deepcopy__(self, memo):
         return self
 muonckpt.async_save({"slow": Slow()}, sys.argv[1] + "-slow")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import argparse
 
 import pytest
 import torch
@@ -120,12 +120,19 @@ def test_something_that_only_looks_like_an_optimizer_is_saved_as_it_is(tmp_path)
     assert leaves(template) == leaves(state(1.0, 3))
 
 
-def test_a_refused_object_is_refused_before_tensors_are_overwritten(tmp_path):
-    muonckpt.save({"w": torch.ones(3), "x": Path("somewhere")}, tmp_path / "c")
-    template = {"w": torch.zeros(3), "x": None}
+def test_what_load_would_refuse_is_not_saved_and_refused_before_tensors_are_overwritten(tmp_path):
+    state = {"w": torch.ones(3), "run": {"args": argparse.Namespace(lr=1), "lr": 1}}
+    with pytest.raises(DestinationError, match=r"'run\.args' holds more than plain data \(argparse\.Namespace\)"):
+        muonckpt.save(state, tmp_path / "c")
+    with pytest.raises(DestinationError, match=r"'run\.args' holds more"):
+        muonckpt.async_save(state, tmp_path / "c").result()
+    assert not list(tmp_path.iterdir())
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        muonckpt.save(state, tmp_path / "c")
+    template = {"w": torch.zeros(3), "run": {"args": None, "lr": None}}
     with pytest.raises(SourceError, match="more than plain data"):
         muonckpt.load(template, tmp_path / "c")
-    assert not template["w"].any()
+    assert not template["w"].any() and template["run"]["lr"] is None
 
 
 def test_counters_of_eight_bytes_are_saved(tmp_path):

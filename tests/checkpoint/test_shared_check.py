@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.sharded import as_stock
 from support.workers import run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -116,7 +117,7 @@ def test_every_rank_hears_of_damage_in_what_one_has_read(stock, tmp_path):
     tensor = next(t for t in muonckpt.open(tmp_path / "c").outline.tensors if t.key == "w")
     payload = tensor.chunks[0].payload
     if stock:
-        (tmp_path / "c" / "muonckpt.json").unlink()
+        as_stock(tmp_path / "c")
     with (tmp_path / "c" / payload.file).open("r+b") as file:
         file.seek(payload.end - 1)
         file.write(b"?")

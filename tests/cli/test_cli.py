@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.commands import COMMAND, COMMANDS, arguments_of, called, cli, is_one_paragraph
 from support.golden import golden
-from support.sharded import edit, manifest_edited, no_checksums
+from support.sharded import as_stock, edit, manifest_edited, no_checksums
 
 import muonckpt
 
@@ -49,7 +49,7 @@ def flip(path: Path) -> Path:
 @pytest.mark.parametrize("stock", [False, True])
 def test_1_is_a_finding(stock, checkpoint):
     if stock:
-        (checkpoint / "muonckpt.json").unlink()
+        as_stock(checkpoint)
     done = called("verify", flip(checkpoint))
     assert (done.returncode, done.stderr) == (1, "")
     assert KEY in done.stdout and "expected" in done.stdout
@@ -78,6 +78,9 @@ def written(path: Path, name: str, data: bytes) -> Path:
     return path
 
 
+BUT_VERIFY = ("inspect", "reshard")
+"""The commands but `verify`, to which damage is a finding."""
+
 FUTURE = b'{"format": "muonckpt", "version": 99}'
 SOURCES = {
     "nothing": (lambda path: path / "nothing", COMMANDS, "nothing"),
@@ -93,9 +96,17 @@ SOURCES = {
         COMMANDS,
         ".metadata",
     ),
-    "damaged manifest": (lambda path: written(path, "muonckpt.json", b"{}}"), COMMANDS, "damaged manifest"),
+    "damaged manifest": (
+        lambda path: written(path, "muonckpt.json", b"{}}"),
+        ("inspect", "reshard"),
+        "damaged manifest",
+    ),
     "a manifest of the future": (lambda path: written(path, "muonckpt.json", FUTURE), COMMANDS, "version 99"),
-    "a file missing": (lambda path: without(path, "muonckpt.json", "__0_0.distcp"), COMMANDS, "__0_0.distcp"),
+    "a file missing": (
+        lambda path: without(path, "muonckpt.json", "__0_0.distcp"),
+        BUT_VERIFY,
+        "__0_0.distcp",
+    ),
     "damage": (flip, ("reshard",), "is damaged"),
     "a hole": (
         lambda path: manifest_edited(path, lambda entries: entries[KEY]["chunks"].clear()) or path,
@@ -200,7 +211,7 @@ SUMMARY += ["balance", "buffers", "slots", "checks", "symptoms", "notes"]
 REWRITING = ["source", "destination", "format", "ranks", "mesh", "layout", "buffers", "files", "tensors", "checked"]
 REWRITING += ["read", "avoided", "written", "unchecked", "items_file", "decoded", "undecoded", "left_out", "notes"]
 REWRITING += ["checklist", "compared", "fingerprints"]
-REPORT = ["tensors", "chunks", "blobs", "payload_bytes", "unchecked", "fingerprints", "findings", "notes"]
+REPORT = ["tensors", "chunks", "blobs", "payload_bytes", "unchecked", "fingerprints", "findings", "notes", "verdict"]
 JSON = {
     "inspect": ([], SUMMARY),
     "inspect --tensors": (["--tensors"], [*SUMMARY, "manifest"]),
@@ -214,7 +225,7 @@ JSON = {
 @pytest.mark.parametrize("stock", [False, True])
 def test_json_is_one_document_with_stable_keys_and_plain_numbers(case, stock, checkpoint, tmp_path):
     if stock:
-        (checkpoint / "muonckpt.json").unlink()
+        as_stock(checkpoint)
     more, keys = JSON[case]
     done = called(*arguments_of(case.split()[0], checkpoint, tmp_path), "--json", *more)
     assert (done.returncode, done.stderr) == (0, "")
@@ -245,7 +256,11 @@ def test_a_source_without_checksums_is_said_to_be_one(tmp_path):
         dcp.save({"w": torch.ones(4, 3)}, checkpoint_id=tmp_path / "source", no_dist=True)
     assert "1 source chunk without a checksum" in called(*arguments_of("reshard", tmp_path / "source", tmp_path)).stderr
     done = called("verify", tmp_path / "source")
-    assert done.returncode == 0 and "1 chunk without a checksum" in done.stdout
+    assert (
+        done.returncode == 0
+        and "unchecked: 1 of 1 chunk without a checksum" in done.stdout
+        and "readable, unchecked" in done.stdout
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)

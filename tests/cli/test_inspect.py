@@ -188,6 +188,7 @@ def test_damaged_records_are_refused(damage, owned, tmp_path, capsys):
         damage(manifest["provenance"]["buffers"][0])
     else:
         manifest["provenance"] = damage
+    del manifest["digest"]
     (tmp_path / "muonckpt.json").write_text(json.dumps(manifest))
     (tmp_path / ".metadata").write_bytes((owned / ".metadata").read_bytes())
     assert muonckpt_command(["inspect", str(tmp_path)]) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.resharded import make_job
+from support.sharded import as_stock
 from support.translated import MEGATRON, TORCH, W, nested, options, read, saved, truth_of
 
 import muonckpt
@@ -136,7 +137,7 @@ def test_a_sum_under_the_keys_of_no_program_is_not_taken_for_the_average_of_one(
         make_job(path, Target({"dp": 2}), make_outputs=Request(target=DIALECTS["dcp"], overrides=overrides).outputs),
         tmp_path / "out",
     )
-    (tmp_path / "out" / "muonckpt.json").unlink()
+    as_stock(tmp_path / "out")
     found = detect(muonckpt.open(tmp_path / "out").outline)
     assert (found.dialect.name, found.dialect.convention) == ("dcp", None)
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as stock
 from isal import isal_zlib
 from support.golden import golden
+from support.sharded import unmarked
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -26,6 +27,7 @@ import muonckpt
 from muonckpt.box import Box, flat_boxes
 from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.record import Blob, Chunk, Extent, Manifest, StateRecord
+from muonckpt.store.formats import native
 from muonckpt.store.formats.dcp import directory as dcp
 from muonckpt.store.formats.torch_save import stored_zip
 from muonckpt.store.formats.torch_save import tensor_item as torch_zip
@@ -152,7 +154,7 @@ def test_what_we_write_torch_loads(tmp_path: Path, gap: int) -> None:
         values = torch.frombuffer(bytearray(rng.randbytes(count)), dtype=torch.uint8)
         tensors[f"a.{number}é"] = values.view(getattr(torch, name)).reshape(shape)
     manifest = write(tmp_path / "ckpt", {k: cut(rng, tuple(t.shape)) for k, t in tensors.items()}, tensors, gap=gap)
-    dcp.write_metadata(manifest, tmp_path / "ckpt")
+    (tmp_path / "ckpt" / ".metadata").write_bytes(unmarked(dcp.metadata_bytes(manifest)))
     target = {"a": {key.removeprefix("a."): torch.zeros_like(value) for key, value in tensors.items()}}
     stock.load(target, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     assert {f"a.{key}": bits(value) for key, value in target["a"].items()} == {k: bits(t) for k, t in tensors.items()}
@@ -164,7 +166,7 @@ def test_blobs_and_metadata_survive_a_rewrite(saved: Path, tmp_path: Path) -> No
     copy = tmp_path / "copy"
     copy.mkdir()
     (copy / "__0_0.distcp").write_bytes((saved / "__0_0.distcp").read_bytes())
-    dcp.write_metadata(manifest, copy)
+    (copy / ".metadata").write_bytes(unmarked(dcp.metadata_bytes(manifest)))
     assert muonckpt.open(copy).outline == manifest
     target = example()
     target["model"]["layer.weight"].zero_()
@@ -173,10 +175,10 @@ def test_blobs_and_metadata_survive_a_rewrite(saved: Path, tmp_path: Path) -> No
     assert target["epoch"] == 7 and target["optimizer"]["param_groups"][0]["lr"] == 0.5
     assert torch.equal(target["model"]["layer.weight"], example()["model"]["layer.weight"])
     with pytest.raises(DestinationError, match="exists"):
-        dcp.write_metadata(manifest, copy)
+        native.write_native(manifest, copy)
 
 
-def test_ambiguous_manifests_are_not_written(tmp_path: Path) -> None:
+def test_ambiguous_manifests_are_not_written() -> None:
     chunk = Chunk(Box((0,), (2,)), Extent("f", 0, 1))
     tensor = StateRecord("w", ("w",), (2,), "float32", (chunk,))
     for manifest in (
@@ -185,8 +187,7 @@ def test_ambiguous_manifests_are_not_written(tmp_path: Path) -> None:
         Manifest((replace(tensor, chunks=(chunk, chunk)),)),
     ):
         with pytest.raises(LayoutError, match="twice"):
-            dcp.write_metadata(manifest, tmp_path)
-    assert not list(tmp_path.iterdir())
+            dcp.metadata_bytes(manifest)
 
 
 # Golden checkpoints.

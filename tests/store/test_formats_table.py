@@ -19,7 +19,7 @@ from support.whole import assemble
 import muonckpt
 from muonckpt.box import Box
 from muonckpt.cli.main import run
-from muonckpt.record import MANIFEST_FILE, Manifest
+from muonckpt.record import Manifest
 
 # Of every format some topology or arrangement of files; what `--format` and the other options say of it.
 KINDS = {
@@ -61,7 +61,7 @@ def source(kind: str) -> Path:
         return path
     muonckpt.save(tensors(), path)
     if kind == "stock":
-        (path / MANIFEST_FILE).unlink()
+        sharded.as_stock(path)
     return path
 
 

@@ -351,7 +351,7 @@ def test_a_flipped_bit_is_found_by_stock_zarr_and_by_our_fingerprint(ours):
 
 def test_verify_judges_by_the_checksums_of_the_format_too(ours, tmp_path):
     flip(ours / "w" / "value" / "c" / "0" / "0", 5)
-    assert {finding.kind for finding in muonckpt.verify(ours).findings} == {"crc32c", "fingerprint"}
+    assert {finding.kind for finding in muonckpt.verify(ours).findings} == {"crc32c", "digest", "fingerprint"}
     for kind, unchecked in {"checked": 0, "plain": 3}.items():
         foreign(tmp_path / kind, kind)
         assert muonckpt.verify(tmp_path / kind).unchecked == unchecked and not muonckpt.verify(tmp_path / kind).findings

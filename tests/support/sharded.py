@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonckpt
 from muonckpt.record import Extent, Manifest
+from muonckpt.store.formats.dcp.metadata_pickle import dump_metadata, parse_metadata
 from muonckpt.store.reading.dtypes import itemsize
 from support.workers import run as on_ranks
 
@@ -134,10 +136,24 @@ def truth_of(path: Path) -> dict[str, bytes]:
 
 
 def manifest_edited(path: Path, change) -> None:
-    """Change the entries of a manifest, by key."""
+    """Change the entries of a manifest, by key, and leave it without digests of descriptions, as those of 0.1 are."""
     data = json.loads((path / "muonckpt.json").read_text())
     change({entry["key"]: entry for entry in (*data["tensors"], *data["blobs"])})
+    for field in ("files", "digest"):
+        data.pop(field, None)
     (path / "muonckpt.json").write_text(json.dumps(data))
+
+
+def as_stock(path: Path) -> Path:
+    """Leave a checkpoint of ours as stock DCP would have written it, without a trace of the manifest."""
+    (path / "muonckpt.json").unlink()
+    (path / ".metadata").write_bytes(unmarked((path / ".metadata").read_bytes()))
+    return path
+
+
+def unmarked(metadata: bytes) -> bytes:
+    """A ``.metadata`` of ours as stock DCP would have written it."""
+    return dump_metadata(replace(parse_metadata(metadata), extra=()))
 
 
 @contextmanager

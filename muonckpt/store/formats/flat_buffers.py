@@ -13,16 +13,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...box import Box
-from ...errors import LayoutError, SourceError
+from ...errors import DamageError, LayoutError, SourceError
 from ...layouts.buffers.buffer_layout import rank_of
 from ...layouts.buffers.group_buffer import GroupBuffer
 from ...layouts.buffers.layout_json import int_tuple
 from ...record import Chunk, Extent, Manifest, StateRecord
-from ..io.bounds import check_extents
+from ..io.bounds import extent_faults
 from ..io.location import Location
 from ..io.new_file import write_synced
 from ..io.regular import read_whole
 from ..reading.dtypes import itemsize
+from ..reading.payloads import Payloads
+from ..reading.reader import LocatedReader
 from .signs import FLAT_BUFFERS_FILE
 
 RANK_FILE = "rank_{}.bin".format
@@ -110,27 +112,30 @@ def buffer_dtype(buffer: GroupBuffer) -> str:
     return dtypes.pop()
 
 
-def read_flat_buffers(path: Location) -> Manifest:
-    """The manifest of a checkpoint.  Reads the index and the sizes of the files only.
+def reader(path: Location) -> LocatedReader:
+    """The checkpoint in a directory.  Reads the index and the sizes of the files only.
 
     Raises:
-        SourceError: the index is damaged or contradicts itself; a buffer has elements of a tensor that the index does
-            not list; a file is missing, cut or not regular; or extents overlap.
+        SourceError: the index is damaged or contradicts itself; or a buffer has elements of a tensor that the index
+            does not list.
     """
     file = path / FLAT_BUFFERS_FILE
     try:
         text = read_whole(file).decode()
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise DamageError(f"{file}: expected UTF-8: {error}") from error
+    except OSError as error:
         raise SourceError(f"cannot read {file}: {error}") from error
     try:
         manifest = Manifest.from_json(text)
         stored = tuple(map(_stored, manifest.provenance["buffers"]))
         tensors = _placed(manifest.tensors, stored)
     except (SourceError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise SourceError(f"{file}: {type(error).__name__}: {error}") from error
+        kind = type(error) if isinstance(error, SourceError) else DamageError
+        raise kind(f"{file}: {type(error).__name__}: {error}") from error
     named = [(extent, f"buffer {n}") for n, buffer in enumerate(stored) for extent in buffer.places if extent.length]
-    check_extents(path, [*named, *((blob.item, repr(blob.key)) for blob in manifest.blobs)])
-    return replace(manifest, tensors=tensors)
+    named += [(blob.item, repr(blob.key)) for blob in manifest.blobs]
+    return LocatedReader(replace(manifest, tensors=tensors), Payloads(path), tuple(extent_faults(path, named)))
 
 
 def write_buffer_index(manifest: Manifest, directory: Location) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
 from ... import record
-from ...errors import DamageError, SourceError, about
+from ...errors import DamageError, DestinationError, SourceError, about
 from ...record import Manifest
+from ..io.checksums import xxh3_128
 from ..io.location import Location
 from ..io.new_file import write_synced
 from ..io.regular import read_whole
@@ -28,7 +33,20 @@ def read_native(path: Location) -> Manifest:
         raise SourceError(f"cannot read {file}: {error}") from error
 
 
-def write_native(manifest: Manifest, directory: Location) -> None:
-    """Write both descriptions of a checkpoint, ours and DCP's, and sync them."""
-    write_synced(directory / record.MANIFEST_FILE, manifest.to_json().encode())
-    dcp.write_metadata(manifest, directory)
+def write_native(manifest: Manifest, directory: Location, others: Mapping[str, bytes] = MappingProxyType({})) -> None:
+    """Write all descriptions of a checkpoint, ours, DCP's and ``others`` by the names of their files, and sync them.
+
+    DCP's, which makes a directory a checkpoint to stock programs, comes last.
+
+    Raises:
+        LayoutError: a key occurs twice, or two chunks of a tensor begin at the same place.
+        DestinationError: a file exists, or cannot be written.
+    """
+    described = replace(manifest, blobs=tuple(blob for blob in manifest.blobs if blob.item.file != dcp.COMMON_FILE))
+    stock = {**others, dcp.METADATA_FILE: dcp.metadata_bytes(described)}
+    bound = replace(manifest, files={name: xxh3_128([data]) for name, data in stock.items()})
+    for name, data in {record.MANIFEST_FILE: bound.to_json().encode(), **stock}.items():
+        try:
+            write_synced(directory / name, data)
+        except OSError as error:
+            raise DestinationError(f"cannot write {directory / name}: {error.strerror or error}") from error

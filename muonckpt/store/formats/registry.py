@@ -6,6 +6,8 @@ A reader is imported when a checkpoint of its format is opened.
 from __future__ import annotations
 
 import fnmatch
+import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,13 +36,39 @@ def _own(path: Location) -> Reader:
 def _flat_buffers(path: Location) -> Reader:
     from . import flat_buffers
 
-    return LocatedReader(flat_buffers.read_flat_buffers(path), Payloads(path))
+    return flat_buffers.reader(path)
 
 
 def _safetensors(path: Location) -> Reader:
     from .safetensors import folder as safetensors
 
+    _refuse_stray(path)
     return LocatedReader(safetensors.read_safetensors(path), Payloads(safetensors.folder(path)))
+
+
+_OF_RUN = re.compile(r"(iter_|checkpoint-|step-|global_step)[0-9]+(\.[0-9]+)?")
+"""Names of the folders in which programs keep the checkpoints of a run: Megatron, Hugging Face, ours, DeepSpeed."""
+
+
+def _refuse_stray(path: Location) -> None:
+    """Refuse a file of tensors in a folder of checkpoints by step, where it is hardly what was meant.
+
+    A model of several files cannot be named otherwise than by its folder, so for that there is a warning.
+
+    Raises:
+        SourceError: the folder has one file of tensors, and checkpoints.
+    """
+    if not path.is_dir():
+        return
+    entries: list[Location] = list(path.iterdir())
+    steps = sorted(entry.name for entry in entries if _OF_RUN.fullmatch(entry.name) and entry.is_dir())
+    files = sorted(entry.name for entry in entries if entry.name.endswith((".safetensors", ".safetensors.index.json")))
+    if not steps:
+        return
+    held = f"{path} holds the checkpoints {', '.join(steps[:4])}{', …' * (len(steps) > 4)} of a run, and {files[0]}"
+    if len(files) == 1:
+        raise SourceError(f"{held}: name the checkpoint that you mean, or {path / files[0]}")
+    warnings.warn(f"{held}, which is read; name a checkpoint of the run if you mean that", stacklevel=2)
 
 
 def _zarr(path: Location) -> Reader:

@@ -14,6 +14,11 @@ from .publish import sync_directory
 from .regular import open_regular
 
 
+def items_beside(checkpoint: Location) -> Location:
+    """The place of the file of items of a checkpoint that holds tensors only: docs/formats/items.md."""
+    return checkpoint.parent / f"{checkpoint.name}.items.json"
+
+
 def refuse_other(place: Location, data: bytes) -> None:
     """Check that nothing is there but the same file, as an interrupted run leaves it.
 

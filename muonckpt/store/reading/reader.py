@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ...errors import SourceError
 from ...record import Manifest, StateRecord
 from .payloads import Payloads
 
@@ -21,6 +22,11 @@ class Reader(Protocol):
     @property
     def payloads(self) -> Payloads:
         """The bytes of the checkpoint's files."""
+        ...
+
+    @property
+    def faults(self) -> Sequence[SourceError]:
+        """Damage that shows without reading data, such as missing files, and that did not prevent the outline."""
         ...
 
     def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
@@ -40,6 +46,7 @@ class LocatedReader:
 
     outline: Manifest
     payloads: Payloads
+    faults: tuple[SourceError, ...] = ()
 
     def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
         """The tensors themselves."""

@@ -13,16 +13,24 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ....box import Box
-from ....errors import DestinationError, LayoutError, SourceError, about
+from ....errors import DamageError, LayoutError, SourceError, about
 from ....record import Blob, Chunk, Extent, Manifest, StateRecord
 from ....vocabulary import KeyPath
-from ...io.bounds import check_extents
+from ...io.bounds import extent_faults
+from ...io.checksums import xxh3_128
 from ...io.location import Location
-from ...io.new_file import write_synced
 from ...io.regular import open_regular
 from ...reading.payloads import Payloads
 from .items import located
-from .metadata_pickle import MAX_METADATA_BYTES, Metadata, StoredItem, TensorMeta, dump_metadata, parse_metadata
+from .metadata_pickle import (
+    MAX_METADATA_BYTES,
+    OUR_MARK,
+    Metadata,
+    StoredItem,
+    TensorMeta,
+    dump_metadata,
+    parse_metadata,
+)
 
 METADATA_FILE = ".metadata"
 """Name of DCP's description of a checkpoint."""
@@ -34,19 +42,22 @@ COMMON_FILE = "common.pt"
 class DcpReader:
     """Reads ``.metadata`` and the sizes of the files; opens an item when its elements are located.
 
+    ``faults`` are files that are missing, cut or not regular, and items that overlap.  ``digest`` is the xxh3-128 of
+    ``.metadata`` in hex.
+
     Raises:
-        SourceError: there is no checkpoint; its metadata is damaged, refused or contradicts itself; a file is
-            missing, cut or not regular; or items overlap.
+        SourceError: there is no checkpoint; or its metadata is damaged, refused or contradicts itself.
     """
 
     def __init__(self, path: Location) -> None:
         self.payloads = Payloads(path)
         try:
             data = _read_metadata(path)
+            self.digest = xxh3_128([data])
             with about(path / METADATA_FILE):
                 manifest = _manifest(parse_metadata(data))
             self.outline = replace(manifest, blobs=(*manifest.blobs, *common_file(path)))
-            check_extents(path, named_items(self.outline))
+            self.faults = tuple(extent_faults(path, named_items(self.outline)))
         except OSError as error:
             raise SourceError(f"cannot read {path}: {error}") from error
 
@@ -58,18 +69,18 @@ class DcpReader:
             raise SourceError(f"cannot read {self.payloads.directory}: {error}") from error
 
 
-def write_metadata(manifest: Manifest, directory: Location) -> None:
-    """Write the ``.metadata`` with which stock DCP reads the items of this manifest, and wait until it is on disk.
+def metadata_bytes(manifest: Manifest) -> bytes:
+    """The ``.metadata`` with which stock DCP reads the items of this manifest; its mark says that there is one.
 
     Raises:
         LayoutError: a key occurs twice, or two chunks of a tensor begin at the same place.
-        DestinationError: it exists, or cannot be written.
     """
-    data = dump_metadata(_metadata(manifest))
-    try:
-        write_synced(directory / METADATA_FILE, data)
-    except OSError as error:
-        raise DestinationError(f"cannot write {directory / METADATA_FILE}: {error.strerror or error}") from error
+    return dump_metadata(_metadata(manifest))
+
+
+def lacks_manifest(manifest: Manifest) -> bool:
+    """Whether a ``.metadata`` that this was read from was written beside a manifest of ours."""
+    return OUR_MARK in manifest.provenance.get("not_kept", ())
 
 
 def common_file(path: Location) -> tuple[Blob, ...]:
@@ -87,7 +98,7 @@ def _manifest(metadata: Metadata) -> Manifest:
     chunks = {(key, offsets) for key, tensor in metadata.tensors.items() for offsets, _ in tensor.chunks}
     planned = chunks | {(key, None) for key in metadata.blobs}
     for key, offsets in metadata.storage.keys() - planned:
-        raise SourceError(f"expected items of known tensors only, found one for {key!r} at offsets {offsets}")
+        raise DamageError(f"expected items of known tensors only, found one for {key!r} at offsets {offsets}")
     optimizers = _optimizers(metadata.paths)
     return Manifest(
         tuple(_record(key, tensor, metadata, optimizers) for key, tensor in metadata.tensors.items()),
@@ -100,10 +111,10 @@ def _record(key: str, tensor: TensorMeta, metadata: Metadata, optimizers: Collec
     chunks = []
     for offsets, sizes in tensor.chunks:
         if not len(offsets) == len(sizes) == len(tensor.size):
-            raise SourceError(f"tensor {key!r}: expected {len(tensor.size)} dims, found {offsets} and {sizes}")
+            raise DamageError(f"tensor {key!r}: expected {len(tensor.size)} dims, found {offsets} and {sizes}")
         box = Box(offsets, tuple(map(int.__add__, offsets, sizes)))
         if any(hi > size for hi, size in zip(box.hi, tensor.size, strict=True)):
-            raise SourceError(f"tensor {key!r}: expected boxes within shape {tensor.size}, found {box}")
+            raise DamageError(f"tensor {key!r}: expected boxes within shape {tensor.size}, found {box}")
         chunks.append(Chunk(box, _extent(key, offsets, metadata)))
     path = _path(key, metadata)
     name, slot = _optimizer_state(path, optimizers)
@@ -114,7 +125,7 @@ def _extent(key: str, offsets: tuple[int, ...] | None, metadata: Metadata) -> Ex
     item = metadata.storage.get((key, offsets))
     where = "" if offsets is None else f" at offsets {offsets}"
     if item is None:
-        raise SourceError(f"expected a stored item for {key!r}{where}, found none: its writer did not finish")
+        raise DamageError(f"expected a stored item for {key!r}{where}, found none: its writer did not finish")
     if item.transforms:
         raise SourceError(f"expected a plain item for {key!r}{where}, found one encoded with {item.transforms}")
     return Extent(item.file, item.offset, item.length)
@@ -158,6 +169,7 @@ def _metadata(manifest: Manifest) -> Metadata:
         tuple(blob.key for blob in manifest.blobs),
         {place: StoredItem(item.file, item.offset, item.length) for place, item in (*stored, *places)},
         {entry.key: entry.path for entry in entries},
+        extra=(OUR_MARK,),
     )
 
 

@@ -26,6 +26,9 @@ MAX_METADATA_BYTES = 1 << 30
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+OUR_MARK = "muonckpt"
+"""The attribute of `dump_metadata`'s ``Metadata``: a manifest of ours was written beside it."""
+
 _ATTRIBUTES = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
 
 _NAMES = {
@@ -185,7 +188,8 @@ def _path(value: object) -> KeyPath:
 def dump_metadata(metadata: Metadata) -> bytes:
     """The ``.metadata`` file with this content, as stock DCP reads it.
 
-    It names no directory of a save (``storage_meta`` is None, which DCP accepts) and loses ``extra``.
+    It names no directory of a save (``storage_meta`` is None, which DCP accepts).  Of ``extra`` it keeps `OUR_MARK`
+    only, which DCP ignores, as it does what Megatron adds.
 
     Raises:
         SourceError: a dtype is not one of torch's, or an item is encoded.
@@ -202,6 +206,7 @@ def dump_metadata(metadata: Metadata) -> bytes:
         "storage_data": {_index_record(*where, hints): _item_record(item) for where, item in metadata.storage.items()},
         "storage_meta": None,
         "version": metadata.version,
+        **({OUR_MARK: True} if OUR_MARK in metadata.extra else {}),
     }
     writer = Pickler()
     writer.put(_object("Metadata", state))

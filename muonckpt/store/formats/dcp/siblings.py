@@ -28,13 +28,16 @@ def folders_below(path: Location) -> list[str]:
 class SiblingsReader:
     """Reads all folders as one checkpoint.  Keys begin with the name of their folder only if folders share keys.
 
+    ``faults`` are those of all folders.
+
     Raises:
         SourceError: the folders are not parts of one checkpoint, or one of them cannot be read.
     """
 
     def __init__(self, path: Location) -> None:
         self.payloads = Payloads(path)
-        outlines = {name: DcpReader(path / name).outline for name in folders_below(path)}
+        readers = {name: DcpReader(path / name) for name in folders_below(path)}
+        outlines = {name: reader.outline for name, reader in readers.items()}
         kinds = {_holds_only_optimizers(outline) for outline in outlines.values()}
         if kinds != {True, False} or any(map(_holds_both, outlines.values())):
             names = ", ".join(list(outlines)[:_MOST_NAMES]) + ", …" * (len(outlines) > _MOST_NAMES)
@@ -42,6 +45,7 @@ class SiblingsReader:
                 f"expected a checkpoint in {path}, found several, in its folders {names}; give the path of one, "
                 f"such as {path / list(outlines)[-1]}"
             )
+        self.faults = tuple(fault for reader in readers.values() for fault in reader.faults)
         tensors = [tensor.key for outline in outlines.values() for tensor in outline.tensors]
         keys = tensors + [blob.key for outline in outlines.values() for blob in outline.blobs]
         shared = len(set(keys)) < len(keys)

@@ -78,6 +78,8 @@ def read_weights(path: Location, where: str) -> ModelWeights:
     """
     if (path / where).is_dir():
         stored = DcpReader(path / where)
+        for fault in stored.faults:
+            raise fault
         of_model = [tensor for tensor in stored.outline.tensors if not _OF_OPTIMIZER.match(tensor.key)]
         return ModelWeights(path / where, {tensor.key: tensor for tensor in stored.locate(of_model)})
     file = torch_file.read_torch_file(path, where)

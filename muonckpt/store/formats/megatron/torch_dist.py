@@ -10,13 +10,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ....record import MANIFEST_FILE, Manifest
+from ....record import Manifest
+from ...io.checksums import xxh3_128
 from ...io.location import Location
 from ...io.new_file import write_synced
 from ..dcp import directory as dcp
 from ..dcp.directory import COMMON_FILE
+from ..native import write_native
 from ..signs import MEGATRON_FILE
 from ..torch_save.plain_item import plain_item
+
+_BACKEND = b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
 
 COMMON_STATE = "common_state/shard_0_1"
 
@@ -33,9 +37,8 @@ def write_torch_dist(manifest: Manifest, directory: Location) -> None:
     """
     if not any(blob.key in (COMMON_STATE, COMMON_FILE) for blob in manifest.blobs):
         (directory / COMMON_FILE).unlink(missing_ok=True)  # left by a run that was killed right after this
-        write_synced(directory / COMMON_FILE, plain_item({}))
-        manifest = replace(manifest, blobs=(*manifest.blobs, *dcp.common_file(directory)))
-    write_synced(directory / MANIFEST_FILE, manifest.to_json().encode())
-    write_synced(directory / MEGATRON_FILE, b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-    items = (blob for blob in manifest.blobs if blob.item.file != COMMON_FILE)
-    dcp.write_metadata(replace(manifest, blobs=tuple(items)), directory)
+        data = plain_item({})
+        write_synced(directory / COMMON_FILE, data)
+        common = (replace(blob, digest=xxh3_128([data])) for blob in dcp.common_file(directory))
+        manifest = replace(manifest, blobs=(*manifest.blobs, *common))
+    write_native(manifest, directory, {MEGATRON_FILE: _BACKEND})

@@ -10,12 +10,14 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ....box import Box
-from ....errors import DestinationError, SourceError, about
+from ....errors import DamageError, DestinationError, SourceError, about
 from ....fingerprint import as_hex
 from ....record import Chunk, Extent, Manifest, StateRecord
+from ....seal import check_digest, digest_of
 from ...io.checksums import Sums
 from ...io.location import Location
 from ...io.new_file import write_synced
@@ -52,22 +54,22 @@ def read_safetensors(path: Location) -> Manifest:
         SourceError: there is none, it is damaged, or headers, index and manifest disagree.
     """
     try:
-        files, expected = ([path], None) if not path.is_dir() else _files(path)
+        files, index = ([path], None) if not path.is_dir() else _files(path)
         tensors: dict[str, StateRecord] = {}
         provenance: Mapping[str, Any] = {}
         for file in files:
             with about(file):
-                recorded, tensors_of_file = _read_file(file, indexed=expected is not None)
+                recorded, tensors_of_file = _read_file(file, index)
                 for tensor in tensors_of_file:
                     if tensors.setdefault(tensor.key, tensor) is not tensor:
-                        raise SourceError(f"tensor {tensor.key!r} is in another file of the checkpoint as well")
+                        raise DamageError(f"tensor {tensor.key!r} is in another file of the checkpoint as well")
             provenance = provenance or recorded
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error}") from error
     file_of_tensor = {key: tensor.chunks[0].item.file for key, tensor in tensors.items()}
-    if expected is not None and file_of_tensor != expected:
-        differing = sorted(file_of_tensor.items() ^ expected.items())[0]
-        raise SourceError(f"{path}: the index and the files disagree about tensor {differing[0]!r}")
+    if index is not None and file_of_tensor != index.files:
+        differing = sorted(file_of_tensor.items() ^ index.files.items())[0]
+        raise DamageError(f"{path}: the index and the files disagree about tensor {differing[0]!r}")
     return Manifest(tuple(tensors.values()), (), provenance or {"format": "safetensors"})
 
 
@@ -136,11 +138,49 @@ def shards(tensors: Sequence[StateRecord], most: int) -> list[tuple[str, list[St
     return [(f"model-{number:05d}-of-{len(contents):05d}.safetensors", own) for number, own in enumerate(contents, 1)]
 
 
-def write_shard_index(manifest: Manifest, directory: Location) -> None:
-    """Write the index of finished shards, and wait until it is on disk."""
+def write_shard_index(manifest: Manifest, names: Sequence[str], directory: Location) -> None:
+    """Write the index of finished shards of these names, and wait until it is on disk.
+
+    The digests of the shards' headers, which have those of their tensors, bind the files together.
+    """
+    headers = {}
+    for name in names:
+        with open_regular(directory / name) as opened:
+            _, _, headers[name] = header.read_header(opened)
     files = {tensor.key: tensor.chunks[0].item.file for tensor in manifest.tensors}
-    index = {"metadata": {"total_size": sum(map(length_of, manifest.tensors))}, "weight_map": files}
+    sizes = {"total_size": sum(map(length_of, manifest.tensors))}
+    ours = {"version": 1, "headers": headers}
+    seal = digest_of([sizes, ours, files])
+    index = {"metadata": {**sizes, _MANIFEST_KEY: {**ours, "digest": seal}}, "weight_map": files}
     write_synced(directory / INDEX_FILE, json.dumps(index, indent=1, ensure_ascii=False).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """The file of each tensor; and if we wrote the index, the digest of each file's header, else nothing."""
+
+    files: Mapping[str, str]
+    headers: Mapping[str, str]
+
+    @classmethod
+    def of(cls, data: Any) -> _Index:
+        """The index in the JSON of its file.
+
+        Raises:
+            DamageError: it is not an index, or is ours and not the one that was written.
+        """
+        match data:
+            case {"weight_map": dict(files)} if all(isinstance(name, str) for name in files.values()):
+                pass
+            case _:
+                raise DamageError("damaged index: expected a weight_map of file names")
+        match data.get("metadata"):
+            case {"muonckpt": {"digest": recorded, "headers": dict(headers), **version}, **sizes}:
+                check_digest(recorded, [sizes, {**version, "headers": headers}, files])
+                return cls(files, headers)
+            case {"muonckpt": _}:
+                raise DamageError("damaged index: expected digests of headers under muonckpt")
+        return cls(files, {})
 
 
 def by_element_size(tensors: Sequence[StateRecord]) -> list[StateRecord]:
@@ -153,30 +193,35 @@ def length_of(tensor: StateRecord) -> int:
     return Box.of(tensor.shape).numel * itemsize(tensor.dtype)
 
 
-def _files(path: Location) -> tuple[list[Location], dict[str, str] | None]:
-    """The files of a folder, and the file of each tensor if there is an index."""
+def _files(path: Location) -> tuple[list[Location], _Index | None]:
+    """The files of a folder, and its index if there is one."""
     indices: list[Location] = sorted(path.glob("*.safetensors.index.json"), key=str)
     singles: list[Location] = sorted(path.glob("*.safetensors"), key=str)
     if not indices and len(singles) == 1 and not _SHARD.match(singles[0].name):
         return singles, None
     if len(indices) != 1:
-        raise SourceError(f"{path}: expected one index (*.safetensors.index.json), found {len(indices)}")
+        lost = not indices and any(_SHARD.match(single.name) for single in singles)
+        kind = DamageError if lost else SourceError
+        raise kind(f"{path}: expected one index (*.safetensors.index.json), found {len(indices)}")
     with about(indices[0]), open_regular(indices[0]) as opened:
         try:
-            match json.loads(opened.read(0, min(opened.size, _MAX_INDEX))):
-                case {"weight_map": dict(named)} if all(isinstance(name, str) for name in named.values()):
-                    names = sorted({Extent(name, 0, 0).file for name in named.values()})
-                    return [path / name for name in names], named
+            index = _Index.of(json.loads(opened.read(0, min(opened.size, _MAX_INDEX))))
         except (ValueError, RecursionError) as error:
-            raise SourceError(f"damaged index: {error}") from error
-        raise SourceError("damaged index: expected a weight_map of file names")
+            raise DamageError(f"damaged index: {error}") from error
+        names = sorted({Extent(name, 0, 0).file for name in (*index.files.values(), *index.headers)})
+        return [path / name for name in names], index
 
 
-def _read_file(file: Location, indexed: bool) -> tuple[Mapping[str, Any], list[StateRecord]]:
+def _read_file(file: Location, index: _Index | None) -> tuple[Mapping[str, Any], list[StateRecord]]:
     """Provenance and tensors of one file."""
     with open_regular(file) as opened:
-        file_header, start = header.read_header(opened)
-    if _PARTS in file_header.metadata and not indexed:
+        file_header, start, actual = header.read_header(opened)
+    expected = actual if index is None else index.headers.get(file.name, actual)
+    if actual != expected:
+        raise DamageError(
+            f"its header has digest {actual}, the index expects {expected}: it is damaged, or of another save"
+        )
+    if _PARTS in file_header.metadata and index is None:
         raise SourceError(
             "expected whole tensors, found what one rank had of them (by DCP's HuggingFaceStorageWriter with "
             "save_distributed): consolidate the files of all ranks with torch first"
@@ -186,7 +231,7 @@ def _read_file(file: Location, indexed: bool) -> tuple[Mapping[str, Any], list[S
     known = {tensor.key: tensor for tensor in recorded.tensors}
     lost = sorted(known.keys() - file_header.entries.keys())
     if lost:
-        raise SourceError(f"expected tensor {lost[0]!r}, which {METADATA_KEY} describes; found none")
+        raise DamageError(f"expected tensor {lost[0]!r}, which {METADATA_KEY} describes; found none")
     tensors = []
     for key, entry in file_header.entries.items():
         place = Extent(file.name, start + entry.start, entry.stop - entry.start)
@@ -196,7 +241,7 @@ def _read_file(file: Location, indexed: bool) -> tuple[Mapping[str, Any], list[S
             tensors.append(StateRecord(key, (key,), entry.shape, entry.dtype, (chunk,)))
             continue
         if (tensor.dtype, tensor.shape, [c.box for c in tensor.chunks]) != (entry.dtype, entry.shape, [chunk.box]):
-            raise SourceError(
+            raise DamageError(
                 f"tensor {key!r}: {entry.dtype} of shape {entry.shape}, but {METADATA_KEY} says otherwise"
             )
         digest = tensor.chunks[0].digest

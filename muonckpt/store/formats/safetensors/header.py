@@ -17,7 +17,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ....box import Index
-from ....errors import SourceError
+from ....errors import DamageError, SourceError
+from ...io.checksums import xxh3_128
 from ...io.regular import File
 from ...reading.dtypes import itemsize
 
@@ -77,9 +78,9 @@ class HeaderEntry:
     def __post_init__(self) -> None:
         needed = math.prod(self.shape) * itemsize(self.dtype)
         if len(self.shape) > _MOST_DIMS or min(self.shape, default=0) < 0 or not 0 <= self.start <= self.stop:
-            raise SourceError(f"refused shape {self.shape} at bytes {self.start}:{self.stop}")
+            raise DamageError(f"refused shape {self.shape} at bytes {self.start}:{self.stop}")
         if self.stop - self.start != needed:
-            raise SourceError(
+            raise DamageError(
                 f"expected {needed} bytes for {self.dtype} of shape {self.shape}, found {self.start}:{self.stop}"
             )
 
@@ -99,7 +100,7 @@ class Header:
         end = 0
         for name, entry in self.entries.items():
             if entry.start != end:
-                raise SourceError(f"expected tensor {name!r} at byte {end} of the data, found it at {entry.start}")
+                raise DamageError(f"expected tensor {name!r} at byte {end} of the data, found it at {entry.start}")
             end = entry.stop
 
     @property
@@ -117,8 +118,8 @@ class Header:
         return len(text).to_bytes(8, "little") + text
 
 
-def read_header(file: File) -> tuple[Header, int]:
-    """The header of an open file, and the byte at which its data begins.
+def read_header(file: File) -> tuple[Header, int, str]:
+    """The header of an open file, the byte at which its data begins, and the xxh3-128 of the header's text in hex.
 
     Raises:
         SourceError: it is not a safetensors file, or contradicts itself or its length.
@@ -133,14 +134,16 @@ def read_header(file: File) -> tuple[Header, int]:
             "torch.distributed.checkpoint or safetensors"
         )
     if size < 8 or length > most:
-        raise SourceError(
+        kind = DamageError if file.read(8, 1) == b"{" else SourceError  # cut, or another kind of file
+        raise kind(
             f"expected a safetensors file (checkpoints of other formats are directories): a header of at most {most} "
             f"bytes in {size}, found one of {length}"
         )
-    header = parse_header(file.read(8, length))
+    text = file.read(8, length)
+    header = parse_header(text)
     if 8 + length + header.data_length != size:
-        raise SourceError(f"expected {8 + length + header.data_length} bytes, found {size}: it was cut or grew")
-    return header, 8 + length
+        raise DamageError(f"expected {8 + length + header.data_length} bytes, found {size}: it was cut or grew")
+    return header, 8 + length, xxh3_128([text])
 
 
 def parse_header(text: bytes) -> Header:
@@ -152,10 +155,10 @@ def parse_header(text: bytes) -> Header:
     try:
         fields = _fields(json.loads(text.decode(), object_pairs_hook=_unique))
     except (ValueError, RecursionError) as error:
-        raise SourceError(f"damaged safetensors header: {type(error).__name__}: {error}") from error
+        raise DamageError(f"damaged safetensors header: {type(error).__name__}: {error}") from error
     metadata = fields.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise SourceError(f"expected strings in {METADATA_KEY}, found something else")
+        raise DamageError(f"expected strings in {METADATA_KEY}, found something else")
     entries = {name: _entry(name, value) for name, value in fields.items()}
     return Header(dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop))), metadata)
 
@@ -174,13 +177,13 @@ def _entry(name: str, value: Any) -> HeaderEntry:
         ):
             pass
         case _:
-            raise SourceError(f"tensor {name!r}: expected dtype, shape and data_offsets, found {str(value)[:200]}")
+            raise DamageError(f"tensor {name!r}: expected dtype, shape and data_offsets, found {str(value)[:200]}")
     if code not in DTYPE_OF_CODE:
         raise SourceError(f"tensor {name!r}: expected one of the dtypes {', '.join(DTYPE_OF_CODE)}, found {code!r}")
     try:
         return HeaderEntry(DTYPE_OF_CODE[code], tuple(shape), start, stop)
-    except SourceError as error:
-        raise SourceError(f"tensor {name!r}: {error}") from error
+    except DamageError as error:
+        raise DamageError(f"tensor {name!r}: {error}") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -13,12 +13,16 @@ from types import MappingProxyType
 from typing import Any
 
 from ....box import Box, Index
-from ....errors import SourceError
+from ....errors import DamageError, SourceError
+from ....seal import digest_of
 from ...reading.dtypes import DTYPES, itemsize
 from ..signs import ZARR_FILE
 
 MANIFEST_ATTRIBUTE = "muonckpt"
 """The attribute with what zarr's own fields cannot express."""
+
+SEAL = "digest"
+"""The field of that attribute with the digest of what it describes; absent from what earlier releases wrote."""
 
 INDEX_CHECKSUM = 4
 """Bytes of the CRC-32C behind a chunk or an index."""
@@ -139,6 +143,11 @@ class ZarrArray:
         )
 
 
+def array_seal(array: ZarrArray, entry: Mapping[str, Any]) -> str:
+    """The digest of an array's description: its shape, its data type and our entry for it, without the digest."""
+    return digest_of([list(array.shape), array.dtype, {key: value for key, value in entry.items() if key != SEAL}])
+
+
 def parse_node(data: bytes) -> dict[str, Any]:
     """The fields of a ``zarr.json``.
 
@@ -150,9 +159,9 @@ def parse_node(data: bytes) -> dict[str, Any]:
         if fields["zarr_format"] != 3 or fields["node_type"] not in ("group", "array"):
             raise SourceError(f"expected a node of zarr format 3, found {fields['zarr_format']!r}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise SourceError(f"damaged {ZARR_FILE}: {type(error).__name__}: {error}") from error
+        raise DamageError(f"damaged {ZARR_FILE}: {type(error).__name__}: {error}") from error
     if not isinstance(fields.setdefault("attributes", {}), dict):
-        raise SourceError(f"damaged {ZARR_FILE}: expected attributes by name")
+        raise DamageError(f"damaged {ZARR_FILE}: expected attributes by name")
     return dict(fields)
 
 
@@ -185,7 +194,7 @@ def parse_array(node: str, fields: Mapping[str, Any]) -> ZarrArray:
             attributes=fields["attributes"],
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise SourceError(f"damaged {ZARR_FILE}: {type(error).__name__}: {error}") from error
+        raise DamageError(f"damaged {ZARR_FILE}: {type(error).__name__}: {error}") from error
 
 
 def _grid(box: Box, step: Index) -> Iterator[tuple[Index, Box]]:

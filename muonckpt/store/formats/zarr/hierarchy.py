@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from ....box import Box
-from ....errors import SourceError, about
+from ....errors import DamageError, SourceError, about
 from ....record import Chunk, Extent, Manifest, StateRecord
+from ....seal import check_digest
 from ...io.location import Location
 from ...io.regular import FileBytes, Held, open_regular, read_whole
 from ...reading.dtypes import itemsize
@@ -23,7 +24,17 @@ from ...reading.payloads import Payloads
 from ...reading.reader import LocatedReader
 from ..manifest_entry import tensor_of
 from ..signs import ZARR_FILE
-from .array import INDEX_CHECKSUM, MANIFEST_ATTRIBUTE, MISSING_CHUNK, ZarrArray, parse_array, parse_node, stored_as
+from .array import (
+    INDEX_CHECKSUM,
+    MANIFEST_ATTRIBUTE,
+    MISSING_CHUNK,
+    SEAL,
+    ZarrArray,
+    array_seal,
+    parse_array,
+    parse_node,
+    stored_as,
+)
 
 _DECODED_FILES = 4
 """Decoded files in the cache: a few threads read them band by band."""
@@ -54,7 +65,7 @@ class ZarrPayloads(Payloads):
             raw = bytes(self.view(item))
             actual, expected = crc32c(raw[:-INDEX_CHECKSUM]), int.from_bytes(raw[-INDEX_CHECKSUM:], "little")
             if actual != expected:
-                raise SourceError(f"CRC-32C {actual:08x}, expected {expected:08x}")
+                raise DamageError(f"CRC-32C {actual:08x}, expected {expected:08x}")
 
     def _decoded(self, file: str) -> memoryview:
         array, box = self._encoded[file]
@@ -83,15 +94,16 @@ def reader(path: Location) -> LocatedReader:
         tensors = tuple(_record(path, array) for array in arrays)
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error}") from error
+    _check_root(path, attributes, arrays)
     match attributes.get(MANIFEST_ATTRIBUTE):
         case None:
             provenance: Mapping[str, Any] = {"format": "zarr"}
         case {"tensors": int(count), "provenance": dict(provenance)} if count == len(tensors):
             pass
         case {"tensors": int(count)}:
-            raise SourceError(f"{path}: expected {count} arrays, found {len(tensors)}")
+            raise DamageError(f"{path}: expected {count} arrays, found {len(tensors)}")
         case _:
-            raise SourceError(f"{path / ZARR_FILE}: damaged attribute {MANIFEST_ATTRIBUTE!r}")
+            raise DamageError(f"{path / ZARR_FILE}: damaged attribute {MANIFEST_ATTRIBUTE!r}")
     return LocatedReader(Manifest(tensors, (), provenance), ZarrPayloads(path, arrays))
 
 
@@ -123,13 +135,35 @@ def _record(path: Location, array: ZarrArray) -> StateRecord:
             return StateRecord(array.node or path.name, parts, array.shape, array.dtype, chunks)
         entry = array.attributes[MANIFEST_ATTRIBUTE]
         if not isinstance(entry, dict):
-            raise SourceError(f"damaged attribute {MANIFEST_ATTRIBUTE!r}")
+            raise DamageError(f"damaged attribute {MANIFEST_ATTRIBUTE!r}")
+        if entry.get(SEAL, seal := array_seal(array, entry)) != seal:
+            raise DamageError(f"its description has digest {seal}, expected {entry[SEAL]}")
         tensor = tensor_of(entry)
         if (tensor.shape, stored_as(tensor.dtype)) != (array.shape, array.dtype):
-            raise SourceError(
+            raise DamageError(
                 f"{array.dtype} of shape {array.shape}, but attribute {MANIFEST_ATTRIBUTE!r} says otherwise"
             )
-        return dataclasses.replace(tensor, chunks=chunks)
+        digests = entry.get("digests", [None] * len(chunks))
+        if len(digests) != len(chunks):
+            raise DamageError(f"expected {len(digests)} chunks, as attribute {MANIFEST_ATTRIBUTE!r} says")
+        sealed = zip(chunks, digests, strict=True)
+        return dataclasses.replace(tensor, chunks=tuple(dataclasses.replace(c, digest=digest) for c, digest in sealed))
+
+
+def _check_root(path: Location, attributes: Mapping[str, Any], arrays: Sequence[ZarrArray]) -> None:
+    """Check that the root's description is the one that was written, with these arrays.
+
+    Raises:
+        DamageError: it is not.
+    """
+    match attributes.get(MANIFEST_ATTRIBUTE):
+        case {"arrays": of_arrays, "digest": recorded, **rest}:
+            with about(path / ZARR_FILE):
+                check_digest(recorded, {**rest, "arrays": of_arrays})
+            entries = ((array.node, array.attributes.get(MANIFEST_ATTRIBUTE)) for array in arrays)
+            seals = {node: entry.get(SEAL) for node, entry in entries if isinstance(entry, dict)}
+            with about(f"{path}: the arrays are not those of {ZARR_FILE}"):
+                check_digest(of_arrays, seals)
 
 
 def _is_read_raw(array: ZarrArray) -> bool:
@@ -152,7 +186,7 @@ def _chunks(path: Location, array: ZarrArray) -> Iterator[Chunk]:
         with about(path / file):
             for part, offset, length in _stored(path, array, file, size, box):
                 if length != array.chunk_bytes + (array.trailer or 0):
-                    raise SourceError(f"box {part}: expected {array.chunk_bytes} bytes and a checksum, found {length}")
+                    raise DamageError(f"box {part}: expected {array.chunk_bytes} bytes and a checksum, found {length}")
                 payload = Extent(file, offset, part.numel * itemsize(array.dtype))
                 yield Chunk(part, Extent(file, offset, length), payload)
 
@@ -166,10 +200,10 @@ def _stored(path: Location, array: ZarrArray, file: str, size: int, box: Box) ->
     for number, part in array.chunks(box):
         offset, length = map(int, index[number])
         if offset == MISSING_CHUNK:
-            raise SourceError(f"box {part} is not stored: zarr reads it as its fill value, but it may have been lost; "
+            raise DamageError(f"box {part} is not stored: zarr reads it as its fill value, but it may have been lost; "
                               "write it with write_empty_chunks")  # fmt: skip
         if offset + length > size:
-            raise SourceError(f"box {part}: expected bytes within {size}, found {offset}+{length}: the file was cut")
+            raise DamageError(f"box {part}: expected bytes within {size}, found {offset}+{length}: the file was cut")
         yield part, offset, length
 
 
@@ -178,12 +212,12 @@ def _index(path: Location, array: ZarrArray, file: str, size: int) -> Any:
     from google_crc32c import value as crc32c
 
     if size < array.index_bytes:
-        raise SourceError(f"expected a shard index of {array.index_bytes} bytes in a file of {size}: it was cut")
+        raise DamageError(f"expected a shard index of {array.index_bytes} bytes in a file of {size}: it was cut")
     with open_regular(path / file) as opened:
         raw = opened.read(0 if array.index_first else size - array.index_bytes, array.index_bytes)
     index, checksum = raw[:-INDEX_CHECKSUM], int.from_bytes(raw[-INDEX_CHECKSUM:], "little")
     if crc32c(index) != checksum:
-        raise SourceError(f"shard index with CRC-32C {crc32c(index):08x}, expected {checksum:08x}")
+        raise DamageError(f"shard index with CRC-32C {crc32c(index):08x}, expected {checksum:08x}")
     return np.frombuffer(index, "<u8").reshape(-1, 2)
 
 
@@ -191,7 +225,7 @@ def _size(path: Location, file: str) -> int:
     """Bytes of the file of a chunk; a link anywhere on the way is refused."""
     place = path / file
     if not (place.exists() or place.is_symlink()):
-        raise SourceError(f"{place} is not stored: zarr reads its box as the fill value, but it may have been lost; "
+        raise DamageError(f"{place} is not stored: zarr reads its box as the fill value, but it may have been lost; "
                           "write it with write_empty_chunks")  # fmt: skip
     if place.resolve() != path.resolve() / file:
         raise SourceError(f"cannot open {place}: one of its directories is a symbolic link")

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import xxhash
@@ -21,6 +21,7 @@ import xxhash
 from ....box import Index
 from ....errors import SourceError
 from ....record import Manifest, StateRecord
+from ....seal import digest_of
 from ...io.checksums import Checksum, RawBytes
 from ...io.location import Location
 from ...io.new_file import write_synced
@@ -28,7 +29,7 @@ from ...io.publish import sync_tree
 from ...reading.dtypes import itemsize
 from ..manifest_entry import entry_of
 from ..signs import ZARR_FILE
-from .array import INDEX_CHECKSUM, MANIFEST_ATTRIBUTE, MISSING_CHUNK, ZarrArray, stored_as
+from .array import INDEX_CHECKSUM, MANIFEST_ATTRIBUTE, MISSING_CHUNK, SEAL, ZarrArray, array_seal, stored_as
 
 CHUNK_BYTES = 4 << 20
 """Most bytes of a chunk, the smallest part that zarr reads."""
@@ -118,14 +119,15 @@ def arrays(tensors: Sequence[StateRecord], shard_bytes: int | None, chunk_bytes:
 
 def write_descriptions(manifest: Manifest, arrays_of_tensors: Sequence[ZarrArray], directory: Location) -> None:
     """Write the descriptions of groups and of the tensors' arrays, and wait until everything is on disk."""
+    seals = {}
     for tensor, array in zip(manifest.tensors, arrays_of_tensors, strict=True):
-        _write(
-            directory / array.node,
-            dataclasses.replace(array, attributes={MANIFEST_ATTRIBUTE: entry_of(tensor)}).to_json(),
-        )
-    ours = {
-        MANIFEST_ATTRIBUTE: {"version": 1, "tensors": len(arrays_of_tensors), "provenance": dict(manifest.provenance)}
-    }
+        entry = {**entry_of(tensor), "digests": [chunk.digest for chunk in tensor.chunks]}
+        seals[array.node] = array_seal(array, entry)
+        attributes = {MANIFEST_ATTRIBUTE: {**entry, SEAL: seals[array.node]}}
+        _write(directory / array.node, dataclasses.replace(array, attributes=attributes).to_json())
+    root: dict[str, Any] = {"version": 1, "tensors": len(seals), "provenance": dict(manifest.provenance)}
+    root = {**json.loads(json.dumps(root)), "arrays": digest_of(seals)}
+    ours = {MANIFEST_ATTRIBUTE: {**root, SEAL: digest_of(root)}}
     groups = {parent for array in arrays_of_tensors for parent in _parents(array.node)} | {""}
     for group in sorted(groups, reverse=True):  # the root last: it makes the directory a hierarchy
         node = {"zarr_format": 3, "node_type": "group", "attributes": {} if group else ours}

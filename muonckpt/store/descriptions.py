@@ -1,0 +1,121 @@
+"""Whether the descriptions of a checkpoint are those that were written, and agree with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..errors import MuonckptError, SourceError
+from ..record import MANIFEST_FILE, Blob, Manifest, StateRecord
+from .formats.dcp.directory import METADATA_FILE, DcpReader
+from .formats.registry import DCP, OWN, SAFETENSORS, ZARR
+from .io.checksums import xxh3_128
+from .io.regular import read_whole
+from .io.side_file import items_beside
+from .open_checkpoint import OpenCheckpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A fault.  ``kind`` is one word for programs; ``message`` says what was expected, what was found, and where."""
+
+    kind: str
+    key: str | None
+    message: str
+
+
+def description_faults(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
+    """What the descriptions, and the names and sizes of the files, show to be damaged."""
+    yield from (Finding("files", None, str(fault)) for fault in checkpoint.faults)
+    if checkpoint.lacks_manifest:
+        message = f"{checkpoint.path} was saved with a {MANIFEST_FILE}, which is missing; restore it from a copy"
+        yield Finding("manifest", None, message)
+    if checkpoint.format is DCP:
+        yield from _strange_keys(checkpoint.outline)
+    if checkpoint.format is OWN:
+        yield from _against_metadata(checkpoint)
+    digest = _digest_of_items(checkpoint)
+    if digest is not None and not lacks_items(checkpoint):
+        place = items_beside(checkpoint.path)
+        actual = xxh3_128([read_whole(place)])
+        if actual != digest:
+            yield Finding(
+                "items", None, f"{place}: digest {actual}, expected {digest}: it is damaged, or of another save"
+            )
+
+
+def lacks_items(checkpoint: OpenCheckpoint) -> bool:
+    """Whether a file of items was written beside the checkpoint, and is not there."""
+    return _digest_of_items(checkpoint) is not None and not items_beside(checkpoint.path).exists()
+
+
+def _digest_of_items(checkpoint: OpenCheckpoint) -> str | None:
+    """The digest of the file of items beside a checkpoint of tensors only, if one was written and recorded."""
+    if checkpoint.format not in (SAFETENSORS, ZARR):
+        return None
+    match checkpoint.provenance.get("exported"):
+        case {"items_digest": str(digest)}:
+            return digest
+    return None
+
+
+def _strange_keys(manifest: Manifest) -> Iterator[Finding]:
+    """Keys that are not their paths joined by dots, where the writer has made keys so: DCP's own planner does."""
+    entries: tuple[StateRecord | Blob, ...] = (*manifest.tensors, *manifest.blobs)
+    made = {entry.key: ".".join(map(str, entry.path)) for entry in entries}
+    strange = {key: joined for key, joined in made.items() if key != joined}
+    if 2 * len(strange) < len(made):
+        for key, joined in strange.items():
+            yield Finding("key", key, f"{key!r} in {METADATA_FILE} has the path of {joined!r}; expected the same")
+
+
+def _against_metadata(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
+    """Compare what describes the checkpoint to other programs, as DCP's metadata, with the manifest."""
+    others = dict(checkpoint.outline.files)
+    try:
+        reader = DcpReader(checkpoint.path)
+        for fault in reader.faults:
+            raise fault
+        stock = replace(reader.outline, tensors=reader.locate(reader.outline.tensors))
+        disagreements = list(_disagreements(checkpoint, stock))
+        changed = reader.digest != others.pop(METADATA_FILE, reader.digest)
+        if changed and not disagreements:
+            message = f"{checkpoint.path / METADATA_FILE}: digest {reader.digest}, {MANIFEST_FILE} has another"
+            disagreements.append(Finding("metadata", None, message))
+    except MuonckptError as error:
+        disagreements = [Finding("metadata", None, f"{checkpoint.path / METADATA_FILE}: {error}")]
+    yield from disagreements
+    for name in sorted(others.keys() - {METADATA_FILE}):
+        try:
+            actual = xxh3_128([read_whole(checkpoint.path / name)])
+        except (SourceError, OSError) as error:
+            actual = str(error)
+        if actual != others[name]:
+            message = f"{checkpoint.path / name}: digest {actual}, expected {others[name]}, as {MANIFEST_FILE} has it"
+            yield Finding("metadata", None, message)
+
+
+def _disagreements(checkpoint: OpenCheckpoint, metadata: Manifest) -> Iterator[Finding]:
+    """What DCP's metadata say otherwise than the manifest."""
+    stock = _described(metadata)
+    own = _described(checkpoint.manifest)
+    for key in sorted(own.keys() | stock.keys()):
+        if key not in own or key not in stock:
+            file = MANIFEST_FILE if key in own else METADATA_FILE
+            message = f"{key!r} is in {file} only, expected it in {MANIFEST_FILE} and {METADATA_FILE}"
+            yield Finding("metadata", key, message)
+            continue
+        for fact, _ in sorted(own[key].items() ^ stock[key].items(), key=str)[:1]:
+            values = f"{own[key].get(fact)} in {MANIFEST_FILE}, {stock[key].get(fact)} in {METADATA_FILE}"
+            yield Finding("metadata", key, f"{key!r}: {fact} {values}; expected the same")
+
+
+def _described(manifest: Manifest) -> dict[str, dict[str, object]]:
+    """The facts that both descriptions state, by the key of each tensor and item."""
+    described: dict[str, dict[str, object]] = {}
+    for tensor in manifest.tensors:
+        known = described[tensor.key] = {"dtype": tensor.dtype, "shape": tensor.shape, "path": tensor.path}
+        known |= {f"box {chunk.box}": (chunk.payload, chunk.crc32) for chunk in tensor.chunks if chunk.box.numel}
+    for blob in manifest.blobs:
+        described[blob.key] = {"path": blob.path, "place": blob.item}
+    return described

@@ -1,0 +1,122 @@
+"""Random damage to every format that we write: it is found before anything is overwritten, or makes no difference.
+
+``MUONCKPT_DAMAGES=2000`` tries so many, from another seed each; the suite tries a few.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from support.damages import (
+    DAMAGES,
+    Damage,
+    content,
+    duplicated,
+    load_fault,
+    misspelt,
+    reshard_fault,
+    swapped,
+    verify_fault,
+)
+from support.sharded import as_stock
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import muonckpt
+from muonckpt.optimizer import Muon
+
+MANY = int(os.environ.get("MUONCKPT_DAMAGES", "0"))
+TRIED = MANY or 42
+
+FORMATS = {
+    "own": {},
+    "own, 3 ranks": {"mesh": {"dp": 3}},
+    "torch_dist": {"mesh": {"dp": 2}, "format": "torch_dist"},
+    "buffers": {"mesh": {"dp": 2}, "format": "buffers", "layout": "balanced"},
+    "safetensors": {"mesh": {"dp": 1}, "format": "safetensors"},
+    "safetensors folder": {"mesh": {"dp": 1}, "format": "safetensors", "shard_size": 400},
+    "zarr": {"mesh": {"dp": 1}, "format": "zarr", "shard_size": 400},
+    "stock": {"mesh": {"dp": 3}},
+}
+
+
+MAY_REFUSE = {
+    "stock": (".metadata", "torch"),
+    "zarr": ("zarr.json", ".metadata"),
+    "buffers": (".metadata",),
+    "safetensors": ("expected a safetensors file", "expected a checkpoint directory"),
+    "safetensors folder": ("one of the dtypes",),
+}
+"""Words of errors where nothing can be opened: the one file that makes it a checkpoint is gone, or cannot be parsed."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*was saved with a muonckpt.json")
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
+    """Two saves of one run in each format."""
+    folder = tmp_path_factory.mktemp("saves")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
+    weights, biases = ([p for p in net.parameters() if p.ndim == dims] for dims in (2, 1))
+    opt = Muon([{"params": weights, "lr": 0.02}, {"params": biases, "lr": 0.1, "algorithm": "adamw"}])
+    made: dict[str, tuple[Path, Path]] = {}
+    for save in ("first", "second"):
+        net(torch.randn(4, 6)).square().sum().backward()
+        opt.step()
+        model, state = get_state_dict(net, opt)
+        muonckpt.save({"model": model, "optimizer": state}, folder / f"own-{save}", provenance={"step": 3})
+    for name, options in FORMATS.items():
+        pair = tuple(folder / f"{name.replace(' ', '-')}-{save}" / "checkpoint" for save in ("first", "second"))
+        for path, save in zip(pair, ("first", "second"), strict=True):
+            path.parent.mkdir(exist_ok=True)
+            if options:
+                muonckpt.reshard(folder / f"own-{save}", path, **options)
+            else:
+                shutil.copytree(folder / f"own-{save}", path)
+            if name == "stock":
+                as_stock(path)
+        made[name] = pair
+    return made
+
+
+def unjudged(name: str, damage: Damage) -> set[str]:
+    """What cannot notice this damage: nothing in the files tells."""
+    if name == "stock":  # an item has neither the name of its tensor nor that of its save; a key is found by verify
+        alike = damage in (swapped, duplicated)
+        return {"verify", "load", "reshard"} if alike else {"reshard"} if damage is misspelt else set()
+    return {"load", "reshard"} if name == "safetensors" and damage is swapped else set()  # it is another one, and whole
+
+
+def test_no_random_damage_passes(saves, tmp_path):
+    held = {name: content(first) for name, (first, _) in saves.items()}
+    seen: Counter[str] = Counter()
+    faults: list[str] = []
+    for seed in range(TRIED):
+        name, damage = [*saves][seed % len(saves)], DAMAGES[seed // len(saves) % len(DAMAGES)]
+        first, second = saves[name]
+        shutil.copytree(first.parent, tmp_path / str(seed))
+        whole = first.is_file()  # then the file of items beside it is part of it
+        place, other = (tmp_path / str(seed), second.parent) if whole else (tmp_path / str(seed) / first.name, second)
+        what = damage(random.Random(seed), place, other)
+        path = tmp_path / str(seed) / first.name
+        checks = {
+            "verify": lambda path=path, name=name: verify_fault(path, held[name], MAY_REFUSE.get(name, ())),
+            "load": lambda path=path, name=name: load_fault(path, held[name]),
+            "reshard": lambda path=path, name=name: reshard_fault(path, held[name], path.with_name("out")),
+        }
+        for check in sorted(checks.keys() - unjudged(name, damage)):
+            if check != "reshard" or MANY or seed % 3 == 0:
+                verdict, fault = checks[check]()
+                seen[f"{check}: {verdict}"] += 1
+                faults += [f"seed {seed}, {name}, {damage.__name__}: {what}: {check}: {fault}"] if fault else []
+        shutil.rmtree(tmp_path / str(seed))
+    assert not faults, f"{len(faults)} of {TRIED}, {dict(seen)}:\n" + "\n".join(faults)
+    assert seen["verify: faulty"] > TRIED / 2, seen
+    print(dict(seen))
