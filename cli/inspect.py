@@ -12,6 +12,7 @@ import click
 
 from ..converters.buffer_summary import labelled_buffers
 from ..converters.inspection import Inspection, inspection_of
+from ..converters.look.group_code import groups_as_code, groups_as_data
 from ..converters.look.holders import cut_in_words
 from ..converters.look.hyper_parameters import plain_items
 from ..errors import TargetError
@@ -22,10 +23,10 @@ from ..store.reading.dtypes import itemsize
 from . import buffer_tables
 from .argument_types import CHECKPOINT
 from .overview import overview
-from .printing import print_labelled, print_section, print_table, size
+from .printing import print_labelled, print_section, print_table, printable, size
 from .shard_pictures import print_rank, print_tensor, print_tree
 
-_VIEWS = ("--tensor", "--rank", "--tree", "--items")
+_VIEWS = ("--tensor", "--rank", "--tree", "--items", "--groups")
 _SORTS: Mapping[str, Callable[[StateRecord], Any]] = {
     "bytes": lambda tensor: -_bytes(tensor),
     "key": lambda tensor: tensor.key,
@@ -39,6 +40,7 @@ _SORTS: Mapping[str, Callable[[StateRecord], Any]] = {
 @click.option("--rank", type=click.IntRange(0), metavar="N", help="What the files of a rank hold.")
 @click.option("--tree", is_flag=True, help="Tensors by module; layers that are alike as one.")
 @click.option("--items", is_flag=True, help="Hyper-parameters and other items, decoded.")
+@click.option("--groups", is_flag=True, help="Parameter groups as code; with --json as convert --like takes them.")
 @click.option("--sort", type=click.Choice([*_SORTS]), help="Order of listed tensors.")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--ranks", is_flag=True, help="List every rank, however many.")
@@ -98,6 +100,14 @@ def _show_items(opened: OpenCheckpoint, inspection: Inspection, as_json: bool, *
     return items
 
 
+def _show_groups(opened: OpenCheckpoint, inspection: Inspection, as_json: bool, **rest: Any) -> object:
+    groups = groups_as_data(opened.outline, opened.values)
+    if not as_json:
+        for line in groups_as_code(groups).splitlines():
+            click.echo(printable(line))
+    return {"param_groups": groups}
+
+
 def _short(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 200 else f"{text[:160]} … ({len(text)} characters)"
@@ -144,6 +154,7 @@ _SHOW: Mapping[str, Callable[..., object]] = {
     "--rank": _show_rank,
     "--tree": _show_tree,
     "--items": _show_items,
+    "--groups": _show_groups,
 }
 
 

@@ -20,7 +20,7 @@ from ..engine.checklist import Action, Findings
 from .dialect import Dialect
 from .group_options import TargetGroup
 
-_RATES = frozenset({"lr", "weight_decay", "step", *SCHEDULED})
+_RATES = frozenset({"lr", "weight_decay", "momentum", "betas", "eps", "step", *SCHEDULED})
 """Options that belong to a run, and that a template need not have as the source has them."""
 
 _NONE: Mapping[str, Any] = MappingProxyType({})

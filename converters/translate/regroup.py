@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -116,9 +117,10 @@ def _target_groups(
         param, shape = by_group[name], shapes.get(name, ())
         step = _step_of_group(context, param, common_steps or _steps(by_group.values()))
         given = context.like.options_of(name) if context.like is not None else {}
-        kind = (param.source_method.name, param.target_method.name, step, shape, repr(given))
+        split = _splits_unsaid(context, group, param, shape, findings)
+        kind = (param.source_method.name, param.target_method.name, step, shape, split, repr(given))
         if kind not in known:
-            known[kind] = _options(context, group, param, step, shape, findings, given)
+            known[kind] = _options(context, group, param, step, shape, findings, given, split)
         key = repr(sorted(known[kind].items()))
         members[key].append(name)
         options[key] = known[kind]
@@ -158,8 +160,12 @@ def _options(
     shape: Index,
     findings: Findings,
     given: Mapping[str, object],
+    split: bool,
 ) -> Mapping[str, object]:
-    """The options of a group, as the target names them; those ``given`` count where the source says nothing."""
+    """The options of a group, as the target names them; those ``given`` count where the source says nothing.
+
+    If rows are ``split``, the source does not say how.
+    """
     method = param.target_method
     if param.source_method.shares_options_with(method):
         rescaled = context.overrides.target not in (None, context.dialect.convention)
@@ -173,14 +179,35 @@ def _options(
                 )
         return {**given, **own}
     options = read_options(group, context.dialect, param.source_method, context.values, shape)
-    known = options.known if step is None else {**options.known, "step": step}
+    known = dict(options.known) if step is None else {**options.known, "step": step}
+    if split:
+        known.pop("pieces", None)
     options = dataclasses.replace(options, known=known)
     return write_options(options, context.dialect, context.target, method, shape, findings, given)
 
 
+def _splits_unsaid(context: Context, group: SourceGroup, param: Param, shape: Index, findings: Findings) -> bool:
+    """Whether a slot that follows from the options has another value: then its rows were split, and no option says so.
+
+    XTuner takes the sizes as an argument of its constructor.
+    """
+    slots = [slots for alias in param.aliases if (slots := context.roles.derived.get(alias))]
+    for slot, value_of in param.source_method.derived.items() if slots else ():
+        options = read_options(group, context.dialect, param.source_method, context.values, shape)
+        expected, found = value_of(options.known, shape), context.values.item(slots[0][slot])
+        if expected is not None and not math.isclose(found, expected, rel_tol=1e-6):
+            reason = (
+                f"{context.dialect.name} has {slot}={found!r} and not {expected!r} of it, so its rows are split, and "
+                "no option says how: give pieces where the optimizer is made"
+            )
+            findings.check(Action.SET, f"pieces of {param.name}", reason=reason)
+            return True
+    return False
+
+
 def _derived(context: Context, group: SourceGroup, param: Param, shape: Index) -> Iterator[OutputItem]:
     """The items of state that follow from a parameter's options and its shape."""
-    if param.target_method.derived:
+    if param.target_method.derived and (context.roles.left_out or not context.same_dialect):
         options = read_options(group, context.dialect, param.source_method, context.values, shape)
         for slot, value_of in param.target_method.derived.items():
             value = value_of(options.known, shape)

@@ -20,6 +20,7 @@ class Roles:
         counters: the step counters of parameters, which are tensors or plain items, by parameter and slot.
         other_tensors, items: tensors and items to copy: neither state nor group options, or derived state.
         left_out: keys of the slots to leave out.
+        derived: the items of derived slots, by parameter and slot, also of those that are left out.
         chains: the optimizers, as keys name them, that the state of each parameter belongs to.
     """
 
@@ -29,6 +30,7 @@ class Roles:
     items: tuple[Blob, ...]
     left_out: tuple[str, ...]
     chains: Mapping[str, Collection[str]]
+    derived: Mapping[str, Mapping[str, Blob]]
 
 
 def roles_of(manifest: Manifest, dialect: Dialect, dropped: Collection[str]) -> Roles:
@@ -44,10 +46,13 @@ def roles_of(manifest: Manifest, dialect: Dialect, dropped: Collection[str]) -> 
     items: list[Blob] = []
     left_out: list[str] = []
     chains: defaultdict[str, set[str]] = defaultdict(set)
+    derived: defaultdict[str, dict[str, Blob]] = defaultdict(dict)
 
     def is_dropped_or_counter(entry: StateRecord | Blob, state: Mapping[str, str]) -> bool:
         """Sort dropped slots and counters, which can be tensors or items."""
         chains[state["name"]].add(state.get("chain", ""))
+        if state["slot"] in dialect.derived and isinstance(entry, Blob):
+            derived[state["name"]][state["slot"]] = entry
         if state["slot"] in dropped:
             left_out.append(entry.key)
         elif state["slot"] in steps and state["slot"] not in dialect.derived:
@@ -86,4 +91,4 @@ def roles_of(manifest: Manifest, dialect: Dialect, dropped: Collection[str]) -> 
             items.append(blob)
         elif dialect.option is None or not dialect.option.read(blob.path):
             items.append(blob)
-    return Roles(tensors, counters, tuple(other_tensors), tuple(items), tuple(left_out), chains)
+    return Roles(tensors, counters, tuple(other_tensors), tuple(items), tuple(left_out), chains, derived)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 
 import pytest
 import torch
+from click.testing import CliRunner
 from support.continued import (
     EXACT,
     Model,
@@ -17,10 +19,12 @@ from support.continued import (
     train,
     weights_of,
 )
+from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim.lr_scheduler import LambdaLR
 
 import muonckpt
+from muonckpt.cli.inspect import command as inspect
 from muonckpt.errors import SourceError
 from muonckpt.optimizer.muon import Muon
 
@@ -66,6 +70,14 @@ def test_a_run_of_torch_with_a_schedule_goes_on_in_ours_and_back_in_torch(tmp_pa
         "blocks of muon groups",
         "ns_dtype of muon groups",
     }
+    code = CliRunner().invoke(inspect, [str(tmp_path / "ours"), "--groups"])
+    listed = ast.literal_eval(code.output)
+    assert [group["params"] for group in listed] == [["qkv"], ["up", "down"], ["scale", "shift"]]
+    assert [(group["initial_lr"], group["weight_decay"]) for group in listed] == [
+        (0.02, 0.3),
+        (0.02, 0.1),
+        (0.01, 0.01),
+    ]
     twin = Model()
     optimizer = ours(twin)
     cure = r"extra key 'loader.seen'.*allow_extra=\['loader\.\*', 'lr_scheduler\.\*'\]"
@@ -128,3 +140,36 @@ def test_a_matrix_without_a_gradient_is_said_and_filled_only_if_asked_to(tmp_pat
         load_ours(twin, optimizer, tmp_path / "filled")
     train(twin, [optimizer], range(3, 6))
     assert furthest(model, twin, start) < 1e-5
+
+
+def test_a_result_fits_a_given_run_or_says_why_not(tmp_path):
+    model = Model()
+    optimizers = torchs(model)
+    train(model, optimizers, range(2))
+    save(model, optimizers, tmp_path / "torch")
+    given = ours(Model(), ns_steps=5)
+    with pytest.raises(ValueError, match=r"give describe\(\) the model"):
+        given.describe()
+    third = Model()
+    given = ours(third, ns_steps=5)
+    template = json.loads(json.dumps(given.describe(third)))
+    report = muonckpt.convert(tmp_path / "torch", tmp_path / "fits", to_dialect="muonckpt", like=template)
+    assert {(c.subject, c.values) for c in report.checklist if c.action == "set in code"} == {
+        ("ns_steps of group 1", ("6",)),
+        ("ns_steps of group 2", ("6",)),
+    }
+    groups = muonckpt.open(tmp_path / "fits").groups
+    assert [g["params"] for g in groups.values()] == [g["params"] for g in template["param_groups"]]
+    assert [set(g) for g in groups.values()] == [set(g) for g in template["param_groups"]]
+    weights, state = get_state_dict(third, given)
+    dcp_load({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "fits", no_dist=True)
+    assert state["param_groups"][2]["ns_dtype"] == "float32" and state["param_groups"][2]["ns_steps"] == 6
+
+    one_group = [{"params": ["qkv", "up", "down"]}, template["param_groups"][0]]
+    for groups, message in (
+        (one_group, "group 0 of the template has 'qkv' and 'up', which in the source have weight_decay=0.3 and"),
+        (template["param_groups"][1:], r"only the source has \['scale', 'shift'\]"),
+        ([*template["param_groups"], {"params": ["new"]}], r"only the template has \['new'\]"),
+    ):
+        with pytest.raises(SourceError, match=message):
+            muonckpt.convert(tmp_path / "torch", tmp_path / "x", to_dialect="muonckpt", like={"param_groups": groups})
