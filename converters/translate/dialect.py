@@ -160,7 +160,7 @@ class StoredMethod:
     codings: tuple[Coding, ...] = ()
     idle: Mapping[str, object] = field(default_factory=dict)
     assumed: Mapping[str, object] = field(default_factory=dict)
-    derived: Mapping[str, Callable[[Mapping[str, Any], Index], object]] = field(default_factory=dict)
+    derived: Mapping[str, Callable[[Mapping[str, Any], Index], float | None]] = field(default_factory=dict)
 
     def shares_options_with(self, other: StoredMethod) -> bool:
         """Whether group options mean the same in both, because both describe one program under different keys."""
