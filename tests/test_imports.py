@@ -63,7 +63,7 @@ RULES = {
     "converters/translate": "errors box coefficients layout record vocabulary store store/formats converters/engine",
     "converters/compare": "errors box store store/io store/reading store/formats converters/engine converters/look "
     "converters/translate",
-    "converters/look": "errors box record layouts/buffers store store/io store/reading converters/translate",
+    "converters/look": "errors box record vocabulary layouts/buffers store store/io store/reading converters/translate",
     "converters": "errors record vocabulary layouts/buffers store store/io store/reading store/formats "
     "converters/engine converters/look converters/target converters/translate",
     "cli": "errors record version vocabulary layouts/buffers store store/io store/reading converters "
