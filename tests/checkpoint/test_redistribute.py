@@ -295,6 +295,7 @@ def refusals(rank: int, world: int) -> list[str]:
         "little": (whole, {"w": torch.zeros(4, 2)}, {"memory": 8 if rank else 3}),
         "none": (whole, {"w": torch.zeros(4, 2)}, {"memory": 0}),
         "drifted": (twice, {"w": torch.zeros(4, 2)}, {"attest": True}),
+        "expanded": (whole, {"w": torch.zeros(1, 2).expand(4, 2) if rank else torch.zeros(4, 2)}, {}),
         "objects": ({**whole, "o": Broken(False)}, {"w": torch.zeros(4, 2), "o": Broken(rank == 1)}, {}),
     }
     said = []
@@ -328,6 +329,7 @@ def test_what_cannot_be_moved_is_refused_on_all_ranks_alike():
             "little: TargetError: the memory has 0 places for elements",
             "none: TargetError: expected memory of at least 1 byte, found 0",
             "drifted: AttestError: the source differs from rank to rank: 'w' box [0:4, 0:2]: replicas differ",
+            "expanded: TargetError: RuntimeError: unsupported operation: more than one element",
             "objects: TargetError: RuntimeError: no such luck (rank 1)",
         ),
         strict=True,
