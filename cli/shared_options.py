@@ -14,6 +14,7 @@ from ..converters.engine.launch import TIMEOUT
 from ..converters.engine.run import MEMORY, THREADS
 from ..converters.target.formats import FORMATS
 from ..converters.translate.dialects import DIALECTS
+from ..converters.translate.key_forms import FORMS as KEY_FORMS
 from ..vocabulary import Convention
 from .argument_types import CHECKPOINT, JOBS, LEAST_MEMORY, ByteCountType
 
@@ -69,6 +70,13 @@ SHARED_OPTIONS = decorated_by(
         type=click.Choice(_WRITABLE),
         metavar="PROGRAM",
         help="Program to write for.",
+    ),
+    click.option(
+        "--keys",
+        cls=RareOption,
+        type=click.Choice(KEY_FORMS),
+        metavar="nested|flat",
+        help="Form of the optimizer's keys, for --to.",
     ),
     click.option(
         "--from",

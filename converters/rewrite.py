@@ -29,6 +29,7 @@ from .translate.conventions import Overrides
 from .translate.dialect import Dialect
 from .translate.dialects import DIALECTS
 from .translate.group_template import GroupTemplate
+from .translate.key_forms import in_form
 from .translate.names import NameRules
 from .translate.request import Request
 from .translate.tables import load_rules
@@ -49,6 +50,7 @@ def reshard(
     select: Sequence[str] = (),
     from_dialect: str | None = None,
     to_dialect: str | None = None,
+    keys: str | None = None,
     rules: str | NameRules | Iterable[str | NameRules] = (),
     convention: str | None = None,
     target_convention: str | None = None,
@@ -84,6 +86,7 @@ def reshard(
         select: shell patterns; tensors and items whose key matches none of them are neither read nor written.
         from_dialect: the program whose keys the source has; None means that the keys tell.
         to_dialect: the program to write for: its keys, slots, groups and momentum convention.
+        keys: the form of the optimizer's keys, ``"nested"`` or ``"flat"``; None means that of ``to_dialect``.
         rules: tables of names and structure, applied in order: names of ready-made ones, TOML files, or `NameRules`;
             ``inverse:`` before a name means the opposite direction.
         convention: of the source's momentum, if it is not recorded: ``"ema"`` or ``"sum"``.
@@ -117,7 +120,7 @@ def reshard(
     with joined(os.environ, timeout) as workers:
         request = Request(
             _dialect("--from", from_dialect),
-            _dialect("--to", to_dialect),
+            _in_form(_dialect("--to", to_dialect), keys),
             _rules(rules),
             Overrides(_convention(convention), _convention(target_convention), mu, step, fill_missing),
             frozenset(drop),
@@ -177,6 +180,19 @@ def _dialect(option: str, name: str | None) -> Dialect | None:
     if name not in DIALECTS:
         raise TargetError(f"{option}: unknown program {name!r}; expected one of {', '.join(DIALECTS)}")
     return DIALECTS[name]
+
+
+def _in_form(dialect: Dialect | None, form: str | None) -> Dialect | None:
+    """The target in this form of keys.
+
+    Raises:
+        TargetError: there is no target, or it has no such form.
+    """
+    if form is None:
+        return dialect
+    if dialect is None:
+        raise TargetError("--keys has no meaning without --to; leave it out, and keys stay as they are")
+    return in_form(dialect, form)
 
 
 def _convention(name: str | None) -> Convention | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ...errors import SourceError
 from ...record import Manifest, StateRecord
 from ...vocabulary import PARAMS, KeyPath
+from .conventions import spoken
 from .dialect import Dialect
 from .dialects import DIALECTS
 from .key_forms import Keys, ModelPlace, OptimizerPlace, keys_of, under
@@ -28,9 +29,10 @@ class _Mark:
     options: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
-        named = [(kind, ", ".join(map(repr, sorted(names)))) for kind, names in
-                 (("slot", self.slots), ("options", self.options)) if names]  # fmt: skip
-        return " with the ".join(f"{kind} {names}" for kind, names in named)
+        named = (("slot", sorted(self.slots)), ("option", sorted(self.options)))
+        return " and the ".join(
+            f"{kind}{'s' * (len(names) > 1)} {', '.join(map(repr, names))}" for kind, names in named if names
+        )
 
     def is_on(self, keys: Keys) -> bool:
         """Whether the checkpoint bears it."""
@@ -129,6 +131,27 @@ def with_slots_of(manifest: Manifest, dialect: Dialect) -> Manifest:
         return dataclasses.replace(tensor, name=fields["name"], slot=fields["slot"]) if fields else tensor
 
     return dataclasses.replace(manifest, tensors=tuple(map(with_slot, manifest.tensors)))
+
+
+def momentum_note(manifest: Manifest) -> tuple[str, ...]:
+    """A sentence on what the momenta of a checkpoint accumulate, and why; none if it has no momentum.
+
+    Args:
+        manifest: with slots, as `with_slots` gives it.
+    """
+    recorded = {tensor.convention for tensor in manifest.tensors if tensor.convention is not None}
+    if recorded:
+        return (f"momentum: {' and '.join(sorted(map(spoken, recorded)))}, because the manifest records it",)
+    try:
+        detected = detect(manifest)
+    except SourceError:
+        return ()
+    dialect = detected.dialect
+    slots = {method.slots["momentum"] for method in dialect.methods if "momentum" in method.slots}
+    if not any(tensor.slot in slots for tensor in manifest.tensors):
+        return ()
+    why = f"that is what {dialect.name} keeps: {detected.reasons[-1]}" if dialect.convention else detected.reasons[-1]
+    return (f"momentum: {spoken(dialect.convention)}, because {why}",)
 
 
 def _first(dialect: Dialect, entries: list[tuple[str, KeyPath]]) -> str | None:

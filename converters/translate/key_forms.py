@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ...errors import SourceError
+from ...errors import SourceError, TargetError
 from ...record import Manifest
 from ...vocabulary import STEP, KeyPath
 from .dialect import AnyTemplate, Dialect, Template, Templates, key_of
@@ -118,6 +118,22 @@ def under(dialect: Dialect, keys: Keys) -> Dialect:
         model = keys.model.template()
     unchanged = (state, option, model) == (dialect.state, dialect.option, dialect.model)
     return dialect if unchanged else replace(dialect, state=state, option=option, model=model)
+
+
+FORMS = ("nested", "flat")
+"""The forms of keys that a target can be given."""
+
+
+def in_form(dialect: Dialect, form: str) -> Dialect:
+    """The dialect with its optimizer under ``optimizer`` in keys of this form.
+
+    Raises:
+        TargetError: its keys are not of torch's forms.
+    """
+    if dialect.state not in _FORMS or form not in FORMS:
+        raise TargetError(f"--keys: expected {' or '.join(FORMS)}, for a program with torch's keys; found {form!r} for "
+                          f"{dialect.name}")  # fmt: skip
+    return under(dialect, Keys((OptimizerPlace(("optimizer",), flat=form == "flat"),)))
 
 
 def is_of_optimizer(path: KeyPath) -> bool:

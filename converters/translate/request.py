@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from ...store.open_checkpoint import OpenCheckpoint
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from .conventions import Overrides
-from .detection import with_slots
+from .detection import momentum_note, with_slots
 from .dialect import Dialect
 from .group_template import GroupTemplate
 from .names import NameRules
@@ -61,8 +61,10 @@ def unchanged(source: OpenCheckpoint) -> Outputs:
     """
     manifest = source.manifest
     recorded = any(tensor.slot is not None for tensor in manifest.tensors)
-    tensors = (manifest if recorded else with_slots(manifest)).tensors
+    named = manifest if recorded else with_slots(manifest)
+    tensors = named.tensors
     return Outputs(
         [OutputTensor(t, t.chunk_layout(), {str(i): chunk for i, chunk in enumerate(t.chunks)}) for t in tensors],
         [OutputItem(blob.key, blob.path, blob) for blob in manifest.blobs],
+        notes=momentum_note(named),
     )

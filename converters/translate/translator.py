@@ -174,16 +174,20 @@ def _check_off(
     slots = Counter((tensor.record.slot or "weights and others", tensor.scale) for tensor in tensors)
     for (slot, scale), count in slots.items():
         if scale is None:
-            findings.check(Action.CARRIED, slot, f"{count} tensors")
+            findings.check(Action.CARRIED, slot, _tensors(count))
         else:
             why = "; ".join(momenta)
-            findings.check(Action.RESCALED, slot, f"{count} tensors", f"times {scale!r}", reason=why)
+            findings.check(Action.RESCALED, slot, _tensors(count), f"times {scale!r}", reason=why)
     copied = [item.key for item in items if item.source is not None]
     if copied:
         findings.check(Action.CARRIED, "items that are no tensors", f"{len(copied)}", reason="byte for byte")
     dropped = Counter(key.rpartition(".")[2] for key in left_out)
     for slot, count in dropped.items():
         findings.check(Action.LEFT, slot, f"{count} tensors or items")
+
+
+def _tensors(count: int) -> str:
+    return f"{count} tensor{'s' * (count != 1)}"
 
 
 def _sentences(tensors: list[OutputTensor], items: list[OutputItem]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from muonckpt.converters.translate.conventions import Overrides
 from muonckpt.converters.translate.detection import with_slots
 from muonckpt.converters.translate.dialects import DIALECTS
 from muonckpt.converters.translate.translator import translate
-from muonckpt.errors import SourceError
+from muonckpt.errors import SourceError, TargetError
 from muonckpt.optimizer import Muon
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -162,7 +162,7 @@ def test_model_and_optimizers_in_sibling_folders_are_one_checkpoint(tmp_path):
         same = muonckpt.convert(tmp_path / "whole", tmp_path / place / "o", to_dialect="muonckpt", convention="sum")
         assert report.fingerprints == same.fingerprints
         assert [str(check) for check in report.checklist if check.action == "rescaled"] == [
-            "rescaled: momentum_buffer: 1 tensors, times 0.25 (momentum: sum, because --convention sum says so)"
+            "rescaled: momentum_buffer: 1 tensor, times 0.25 (momentum: sum, because --convention sum says so)"
         ]
         assert not muonckpt.verify(folder).findings
 
@@ -186,3 +186,18 @@ def test_momentum_of_float16_is_not_rescaled_into_infinities_or_zeros(tmp_path):
         translate(manifest, values, DIALECTS["dion"], **asked)
     kept = translate(manifest, values, DIALECTS["muonckpt"], **asked)
     assert [tensor.scale for tensor in kept.tensors] == [None, None]
+
+
+def test_any_program_is_written_in_flat_keys_and_read_back(tmp_path):
+    save({"model": MODEL, "optimizer": NESTED}, tmp_path / "theirs")
+    muonckpt.convert(tmp_path / "theirs", tmp_path / "flat", to_dialect="dion", keys="flat", convention="sum")
+    assert f"state.{NAMES[0]}.momentum" in {t.path[-1] for t in muonckpt.open(tmp_path / "flat").outline.tensors}
+    (tmp_path / "flat" / "muonckpt.json").unlink()
+    back = muonckpt.convert(tmp_path / "flat", tmp_path / "back", to_dialect="dcp", from_dialect="dion")
+    same = muonckpt.convert(tmp_path / "theirs", tmp_path / "same", to_dialect="dcp", convention="sum")
+    assert back.fingerprints == same.fingerprints
+    assert "momentum: sum, because that is what dion keeps: --from names it" in back.notes
+    again = muonckpt.reshard(tmp_path / "flat", tmp_path / "as it is", mesh={"dp": 2})
+    assert [note for note in again.notes if note.startswith("momentum: sum, because that is what dion keeps: only it")]
+    with pytest.raises(TargetError, match="without --to"):
+        muonckpt.convert(tmp_path / "theirs", tmp_path / "none", keys="flat")
