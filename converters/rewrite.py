@@ -26,6 +26,7 @@ from .target.container import Container
 from .target.formats import container_of
 from .target.topology import ROWS, AxisCut, ShardRule, Target
 from .translate.conventions import Overrides
+from .translate.detection import momentum_note, with_slots
 from .translate.dialect import Dialect
 from .translate.dialects import DIALECTS
 from .translate.group_template import GroupTemplate
@@ -135,7 +136,8 @@ def reshard(
             _check_use(container, mesh, bool(shard), layout)
             check_destination(opened.path, place, container)
             job = make_job(opened, target, select, request.outputs, container)
-            report = report_of(job, place, (*_unused(container, mesh), *_unread(opened)))
+            momentum = () if request.translates else momentum_note(with_slots(opened.outline))
+            report = report_of(job, place, (*_unused(container, mesh), *_unread(opened), *momentum))
             if dry_run:
                 return report if workers.me.coordinates else None
             total = (job.bytes_to_check + job.payload_to_write * (1 + verify)) // workers.me.world

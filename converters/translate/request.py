@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from ...store.open_checkpoint import OpenCheckpoint
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from .conventions import Overrides
-from .detection import momentum_note, with_slots
+from .detection import with_slots
 from .dialect import Dialect
 from .group_template import GroupTemplate
 from .names import NameRules
@@ -25,6 +25,11 @@ class Request:
     tensors_only: bool = False
     like: GroupTemplate | None = None
 
+    @property
+    def translates(self) -> bool:
+        """Whether anything is asked for but to leave items out."""
+        return replace(self, tensors_only=False) != Request()
+
     def outputs(self, source: OpenCheckpoint) -> Outputs:
         """The outputs made from a checkpoint; they are translated only if something is asked for.
 
@@ -35,7 +40,7 @@ class Request:
         return outputs.tensors_only() if self.tensors_only else outputs
 
     def _translated(self, source: OpenCheckpoint) -> Outputs:
-        if replace(self, tensors_only=False) == Request():
+        if not self.translates:
             return unchanged(source)
         from .translator import translate  # imported here because few commands translate
 
@@ -61,10 +66,8 @@ def unchanged(source: OpenCheckpoint) -> Outputs:
     """
     manifest = source.manifest
     recorded = any(tensor.slot is not None for tensor in manifest.tensors)
-    named = manifest if recorded else with_slots(manifest)
-    tensors = named.tensors
+    tensors = (manifest if recorded else with_slots(manifest)).tensors
     return Outputs(
         [OutputTensor(t, t.chunk_layout(), {str(i): chunk for i, chunk in enumerate(t.chunks)}) for t in tensors],
         [OutputItem(blob.key, blob.path, blob) for blob in manifest.blobs],
-        notes=momentum_note(named),
     )
