@@ -24,7 +24,7 @@ from ..errors import DestinationError, Interrupted, LayoutError, SourceError, di
 from ..version import VERSION
 
 COMMANDS = {
-    "inspect": "Say what is in a checkpoint and how it is laid out.",
+    "inspect": "Say what is in a checkpoint, who holds it, and what looks sick.",
     "diff": "Say what differs between two checkpoints, tensor by tensor.",
     "verify": "Check that a checkpoint is whole: coverage, bounds, checksums, fingerprints, values.",
     "reshard": "Rewrite a checkpoint for another mesh, layout, format or program, without a GPU.",
@@ -90,7 +90,7 @@ class _Commands(click.Group):
 def cli() -> None:
     """Inspect, verify, reshard and convert checkpoints of sharded Muon training.
 
-    Exit codes: 0 success, 1 damage found, 2 usage, 3 source unreadable or corrupt, 4 destination failed, 5 interrupted
+    Exit codes: 0 success, 1 damage or a difference found, 2 usage, 3 source unreadable or corrupt, 4 destination failed, 5 interrupted
     and resumable.
     """
 
