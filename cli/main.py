@@ -90,8 +90,8 @@ class _Commands(click.Group):
 def cli() -> None:
     """Inspect, verify, reshard and convert checkpoints of sharded Muon training.
 
-    Exit codes: 0 success, 1 damage or a difference found, 2 usage, 3 source unreadable or corrupt, 4 destination failed, 5 interrupted
-    and resumable.
+    Exit codes: 0 success, 1 damage or a difference found, 2 usage, 3 source unreadable or corrupt, 4 destination
+    failed, 5 interrupted and resumable.
     """
 
 
