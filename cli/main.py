@@ -20,7 +20,7 @@ from types import FrameType
 
 import click
 
-from ..errors import DestinationError, Interrupted, LayoutError, SourceError, did_you_mean
+from ..errors import DestinationError, Interrupted, LayoutError, MuonckptError, SourceError, did_you_mean
 from ..version import VERSION
 
 COMMANDS = {
@@ -44,7 +44,13 @@ _EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (OSError, 4),
 )
 
+_LONGEST = 20_000
+"""Most characters of a message, which may quote what a hostile file contains."""
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+_taken: list[int] = []
+"""The signals that have told this process to end."""
 
 
 class _Commands(click.Group):
@@ -107,10 +113,16 @@ def run(arguments: Sequence[str]) -> int:
         _complain("interrupted")
         return 130
     except Exception as error:
+        if _taken and not isinstance(error, MuonckptError | OSError):  # libraries turn interruptions into other errors
+            _complain("interrupted")
+            return 130
         if "--debug" in arguments:
             import traceback
 
             _complain(traceback.format_exc())
+        if isinstance(error, RecursionError):
+            _complain("the source is nested too deeply: expected a checkpoint's metadata, found something else")
+            return 3
         for kind, code in _EXIT_CODES:
             if isinstance(error, kind):
                 _complain(str(error))
@@ -120,8 +132,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _complain(text: str) -> None:
+    shown = text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
     with suppress(OSError):  # standard error may be closed
-        click.echo(f"muonckpt: {text}", err=True)
+        click.echo(f"muonckpt: {shown}", err=True)
 
 
 def _discard_output() -> None:
@@ -168,6 +181,7 @@ def _leave_signals() -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     _leave_signals()
+    _taken.append(number)
     raise KeyboardInterrupt
 
 

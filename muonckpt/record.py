@@ -7,13 +7,14 @@ their chunks.  Formats never know each other: a reader makes a manifest, a write
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from .box import Box, Index
+from .box import MOST_DIMS, MOST_ELEMENTS, Box, Index
 from .errors import DamageError, LayoutError, SourceError, about
 from .layout import Buffer, Fragment, Place, TensorLayout, dense
 from .seal import sealed_text, unsealed_fields
@@ -24,6 +25,9 @@ MANIFEST_FILE = "muonckpt.json"
 
 MANIFEST_VERSION = 1
 """Version of the manifest format that this package writes, and the only one it reads."""
+
+_DEEPEST = 32
+"""Levels of the free-form parts of a manifest."""
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -45,8 +49,8 @@ class Extent:
     def __post_init__(self) -> None:
         # DCP's own names begin with underscores; a leading dot, a slash or anything exotic never does.
         if not all(map(_COMPONENT.fullmatch, self.file.split("/"))):
-            raise SourceError(f"refused file name {self.file!r}: expected plain names inside the checkpoint")
-        if self.offset < 0 or self.length < 0:
+            raise SourceError(f"refused file name {self.file!r:.300}: expected plain names inside the checkpoint")
+        if self.offset < 0 or self.length < 0 or self.offset + self.length > MOST_ELEMENTS:
             raise SourceError(f"refused byte range {self.offset}+{self.length} of {self.file!r}")
 
     @property
@@ -96,6 +100,9 @@ class StateRecord:
     parameter's ``name`` and the optimizer ``slot`` (None for anything that is not optimizer state), the momentum
     ``convention``, the rows of the ``pieces`` fused in the parameter, the ``layout`` that the run used (provenance),
     and the ``fingerprint`` (16 hex digits).
+
+    Raises:
+        SourceError: it has more dims or elements than any tensor.
     """
 
     key: str
@@ -109,6 +116,12 @@ class StateRecord:
     pieces: tuple[int, ...] | None = None
     layout: Mapping[str, Any] | None = None
     fingerprint: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.shape) > MOST_DIMS or math.prod(self.shape) > MOST_ELEMENTS:
+            raise SourceError(
+                f"tensor {self.key!r}: expected at most {MOST_DIMS} dims and {MOST_ELEMENTS} elements, found more"
+            )
 
     def chunk_layout(self) -> TensorLayout:
         """The tensor's layout in the checkpoint: buffer ``"3"`` is the payload of chunk 3.
@@ -176,7 +189,7 @@ class Manifest:
             return cls(
                 tensors=tuple(map(_tensor, data["tensors"])),
                 blobs=tuple(map(_blob, data["blobs"])),
-                provenance=dict(data["provenance"]),
+                provenance=_free_form(data["provenance"]),
                 files={_str(name): _matching(_DIGEST)(digest) for name, digest in data.get("files", {}).items()},
             )
         except KeyError as error:
@@ -238,7 +251,7 @@ def _tensor(data: dict[str, Any]) -> StateRecord:
         convention=_optional(Convention, data["convention"]),
         pieces=_optional(_ints, data["pieces"]),
         fingerprint=_optional(_matching(_FINGERPRINT), data["fingerprint"]),
-        layout=_optional(dict, data["layout"]),
+        layout=_optional(_free_form, data["layout"]),
         chunks=tuple(map(_chunk, data["chunks"])),
     )
 
@@ -276,34 +289,49 @@ def _optional(read: Callable[[Any], T], value: Any) -> T | None:
     return None if value is None else read(value)
 
 
+def _free_form(value: Any) -> dict[str, Any]:
+    """A JSON object of any content, which is not nested so deeply that it could not be written again."""
+    level: list[Any] = [value]
+    for _ in range(_DEEPEST):
+        level = [
+            part
+            for container in level
+            for part in (container.values() if isinstance(container, dict) else container)
+            if isinstance(part, dict | list)
+        ]
+        if not level:
+            return dict(value)
+    raise ValueError(f"expected JSON of at most {_DEEPEST} levels")
+
+
 def _str(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"expected a string, got {value!r}")
+        raise TypeError(f"expected a string, got {value!r:.200}")
     return value
 
 
 def _int(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise TypeError(f"expected an integer >= 0, got {value!r}")
+        raise TypeError(f"expected an integer >= 0, got {value!r:.200}")
     return value
 
 
 def _ints(value: Any) -> Index:
     if not isinstance(value, list):
-        raise TypeError(f"expected a list of integers, got {value!r}")
+        raise TypeError(f"expected a list of integers, got {value!r:.200}")
     return tuple(map(_int, value))
 
 
 def _path(value: Any) -> KeyPath:
     if not isinstance(value, list):
-        raise TypeError(f"expected a path, got {value!r}")
+        raise TypeError(f"expected a path, got {value!r:.200}")
     return tuple(part if isinstance(part, str) else _int(part) for part in value)
 
 
 def _matching(pattern: re.Pattern[str]) -> Callable[[Any], str]:
     def read(value: Any) -> str:
         if not pattern.fullmatch(_str(value)):
-            raise ValueError(f"{value!r} does not match {pattern.pattern}")
+            raise ValueError(f"{value!r:.200} does not match {pattern.pattern}")
         return str(value)
 
     return read

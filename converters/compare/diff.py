@@ -18,7 +18,7 @@ from ...store.formats.torch_save.plain_item import plain_value
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, open
 from ...store.reading.dtypes import itemsize
-from ...store.stored_items import check_blob
+from ...store.stored_items import checked_blob
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from ..look.contents import Role
 from ..look.first_look import FirstLook, first_look
@@ -224,7 +224,7 @@ class _Side:
 
     def raw(self, key: str) -> bytes:
         item = self.items[key]
-        return item.data if item.source is None else check_blob(self.opened.payloads, item.source)
+        return item.data if item.source is None else checked_blob(self.opened.payloads, item.source)
 
 
 def _dialect(name: str | None) -> Any:

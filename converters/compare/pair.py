@@ -9,7 +9,7 @@ from typing import Any
 from ...box import Box
 from ...store.reading.bands import bands
 from ...store.reading.dtypes import itemsize
-from ...store.reading.payloads import Payloads, check_chunk, payload_of
+from ...store.reading.payloads import Payloads, check_chunk
 from ..engine.elements import gather_elements
 from ..engine.outputs import OutputTensor
 from ..translate.conventions import Words
@@ -74,12 +74,6 @@ class StoredSide:
         """The elements of a box, as raw words."""
         return gather_elements(self.payloads, self.tensor, self.tensor.layout.fragments, box)
 
-    def release(self) -> None:
-        """Free the memory of what was read; the system may still have it in its cache."""
-        for chunk in self.tensor.chunks.values():
-            if chunk.box.numel:
-                self.payloads.release(payload_of(self.tensor.record, chunk))
-
 
 def known_to_be_equal(a: OutputTensor, b: OutputTensor) -> bool:
     """Whether fingerprints say that two tensors have the same elements."""
@@ -103,19 +97,11 @@ def compare_elements(
     one, other = a.tensor.record, b.tensor.record
     a.check()
     b.check()
-    found, held = Statistics(), 0
+    found = Statistics()
     for band in bands(Box.of(one.shape), max(most // BYTES_PER_ELEMENT, 1)):
         for box in band.boxes:
             found += statistics_of(a.words(box), one.dtype, b.words(box), other.dtype, tolerance)
-            read = box.numel * (itemsize(one.dtype) + itemsize(other.dtype))
-            passed(read)
-            held += read
-        if held > most // 4:  # files are mapped: what was read stays in memory until it is released
-            a.release()
-            b.release()
-            held = 0
-    a.release()
-    b.release()
+            passed(box.numel * (itemsize(one.dtype) + itemsize(other.dtype)))
     equal = found.changed == 0 and one.dtype == other.dtype
     status = CHANGED if tolerance.exact or found.far else CLOSE
     if equal:

@@ -18,12 +18,12 @@ from .outputs import OutputTensor
 
 
 def bytes_of(payloads: Payloads, tensor: OutputTensor, buffer: Buffer, start: int, numel: int) -> memoryview:
-    """A view of the bytes of ``numel`` elements from element ``start`` of a buffer."""
+    """The bytes of ``numel`` elements from element ``start`` of a buffer; the next call may overwrite them."""
     size = itemsize(tensor.record.dtype)
     if buffer in tensor.in_memory:
         return memoryview(tensor.in_memory[buffer])[start * size : (start + numel) * size]
     payload = payload_of(tensor.record, tensor.chunks[buffer])
-    return payloads.view(Extent(payload.file, payload.offset + start * size, numel * size))
+    return payloads.glance(Extent(payload.file, payload.offset + start * size, numel * size))
 
 
 def gather_elements(payloads: Payloads, tensor: OutputTensor, fragments: Iterable[Fragment], box: Box) -> Words:

@@ -139,9 +139,19 @@ class Mover:
 
     def _write_item(self, output: Writing, item: PlacedItem) -> str:
         source = item.output.source
-        raw = item.output.data if source is None else check_blob(self._payloads, source)
-        output.write(raw, item.blob.item.offset)
-        return xxh3_128([raw])
+        if source is None:
+            output.write(item.output.data, item.blob.item.offset)
+            return xxh3_128([item.output.data])
+        check_blob(self._payloads, source)
+        position = item.blob.item.offset
+
+        def written() -> Iterator[memoryview]:
+            nonlocal position
+            for raw in self._payloads.bands(source.item):
+                position = output.write(raw, position)
+                yield raw
+
+        return xxh3_128(written())
 
     def _write_chunk(self, output: Writing, chunk: OutputChunk) -> ChunkSums:
         position = output.write(chunk.frame.head, chunk.stored.item.offset)
@@ -164,8 +174,6 @@ class Mover:
         for words, origin in parts:
             self._raise_if_stopped()
             put(sums.add(words, origin))
-        for source in chunk.sources:
-            self._payloads.release(source)
         return ChunkSums(sums.digest, sums.checksum, sums.share)
 
     def _direct(self, chunk: OutputChunk) -> Iterator[tuple[Words, Index]]:

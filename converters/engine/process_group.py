@@ -3,7 +3,8 @@
 A worker may be busy for any length of time, so the work itself never waits in a collective.  Instead a thread of each
 process takes part in rounds, at least one a second.  In a round every worker says that it is busy, brings a value or an
 error, or is ready to leave; when all bring a value, the values are exchanged.  If a worker is killed, stopped or cut
-off, the next round fails by torch's own time-out, however long the work would have taken.
+off, the next round fails by torch's own time-out, however long the work would have taken.  Where torch itself does not
+return (from a store whose server is stopped, for one), a second thread gives up a little later.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ _PAUSE = 1.0
 """Seconds between two rounds of a busy worker; a tenth of the time-out if that is less."""
 
 _PORT = "muonckpt/port"
+
+_LATE = 1.25
+"""Time-outs, and seconds in addition, after which torch counts as hanging."""
+
+_GRACE = 5.0
 
 _CONNECT = timedelta(seconds=2)
 """How long to wait for a store that may no longer exist, before asking again."""
@@ -80,7 +86,10 @@ class ProcessGroup:
         self._trouble: _Trouble | None = None
         self._messages: SimpleQueue[_Message] = SimpleQueue()
         self._thread = Thread(target=self._serve, name="rounds", daemon=True)
+        self._hangs = False
+        self._latest = time.monotonic()
         self._thread.start()
+        Thread(target=self._watch, name="watch", daemon=True).start()
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every worker, by rank; JSON data."""
@@ -129,15 +138,30 @@ class ProcessGroup:
 
     def _wait(self, message: _Message) -> list[bytes]:
         """The answer to a message; empty if the thread has ended without one."""
-        while self._thread.is_alive() and not message.answer.done():
+        while self._is_serving() and not message.answer.done():
             with suppress(TimeoutError):
                 return message.answer.result(LONGEST_WAIT)
         return message.answer.result() if message.answer.done() else []
 
     def _wait_for_the_end(self) -> None:
-        """Wait until the thread has ended: Python must not shut down while it is inside torch."""
-        while self._thread.is_alive():
+        """Wait until the thread has ended: Python must not shut down while it is inside torch, unless that hangs."""
+        while self._is_serving():
             self._thread.join(LONGEST_WAIT)
+
+    def _is_serving(self) -> bool:
+        return self._thread.is_alive() and not self._hangs
+
+    # --- the thread that watches the other ---------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        late = _LATE * self._timeout + _GRACE
+        while self._thread.is_alive():
+            if time.monotonic() - self._latest > late:
+                self._hangs = True
+                text = self._lost if self._met else self._absent
+                self._stop_for(Interrupted(text(TimeoutError(f"nothing for {late:g} s"))))
+                return
+            self._thread.join(min(_PAUSE, self._timeout / 10))
 
     # --- the thread of the rounds ------------------------------------------------------------------------------------
 
@@ -161,9 +185,12 @@ class ProcessGroup:
         if dist.is_initialized():
             group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=limit)
             return group
+        self._latest = time.monotonic()
         # An attribute, because this process may be the server from which the others still have to read.
         self._shared, _, _ = next(rendezvous("env://", self.me.rank, self.me.world, timeout=limit))
+        self._latest = time.monotonic()
         store = _new_store(self._shared, self.me, self._timeout)
+        self._latest = time.monotonic()
         dist.init_process_group("gloo", store=store, rank=self.me.rank, world_size=self.me.world, timeout=limit)
         world: dist.ProcessGroup | None = dist.group.WORLD
         assert world is not None, "init_process_group() makes it"
@@ -178,6 +205,7 @@ class ProcessGroup:
             if self._trouble is not None and message.kind in (_Kind.VALUE, _Kind.ERROR):
                 message.answer.set_result([])  # too late
                 message = busy
+            self._latest = time.monotonic()
             sizes = _all(group, [int(message.kind), len(message.data)])
             kinds = [_Kind(kind) for kind, _ in sizes]
             if _Kind.ERROR in kinds or all(kind is _Kind.VALUE for kind in kinds):

@@ -18,7 +18,7 @@ from ...seal import sealed_text
 from ...store.formats.torch_save.plain_item import plain_value
 from ...store.io.checksums import xxh3_128
 from ...store.reading.payloads import Payloads
-from ...store.stored_items import check_blob
+from ...store.stored_items import checked_blob
 from ..engine.outputs import OutputItem
 
 _VERSION = 1
@@ -56,7 +56,7 @@ class ItemFile:
         values: list[tuple[str, str]] = []
         reasons: list[tuple[str, str]] = []
         for item in items:
-            raw = item.data if item.source is None else check_blob(payloads, item.source)
+            raw = item.data if item.source is None else checked_blob(payloads, item.source)
             named = {"key": item.key, "path": list(item.path)}
             try:
                 values.append((item.key, _text({**named, "value": _plain(plain_value(raw), {})})))

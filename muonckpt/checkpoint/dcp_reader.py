@@ -44,7 +44,7 @@ from ..store.io.location import Location, Remote
 from ..store.open_checkpoint import OpenCheckpoint, open
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import as_words, check_chunk, checked_elements, payload_of
-from ..store.stored_items import check_blob
+from ..store.stored_items import checked_blob
 from .all_ranks import judged, own_errors
 from .annotation import annotations_of
 from .bits import bits_of, torch_dtype
@@ -171,7 +171,7 @@ class CheckingReader(StorageReader):
             for item in plan.items:
                 if not _is_tensor(item):
                     key = item.storage_index.fqn
-                    raw.append((item, check_blob(self.checkpoint.payloads, self._blobs[key])))
+                    raw.append((item, checked_blob(self.checkpoint.payloads, self._blobs[key])))
                     refuse_code(key, raw[-1][1])
             for tensor, chunk, item in reads if self._checks_before else ():
                 self._elements(tensor, chunk, item, checked)
@@ -190,7 +190,6 @@ class CheckingReader(StorageReader):
                     part.zero_()
             for tensor, chunk, item in reads:
                 _copy(self._elements(tensor, chunk, item, checked), item, planner)
-                self.checkpoint.payloads.release(payload_of(tensor, chunk))
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -9,6 +9,9 @@ from contextlib import suppress
 import torch
 
 from ..errors import DestinationError, SourceError
+from ..store.formats.torch_save.inert_pickle import Anything
+from ..store.formats.torch_save.plain_item import plain_value
+from ..store.io.limits import LimitError
 
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -17,9 +20,13 @@ def refuse_code(key: str, raw: bytes) -> None:
     """Refuse an item that is more than plain data.
 
     Raises:
+        LimitError: it would cost too much to find out.
         SourceError: names the item and the classes.
     """
-    classes = _refused(raw)
+    try:
+        classes = _refused(raw)
+    except LimitError as error:
+        raise LimitError(f"refused {key!r}: {error}") from error
     if classes is not None:
         raise SourceError(
             f"refused {key!r}: it holds more than plain data ({classes}); if you trust the checkpoint, name its "
@@ -66,8 +73,11 @@ def _refused(raw: bytes) -> str | None:
     """The classes for which torch does not load these bytes as plain data; None: it loads them."""
     stream = io.BytesIO(raw)
     try:
+        plain_value(raw, Anything())  # torch's reader has no limits on memory and time
         torch.load(stream, weights_only=True)  # what passes here holds no code
-    except pickle.UnpicklingError as error:
+    except LimitError:
+        raise
+    except (SourceError, pickle.UnpicklingError) as error:
         stream.seek(0)
         with suppress(ValueError):  # it is not a zip archive
             return ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(stream)) or str(error)

@@ -192,12 +192,11 @@ def _audit_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, passed: 
             for box in band.boxes:
                 part = Extent(payload.file, offset, box.numel * itemsize(tensor.dtype))
                 if chunk.strides is None:
-                    words = as_words(payloads.view(part), tensor.dtype, box.shape)
+                    words = as_words(payloads.glance(part), tensor.dtype, box.shape)
                 else:
                     words = payloads.gather(payload, tensor.dtype, chunk.stored("").place_at(box.lo), box.shape)
                 sums.add(words, box.lo)
                 bad += nonfinite(words, tensor.dtype)
-                payloads.release(part)
                 passed(part.length)
                 offset = part.end
         checksum = sums.checksum if chunk.strides is None else crc32(payloads.bands(payload))

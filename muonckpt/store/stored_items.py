@@ -14,31 +14,49 @@ from typing import Any
 
 from ..box import Box
 from ..errors import SourceError, about
-from ..record import Blob, Manifest, StateRecord
+from ..record import Blob, Extent, Manifest, StateRecord
 from .formats.torch_save.inert_pickle import Anything
 from .formats.torch_save.plain_item import plain_value
 from .formats.torch_save.stored_zip import read_members
+from .io import limits
 from .io.checksums import crc32, xxh3_128
 from .reading.payloads import Payloads, compare
 from .stored_tensor import TensorReader
 
 
-def check_blob(payloads: Payloads, blob: Blob) -> bytes:
-    """The bytes of an item that is not a tensor, compared with its digest, or with the CRC-32s of the zip that it is.
+def check_blob(payloads: Payloads, blob: Blob) -> None:
+    """Compare an item that is not a tensor with its digest, or with the CRC-32s of the zip that it is.
 
     Raises:
         SourceError: they differ, or cannot be read; names the item and the file.
     """
     with about(f"item {blob.key!r} in {payloads.directory / blob.item.file} is damaged"):
-        raw = bytes(payloads.view(blob.item))
         if blob.digest is not None:
-            compare("digest", xxh3_128([raw]), blob.digest)
-            return raw
-        for member in read_members(lambda offset, count: raw[offset : offset + count], len(raw)):
+            compare("digest", xxh3_128(payloads.bands(blob.item)), blob.digest)
+            return
+        item = blob.item
+
+        def part(offset: int, length: int) -> Extent:
+            return Extent(item.file, item.offset + offset, length)
+
+        for member in read_members(lambda offset, length: bytes(payloads.view(part(offset, length))), item.length):
             if member.crc32 is not None:
-                checksum = crc32([raw[member.offset : member.offset + member.length]])
+                checksum = crc32(payloads.bands(part(member.offset, member.length)))
                 compare(f"CRC-32 of {member.name}", f"{checksum:08x}", f"{member.crc32:08x}")
-        return raw
+
+
+def checked_blob(payloads: Payloads, blob: Blob) -> bytes:
+    """The bytes of an item that is not a tensor, after `check_blob`.
+
+    Raises:
+        LimitError: it has more bytes than its file has on the disk.
+        SourceError: it is damaged; names the item and the file.
+    """
+    if blob.item.length > limits.SMALL_DESCRIPTION:
+        most = limits.SMALL_DESCRIPTION + payloads.on_disk(blob.item.file)
+        limits.check_limit(blob.item.length, most, f"bytes in item {blob.key!r} of {blob.item.file}")
+    check_blob(payloads, blob)
+    return bytes(payloads.view(blob.item))
 
 
 _SCALARS: Mapping[str, str] = MappingProxyType({"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"})
@@ -63,14 +81,14 @@ class Values:
             SourceError: it is damaged, or holds something else.
         """
         if blob not in self._known:
-            raw = check_blob(self._payloads, blob)
+            raw = checked_blob(self._payloads, blob)
             with about(f"item {blob.key!r}"):
                 self._known[blob] = plain_value(raw)
         return self._known[blob]
 
     def parts(self, blob: Blob) -> Any:
         """The object in an item of which only parts are plain data; the rest are inert `Record`s."""
-        return plain_value(check_blob(self._payloads, blob), Anything())
+        return plain_value(checked_blob(self._payloads, blob), Anything())
 
     def part(self, blob: Blob, key: str, value: object) -> Blob:
         """Register a part of an item as an item of its own, for `item` to read."""

@@ -46,9 +46,12 @@ class TensorReader:
             LayoutError: the chunks of the tensor leave a hole or overlap.
         """
         tensor.chunk_layout()
-        kind = dtype(tensor.dtype)
+        kind, chunks = dtype(tensor.dtype), self._chunks(tensor, box)
+        for chunk in chunks:  # before memory is taken for them
+            payload = payload_of(tensor, chunk)
+            self._reader.payloads.reaching(payload.file, payload.end)
         words = np.empty((*box.shape, *(2,) * (kind.itemsize > 8)), kind.bits)
-        for chunk in self._chunks(tensor, box):
+        for chunk in chunks:
             common = chunk.box & box
             assert common is not None, "the chunk was chosen because they have elements in common"
             words[within(common, box.lo)] = self._elements(tensor, chunk, common)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import subprocess
+import time
 
 import pytest
-from support.commands import arguments_of, called, cli, is_one_paragraph
+import torch
+from support.commands import COMMAND, arguments_of, called, cli, is_one_paragraph
 from support.launched import STRUCK
 from support.sharded import elements_of
 
@@ -117,3 +120,20 @@ def test_a_dry_run_says_what_would_be_written_and_a_run_writes_that(tiny_checkpo
     sizes = {file.name: file.stat().st_size for file in (tmp_path / "out").glob("*.distcp")}
     assert sizes == {file["file"]: file["bytes"] for file in plan["files"]}
     assert plan["written"] == sum(sizes.values())
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.2, 0.4])
+def test_told_to_end_in_its_first_moments_it_ends_in_order(seconds, tmp_path):
+    muonckpt.save({"w": torch.arange(6.0)}, tmp_path / "source")
+    process = subprocess.Popen(
+        [*COMMAND, "reshard", tmp_path / "source", tmp_path / "out", "--mesh", "dp=2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(seconds)
+    process.terminate()
+    _, told = process.communicate(timeout=60)
+    assert process.returncode in (0, 5, 130, -signal.SIGTERM), told
+    assert "Traceback" not in told and "bug" not in told
+    assert (tmp_path / "out").exists() == (process.returncode == 0) or process.returncode == -signal.SIGTERM

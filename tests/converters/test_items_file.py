@@ -63,7 +63,7 @@ NOT_PLAIN = {
     "object": (Path("x"), "found 'pathlib PosixPath'; nothing was run"),
     "tensor": (torch.ones(2), "found 'torch._utils _rebuild_tensor_v2'"),
     "keys": ({1: "a", "1": "b"}, r"keys that differ as text"),
-    "too long": (shared(13), "expected at most 32 MiB"),
+    "too long": (shared(13), "elements and characters in an item's data"),
     "too deep": (nested(3000), "nested too deeply"),
 }
 

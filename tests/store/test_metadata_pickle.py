@@ -22,10 +22,8 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan
 
-import muonckpt
 from muonckpt.errors import SourceError
 from muonckpt.store.formats.dcp.metadata_pickle import (
-    MAX_METADATA_BYTES,
     Metadata,
     StoredItem,
     TensorMeta,
@@ -207,7 +205,7 @@ def set_size(size: object) -> Callable[[dcp.Metadata], object]:
     return lambda value: setattr(value.state_dict_metadata["w"], "size", size)
 
 
-DEEP = 300_000
+DEEP = 60_000
 REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "eval": (lambda: pickle.dumps(Call(eval, "1")), "'builtins eval'; nothing was run"),
     "system": (lambda: changed(lambda m: setattr(m, "extra", Call(os.system, "true"))), "'posix system'"),
@@ -225,7 +223,7 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "deep tuple": (lambda: b"\x80\4)" + b"\x85" * DEEP + b".", "expected Record, found tuple"),
     "deep list": (lambda: b"\x80\2" + b"]" * DEEP + b"a" * (DEEP - 1) + b".", "expected Record, found list"),
     "deep name": (lambda: b"\x80\4)" + b"\x85" * DEEP + b"N\x93.", "expected str"),
-    "no key": (lambda: b"\x80\4}NNs.", "as a dict key, found NoneType"),
+    "no key": (lambda: b"\x80\4}]Ns.", "as a dict key, found list"),
     "empty": (lambda: b"", "cut or damaged"),
     "no pickle": (lambda: b"{}", "expected only opcodes"),
     "underflow": (lambda: b"\x80\4\x85.", "cut or damaged"),
@@ -298,14 +296,6 @@ def test_damage_is_refused_or_read_but_never_a_crash() -> None:
 def test_random_opcodes_are_refused_or_read_but_never_a_crash(opcodes: list[bytes]) -> None:
     with contextlib.suppress(SourceError):
         unpickle(b"\x80\4" + b"".join(opcodes) + b".", frozenset())
-
-
-def test_the_size_is_bounded(tmp_path: Path) -> None:
-    """A file of holes: nothing of it is read."""
-    with (tmp_path / ".metadata").open("wb") as file:
-        file.truncate(MAX_METADATA_BYTES + 1)
-    with pytest.raises(SourceError, match=f"at most {MAX_METADATA_BYTES} bytes, found {MAX_METADATA_BYTES + 1}"):
-        muonckpt.open(tmp_path)
 
 
 def test_reading_needs_neither_torch_nor_numpy(tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ def test_files_without_an_index_or_with_two_are_refused(tmp_path):
         safetensors.read_safetensors(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', "[" * 60_000])
 def test_a_damaged_index_is_refused(text, tmp_path):
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(SourceError, match="damaged index"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from muonckpt.errors import SourceError
 from muonckpt.store.formats.torch_save.plain_item import plain_item, plain_value
 from muonckpt.store.formats.torch_save.stored_zip import directory, store
+from muonckpt.store.io.limits import LimitError
 
 
 @pytest.mark.parametrize(
@@ -51,15 +53,17 @@ def test_what_is_nested_too_deeply_is_refused():
         plain_value(members + directory(entries, len(members)))
 
 
-def test_shared_parts_are_looked_at_once():
-    """Walked again wherever they are used, these are 2^40."""
+@pytest.mark.parametrize(("depth", "fits"), [(16, True), (40, False)])
+def test_shared_parts_are_looked_at_once_and_refused_if_they_unfold_without_end(depth, fits):
+    """Written out wherever they are used, these are 2 ** depth."""
     value = [1]
-    for _ in range(40):
+    for _ in range(depth):
         value = [value, value]
     item = io.BytesIO()
     torch.save(value, item)
-    actual = plain_value(item.getvalue())
-    assert actual[0] is actual[1]
+    with nullcontext() if fits else pytest.raises(LimitError, match="MUONCKPT_LIMITS=off"):
+        actual = plain_value(item.getvalue())
+        assert actual[0] is actual[1]
 
 
 def test_an_item_that_is_no_plain_data_is_refused_and_nothing_in_it_is_run(tmp_path):

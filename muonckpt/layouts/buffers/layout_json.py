@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 from types import NoneType
 from typing import Any
 
+from ...box import MOST_ELEMENTS
 from ...errors import SourceError
 from .buffer_layout import BufferLayout, rank_of
 from .parameters import Parameter
@@ -89,7 +90,7 @@ def from_json(data: Mapping[str, Any]) -> BufferLayout:
             buckets=tuple((start, stop) for start, stop in map(int_tuple, data["buckets"])),
             shards=consecutive_shards((start, stop, rank) for start, stop, rank in map(int_tuple, data["shards"])),
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ZeroDivisionError) as error:
         raise SourceError(f"damaged buffer layout: {error}") from error
     written = to_json(layout)
     if wrong := [key for key in LAYOUT if data[key] != written[key]]:
@@ -122,6 +123,6 @@ def int_tuple(values: Any) -> tuple[int, ...]:
     Raises:
         TypeError: it is something else.
     """
-    if type(values) is not list or any(type(value) is not int for value in values):
-        raise TypeError(f"expected a list of integers, got {values!r:.200}")
+    if type(values) is not list or any(type(value) is not int or abs(value) > MOST_ELEMENTS for value in values):
+        raise TypeError(f"expected a list of integers of at most {MOST_ELEMENTS}, got {values!r:.200}")
     return tuple(values)

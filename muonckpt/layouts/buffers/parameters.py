@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
-from ...box import Index
+from ...box import MOST_DIMS, MOST_ELEMENTS, Index
 from ...errors import LayoutError
 
 
@@ -26,7 +26,7 @@ class Parameter:
         fold: how often the rows are repeated before the matrix is whole (Megatron's ``gtp_remat_size``).
 
     Raises:
-        LayoutError: the parameter has no elements.
+        LayoutError: the parameter has no elements, or more than any tensor.
     """
 
     name: str
@@ -41,6 +41,8 @@ class Parameter:
     def __post_init__(self) -> None:
         if min(self.shape, default=1) < 1 or self.fold < 1:
             raise LayoutError(f"parameter {self.name!r} of shape {self.shape} has no elements: leave it out")
+        if len(self.shape) > MOST_DIMS or self.numel > MOST_ELEMENTS:
+            raise LayoutError(f"parameter {self.name!r} has more than {MOST_DIMS} dims or {MOST_ELEMENTS} elements")
 
     @property
     def numel(self) -> int:

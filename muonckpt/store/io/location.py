@@ -246,13 +246,21 @@ class RemoteFile:
                 )
         return views
 
-    def mapped(self) -> RemoteFile:
+    @property
+    def on_disk(self) -> int:
+        """Its size: objects have no holes."""
+        return self.size
+
+    def fill(self, buffer: memoryview, offset: int) -> None:
+        """Read the bytes from ``offset`` on into a buffer, as many as it has, in requests of bounded size."""
+        for start in range(0, len(buffer), self.most):
+            part = buffer[start : start + self.most]
+            part[:] = self.view(offset + start, len(part))
+
+    def contents(self) -> RemoteFile:
         return self
 
     def forget(self) -> None:
-        """Do nothing: no bytes are kept."""
-
-    def release(self, offset: int, length: int) -> None:
         """Do nothing: no bytes are kept."""
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
-from ...errors import DamageError, SourceError
+import numpy as np
+
+from ...errors import DamageError, SourceError, about
+from .limits import check_description, check_text, on_disk
 from .location import Location, Remote
 
 
@@ -33,8 +36,8 @@ class FileBytes(Protocol):
 
     def views(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]: ...
 
-    def release(self, offset: int, length: int) -> None:
-        """Free the memory of a range that is not needed for now."""
+    def fill(self, buffer: memoryview, offset: int) -> None:
+        """Read the bytes from ``offset`` on into a buffer, as many as it has."""
         ...
 
 
@@ -53,7 +56,12 @@ class File(Protocol):
         """The bytes of a range; fewer where the file ends."""
         ...
 
-    def mapped(self) -> FileBytes:
+    @property
+    def on_disk(self) -> int:
+        """Bytes that it really has: fewer than its size if it has holes."""
+        ...
+
+    def contents(self) -> FileBytes:
         """Its bytes, which stay accessible after it has been closed."""
         ...
 
@@ -65,7 +73,8 @@ class File(Protocol):
 class LocalFile:
     """An open local file."""
 
-    def __init__(self, handle: int) -> None:
+    def __init__(self, path: Path, handle: int) -> None:
+        self._path = path
         self._handle = handle
 
     @property
@@ -73,15 +82,23 @@ class LocalFile:
         return os.fstat(self._handle).st_size
 
     @property
+    def on_disk(self) -> int:
+        return on_disk(os.fstat(self._handle))
+
+    @property
     def state(self) -> tuple[object, ...]:
         status = os.fstat(self._handle)
         return status.st_ino, status.st_size, status.st_mtime_ns
 
     def read(self, offset: int, length: int) -> bytes:
-        return os.pread(self._handle, length, offset)
+        parts = []
+        while length and (part := os.pread(self._handle, length, offset)):  # at most 2 GiB at a time
+            parts.append(part)
+            offset, length = offset + len(part), length - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def mapped(self) -> Mapped:
-        return Mapped(self._handle)
+    def contents(self) -> LocalBytes:
+        return LocalBytes(self._path, os.dup(self._handle))
 
     def forget(self) -> None:
         os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -102,34 +119,53 @@ class Held:
     def views(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         return [self.view(*span) for span in ranges]
 
-    def release(self, offset: int, length: int) -> None:
-        """Do nothing: the memory belongs to the caller."""
+    def fill(self, buffer: memoryview, offset: int) -> None:
+        buffer[:] = self.view(offset, len(buffer))
 
 
-class Mapped:
-    """A read-only memory map of a file."""
+class LocalBytes:
+    """The bytes of a local file, copied range by range.
 
-    gap = most = 1 << 63
+    The file is not mapped: if another program cuts a mapped file, touching its pages ends the process (SIGBUS).
 
-    def __init__(self, handle: int) -> None:
-        self._map = mmap.mmap(handle, 0, access=mmap.ACCESS_READ) if os.fstat(handle).st_size else None
+    Args:
+        handle: a file descriptor, which is closed with this object.
+    """
+
+    gap = 64 << 10
+    most = 1 << 20
+
+    def __init__(self, path: Path, handle: int) -> None:
+        self._path = path
+        self._handle = handle
+
+    def __del__(self) -> None:
+        os.close(self._handle)
 
     @property
     def size(self) -> int:
-        """The present size: touching a mapped page behind the end of a cut file would end the process."""
-        return min(self._map.size(), len(self._map)) if self._map else 0
+        return os.fstat(self._handle).st_size
 
     def view(self, offset: int, length: int) -> memoryview:
-        return memoryview(self._map or b"")[offset : offset + length]
+        buffer = np.empty(length, np.uint8).data
+        self.fill(buffer, offset)
+        return buffer
 
     def views(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         return [self.view(*span) for span in ranges]
 
-    def release(self, offset: int, length: int) -> None:
-        """Unmap the pages: they stay in the page cache, but no longer count as memory of this process."""
-        if self._map:
-            first = offset // mmap.PAGESIZE * mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_DONTNEED, first, offset + length - first)
+    def fill(self, buffer: memoryview, offset: int) -> None:
+        filled = 0
+        while filled < len(buffer):
+            try:
+                count = os.preadv(self._handle, (buffer[filled:],), offset + filled)
+            except OSError as error:
+                raise SourceError(f"cannot read {self._path}: {error.strerror}") from error
+            if not count:
+                raise DamageError(
+                    f"{self._path}: expected {len(buffer)} bytes at byte {offset}, found {filled}: it was cut"
+                )
+            filled += count
 
 
 @contextmanager
@@ -152,17 +188,23 @@ def open_regular(file: Location) -> Iterator[File]:
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise SourceError(f"{file}: expected a regular file, found another kind (a pipe, device or directory)")
-        yield LocalFile(handle)
+        yield LocalFile(file, handle)
     finally:
         os.close(handle)
 
 
 def read_whole(file: Location) -> bytes:
-    """The bytes of a small regular file, or of a small object.
+    """The bytes of a text, JSON or TOML, that describes the files beside it.
 
     Raises:
         DamageError: it does not exist.
+        LimitError: it is longer than in proportion to them, or has too many parts.
         SourceError: it is not a regular file, or cannot be opened.
     """
     with open_regular(file) as opened:
-        return opened.read(0, opened.size)
+        size = opened.size
+        check_description(file, size)
+        data = opened.read(0, size)
+        with about(file):
+            check_text(data)
+        return data

@@ -16,6 +16,7 @@ from ....box import Box
 from ....errors import DamageError, LayoutError, SourceError, about
 from ....record import Blob, Chunk, Extent, Manifest, StateRecord
 from ....vocabulary import KeyPath
+from ...io import limits
 from ...io.bounds import extent_faults
 from ...io.checksums import xxh3_128
 from ...io.location import Location
@@ -23,7 +24,6 @@ from ...io.regular import open_regular
 from ...reading.payloads import Payloads
 from .items import located
 from .metadata_pickle import (
-    MAX_METADATA_BYTES,
     OUR_MARK,
     Metadata,
     StoredItem,
@@ -195,9 +195,9 @@ def _read_metadata(path: Location) -> bytes:
         instead = f"; there is one in {', '.join(below[:8])}: give the path of one" if below else ""
         raise SourceError(f"expected {METADATA_FILE} in {path}, found none{unfinished}{instead}")
     with open_regular(path / METADATA_FILE) as file:
-        if file.size > MAX_METADATA_BYTES:
-            raise SourceError(f"{path / METADATA_FILE}: expected at most {MAX_METADATA_BYTES} bytes, found {file.size}")
-        return file.read(0, file.size)
+        size = file.size
+        limits.check_description(path / METADATA_FILE, size)
+        return file.read(0, size)
 
 
 def _checkpoints_below(path: Location, names: Collection[str]) -> list[str]:

@@ -21,9 +21,6 @@ from ...io.gc_paused import gc_paused
 from ...reading.dtypes import DTYPES
 from ..torch_save.inert_pickle import Global, Pickler, Record, expect, sequence, sizes_of, unpickle
 
-MAX_METADATA_BYTES = 1 << 30
-"""Largest ``.metadata`` that is read, in bytes.  DCP writes about 150 bytes a chunk: this is 7 million chunks."""
-
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 OUR_MARK = "muonckpt"

@@ -20,10 +20,11 @@ from types import MappingProxyType
 from typing import Any
 
 from ....box import Index
-from ....errors import LayoutError, SourceError
+from ....errors import SourceError
 from ....layouts.buffers.buffer_layout import BufferLayout
 from ....layouts.buffers.parameters import GroupSizes, Parameter
 from ....layouts.buffers.placements import PLACEMENTS, ToPlace
+from ...io import limits
 from ...io.location import Location
 from ...io.regular import read_whole
 from .. import signs
@@ -137,8 +138,12 @@ def read_description(path: Location) -> Description | None:
         file = path / name
         if file.is_file():
             try:
-                return _description(parse(read_whole(file).decode()))
-            except (ValueError, TypeError, KeyError, AttributeError, LayoutError, SourceError) as error:
+                text = read_whole(file).decode()
+                limits.check_limit(max(line.count(".") for line in text.split("\n")), limits.DOTS, "dots in a line")
+                return _description(parse(text))
+            except RecursionError:
+                raise SourceError(f"{file}: nested too deeply") from None
+            except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, SourceError) as error:
                 raise SourceError(f"{file}: {error}") from error
     return None
 

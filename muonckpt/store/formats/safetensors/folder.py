@@ -21,7 +21,7 @@ from ....seal import check_digest, digest_of
 from ...io.checksums import Sums
 from ...io.location import Location
 from ...io.new_file import write_synced
-from ...io.regular import open_regular
+from ...io.regular import open_regular, read_whole
 from ...reading.dtypes import itemsize
 from . import header
 from .header import CODE_OF_DTYPE, METADATA_KEY, Header, HeaderEntry
@@ -38,8 +38,6 @@ _DATA = "data"
 _PARTS = "DCP_SHARDING_INFO"
 """A key that DCP's ``HuggingFaceStorageWriter`` writes to ``__metadata__``: the file's tensors may be parts of tensors
 whose size it does not record.  Where it has written whole tensors there is an index."""
-
-_MAX_INDEX = 1 << 30
 
 _SHARD = re.compile(r"model-[0-9]+-of-[0-9]+\.safetensors$")
 """Names of the files of a sharded checkpoint: such a file without an index is a part, or unfinished."""
@@ -203,9 +201,9 @@ def _files(path: Location) -> tuple[list[Location], _Index | None]:
         lost = not indices and any(_SHARD.match(single.name) for single in singles)
         kind = DamageError if lost else SourceError
         raise kind(f"{path}: expected one index (*.safetensors.index.json), found {len(indices)}")
-    with about(indices[0]), open_regular(indices[0]) as opened:
+    with about(indices[0]):
         try:
-            index = _Index.of(json.loads(opened.read(0, min(opened.size, _MAX_INDEX))))
+            index = _Index.of(json.loads(read_whole(indices[0])))
         except (ValueError, RecursionError) as error:
             raise DamageError(f"damaged index: {error}") from error
         names = sorted({Extent(name, 0, 0).file for name in (*index.files.values(), *index.headers)})

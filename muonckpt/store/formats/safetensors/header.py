@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ....box import Index
+from ....box import MOST_DIMS, MOST_ELEMENTS, Index
 from ....errors import DamageError, SourceError
+from ...io import limits
 from ...io.checksums import xxh3_128
 from ...io.regular import File
 from ...reading.dtypes import itemsize
@@ -59,7 +60,6 @@ DTYPE_OF_CODE: Mapping[str, str] = MappingProxyType(
 CODE_OF_DTYPE: Mapping[str, str] = MappingProxyType({name: code for code, name in DTYPE_OF_CODE.items()})
 
 _ALIGNMENT = 8
-_MOST_DIMS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,11 @@ class HeaderEntry:
     stop: int
 
     def __post_init__(self) -> None:
+        if len(self.shape) > MOST_DIMS or not all(
+            0 <= number <= MOST_ELEMENTS for number in (*self.shape, self.start, self.stop)
+        ):
+            raise DamageError(f"expected at most {MOST_DIMS} sizes, and offsets, of 0 to {MOST_ELEMENTS}, found others")
         needed = math.prod(self.shape) * itemsize(self.dtype)
-        if len(self.shape) > _MOST_DIMS or min(self.shape, default=0) < 0 or not 0 <= self.start <= self.stop:
-            raise DamageError(f"refused shape {self.shape} at bytes {self.start}:{self.stop}")
         if self.stop - self.start != needed:
             raise DamageError(
                 f"expected {needed} bytes for {self.dtype} of shape {self.shape}, found {self.start}:{self.stop}"
@@ -139,6 +141,11 @@ def read_header(file: File) -> tuple[Header, int, str]:
             f"expected a safetensors file (checkpoints of other formats are directories): a header of at most {most} "
             f"bytes in {size}, found one of {length}"
         )
+    if length > limits.SMALL_DESCRIPTION:
+        rest = max(file.on_disk - 8 - length, 0)
+        limits.check_limit(
+            length, limits.SMALL_DESCRIPTION + rest, f"bytes of a header before {rest} bytes on the disk"
+        )
     text = file.read(8, length)
     header = parse_header(text)
     if 8 + length + header.data_length != size:
@@ -152,6 +159,7 @@ def parse_header(text: bytes) -> Header:
     Raises:
         SourceError: it is not the JSON that the format prescribes; names the tensor.
     """
+    limits.check_text(text)
     try:
         fields = _fields(json.loads(text.decode(), object_pairs_hook=_unique))
     except (ValueError, RecursionError) as error:

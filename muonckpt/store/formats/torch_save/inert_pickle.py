@@ -18,12 +18,16 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar, cast
 
-from ....box import Index
+from ....box import MOST_ELEMENTS, Index
 from ....errors import SourceError
+from ...io import limits
 
 _LONGEST_SEQUENCE = 64
 """Most items in a sequence of sizes or path parts: longer ones do not occur, and a hostile file could share one
 often."""
+
+_STRIDE = 1 << 16
+"""Bytes of a pickle after which the number of objects in it is compared with its limit."""
 
 T = TypeVar("T")
 
@@ -64,7 +68,7 @@ _CONSTANTS = {pickle.NONE: None, pickle.NEWTRUE: True, pickle.NEWFALSE: False, p
 _TEXT_LENGTHS = {pickle.SHORT_BINUNICODE: 1, pickle.BINUNICODE: 4}
 _PUTS = {pickle.BINPUT: 1, pickle.LONG_BINPUT: 4}
 _SKIPS = {pickle.PROTO: 1, pickle.FRAME: 8}
-_KEYS = (str, int, Record)
+_SCALARS = (str, int, float, bool, type(None))
 
 
 class Anything:
@@ -74,79 +78,125 @@ class Anything:
         return True
 
 
-def unpickle(data: bytes, allowed: Container[str]) -> object:
+class _Keys:
+    """Counts the keys of dicts that an attacker could have chosen for their equal hashes."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def check(self, key: object) -> None:
+        """Let a key pass, unless there are too many of its kind.
+
+        Raises:
+            LimitError: there are.
+            SourceError: it is not of a type that is hashed without running code, and without end.
+        """
+        kind = type(key)
+        if kind is str or kind is Record or (kind is int and abs(cast(int, key)) < limits.SMALL_KEY):
+            return
+        parts = key if type(key) is tuple else (key,)
+        if len(parts) > _LONGEST_SEQUENCE or any(type(part) not in _SCALARS for part in parts):
+            raise SourceError(f"expected a string, an integer or an object as a dict key, found {kind.__name__}")
+        self._count += 1
+        limits.check_limit(self._count, limits.KEYS, "dict keys that are large integers, floats or tuples")
+
+
+def unpickle(data: bytes, allowed: Container[str], containers: int | None = None) -> object:
     """The content of a pickle as tuples, lists, dicts, scalars and :class:`Record`; nothing in it is run.
 
-    ``allowed`` holds the names (``"module name"``) that may occur.
+    Args:
+        allowed: the names (``"module name"``) that may occur.
+        containers: how many tuples, lists, dicts and records there may be; None: in proportion to the data.
 
     Raises:
+        LimitError: there are more.
         SourceError: another name or opcode occurs, the data is cut, or it is not a pickle of plain data.
     """
+    most = limits.FEW + len(data) // limits.PICKLE_BYTES if containers is None else containers
     try:
-        return _run(data, allowed)
+        return _run(data, allowed, most)
     except (IndexError, ValueError, struct.error) as error:
         raise SourceError(f"expected a pickle of plain data, found it cut or damaged ({error})") from None
 
 
-def _run(data: bytes, allowed: Container[str]) -> object:
+def _run(data: bytes, allowed: Container[str], most: int) -> object:
     # The opcodes are ordered by how often a large file has them, and the rare ones are in _run_one.
     stack: list[object] = []
     marks: list[list[object]] = []
     memo: list[object] = []
-    position = 0
-    while (code := data[position]) != _STOP:
-        position += 1
-        if code == _MEMOIZE:
-            memo.append(stack[-1])
-        elif code == _LONG_BINGET:
-            stack.append(memo[int.from_bytes(data[position : position + 4], "little")])
-            position += 4
-        elif code == _BINGET:
-            stack.append(memo[data[position]])
+    keys = _Keys()
+    position = made = 0
+    for stop in chain(range(_STRIDE, len(data), _STRIDE), (len(data),)):
+        # What an opcode makes is counted at once and compared once in a while, which costs less.
+        limits.check_limit(made, most, "tuples, lists, dicts and objects in a pickle")
+        while position < stop:
+            code = data[position]
             position += 1
-        elif code == _BININT1:
-            stack.append(data[position])
-            position += 1
-        elif code in _WIDE:
-            width = 2 if code == _BININT2 else 4
-            stack.append(int.from_bytes(data[position : position + width], "little", signed=code == _BININT))
-            position += width
-        elif code in _CALLS:
-            args = stack.pop()
-            stack[-1] = Record(expect(Global, stack[-1]), args)
-        elif code == _TUPLE1:
-            stack[-1] = (stack[-1],)
-        elif code == _TUPLE2:
-            second = stack.pop()
-            stack[-1] = (stack[-1], second)
-        elif code == _MARK:
-            marks.append(stack)
-            stack = []
-        elif code == _BUILD:
-            state = stack.pop()
-            expect(Record, stack[-1]).state = state
-        elif code == _SETITEMS:
-            items, stack = stack, marks.pop()
-            _update(stack[-1], items)
-        elif code == _EMPTY_DICT:
-            stack.append({})
-        elif code == _TUPLE:
-            items, stack = stack, marks.pop()
-            stack.append(tuple(items))
-        elif code == _APPENDS:
-            items, stack = stack, marks.pop()
-            expect(list, stack[-1]).extend(items)
-        else:
-            position = _run_one(data[position - 1 : position], data, position, stack, memo, allowed)
-    if position + 1 != len(data):
-        raise SourceError(
-            f"expected the end of the pickle at byte {position + 1}, found {len(data) - position - 1} bytes more"
-        )
-    return stack.pop()
+            if code == _MEMOIZE:
+                memo.append(stack[-1])
+            elif code == _LONG_BINGET:
+                stack.append(memo[int.from_bytes(data[position : position + 4], "little")])
+                position += 4
+            elif code == _BINGET:
+                stack.append(memo[data[position]])
+                position += 1
+            elif code == _BININT1:
+                stack.append(data[position])
+                position += 1
+            elif code in _WIDE:
+                width = 2 if code == _BININT2 else 4
+                stack.append(int.from_bytes(data[position : position + width], "little", signed=code == _BININT))
+                position += width
+            elif code in _CALLS:
+                args = stack.pop()
+                stack[-1] = Record(expect(Global, stack[-1]), args)
+                made += 1
+            elif code == _TUPLE1:
+                stack[-1] = (stack[-1],)
+                made += 1
+            elif code == _TUPLE2:
+                second = stack.pop()
+                stack[-1] = (stack[-1], second)
+                made += 1
+            elif code == _MARK:
+                marks.append(stack)
+                stack = []
+                made += 1
+            elif code == _BUILD:
+                state = stack.pop()
+                expect(Record, stack[-1]).state = state
+            elif code == _SETITEMS:
+                items, stack = stack, marks.pop()
+                _update(stack[-1], items, keys)
+            elif code == _EMPTY_DICT:
+                stack.append({})
+                made += 1
+            elif code == _TUPLE:
+                items, stack = stack, marks.pop()
+                stack.append(tuple(items))
+            elif code == _APPENDS:
+                items, stack = stack, marks.pop()
+                expect(list, stack[-1]).extend(items)
+            elif code == _STOP:
+                if position != len(data):
+                    raise SourceError(
+                        f"expected the end of the pickle at byte {position}, found {len(data) - position} bytes more"
+                    )
+                return stack.pop()
+            else:
+                position = _run_one(data[position - 1 : position], data, position, stack, memo, allowed, keys)
+                made += 1
+    raise ValueError(f"no end within {len(data)} bytes")
 
 
 def _run_one(
-    opcode: bytes, data: bytes, position: int, stack: list[object], memo: list[object], allowed: Container[str]
+    opcode: bytes,
+    data: bytes,
+    position: int,
+    stack: list[object],
+    memo: list[object],
+    allowed: Container[str],
+    keys: _Keys,
 ) -> int:
     """Run one of the rarer opcodes, whose argument starts at byte ``position``.  Returns the position behind it."""
     if opcode in _CONSTANTS:
@@ -170,7 +220,7 @@ def _run_one(
         expect(list, stack[-1]).append(item)
     elif opcode == pickle.SETITEM:
         value, key = stack.pop(), stack.pop()
-        _update(stack[-1], [key, value])
+        _update(stack[-1], [key, value], keys)
     elif opcode == pickle.TUPLE3:
         third, second = stack.pop(), stack.pop()
         stack[-1] = (stack[-1], second, third)
@@ -200,11 +250,11 @@ def _global(name: str, allowed: Container[str]) -> Global:
     return Global(name)
 
 
-def _update(target: object, items: list[object]) -> None:
+def _update(target: object, items: list[object], counted: _Keys) -> None:
     keys = items[::2]
     for key in keys:
-        if type(key) not in _KEYS:
-            raise SourceError(f"expected a string, an integer or an object as a dict key, found {type(key).__name__}")
+        if type(key) is not str:
+            counted.check(key)
     if type(target) is Record:
         target = target.own_items()
     expect(dict, target).update(zip(keys, items[1::2], strict=True))
@@ -232,8 +282,8 @@ def sizes_of(value: object) -> Index:
     """A ``torch.Size``, tuple or list of integers >= 0."""
     numbers = tuple(sequence(value))
     for number in numbers:
-        if expect(int, number) < 0:
-            raise SourceError(f"expected sizes and offsets >= 0, found {number}")
+        if not 0 <= expect(int, number) <= MOST_ELEMENTS:
+            raise SourceError(f"expected sizes and offsets of at most {MOST_ELEMENTS} and >= 0, found {number}")
     return cast(Index, numbers)
 
 

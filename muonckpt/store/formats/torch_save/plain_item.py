@@ -10,16 +10,15 @@ from __future__ import annotations
 import pickle
 import struct
 import zlib
-from collections.abc import Callable, Container
+from collections.abc import Container, Iterable
+from types import NoneType
 from typing import Any
 
 from ....errors import SourceError
+from ...io import limits
 from .inert_pickle import Global, Record, unpickle
 from .stored_zip import MEMBER_ALIGNMENT, directory, read_members, store
 from .tensor_item import SERIALIZATION_ID
-
-_LARGEST_PICKLE = 16 << 20
-"""Bytes of the largest pickle that is read; the list of a group's parameter names is one pickle."""
 
 _NUMBERS = ("numpy._core.multiarray scalar", "numpy.core.multiarray scalar")
 """The functions of numpy 2 and 1 that make a scalar: learning rates computed by schedules may be such scalars."""
@@ -40,45 +39,84 @@ def plain_value(raw: bytes, allowed: Container[str] = ()) -> Any:
         member.name: member for member in read_members(lambda offset, count: raw[offset : offset + count], len(raw))
     }
     pickled = members.get("data.pkl")
-    if pickled is None or pickled.length > _LARGEST_PICKLE:
-        raise SourceError(f"expected a data.pkl of at most {_LARGEST_PICKLE} bytes, found {pickled}")
+    if pickled is None:
+        raise SourceError(f"expected a data.pkl, found a zip archive of {', '.join(members):.200}")
+    limits.check_limit(pickled.length, limits.ITEM_BYTES, "bytes in the data.pkl of an item")
     data = raw[pickled.offset : pickled.offset + pickled.length]
     if pickled.crc32 is not None and zlib.crc32(data) != pickled.crc32:
         raise SourceError(f"expected checksum {pickled.crc32:#010x} for data.pkl, found {zlib.crc32(data):#010x}")
+    content = unpickle(data, allowed or _OF_NUMBERS, limits.ITEM_CONTAINERS)
     try:
-        return _with_numbers(unpickle(data, allowed or _OF_NUMBERS), not allowed, {})
+        converted, unfolded = _Conversion(strict=not allowed).of(content)
     except RecursionError:
         raise SourceError("expected plain data, found it nested too deeply") from None
+    limits.check_limit(
+        unfolded, limits.SMALL_DESCRIPTION + limits.UNFOLDED * len(data), "elements and characters in an item's data"
+    )
+    return converted
 
 
-def _with_numbers(value: Any, strict: bool, known: dict[int, Any]) -> Any:
-    """A value with Python numbers in place of numpy's; ``known`` are the parts done, by id, as pickles share them.
+class _Conversion:
+    """Turns numpy's numbers in an item into Python's, and computes how much there is if shared parts are repeated.
 
-    Raises:
-        SourceError: if ``strict``, something is not plain data.
+    Args:
+        strict: refuse what is not plain data.
     """
-    if id(value) not in known:
-        known[id(value)] = _without_numpy(value, lambda part: _with_numbers(part, strict, known), strict)
-    return known[id(value)]
+
+    def __init__(self, strict: bool) -> None:
+        self._strict = strict
+        self._known: dict[int, tuple[Any, int]] = {}
+        """The containers that have been converted, by id: pickles share them."""
+
+    def of(self, value: Any) -> tuple[Any, int]:
+        """A value, and its number of elements and characters.
+
+        Raises:
+            SourceError: it is not plain data.
+        """
+        if type(value) is str:
+            return value, 1 + len(value)
+        if type(value) in (int, float, bool, NoneType):
+            return value, 1
+        if id(value) not in self._known:
+            self._known[id(value)] = self._container(value)
+        return self._known[id(value)]
+
+    def _container(self, value: Any) -> tuple[Any, int]:
+        match value:
+            case list() | tuple():
+                parts, sizes = self._all(value)
+                return type(value)(parts), 1 + sizes
+            case dict():
+                keys, key_sizes = self._all(value)
+                if self._strict and (others := {type(key).__name__ for key in keys} - {"str", "int"}):
+                    raise SourceError(f"expected strings or integers as dict keys, found {', '.join(sorted(others))}")
+                parts, sizes = self._all(value.values())
+                return dict(zip(keys, parts, strict=True)), 1 + key_sizes + sizes
+            case Record(
+                kind=kind,
+                args=(
+                    Record(kind="numpy dtype", args=(code, *_), state=(_, "<" | "|", *_)),
+                    Record(kind="_codecs encode", args=(str() as text, "latin1")),
+                ),
+            ) if kind in _NUMBERS and code in _CODES and _is_number(text, _CODES[code]):
+                return struct.unpack(_CODES[code], text.encode("latin1"))[0], 1
+            case Record() | Global() if self._strict:
+                raise SourceError(f"expected plain data, found {getattr(value, 'kind', value)}; nothing was run")
+        return value, 1
+
+    def _all(self, values: Iterable[Any]) -> tuple[list[Any], int]:
+        converted, total = [], 0
+        for value in values:
+            part, size = self.of(value)
+            converted.append(part)
+            total += size
+        return converted, total
 
 
-def _without_numpy(value: Any, convert: Callable[[Any], Any], strict: bool) -> Any:
-    match value:
-        case list() | tuple():
-            return type(value)(map(convert, value))
-        case dict():
-            return {convert(key): convert(part) for key, part in value.items()}
-        case Record(
-            kind=kind,
-            args=(
-                Record(kind="numpy dtype", args=(code, *_), state=(_, "<" | "|", *_)),
-                Record(kind="_codecs encode", args=(str() as text, "latin1")),
-            ),
-        ) if kind in _NUMBERS and code in _CODES and len(text) == struct.calcsize(_CODES[code]) and max(text) <= "\xff":
-            return struct.unpack(_CODES[code], text.encode("latin1"))[0]
-        case Record() | Global() if strict:
-            raise SourceError(f"expected plain data, found {getattr(value, 'kind', value)}; nothing was run")
-    return value
+def _is_number(text: str, code: str) -> bool:
+    """Whether these are the bytes of a number, one to a character."""
+    return len(text) == struct.calcsize(code) and max(text) <= "\xff"
 
 
 def plain_item(value: object) -> bytes:

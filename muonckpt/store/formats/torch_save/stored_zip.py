@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ....errors import SourceError
+from ...io import limits
 
 Read = Callable[[int, int], bytes]
 """``read(offset, length)``: that range of a file, in bytes; shorter where the file ends before."""
@@ -25,7 +26,6 @@ too, so that payloads can be mapped as arrays."""
 
 _BIG = 0xFFFFFFFF
 _HEAD, _TAIL = 1024, 2048
-_LARGEST_DIRECTORY = 1 << 24
 _FOLDER = 0x10  # of the external attributes
 
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -182,7 +182,8 @@ def members_in(part: Read, offset: int, length: int) -> tuple[ZipMember, ...]:
         raise SourceError(f"expected {count} members in the zip archive, found {len(entries)}")
     split = [entry.name.partition("/") for entry in entries]
     if len({folder for folder, _, _ in split}) != 1 or len({name for _, _, name in split}) != len(entries):
-        raise SourceError(f"expected members of one folder with different names, found {[e.name for e in entries]}")
+        names = ", ".join(entry.name for entry in entries[:9])
+        raise SourceError(f"expected members of one folder with different names, found {names:.200}")
     recorded = any(entry.crc32 for entry in entries)
     members = []
     for entry, next_at, (_, _, name) in zip(
@@ -210,8 +211,7 @@ def _directory(part: Read, length: int) -> tuple[int, int, bytes]:
     if any(disks) or numbers[0] != numbers[1] or not agree or saturated:
         raise SourceError(f"expected the end records of one zip archive, found {short} and {numbers} on disks {disks}")
     _, count, size, start = numbers
-    if size > _LARGEST_DIRECTORY:
-        raise SourceError(f"expected a zip directory of at most {_LARGEST_DIRECTORY} bytes, found {size}")
+    limits.check_limit(size, limits.ZIP_DIRECTORY, "bytes in the directory of a zip archive")
     return start, count, part(start, size)
 
 

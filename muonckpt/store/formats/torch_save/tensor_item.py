@@ -194,7 +194,7 @@ def read_tensor(read: Read, offset: int, length: int) -> TensorItem:
     part = window(read, offset, length)
     members = {member.name: member for member in members_in(part, offset, length)}
     if [name for name in members if name.startswith("data/")] != [_PAYLOAD] or "data.pkl" not in members:
-        raise SourceError(f"expected the item of one tensor, found a zip archive of {', '.join(members)}")
+        raise SourceError(f"expected the item of one tensor, found a zip archive of {', '.join(members):.200}")
 
     def content(name: str) -> bytes:
         return member_data(lambda start, count: part(start - offset, count), members[name], _LARGEST_PICKLE)

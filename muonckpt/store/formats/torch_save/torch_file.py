@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from ....box import Index
 from ....errors import SourceError
 from ....record import Extent
+from ...io import limits
 from ...io.location import Location
 from ...io.regular import File, open_regular
 from ...reading.dtypes import itemsize
 from .inert_pickle import Anything, Global, Record, unpickle
 from .stored_zip import ZipMember, member_data, read_members
 from .tensor_item import described, is_row_major
-
-_LARGEST_PICKLE = 1 << 28
-"""Bytes of the largest ``data.pkl`` that is read: about 300 bytes a tensor."""
 
 _TYPES = ("torch Tensor", "torch.nn.parameter Parameter")
 
@@ -80,10 +78,13 @@ def read_torch_file(directory: Location, name: str) -> TorchFile:
 def _read(file: File, name: str) -> TorchFile:
     members = {member.name: member for member in read_members(file.read, file.size)}
     if "data.pkl" not in members:
-        raise SourceError(f"expected a file of torch.save, found a zip archive of {', '.join(members)[:200]}")
+        raise SourceError(f"expected a file of torch.save, found a zip archive of {', '.join(members):.200}")
     if "byteorder" in members and member_data(file.read, members["byteorder"], 64) != b"little":
         raise SourceError("expected little-endian elements")
-    return TorchFile(name, unpickle(member_data(file.read, members["data.pkl"], _LARGEST_PICKLE), Anything()), members)
+    pickled = members["data.pkl"].length
+    most = limits.SMALL_DESCRIPTION + max(file.on_disk - pickled, 0)
+    limits.check_limit(pickled, most, "bytes in data.pkl, in proportion to the rest of the file")
+    return TorchFile(name, unpickle(member_data(file.read, members["data.pkl"], pickled), Anything()), members)
 
 
 def _bare(value: object) -> object:

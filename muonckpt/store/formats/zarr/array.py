@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from ....box import Box, Index
+from ....box import MOST_DIMS, MOST_ELEMENTS, Box, Index
 from ....errors import DamageError, SourceError
 from ....seal import digest_of
 from ...reading.dtypes import DTYPES, itemsize
@@ -44,7 +44,6 @@ _READABLE = _ZARR_DTYPES.keys() | {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
 
 _CRC32C = {"name": "crc32c"}
 _INDEX_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, _CRC32C]
-_MAX_JSON = 64 << 20
 
 
 def stored_as(dtype: str) -> str:
@@ -80,8 +79,10 @@ class ZarrArray:
 
     def __post_init__(self) -> None:
         shapes = (self.shape, self.file_shape, self.chunk_shape)
-        if len({len(shape) for shape in shapes}) != 1 or len(self.shape) > 64:
-            raise SourceError(f"expected an array, files and chunks with equal numbers of dims, found {shapes}")
+        if len({len(shape) for shape in shapes}) != 1 or len(self.shape) > MOST_DIMS:
+            raise SourceError(f"expected an array, files and chunks with equal numbers of dims, found {shapes!s:.200}")
+        if max((size for shape in shapes for size in shape), default=0) > MOST_ELEMENTS:
+            raise SourceError(f"expected sizes of at most {MOST_ELEMENTS}, found larger ones")
         if min(self.shape, default=0) < 0 or min((*self.file_shape, *self.chunk_shape), default=1) < 1:
             raise SourceError(f"expected a shape and chunks of at least one element, found {shapes}")
         if any(whole % part for whole, part in zip(self.file_shape, self.chunk_shape, strict=True)):
@@ -155,7 +156,7 @@ def parse_node(data: bytes) -> dict[str, Any]:
         SourceError: it is not the JSON of a group or an array of version 3.
     """
     try:
-        fields = json.loads(data[:_MAX_JSON].decode())
+        fields = json.loads(data.decode())
         if fields["zarr_format"] != 3 or fields["node_type"] not in ("group", "array"):
             raise SourceError(f"expected a node of zarr format 3, found {fields['zarr_format']!r}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -174,9 +175,10 @@ def parse_array(node: str, fields: Mapping[str, Any]) -> ZarrArray:
     """
     try:
         if fields.get("storage_transformers"):
-            raise SourceError(f"expected no storage transformers, found {fields['storage_transformers']}")
+            raise SourceError(f"expected no storage transformers, found {fields['storage_transformers']!r:.200}")
         if fields["data_type"] not in _READABLE:
-            raise SourceError(f"expected one of the data types {', '.join(_READABLE)}, found {fields['data_type']!r}")
+            kinds = ", ".join(_READABLE)
+            raise SourceError(f"expected one of the data types {kinds}, found {fields['data_type']!r:.200}")
         files = _ints(_configuration(fields["chunk_grid"], "regular")["chunk_shape"])
         prefix, separator = _keys(fields["chunk_key_encoding"])
         chunks, trailer, index_first = _codecs(fields["codecs"])
@@ -232,7 +234,7 @@ def _codecs(codecs: Any) -> tuple[Index | None, int | None, bool]:
             return None, INDEX_CHECKSUM, False
         case [*_]:
             return None, None, False
-    raise SourceError(f"expected a list of codecs, found {codecs!r}")
+    raise SourceError(f"expected a list of codecs, found {codecs!r:.200}")
 
 
 def _is_little(codec: Mapping[Any, Any]) -> bool:
@@ -252,10 +254,10 @@ def _keys(encoding: Any) -> tuple[str, str]:
         case {"name": "v2", **rest}:
             prefix, usual = "", "."
         case _:
-            raise SourceError(f"expected a chunk key encoding default or v2, found {encoding!r}")
+            raise SourceError(f"expected a chunk key encoding default or v2, found {encoding!r:.200}")
     separator = _setting(rest, "separator", usual)
     if separator not in ("/", "."):
-        raise SourceError(f"expected a separator / or ., found {separator!r}")
+        raise SourceError(f"expected a separator / or ., found {separator!r:.200}")
     return prefix, separator
 
 
@@ -263,12 +265,12 @@ def _configuration(value: Any, name: str) -> dict[str, Any]:
     match value:
         case {"name": kind, "configuration": dict(configuration)} if kind == name:
             return configuration
-    raise SourceError(f"expected {name!r} with a configuration, found {value!r}")
+    raise SourceError(f"expected {name!r} with a configuration, found {value!r:.200}")
 
 
 def _ints(value: Any) -> Index:
     if not isinstance(value, list) or not all(type(number) is int for number in value):
-        raise SourceError(f"expected a list of integers, found {value!r}")
+        raise SourceError(f"expected a list of integers, found {value!r:.200}")
     return tuple(value)
 
 

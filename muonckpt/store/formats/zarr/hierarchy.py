@@ -7,6 +7,7 @@ codecs the zarr library, imported when needed, decodes whole files.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -17,6 +18,7 @@ from ....box import Box
 from ....errors import DamageError, SourceError, about
 from ....record import Chunk, Extent, Manifest, StateRecord
 from ....seal import check_digest
+from ...io import limits
 from ...io.location import Location
 from ...io.regular import FileBytes, Held, open_regular, read_whole
 from ...reading.dtypes import itemsize
@@ -69,6 +71,8 @@ class ZarrPayloads(Payloads):
 
     def _decoded(self, file: str) -> memoryview:
         array, box = self._encoded[file]
+        size = math.prod(array.file_shape) * itemsize(array.dtype)
+        limits.check_limit(size, limits.DECODED + 1000 * self.on_disk(file), f"bytes in {file} when it is decoded")
         try:
             import zarr
 
@@ -214,6 +218,9 @@ def _index(path: Location, array: ZarrArray, file: str, size: int) -> Any:
     if size < array.index_bytes:
         raise DamageError(f"expected a shard index of {array.index_bytes} bytes in a file of {size}: it was cut")
     with open_regular(path / file) as opened:
+        limits.check_limit(
+            array.index_bytes, limits.SMALL_DESCRIPTION + opened.on_disk, f"bytes of the index of {file}"
+        )
         raw = opened.read(0 if array.index_first else size - array.index_bytes, array.index_bytes)
     index, checksum = raw[:-INDEX_CHECKSUM], int.from_bytes(raw[-INDEX_CHECKSUM:], "little")
     if crc32c(index) != checksum:

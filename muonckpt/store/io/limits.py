@@ -1,0 +1,131 @@
+"""What a file may cost its reader: every limit, in one place, and the switch that lifts them.
+
+Whoever makes a file decides how much memory and time its reader needs, unless the reader decides first.  Here it does:
+nothing is read whole before its size has been compared with a limit, and what is parsed is counted.  A checkpoint may
+have a million chunks and hundreds of megabytes of descriptions, so a description that is longer than a small size must
+be in proportion: no longer than the other files of the checkpoint together, as far as these really take room on the
+disk.  Every item costs its writer more bytes in a file than in a description.
+
+For a checkpoint that is trusted, ``MUONCKPT_LIMITS=off`` in the environment lifts all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...errors import SourceError
+from .location import Location, Remote, asking
+
+SWITCH = "MUONCKPT_LIMITS"
+"""The environment variable that lifts the limits, if it is ``off``."""
+
+SMALL_DESCRIPTION = 1 << 20
+"""Bytes of a description, such as a manifest, a header or an index, that are read whatever else there is."""
+
+ITEM_BYTES = 8 << 20
+"""Bytes of the pickle of an item that is decoded.  The names of a parameter group's parameters are one item."""
+
+ITEM_CONTAINERS = 1 << 18
+"""Tuples, lists, dicts and objects in such a pickle."""
+
+UNFOLDED = 8
+"""What an item's data may be when parts that the pickle shares are written out again and again, in elements and
+characters: so many times the bytes of its pickle, and `SMALL_DESCRIPTION` more."""
+
+PICKLE_BYTES = 4
+"""Bytes of a pickle for each tuple, list, dict and object in it, beyond the first `FEW`.  DCP writes six."""
+
+JSON_BYTES = 12
+"""Bytes of JSON or TOML for each list and table in it, beyond the first `FEW`.  Our manifests have about fifty."""
+
+FEW = 1 << 16
+
+KEYS = 10_000
+"""Keys of dicts, in one pickle, of which an attacker can choose many with the same hash: large integers, floats and
+tuples.  Hashes of strings are secret, small integers are their own."""
+
+SMALL_KEY = 1 << 24
+"""The size of integers that are not small."""
+
+ZIP_DIRECTORY = 16 << 20
+"""Bytes of the directory of a zip archive, about 60 for each member."""
+
+DOTS = 2_000
+"""Dots in a line of TOML: its reader takes quadratic time for dotted keys."""
+
+DECODED = 128 << 20
+"""Bytes that the file of an encoded zarr array may have when it is decoded, and 1000 more for each on the disk."""
+
+
+class LimitError(SourceError):
+    """A file would cost more than its reader allows, which may be lifted."""
+
+
+def check_limit(found: int, most: int, what: str) -> None:
+    """Compare a size or a number with its limit.
+
+    Raises:
+        LimitError: it is larger; says how the limit is lifted.
+    """
+    if found > most and os.environ.get(SWITCH) != "off":
+        raise LimitError(
+            f"expected at most {most} {what}, found {found}; if you trust this checkpoint, set {SWITCH}=off in the "
+            "environment, which lifts the limits on what a file may cost (docs/guide/limits.md)"
+        )
+
+
+def check_description(file: Location, size: int) -> None:
+    """Compare the size of a file that describes others in its folder, and in those below, with theirs.
+
+    Raises:
+        LimitError: it is out of proportion.
+    """
+    if size > SMALL_DESCRIPTION:
+        others = _sum_up_to(size - SMALL_DESCRIPTION, _sizes_beside(file))
+        check_limit(
+            size, SMALL_DESCRIPTION + others, f"bytes in {file}, whose neighbours have {others} bytes on the disk"
+        )
+
+
+def on_disk(status: os.stat_result) -> int:
+    """Bytes that a local file really has: fewer than its size if it has holes."""
+    return min(status.st_size, 512 * status.st_blocks)
+
+
+def check_text(data: bytes) -> None:
+    """Compare the number of lists and tables in a JSON or TOML text with its length, before it is parsed.
+
+    Raises:
+        LimitError: there are more than any description has.
+    """
+    if len(data) > FEW:
+        check_limit(data.count(b"[") + data.count(b"{"), FEW + len(data) // JSON_BYTES, "lists and tables in the text")
+
+
+def _sum_up_to(enough: int, sizes: Iterator[int]) -> int:
+    total = 0
+    for size in sizes:
+        total += size
+        if total >= enough:
+            break
+    return total
+
+
+def _sizes_beside(file: Location) -> Iterator[int]:
+    """The sizes of all other files in the folder of a file, and below; each file counts once, also if it has links."""
+    if isinstance(file, Remote):
+        with asking(file):
+            found = file.parent.fs.find(file.parent.path, detail=True)
+        yield from (int(info["size"] or 0) for path, info in found.items() if path != file.path)
+        return
+    own = file.lstat()
+    counts_blocks = own.st_blocks > 0  # some file systems do not say how many there are
+    known = {(own.st_dev, own.st_ino)}
+    for folder, _, names in os.walk(file.parent):
+        for name in names:
+            status = (Path(folder) / name).lstat()
+            if (status.st_dev, status.st_ino) not in known:
+                known.add((status.st_dev, status.st_ino))
+                yield on_disk(status) if counts_blocks else status.st_size

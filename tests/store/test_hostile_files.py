@@ -1,0 +1,108 @@
+"""Hostile files: whatever they hold, their reader says so in one sentence, after little time and memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support import hostile
+
+import muonckpt
+from muonckpt.errors import DamageError, SourceError
+from muonckpt.record import Extent
+from muonckpt.store.formats.dcp.metadata_pickle import StoredItem, dump_metadata, parse_metadata
+from muonckpt.store.io.limits import SMALL_DESCRIPTION, SWITCH, LimitError, check_description
+from muonckpt.store.reading.payloads import Payloads
+
+SECONDS, MEBIBYTES = 2.0, 256
+
+LOOK = """
+import json, resource, sys, time
+import muonckpt
+from muonckpt.cli.main import run
+from muonckpt.errors import MuonckptError
+said = []
+for case in sys.argv[1:]:
+    begin = time.process_time()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak begins anew
+    code = max(run([command, case]) for command in ("inspect", "verify"))
+    try:
+        with muonckpt.open(case) as opened:
+            print(len(str(opened.groups)), [opened.items[key] for key in opened.items], file=sys.stderr)
+            for tensor in opened.tensors.values():
+                tensor.bits()
+        code = 0
+    except MuonckptError as error:
+        print(error, file=sys.stderr)
+    peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    said.append([code, time.process_time() - begin, peak // 1024])
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def looked_at(tmp_path_factory) -> dict[str, tuple[int, float, int]]:
+    """For each case the exit code, 0 if everything in it could be decoded, and processor seconds and MiB of memory."""
+    folder = tmp_path_factory.mktemp("hostile")
+    for number, make in enumerate(hostile.CASES.values()):
+        place = folder / str(number)
+        muonckpt.save({"w": torch.zeros(4), "param_groups": [{"lr": 0.5}]}, place)
+        make(place)
+    places = [str(folder / str(number)) for number in range(len(hostile.CASES))]
+    done = subprocess.run([sys.executable, "-c", LOOK, *places], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "this is a bug" not in done.stderr, done.stderr[-4000:]
+    assert "Traceback" not in done.stderr
+    return dict(zip(hostile.CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize("case", hostile.CASES)
+def test_a_hostile_checkpoint_is_refused_in_little_time_and_memory(case, looked_at):
+    code, seconds, mebibytes = looked_at[case]
+    assert code in (1, 3)
+    assert seconds < SECONDS and mebibytes < MEBIBYTES
+
+
+def test_a_description_is_in_proportion_to_the_other_files_or_the_limits_are_lifted(tmp_path, monkeypatch):
+    (tmp_path / "muonckpt.json").write_bytes(bytes(SMALL_DESCRIPTION))
+    check_description(tmp_path / "muonckpt.json", SMALL_DESCRIPTION)
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "__0_0.distcp").write_bytes(b"x" * (3 * SMALL_DESCRIPTION))
+    (tmp_path / "part" / "again").hardlink_to(tmp_path / "part" / "__0_0.distcp")
+    with (tmp_path / "hole").open("wb") as file:
+        file.truncate(1 << 40)
+    check_description(tmp_path / "muonckpt.json", 4 * SMALL_DESCRIPTION)
+    with pytest.raises(LimitError, match=f"{SWITCH}=off"):
+        check_description(tmp_path / "muonckpt.json", 4 * SMALL_DESCRIPTION + (1 << 16))
+    monkeypatch.setenv(SWITCH, "off")
+    check_description(tmp_path / "muonckpt.json", 1 << 40)
+
+
+def test_load_refuses_an_option_that_would_cost_too_much_before_torch_reads_it(tmp_path):
+    dcp.save({"x": [1]}, checkpoint_id=tmp_path / "c", no_dist=True)
+    data = hostile.item(hostile.colliding(20_000))
+    metadata = parse_metadata((tmp_path / "c" / ".metadata").read_bytes())
+    (tmp_path / "c" / "__9_0.distcp").write_bytes(data)
+    storage = {("x", None): StoredItem("__9_0.distcp", 0, len(data))}
+    (tmp_path / "c" / ".metadata").write_bytes(dump_metadata(replace(metadata, storage=storage)))
+    with pytest.raises(SourceError, match=r"refused 'x': expected at most 10000 dict keys"):
+        muonckpt.load({"x": [1]}, tmp_path / "c")
+
+
+def test_a_file_that_is_cut_while_it_is_read_gives_an_error_that_names_it(tmp_path):
+    """Had it been mapped, this process would end here."""
+    (tmp_path / "a").write_bytes(bytes(8 << 20))
+    with Payloads(tmp_path) as payloads:
+        file, memory = payloads.reaching("a", 8 << 20), memoryview(bytearray(8 << 20))
+        bands = payloads.bands(Extent("a", 0, 8 << 20))
+        next(bands)
+        (tmp_path / "a").write_bytes(bytes(5 << 20))
+        for read in (lambda: list(bands), lambda: file.fill(memory, 0), lambda: file.view(4 << 20, 2 << 20)):
+            with pytest.raises(DamageError, match=f"{tmp_path / 'a'}.*it was cut"):
+                read()
