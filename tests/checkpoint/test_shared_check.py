@@ -91,15 +91,18 @@ def save_job(rank, world, path):
 
 def load_job(rank, world, path):
     """Bytes of payloads that this rank needs and those that it looked at, or the error."""
-    seen, view = set(), Payloads.view
+    seen, view, whole = set(), Payloads.view, Payloads.whole
     Payloads.view = lambda self, extent: seen.update(range(extent.offset, extent.end)) or view(self, extent)
+    Payloads.whole = lambda self, extent, check: (
+        seen.update(range(extent.offset, extent.end)) or whole(self, extent, check)
+    )
     mine = state(world, values=False)
     try:
         muonckpt.load(mine, path)
     except SourceError as error:
         return str(error)
     finally:
-        Payloads.view = view
+        Payloads.view, Payloads.whole = view, whole
     for name, expected in state(world, values=True).items():
         assert torch.equal(mine[name].to_local(), expected.to_local()), name
     return sum(value.to_local().nbytes for value in mine.values()), len(seen)
