@@ -49,6 +49,21 @@ def judged(
     return result
 
 
+def dealt(
+    process_group: dist.ProcessGroup | None, step: str, of_rank: Callable[[], T], deal: Callable[[list[T]], list[R]]
+) -> R:
+    """What the first rank makes of the answers of all for each of them: one gather and one scatter.
+
+    Args:
+        step, of_rank: as for `judged`.
+        deal: runs on the first rank of the group; gives one value for each rank.
+
+    Raises:
+        CheckpointException: what was raised on a rank, the same on every rank; see `own_errors`.
+    """
+    return _DistWrapper(process_group, dist.is_initialized(), 0).reduce_scatter(step, of_rank, deal)
+
+
 @dataclass(frozen=True, slots=True)
 class _Failure:
     """Why a rank has no answer."""

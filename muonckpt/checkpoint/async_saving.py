@@ -24,7 +24,7 @@ from ..store.io.location import location
 from .all_ranks import judged
 from .dcp_writer import SaveProgress
 from .host_copy import HostCopy
-from .save_load import save_with
+from .joint_save import AgreedPlans, JointSave
 
 OnError = Literal["raise", "warn"]
 WhenBusy = Literal["wait", "refuse"]
@@ -101,6 +101,7 @@ class _Lane:
         self.process = os.getpid()
         self.last: AsyncSave | None = None
         self._copy = HostCopy()
+        self._plans = AgreedPlans()
         self._thread = ThreadPoolExecutor(1, "muonckpt-save")
         self._group = _gloo(process_group) if self.world else None
         self._asking = _gloo(process_group) if self.world else None
@@ -129,8 +130,13 @@ class _Lane:
             failure.__cause__ = error
         destination = location(path, DestinationError)
 
+        def copied() -> Mapping[str, Any]:
+            if failure is not None:
+                raise failure
+            return staged
+
         def work() -> None:
-            save_with(staged, destination, provenance, self._group, progress=progress, failure=failure)
+            JointSave(destination, provenance, self._group, self._plans, progress).run(copied)
             then()
 
         self.last = AsyncSave(path, progress, self._thread.submit(work), on_error)

@@ -8,29 +8,24 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ..errors import DestinationError, SourceError
 from ..resumption import Extra, Globs, LoadReport
-from ..store.io import publish
-from ..store.io.location import Location, location
-from ..version import PROGRAM
+from ..store.io.location import location
 from ..vocabulary import KeyPath
 from .all_ranks import judged, own_errors
 from .attestation import attest_loaded
 from .dcp_reader import CheckingReader, StrictLoadPlanner, WhenChecked, Where, unusable
-from .dcp_writer import PublishingWriter, SaveProgress
-from .save_planner import CoveringSavePlanner
+from .dcp_writer import SaveProgress
+from .joint_save import AgreedPlans, JointSave
 from .shared_check import PartlyRead
 
 
@@ -59,39 +54,19 @@ def save(
         TypeError, ValueError: the provenance is not JSON.
     """
     details = json.loads(json.dumps(dict(provenance or {}), allow_nan=False))
-    with _quiet():
-        save_with(state_dict, location(path, DestinationError), details, process_group)
+    place, plans = location(path, DestinationError), _plans_of(process_group)
+    JointSave(place, details, process_group, plans, SaveProgress()).run(lambda: state_dict)
 
 
-def save_with(
-    state_dict: Mapping[str, Any],
-    destination: Location,
-    provenance: Mapping[str, Any],
-    process_group: dist.ProcessGroup | None,
-    *,
-    progress: SaveProgress | None = None,
-    failure: BaseException | None = None,
-) -> None:
-    """`save`, which shows its progress.
+_plans: WeakKeyDictionary[dist.ProcessGroup, AgreedPlans] = WeakKeyDictionary()
+_alone = AgreedPlans()
+"""Of a process without a process group."""
 
-    Args:
-        failure: why this rank has no state: raised where ranks plan, so that all hear of it.
-    """
-    planner = CoveringSavePlanner(failure)
-    details = {**_provenance(process_group), **provenance}
-    writer = PublishingWriter(destination, planner, details, progress or SaveProgress())
-    try:
-        with own_errors(DestinationError):
-            dcp_save(
-                dict(state_dict),
-                storage_writer=writer,
-                planner=planner,
-                process_group=process_group,
-            )
-    except BaseException:
-        if writer.staged is not None:
-            publish.discard(writer.staged)
-        raise
+
+def _plans_of(process_group: dist.ProcessGroup | None) -> AgreedPlans:
+    """Kept as long as the process group."""
+    group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
+    return _alone if group is None else _plans.setdefault(group, AgreedPlans())
 
 
 def load(
@@ -182,13 +157,3 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-def _provenance(process_group: dist.ProcessGroup | None) -> dict[str, Any]:
-    return {
-        "program": PROGRAM,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": sys.platform,
-        "world": dist.get_world_size(process_group) if dist.is_initialized() else 1,
-    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -22,29 +23,29 @@ from .annotation import Annotation, annotations_of
 from .plain_objects import refuse_unloadable
 
 
-class CoveringSavePlanner(DefaultSavePlanner):
-    """DCP's planner, which also proves coverage, and keeps the replicas that DCP drops as witnesses.
+@dataclass(frozen=True)
+class LocalPlan:
+    """What one rank could save, before replicas are dropped.  Two that are equal lead to the same checkpoint.
 
-    Empty shards write nothing.  ``plans`` and ``witnesses`` (one entry per rank) exist on the coordinator.
-
-    Args:
-        failure: why this rank has nothing to plan; raised where all ranks hear of it.
+    Attributes:
+        items: DCP's; no empty boxes, but for tensors that have no elements at all.
+        paths: in the nested state dict, by key.
+        annotations: of the tensors of ``items``, by key.
     """
 
-    plans: list[SavePlan]
-    witnesses: list[tuple[WriteItem, ...]]
-    annotations: Mapping[KeyPath, Annotation]
+    items: list[WriteItem]
+    paths: Mapping[str, KeyPath]
+    annotations: Mapping[str, Annotation]
 
-    def __init__(self, failure: BaseException | None = None) -> None:
-        super().__init__()
-        self._failure = failure
+
+class CoveringSavePlanner(DefaultSavePlanner):
+    """DCP's planner, which also proves coverage.  Empty shards write nothing."""
+
+    annotations: Mapping[KeyPath, Annotation]
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        # Here, and not before DCP is called, so that an error of one rank reaches all ranks.
-        if self._failure is not None:
-            raise self._failure
         self.annotations = annotations_of(state_dict)
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         for key, value in self.state_dict.items():
@@ -55,12 +56,20 @@ class CoveringSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         # Before DCP drops duplicates: an empty box may have the place of another rank's box that is not empty.
         plan = super().create_local_plan()
-        self.plan = dataclasses.replace(plan, items=[item for item in plan.items if not _empty(item) or _hollow(item)])
+        self.plan = dataclasses.replace(plan, items=[item for item in plan.items if not empty(item) or _hollow(item)])
         return self.plan
 
-    def annotation(self, key: str) -> Annotation:
-        """This rank's annotation of a tensor."""
-        return self.annotations.get(tuple(self.mappings[key]), Annotation())
+    def local_plan(self, state_dict: Mapping[str, Any]) -> LocalPlan:
+        """What this rank has of a state dict.
+
+        Raises:
+            LayoutError: a checkpoint cannot describe this rank's part of a tensor; names the tensor.
+        """
+        self.set_up_planner(dict(state_dict))
+        items, paths = self.create_local_plan().items, self.mappings
+        keys = {item.index.fqn for item in items if item.tensor_data is not None}
+        notes = {key: self.annotations[path] for key, path in paths.items() if key in keys and path in self.annotations}
+        return LocalPlan(items, paths, notes)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         _prove_covered(all_plans)  # before DCP checks, whose error names neither the missing box nor the holders
@@ -68,15 +77,10 @@ class CoveringSavePlanner(DefaultSavePlanner):
         for entry in metadata.state_dict_metadata.values():
             if isinstance(entry, TensorMetadata):
                 entry.chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
-        items_of_ranks = [[item for item in plan.items if not _empty(item)] for plan in plans]
-        self.witnesses = []
-        for before, items in zip(all_plans, items_of_ranks, strict=True):
-            written = {item.index for item in items}
-            self.witnesses.append(
-                tuple(item for item in before.items if item.index not in written and not _empty(item))
-            )
-        self.plans = [dataclasses.replace(plan, items=items) for plan, items in zip(plans, items_of_ranks, strict=True)]
-        return self.plans, metadata
+        items_of_ranks = [[item for item in plan.items if not empty(item)] for plan in plans]
+        return [dataclasses.replace(plan, items=items) for plan, items in zip(plans, items_of_ranks, strict=True)], (
+            metadata
+        )
 
 
 def planned_tensor(planner: SavePlanner, item: WriteItem) -> Tensor:
@@ -102,7 +106,8 @@ def offsets_of(item: WriteItem) -> Index:
     return tuple(item.tensor_data.chunk.offsets)
 
 
-def _empty(item: WriteItem) -> bool:
+def empty(item: WriteItem) -> bool:
+    """Whether a planned tensor has no elements."""
     return item.tensor_data is not None and 0 in item.tensor_data.chunk.sizes
 
 
@@ -119,7 +124,7 @@ def _prove_covered(plans: Sequence[SavePlan]) -> None:
         for item in plan.items:
             if item.tensor_data is not None:
                 shapes.setdefault(item.index.fqn, tuple(item.tensor_data.size))
-                if not _empty(item):
+                if not empty(item):
                     box = Box.of(tuple(item.tensor_data.chunk.sizes)).shift(offsets_of(item))
                     held[item.index.fqn].setdefault(box.lo, dense(box, f"rank {rank}"))
     for key, shape in shapes.items():

@@ -1,0 +1,140 @@
+"""Ranks plan a save together once: later saves of the same structure exchange a name, and write the same files."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from support.workers import run
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import muonckpt
+from muonckpt.checkpoint.dcp_writer import SaveProgress
+from muonckpt.checkpoint.joint_save import AgreedPlans, JointSave
+from muonckpt.errors import DestinationError, LayoutError
+from muonckpt.store.io.location import location
+
+
+class Unwritable:
+    """Is looked at when ranks plan, and cannot be pickled after that."""
+
+    looked = 0
+
+    def __reduce__(self):
+        self.looked += 1
+        if self.looked > 1:
+            raise RuntimeError("cannot be written")
+        return (dict, ())
+
+
+class Ranks:
+    """What a rank keeps, and what it sends to the coordinator or gets dealt, in bytes."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.plans = AgreedPlans()
+        self.exchanged: list[int] = []
+        self._gather, self._scatter = dist.gather_object, dist.scatter_object_list
+        dist.gather_object, dist.scatter_object_list = self._gathered, self._scattered
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_) -> None:
+        dist.gather_object, dist.scatter_object_list = self._gather, self._scatter
+
+    def _gathered(self, obj, *args, **kwargs):
+        self.exchanged.append(len(pickle.dumps(obj)))
+        return self._gather(obj, *args, **kwargs)
+
+    def _scattered(self, *args, **kwargs):
+        self.exchanged.append(-1)
+        return self._scatter(*args, **kwargs)
+
+    def state(self, step: int) -> dict:
+        """Shards (of the last rank an empty one), replicas, objects whose length differs from step to step."""
+        values = torch.arange(12.0).reshape(4, 3) + 100 * step
+
+        def placed(value: torch.Tensor, placement) -> DTensor:
+            return distribute_tensor(value.clone(), self.mesh, [placement], src_data_rank=None)
+
+        momenta = {f"m{number}": {"momentum_buffer": placed(values + number, Shard(0))} for number in range(4)}
+        group = {"params": list(momenta), "lr": 1 / (step + 1), "convention": "ema", "pieces": None}
+        return {
+            "w": placed(values, Replicate()),
+            "none": placed(torch.empty(0, 3), Shard(0)),
+            f"of rank {dist.get_rank()}": torch.full((2,), float(step)),
+            "optimizer": {"state": momenta, "param_groups": [group]},
+            "log": "x" * 10 ** min(step, 3),
+        }
+
+    def save(self, name: str, state: dict, plans: AgreedPlans) -> list[int]:
+        """Save, and say what was exchanged."""
+        self.exchanged.clear()
+        place = location(self.folder / name, DestinationError)
+        JointSave(place, {"step": 1}, None, plans, SaveProgress()).run(lambda: state)
+        return list(self.exchanged)
+
+    def same_as_first(self, name: str, state: dict, plans: AgreedPlans | None = None) -> bool:
+        """Whether a save needed no plan, after checking that its files are those of ranks that never saved before."""
+        new, sent = self.save(f"{name}-new", state, AgreedPlans()), self.save(name, state, plans or self.plans)
+        assert len(new) == 4 and new[2] == -1, new
+        one, two = self.folder / name, self.folder / f"{name}-new"
+        files = sorted(path.name for path in one.iterdir())
+        assert files == sorted(path.name for path in two.iterdir()) and ".metadata" in files
+        assert all((one / file).read_bytes() == (two / file).read_bytes() for file in files)
+        assert len(sent) in (2, 4) and sent[0] < 200
+        return len(sent) == 2
+
+
+def saves(rank: int, world: int, folder: str) -> list[str]:
+    said = []
+    with Ranks(folder) as ranks:
+        assert not ranks.same_as_first("first", ranks.state(1))
+        assert ranks.same_as_first("second", ranks.state(3))
+        more = {"more": torch.ones(5)} if rank == 1 else {}
+        assert not ranks.same_as_first("a rank has more", {**ranks.state(2), **more})
+        assert ranks.same_as_first("again", {**ranks.state(4), **more})
+        assert ranks.same_as_first("as before", ranks.state(5)), "the plan before the last is kept"
+
+        other = ranks.state(6)
+        if rank == 1:
+            other[f"of rank {rank}"] = other[f"of rank {rank}"].half()
+        assert not ranks.same_as_first("a dtype", other)
+        other["optimizer"]["param_groups"][0]["convention"] = "sum"
+        assert not ranks.same_as_first("annotations", other)
+        forgotten = AgreedPlans()
+        assert not ranks.same_as_first("restarted", other, forgotten if rank == 1 else None)
+        if rank == 1:
+            ranks.plans = forgotten
+        assert ranks.same_as_first("all go on", other)
+
+        drifted = ranks.state(7)
+        assert not ranks.same_as_first("whole", drifted)
+        if rank == 1:
+            drifted["w"].to_local()[0, 0] += 1
+        try:
+            ranks.save("drifted", drifted, ranks.plans)
+        except LayoutError as error:
+            said.append(str(error))
+        try:
+            log = Unwritable() if rank == 1 else "x"
+            ranks.save("unwritable", {**ranks.state(8), f"log {rank}": log}, ranks.plans)
+        except DestinationError as error:
+            said.append(str(error))
+        assert ranks.same_as_first("after", ranks.state(9))
+    return said
+
+
+def test_later_saves_plan_nothing_and_write_what_a_first_save_writes(tmp_path):
+    first, second, third = run(3, saves, str(tmp_path))
+    assert first == second == third
+    drifted, unwritable = first
+    assert "'w' at (0, 0): ranks" in drifted and "different data" in drifted
+    assert "cannot be written (rank 1)" in unwritable
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".") or "drifted" in path.name]
+    assert not muonckpt.verify(tmp_path / "all go on").findings
