@@ -8,6 +8,7 @@ box, several or none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import gt
 from types import MappingProxyType
 from typing import Any
 
@@ -192,6 +193,8 @@ def whole_shape(tensor: Tensor) -> Index:
 def _placed_parts(tensor: DTensor) -> Parts:
     local, parts = local_of(tensor), {}
     for fragment in fragments_here(tensor):
+        if fragment.box.shape == tuple(local.shape):
+            return {fragment.box.lo: local}
         # The local tensor may be of any strides; the layout takes it for a dense one.
         starts = np.unravel_index(fragment.place.offset, tuple(local.shape)) if local.ndim else ()
         window = tuple(slice(int(lo), int(lo) + n) for lo, n in zip(starts, fragment.box.shape, strict=True))
@@ -217,7 +220,7 @@ def _boxes(parts: Parts) -> list[Box]:
 def _check_parts(shape: Index, dtype: torch.dtype, parts: Parts) -> None:
     boxes = _boxes(parts)
     for box, part in zip(boxes, parts.values(), strict=True):
-        if box.ndim != len(shape) or box not in Box.of(shape):
+        if box.ndim != len(shape) or any(map(gt, box.hi, shape)):
             raise LayoutError(f"box {box} reaches outside the tensor of shape {shape}")
         if part.dtype != dtype:
             raise LayoutError(f"box {box} is {part.dtype}, the tensor is {dtype}")

@@ -40,7 +40,9 @@ def layout_of(tensor: torch.Tensor, replicas: tuple[int, ...] = (0,)) -> TensorL
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of ``tensor``, which shares its memory and is detached from autograd."""
-    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local: torch.Tensor = tensor
+    if isinstance(tensor, DTensor):  # a plain local tensor as it is: to_local() makes a view for autograd first
+        local = tensor._local_tensor if type(tensor._local_tensor) is torch.Tensor else tensor.to_local()
     return local.detach()
 
 
@@ -97,14 +99,21 @@ def placement_json(tensor: torch.Tensor) -> Mapping[str, Any] | None:
     """Mesh and placements as JSON data for a checkpoint; None where they do not describe the tensor."""
     if not isinstance(tensor, DTensor) or declares_boxes(tensor):
         return None
-    mesh = tensor.device_mesh
+    return _placement_json(tensor.device_mesh, tensor.device_mesh.mesh_dim_names, tensor.placements, tensor.ndim)
+
+
+@lru_cache(maxsize=4096)
+def _placement_json(
+    mesh: DeviceMesh, names: tuple[str, ...] | None, placements: tuple[TorchPlacement, ...], ndim: int
+) -> Mapping[str, Any]:
+    """Cached, as torch computes the ranks of a mesh anew whenever it is asked for them; not to be changed."""
     return {
         "algorithm": "mesh",
         "version": 1,
         "mesh": list(mesh.shape),
-        "axes": list(mesh.mesh_dim_names) if mesh.mesh_dim_names else None,
+        "axes": list(names) if names else None,
         "ranks": mesh.mesh.flatten().tolist(),
-        "placements": [str(placement) for placement in _placements_of(tensor)],
+        "placements": [str(_placement(placement, ndim)) for placement in placements],
     }
 
 
