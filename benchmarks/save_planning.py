@@ -6,8 +6,8 @@ Ranks are threads of one process with a process group of their own each, so both
 too.  Times are those of the coordinator's thread on the processor, so other ranks and waiting do not count: planning is
 all before the first file is written, the whole is the save without writing.  Bytes are those that the coordinator gets
 and sends, pickled.  Of each rank every tensor is a shard; with more ranks tensors have more rows.  Every save is of the
-same structure and other values; the first round warms up.  The programs alternate; a ratio is taken in every round, and the
-table shows medians.
+same structure and other values; the first round warms up.  The programs alternate; a ratio is taken in every round, and
+the table shows medians.
 """
 
 from __future__ import annotations

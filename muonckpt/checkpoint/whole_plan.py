@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
@@ -140,7 +141,7 @@ class WholePlan:
             blobs.append(Blob(blob.key, blob.path, item, digests[32 * row : 32 * row + 32]))
         return Manifest(tuple(tensors), tuple(blobs), provenance)
 
-    def _compare(self, digests: np.ndarray[Any, Any]) -> None:
+    def _compare(self, digests: NDArray[Any]) -> None:
         """Check that replicas are equal: DCP stores one of them, and would lose the others silently."""
         mine, theirs = [each.row for each in self._witnesses], [each.stored for each in self._witnesses]
         for number in np.flatnonzero((digests[mine] != digests[theirs]).any(axis=1)):
@@ -218,11 +219,12 @@ def _kind(item: WriteItem) -> tuple[Any, ...] | None:
     return None if data is None else (data.properties.dtype, tuple(data.chunk.sizes))
 
 
-def _starts(lengths: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _starts(lengths: NDArray[Any]) -> NDArray[Any]:
     """Where items of these lengths begin, end to end and aligned; those of length 0 are not stored."""
     unit = aligned(1)
-    room = (lengths.astype(np.int64) + unit - 1) // unit * unit
-    return np.cumsum(room) - room
+    room: NDArray[Any] = (lengths.astype(np.int64) + unit - 1) // unit * unit
+    starts: NDArray[Any] = np.cumsum(room) - room
+    return starts
 
 
 def _difference(witness: _Witness) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import resource
 from pathlib import Path
 
 import torch
@@ -16,18 +17,6 @@ from muonckpt.checkpoint.dcp_writer import SaveProgress
 from muonckpt.checkpoint.joint_save import AgreedPlans, JointSave
 from muonckpt.errors import DestinationError, LayoutError
 from muonckpt.store.io.location import location
-
-
-class Unwritable:
-    """Is looked at when ranks plan, and cannot be pickled after that."""
-
-    looked = 0
-
-    def __reduce__(self):
-        self.looked += 1
-        if self.looked > 1:
-            raise RuntimeError("cannot be written")
-        return (dict, ())
 
 
 class Ranks:
@@ -121,11 +110,14 @@ def saves(rank: int, world: int, folder: str) -> list[str]:
             ranks.save("drifted", drifted, ranks.plans)
         except LayoutError as error:
             said.append(str(error))
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
         try:
-            log = Unwritable() if rank == 1 else "x"
-            ranks.save("unwritable", {**ranks.state(8), f"log {rank}": log}, ranks.plans)
+            ranks.save("unwritable", ranks.state(8), ranks.plans)
         except DestinationError as error:
             said.append(str(error))
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert ranks.same_as_first("after", ranks.state(9))
     return said
 
@@ -135,6 +127,6 @@ def test_later_saves_plan_nothing_and_write_what_a_first_save_writes(tmp_path):
     assert first == second == third
     drifted, unwritable = first
     assert "'w' at (0, 0): ranks" in drifted and "different data" in drifted
-    assert "cannot be written (rank 1)" in unwritable
+    assert "__1_0.distcp: " in unwritable and "File too large" in unwritable and "(rank 1)" in unwritable
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".") or "drifted" in path.name]
     assert not muonckpt.verify(tmp_path / "all go on").findings
