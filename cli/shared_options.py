@@ -13,6 +13,7 @@ import click
 from ..converters.engine.launch import TIMEOUT
 from ..converters.engine.run import MEMORY, THREADS
 from ..converters.target.formats import FORMATS
+from ..converters.translate.conventions import STATE_DTYPES, WeightsFrom
 from ..converters.translate.dialects import DIALECTS
 from ..converters.translate.key_forms import FORMS as KEY_FORMS
 from ..vocabulary import Convention
@@ -123,6 +124,20 @@ SHARED_OPTIONS = decorated_by(
         cls=RareOption,
         is_flag=True,
         help="Write zeros where state is missing.",
+    ),
+    click.option(
+        "--weights",
+        cls=RareOption,
+        type=click.Choice([weights.value for weights in WeightsFrom]),
+        metavar="masters|model",
+        help="What weights are made of, if there are masters.",
+    ),
+    click.option(
+        "--state-dtype",
+        cls=RareOption,
+        type=click.Choice(STATE_DTYPES),
+        metavar="float32|bfloat16",
+        help="Round momentum and moments to this dtype.",
     ),
     click.option("--shard-size", cls=RareOption, type=ByteCountType(), help="Largest file of safetensors or zarr."),
     click.option(

@@ -25,7 +25,7 @@ from .report import Report, report_of
 from .target.container import Container
 from .target.formats import container_of
 from .target.topology import ROWS, AxisCut, ShardRule, Target
-from .translate.conventions import Overrides
+from .translate.conventions import STATE_DTYPES, Overrides, WeightsFrom
 from .translate.detection import momentum_note, with_slots
 from .translate.dialect import Dialect
 from .translate.dialects import DIALECTS
@@ -59,6 +59,8 @@ def reshard(
     step: int | None = None,
     drop: Collection[str] = (),
     fill_missing: bool = False,
+    weights: str | None = None,
+    state_dtype: str | None = None,
     like: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     memory: int = MEMORY,
     jobs: int = THREADS,
@@ -96,6 +98,10 @@ def reshard(
         step: the number of steps taken, if the target stores it and the source does not.
         drop: slots of optimizer state to leave out.
         fill_missing: write zeros as the state of parameters in groups that have none, as they never had a gradient.
+        weights: what weights are made of where the source has float32 masters as well: ``"masters"``, or ``"model"``;
+            the other is left out.  None: both are written, which only programs with masters can load.
+        state_dtype: the dtype of momentum and moments, ``"float32"`` or ``"bfloat16"``, each element rounded once;
+            None: the source's.
         like: the groups of the run that the result is for, as ``Muon.describe()`` returns them, or a file of JSON with
             that.  The result has these groups, in this order, and takes from them what the source does not say.
         memory: bytes of all buffers together.
@@ -123,7 +129,15 @@ def reshard(
             _dialect("--from", from_dialect),
             _in_form(_dialect("--to", to_dialect), keys),
             _rules(rules),
-            Overrides(_convention(convention), _convention(target_convention), mu, step, fill_missing),
+            Overrides(
+                _convention(convention),
+                _convention(target_convention),
+                mu,
+                step,
+                fill_missing,
+                _weights(weights),
+                _state_dtype(state_dtype),
+            ),
             frozenset(drop),
             tensors_only,
             None if like is None else GroupTemplate.read(like),
@@ -203,6 +217,20 @@ def _convention(name: str | None) -> Convention | None:
     if name not in set(Convention):
         raise TargetError(f"unknown momentum convention {name!r}; expected one of {', '.join(Convention)}")
     return Convention(name)
+
+
+def _weights(name: str | None) -> WeightsFrom | None:
+    if name is None:
+        return None
+    if name not in set(WeightsFrom):
+        raise TargetError(f"--weights {name!r}: expected one of {', '.join(WeightsFrom)}")
+    return WeightsFrom(name)
+
+
+def _state_dtype(name: str | None) -> str | None:
+    if name not in (None, *STATE_DTYPES):
+        raise TargetError(f"--state-dtype {name!r}: expected one of {', '.join(STATE_DTYPES)}")
+    return name
 
 
 def _rules(tables: str | NameRules | Iterable[str | NameRules]) -> NameRules:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -62,7 +62,13 @@ class Fitted:
     report: LoadReport
 
 
-def fitting(optimizer: Optimizer, state_dict: Mapping[str, Any], misfit: Misfit, globs: Globs = NOTHING) -> Fitted:
+def fitting(
+    optimizer: Optimizer,
+    state_dict: Mapping[str, Any],
+    misfit: Misfit,
+    globs: Globs = NOTHING,
+    kept: Collection[str] = (),
+) -> Fitted:
     """A state dict as it is loaded: checked, and with the groups as they will be.
 
     Parameters are matched by their names if both sides have them, and otherwise by their numbers.  A frozen parameter
@@ -70,6 +76,7 @@ def fitting(optimizer: Optimizer, state_dict: Mapping[str, Any], misfit: Misfit,
 
     Args:
         globs: the parameters that start fresh, by their names.
+        kept: the slots that these keep as they are.
 
     Raises:
         ValueError: lists every parameter whose state does not fit, and why; or the group of another convention; or a
@@ -110,7 +117,7 @@ def fitting(optimizer: Optimizer, state_dict: Mapping[str, Any], misfit: Misfit,
     for key in (*with_state.values(), *(member.key for member in fresh)):
         state.pop(key, None)
     keys = {member.param: _key(member) for member in chain.from_iterable(groups)}
-    state |= {keys[member.param]: _zeros(member.name, optimizer.state[member.param]) for member in fresh}
+    state |= {keys[member.param]: _fresh(member.name, optimizer.state[member.param], kept) for member in fresh}
     hyper = [
         _merged(number, mine, {} if origin is None else saved[origin]) | {"params": [keys[p] for p in mine["params"]]}
         for number, (mine, origin) in enumerate(zip(optimizer.param_groups, origins, strict=True))
@@ -216,11 +223,11 @@ def _key(member: Counterpart) -> Any:
     return ("fresh", member.name) if member.home is None else member.key
 
 
-def _zeros(name: str, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _fresh(name: str, slots: Mapping[str, Tensor], kept: Collection[str]) -> dict[str, Tensor]:
     """State of a parameter that has not been stepped, laid out as what it has."""
-    if unknown := sorted(slots.keys() - BEGIN_AS_ZEROS):
+    if unknown := sorted(slots.keys() - BEGIN_AS_ZEROS - {*kept}):
         raise ValueError(f"{name!r} cannot start fresh: its {unknown} do not begin as zeros; load them")
-    return {slot: torch.zeros_like(tensor) for slot, tensor in slots.items()}
+    return {slot: tensor if slot in kept else torch.zeros_like(tensor) for slot, tensor in slots.items()}
 
 
 def _carried_on(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,11 @@ class Scales:
             raise ValueError(f"adjust_lr: two different functions are called {name}")
         return name
 
+    def as_given(self, group: Mapping[str, Any]) -> dict[str, str | Scale]:
+        """The scale of a group as it was given, which may be a function; nothing if the group has none."""
+        name = group.get("adjust_lr")
+        return {} if name is None else {"adjust_lr": self.given.get(name, name)}
+
     @property
     def names(self) -> list[str]:
         return [*ADJUST_LR, *self.given]

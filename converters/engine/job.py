@@ -85,7 +85,7 @@ class Job:
         for file in self.files:
             touched: dict[Extent, int] = {}
             for written in file.chunks:
-                chunks, size = written.output.chunks, itemsize(written.tensor.dtype)
+                chunks, size = written.output.chunks, itemsize(written.output.source_record.dtype)
                 read = [copy for copy in written.copies if copy.source.buffer in chunks]
                 whole_chunks = [chunks[copy.source.buffer] for copy in read]
                 touched |= {chunk.item: chunk.box.numel * size for chunk in whole_chunks}
@@ -104,7 +104,7 @@ class Job:
         yield repr((self.state, self.target, self.container.name, self.select, self.items))
         for output in {id(chunk.output): chunk.output for file in self.files for chunk in file.chunks}.values():
             places = (output.layout.fragments, [(buffer, chunk.item) for buffer, chunk in output.chunks.items()])
-            yield repr((output.key, places, output.in_memory, output.scale))
+            yield repr((output.key, places, output.in_memory, output.scale, output.held))
         for file in self.files:
             chunks = [(chunk.tensor.key, chunk.stored) for chunk in file.chunks]
             yield repr((file.name, file.length, file.items, chunks))

@@ -205,8 +205,8 @@ class Mover:
 
 
 def is_direct(chunk: OutputChunk) -> bool:
-    """Whether elements are moved unscaled, and each copy is one run of elements in both the source and the file."""
-    return chunk.output.scale is None and all(
+    """Whether elements are moved as they are, and each copy is one run of elements in both the source and the file."""
+    return not chunk.output.computed and all(
         _is_run(copy.source, copy.box.shape) and _is_run(copy.target, copy.box.shape) for copy in chunk.copies
     )
 

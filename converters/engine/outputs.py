@@ -23,7 +23,8 @@ class OutputTensor:
     """A tensor to write: ``record`` describes it (its chunks do not count), ``layout`` says where its elements lie.
 
     A buffer of the layout is the payload of a chunk of the source (``chunks``) or bytes in memory (``in_memory``), of
-    elements of ``record.dtype``.  Elements are multiplied by ``scale``; if it is None, they are copied bit for bit.
+    elements of the dtype ``held``, or if that is None of ``record.dtype``.  Elements are multiplied by ``scale``, and
+    rounded once to ``record.dtype``; if neither changes them, they are copied bit for bit.
     """
 
     record: StateRecord
@@ -31,6 +32,17 @@ class OutputTensor:
     chunks: Mapping[Buffer, Chunk] = field(default_factory=dict)
     in_memory: Mapping[Buffer, bytes] = field(default_factory=dict)
     scale: float | None = None
+    held: str | None = None
+
+    @property
+    def computed(self) -> bool:
+        """Whether elements are computed, and not copied."""
+        return self.scale is not None or self.held is not None
+
+    @property
+    def source_record(self) -> StateRecord:
+        """The record with the dtype of the elements in the source."""
+        return self.record if self.held is None else dataclasses.replace(self.record, dtype=self.held)
 
     @property
     def key(self) -> str:

@@ -52,9 +52,12 @@ class SourceChunks:
                 tensor.shape, tuple(chunk.stored(buffer) for buffer, chunk in stored if chunk.box.numel)
             )
 
-    def output(self, record: StateRecord, layout: TensorLayout, scale: float | None = None) -> OutputTensor:
-        """The tensor made of the elements that ``layout`` names."""
-        return OutputTensor(record, layout, {buffer: self.by_buffer[buffer] for buffer in layout.buffers}, scale=scale)
+    def output(
+        self, record: StateRecord, layout: TensorLayout, scale: float | None = None, held: str | None = None
+    ) -> OutputTensor:
+        """The tensor made of the elements that ``layout`` names, which are ``held`` in that dtype if in another."""
+        chunks = {buffer: self.by_buffer[buffer] for buffer in layout.buffers}
+        return OutputTensor(record, layout, chunks, scale=scale, held=held)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +26,23 @@ from ...vocabulary import Convention
 Words = NDArray[Any]
 """Raw elements as unsigned words of their size; elements of 16 bytes as two words each, in a last dim of 2."""
 
+Values64 = NDArray[np.float64]
+
+NATIVE_FLOATS: Mapping[str, str] = MappingProxyType({"float64": "<f8", "float32": "<f4", "float16": "<f2"})
+"""The floating-point dtypes that numpy has, by torch's names."""
+
+STATE_DTYPES = ("float32", "bfloat16")
+"""The dtypes to which state can be rounded."""
+
+
+class WeightsFrom(StrEnum):
+    """What weights are made of where the source has them twice: rounded in the model, in float32 in the optimizer."""
+
+    MASTERS = "masters"
+    """The optimizer's float32 masters, which then are no state any more."""
+    MODEL = "model"
+    """The model's; the masters are left out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
@@ -36,6 +54,8 @@ class Overrides:
         mu: the momentum coefficient of parameters whose group does not have one (``--mu``).
         step: the number of steps taken, if the target stores it and the source does not (``--step``).
         fill_missing: whether the state that parameters of groups lack is written as zeros (``--fill-missing``).
+        weights: what weights are made of (``--weights``); None: both stay, if the target has a place for masters.
+        state_dtype: the dtype of momentum and moments (``--state-dtype``); None: that of the source.
     """
 
     convention: Convention | None = None
@@ -43,6 +63,8 @@ class Overrides:
     mu: float | None = None
     step: int | None = None
     fill_missing: bool = False
+    weights: WeightsFrom | None = None
+    state_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.mu is not None:
@@ -100,42 +122,52 @@ def momentum_factor(source: Convention | None, target: Convention | None, mu: fl
     return 1 - mu if target is Convention.EMA else 1 / (1 - mu)
 
 
-def _native(kind: str) -> Callable[[Words, float], Words]:
-    def scale(words: Words, by: float) -> Words:
-        product: Words = (words.view(kind).astype(np.float64) * by).astype(kind)
-        return product.view(words.dtype)
-
-    return scale
+def _read_native(kind: str) -> Callable[[Words], Values64]:
+    return lambda words: words.view(kind).astype(np.float64)
 
 
-def _bfloat16(words: Words, by: float) -> Words:
+def _write_native(kind: str) -> Callable[[Values64], Words]:
+    return lambda values: values.astype(kind).view(f"<u{np.dtype(kind).itemsize}")
+
+
+def _read_bfloat16(words: Words) -> Values64:
+    values: Values64 = (words.astype("<u4") << 16).view("<f4").astype(np.float64)
+    return values
+
+
+def _write_bfloat16(values: Values64) -> Words:
     """Round to odd in float32 first; its 16 spare bits then make the second rounding, to nearest even, exact."""
-    values = (words.astype("<u4") << 16).view("<f4").astype(np.float64) * by
     near = values.astype("<f4")
     away = np.abs(near.astype(np.float64)) > np.abs(values)
     bits = near.view("<u4") - away.astype("<u4")  # towards zero
     inexact = bits.view("<f4").astype(np.float64) != values
     bits = bits | (inexact & np.isfinite(values)).astype("<u4")
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(values), words, rounded).astype(words.dtype)
+    return np.where(np.isnan(values), near.view("<u4") >> 16 | 0x40, rounded).astype("<u2")
 
 
-_SCALERS: Mapping[str, Callable[[Words, float], Words]] = MappingProxyType(
-    {"float64": _native("<f8"), "float32": _native("<f4"), "float16": _native("<f2"), "bfloat16": _bfloat16}
+_FLOATS: Mapping[str, tuple[Callable[[Words], Values64], Callable[[Values64], Words]]] = MappingProxyType(
+    {name: (_read_native(kind), _write_native(kind)) for name, kind in NATIVE_FLOATS.items()}
+    | {"bfloat16": (_read_bfloat16, _write_bfloat16)}
 )
+"""How elements become float64, and how they are rounded from there."""
 
 
-def scaled(words: Words, dtype: str, by: float) -> Words:
+def scaled(words: Words, dtype: str, by: float, to: str | None = None) -> Words:
     """Elements multiplied by a factor, each rounded once (to nearest, ties to even).
 
     Args:
         words: the raw elements, of any shape.
         dtype: torch's name of their dtype.
+        to: that of the result; None: the same.
 
     Raises:
-        SourceError: momentum of this dtype cannot be scaled.
+        SourceError: elements of these dtypes cannot be computed.
     """
-    if dtype not in _SCALERS:
-        raise SourceError(f"momentum of dtype {dtype} cannot be scaled; expected one of {', '.join(_SCALERS)}")
+    for name in (dtype, to or dtype):
+        if name not in _FLOATS:
+            raise SourceError(f"state of dtype {name} cannot be scaled or cast; expected one of {', '.join(_FLOATS)}")
+    read, _ = _FLOATS[dtype]
+    _, write = _FLOATS[to or dtype]
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        return _SCALERS[dtype](words, by)
+        return write(read(words) * by)

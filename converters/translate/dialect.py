@@ -186,6 +186,7 @@ class Dialect:
         chains: the key prefix for the state of each method, if the source has none.
         item: makes the key for an item of another program that this one does not know.
         unsaid: options that would point to a program, and so to a convention; they are never added.
+        private: globs of the items that mean nothing to other programs; such of the same name here keep them.
         format: the format that the program needs, by the name of the `Container`; None if any that DCP reads will do.
     """
 
@@ -205,12 +206,17 @@ class Dialect:
     chains: Mapping[str, str] = field(default_factory=dict)
     item: Callable[[str], str] = str
     unsaid: frozenset[str] = frozenset()
+    private: frozenset[str] = frozenset()
     format: str | None = None
 
     @property
     def numbered(self) -> bool:
         """Whether parameters are named by their number in the optimizer."""
         return self.state.numbered
+
+    def slots_called(self, name: str) -> frozenset[str]:
+        """What its methods call the slot of this common name."""
+        return frozenset(method.slots[name] for method in self.methods if name in method.slots)
 
     def holds_groups(self, path: KeyPath) -> bool:
         """Whether this is the item that holds all groups, in the checkpoint or in a file of its own."""
@@ -237,7 +243,8 @@ class Dialect:
         missing = ", ".join(sorted(method.slots[name] for name in needed))
         raise SourceError(
             f"{self.name} has no place for {method.name} with {missing} (it has {available}); leave out "
-            "slots with --drop"
+            "slots with --drop, and where these are float32 masters, make them weights with --weights masters, or "
+            "leave them out with --weights model"
         )
 
     def method(

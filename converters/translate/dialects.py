@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from ...store.formats.dcp.directory import COMMON_FILE
 from ...store.formats.megatron.torch_dist import COMMON_STATE, item_key
 from ...vocabulary import MASTER, MUON_CONVENTION, Convention
 from .dialect import Dialect, Template
@@ -31,6 +32,13 @@ _MODEL = Template(("{name}",), ("model",))
 _FLAT = (Template(("state.{name}.{slot}",), _OPTIMIZER), Template(("param_groups.{name}.{option}",), _OPTIMIZER))
 
 _MASTER, _STEP = {"master": MASTER}, {"step": "step"}
+
+
+_MEGATRON_ITEMS = frozenset(
+    {COMMON_STATE, COMMON_FILE, "args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"}
+    | {"opt_param_scheduler.*", "rng_state*", "rerun_state_machine*"}
+)
+"""What Megatron saves of its run."""
 
 
 # What a matrix group of these programs is known to be, though no option says it.
@@ -58,7 +66,8 @@ _MEGATRON_HINTS = {
 def _torch_dist(name: str, who: str, chains: Mapping[str, str]) -> Dialect:
     return Dialect(
         name, who, _path("{weight}"), _path("{chain}optimizer.state.{slot}.{name}"), None, None, megatron(_MASTER, {}),
-        hints=_MEGATRON_HINTS, common=(COMMON_STATE,), chains=chains, item=item_key, format="torch_dist",
+        hints=_MEGATRON_HINTS, common=(COMMON_STATE,), chains=chains, item=item_key, private=_MEGATRON_ITEMS,
+        format="torch_dist",
     )  # fmt: skip
 
 
@@ -104,7 +113,7 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
                 _path("optimizer", "state", "module.module.module.{name}", "{slot}"),
                 _path("optimizer", "param_to_group_meta", "module.module.module.{name}", "{option}"),
                 None,
-                megatron({}, _STEP),
+                megatron({}, _STEP), private=_MEGATRON_ITEMS,
             ),
             Dialect(
                 "fully_shard", "fsdp_dtensor, dialect B: megatron_fsdp.fully_shard, state by number", _MODEL,
@@ -121,7 +130,7 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
                 "layer_wise", "Megatron's layer_wise_optimizer_{rank}.pt, under names", _MODEL,
                 _path("layer_wise", "state", "{name}", "{slot}"),
                 _path("layer_wise", "param_groups", "{group}", "{option}"), None,
-                megatron(_MASTER, {}, {**_MASTER, **_STEP}, _STEP), writable=False,
+                megatron(_MASTER, {}, {**_MASTER, **_STEP}, _STEP), writable=False, private=_MEGATRON_ITEMS,
             ),
         )
     }

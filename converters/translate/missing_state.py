@@ -18,10 +18,7 @@ from ..engine.outputs import OutputTensor
 from .context import Context
 from .dialect import StoredMethod, key_of
 from .group_options import SourceGroup
-from .source_parameters import Param, SlotTensors
-
-_AS_THE_PARAMETER = frozenset({"momentum", "first", "second"})
-"""Slots that have the shape of their parameter and begin as zeros."""
+from .source_parameters import AS_THE_PARAMETER, Param, SlotTensors
 
 
 def stateless_params(
@@ -64,12 +61,13 @@ def zero_state(
     weights = by_slot.get(None, {})
     for name, param in stateless.items():
         slots = {common: slot for common, slot in param.target_method.slots.items() if common != "step"}
-        if name not in weights or slots.keys() - _AS_THE_PARAMETER:
+        if name not in weights or slots.keys() - AS_THE_PARAMETER:
             why = f"not known how {', '.join(slots.values())} begin" if name in weights else "no weight tells the shape"
             raise SourceError(f"parameter {name!r} has no state, and it cannot be filled with zeros: {why}")
         weight = weights[name]
         for common, slot in slots.items():
             dtype = next((t.dtype for t in by_slot.get(param.source_method.slots[common], {}).values()), weight.dtype)
+            dtype = context.overrides.state_dtype or dtype
             path = context.target.state.write(name=name, slot=slot, **param.chain)
             convention = _convention(context) if common == "momentum" else None
             record = StateRecord(

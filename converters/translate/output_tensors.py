@@ -17,7 +17,7 @@ from .context import Context
 from .conventions import agreed_convention, momentum_factor, spoken
 from .dialect import key_of
 from .names import NameRules
-from .source_parameters import Param, SlotTensors
+from .source_parameters import AS_THE_PARAMETER, Param, SlotTensors
 from .structure import TranslatedTensor, apply_rules
 
 _COUNTER = "counter"
@@ -53,19 +53,23 @@ def state_tensor(context: Context, slot: str, tensor: TranslatedTensor, param: P
     target_slot = param.target_method.slots[common]
     path = context.target.state.write(name=param.name, slot=target_slot, **param.chain)
     record = dataclasses.replace(_record(context, slot, tensor, path), name=param.name, slot=target_slot)
+    wanted = (common in AS_THE_PARAMETER and context.overrides.state_dtype) or tensor.dtype
+    held = tensor.dtype if wanted != tensor.dtype else None
+    if held is not None:
+        record = dataclasses.replace(record, dtype=wanted, fingerprint=None)
     if common != "momentum":
-        return context.chunks.output(record, tensor.layout)
+        return context.chunks.output(record, tensor.layout, held=held)
     source, target = source_convention(context, slot, tensor, param)[0], _target_convention(context, param)
     target = target or source
     scale = momentum_factor(source, target, _mu(context, param), f"parameter {param.name!r}")
-    if scale is not None and tensor.dtype == "float16":
+    if scale is not None and record.dtype == "float16":
         raise SourceError(
             f"parameter {param.name!r}: its momentum is float16, in which a {source} multiplied by {scale:.4g} may "
-            "overflow or vanish; keep the convention, or load it and save the state in float32 first"
+            "overflow or vanish; keep the convention, or give --state-dtype float32"
         )
     fingerprint = record.fingerprint if scale is None else None
     record = dataclasses.replace(record, convention=target, fingerprint=fingerprint)
-    return context.chunks.output(record, tensor.layout, scale)
+    return context.chunks.output(record, tensor.layout, scale, held)
 
 
 def step_counter(context: Context, param: Param) -> OutputTensor | OutputItem:

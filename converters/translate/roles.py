@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
-from ...errors import SourceError
+from ...errors import SourceError, TargetError
 from ...record import Blob, Manifest, StateRecord
 from .dialect import Dialect
 
@@ -31,6 +32,37 @@ class Roles:
     left_out: tuple[str, ...]
     chains: Mapping[str, Collection[str]]
     derived: Mapping[str, Mapping[str, Blob]]
+
+
+def with_masters_as_weights(roles: Roles, slots: Collection[str]) -> Roles:
+    """The roles with masters, which are in these slots, as the weights; the model's rounded ones are left out.
+
+    Raises:
+        TargetError: there are no masters.
+    """
+    masters = {name: tensor for (slot, name), tensor in roles.tensors.items() if slot in slots}
+    if not masters:
+        raise TargetError("--weights masters: the source has no float32 masters; leave it out")
+    others = {(slot, name): tensor for (slot, name), tensor in roles.tensors.items() if slot not in slots}
+    replaced = tuple(others[None, name].key for name in masters if (None, name) in others)
+    promoted = {(None, name): replace(tensor, name=None, slot=None) for name, tensor in masters.items()}
+    return replace(roles, tensors=others | promoted, left_out=(*roles.left_out, *replaced))
+
+
+def without_private_items(roles: Roles, source: Dialect, target: Dialect) -> tuple[Roles, tuple[str, ...]]:
+    """The roles without what only the source's program can use, and the keys of that."""
+    globs = source.private - target.private
+
+    def is_private(entry: StateRecord | Blob) -> bool:
+        return any(fnmatchcase(entry.key, glob) for glob in globs)
+
+    entries: tuple[StateRecord | Blob, ...] = (*roles.items, *roles.other_tensors)
+    kept = replace(
+        roles,
+        items=tuple(item for item in roles.items if not is_private(item)),
+        other_tensors=tuple(tensor for tensor in roles.other_tensors if not is_private(tensor)),
+    )
+    return kept, tuple(entry.key for entry in entries if is_private(entry))
 
 
 def roles_of(manifest: Manifest, dialect: Dialect, dropped: Collection[str]) -> Roles:

@@ -19,6 +19,9 @@ from .structure import TranslatedTensor
 SlotTensors = Mapping[str | None, Mapping[str, TranslatedTensor]]
 """The weights (under None) and the tensors of each slot, by the target's names of parameters."""
 
+AS_THE_PARAMETER = frozenset({"momentum", "first", "second"})
+"""Slots, by common names, that have the shape of their parameter and begin as zeros; most keep its dtype."""
+
 
 @dataclass(frozen=True, slots=True)
 class Param:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from ...errors import SourceError, TargetError
 from ...record import Blob, Manifest, StateRecord
@@ -14,7 +14,7 @@ from ...store.stored_items import Values
 from ..engine.checklist import Action, Findings, sorted_checks
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from .context import Context, SourceChunks
-from .conventions import Overrides
+from .conventions import Overrides, WeightsFrom
 from .detection import detect, named
 from .dialect import Dialect
 from .group_options import source_groups
@@ -31,8 +31,13 @@ from .output_tensors import (
     weight_tensor,
 )
 from .regroup import names_of_groups, regroup
-from .roles import Roles, roles_of
+from .roles import Roles, roles_of, with_masters_as_weights, without_private_items
 from .source_parameters import SlotTensors, params_of
+
+_MASTERS = (
+    "they stay state beside the 16-bit weights, which LayerWise takes; for Muon and a float32 model convert with "
+    "--weights masters, for Muon and a 16-bit model with --weights model --state-dtype bfloat16"
+)
 
 
 def translate(
@@ -69,14 +74,18 @@ def translate(
     if not target.writable:
         raise SourceError(f"checkpoints of {target.name} can be read but not written; choose another program with --to")
     _refuse_unknown(manifest, dialect, drop)
+    overrides = overrides or Overrides()
+    masters = dialect.slots_called("master")
+    drop = drop | masters if overrides.weights is WeightsFrom.MODEL else drop
     roles = roles_of(manifest, dialect, drop if dialect is target and not rules.rules else drop | dialect.derived)
+    if overrides.weights is WeightsFrom.MASTERS:
+        roles = with_masters_as_weights(roles, masters)
     _refuse_unread(manifest, dialect, roles)
+    roles, private = without_private_items(roles, dialect, target)
     groups = source_groups(manifest, dialect, values)
     group_of = {name: group for group in groups for name in group.params}
     chunks = SourceChunks.of(manifest)
-    context = Context(
-        dialect, target, values, overrides or Overrides(), chunks, roles, group_of, drop, detected.reasons[-1], like
-    )
+    context = Context(dialect, target, values, overrides, chunks, roles, group_of, drop, detected.reasons[-1], like)
     by_slot = tensors_by_slot(context, rules)
     _refuse_unfit(rules, by_slot)
     params = {param.name: param for param in params_of(context, by_slot)}
@@ -91,6 +100,10 @@ def translate(
     counted = [*params.values(), *(stateless.values() if zeros else ())]
     counters = [step_counter(context, param) for param in counted if "step" in param.target_method.slots]
     grouped = regroup(context, groups, names, by_slot, params | stateless, notes)
+    if private:
+        notes.check(Action.LEFT, "items of the program", *private, reason=f"{target.name} has no use for them")
+    if masters & by_slot.keys() and not context.same_dialect and not target.private:
+        notes.check(Action.SET, "float32 masters", reason=_MASTERS)
     if roles.other_tensors and not context.same_dialect:
         example = roles.other_tensors[0].key
         notes.add(
@@ -115,10 +128,10 @@ def translate(
         *grouped.items,
     ]
     momenta = tuple(momentum_sentences(context, by_slot, params))
-    _check_off(tensors, items, roles.left_out, momenta, notes)
+    _check_off(tensors, items, _slots(manifest, dialect, roles.left_out), momenta, notes)
     summary = (f"source: {detected}", f"target: {target.name} ({target.who})", *momenta, *_sentences(tensors, items))
     sentences = (*summary, *(f"note: {note}" for note in sorted(notes.notes)))
-    return Outputs(tensors, items, roles.left_out, sentences, sorted_checks(notes.checks))
+    return Outputs(tensors, items, (*roles.left_out, *private), sentences, sorted_checks(notes.checks))
 
 
 def _refuse_unknown(manifest: Manifest, dialect: Dialect, drop: frozenset[str]) -> None:
@@ -166,24 +179,36 @@ def _item(context: Context, blob: Blob) -> OutputItem:
 def _check_off(
     tensors: list[OutputTensor],
     items: list[OutputItem],
-    left_out: tuple[str, ...],
+    left_out: Iterable[str],
     momenta: tuple[str, ...],
     findings: Findings,
 ) -> None:
-    """Add what became of tensors and items to the checklist; `momenta` says of the momentum what it is and why."""
-    slots = Counter((tensor.record.slot or "weights and others", tensor.scale) for tensor in tensors)
-    for (slot, scale), count in slots.items():
-        if scale is None:
-            findings.check(Action.CARRIED, slot, _tensors(count))
-        else:
-            why = "; ".join(momenta)
-            findings.check(Action.RESCALED, slot, _tensors(count), f"times {scale!r}", reason=why)
+    """Add what became of tensors and items to the checklist.
+
+    ``left_out`` are the slots of what is in the source only; ``momenta`` say of the momentum what it is and why.
+    """
+    slots = Counter((t.record.slot or "weights and others", t.scale, t.held, t.record.dtype) for t in tensors)
+    carried = Counter(tensor.record.slot or "weights and others" for tensor in tensors if not tensor.computed)
+    for slot, count in carried.items():
+        findings.check(Action.CARRIED, slot, _tensors(count))
+    for (slot, scale, held, dtype), count in slots.items():
+        if scale is not None:
+            findings.check(Action.RESCALED, slot, _tensors(count), f"times {scale!r}", reason="; ".join(momenta))
+        if held is not None:
+            findings.check(Action.RESCALED, slot, _tensors(count), f"from {held} to {dtype}", reason="--state-dtype")
     copied = [item.key for item in items if item.source is not None]
     if copied:
         findings.check(Action.CARRIED, "items that are no tensors", f"{len(copied)}", reason="byte for byte")
-    dropped = Counter(key.rpartition(".")[2] for key in left_out)
-    for slot, count in dropped.items():
+    for slot, count in Counter(left_out).items():
         findings.check(Action.LEFT, slot, f"{count} tensors or items")
+
+
+def _slots(manifest: Manifest, dialect: Dialect, keys: Collection[str]) -> Iterator[str]:
+    """What kind of thing each of these keys has: a slot, or weights."""
+    entries: tuple[StateRecord | Blob, ...] = (*manifest.tensors, *manifest.blobs)
+    for entry in entries:
+        if entry.key in keys:
+            yield (dialect.state.read(entry.path) or {"slot": "weights"})["slot"]
 
 
 def _tensors(count: int) -> str:
@@ -195,7 +220,7 @@ def _sentences(tensors: list[OutputTensor], items: list[OutputItem]) -> Iterator
     counters = [tensor.key for tensor in tensors if tensor.in_memory]
     scales = Counter(tensor.scale for tensor in tensors if tensor.scale is not None)
     moved, copied = len(tensors) - len(counters), sum(item.source is not None for item in items)
-    yield f"{moved} tensors, {moved - scales.total()} of them bit for bit"
+    yield f"{moved} tensors, {moved - sum(tensor.computed for tensor in tensors)} of them bit for bit"
     for scale, count in scales.items():
         noun = "momentum is" if count == 1 else "momenta are"
         yield f"{count} {noun} multiplied by {scale!r}, each element rounded once"

@@ -19,11 +19,13 @@ from torch.optim import Optimizer
 from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.layout_json import to_json
 from ...layouts.buffers.placements import present_name
+from ...resumption import Globs, LoadReport
 from ...vocabulary import MUON
 from ..clipping import clip_with, sum_of_squares
 from ..collective import CollectiveOptimizer
 from ..muon import Muon
 from ..nonfinite import MOST_SKIPPED, Guarded, NonFinite, largest
+from ..options import TORCH_NAMES
 from ..rounding import exact_dtype, rounded_once
 from ..state import as_numbers
 from ..step.agreement import AGREE_ON_LOAD, AGREE_ON_PLAN, AGREE_ON_STEP, Intent, fixed_options, step_intent
@@ -43,6 +45,12 @@ class _Owned(Muon):
     """Steps what this rank owns: plain tensors that no other rank has, at times without a gradient."""
 
     _doubts = False
+
+    @classmethod
+    def like(cls, example: Muon, groups: Iterable[Mapping[str, Any]], lr: float | Tensor, **options: Any) -> _Owned:
+        """With the groups of an example, which know functions that were given to it by their names only."""
+        scales = example._scales
+        return cls([{**group, **scales.as_given(group)} for group in groups], lr, **options)
 
 
 class LayerWise(CollectiveOptimizer):
@@ -125,6 +133,8 @@ class LayerWise(CollectiveOptimizer):
             example = Muon(groups_with(wholes, self.param_groups), lr, **options)
             self.defaults = dict(example.defaults)
             for mine, complete in zip(self.param_groups, example.param_groups, strict=True):
+                for name in TORCH_NAMES:
+                    mine.pop(name, None)
                 mine.update(options_of(complete))
             layout = present_name(layout) if isinstance(layout, str) else layout
             self._layout = layout if isinstance(layout, str) else "recorded"
@@ -140,7 +150,7 @@ class LayerWise(CollectiveOptimizer):
         self._divisor = size_of(group) if average else 1
         self._parts, buckets = filled(self.buffers, members, gradient_dtype, exact)
         stepped = members.stepped(self.param_groups, self._parts)
-        self._inner = _Owned(groups_with(stepped, self.param_groups), lr, **options)
+        self._inner = _Owned.like(example, groups_with(stepped, self.param_groups), lr, **options)
         meshes = {of: members.mesh(of) for of in set(members.group_of.values())}
         for param, name in members.name_of.items():
             part, whole, mesh = self._parts[name], wholes[param], meshes[members.group_of[name]]
@@ -338,23 +348,27 @@ class LayerWise(CollectiveOptimizer):
         return state
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], fresh: Iterable[str] = ()) -> LoadReport:  # type: ignore[override]
         """Copy state into this optimizer's, and hyper-parameters as `Muon.load_state_dict` does.  Collective.
 
-        Parameters become what their masters say, where there are masters.
+        Parameters become what their masters say, where there are masters.  The masters of those that start ``fresh``
+        are their weights.
 
         Raises:
             Exception: on all ranks, if one of them refuses the state (`restoring`); nothing is changed then.
         """
         intent = Intent.of(AGREE_ON_LOAD, {})
         try:
-            restore = restoring(self, state_dict)
+            restore, report = restoring(self, state_dict, Globs.of(fresh))
         except Exception as error:
             intent = intent.failed(error, this_rank())
         self._agree(intent)
         restore()
+        for name in report.fresh:
+            self._parts[name].follow()
         self._publish()
         self.wait()
+        return report
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a LayerWise optimizer is bound to its model and process groups; save its state_dict()")

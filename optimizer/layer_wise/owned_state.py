@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ...box import Box, row_major
 from ...layouts.tensors import local_of
+from ...resumption import Globs, LoadReport
 from ...vocabulary import MASTER
 from ..held_boxes import declare_boxes, declared_boxes
 from ..restoration import fitting
@@ -61,8 +62,10 @@ def _placed(like: Tensor, held: Tensor | None, part: Part, mesh: DeviceMesh) -> 
     return placed
 
 
-def restoring(optimizer: Optimizer, given: dict[str, Any]) -> Callable[[], None]:
+def restoring(optimizer: Optimizer, given: dict[str, Any], fresh: Globs) -> tuple[Callable[[], None], LoadReport]:
     """What copies a state dict into an optimizer's state, and those hyper-parameters that belong to the run.
+
+    Masters of parameters that start ``fresh`` keep what they have.
 
     Raises:
         ValueError: names every parameter whose state is incomplete, laid out otherwise or of another dtype, or the
@@ -70,7 +73,7 @@ def restoring(optimizer: Optimizer, given: dict[str, Any]) -> Callable[[], None]
     """
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
         given = before(optimizer, given) or given
-    loaded = fitting(optimizer, given, lambda own, other: fault(own, other) or _elsewhere(own, other))
+    loaded = fitting(optimizer, given, lambda own, other: fault(own, other) or _elsewhere(own, other), fresh, {MASTER})
     copies = [
         (local_of(value), local_of(loaded.state[key][slot]))
         for mine, group in zip(optimizer.param_groups, loaded.groups, strict=True)
@@ -86,7 +89,7 @@ def restoring(optimizer: Optimizer, given: dict[str, Any]) -> Callable[[], None]
         for after in optimizer._optimizer_load_state_dict_post_hooks.values():
             after(optimizer)
 
-    return restore
+    return restore, loaded.report
 
 
 def _elsewhere(mine: Mapping[str, Tensor], loaded_slots: Mapping[str, Tensor]) -> str | None:

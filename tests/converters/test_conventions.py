@@ -35,17 +35,21 @@ def neighbours(value: torch.Tensor) -> list[Fraction]:
 
 
 @pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("by", [1 - 0.95, 1 / (1 - 0.95), 1 - 0.9, 1.0, 0.5])
-def test_every_product_is_the_nearest_that_there_is(name, by):
+@pytest.mark.parametrize(
+    ("by", "to"),
+    [(1 - 0.95, None), (1 / (1 - 0.95), None), (1 - 0.9, None), (1.0, None), (0.5, "bfloat16"), (1.0, "float32")],
+)
+def test_every_product_is_the_nearest_that_there_is(name, by, to):
     """Against exact rational arithmetic: no representable number is nearer to the product."""
     values = any_bits(DTYPES[name], 1500, 1)
-    found = torch.from_numpy(scaled(bits(values), name, by).view(f"<i{values.itemsize}")).view(values.dtype)
+    dtype = DTYPES[to or name]
+    found = torch.from_numpy(scaled(bits(values), name, by, to).view(f"<i{dtype.itemsize}")).view(dtype)
     for value, result in zip(values, found, strict=True):
         if torch.isnan(value):
             assert torch.isnan(result)
         elif torch.isfinite(value) and torch.isfinite(result):
             exact = Fraction(float(value)) * Fraction(by)
-            if name == "float64":
+            if (name, to) == ("float64", None):
                 exact = Fraction(float(value) * by)  # the widest that there is: its own product
             off = abs(Fraction(float(result)) - exact)
             assert all(off <= abs(other - exact) for other in neighbours(result)), (value, result)
@@ -53,7 +57,7 @@ def test_every_product_is_the_nearest_that_there_is(name, by):
         elif torch.isinf(value):
             assert value == result
         else:
-            assert abs(float(value) * by) > torch.finfo(values.dtype).max
+            assert abs(float(value) * by) > torch.finfo(dtype).max
 
 
 @pytest.mark.parametrize("name", DTYPES)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from support.continued import load_ours
+from support.golden import golden
 from support.translated import MEGATRON, copied, executed, options, read, translated, truth_of, words_apart
 
 import muonckpt
 from muonckpt.converters.translate.conventions import Overrides
 from muonckpt.converters.translate.tables import ready_made
-from muonckpt.errors import SourceError
+from muonckpt.errors import SourceError, TargetError
+from muonckpt.optimizer import LayerWise, Muon
+from muonckpt.store.formats.megatron.torch_dist import COMMON_STATE
 from muonckpt.vocabulary import Convention
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -101,3 +106,74 @@ def test_megatron_groups_say_in_our_words_what_megatron_says_and_no_more():
         mine = {key.split(".", 3)[3]: value for key, value in found.items() if key.split(".")[2] == number}
         made_up = {option: value for option, value in mine.items() if option not in of_megatron}
         assert made_up in ({"algorithm": "muon", "convention": "ema"}, {"algorithm": "adamw"})
+
+
+class Layers(torch.nn.Module):
+    """The parameters of the layer-wise runs of Megatron."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=dtype)))
+
+    def forward(self, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+        return sum((p * gradients[name].to(p.dtype)).sum() for name, p in self.named_parameters())
+
+
+SHAPES = {
+    f"l{layer}_{part}": shape
+    for layer in range(3)
+    for part, shape in {"qkv": (48, 16), "proj": (16, 16), "fc1": (80, 16), "fc2": (16, 40)}.items()
+}
+
+
+def widest(rows: int, columns: int) -> float:
+    return max(rows, columns) ** 0.5
+
+
+def continued(path: str, dtype: torch.dtype, layer_wise: bool) -> dict[str, torch.Tensor]:
+    """What a step makes of a checkpoint: the weights, and the masters if there are."""
+    model = Layers(dtype)
+    how = {"lr": 7.0, "adjust_lr_fn": widest, "ns_coefficients": "quintic", "ns_dtype": "float32"}
+    groups = [{"params": list(model.parameters())}]
+    optimizer = LayerWise(model, groups, **how) if layer_wise else Muon(groups, **how)
+    load_ours(model, optimizer, path)
+    generator = torch.Generator().manual_seed(0)
+    model({name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}).backward()
+    optimizer.step()
+    state = {name: optimizer.state[p] for name, p in model.named_parameters()}
+    return {name: state[name].get("fp32_param", p).detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:.*does not say options", "ignore:group 0 keeps")
+def test_megatrons_layer_wise_run_goes_on_in_muon_and_in_layer_wise_of_any_dtype(tmp_path):
+    """Masters as they are, as weights, or left out: the same update, of the same point or of the rounded one."""
+    source = golden("megatron/layer_wise/ws4_padded") / "torch_dist"
+    ways = {"kept": {}, "masters": {}, "model": {"state_dtype": "bfloat16"}}
+    for way, more in ways.items():
+        weights = None if way == "kept" else way
+        report = muonckpt.convert(
+            source, tmp_path / way, to_dialect="muonckpt", convention="ema", weights=weights, verify=True, **more
+        )
+        assert COMMON_STATE in report.left_out
+    kept = continued(tmp_path / "kept", torch.bfloat16, layer_wise=True)
+    assert {tensor.dtype for tensor in kept.values()} == {torch.float32}
+    truth = truth_of("megatron/layer_wise/ws4_padded")
+    for layer_wise in (True, False):
+        result = continued(tmp_path / "masters", torch.float32, layer_wise)
+        for name, tensor in result.items():
+            before = torch.from_numpy(truth[f"optimizer.state.fp32_param.{name}"].view("<f4").copy())
+            # The gradients of a 16-bit model are rounded.
+            assert torch.linalg.norm(tensor - kept[name]) < 2e-2 * torch.linalg.norm(tensor - before)
+    assert {tensor.dtype for tensor in continued(tmp_path / "model", torch.bfloat16, False).values()} == {
+        torch.bfloat16
+    }
+    with muonckpt.open(tmp_path / "model") as found:
+        for name in SHAPES:
+            rounded = torch.from_numpy(truth[f"optimizer.state.momentum_buffer.{name}"].view("<f4").copy()).bfloat16()
+            tensor = found.tensors[f"optimizer.state.{name}.momentum_buffer"]
+            assert tensor.dtype == "bfloat16" and np.array_equal(tensor.numpy(), rounded.float().numpy())
+    with pytest.raises(TargetError, match="no float32 masters"):
+        muonckpt.convert(tmp_path / "masters", tmp_path / "x", weights="masters")
+    with pytest.raises(SourceError, match="--weights masters"):
+        muonckpt.convert(source, tmp_path / "x", to_dialect="torch")

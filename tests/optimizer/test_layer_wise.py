@@ -126,9 +126,20 @@ def test_what_cannot_be_managed_is_refused(change, options, message):
         LayerWise(net, grouped, **options)
 
 
+def area(rows: int, columns: int) -> float:
+    return rows * columns / 100
+
+
 def test_groups_are_fixed_but_their_options_are_live():
+    """The scale is a function, of all groups or of one."""
     net, other = Net(), Net()
-    opt, reference = LayerWise(net, groups(net)), Muon(groups(other))
+    of_one = [groups(each) for each in (net, other)]
+    for given in of_one:
+        next(group for group in given if "algorithm" not in group)["adjust_lr_fn"] = lambda rows, columns: (
+            rows / columns
+        )
+    opt = LayerWise(net, of_one[0], adjust_lr_fn=area)
+    reference = Muon(of_one[1], adjust_lr_fn=area)
     with pytest.raises(ValueError, match="fixed at construction"):
         opt.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
     schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (opt, reference)]

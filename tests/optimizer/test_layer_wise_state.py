@@ -350,3 +350,22 @@ def test_hooks_of_users_see_what_is_loaded():
     opt.register_load_state_dict_post_hook(lambda _: seen.append("after"))
     opt.load_state_dict(opt.state_dict())
     assert seen == ["before", "after"]
+
+
+def test_what_starts_fresh_has_the_weight_as_its_master():
+    net, opt = built("padded-nscost", 1, torch.bfloat16)
+    net(gradients(net, 0, 0)).backward()
+    opt.step()
+    names = {p: name for name, p in net.named_parameters()}
+    saved = opt.state_dict()
+    for group, own in zip(saved["param_groups"], opt.param_groups, strict=True):
+        group["params"] = [names[p] for p in own["params"]]
+    before = {name: {k: v.clone() for k, v in opt.state[p].items()} for p, name in names.items()}
+    saved["state"] = {name: before[name] for name in names.values()}
+    param = net.up
+    with torch.no_grad():
+        param.fill_(3.0)
+    assert opt.load_state_dict(saved, fresh=["up"]).fresh == ("up",)
+    state = opt.state[param]
+    assert not state["momentum_buffer"].any() and (state["fp32_param"] == 3).all() and (param == 3).all()
+    assert torch.equal(opt.state[net.down]["fp32_param"], before["down"]["fp32_param"])
