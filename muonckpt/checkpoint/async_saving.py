@@ -11,15 +11,15 @@ import json
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ..errors import DestinationError, MuonckptError
+from ..errors import DestinationError, LostRankError, MuonckptError
 from ..store.io.location import location
 from .all_ranks import judged
 from .dcp_writer import SaveProgress
@@ -28,6 +28,34 @@ from .joint_save import AgreedPlans, JointSave
 
 OnError = Literal["raise", "warn"]
 WhenBusy = Literal["wait", "refuse"]
+
+
+class _Outcome(Future[None]):
+    """A future that knows whether somebody has asked how it ended."""
+
+    asked = False
+
+    def result(self, timeout: float | None = None) -> None:
+        self.exception(timeout)
+        super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        self.asked = True
+        return error
+
+    def error(self) -> BaseException | None:
+        """The same, without asking."""
+        return super().exception()
+
+    def of(self, work: Callable[[], None]) -> None:
+        """Become what ``work`` ends with."""
+        try:
+            work()
+        except BaseException as error:
+            self.set_exception(error)
+        else:
+            self.set_result(None)
 
 
 class AsyncSave:
@@ -39,15 +67,15 @@ class AsyncSave:
     Attributes:
         path: the checkpoint.
         progress: bytes that this rank has written, and has to write.
-        future: the same, for programs that take a `concurrent.futures.Future`.
+        future: the same, for programs that take a `concurrent.futures.Future`; who asks it has asked.
     """
 
-    def __init__(self, path: str, progress: SaveProgress, future: Future[None], on_error: OnError) -> None:
+    def __init__(self, path: str, progress: SaveProgress, outcome: _Outcome, on_error: OnError) -> None:
         self.path = path
         self.progress = progress
-        self.future = future
+        self.future: Future[None] = outcome
+        self._outcome = outcome
         self._on_error = on_error
-        self._asked = False
 
     def done(self) -> bool:
         """Whether this rank has nothing left to do, well or not."""
@@ -63,20 +91,24 @@ class AsyncSave:
             TimeoutError: it is not finished.
             MuonckptError: what made the save fail, the same on every rank.
         """
-        error = self.future.exception(timeout)
-        self._asked = True
-        if error is not None:
-            raise error
+        self.future.result(timeout)
 
     @property
     def unasked(self) -> BaseException | None:
         """The error that this rank has not asked for, once the save has ended; waits for that."""
-        error = self.future.exception()
-        return None if self._asked else error
+        error = self._outcome.error()
+        return None if self._outcome.asked else error
+
+    @property
+    def failed_on_all(self) -> bool:
+        """Whether all ranks have the error with which the save has ended; waits for that."""
+        error = self._outcome.error()
+        return isinstance(error, MuonckptError) and not isinstance(error, LostRankError)
 
     def settle(self) -> None:
         """Wait, and raise or warn of an error that nobody has asked for, once."""
-        error, self._asked = self.unasked, True
+        error = self.unasked
+        self.forgive()
         if error is None:
             return
         if self._on_error == "raise":
@@ -85,12 +117,12 @@ class AsyncSave:
 
     def warn(self, error: BaseException) -> None:
         """Warn of the error of this save."""
-        self._asked = True
+        self.forgive()
         warnings.warn(f"saving {self.path} failed: {error}", RuntimeWarning, stacklevel=3)
 
     def forgive(self) -> None:
         """Count the error as asked for: another rank has."""
-        self._asked = True
+        self._outcome.asked = True
 
 
 class _Lane:
@@ -105,6 +137,7 @@ class _Lane:
         self._thread = ThreadPoolExecutor(1, "muonckpt-save")
         self._group = _gloo(process_group) if self.world else None
         self._asking = _gloo(process_group) if self.world else None
+        self._lost: LostRankError | None = None
 
     def submit(
         self,
@@ -136,26 +169,60 @@ class _Lane:
             return staged
 
         def work() -> None:
-            JointSave(destination, provenance, self._group, self._plans, progress).run(copied)
+            with self._lost_together(path):
+                JointSave(destination, provenance, self._group, self._plans, progress).run(copied)
             then()
 
-        self.last = AsyncSave(path, progress, self._thread.submit(work), on_error)
+        outcome = _Outcome()
+        self._thread.submit(outcome.of, work)
+        self.last = AsyncSave(path, progress, outcome, on_error)
         return self.last
+
+    @contextmanager
+    def _lost_together(self, what: str) -> Iterator[None]:
+        """Collectives in the block end on all ranks if they fail on one, because another has ended.
+
+        Gloo tells only the ranks that wait for the one that has ended, and the others would wait for these.  So a rank
+        that is told closes its connections, which tells the rest.
+
+        Raises:
+            LostRankError: a rank was lost, now or before.
+        """
+        if self._lost is not None:
+            raise self._lost
+        try:
+            yield
+        except MuonckptError:  # an outcome that all ranks have
+            raise
+        except Exception as error:
+            if self._group is None:
+                raise
+            self._lost = LostRankError(
+                f"while {what} was being saved, a rank ended or did not answer in the time-out of the process group: "
+                "the other ranks cannot save any more, so start all of them again. Earlier checkpoints are as they "
+                "were, and this one, if it is there, is whole"
+            )
+            for group in (self._group, self._asking):
+                if group in _world_groups():  # the world may have been ended meanwhile
+                    dist.destroy_process_group(group)
+            raise self._lost from error
 
     def busy(self) -> bool:
         """Whether any rank is still saving; the same answer on all."""
         mine = self.last is not None and not self.last.done()
-        return judged(self._asking, "busy", lambda: mine, any)
+        with self._lost_together("a checkpoint"):
+            return judged(self._asking, "busy", lambda: mine, any)
 
     def settle(self) -> None:
         """Wait for the last save; raise or warn of its error, on all ranks alike, unless a rank has asked for it."""
         if self.last is None:
             return
-        if isinstance(self.last.future.exception(), MuonckptError):  # then all ranks have it
-            last = self.last
-            if not judged(self._asking, "asked", lambda: last.unasked is not None, all):
-                last.forgive()
-        self.last.settle()
+        last, unasked = self.last, self.last.unasked is not None
+        if last.failed_on_all:
+            with self._lost_together(last.path):
+                if not judged(self._asking, "asked", lambda: unasked, all):
+                    last.forgive()
+        last.settle()
 
     def close(self) -> None:
         """End the thread; the ranks of its world may have gone, so an error is only warned of."""

@@ -174,6 +174,7 @@ class JointSave:
     def _publish(self, plan: _Agreed, staged: Location, receipts: list[bytes]) -> None:
         native.write_native(self._plans.whole(plan.name).manifest(receipts, self._provenance), staged)
         publish.publish(staged, self._destination)
+        self._staged = None  # whatever happens now, it is there
 
 
 def _provenance(process_group: dist.ProcessGroup | None) -> dict[str, Any]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import store_server
+from support import lost_ranks, store_server
 from support.commands import called, cli
 from support.launched import together
 from support.resharded import make_job, once, plan_job, reshard
@@ -377,3 +380,37 @@ def test_places_that_are_none(source, memory, tmp_path):
     assert called("inspect", memory / "nothing").returncode == 3
     assert called("reshard", memory / "nothing", memory / "out", "--mesh", "dp=1").returncode == 3
     assert called("inspect", f"file://{source}").returncode == 0
+
+
+# --- saves of a training run ------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_dies_ends_the_save_of_all_and_what_was_there_stays(server, tmp_path):
+    """In a directory while it writes or publishes, and in a store: within seconds, not the time-out of 5 minutes."""
+    place = f"{S3}/{uuid.uuid4().hex}"
+    script = [sys.executable, lost_ranks.__file__, str(tmp_path), f"{place}/run"]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    writing, publishing, remote = json.loads(done.stdout)
+    for case, codes in ((writing, [0, 0, -9]), (publishing, [-15, 0, 0]), (remote, [0, -9, 0])):
+        assert case["codes"] == codes
+        [(_, seconds, heard), (_, other, same)] = case["survivors"]
+        assert heard == same and len(set(heard)) == 1 and len(heard) == 2 and "a rank ended" in heard[0]
+        assert max(seconds, other) < 60
+        assert case["restored"] == 1 and case["values"] == [1.0]
+        assert case["next"] == "/step-00000002", "what the lost save has written is not in the way"
+
+
+def test_a_request_that_fails_fails_the_save_and_the_next_one_is_whole(server):
+    place = location(f"{S3}/{uuid.uuid4().hex}")
+    series, large = muonckpt.Series(place), {"w": torch.arange(3 << 20, dtype=torch.float32), "step": 1}
+    series.async_save(1, large).result()
+    large |= {"w": large["w"] + 1, "step": 2}
+    with server.refusing(lambda query: query.get("partNumber") == ["2"]):
+        saving = series.async_save(2, large)
+        with pytest.raises(DestinationError, match=r"step-00000002/__0_0\.distcp.*Access Denied"):
+            saving.future.result()  # which is to ask: the next save does not raise
+    assert series.latest().step == 1 and {name.split("/")[1] for name in objects(place)} == {"step-00000001"}
+    series.async_save(3, large).result()
+    template = {"w": torch.zeros(3 << 20), "step": 0}
+    assert series.restore(template).step == 3 and template["step"] == 2 and torch.equal(template["w"], large["w"])

@@ -1,0 +1,112 @@
+"""A script: one of three ranks is killed while all save to a series; prints what the others and the series say.
+
+    lost_ranks.py FOLDER [URL]
+
+Prints JSON: of each case what each survivor got, within how many seconds, and what is there afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import OrderedDict
+from datetime import timedelta
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import muonckpt
+
+warnings.filterwarnings("ignore")
+
+RANKS = 3
+
+
+class Deadly:
+    """Ends the process with a signal when it is written; before that it is looked at once."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+        self.looked = False
+
+    def __deepcopy__(self, memo: Any) -> Deadly:
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        if self.looked:
+            os.kill(os.getpid(), self.number)
+        self.looked = True
+        return OrderedDict, ()
+
+
+def state(rank: int, step: int) -> dict[str, Any]:
+    return {f"of rank {rank}": torch.full((64,), float(step)), "same": torch.full((8,), float(step))}
+
+
+def at_publish(happens: str, arguments: tuple[object, ...]) -> None:
+    if happens == "os.rename" and str(arguments[0]).endswith(".tmp"):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def saver(rank: int, store: str, place: str, victim: int, how: str, told: Any) -> None:
+    """Saves a step; then all save another one, in which the victim dies; then a survivor tries once more."""
+    timeout = timedelta(seconds=300)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timeout)
+    series = muonckpt.Series(place)
+    series.async_save(1, state(rank, 1)).result()
+    doomed = state(rank, 2)
+    if rank == victim and how == "writing":
+        doomed[f"deadly {rank}"] = Deadly(signal.SIGKILL)
+    if rank == victim and how == "publishing":
+        sys.addaudithook(at_publish)
+    begin, heard = time.monotonic(), []
+    saving = series.async_save(2, doomed)
+    for again in (saving.result, lambda: muonckpt.async_save(state(rank, 3), f"{place}/third").result()):
+        try:
+            again()
+        except muonckpt.LostRankError as error:
+            heard.append(str(error))
+    told.put((rank, time.monotonic() - begin, heard))
+    told.close()
+    told.join_thread()
+    os._exit(0)  # nobody is left to say goodbye to
+
+
+def case(place: str, victim: int, how: str) -> dict[str, Any]:
+    context = get_context("fork")
+    told = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=saver, args=(rank, f"{folder}/store", place, victim, how, told))
+            for rank in range(RANKS)
+        ]
+        for process in ranks:
+            process.start()
+        survivors = sorted(told.get(timeout=200) for _ in range(RANKS - 1))
+        for process in ranks:
+            process.join()
+    return {"survivors": survivors, "codes": [process.exitcode for process in ranks]}
+
+
+def main(folder: str, *urls: str) -> None:
+    cases = [(f"{folder}/write", 2, "writing"), (f"{folder}/publish", 0, "publishing")]
+    cases += [(url, 1, "writing") for url in urls]
+    seen = [case(*each) for each in cases]
+    for (place, _, _), answer in zip(cases, seen, strict=True):
+        series = muonckpt.Series(place)
+        template = {key: torch.zeros_like(value) for rank in range(RANKS) for key, value in state(rank, 0).items()}
+        answer["restored"] = series.restore(template).step
+        answer["values"] = sorted({float(value) for tensor in template.values() for value in tensor})
+        answer["next"] = series.save(2, template).path.removeprefix(place)
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
