@@ -30,9 +30,13 @@ def _flat(model: ToPlace) -> tuple[BufferLayout, ...]:
     return tuple(buffers)
 
 
+def placed_in(layout: str, model: ToPlace) -> tuple[BufferLayout, ...]:
+    """The buffers of a model's parameters in one of `LAYOUTS` that has any."""
+    return _flat(model) if layout == FLAT else PLACEMENTS[layout].place(model)
+
+
 def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenance: Mapping[str, Any]) -> LaidOut:
     """Lay tensors out in buffers; each slot of state, and each part that the cut axes leave, has its own."""
-    place = _flat if target.layout == FLAT else PLACEMENTS[target.layout].place
     groups: defaultdict[tuple[str | None, tuple[str, ...]], list[StateRecord]] = defaultdict(list)
     cuts = {tensor.key: target.cuts(tensor, ()) for tensor in tensors}
     for tensor in tensors:
@@ -45,13 +49,13 @@ def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenanc
         mesh, _ = target.grid([(axis, 0) for axis in axes])
         parts = math.prod(mesh.shape[: len(axes)])
         share = len(mesh.ranks) // parts
-        boxes = {t.key: _parts(t.shape, mesh.shape[: len(axes)], cuts[t.key]) for t in members}
+        boxes = {t.key: parts_of(t.shape, mesh.shape[: len(axes)], cuts[t.key]) for t in members}
         for part in range(parts):
             ranks = mesh.ranks[part * share : (part + 1) * share]
-            local = {key: parts_of[part] for key, parts_of in boxes.items() if part in parts_of}
+            local = {key: of_part[part] for key, of_part in boxes.items() if part in of_part}
             parameters = tuple(Parameter(t.key, local[t.key].shape, t.dtype) for t in members if t.key in local)
             matrices = frozenset(() if slot in ELEMENTWISE else local)
-            fresh = place(ToPlace(parameters, matrices, GroupSizes(share)))
+            fresh = placed_in(target.layout, ToPlace(parameters, matrices, GroupSizes(share)))
             for layout in _known_or_fresh(source_layouts[slot, ranks], fresh):
                 names = [placed.name for placed in layout.parameters]
                 buffers.append(GroupBuffer(slot, part, ranks, tuple(local[name].lo for name in names), layout))
@@ -84,7 +88,7 @@ def _known_or_fresh(
     return usable if parameters == {placed.parameter for layout in usable for placed in layout.parameters} else fresh
 
 
-def _parts(shape: Index, sizes: Index, cuts: Sequence[AxisCut]) -> dict[int, Box]:
+def parts_of(shape: Index, sizes: Index, cuts: Sequence[AxisCut]) -> dict[int, Box]:
     """The parts into which the cut axes divide a tensor, by coordinate; parts without elements are left out."""
     layout = mesh_layout(shape, Mesh.of(*sizes), tuple(Shard(dim) for _, dim in cuts))
     return {int(fragment.place.buffer): fragment.box for fragment in layout.fragments}

@@ -1,0 +1,174 @@
+"""What every rank sends, receives and computes in one step, from the plan of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..layout import TensorLayout
+from ..optimizer.newton_schulz.costs import flops
+from ..optimizer.planning.matrices import Fused
+from ..optimizer.planning.precision import PRECISIONS
+from ..optimizer.planning.residence import matrix_parts
+from ..optimizer.planning.routes import NOTE
+from ..optimizer.planning.schedule import Schedule, Stage, make_schedule
+from ..optimizer.planning.trips import first_replica
+from ..optimizer.planning.units import Slot, Spec
+from ..vocabulary import MOMENTUM, MUON
+from .model_tensors import ModelParameter
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class MuonOptions:
+    """The options of `muonckpt.optimizer.Muon` that a plan depends on, under its names."""
+
+    ns_steps: int = MUON.ns_steps
+    ns_dtype: str = MUON.ns_dtype
+    stages: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """A step of all ranks.
+
+    Attributes:
+        matrices: their number.
+        sent, received: bytes to and from other ranks, ``[stages, 2, ranks]``: on the way to the owners, and back.
+            Notes are counted, the alignment of wires is not: at most 8 bytes between two ranks and collective.
+        work: FLOPs of Newton-Schulz, ``[stages, ranks]``.
+        busiest: the rank that sends the most.
+        busiest_sent: bytes that it sends in a step, exactly.
+        wires: the most bytes of wires that it has in memory at once.
+    """
+
+    matrices: int
+    sent: Counts
+    received: Counts
+    work: Counts
+    busiest: int
+    busiest_sent: int
+    wires: int
+
+
+def step_plan(
+    parameters: Sequence[ModelParameter], layouts: Sequence[TensorLayout], ranks: int, options: MuonOptions
+) -> StepPlan:
+    """Plan a step as the ranks themselves do it.
+
+    Args:
+        parameters: those that hold matrices, in forward order, with their layouts on ranks 0 to ``ranks - 1``.
+
+    Raises:
+        LayoutError: pieces do not add up to a parameter's rows.
+    """
+    specs = _specs(parameters, layouts, options)
+    everyone = tuple(range(ranks))
+    schedule = make_schedule(specs, everyone, 0, options.stages)
+    stages = len(schedule.stages)
+    notes = NOTE * (ranks - 1)
+    sent, received = np.full((2, stages, 2, ranks), notes, np.int64)
+    work = np.zeros((stages, ranks), np.int64)
+    for unit in schedule.units:
+        [slot], [owner] = specs[unit.param].slots, unit.owners
+        work[unit.stage, owner] += unit.cost
+        parts = _holders(slot.layout, slot.fused, unit.index)
+        givers, given = parts.read_by(owner, first_replica(slot.layout, slot.fused, unit.index, owner))
+        takers, taken = parts.without(owner)
+        there, back = sent[unit.stage]
+        np.add.at(there, givers, given * slot.there.itemsize)
+        back[owner] += taken.sum() * slot.back.itemsize
+        there, back = received[unit.stage]
+        there[owner] += given.sum() * slot.there.itemsize
+        np.add.at(back, takers, taken * slot.back.itemsize)
+    busiest = int(sent.sum(axis=(0, 1)).argmax())
+    own = schedule if busiest == 0 else make_schedule(specs, everyone, busiest, options.stages)
+    return StepPlan(
+        len(schedule.units), sent, received, work, busiest, leaving_bytes(own, busiest), most_wires(own.stages)
+    )
+
+
+def _specs(
+    parameters: Sequence[ModelParameter], layouts: Sequence[TensorLayout], options: MuonOptions
+) -> list[Spec]:
+    """The parameters as planning sees them; equal ones are one object."""
+    precision = PRECISIONS[options.ns_dtype]
+
+    def cost(rows: int, columns: int, parts: int) -> int:
+        return flops(rows, columns, options.ns_steps, None, parts)
+
+    alike: dict[tuple[TensorLayout, Fused], Spec] = {}
+    for parameter, layout in zip(parameters, layouts, strict=True):
+        fused = Fused(parameter.pieces)
+        slot = Slot(MOMENTUM, layout, fused, precision.there, precision.back)
+        alike.setdefault((layout, fused), Spec((slot,), cost))
+    return [
+        alike[layout, Fused(parameter.pieces)] for parameter, layout in zip(parameters, layouts, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holders:
+    """Who holds the parts of one matrix: ``numel`` of each part, the ``first`` of its holders and their number
+    (``replicas``); and for each holder its ``rank`` and its ``part``."""
+
+    numel: Counts
+    first: Counts
+    replicas: Counts
+    rank: Counts
+    part: Counts
+
+    def read_by(self, owner: int, replica: int | None) -> tuple[Counts, Counts]:
+        """The ranks that the owner reads from, with the elements of each part; what it holds itself is left out.
+
+        Args:
+            replica: as `first_replica` of the owner.
+        """
+        its_own = np.zeros(len(self.numel), bool)
+        its_own[self.part[self.rank == owner]] = True
+        number = np.arange(len(self.numel)) if replica is None else np.full(len(self.numel), replica)
+        chosen = self.first + number % self.replicas
+        return self.rank[chosen][~its_own], self.numel[~its_own]
+
+    def without(self, owner: int) -> tuple[Counts, Counts]:
+        """All other holders, with the elements of their parts."""
+        others = self.rank != owner
+        return self.rank[others], self.numel[self.part[others]]
+
+
+@lru_cache(maxsize=4096)
+def _holders(layout: TensorLayout, fused: Fused, index: int) -> Holders:
+    parts = matrix_parts(layout, fused).of_matrix(index)
+    replicas = np.array([len(part.holders) for part in parts], np.int64)
+    return Holders(
+        np.array([part.numel for part in parts], np.int64),
+        np.cumsum(replicas) - replicas,
+        replicas,
+        np.array([holder for part in parts for holder, _, _ in part.holders], np.int64),
+        np.repeat(np.arange(len(parts)), replicas),
+    )
+
+
+def leaving_bytes(schedule: Schedule, rank: int) -> int:
+    """Bytes that the rank whose part of a schedule this is sends to others, alignment and notes included."""
+    routes = (route for stage in schedule.stages for route in (stage.gather, stage.scatter))
+    return sum(sum(route.send_counts) - route.send_counts[rank] for route in routes)
+
+
+def most_wires(stages: Sequence[Stage]) -> int:
+    """Most bytes of wires in a rank's memory at once, as the stages of a step follow each other.
+
+    While a stage is orthogonalised, the next one gathers and the one before returns.
+    """
+    most = 0
+    for number, stage in enumerate(stages):
+        gathering = sum(later.gather.bytes for later in stages[number + 1 : number + 2])
+        returning = sum(earlier.scatter.bytes for earlier in stages[number - 1 : number] if number)
+        arrived, results = sum(stage.gather.receive_counts), sum(stage.scatter.send_counts)
+        most = max(most, gathering + returning + max(stage.gather.bytes, arrived + results, stage.scatter.bytes))
+    return most

@@ -1,0 +1,272 @@
+"""Hugging Face configurations of known model families, read as data: the names and shapes of all parameters.
+
+Names, shapes and stacked experts are those of transformers 5, where the experts of a layer are two parameters of three
+dims, gate over up and down.  Embeddings, heads, routers, norms and biases are AdamW's, as in the ready-made rules of
+`optimizer.groups`.  Layers for the prediction of several tokens, which transformers does not build, are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from ..errors import SourceError, TargetError
+from ..store.io.location import Location
+from ..store.io.regular import read_whole
+from ..store.reading.dtypes import itemsize
+from .model_tensors import ModelParameter, ModelTensors, fresh_parameter
+
+_MOST_LAYERS = 10_000
+_MOST = 1 << 32
+"""The largest of the other numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The fields of a configuration, checked when they are read."""
+
+    place: str
+    fields: Mapping[str, Any]
+
+    def number(self, name: str, default: int | None = None, least: int = 1, most: int = _MOST) -> int:
+        """An integer.
+
+        Raises:
+            SourceError: it is missing and has no default, or is no integer in this range.
+        """
+        value = self.fields.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            found = "nothing" if value is None else repr(value)[:80]
+            raise SourceError(f"{self.place}: expected {name} to be an integer from {least} to {most}, found {found}")
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """True or false; raises SourceError if it is neither."""
+        value = self.fields.get(name)
+        if not isinstance(value, bool | None):
+            raise SourceError(f"{self.place}: expected {name} to be true or false, found {repr(value)[:80]}")
+        return default if value is None else value
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A parameter of a family; without a ``matrix`` an element-wise method steps it."""
+
+    name: str
+    shape: tuple[int, ...]
+    matrix: bool = False
+    pieces: tuple[int, ...] | None = None
+
+
+Layer = Callable[[Settings, int], Iterator[Named]]
+"""The parameters of one layer, by its number, with names inside it."""
+
+
+def _linear(name: str, rows: int, columns: int, bias: bool = False) -> Iterator[Named]:
+    yield Named(f"{name}.weight", (rows, columns), matrix=True)
+    if bias:
+        yield Named(f"{name}.bias", (rows,))
+
+
+def _attention(s: Settings, qkv_bias: bool, out_bias: bool) -> Iterator[Named]:
+    """Attention with grouped queries."""
+    hidden, heads = s.number("hidden_size"), s.number("num_attention_heads")
+    keys, head = s.number("num_key_value_heads", heads), s.number("head_dim", hidden // heads)
+    for name, count in (("q", heads), ("k", keys), ("v", keys)):
+        yield from _linear(f"self_attn.{name}_proj", count * head, hidden, qkv_bias)
+    yield from _linear("self_attn.o_proj", hidden, heads * head, out_bias)
+
+
+def _head_norms(s: Settings) -> Iterator[Named]:
+    head = s.number("head_dim", s.number("hidden_size") // s.number("num_attention_heads"))
+    yield Named("self_attn.q_norm.weight", (head,))
+    yield Named("self_attn.k_norm.weight", (head,))
+
+
+def _latent_attention(s: Settings) -> Iterator[Named]:
+    """DeepSeek's, with or without a latent of queries."""
+    hidden, heads, latent = s.number("hidden_size"), s.number("num_attention_heads"), s.number("kv_lora_rank")
+    rope, nope, value = (s.number(name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    bias = s.flag("attention_bias")
+    if s.fields.get("q_lora_rank") is None:
+        yield from _linear("self_attn.q_proj", heads * (nope + rope), hidden)
+    else:
+        queries = s.number("q_lora_rank")
+        yield from _linear("self_attn.q_a_proj", queries, hidden, bias)
+        yield Named("self_attn.q_a_layernorm.weight", (queries,))
+        yield from _linear("self_attn.q_b_proj", heads * (nope + rope), queries)
+    yield from _linear("self_attn.kv_a_proj_with_mqa", latent + rope, hidden, bias)
+    yield Named("self_attn.kv_a_layernorm.weight", (latent,))
+    yield from _linear("self_attn.kv_b_proj", heads * (nope + value), latent)
+    yield from _linear("self_attn.o_proj", hidden, heads * value, bias)
+
+
+def _feed_forward(s: Settings, width: int, name: str = "mlp", bias: bool = False) -> Iterator[Named]:
+    hidden = s.number("hidden_size")
+    for part in ("gate_proj", "up_proj"):
+        yield from _linear(f"{name}.{part}", width, hidden, bias)
+    yield from _linear(f"{name}.down_proj", hidden, width, bias)
+
+
+def _experts(s: Settings, count: int, width: int) -> Iterator[Named]:
+    """A router and the experts that it chooses from."""
+    hidden = s.number("hidden_size")
+    yield Named("mlp.gate.weight", (count, hidden))
+    yield Named("mlp.experts.gate_up_proj", (count, 2 * width, hidden), matrix=True, pieces=(width, width))
+    yield Named("mlp.experts.down_proj", (count, hidden, width), matrix=True)
+
+
+def _llama(s: Settings, layer: int) -> Iterator[Named]:
+    bias = s.flag("attention_bias")
+    yield from _attention(s, bias, bias)
+    yield from _feed_forward(s, s.number("intermediate_size"), bias=s.flag("mlp_bias"))
+
+
+def _mistral(s: Settings, layer: int) -> Iterator[Named]:
+    yield from _attention(s, False, False)
+    yield from _feed_forward(s, s.number("intermediate_size"))
+
+
+def _mixtral(s: Settings, layer: int) -> Iterator[Named]:
+    yield from _attention(s, False, False)
+    yield from _experts(s, s.number("num_local_experts"), s.number("intermediate_size"))
+
+
+def _qwen2(s: Settings, layer: int) -> Iterator[Named]:
+    yield from _attention(s, True, False)
+    yield from _feed_forward(s, s.number("intermediate_size"))
+
+
+def _qwen2_moe(s: Settings, layer: int) -> Iterator[Named]:
+    yield from _attention(s, s.flag("qkv_bias", default=True), False)
+    yield from _qwen_mlp(s, layer)
+    if _is_sparse(s, layer):
+        yield from _feed_forward(s, s.number("shared_expert_intermediate_size"), "mlp.shared_expert")
+        yield Named("mlp.shared_expert_gate.weight", (1, s.number("hidden_size")))
+
+
+def _qwen3(s: Settings, layer: int) -> Iterator[Named]:
+    yield from _attention(s, s.flag("attention_bias"), s.flag("attention_bias"))
+    yield from _head_norms(s)
+    yield from _feed_forward(s, s.number("intermediate_size"))
+
+
+def _qwen3_moe(s: Settings, layer: int) -> Iterator[Named]:
+    yield from _attention(s, s.flag("attention_bias"), s.flag("attention_bias"))
+    yield from _head_norms(s)
+    yield from _qwen_mlp(s, layer)
+
+
+def _qwen_mlp(s: Settings, layer: int) -> Iterator[Named]:
+    if _is_sparse(s, layer):
+        yield from _experts(s, s.number("num_experts"), s.number("moe_intermediate_size"))
+    else:
+        yield from _feed_forward(s, s.number("intermediate_size"))
+
+
+def _is_sparse(s: Settings, layer: int) -> bool:
+    """Whether a layer of Qwen's has experts."""
+    return layer not in (s.fields.get("mlp_only_layers") or ()) and (layer + 1) % s.number("decoder_sparse_step", 1) == 0
+
+
+def _deepseek(s: Settings, layer: int) -> Iterator[Named]:
+    yield from _latent_attention(s)
+    s.number("moe_layer_freq", 1, most=1)
+    if layer < s.number("first_k_dense_replace", 0, least=0):
+        yield from _feed_forward(s, s.number("intermediate_size"))
+    else:
+        width = s.number("moe_intermediate_size")
+        yield from _experts(s, s.number("n_routed_experts"), width)
+        if shared := s.number("n_shared_experts", 0, least=0):
+            yield from _feed_forward(s, width * shared, "mlp.shared_experts")
+
+
+FAMILIES: Mapping[str, Layer] = MappingProxyType(
+    {
+        "llama": _llama,
+        "mistral": _mistral,
+        "mixtral": _mixtral,
+        "qwen2": _qwen2,
+        "qwen2_moe": _qwen2_moe,
+        "qwen3": _qwen3,
+        "qwen3_moe": _qwen3_moe,
+        "deepseek_v2": _deepseek,
+        "deepseek_v3": _deepseek,
+        "kimi_k2": _deepseek,
+    }
+)
+"""The layers of each family, by the ``model_type`` of its configurations."""
+
+_ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {
+        "LlamaForCausalLM": "llama",
+        "MistralForCausalLM": "mistral",
+        "MixtralForCausalLM": "mixtral",
+        "Qwen2ForCausalLM": "qwen2",
+        "Qwen2MoeForCausalLM": "qwen2_moe",
+        "Qwen3ForCausalLM": "qwen3",
+        "Qwen3MoeForCausalLM": "qwen3_moe",
+        "DeepseekV2ForCausalLM": "deepseek_v2",
+        "DeepseekV3ForCausalLM": "deepseek_v3",
+    }
+)
+"""Families by their classes, for configurations with a ``model_type`` of their own."""
+
+
+def model_of_config(file: Location, dtype: str | None = None) -> ModelTensors:
+    """The parameters of the model that a ``config.json`` describes.
+
+    Args:
+        dtype: of the parameters in training; None: the configuration's, or else bfloat16.
+
+    Raises:
+        SourceError: it is no such file, or a number that the family needs is missing or out of range.
+        TargetError: the family is unknown; names those that are known.
+    """
+    try:
+        data = json.loads(read_whole(file.resolve()))  # Hugging Face's cache is made of links
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{file}: expected a config.json of Hugging Face's, found no JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise SourceError(f"{file}: expected a config.json with an object, found {type(data).__name__}")
+    settings = Settings(str(file), data)
+    dtype = dtype or data.get("dtype") or data.get("torch_dtype") or "bfloat16"
+    if not isinstance(dtype, str):
+        raise SourceError(f"{file}: expected dtype to be a name, found {dtype!r}")
+    itemsize(dtype)
+    return ModelTensors(str(file), tuple(_parameters(settings, _family(settings), dtype)))
+
+
+def _family(settings: Settings) -> Layer:
+    kind, classes = settings.fields.get("model_type"), settings.fields.get("architectures") or ()
+    if kind in FAMILIES:
+        return FAMILIES[kind]
+    for name in classes if isinstance(classes, list) else ():
+        if name in _ARCHITECTURES:
+            return FAMILIES[_ARCHITECTURES[name]]
+    inner = "; give its text_config as a file of its own" if "text_config" in settings.fields else ""
+    raise TargetError(
+        f"{settings.place}: unknown model_type {kind!r} with architectures {classes!r}; known are "
+        f"{', '.join(FAMILIES)}{inner}; or plan from a checkpoint of the model"
+    )
+
+
+def _parameters(settings: Settings, layer: Layer, dtype: str) -> Iterator[ModelParameter]:
+    for p in _named(settings, layer):
+        yield fresh_parameter(p.name, p.shape, dtype, matrix=p.matrix, pieces=p.pieces)
+
+
+def _named(settings: Settings, layer: Layer) -> Iterator[Named]:
+    hidden, vocabulary = settings.number("hidden_size"), settings.number("vocab_size")
+    yield Named("model.embed_tokens.weight", (vocabulary, hidden))
+    for number in range(settings.number("num_hidden_layers", most=_MOST_LAYERS)):
+        own = [*layer(settings, number)]
+        own += [Named(f"{norm}_layernorm.weight", (hidden,)) for norm in ("input", "post_attention")]
+        yield from (Named(f"model.layers.{number}.{p.name}", p.shape, p.matrix, p.pieces) for p in own)
+    yield Named("model.norm.weight", (hidden,))
+    if not settings.flag("tie_word_embeddings"):
+        yield Named("lm_head.weight", (vocabulary, hidden))

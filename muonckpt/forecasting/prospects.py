@@ -1,0 +1,157 @@
+"""The public question: what would a step, a rank's memory and a checkpoint be on these meshes, and which is cheapest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ..converters.target.topology import AxisCut, ShardRule
+from ..errors import SourceError, TargetError, did_you_mean
+from ..optimizer.planning.precision import PRECISIONS
+from ..store.io.location import Remote, location
+from .durations import Rates
+from .exchange_bytes import MuonOptions
+from .families import model_of_config
+from .model_tensors import ModelTensors
+from .stored_model import model_of_checkpoint
+from .topologies import Topology, topology_of
+
+PathLike = str | os.PathLike[str] | Remote
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """What would become of a model on some meshes.
+
+    Attributes:
+        source: the configuration or the checkpoint that it was read from.
+        parameters, elements, matrices: numbers of the whole model; ``matrices`` are parameters that Muon steps.
+        topologies: one for each mesh, in their order.
+        cheapest: the position of the cheapest mesh, and ``why``.
+    """
+
+    source: str
+    parameters: int
+    elements: int
+    matrices: int
+    topologies: tuple[Topology, ...]
+    cheapest: int
+    why: str
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON data: the attributes under their names."""
+        return {
+            "source": self.source,
+            "parameters": self.parameters,
+            "elements": self.elements,
+            "matrices": self.matrices,
+            "topologies": [topology.to_json() for topology in self.topologies],
+            "cheapest": self.cheapest,
+            "why": self.why,
+        }
+
+
+def forecast(
+    meshes: Sequence[Mapping[str, int]],
+    *,
+    model: PathLike | None = None,
+    checkpoint: PathLike | None = None,
+    shard: Mapping[str, Sequence[AxisCut]] | None = None,
+    select: Sequence[str] = (),
+    dtype: str | None = None,
+    link: float | None = None,
+    disk: float | None = None,
+    flops: float | None = None,
+    stages: int | None = None,
+    ns_steps: int = MuonOptions().ns_steps,
+    ns_dtype: str = MuonOptions().ns_dtype,
+) -> Prospect:
+    """Say what a model would cost on these meshes, as ``muonckpt plan`` prints it; starts no process and reads no data.
+
+    A step is planned by the optimizer's own planner, as the ranks would do it.
+
+    Args:
+        meshes: at least one; sizes of axes by name, the outermost first.
+        model: a ``config.json`` of Hugging Face's, of a known family.
+        checkpoint: or a checkpoint of any program, with momentum.
+        shard: for patterns of parameters' names the axes that cut them, and the dims, as `reshard` takes it; a rule
+            counts on the meshes that have its axes.  By default all axes cut the rows.
+        select: only parameters whose name matches one of these patterns, such as those of a pipeline stage.
+        dtype: of the parameters, gradients and state of a ``model``; by default the configuration's.
+        link, disk, flops: rates of one rank, for durations: bytes a second to others and to files, and FLOPs a second
+            in Newton-Schulz.
+        stages, ns_steps, ns_dtype: as `muonckpt.optimizer.Muon` takes them.
+
+    Raises:
+        SourceError: the configuration or the checkpoint cannot be read.
+        TargetError: not one of ``model`` and ``checkpoint``; no mesh; an unknown family or dtype; no momentum; a rule
+            or a pattern that fits nothing.
+        LayoutError: a matrix cannot be planned.
+    """
+    if (model is None) == (checkpoint is None):
+        raise TargetError("expected a model's config.json or a checkpoint, one of the two")
+    if not meshes:
+        raise TargetError("expected at least one mesh, such as dp=8")
+    if ns_dtype not in PRECISIONS:
+        raise TargetError(f"unknown ns_dtype {ns_dtype!r}; expected one of {', '.join(PRECISIONS)}")
+    if stages is not None and stages < 1 or ns_steps < 1:
+        raise TargetError(f"expected at least one stage and one step of Newton-Schulz, found {stages} and {ns_steps}")
+    tensors = (
+        model_of_checkpoint(location(checkpoint, SourceError))
+        if checkpoint is not None
+        else model_of_config(location(model, SourceError), dtype)  # type: ignore[arg-type]
+    )
+    tensors = _selected(tensors, select)
+    rules = tuple(ShardRule(glob, tuple(cuts)) for glob, cuts in (shard or {}).items())
+    _check_rules(rules, meshes, tensors)
+    options, rates = MuonOptions(ns_steps, ns_dtype, stages), Rates(link, disk, flops)
+    topologies = tuple(topology_of(tensors, mesh, rules, options, rates) for mesh in meshes)
+    return Prospect(
+        tensors.source,
+        len(tensors.parameters),
+        sum(parameter.numel for parameter in tensors.parameters),
+        len(tensors.matrices),
+        topologies,
+        *_cheapest(topologies),
+    )
+
+
+def _selected(model: ModelTensors, globs: Sequence[str]) -> ModelTensors:
+    names = [parameter.name for parameter in model.parameters]
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise TargetError(f"no parameter of {model.source} matches {glob!r}{did_you_mean(glob, names)}")
+    chosen = ModelTensors(
+        model.source,
+        tuple(p for p in model.parameters if not globs or any(fnmatchcase(p.name, glob) for glob in globs)),
+    )
+    if not chosen.matrices:
+        raise TargetError(f"none of the selected parameters of {model.source} is Muon's, so there is nothing to plan")
+    return chosen
+
+
+def _check_rules(rules: Sequence[ShardRule], meshes: Sequence[Mapping[str, int]], model: ModelTensors) -> None:
+    names = [parameter.name for parameter in model.parameters]
+    for rule in rules:
+        if not any(fnmatchcase(name, rule.glob) for name in names):
+            raise TargetError(f"rule {rule} matches no parameter{did_you_mean(rule.glob, names)}")
+        axes = {axis for axis, _ in rule.cuts}
+        if not any(mesh.keys() >= axes for mesh in meshes):
+            raise TargetError(f"rule {rule}: no mesh has the axes {', '.join(sorted(axes))}")
+
+
+def _cheapest(topologies: Sequence[Topology]) -> tuple[int, str]:
+    """The mesh with the least work of all ranks: rank-seconds of a step's Muon part, or bytes where no rates are known.
+
+    At equal cost, the one whose fullest rank holds the least.
+    """
+    timed = [topology.seconds["muon"] for topology in topologies]
+    numbers = range(len(topologies))
+    if None not in timed:
+        why = "the fewest rank-seconds of a step's Muon part"
+        return min(numbers, key=lambda i: (timed[i] * topologies[i].ranks, topologies[i].memory["total"])), why  # type: ignore[operator]
+    why = "the fewest bytes sent in a step by the busiest rank (give link and flops rates to compare durations)"
+    return min(numbers, key=lambda i: (topologies[i].sent["most"], topologies[i].memory["total"])), why
