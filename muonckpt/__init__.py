@@ -1,8 +1,8 @@
 """Muon momentum that survives any change of topology, and a Muon that runs on every one of them.
 
 ``box``, ``layout`` and ``plan`` say where elements lie; ``layouts/`` reads shardings, ``store/`` files; ``checkpoint/``
-saves and loads live state; ``compat/`` has our optimizer under others' names.  ``optimizer``, ``converters`` and
-``cli`` lie beside this folder.  Open ``layout`` first.
+saves and loads live state; ``compat/`` has our optimizer under others' names; ``forecasting/`` answers what if.
+``optimizer``, ``converters`` and ``cli`` lie beside this folder.  Open ``layout`` first.
 
 All names but the errors are imported when first used, so that programs which only look at checkpoints start without
 torch.
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .converters.inspection import Inspection, inspect
     from .converters.report import Report
     from .converters.rewrite import convert, reshard
+    from .forecasting.prospects import Prospect, forecast
     from .layouts.boxed_tensor import BoxedTensor
     from .store.audit import AuditReport, verify
     from .store.open_checkpoint import OpenCheckpoint, open
@@ -57,6 +58,7 @@ __all__ = [
     "LostRankError",
     "MuonckptError",
     "OpenCheckpoint",
+    "Prospect",
     "Redistribution",
     "Report",
     "Restored",
@@ -70,6 +72,7 @@ __all__ = [
     "convert",
     "diff",
     "fingerprints",
+    "forecast",
     "inspect",
     "load",
     "open",
@@ -88,6 +91,7 @@ _HOMES = {
     "Fingerprints": ".checkpoint.tensor_prints",
     "Inspection": ".converters.inspection",
     "OpenCheckpoint": ".store.open_checkpoint",
+    "Prospect": ".forecasting.prospects",
     "Redistribution": ".checkpoint.redistribution",
     "Report": ".converters.report",
     "Restored": ".checkpoint.series",
@@ -98,6 +102,7 @@ _HOMES = {
     "convert": ".converters.rewrite",
     "diff": ".converters.compare.diff",
     "fingerprints": ".checkpoint.attestation",
+    "forecast": ".forecasting.prospects",
     "inspect": ".converters.inspection",
     "load": ".checkpoint.save_load",
     "open": ".store.open_checkpoint",

@@ -55,6 +55,8 @@ RULES = {
     "optimizer": "errors box coefficients layout layouts plan resumption vocabulary optimizer/groups "
     "optimizer/layer_wise optimizer/newton_schulz optimizer/planning optimizer/step",
     "compat": "vocabulary layouts resumption optimizer",
+    "forecasting": "box errors layout layouts layouts/buffers record vocabulary store store/io store/reading "
+    "converters/look converters/target optimizer/newton_schulz optimizer/planning",
     "integrations": "errors store checkpoint optimizer optimizer/groups",
     "converters/engine": "errors box layout plan fingerprint record store store/io store/reading store/formats "
     "converters/target converters/translate",
@@ -67,8 +69,8 @@ RULES = {
     "converters": "errors record vocabulary layouts/buffers store store/io store/reading store/formats "
     "converters/engine converters/look converters/target converters/translate",
     "cli": "errors record version vocabulary layouts/buffers store store/io store/reading converters "
-    "converters/compare converters/engine converters/look converters/target converters/translate",
-    "": "errors version layouts store checkpoint converters converters/compare",
+    "converters/compare converters/engine converters/look converters/target converters/translate forecasting",
+    "": "errors version layouts store checkpoint converters converters/compare forecasting",
     "__main__": "cli",
 }
 TORCH = (

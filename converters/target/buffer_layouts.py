@@ -49,7 +49,7 @@ def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenanc
         mesh, _ = target.grid([(axis, 0) for axis in axes])
         parts = math.prod(mesh.shape[: len(axes)])
         share = len(mesh.ranks) // parts
-        boxes = {t.key: parts_of(t.shape, mesh.shape[: len(axes)], cuts[t.key]) for t in members}
+        boxes = {t.key: cut_parts(t.shape, mesh.shape[: len(axes)], cuts[t.key]) for t in members}
         for part in range(parts):
             ranks = mesh.ranks[part * share : (part + 1) * share]
             local = {key: of_part[part] for key, of_part in boxes.items() if part in of_part}
@@ -88,7 +88,7 @@ def _known_or_fresh(
     return usable if parameters == {placed.parameter for layout in usable for placed in layout.parameters} else fresh
 
 
-def parts_of(shape: Index, sizes: Index, cuts: Sequence[AxisCut]) -> dict[int, Box]:
+def cut_parts(shape: Index, sizes: Index, cuts: Sequence[AxisCut]) -> dict[int, Box]:
     """The parts into which the cut axes divide a tensor, by coordinate; parts without elements are left out."""
     layout = mesh_layout(shape, Mesh.of(*sizes), tuple(Shard(dim) for _, dim in cuts))
     return {int(fragment.place.buffer): fragment.box for fragment in layout.fragments}

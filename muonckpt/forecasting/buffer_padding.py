@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..box import Index
-from ..converters.target.buffer_layouts import parts_of, placed_in
+from ..converters.target.buffer_layouts import cut_parts, placed_in
 from ..converters.target.topology import LAYOUTS, ROWS, AxisCut, Target
 from ..layouts.buffers.balanced import newton_schulz
 from ..layouts.buffers.buffer_layout import BufferLayout, rank_of
@@ -61,7 +61,9 @@ def buffer_padding(parameters: Sequence[ModelParameter], target: Target) -> Iter
             known: dict[tuple[Index | None, ...], tuple[Shares, Shares | None, int]] = {}
             for part, shapes in enumerate(_local_shapes(cut_members, mesh.shape[: len(axes)], parts)):
                 if shapes not in known:
-                    known[shapes] = _shares(layout, cut_members, dict(zip(_kinds(cut_members), shapes, strict=True)), share)
+                    known[shapes] = _shares(
+                        layout, cut_members, dict(zip(_kinds(cut_members), shapes, strict=True)), share
+                    )
                 held, costs, padded = known[shapes]
                 ranks = list(mesh.ranks[part * share : (part + 1) * share])
                 elements[ranks] += held
@@ -73,11 +75,11 @@ def buffer_padding(parameters: Sequence[ModelParameter], target: Target) -> Iter
         yield BufferPadding(layout, percent, _most(elements), None if work is None else _most(work))
 
 
-Kind = tuple[Index, tuple[AxisCut, ...]]
+_Kind = tuple[Index, tuple[AxisCut, ...]]
 """Parameters of one shape that are cut alike."""
 
 
-def _kinds(members: Sequence[tuple[ModelParameter, tuple[AxisCut, ...]]]) -> list[Kind]:
+def _kinds(members: Sequence[tuple[ModelParameter, tuple[AxisCut, ...]]]) -> list[_Kind]:
     return list(dict.fromkeys((parameter.shape, cuts) for parameter, cuts in members))
 
 
@@ -85,7 +87,7 @@ def _local_shapes(
     members: Sequence[tuple[ModelParameter, tuple[AxisCut, ...]]], sizes: Index, parts: int
 ) -> Iterator[tuple[Index | None, ...]]:
     """For each part, the shape that every kind has there; None where nothing is left of it."""
-    boxes = [parts_of(shape, sizes, cuts) for shape, cuts in _kinds(members)]
+    boxes = [cut_parts(shape, sizes, cuts) for shape, cuts in _kinds(members)]
     for part in range(parts):
         yield tuple(of_part[part].shape if part in of_part else None for of_part in boxes)
 
@@ -93,7 +95,7 @@ def _local_shapes(
 def _shares(
     layout: str,
     members: Sequence[tuple[ModelParameter, tuple[AxisCut, ...]]],
-    shapes: dict[Kind, Index | None],
+    shapes: dict[_Kind, Index | None],
     ranks: int,
 ) -> tuple[Shares, Shares | None, int]:
     """Elements and FLOPs of one iteration on each of the ranks that share buffers, and the buffers' padding."""

@@ -93,9 +93,7 @@ def step_plan(
     )
 
 
-def _specs(
-    parameters: Sequence[ModelParameter], layouts: Sequence[TensorLayout], options: MuonOptions
-) -> list[Spec]:
+def _specs(parameters: Sequence[ModelParameter], layouts: Sequence[TensorLayout], options: MuonOptions) -> list[Spec]:
     """The parameters as planning sees them; equal ones are one object."""
     precision = PRECISIONS[options.ns_dtype]
 
@@ -107,9 +105,7 @@ def _specs(
         fused = Fused(parameter.pieces)
         slot = Slot(MOMENTUM, layout, fused, precision.there, precision.back)
         alike.setdefault((layout, fused), Spec((slot,), cost))
-    return [
-        alike[layout, Fused(parameter.pieces)] for parameter, layout in zip(parameters, layouts, strict=True)
-    ]
+    return [alike[layout, Fused(parameter.pieces)] for parameter, layout in zip(parameters, layouts, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -163,14 +163,17 @@ def _qwen3_moe(s: Settings, layer: int) -> Iterator[Named]:
 
 def _qwen_mlp(s: Settings, layer: int) -> Iterator[Named]:
     if _is_sparse(s, layer):
-        yield from _experts(s, s.number("num_experts"), s.number("moe_intermediate_size"))
+        count = s.number("num_experts", s.fields.get("num_local_experts"))  # transformers 5 writes the latter
+        yield from _experts(s, count, s.number("moe_intermediate_size"))
     else:
         yield from _feed_forward(s, s.number("intermediate_size"))
 
 
 def _is_sparse(s: Settings, layer: int) -> bool:
     """Whether a layer of Qwen's has experts."""
-    return layer not in (s.fields.get("mlp_only_layers") or ()) and (layer + 1) % s.number("decoder_sparse_step", 1) == 0
+    return (
+        layer not in (s.fields.get("mlp_only_layers") or ()) and (layer + 1) % s.number("decoder_sparse_step", 1) == 0
+    )
 
 
 def _deepseek(s: Settings, layer: int) -> Iterator[Named]:
@@ -185,7 +188,7 @@ def _deepseek(s: Settings, layer: int) -> Iterator[Named]:
             yield from _feed_forward(s, width * shared, "mlp.shared_experts")
 
 
-FAMILIES: Mapping[str, Layer] = MappingProxyType(
+LAYERS_BY_FAMILY: Mapping[str, Layer] = MappingProxyType(
     {
         "llama": _llama,
         "mistral": _mistral,
@@ -243,15 +246,15 @@ def model_of_config(file: Location, dtype: str | None = None) -> ModelTensors:
 
 def _family(settings: Settings) -> Layer:
     kind, classes = settings.fields.get("model_type"), settings.fields.get("architectures") or ()
-    if kind in FAMILIES:
-        return FAMILIES[kind]
+    if kind in LAYERS_BY_FAMILY:
+        return LAYERS_BY_FAMILY[kind]
     for name in classes if isinstance(classes, list) else ():
         if name in _ARCHITECTURES:
-            return FAMILIES[_ARCHITECTURES[name]]
+            return LAYERS_BY_FAMILY[_ARCHITECTURES[name]]
     inner = "; give its text_config as a file of its own" if "text_config" in settings.fields else ""
     raise TargetError(
         f"{settings.place}: unknown model_type {kind!r} with architectures {classes!r}; known are "
-        f"{', '.join(FAMILIES)}{inner}; or plan from a checkpoint of the model"
+        f"{', '.join(LAYERS_BY_FAMILY)}{inner}; or plan from a checkpoint of the model"
     )
 
 

@@ -1,9 +1,9 @@
-"""The public question: what would a step, a rank's memory and a checkpoint be on these meshes, and which is cheapest."""
+"""The public question: what a step, a rank's memory and a checkpoint would be on some meshes; which is cheapest."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -68,6 +68,7 @@ def forecast(
     stages: int | None = None,
     ns_steps: int = MuonOptions().ns_steps,
     ns_dtype: str = MuonOptions().ns_dtype,
+    progress: Callable[[int, int], None] = lambda count, total: None,
 ) -> Prospect:
     """Say what a model would cost on these meshes, as ``muonckpt plan`` prints it; starts no process and reads no data.
 
@@ -84,6 +85,7 @@ def forecast(
         link, disk, flops: rates of one rank, for durations: bytes a second to others and to files, and FLOPs a second
             in Newton-Schulz.
         stages, ns_steps, ns_dtype: as `muonckpt.optimizer.Muon` takes them.
+        progress: called with the number of meshes that are done, and of all.
 
     Raises:
         SourceError: the configuration or the checkpoint cannot be read.
@@ -97,7 +99,7 @@ def forecast(
         raise TargetError("expected at least one mesh, such as dp=8")
     if ns_dtype not in PRECISIONS:
         raise TargetError(f"unknown ns_dtype {ns_dtype!r}; expected one of {', '.join(PRECISIONS)}")
-    if stages is not None and stages < 1 or ns_steps < 1:
+    if (stages is not None and stages < 1) or ns_steps < 1:
         raise TargetError(f"expected at least one stage and one step of Newton-Schulz, found {stages} and {ns_steps}")
     tensors = (
         model_of_checkpoint(location(checkpoint, SourceError))
@@ -108,7 +110,13 @@ def forecast(
     rules = tuple(ShardRule(glob, tuple(cuts)) for glob, cuts in (shard or {}).items())
     _check_rules(rules, meshes, tensors)
     options, rates = MuonOptions(ns_steps, ns_dtype, stages), Rates(link, disk, flops)
-    topologies = tuple(topology_of(tensors, mesh, rules, options, rates) for mesh in meshes)
+
+    def each() -> Iterator[Topology]:
+        for done, mesh in enumerate(meshes):
+            progress(done, len(meshes))
+            yield topology_of(tensors, mesh, rules, options, rates)
+
+    topologies = tuple(each())
     return Prospect(
         tensors.source,
         len(tensors.parameters),

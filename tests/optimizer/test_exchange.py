@@ -15,6 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 
+from muonckpt.forecasting.exchange_bytes import MuonOptions, step_plan
+from muonckpt.forecasting.model_tensors import fresh_parameter
+from muonckpt.layouts.mesh import Mesh, mesh_layout
+from muonckpt.layouts.mesh import Shard as Rows
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.planning.routes import NOTE, WIRE_ALIGNMENT
 
@@ -59,9 +63,19 @@ def counted_step(rank: int, world: int, shapes: list[tuple[int, int]], stages: i
 @pytest.mark.parametrize("stages", [1, 4])
 def test_a_stage_is_two_collectives_of_exactly_the_elements_that_must_move_in_16_bits(world, stages):
     shapes = [(40, 16), (13, 16), (3, 16), (64, 24), (24, 64), (16, 16), (40, 16), (13, 16)]
-    for calls, made, sent, must in run(world, counted_step, shapes, stages):
+    counted = run(world, counted_step, shapes, stages)
+    for calls, made, sent, must in counted:
         assert calls == 2 * made and made <= stages
         assert 2 * must <= sent <= 2 * must + calls * (world - 1) * (NOTE + WIRE_ALIGNMENT - 2)
+    # What `muonckpt plan` says of the same parameters, without processes.
+    params = [fresh_parameter(f"{number}", shape, "float32", matrix=True) for number, shape in enumerate(shapes)]
+    layouts = [mesh_layout(shape, Mesh.of(world), (Rows(0),)) for shape in shapes]
+    forecast = step_plan(params, layouts, world, MuonOptions(stages=stages))
+    assert len(forecast.work) == counted[0][1]
+    for said, (calls, _, sent, _) in zip(forecast.sent.sum(axis=(0, 1)), counted, strict=True):
+        assert said <= sent <= said + calls * (world - 1) * (WIRE_ALIGNMENT - 2)
+    assert forecast.busiest_sent == counted[forecast.busiest][2]
+    assert forecast.sent.sum() == forecast.received.sum()
 
 
 def peak_of_a_step(rank: int, world: int, stages: int) -> tuple[int, list[int], int]:

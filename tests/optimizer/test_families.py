@@ -6,6 +6,7 @@ models are sorted too.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -16,6 +17,7 @@ import torch
 from support.modules import linear, placed_once, stack, tree, under
 from torch import nn
 
+from muonckpt.forecasting.families import model_of_config
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.groups import (
     DEEPSEEK,
@@ -279,7 +281,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_transformers_own_models_are_sorted(name, tie):
+def test_transformers_own_models_are_sorted(name, tie, tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     rules, sizes = CONFIGS[name]
     config = transformers.AutoConfig.for_model(name, **SIZES, **sizes, num_key_value_heads=2, tie_word_embeddings=tie)
@@ -292,3 +294,11 @@ def test_transformers_own_models_are_sorted(name, tie):
         if tie
         else [("model.embed_tokens.weight",), ("lm_head.weight",)]
     )
+    # What `muonckpt plan` reads from the configuration alone.
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    forecast = {p.name: p for p in model_of_config(tmp_path / "config.json", "float32").parameters}
+    assert {p.name: p.shape for p in forecast.values()} == {n: tuple(p.shape) for n, p in model.named_parameters()}
+    for decision in decisions:
+        said = forecast[decision.names[0]]
+        assert said.matrix == (decision.kind in ("matrix", "experts"))
+        assert not said.matrix or Fused(said.pieces) == decision.fused

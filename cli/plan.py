@@ -1,0 +1,146 @@
+"""`muonckpt plan`: what a model would cost on meshes that are only imagined."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..converters.target.topology import AxisCut
+from ..errors import TargetError
+from .argument_types import CHECKPOINT, ByteCountType, MeshType, ShardRuleType
+from .printing import counted, print_table, printable, size
+
+if TYPE_CHECKING:
+    from ..forecasting.prospects import Prospect
+    from ..forecasting.topologies import Topology
+
+
+@click.command("plan")
+@click.option("--model", type=CHECKPOINT, metavar="JSON", help="A config.json of Hugging Face's.")
+@click.option("--ckpt", "checkpoint", type=CHECKPOINT, metavar="CKPT", help="Or a checkpoint with momentum.")
+@click.option(
+    "--mesh",
+    "meshes",
+    type=MeshType(),
+    multiple=True,
+    required=True,
+    help="Axes, outermost first: dp=8,tp=2; repeatable.",
+)
+@click.option(
+    "--shard",
+    type=ShardRuleType(),
+    multiple=True,
+    metavar="GLOB=AXIS:DIM,...",
+    help="Axes that cut matching parameters, on meshes that have them; repeatable.",
+)
+@click.option("--select", multiple=True, metavar="GLOB", help="Only parameters with a matching name; repeatable.")
+@click.option("--dtype", metavar="DTYPE", help="Of a model's parameters and state, if not the config's.")
+@click.option("--link", type=ByteCountType(), metavar="BYTES", help="What a rank sends in a second: 50GB.")
+@click.option("--disk", type=ByteCountType(), metavar="BYTES", help="What a rank writes or reads in a second: 2GB.")
+@click.option(
+    "--flops", type=click.FloatRange(0, min_open=True), metavar="NUMBER", help="FLOPs of a rank in a second: 400e12."
+)
+@click.option("--stages", type=click.IntRange(1), metavar="N", help="Most stages of a step, as Muon takes it.")
+@click.option("--ns-steps", type=click.IntRange(1), metavar="N", help="Steps of Newton-Schulz.")
+@click.option("--ns-dtype", metavar="DTYPE", help="What it computes in: bfloat16, float16 or float32.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def command(
+    meshes: Sequence[dict[str, int]], shard: Sequence[tuple[str, tuple[AxisCut, ...]]], as_json: bool, **options: Any
+) -> None:
+    """Say what a step of Muon, a rank's memory and a checkpoint would cost on each mesh, and which is the cheapest.
+
+    The optimizer's own planner plans the step, so this command needs torch; no process is started.
+
+    \b
+    muonckpt plan --model config.json --mesh dp=64 --mesh dp=8,tp=8 --shard '*_proj.weight=tp:0,dp:0'
+    muonckpt plan --ckpt run/step-00001000 --mesh dp=512 --link 50GB --disk 2GB --flops 400e12
+    """
+    from ..forecasting.prospects import forecast  # imports torch
+
+    rules: dict[str, tuple[AxisCut, ...]] = {}
+    for glob, cuts in shard:  # the first that matches wins
+        rules.setdefault(glob, cuts)
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        found = forecast(meshes, shard=rules, progress=_progress(), **given)
+    except TargetError as error:
+        raise click.UsageError(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(found.to_json(), indent=1))
+        return
+    _print(found)
+
+
+def _progress() -> Any:
+    """Lines on standard error, from the first second on."""
+    begin = time.monotonic()
+
+    def line(done: int, total: int) -> None:
+        if time.monotonic() - begin >= 1 or sys.stderr.isatty():
+            click.echo(f"plan: mesh {done + 1} of {total}", err=True)
+
+    return line
+
+
+def _print(found: Prospect) -> None:
+    click.echo(
+        printable(
+            f"{found.source}: {counted(found.parameters, 'parameter')}, {found.elements:,} elements; "
+            f"{found.matrices} by Muon"
+        )
+    )
+    click.echo()
+    columns = [list(_column(topology)) for topology in found.topologies]
+    headers = ("", *(topology.name for topology in found.topologies))
+    rows = [(row[0][0], *(value for _, value in row)) for row in zip(*columns, strict=True)]
+    print_table(headers, [row for row in rows if set(row[1:]) != {"-"}])
+    click.echo()
+    for topology in found.topologies:
+        for rule in topology.unused_rules:
+            click.echo(
+                printable(f"note: {topology.name} has not all axes of the rule {rule}, which does not count there")
+            )
+    if len(found.topologies) > 1:
+        click.echo(f"cheapest: {found.topologies[found.cheapest].name}, {found.why}")
+
+
+def _column(t: Topology) -> Iterator[tuple[str, str]]:
+    """What one mesh costs, with labels."""
+    yield "ranks", str(t.ranks)
+    yield "matrices", str(t.matrices)
+    yield "stages", str(t.stages)
+    yield "sent a step, mean", size(round(t.sent["mean"]))
+    yield "  most", f"{size(t.sent['most'])} (rank {t.sent['busiest_rank']})"
+    yield "Newton-Schulz, mean", f"{t.newton_schulz['mean'] / 1e12:.4g} TFLOP"
+    yield "  most to mean", f"{t.newton_schulz['most_to_mean']:.3f}"
+    for part, count in t.memory.items():
+        yield f"memory: {part}", size(count)
+    yield "  held, most to mean", f"{t.held['most_to_mean']:.3f}"
+    yield "checkpoint", f"{size(t.checkpoint['bytes'])} in {counted(t.checkpoint['files'], 'file')}"
+    yield "  most of a rank", size(t.checkpoint["most"])
+    for padding in t.padding:
+        yield f"padding: {padding['layout']}", f"{padding['padding_percent']} %"
+    for name, label in _DURATIONS:
+        seconds = t.seconds[name]
+        yield label, "-" if seconds is None else _seconds(seconds)
+
+
+_DURATIONS = (
+    ("exchange", "time: exchange"),
+    ("newton_schulz", "time: Newton-Schulz"),
+    ("muon", "time: Muon, overlapped"),
+    ("save", "time: save"),
+    ("reshard", "time: reshard, one process"),
+)
+
+
+def _seconds(seconds: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

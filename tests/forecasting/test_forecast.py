@@ -1,0 +1,135 @@
+"""What `muonckpt plan` says, against published sizes, the planner's own wires, and checkpoints that exist."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.commands import called
+
+import muonckpt
+from muonckpt.errors import TargetError
+from muonckpt.forecasting.durations import Rates, step_seconds
+from muonckpt.forecasting.exchange_bytes import MuonOptions, StepPlan, leaving_bytes, most_wires, step_plan
+from muonckpt.forecasting.families import model_of_config
+from muonckpt.forecasting.model_tensors import fresh_parameter
+from muonckpt.layouts.mesh import Mesh, Replicate, Shard, mesh_layout
+from muonckpt.optimizer.newton_schulz.costs import flops
+from muonckpt.optimizer.planning.matrices import Fused
+from muonckpt.optimizer.planning.routes import WIRE_ALIGNMENT
+from muonckpt.optimizer.planning.schedule import make_schedule
+from muonckpt.optimizer.planning.units import Slot, Spec
+
+LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
+DEEPSEEK = {
+    "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "vocab_size": 129280, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
+    "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128, "v_head_dim": 128,
+}  # fmt: skip
+KIMI = {**DEEPSEEK, "model_type": "kimi_k2", "num_attention_heads": 64, "n_routed_experts": 384,
+        "first_k_dense_replace": 1, "vocab_size": 163840}  # fmt: skip
+SMALL = {**LLAMA, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 128}  # fmt: skip
+
+
+def config(folder: Path, **fields: object) -> Path:
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder / "config.json"
+
+
+@pytest.mark.parametrize(
+    ("fields", "elements"),
+    [
+        (LLAMA, 8_030_261_248),
+        # Without the router's biases of 256 (384) numbers a layer, which are buffers.
+        ({**DEEPSEEK, "model_type": "mine", "architectures": ["DeepseekV3ForCausalLM"]}, 671_026_404_352),
+        (KIMI, 1_026_408_209_408),
+    ],
+    ids=["Llama 3 8B", "DeepSeek-V3", "Kimi K2"],
+)
+def test_models_have_the_published_sizes(fields, elements, tmp_path):
+    assert sum(p.numel for p in model_of_config(config(tmp_path, **fields)).parameters) == elements
+
+
+def test_a_config_that_is_not_known_is_refused(tmp_path):
+    found = called("plan", "--model", config(tmp_path, **{**LLAMA, "model_type": "perceiver"}), "--mesh", "dp=2")
+    assert found.returncode == 2 and "'perceiver'" in found.stderr and "deepseek_v3" in found.stderr
+    found = called("plan", "--model", config(tmp_path, **{**LLAMA, "hidden_size": "wide"}), "--mesh", "dp=2")
+    assert found.returncode == 3 and "expected hidden_size to be an integer" in found.stderr
+    with pytest.raises(TargetError, match=r"no mesh has the axes tp"):
+        muonckpt.forecast([{"dp": 2}], model=config(tmp_path, **SMALL), shard={"*": [("tp", 0)]})
+
+
+@pytest.mark.parametrize("placements", [(Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(1))])
+def test_bytes_are_those_of_all_ranks_wires(placements):
+    """With replicas, a rank reads each part from one of them, and returns it to all."""
+    mesh, ranks = Mesh.of(3, 2), tuple(range(6))
+    shapes, pieces = [(24, 8), (5, 16), (16, 16), (4, 12, 8), (24, 8)], [(12, 6, 6), None, None, None, None]
+    params = [
+        fresh_parameter(f"{number}", shape, "float32", matrix=True, pieces=cut)
+        for number, (shape, cut) in enumerate(zip(shapes, pieces, strict=True))
+    ]
+    layouts = [mesh_layout(shape, mesh, placements) for shape in shapes]
+    said = step_plan(params, layouts, 6, MuonOptions(stages=2))
+    short = torch.bfloat16
+    specs = [
+        Spec(
+            (Slot("momentum_buffer", layout, Fused(cut), short, short),),
+            lambda m, n, parts: flops(m, n, 5, None, parts),
+        )
+        for layout, cut in zip(layouts, pieces, strict=True)
+    ]
+    for rank in ranks:
+        own = make_schedule(specs, ranks, rank, 2)
+        sent, about = leaving_bytes(own, rank), int(said.sent[:, :, rank].sum())
+        assert about <= sent <= about + 2 * len(own.stages) * 5 * (WIRE_ALIGNMENT - 2)
+        if rank == said.busiest:
+            assert (sent, most_wires(own.stages)) == (said.busiest_sent, said.wires)
+
+
+def test_a_checkpoint_has_the_bytes_that_were_said(tmp_path):
+    state = {"a": {"momentum_buffer": torch.ones(64, 32)}, "b": {"momentum_buffer": torch.ones(32, 32)}}
+    model = {"a": torch.ones(64, 32), "b": torch.ones(32, 32), "n": torch.ones(32)}
+    state["n"] = {"exp_avg": torch.ones(32), "exp_avg_sq": torch.ones(32), "step": torch.tensor(1.0)}
+    groups = [{"params": ["a", "b"], "algorithm": "muon"}, {"params": ["n"], "algorithm": "adamw"}]
+    muonckpt.save({"model": model, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / "run")
+    found = muonckpt.forecast(
+        [{"dp": 4}, {"dp": 2, "copy": 2}], checkpoint=tmp_path / "run", shard={"*": [("dp", 0)]}, disk=1e6
+    )
+    assert (found.parameters, found.matrices) == (3, 2)
+    rows, copied = found.topologies
+    for topology in found.topologies:
+        assert topology.checkpoint["bytes"] == muonckpt.inspect(tmp_path / "run").bytes
+        assert topology.seconds["save"] == pytest.approx(topology.checkpoint["most"] / 1e6, rel=1e-3)
+        assert topology.seconds["muon"] is None
+    assert copied.memory["weights"] == 2 * rows.memory["weights"] == 4 * (64 * 32 + 32 * 32 + 32) // 2
+    assert {padding["layout"]: padding["padding_percent"] for padding in rows.padding}["balanced"] == 0.0
+    with pytest.raises(TargetError, match="momentum"):
+        muonckpt.save({"model": model}, tmp_path / "weights")
+        muonckpt.forecast([{"dp": 4}], checkpoint=tmp_path / "weights")
+
+
+def test_exchange_hides_behind_newton_schulz():
+    sent = np.array([[[4, 2], [6, 1]], [[8, 0], [2, 2]]])
+    plan = StepPlan(2, sent, sent, np.array([[30, 10], [10, 50]]), 0, 20, 0)
+    found = step_seconds(plan, Rates(link=2.0, flops=10.0))
+    assert (found.exchange, found.newton_schulz) == (10.0, 8.0)
+    assert found.muon == 2 + max(3, 4) + max(5, 3) + 1
+
+
+def test_the_command_compares_meshes(tmp_path):
+    arguments = ["plan", "--model", config(tmp_path, **SMALL), "--mesh", "dp=4", "--mesh", "dp=2,tp=2"]
+    arguments += ["--shard", "*_proj.weight=tp:0,dp:1", "--link", "1GB", "--flops", "1e9", "--select", "*layers*"]
+    found = json.loads(called(*arguments, "--json").stdout)
+    assert [t["ranks"] for t in found["topologies"]] == [4, 4] and found["matrices"] == 14
+    costs = [t["seconds"]["muon"] for t in found["topologies"]]
+    assert found["cheapest"] == costs.index(min(costs))
+    shown = called(*arguments)
+    name = ("dp=4", "dp=2,tp=2")[found["cheapest"]]
+    assert shown.returncode == 0 and f"cheapest: {name}, the fewest rank-seconds" in shown.stdout
+    assert "note: dp=4 has not all axes of the rule *_proj.weight=tp:0,dp:1" in shown.stdout
