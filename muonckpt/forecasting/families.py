@@ -246,7 +246,7 @@ def model_of_config(file: Location, dtype: str | None = None) -> ModelTensors:
 
 def _family(settings: Settings) -> Layer:
     kind, classes = settings.fields.get("model_type"), settings.fields.get("architectures") or ()
-    if kind in LAYERS_BY_FAMILY:
+    if isinstance(kind, str) and kind in LAYERS_BY_FAMILY:
         return LAYERS_BY_FAMILY[kind]
     for name in classes if isinstance(classes, list) else ():
         if name in _ARCHITECTURES:
