@@ -16,7 +16,7 @@ from support.commands import called
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+PAGES = [README, *sorted((ROOT / "docs" / "guide").rglob("*.md"))]
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

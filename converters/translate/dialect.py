@@ -187,6 +187,7 @@ class Dialect:
         item: makes the key for an item of another program that this one does not know.
         unsaid: options that would point to a program, and so to a convention; they are never added.
         private: globs of the items that mean nothing to other programs; such of the same name here keep them.
+        opaque: globs of state that only the program can read, as nothing says whose it is.
         format: the format that the program needs, by the name of the `Container`; None if any that DCP reads will do.
     """
 
@@ -207,6 +208,7 @@ class Dialect:
     item: Callable[[str], str] = str
     unsaid: frozenset[str] = frozenset()
     private: frozenset[str] = frozenset()
+    opaque: frozenset[str] = frozenset()
     format: str | None = None
 
     @property

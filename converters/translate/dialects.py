@@ -40,6 +40,9 @@ _MEGATRON_ITEMS = frozenset(
 )
 """What Megatron saves of its run."""
 
+_BUCKETS = frozenset({"*optimizer.distributed.dp_group_idx_*"})
+"""What Megatron's distributed optimizer saves in `dp_reshardable` form: flat buckets without the names in them."""
+
 
 # What a matrix group of these programs is known to be, though no option says it.
 _TORCH_FACTS = {"muon": {**PLAIN, "pieces": None, "gram": None}, "adamw": PLAIN}
@@ -67,7 +70,7 @@ def _torch_dist(name: str, who: str, chains: Mapping[str, str]) -> Dialect:
     return Dialect(
         name, who, _path("{weight}"), _path("{chain}optimizer.state.{slot}.{name}"), None, None, megatron(_MASTER, {}),
         hints=_MEGATRON_HINTS, common=(COMMON_STATE,), chains=chains, item=item_key, private=_MEGATRON_ITEMS,
-        format="torch_dist",
+        opaque=_BUCKETS, format="torch_dist",
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from fnmatch import fnmatchcase
 
 from ...errors import SourceError, TargetError
 from ...record import Blob, Manifest, StateRecord
@@ -81,6 +82,7 @@ def translate(
     if overrides.weights is WeightsFrom.MASTERS:
         roles = with_masters_as_weights(roles, masters)
     _refuse_unread(manifest, dialect, roles)
+    _refuse_opaque(roles, dialect, target)
     roles, private = without_private_items(roles, dialect, target)
     groups = source_groups(manifest, dialect, values)
     group_of = {name: group for group in groups for name in group.params}
@@ -157,6 +159,18 @@ def _refuse_unread(manifest: Manifest, dialect: Dialect, roles: Roles) -> None:
             raise SourceError(
                 f"{entry.key!r} is state of an optimizer that was not understood: {keys}; name the program with "
                 "--from, or make a copy without it, by `muonckpt reshard --select`"
+            )
+
+
+def _refuse_opaque(roles: Roles, dialect: Dialect, target: Dialect) -> None:
+    """Refuse to carry state to a program that cannot read it."""
+    entries: tuple[StateRecord | Blob, ...] = (*roles.other_tensors, *roles.items)
+    for entry in entries if target.opaque != dialect.opaque else ():
+        if any(fnmatchcase(entry.key, glob) for glob in dialect.opaque):
+            raise SourceError(
+                f"{entry.key!r} is a flat bucket of an optimizer's state, and nothing in it says which parameter lies "
+                f"where, so {target.name} cannot take it: save with --dist-ckpt-optim-fully-reshardable in Megatron, "
+                "which writes it under names, or first make a copy without the buckets, by `muonckpt reshard --select`"
             )
 
 

@@ -20,6 +20,7 @@ from support.translated import TORCH, W, nested, truth_of
 import muonckpt
 from muonckpt.cli.main import run
 from muonckpt.converters.translate.detection import with_slots
+from muonckpt.errors import SourceError
 from muonckpt.store.formats.dcp.directory import COMMON_FILE
 from muonckpt.store.formats.dcp.metadata_pickle import parse_metadata
 from muonckpt.store.formats.megatron.torch_dist import COMMON_STATE
@@ -202,3 +203,13 @@ def test_megatron_fsdps_options_and_halves_become_its_groups_and_wholes(tmp_path
     )
     fc1 = "chained_0.optimizer.state.momentum_buffer.decoder.layers.0.mlp.linear_fc1.weight"
     assert {tensor.key: tensor.shape for tensor in manifest.tensors}[fc1] == (80, 16)
+
+
+def test_buckets_without_names_are_carried_for_megatron_and_refused_for_others(tmp_path):
+    bucket = "chained_1.optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_bf16.bucket_idx_0.exp_avg"
+    state = {"w": torch.ones(4, 4), "chained_0.optimizer.state.momentum_buffer.w": torch.ones(4, 4)}
+    muonckpt.save({**state, bucket: torch.ones(9)}, tmp_path / "theirs")
+    muonckpt.convert(tmp_path / "theirs", tmp_path / "same", format="torch_dist")
+    assert bucket in muonckpt.open(tmp_path / "same").tensors
+    with pytest.raises(SourceError, match="which parameter lies where, so muonckpt cannot take it"):
+        muonckpt.convert(tmp_path / "theirs", tmp_path / "other", to_dialect="muonckpt", convention="ema")

@@ -1,0 +1,117 @@
+"""The tables of formats and programs in the docs: every cell is tried, and the page must say what was found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support import sharded
+from support.rank_files import written
+
+import muonckpt
+from muonckpt.converters.translate.dialects import DIALECTS
+from muonckpt.errors import MuonckptError
+
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "migrations" / "overview.md"
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+WHY_NOT_WRITTEN = {
+    "moonlight": "only an example script reads it",
+    "layer_wise": "only the run knows the order and the owners of numbers; write `torch_dist`",
+    "fully_shard": "it numbers parameters, and only the run knows the order; write `dcp`",
+}
+
+FORMATS = {
+    "muonckpt: DCP with a manifest": "dcp",
+    "stock DCP, `fsdp_dtensor` included": "dcp",
+    "flat buffers": "buffers",
+    "Megatron's `torch_dist`": "torch_dist",
+    "Megatron's `layer_wise_optimizer_{rank}.pt`": None,
+    "safetensors": "safetensors",
+    "zarr v3": "zarr",
+}
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [tuple(head), ("---",) * len(tuple(head)), *map(tuple, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def tried(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except MuonckptError:
+        return "no"
+    return "yes"
+
+
+def run() -> dict:
+    """State of a matrix and a vector, in our keys."""
+    state = {
+        "up.weight": {"momentum_buffer": torch.ones(4, 6)},
+        "norm.weight": {"exp_avg": torch.ones(6), "exp_avg_sq": torch.ones(6), "step": torch.tensor(3.0)},
+    }
+    muon = {"params": ["up.weight"], "algorithm": "muon", "convention": "ema", "momentum": 0.9, "adjust_lr": "original",
+            "ns": "keller", "ns_steps": 5, "nesterov": True, "eps": 1e-7}  # fmt: skip
+    adamw = {"params": ["norm.weight"], "algorithm": "adamw", "betas": (0.9, 0.95), "eps": 1e-8}
+    groups = [group | {"lr": 0.02, "weight_decay": 0.1} for group in (muon, adamw)]
+    weights = {"up.weight": torch.ones(4, 6), "norm.weight": torch.ones(6)}
+    return {"model": weights, "optimizer": {"state": state, "param_groups": groups}}
+
+
+def formats(folder: Path) -> str:
+    own = folder / "own"
+    muonckpt.save(run(), own)
+    muonckpt.save(run(), folder / "stock")
+    paths = {"dcp": sharded.as_stock(folder / "stock")}
+    for name in ("buffers", "torch_dist", "safetensors", "zarr"):
+        paths[name] = folder / name
+        muonckpt.convert(own, paths[name], format=name)
+    rows = []
+    for number, (name, written_as) in enumerate(FORMATS.items()):
+        path = own if number == 0 else written(folder, "padded-numel", 2) if written_as is None else paths[written_as]
+        to = "no: " + WHY_NOT_WRITTEN["layer_wise"] if written_as is None else f"`--to-format {written_as}`"
+        rows.append(
+            (
+                name,
+                tried(lambda path=path: muonckpt.inspect(path)),
+                str(muonckpt.verify(path).verdict),
+                tried(lambda path=path: muonckpt.reshard(path, folder / "x", mesh={"dp": 2}, dry_run=True)),
+                tried(lambda path=path: muonckpt.convert(path, folder / "x", format="zarr", dry_run=True)),
+                to,
+            )
+        )
+    return table(("format", "inspect", "verify", "reshard", "convert from", "convert to"), rows)
+
+
+def programs(folder: Path) -> str:
+    rows = []
+    for dialect in DIALECTS.values():
+        options = {"to_dialect": dialect.name, "format": dialect.format}
+        path = folder / f"for-{dialect.name}"
+        to = tried(lambda options=options, path=path: muonckpt.convert(folder / "own", path, **options))
+        assert (to == "no") == (dialect.name in WHY_NOT_WRITTEN), dialect.name
+        back = {"convention": None if dialect.convention else "ema", "from_dialect": dialect.name, "step": 3}
+        if to == "yes":
+            muonckpt.convert(path, folder / f"of-{dialect.name}", to_dialect="muonckpt", **back)
+            arrived = muonckpt.open(folder / f"of-{dialect.name}").tensors
+            for name, slots in run()["optimizer"]["state"].items():
+                for slot, value in slots.items():
+                    found = arrived[f"optimizer.state.{name}.{slot}"].numpy()
+                    assert np.allclose(found, value.numpy(), rtol=1e-6), (dialect.name, slot)
+        momentum = {None: "as `--convention` says", "ema": "average", "sum": "sum"}[dialect.convention]
+        why = f"no: {WHY_NOT_WRITTEN[dialect.name]}" if to == "no" else to
+        rows.append((f"`{dialect.name}`", dialect.who, momentum, f"`{dialect.state}`", why))
+    return table(("program", "who", "momentum", "state under", "written"), rows)
+
+
+def test_the_tables_of_the_page_are_what_is_found(tmp_path):
+    page = PAGE.read_text()
+    for made in (formats(tmp_path), programs(tmp_path)):
+        found = re.search(rf"^{re.escape(made.splitlines()[0])}\n(\|.*\n)*", page, re.MULTILINE)
+        assert found and found[0].strip() == made, f"the page should have:\n{made}"
