@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ..chunks import UNKNOWN
 from ..errors import TargetError, did_you_mean
-from ..record import Extent, Manifest, StateRecord
+from ..record import Manifest, StateRecord
 from ..store.io.gc_paused import gc_paused
 from ..store.io.location import Remote
 from ..store.open_checkpoint import OpenCheckpoint, open
@@ -175,19 +176,20 @@ def inspection_of(checkpoint: OpenCheckpoint) -> Inspection:
     """The same of a checkpoint that is open already."""
     known = first_look(checkpoint)
     manifest, groups, contents = known.manifest, known.groups, known.contents
-    layouts = Counter(json.dumps(tensor.layout) for tensor in manifest.tensors if tensor.layout)
-    empty = sum(not chunk.box.numel for tensor in manifest.tensors for chunk in tensor.chunks)
+    layouts = _layouts(manifest)
+    elements = manifest.elements
+    empty = int((elements == 0).sum())
     return Inspection(
         checkpoint=str(checkpoint.path),
         kind=checkpoint.format.name,
         dialect=_dialect(known.program),
         provenance=without_buffers(manifest.provenance),
         tensors=len(manifest.tensors),
-        chunks=sum(len(tensor.chunks) for tensor in manifest.tensors) - empty,
+        chunks=len(elements) - empty,
         empty_chunks=empty,
         bytes=sum(map(_bytes, manifest.tensors)),
         other_items=len(manifest.blobs),
-        files=len({item.file for item in _items(manifest)}),
+        files=len({*manifest.columns.names, *(blob.item.file for blob in manifest.blobs)}),
         step=known.step,
         steps=dataclasses.asdict(known.steps),
         optimizer=tuple(_methods(contents)),
@@ -213,6 +215,13 @@ def inspection_of(checkpoint: OpenCheckpoint) -> Inspection:
         notes=groups.notes,
         manifest=manifest,
     )
+
+
+def _layouts(manifest: Manifest) -> Counter[str]:
+    """The layouts as JSON text, with the number of tensors of each; tensors that were read share few of them."""
+    layouts = {id(tensor.layout): tensor.layout for tensor in manifest.tensors}
+    texts = {number: json.dumps(layout) for number, layout in layouts.items()}
+    return Counter(texts[id(tensor.layout)] for tensor in manifest.tensors if tensor.layout)
 
 
 def _dialect(program: Detected | str) -> dict[str, Any]:
@@ -255,10 +264,11 @@ def _balance(manifest: Manifest, contents: Contents) -> dict[str, Any]:
 
 
 def _checks(manifest: Manifest) -> dict[str, int]:
-    chunks = [chunk for tensor in manifest.tensors for chunk in tensor.chunks if chunk.box.numel]
-    digests = sum(chunk.digest is not None for chunk in chunks)
-    sums = sum(chunk.digest is None and chunk.crc32 is not None for chunk in chunks)
-    return {"digest": digests, "crc32": sums, "in_the_item": len(chunks) - digests - sums}
+    columns, stored = manifest.columns, manifest.elements > 0
+    digests = columns.has_digest & stored
+    sums = (columns.crc32 != UNKNOWN) & ~columns.has_digest & stored
+    counts = {"digest": int(digests.sum()), "crc32": int(sums.sum())}
+    return {**counts, "in_the_item": int(stored.sum()) - sum(counts.values())}
 
 
 def _role(role: Role, contents: Contents) -> dict[str, Any]:
@@ -278,12 +288,6 @@ def _sizes(members: Sequence[StateRecord]) -> dict[str, Any]:
         "bytes": sum(map(_bytes, members)),
         "dtypes": sorted({tensor.dtype for tensor in members}),
     }
-
-
-def _items(manifest: Manifest) -> Iterator[Extent]:
-    for tensor in manifest.tensors:
-        yield from (chunk.item for chunk in tensor.chunks)
-    yield from (blob.item for blob in manifest.blobs)
 
 
 def _bytes(tensor: StateRecord) -> int:

@@ -9,16 +9,24 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from .box import MOST_DIMS, MOST_ELEMENTS, Box, Index
-from .errors import DamageError, LayoutError, SourceError, about
-from .layout import Buffer, Fragment, Place, TensorLayout, dense
-from .seal import sealed_text, unsealed_fields
+import numpy as np
+
+from .box import MOST_DIMS, MOST_ELEMENTS, Index
+from .chunk_fields import ChunkReader, chunk_fields
+from .chunks import Boxes, Chunk, Column, Columns, Extent, boxes_of, columns_of, layout_in_boxes, strides_of
+from .errors import DamageError, SourceError, about
+from .layout import TensorLayout
+from .seal import check_seal, sealed_text
 from .vocabulary import Convention, KeyPath
+
+__all__ = ["MANIFEST_FILE", "MANIFEST_VERSION", "Blob", "Boxes", "Chunk", "Extent", "Manifest", "StateRecord"]
+
+T = TypeVar("T")
 
 MANIFEST_FILE = "muonckpt.json"
 """Name of the manifest in a checkpoint directory."""
@@ -29,56 +37,8 @@ MANIFEST_VERSION = 1
 _DEEPEST = 32
 """Levels of the free-form parts of a manifest."""
 
-_COMPONENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}")
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A range of bytes in one file of the checkpoint: a plain name, or several joined by slashes (folders).
-
-    Raises:
-        SourceError: the file is not inside the directory by such names, or the range is negative.
-    """
-
-    file: str
-    offset: int
-    length: int
-
-    def __post_init__(self) -> None:
-        # DCP's own names begin with underscores; a leading dot, a slash or anything exotic never does.
-        if not all(map(_COMPONENT.fullmatch, self.file.split("/"))):
-            raise SourceError(f"refused file name {self.file!r:.300}: expected plain names inside the checkpoint")
-        if self.offset < 0 or self.length < 0 or self.offset + self.length > MOST_ELEMENTS:
-            raise SourceError(f"refused byte range {self.offset}+{self.length} of {self.file!r}")
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.length
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One stored box of a tensor.
-
-    ``item`` is the whole item as its store wrote it (for DCP a small zip archive); ``payload`` the raw
-    little-endian elements of ``box`` inside it, None while the item has not been opened.  ``digest`` is
-    the xxh3-128 of the payload in hex, ``crc32`` the checksum that the item itself carries; None where unknown.
-    ``strides`` are those of the elements in the payload, in elements; None for row-major order.  We write row-major
-    order only, so manifests do not record strides.
-    """
-
-    box: Box
-    item: Extent
-    payload: Extent | None = None
-    digest: str | None = None
-    crc32: int | None = None
-    strides: Index | None = None
-
-    def stored(self, buffer: Buffer) -> Fragment:
-        """The fragment of the elements in the payload, which is called ``buffer``."""
-        return _stored(self.box, self.strides, buffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +69,7 @@ class StateRecord:
     path: KeyPath
     shape: Index
     dtype: str
-    chunks: tuple[Chunk, ...]
+    chunks: Sequence[Chunk]
     name: str | None = None
     slot: str | None = None
     convention: Convention | None = None
@@ -130,17 +90,16 @@ class StateRecord:
             LayoutError: the chunks leave a hole or overlap; names the tensor and the box.
         """
         with about(f"tensor {self.key!r}"):
-            return _in_chunks(self.shape, tuple((chunk.box, chunk.strides) for chunk in self.chunks))
+            return layout_in_boxes(self.shape, self.boxes, strides_of(self.chunks))
 
+    @property
+    def boxes(self) -> Boxes:
+        """The boxes of the chunks.
 
-@lru_cache(maxsize=1024)
-def _in_chunks(shape: Index, chunks: tuple[tuple[Box, Index | None], ...]) -> TensorLayout:
-    """Cached: the tensors of a model have few geometries."""
-    return TensorLayout(shape, tuple(_stored(*chunk, str(i)) for i, chunk in enumerate(chunks) if chunk[0].numel))
-
-
-def _stored(box: Box, strides: Index | None, buffer: Buffer) -> Fragment:
-    return dense(box, buffer) if strides is None else Fragment(box, Place(buffer, 0, strides))
+        Raises:
+            LayoutError: a box has another number of dims than the shape.
+        """
+        return boxes_of(self.chunks, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,21 +115,31 @@ class Manifest:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def columns(self) -> Columns:
+        """The chunks of all tensors, one after the other."""
+        return columns_of([tensor.chunks for tensor in self.tensors])
+
+    @property
+    def elements(self) -> Column:
+        """The number of elements of each chunk, in the order of `columns`."""
+        return np.concatenate([np.zeros(0, np.int64), *(tensor.boxes.numel for tensor in self.tensors)])
+
     def to_json(self) -> str:
         """The text of the manifest file: one line per tensor and blob, so that it can be read and compared.
 
         The last line has the digest of all that is before it.
         """
-        tensors = ",\n  ".join(map(_compact, map(_tensor_json, self.tensors)))
+        tensors = ",\n  ".join(map(_tensor_json, self.tensors))
         blobs = ",\n  ".join(map(_compact, map(_blob_json, self.blobs)))
         return sealed_text(
-            f'{{"format": "muonckpt", "version": {MANIFEST_VERSION},\n "provenance": {_compact(self.provenance)},\n'
-            f' "tensors": [\n  {tensors}\n ],\n "blobs": [\n  {blobs}\n ],\n "files": {_compact(dict(self.files))}'
+            f'{{"format": "muonckpt", "version": {MANIFEST_VERSION},\n "provenance": {_compact(self.provenance)},'
+            f'{_TENSORS.decode()}{tensors}{_BLOBS.decode()}{blobs}\n ],\n "files": {_compact(dict(self.files))}'
         )
 
     @classmethod
-    def from_json(cls, text: str) -> Manifest:
-        """Read and check a manifest.
+    def from_json(cls, text: str | bytes) -> Manifest:
+        """Read and check a manifest; ``bytes`` are UTF-8.
 
         Manifests of earlier releases have no digest of their own, and no ``files``.
 
@@ -179,31 +148,66 @@ class Manifest:
                 should be.
             SourceError: it is of another version, or names a file outside the checkpoint.
         """
+        encoded = text.encode(errors="surrogatepass") if isinstance(text, str) else text
         try:
-            data = unsealed_fields(text)
-            if data["format"] != "muonckpt" or data["version"] != MANIFEST_VERSION:
-                raise SourceError(
-                    f"manifest of format {data['format']!r} version {data['version']!r}; this program reads "
-                    f"'muonckpt' version {MANIFEST_VERSION}"
-                )
-            return cls(
-                tensors=tuple(map(_tensor, data["tensors"])),
-                blobs=tuple(map(_blob, data["blobs"])),
-                provenance=_free_form(data["provenance"]),
-                files={_str(name): _matching(_DIGEST)(digest) for name, digest in data.get("files", {}).items()},
-            )
+            with suppress(json.JSONDecodeError):  # the lines are others than ours
+                if (manifest := cls._of_lines(encoded)) is not None:
+                    return manifest
+            return cls._of_fields(encoded, json.loads(encoded), None)
         except KeyError as error:
             raise DamageError(f"damaged manifest: it lacks the field {error}") from error
         except (TypeError, ValueError, AttributeError, RecursionError) as error:
             raise DamageError(f"damaged manifest: {type(error).__name__}: {error}") from error
+
+    @classmethod
+    def _of_lines(cls, text: bytes) -> Manifest | None:
+        """The manifest in a text with a line for each tensor; None, or `JSONDecodeError`, if it is laid out otherwise.
+
+        One line after another becomes columns, because all of them as objects can take more memory than there is.
+        """
+        start, end = text.find(_TENSORS), text.find(_BLOBS)
+        if not 0 < start < end:
+            return None
+        fields = json.loads(text[: start + len(_TENSORS)] + text[end:])
+        if fields.get("tensors") != []:
+            return None
+        return cls._of_fields(text, fields, _lines(text, start + len(_TENSORS), end))
+
+    @classmethod
+    def _of_fields(cls, text: bytes, data: Any, lines: Iterator[bytes] | None) -> Manifest:
+        check_seal(text, data)
+        if data["format"] != "muonckpt" or data["version"] != MANIFEST_VERSION:
+            raise SourceError(
+                f"manifest of format {data['format']!r} version {data['version']!r}; this program reads "
+                f"'muonckpt' version {MANIFEST_VERSION}"
+            )
+        return cls(
+            tensors=_tensors(data["tensors"] if lines is None else map(json.loads, lines)),
+            blobs=tuple(map(_blob, data["blobs"])),
+            provenance=_free_form(data["provenance"]),
+            files={_str(name): _matching(_DIGEST)(digest) for name, digest in data.get("files", {}).items()},
+        )
+
+
+_TENSORS = b'\n "tensors": [\n  '
+_BLOBS = b'\n ],\n "blobs": [\n  '
+
+
+def _lines(text: bytes, start: int, end: int) -> Iterator[bytes]:
+    """The lines of a part of a text, without the commas between them."""
+    while start < end:
+        stop = text.find(b",\n  ", start, end)
+        stop = end if stop < 0 else stop
+        yield text[start:stop]
+        start = stop + 4
 
 
 def _compact(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _tensor_json(tensor: StateRecord) -> dict[str, Any]:
-    return {
+def _tensor_json(tensor: StateRecord) -> str:
+    fields = {
         "key": tensor.key,
         "path": list(tensor.path),
         "name": tensor.name,
@@ -214,20 +218,8 @@ def _tensor_json(tensor: StateRecord) -> dict[str, Any]:
         "pieces": None if tensor.pieces is None else list(tensor.pieces),
         "fingerprint": tensor.fingerprint,
         "layout": tensor.layout,
-        "chunks": [
-            {
-                "lo": list(chunk.box.lo),
-                "hi": list(chunk.box.hi),
-                "file": chunk.item.file,
-                "item": [chunk.item.offset, chunk.item.length],
-                "payload": None if chunk.payload is None else [chunk.payload.offset, chunk.payload.length],
-                "digest": chunk.digest,
-                "crc32": chunk.crc32,
-                **({} if chunk.strides is None else {"strides": list(chunk.strides)}),
-            }
-            for chunk in tensor.chunks
-        ],
     }
+    return f'{_compact(fields)[:-1]}, "chunks": [{chunk_fields(tensor.chunks)}]}}'
 
 
 def _blob_json(blob: Blob) -> dict[str, Any]:
@@ -240,37 +232,42 @@ def _blob_json(blob: Blob) -> dict[str, Any]:
     }
 
 
-def _tensor(data: dict[str, Any]) -> StateRecord:
-    return StateRecord(
-        key=_str(data["key"]),
-        path=_path(data["path"]),
-        name=_optional(_str, data["name"]),
-        slot=_optional(_str, data["slot"]),
-        shape=_ints(data["shape"]),
-        dtype=_str(data["dtype"]),
-        convention=_optional(Convention, data["convention"]),
-        pieces=_optional(_ints, data["pieces"]),
-        fingerprint=_optional(_matching(_FINGERPRINT), data["fingerprint"]),
-        layout=_optional(_free_form, data["layout"]),
-        chunks=tuple(map(_chunk, data["chunks"])),
+def _tensors(entries: Iterable[Any]) -> tuple[StateRecord, ...]:
+    """The tensors with these fields; values that many of them have are kept once."""
+    reader, known, layouts = ChunkReader(), _Once(), dict[str, Any]()
+
+    def fields_of(data: Any) -> tuple[Any, ...]:
+        shape = known(_ints(data["shape"]))
+        reader.read(data["chunks"], len(shape))
+        layout = _optional(_free_form, data["layout"])
+        return (
+            known(_str(data["key"])),
+            known(tuple(map(known, _path(data["path"])))),
+            shape,
+            known(_str(data["dtype"])),
+            known(_optional(_str, data["name"])),
+            known(_optional(_str, data["slot"])),
+            _optional(Convention, data["convention"]),
+            known(_optional(_ints, data["pieces"])),
+            None if layout is None else layouts.setdefault(_compact(layout), layout),
+            _optional(_matching(_FINGERPRINT), data["fingerprint"]),
+        )
+
+    fields = list(map(fields_of, entries))
+    return tuple(
+        StateRecord(key, path, shape, dtype, chunks, *rest)
+        for (key, path, shape, dtype, *rest), chunks in zip(fields, reader.finished(), strict=True)
     )
 
 
-def _chunk(data: dict[str, Any]) -> Chunk:
-    file = _str(data["file"])
-    if "strides" in data:  # they could reach outside the payload
-        raise DamageError("damaged manifest: elements are stored row by row, found strides")
-    try:
-        box = Box(_ints(data["lo"]), _ints(data["hi"]))
-    except LayoutError as error:
-        raise DamageError(f"damaged manifest: {error}") from error
-    return Chunk(
-        box=box,
-        item=Extent(file, *_ints(data["item"])),
-        payload=_optional(lambda span: Extent(file, *_ints(span)), data["payload"]),
-        digest=_optional(_matching(_DIGEST), data["digest"]),
-        crc32=_optional(_int, data["crc32"]),
-    )
+class _Once:
+    """Gives of equal values the first, so that a million of them take the memory of few."""
+
+    def __init__(self) -> None:
+        self._values: dict[Any, Any] = {}
+
+    def __call__(self, value: T) -> T:
+        return cast(T, self._values.setdefault(value, value))
 
 
 def _blob(data: dict[str, Any]) -> Blob:
@@ -280,9 +277,6 @@ def _blob(data: dict[str, Any]) -> Blob:
         item=Extent(_str(data["file"]), *_ints(data["item"])),
         digest=_optional(_matching(_DIGEST), data["digest"]),
     )
-
-
-T = TypeVar("T")
 
 
 def _optional(read: Callable[[Any], T], value: Any) -> T | None:

@@ -35,14 +35,16 @@ RULES = {
     "fingerprint": "box",
     "vocabulary": "",
     "seal": "errors",
-    "record": "errors box layout seal vocabulary",
+    "chunks": "errors box layout",
+    "chunk_fields": "errors box chunks",
+    "record": "errors box chunks chunk_fields layout seal vocabulary",
     "resumption": "vocabulary",
     "layouts": "errors box overlap layout",
     "layouts/buffers": "errors box layout layouts",
     "store/io": "errors box fingerprint record",
     "store/reading": "errors box layout record store/io",
-    "store/formats": "errors box fingerprint record seal vocabulary layouts/buffers store/io store/reading",
-    "store": "errors box fingerprint record vocabulary store/io store/reading store/formats",
+    "store/formats": "errors box chunks fingerprint record seal vocabulary layouts/buffers store/io store/reading",
+    "store": "errors box chunks fingerprint record vocabulary store/io store/reading store/formats",
     "checkpoint": "errors box overlap layout plan fingerprint record resumption version vocabulary layouts store "
     "store/io store/reading store/formats",
     "optimizer/groups": "optimizer optimizer/planning optimizer/step",
@@ -66,7 +68,7 @@ RULES = {
     "converters/compare": "errors box store store/io store/reading store/formats converters/engine converters/look "
     "converters/translate",
     "converters/look": "errors box record vocabulary layouts/buffers store store/io store/reading converters/translate",
-    "converters": "errors record vocabulary layouts/buffers store store/io store/reading store/formats "
+    "converters": "errors chunks record vocabulary layouts/buffers store store/io store/reading store/formats "
     "converters/engine converters/look converters/target converters/translate",
     "cli": "errors record version vocabulary layouts/buffers store store/io store/reading converters "
     "converters/compare converters/engine converters/look converters/target converters/translate forecasting",

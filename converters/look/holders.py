@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...box import Box, Index
 from ...layouts.buffers.balanced import newton_schulz
 from ...layouts.buffers.parameters import Parameter
-from ...record import Manifest, StateRecord
+from ...record import Boxes, Manifest, StateRecord
 from ...store.reading.dtypes import itemsize
 from .contents import Contents, Role
 
@@ -22,6 +26,7 @@ _RANK_IN_NAME = re.compile(
 """Names of files that a rank writes alone, in the formats that say so: DCP, flat buffers, layer-wise files."""
 
 
+@lru_cache(maxsize=1 << 16)
 def rank_in_name(file: str) -> int | None:
     """The rank that wrote a file, if the name of the file tells."""
     match = _RANK_IN_NAME.fullmatch(file)
@@ -80,7 +85,7 @@ def writing_ranks(manifest: Manifest) -> list[int]:
 
 
 def _files(manifest: Manifest) -> set[str]:
-    return {chunk.item.file for tensor in manifest.tensors for chunk in tensor.chunks}
+    return set(manifest.columns.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +119,16 @@ def balance_of(shares: Mapping[int, int]) -> Balance | None:
 
 def bytes_by_rank(manifest: Manifest) -> dict[int, int]:
     """The bytes of elements in the files of each rank."""
-    held: Counter[str] = Counter()
-    for tensor in manifest.tensors:
-        size = itemsize(tensor.dtype)
-        for chunk in tensor.chunks:
-            held[chunk.item.file] += chunk.box.numel * size
-    return _by_rank(held)
+    columns = manifest.columns
+    held = np.zeros(len(columns.names), np.int64)
+    np.add.at(held, columns.file, chunk_bytes(manifest))
+    return _by_rank(dict(zip(columns.names, held.tolist(), strict=True)))
+
+
+def chunk_bytes(manifest: Manifest) -> NDArray[np.int64]:
+    """The bytes of elements of each chunk, in the order of the manifest's columns."""
+    sizes = [itemsize(tensor.dtype) for tensor in manifest.tensors]
+    return manifest.elements * np.repeat(np.array(sizes, np.int64), [len(tensor.chunks) for tensor in manifest.tensors])
 
 
 def newton_schulz_by_rank(contents: Contents, ranks: Sequence[int]) -> dict[int, int] | None:
@@ -130,13 +139,20 @@ def newton_schulz_by_rank(contents: Contents, ranks: Sequence[int]) -> dict[int,
     work = dict.fromkeys(ranks, 0)
     matrices = [tensor for tensor in contents.tensors.get(Role.MOMENTUM, ()) if len(tensor.shape) >= 2]
     for tensor in matrices:
-        for chunk in tensor.chunks:
+        boxes = tensor.boxes
+        if ((boxes.hi - boxes.lo)[:, -2:] != tensor.shape[-2:]).any():
+            return None
+        for chunk, shape in zip(tensor.chunks, map(tuple, (boxes.hi - boxes.lo).tolist()), strict=True):
             rank = rank_in_name(chunk.item.file)
-            if rank is None or chunk.box.shape[-2:] != tensor.shape[-2:]:
+            if rank is None:
                 return None
-            if chunk.box.numel:
-                work[rank] += newton_schulz(Parameter(tensor.key, chunk.box.shape, tensor.dtype))
+            work[rank] += _newton_schulz(shape, tensor.dtype) if math.prod(shape) else 0
     return work if matrices else None
+
+
+@lru_cache(maxsize=1024)
+def _newton_schulz(shape: Index, dtype: str) -> int:
+    return newton_schulz(Parameter("", shape, dtype))
 
 
 def _by_rank(held: Mapping[str, int]) -> dict[int, int]:
@@ -151,10 +167,13 @@ def _by_rank(held: Mapping[str, int]) -> dict[int, int]:
 
 def cut_in_words(tensor: StateRecord) -> str:
     """How a tensor is cut into chunks: ``whole``, ``4 parts by rows``, ``2 x 3 parts by rows and columns``."""
-    return _cut(tensor.shape, tuple(chunk.box for chunk in tensor.chunks if chunk.box.numel))
+    return _cut(tensor.shape, tensor.boxes)
 
 
-def _cut(shape: Index, boxes: tuple[Box, ...]) -> str:
+@lru_cache(maxsize=1024)
+def _cut(shape: Index, every: Boxes) -> str:
+    """Cached: the tensors of a model are cut in few ways."""
+    boxes = [box for box in every if box.numel]
     if not math.prod(shape):
         return "without elements"
     if len(boxes) == 1:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ...errors import LayoutError, SourceError
 from ...record import Manifest
 from ...store.io.location import Location, at_each
@@ -56,11 +58,13 @@ def _holes(manifest: Manifest) -> Iterator[Symptom]:
 
 def _files(manifest: Manifest, directory: Location) -> Iterator[Symptom]:
     """Files that are missing, or shorter than the metadata promise."""
-    ends: dict[str, int] = {}
-    items = [chunk.item for tensor in manifest.tensors for chunk in tensor.chunks] + [b.item for b in manifest.blobs]
-    for item in items:
-        if ends.get(item.file, 0) < item.end:
-            ends[item.file] = item.end
+    columns = manifest.columns
+    last = np.zeros(len(columns.names), np.int64)
+    np.maximum.at(last, columns.file, columns.item + columns.item_length)
+    ends = {name: end for name, end in zip(columns.names, last.tolist(), strict=True) if end}
+    for blob in manifest.blobs:
+        if ends.get(blob.item.file, 0) < blob.item.end:
+            ends[blob.item.file] = blob.item.end
 
     def size(name: str) -> int | None:
         try:
@@ -84,7 +88,7 @@ def _files(manifest: Manifest, directory: Location) -> Iterator[Symptom]:
 
 def _ranks(manifest: Manifest) -> Iterator[Symptom]:
     """Ranks between 0 and the last without a file."""
-    ranks = {rank_in_name(chunk.item.file) for tensor in manifest.tensors for chunk in tensor.chunks}
+    ranks = set(map(rank_in_name, manifest.columns.names))
     ranks |= {rank_in_name(blob.item.file) for blob in manifest.blobs}
     if None in ranks or not ranks:
         return

@@ -15,6 +15,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from ...errors import SourceError, TargetError
@@ -159,11 +160,16 @@ def _readings(path: KeyPath, word: str) -> Iterator[_Reading]:
     if len(path) > 2 and path[-3] == word:
         yield _Reading(OptimizerPlace(path[:-3]), str(path[-2]), str(path[-1]))
     last = str(path[-1])
-    for match in re.finditer(rf"(?:(?<=\.)|^){word}\.", last):
+    for match in _after_dot(word).finditer(last) if word in last else ():
         name, _, leaf = last[match.end() :].rpartition(".")
         prefix = last[: match.start()]
         if name and leaf and not {"{", "}"} & set(prefix):
             yield _Reading(OptimizerPlace(path[:-1], prefix, True), name, leaf)
+
+
+@lru_cache
+def _after_dot(word: str) -> re.Pattern[str]:
+    return re.compile(rf"(?:(?<=\.)|^){word}\.")
 
 
 def keys_of(manifest: Manifest) -> Keys:

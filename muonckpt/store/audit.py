@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Literal
 
 from ..box import Index
 from ..errors import DamageError, LayoutError, MuonckptError, SourceError
@@ -26,21 +22,19 @@ from .io.regular import open_regular
 from .io.side_file import items_beside
 from .open_checkpoint import OpenCheckpoint
 from .reading.bands import bands
-from .reading.dtypes import dtype, itemsize
+from .reading.dtypes import itemsize
+from .reading.finite import nonfinite
 from .reading.payloads import BAND_BYTES, Payloads, as_words, payload_of
+from .small_tensors import sound_fingerprint
 from .stored_items import check_blob
+
+_BATCH = 1 << 14
+"""Chunks that are distributed to threads at a time: there may be too many to have an object for each."""
 
 Verdict = Literal["whole", "readable, unchecked", "faulty"]
 
 Progress = Callable[[int, int], None]
 """Called from several threads with the bytes that were read since the last call, and with the total."""
-
-# (mask, value): an element is infinite or NaN if bits & mask == value.  IEEE 754 and bfloat16; the OCP 8-bit formats;
-# the "fnuz" ones, whose only NaN is a negative zero (arXiv:2206.02915); the OCP MX scale.
-_NONFINITE = {"float16": (0x7C00, 0x7C00), "bfloat16": (0x7F80, 0x7F80), "float8_e5m2": (0x7C, 0x7C)}
-_NONFINITE |= {"float8_e4m3fn": (0x7F, 0x7F), "float8_e8m0fnu": (0xFF, 0xFF)}
-_NONFINITE |= {"float8_e4m3fnuz": (0xFF, 0x80), "float8_e5m2fnuz": (0xFF, 0x80)}
-_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +72,24 @@ class _ChunkResult:
 
 def payload_bytes(manifest: Manifest) -> int:
     """Bytes that an audit of this checkpoint reads."""
-    return sum(chunk.box.numel * itemsize(t.dtype) for t in manifest.tensors for chunk in t.chunks)
+    return sum(map(_payload_bytes, manifest.tensors))
+
+
+def _payload_bytes(tensor: StateRecord) -> int:
+    return int(tensor.boxes.numel.sum()) * itemsize(tensor.dtype)
+
+
+def _batches(tensors: Sequence[StateRecord]) -> Iterator[Sequence[StateRecord]]:
+    """Tensors in order, `_BATCH` chunks or a little more at a time."""
+    batch: list[StateRecord] = []
+    count = 0
+    for tensor in tensors:
+        batch.append(tensor)
+        count += len(tensor.chunks)
+        if count >= _BATCH:
+            yield batch
+            batch, count = [], 0
+    yield batch
 
 
 def verify(
@@ -114,28 +125,40 @@ def _audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int)
     notes = [f"{name} belongs to no item of this checkpoint" for name in strangers]
     if lacks_items(checkpoint):
         notes.append(f"{items_beside(path)} is not there, in which this checkpoint's hyper-parameters were written")
-    fingerprints = {}
-    chunks = [(tensor, chunk) for tensor in manifest.tensors for chunk in tensor.chunks if chunk.box.numel]
+    fingerprints: dict[str, str] = {}
+    suspects = {key for key, _ in unlocated}
+
+    def sound(tensors: Sequence[StateRecord]) -> list[str | None]:
+        return [None if t.key in suspects else sound_fingerprint(payloads, t) for t in tensors]
 
     def audited(stored: tuple[StateRecord, Chunk]) -> _ChunkResult:
         return unlocated.get((stored[0].key, stored[1].box.lo)) or _audit_chunk(payloads, *stored, passed)
 
     with ThreadPoolExecutor(jobs) as pool:
-        results = pool.map(audited, chunks)
-        by_key: defaultdict[str, list[_ChunkResult]] = defaultdict(list)
-        for (tensor, _), result in zip(chunks, results, strict=True):
-            by_key[tensor.key].append(result)
-        for tensor in manifest.tensors:
-            shares = [result.share for result in by_key[tensor.key] if result.share is not None]
-            if len(shares) == len(by_key[tensor.key]):
-                fingerprints[tensor.key] = as_hex(combine(*shares))
-            findings += _audit_tensor(tensor, by_key[tensor.key], fingerprints.get(tensor.key))
+        for batch in _batches(manifest.tensors):
+            parts = [batch[start::jobs] for start in range(jobs)]
+            known: dict[int, str | None] = {}
+            for part, computed in zip(parts, pool.map(sound, parts), strict=True):
+                known |= zip(map(id, part), computed, strict=True)
+            for tensor in batch:
+                fingerprint = known[id(tensor)]
+                if fingerprint is None:
+                    chunks = [(tensor, chunk) for chunk in tensor.chunks if chunk.box.numel]
+                    results = list(pool.map(audited, chunks))
+                    shares = [result.share for result in results if result.share is not None]
+                    fingerprint = as_hex(combine(*shares)) if len(shares) == len(chunks) else None
+                    findings += _audit_tensor(tensor, results, fingerprint)
+                else:
+                    passed(_payload_bytes(tensor))
+                if fingerprint is not None:
+                    fingerprints[tensor.key] = fingerprint
         for blob in manifest.blobs:
             findings += _audit_blob(payloads, blob)
-        unchecked = sum(t.fingerprint is None and not payloads.is_checked(c) for t, c in chunks)
+    without_print = (chunk for tensor in manifest.tensors if tensor.fingerprint is None for chunk in tensor.chunks)
+    unchecked = sum(chunk.box.numel > 0 and not payloads.is_checked(chunk) for chunk in without_print)
     return AuditReport(
         tensors=len(manifest.tensors),
-        chunks=len(chunks),
+        chunks=int((manifest.elements > 0).sum()),
         blobs=len(manifest.blobs),
         payload_bytes=payload_bytes(manifest),
         unchecked=unchecked,
@@ -143,18 +166,6 @@ def _audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int)
         findings=tuple(findings),
         notes=tuple(notes),
     )
-
-
-def nonfinite(words: NDArray[Any], name: str) -> int:
-    """The number of elements, given as raw bits, that are infinite or NaN; 0 for types that have neither."""
-    parts = _PARTS.get(name, name)
-    flat = words.reshape(-1).view(dtype(parts).bits)
-    if parts in ("float32", "float64"):  # numpy's own test is vectorised, but lacks the other types
-        return int(flat.size - np.count_nonzero(np.isfinite(flat.view(parts))))
-    if parts not in _NONFINITE:
-        return 0
-    mask, value = map(flat.dtype.type, _NONFINITE[parts])
-    return int(np.count_nonzero((flat & mask) == value))
 
 
 def _located(checkpoint: OpenCheckpoint) -> tuple[Manifest, dict[tuple[str, Index], _ChunkResult]]:
@@ -240,7 +251,7 @@ def _audit_blob(payloads: Payloads, blob: Blob) -> Iterator[Finding]:
 
 
 def _orphans(path: Location, manifest: Manifest) -> list[str]:
-    used = {chunk.item.file for tensor in manifest.tensors for chunk in tensor.chunks}
+    used = {*manifest.columns.names}
     used |= {blob.item.file for blob in manifest.blobs} | {MANIFEST_FILE, METADATA_FILE, MEGATRON_FILE}
     return sorted(file.name for file in path.iterdir() if file.name not in used and not _is_empty(file))
 

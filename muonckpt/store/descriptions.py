@@ -13,6 +13,7 @@ from .io.checksums import xxh3_128
 from .io.regular import read_whole
 from .io.side_file import items_beside
 from .open_checkpoint import OpenCheckpoint
+from .small_tensors import is_as_written
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +73,8 @@ def _strange_keys(manifest: Manifest) -> Iterator[Finding]:
 def _against_metadata(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
     """Compare what describes the checkpoint to other programs, as DCP's metadata, with the manifest."""
     others = dict(checkpoint.outline.files)
-    try:
-        reader = DcpReader(checkpoint.path)
-        for fault in reader.faults:
-            raise fault
-        stock = replace(reader.outline, tensors=reader.locate(reader.outline.tensors))
-        disagreements = list(_disagreements(checkpoint, stock))
-        changed = reader.digest != others.pop(METADATA_FILE, reader.digest)
-        if changed and not disagreements:
-            message = f"{checkpoint.path / METADATA_FILE}: digest {reader.digest}, {MANIFEST_FILE} has another"
-            disagreements.append(Finding("metadata", None, message))
-    except MuonckptError as error:
-        disagreements = [Finding("metadata", None, f"{checkpoint.path / METADATA_FILE}: {error}")]
-    yield from disagreements
+    if not is_as_written(checkpoint.manifest, checkpoint.payloads):
+        yield from _against(checkpoint)
     for name in sorted(others.keys() - {METADATA_FILE}):
         try:
             actual = xxh3_128([read_whole(checkpoint.path / name)])
@@ -93,6 +83,23 @@ def _against_metadata(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
         if actual != others[name]:
             message = f"{checkpoint.path / name}: digest {actual}, expected {others[name]}, as {MANIFEST_FILE} has it"
             yield Finding("metadata", None, message)
+
+
+def _against(checkpoint: OpenCheckpoint) -> list[Finding]:
+    """What is wrong with DCP's metadata, which were not found to be those of the manifest."""
+    recorded = checkpoint.outline.files.get(METADATA_FILE)
+    try:
+        reader = DcpReader(checkpoint.path)
+        for fault in reader.faults:
+            raise fault
+        stock = replace(reader.outline, tensors=reader.locate(reader.outline.tensors))
+        disagreements = list(_disagreements(checkpoint, stock))
+        if recorded not in (None, reader.digest) and not disagreements:
+            message = f"{checkpoint.path / METADATA_FILE}: digest {reader.digest}, {MANIFEST_FILE} has another"
+            disagreements.append(Finding("metadata", None, message))
+    except MuonckptError as error:
+        return [Finding("metadata", None, f"{checkpoint.path / METADATA_FILE}: {error}")]
+    return disagreements
 
 
 def _disagreements(checkpoint: OpenCheckpoint, metadata: Manifest) -> Iterator[Finding]:

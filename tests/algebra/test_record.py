@@ -44,6 +44,15 @@ def test_a_manifest_survives_json_and_fits_the_schema():
     assert Manifest.from_json(text) == MANIFEST
 
 
+def test_a_manifest_that_was_laid_out_anew_is_read_alike():
+    """Lines are read one by one; any other JSON, such as that of an editor, as a whole."""
+    data = json.loads(MANIFEST.to_json())
+    del data["digest"]
+    for text in (json.dumps(data), json.dumps(data, indent=1)):
+        assert Manifest.from_json(text) == MANIFEST
+    assert Manifest.from_json(MANIFEST.to_json()).to_json() == MANIFEST.to_json()
+
+
 def test_an_empty_manifest_is_json_too():
     assert Manifest.from_json(Manifest(()).to_json()) == Manifest(())
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.dcp_metadata import dump_metadata
 from support.golden import golden
 from support.resharded import plan_job
 from support.sharded import GOLDENS, as_stock, edit, manifest_edited, no_checksums
@@ -22,7 +23,7 @@ from muonckpt.converters.engine.run import run_job
 from muonckpt.errors import SourceError
 from muonckpt.record import Chunk
 from muonckpt.store.audit import AuditReport
-from muonckpt.store.formats.dcp.metadata_pickle import Metadata, StoredItem, dump_metadata, parse_metadata
+from muonckpt.store.formats.dcp.metadata_pickle import Metadata, StoredItem, parse_metadata
 
 KINDS = ["own", "stock", "torch"]
 """With our manifest in three files; the same without it; written by torch in one."""

@@ -154,7 +154,7 @@ def test_what_we_write_torch_loads(tmp_path: Path, gap: int) -> None:
         values = torch.frombuffer(bytearray(rng.randbytes(count)), dtype=torch.uint8)
         tensors[f"a.{number}é"] = values.view(getattr(torch, name)).reshape(shape)
     manifest = write(tmp_path / "ckpt", {k: cut(rng, tuple(t.shape)) for k, t in tensors.items()}, tensors, gap=gap)
-    (tmp_path / "ckpt" / ".metadata").write_bytes(unmarked(dcp.metadata_bytes(manifest)))
+    (tmp_path / "ckpt" / ".metadata").write_bytes(unmarked(b"".join(dcp.metadata_parts(manifest))))
     target = {"a": {key.removeprefix("a."): torch.zeros_like(value) for key, value in tensors.items()}}
     stock.load(target, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     assert {f"a.{key}": bits(value) for key, value in target["a"].items()} == {k: bits(t) for k, t in tensors.items()}
@@ -166,7 +166,7 @@ def test_blobs_and_metadata_survive_a_rewrite(saved: Path, tmp_path: Path) -> No
     copy = tmp_path / "copy"
     copy.mkdir()
     (copy / "__0_0.distcp").write_bytes((saved / "__0_0.distcp").read_bytes())
-    (copy / ".metadata").write_bytes(unmarked(dcp.metadata_bytes(manifest)))
+    (copy / ".metadata").write_bytes(unmarked(b"".join(dcp.metadata_parts(manifest))))
     assert muonckpt.open(copy).outline == manifest
     target = example()
     target["model"]["layer.weight"].zero_()
@@ -187,7 +187,7 @@ def test_ambiguous_manifests_are_not_written() -> None:
         Manifest((replace(tensor, chunks=(chunk, chunk)),)),
     ):
         with pytest.raises(LayoutError, match="twice"):
-            dcp.metadata_bytes(manifest)
+            list(dcp.metadata_parts(manifest))
 
 
 # Golden checkpoints.

@@ -26,13 +26,13 @@ from muonckpt.converters.target.safetensors_files import SafetensorsFile, Safete
 from muonckpt.converters.target.topology import Target
 from muonckpt.errors import SourceError
 from muonckpt.record import Manifest, StateRecord
-from muonckpt.store.audit import nonfinite
 from muonckpt.store.formats.registry import SAFETENSORS, format_of
 from muonckpt.store.formats.safetensors import folder as safetensors
 from muonckpt.store.formats.safetensors import header as safetensors_header
 from muonckpt.store.formats.safetensors.header import CODE_OF_DTYPE
 from muonckpt.store.io.location import Remote, location
 from muonckpt.store.reading.dtypes import DTYPES
+from muonckpt.store.reading.finite import nonfinite
 from muonckpt.store.reading.payloads import Payloads
 from muonckpt.vocabulary import Convention
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from muonckpt.errors import SourceError
 from muonckpt.store.formats.torch_save.stored_zip import member_data, read_members
-from muonckpt.store.formats.torch_save.tensor_item import TensorItem, frame, read_tensor
+from muonckpt.store.formats.torch_save.tensor_item import TensorItem, frame, read_tensor, template
 from muonckpt.store.reading.dtypes import DTYPES, dtype, itemsize
 
 SIZES = (0, 1, 2, 3, 5, 17, 63, 64, 255, 256, 300)
@@ -348,3 +348,29 @@ def test_torch_loads_what_is_taken_for_whole(value: object) -> None:
 def piece(stream: io.BytesIO, start: int, count: int) -> bytes:
     stream.seek(start)
     return stream.read(count)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("float32", (2, 4)), ("bfloat16", (3,)), ("uint16", ()), ("int64", (1, 2, 3))]
+)
+def test_a_template_recognises_exactly_the_items_that_reading_accepts_alike(name, shape):
+    """Torch's own items too, whose identity differs; no changed byte outside the elements goes unnoticed."""
+    stream = io.BytesIO()
+    tensor = torch.zeros(shape, dtype=getattr(torch, name))
+    torch.save(tensor, stream)
+    own = template(name, shape)
+    assert own is not None
+    around = frame(name, shape)
+    for item in (stream.getvalue(), around.head + bytes(around.payload_length) + around.tail(0x1234567)):
+        crc32 = own.crc32_of(item[: len(own.head)], item[own.tail_offset :])
+        parsed = read_tensor(lambda at, count, item=item: item[at : at + count], 0, len(item))
+        assert (parsed.offset, parsed.length, parsed.crc32) == (len(own.head), own.payload_length, crc32)
+    outside = [*range(len(own.head)), *range(own.tail_offset, own.length)]
+    free = {at for where in own.crc32_at for at in range(own.tail_offset + where.start, own.tail_offset + where.stop)}
+    fixed = {own.tail_offset + at for where, _ in own.fixed for at in range(where.start, where.stop)}
+    identity = set(outside[len(own.head) :]) - free - fixed
+    assert len(identity) <= 48  # 40 digits, and twice their CRC-32
+    for at in set(outside) - identity:
+        changed = bytearray(item)
+        changed[at] ^= 1
+        assert own.crc32_of(bytes(changed[: len(own.head)]), bytes(changed[own.tail_offset :])) is None

@@ -17,8 +17,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonckpt
 from muonckpt.record import Extent, Manifest
-from muonckpt.store.formats.dcp.metadata_pickle import dump_metadata, parse_metadata
+from muonckpt.store.formats.dcp.metadata_pickle import parse_metadata
 from muonckpt.store.reading.dtypes import itemsize
+from support.dcp_metadata import dump_metadata
 from support.workers import run as on_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool,

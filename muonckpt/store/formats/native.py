@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
 from ... import record
-from ...errors import DamageError, DestinationError, SourceError, about
+from ...errors import DestinationError, SourceError, about
 from ...record import Manifest
 from ..io.checksums import xxh3_128
 from ..io.location import Location
@@ -26,11 +26,19 @@ def read_native(path: Location) -> Manifest:
     file = path / record.MANIFEST_FILE
     try:
         with about(file):
-            return Manifest.from_json(read_whole(file).decode())
-    except UnicodeDecodeError as error:
-        raise DamageError(f"{file}: expected UTF-8: {error}") from error
+            return Manifest.from_json(read_whole(file))
     except OSError as error:
         raise SourceError(f"cannot read {file}: {error}") from error
+
+
+def stock_metadata(manifest: Manifest) -> Iterator[bytes]:
+    """The parts of the ``.metadata`` that lies beside a manifest.
+
+    Raises:
+        LayoutError: a key occurs twice, or two chunks of a tensor begin at the same place.
+    """
+    described = replace(manifest, blobs=tuple(blob for blob in manifest.blobs if blob.item.file != dcp.COMMON_FILE))
+    return dcp.metadata_parts(described)
 
 
 def write_native(manifest: Manifest, directory: Location, others: Mapping[str, bytes] = MappingProxyType({})) -> None:
@@ -42,8 +50,7 @@ def write_native(manifest: Manifest, directory: Location, others: Mapping[str, b
         LayoutError: a key occurs twice, or two chunks of a tensor begin at the same place.
         DestinationError: a file exists, or cannot be written.
     """
-    described = replace(manifest, blobs=tuple(blob for blob in manifest.blobs if blob.item.file != dcp.COMMON_FILE))
-    stock = {**others, dcp.METADATA_FILE: dcp.metadata_bytes(described)}
+    stock = {**others, dcp.METADATA_FILE: b"".join(stock_metadata(manifest))}
     bound = replace(manifest, files={name: xxh3_128([data]) for name, data in stock.items()})
     for name, data in {record.MANIFEST_FILE: bound.to_json().encode(), **stock}.items():
         try:

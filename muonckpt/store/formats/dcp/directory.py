@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from ....box import Box
+from ....chunks import Boxes, stored_rows
 from ....errors import DamageError, LayoutError, SourceError, about
 from ....record import Blob, Chunk, Extent, Manifest, StateRecord
 from ....vocabulary import KeyPath
@@ -22,15 +24,9 @@ from ...io.checksums import xxh3_128
 from ...io.location import Location
 from ...io.regular import open_regular
 from ...reading.payloads import Payloads
+from . import metadata_pickle
 from .items import located
-from .metadata_pickle import (
-    OUR_MARK,
-    Metadata,
-    StoredItem,
-    TensorMeta,
-    dump_metadata,
-    parse_metadata,
-)
+from .metadata_pickle import OUR_MARK, Metadata, TensorEntry, TensorMeta, parse_metadata
 
 METADATA_FILE = ".metadata"
 """Name of DCP's description of a checkpoint."""
@@ -69,13 +65,45 @@ class DcpReader:
             raise SourceError(f"cannot read {self.payloads.directory}: {error}") from error
 
 
-def metadata_bytes(manifest: Manifest) -> bytes:
-    """The ``.metadata`` with which stock DCP reads the items of this manifest; its mark says that there is one.
+def metadata_parts(manifest: Manifest) -> Iterator[bytes]:
+    """The ``.metadata`` with which stock DCP reads the items of this manifest, in parts; its mark says that there is
+    one.
 
     Raises:
         LayoutError: a key occurs twice, or two chunks of a tensor begin at the same place.
     """
-    return dump_metadata(_metadata(manifest))
+    entries: tuple[StateRecord | Blob, ...] = (*manifest.tensors, *manifest.blobs)
+    _refuse_twice("key", (entry.key for entry in entries))
+    for tensor in manifest.tensors:
+        _check_offsets(tensor.key, tensor.boxes)
+    return metadata_pickle.pickled_parts(list(map(_entry, manifest.tensors)), manifest.blobs)
+
+
+def _entry(tensor: StateRecord) -> TensorEntry:
+    return TensorEntry(
+        tensor.key, tensor.path, tensor.dtype, tensor.shape, tensor.boxes, lambda: stored_rows(tensor.chunks)
+    )
+
+
+def _check_offsets(key: str, boxes: Boxes) -> None:
+    if len(boxes) > 1 and not _differ(boxes):
+        _refuse_twice(f"offset of the boxes of {key!r}", map(tuple, boxes.lo.tolist()))
+
+
+@lru_cache(maxsize=1024)
+def _differ(boxes: Boxes) -> bool:
+    """Whether no two boxes begin at the same place.  Cached: the tensors of a model have few geometries."""
+    return len(set(map(tuple, boxes.lo.tolist()))) == len(boxes)
+
+
+def _refuse_twice(what: str, values: Iterable[Hashable]) -> None:
+    """Refuse what DCP would keep one of.
+
+    Raises:
+        LayoutError: a value occurs twice.
+    """
+    if twice := [value for value, count in Counter(values).items() if count > 1]:
+        raise LayoutError(f"expected each {what} once; found {twice[0]!r} twice")
 
 
 def lacks_manifest(manifest: Manifest) -> bool:
@@ -146,35 +174,6 @@ def _optimizer_state(path: KeyPath, optimizers: Collection[KeyPath]) -> tuple[st
         case (*where, "state", str(name), str(slot)) if tuple(where) in optimizers:
             return name, slot
     return None, None
-
-
-# From manifest to metadata.
-
-
-def _metadata(manifest: Manifest) -> Metadata:
-    """DCP's metadata of a manifest.
-
-    Raises:
-        LayoutError: a key or the offset of a box occurs twice; DCP would keep one of them.
-    """
-    entries: tuple[StateRecord | Blob, ...] = (*manifest.tensors, *manifest.blobs)
-    stored = [((blob.key, None), blob.item) for blob in manifest.blobs]
-    places = [((tensor.key, chunk.box.lo), chunk.item) for tensor in manifest.tensors for chunk in tensor.chunks]
-    for what in ([entry.key for entry in entries], [place for place, _ in places]):
-        twice = [name for name, count in Counter(what).items() if count > 1]
-        if twice:
-            raise LayoutError(f"expected each key, and each offset of its boxes, once; found {twice[0]!r} twice")
-    return Metadata(
-        {tensor.key: _tensor_meta(tensor) for tensor in manifest.tensors},
-        tuple(blob.key for blob in manifest.blobs),
-        {place: StoredItem(item.file, item.offset, item.length) for place, item in (*stored, *places)},
-        {entry.key: entry.path for entry in entries},
-        extra=(OUR_MARK,),
-    )
-
-
-def _tensor_meta(tensor: StateRecord) -> TensorMeta:
-    return TensorMeta(tensor.dtype, tensor.shape, tuple((chunk.box.lo, chunk.box.shape) for chunk in tensor.chunks))
 
 
 # Files.

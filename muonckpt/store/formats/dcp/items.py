@@ -11,6 +11,8 @@ from ....record import Chunk, Extent, StateRecord
 from ...io.location import Location, at_each
 from ...io.regular import File, open_regular
 from ..torch_save import tensor_item
+from ..torch_save.stored_zip import Read
+from ..torch_save.tensor_item import ItemTemplate
 
 
 def located(path: Location, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
@@ -40,7 +42,30 @@ def located(path: Location, tensors: Sequence[StateRecord]) -> tuple[StateRecord
     return tuple(replace(tensor, chunks=tuple(own_chunks)) for tensor, own_chunks in zip(tensors, chunks, strict=True))
 
 
+_READ_WHOLE = 4096
+"""The longest item, in bytes, that is read with its payload rather than in two parts."""
+
+
 def _located(file: File, tensor: StateRecord, chunk: Chunk) -> Chunk:
+    template = tensor_item.template(tensor.dtype, chunk.box.shape)
+    if template is not None and template.length == chunk.item.length:
+        crc32 = template.crc32_of(*_around(file.read, chunk.item.offset, template))
+        if crc32 is not None:
+            payload = Extent(chunk.item.file, chunk.item.offset + len(template.head), template.payload_length)
+            return Chunk(chunk.box, chunk.item, payload, chunk.digest, crc32)
+    return _parsed(file, tensor, chunk)
+
+
+def _around(read: Read, offset: int, template: ItemTemplate) -> tuple[bytes, bytes]:
+    """The bytes of an item before and after its payload."""
+    if template.length <= _READ_WHOLE:
+        item = read(offset, template.length)
+        return item[: len(template.head)], item[template.tail_offset :]
+    after = template.length - template.tail_offset
+    return read(offset, len(template.head)), read(offset + template.tail_offset, after)
+
+
+def _parsed(file: File, tensor: StateRecord, chunk: Chunk) -> Chunk:
     item = tensor_item.read_tensor(file.read, chunk.item.offset, chunk.item.length)
     if (item.dtype, item.shape) != (tensor.dtype, chunk.box.shape):
         raise SourceError(

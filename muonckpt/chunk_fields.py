@@ -1,0 +1,169 @@
+"""The chunks of a tensor as they are written in a manifest, read into columns and written from them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from .box import MOST_ELEMENTS
+from .chunks import UNKNOWN, Boxes, Chunk, Chunks, ColumnsBuilder, row_of, strides_of
+from .errors import DamageError, LayoutError, SourceError
+
+_FIELDS = itemgetter("lo", "hi", "file", "item", "payload", "digest", "crc32")
+_HEX = re.compile(r"[0-9a-f]*")
+_BLOCK = 1 << 13
+"""Chunks that are read at a time: enough to amortise calls, few enough to be small beside the text."""
+
+_QUOTE = '"'
+_NO_PAYLOAD = [UNKNOWN, UNKNOWN]
+
+
+class ChunkReader:
+    """Reads the chunks of one tensor after another; they are checked, and become columns, thousands at a time."""
+
+    def __init__(self) -> None:
+        self._builder = ColumnsBuilder()
+        self._geometries: dict[tuple[int, bytes], Boxes] = {}
+        self._places: list[tuple[int, Boxes]] = []
+        self._counts: list[tuple[int, int]] = []
+        self._listed: list[Any] = []
+
+    def read(self, listed: object, ndim: int) -> None:
+        """Read the JSON data of the chunks of a tensor with this number of dims.
+
+        Raises:
+            DamageError, KeyError, TypeError, ValueError: a field is missing, or not what it should be, in this or in an
+                earlier tensor.
+            SourceError: a file is not inside the checkpoint.
+        """
+        if not isinstance(listed, list):
+            raise TypeError(f"expected a list of chunks, got {listed!r:.200}")
+        self._counts.append((len(listed), ndim))
+        self._listed += listed
+        if len(self._listed) >= _BLOCK:
+            self._flush()
+
+    def finished(self) -> list[Chunks]:
+        """The chunks of each tensor.
+
+        Raises:
+            DamageError, KeyError, TypeError, ValueError, SourceError: as `read`.
+        """
+        self._flush()
+        columns = self._builder.finished()
+        return [Chunks(columns, *place) for place in self._places]
+
+    def _flush(self) -> None:
+        listed, counts = self._listed, self._counts
+        self._listed, self._counts = [], []
+        if any("strides" in chunk for chunk in listed):  # they could reach outside the payload
+            raise DamageError("damaged manifest: elements are stored row by row, found strides")
+        fields = zip(*map(_FIELDS, listed), strict=True) if listed else [()] * 7
+        los, his, files, items, payloads, digests, crc32s = fields
+        start = self._builder.rows
+        self._add_bytes(files, items, payloads, digests, crc32s)
+        position = 0
+        for count, ndim in counts:
+            stop = position + count
+            boxes = self._boxes(los[position:stop], his[position:stop], ndim)
+            self._places.append((start + position, boxes))
+            position = stop
+
+    def _add_bytes(
+        self,
+        files: Sequence[Any],
+        items: Sequence[Any],
+        payloads: Sequence[Any],
+        digests: Sequence[Any],
+        crc32s: Sequence[Any],
+    ) -> None:
+        known = payloads if None not in payloads else [_NO_PAYLOAD if own is None else own for own in payloads]
+        sums = crc32s if None not in crc32s else [UNKNOWN if crc32 is None else crc32 for crc32 in crc32s]
+        _check_numbers(items, 2)
+        _check_numbers(payloads if known is payloads else [own for own in payloads if own is not None], 2)
+        _refuse_far_ends(items)
+        _refuse_far_ends(known)
+        _check_integers(crc32s if sums is crc32s else [crc32 for crc32 in crc32s if crc32 is not None])
+        if set(map(type, files)) - {str}:
+            raise TypeError(f"expected names of files, got {set(map(type, files))}")
+        self._builder.add(files, items, known, sums, _digests(digests))
+
+    def _boxes(self, los: Sequence[Any], his: Sequence[Any], ndim: int) -> Boxes:
+        """These boxes; those of an earlier tensor if they are the same."""
+        if set(map(type, los)) | set(map(type, his)) <= {list} and {*map(len, los), *map(len, his)} <= {ndim}:
+            numbers = [*chain.from_iterable(los), *chain.from_iterable(his)]
+            _check_integers(numbers)
+            corners = np.array(numbers, np.int64)
+            key = ndim, corners.tobytes()
+            if key not in self._geometries:
+                try:
+                    self._geometries[key] = Boxes.of(*corners.reshape(2, len(los), ndim))
+                except LayoutError as error:
+                    raise DamageError(f"damaged manifest: {error}") from error
+            return self._geometries[key]
+        raise DamageError(
+            f"damaged manifest: expected boxes of {ndim} dims, found {los[:8]!r:.200} to {his[:8]!r:.200}"
+        )
+
+
+def _check_numbers(rows: Iterable[Sequence[object]], width: int) -> None:
+    """Check that every row is a list of this many integers >= 0.
+
+    Raises:
+        TypeError: one is not.
+    """
+    rows = list(rows)
+    if set(map(type, rows)) - {list} or set(map(len, rows)) - {width}:
+        raise TypeError(f"expected lists of {width} integers, got {rows[:8]!r:.200}")
+    _check_integers(list(chain.from_iterable(rows)))
+
+
+def _refuse_far_ends(items: Sequence[Sequence[int]]) -> None:
+    for offset, length in items:
+        if offset + length > MOST_ELEMENTS:
+            raise SourceError(f"refused byte range {offset}+{length}")
+
+
+def _check_integers(numbers: Sequence[Any]) -> None:
+    if set(map(type, numbers)) - {int} or min(numbers, default=0) < 0:  # a bool is not an integer
+        wrong = next(number for number in numbers if type(number) is not int or number < 0)
+        raise TypeError(f"expected an integer >= 0, got {wrong!r:.200}")
+    if max(numbers, default=0) > MOST_ELEMENTS:
+        raise DamageError(f"damaged manifest: expected sizes and offsets up to {MOST_ELEMENTS}, found {max(numbers)}")
+
+
+def _digests(digests: Sequence[Any]) -> Sequence[bytes | None]:
+    known = [digest for digest in digests if digest is not None]
+    if set(map(type, known)) - {str} or set(map(len, known)) - {32} or not _HEX.fullmatch("".join(known)):
+        raise ValueError(f"expected digests of 32 hexadecimal digits, found {known[:8]!r:.300}")
+    return [None if digest is None else bytes.fromhex(digest) for digest in digests]
+
+
+def chunk_fields(chunks: Sequence[Chunk]) -> str:
+    """The JSON text of a tensor's chunks, one object each, with commas between them."""
+    texts = [
+        f'{{{corners}, "file": "{file}", "item": [{item}, {length}], '
+        f'"payload": {"null" if payload == UNKNOWN else f"[{payload}, {payload_length}]"}, '
+        f'"digest": {"null" if digest is None else f"{_QUOTE}{digest}{_QUOTE}"}, '
+        f'"crc32": {"null" if crc32 == UNKNOWN else crc32}}}'
+        for corners, (file, item, length, payload, payload_length, digest, crc32) in (
+            zip(_corners(chunks.boxes), chunks.columns.rows(chunks.start, chunks.stop), strict=True)
+            if isinstance(chunks, Chunks)
+            else ((f'"lo": {[*c.box.lo]}, "hi": {[*c.box.hi]}', row_of(c)) for c in chunks)
+        )
+    ]
+    for number, strides in enumerate(strides_of(chunks) or ()):
+        texts[number] = texts[number] if strides is None else f'{texts[number][:-1]}, "strides": {[*strides]}}}'
+    return ", ".join(texts)
+
+
+@lru_cache(maxsize=64)
+def _corners(boxes: Boxes) -> tuple[str, ...]:
+    """The text of each box.  Cached: tensors that are cut alike follow one another."""
+    return tuple(f'"lo": {lo}, "hi": {hi}' for lo, hi in zip(boxes.lo.tolist(), boxes.hi.tolist(), strict=True))
