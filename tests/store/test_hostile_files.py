@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support import hostile
+from support.dcp_metadata import dump_metadata
 
 import muonckpt
 from muonckpt.errors import DamageError, SourceError
 from muonckpt.record import Extent
-from muonckpt.store.formats.dcp.metadata_pickle import StoredItem, dump_metadata, parse_metadata
+from muonckpt.store.formats.dcp.metadata_pickle import StoredItem, parse_metadata
 from muonckpt.store.io.limits import SMALL_DESCRIPTION, SWITCH, LimitError, check_description
 from muonckpt.store.reading.payloads import Payloads
 

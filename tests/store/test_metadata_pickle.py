@@ -17,17 +17,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.dcp_metadata import dump_metadata
 from support.golden import golden
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan
 
+from muonckpt.box import Box
 from muonckpt.errors import SourceError
+from muonckpt.record import Blob, Chunk, Extent, Manifest, StateRecord
+from muonckpt.store.formats.dcp.directory import metadata_parts
 from muonckpt.store.formats.dcp.metadata_pickle import (
+    OUR_MARK,
     Metadata,
     StoredItem,
     TensorMeta,
-    dump_metadata,
     parse_metadata,
 )
 from muonckpt.store.formats.torch_save import inert_pickle
@@ -158,24 +162,37 @@ def test_dump_and_parse_are_inverse_and_torch_agrees(value: Metadata) -> None:
     assert plain(pickle.loads(data)) == value
 
 
-def test_many_keys_take_few_bytes_each() -> None:
-    key = "optimizer.state.model.layers.{}.mlp.experts.linear_fc1.weight.momentum_buffer"
-    tensors = {
-        key.format(n): TensorMeta("float32", (640, 64), tuple(((r * 10, 0), (10, 64)) for r in range(64)))
-        for n in range(80)
-    }
-    places = [(key, lo) for key, tensor in tensors.items() for lo, _ in tensor.chunks]
-    value = Metadata(tensors, (), {place: StoredItem("__0_0.distcp", 0, 1000) for place in places})
-    data = dump_metadata(value)
-    assert len(data) < 160 * len(places)
+def test_opcodes_that_are_written_again_say_what_each_object_says() -> None:
+    """The writer repeats opcodes of earlier tensors and chunks; here every object is pickled by itself."""
+    key = "optimizer.state.modèle.layers.{}.mlp.experts.linear_fc1.weight.momentum_buffer"
+    tensors, shapes = [], [((640, 64), "float32"), ((3, 64), "bfloat16"), ((640, 64), "bfloat16"), ((), "int64")]
+    for number in range(80):
+        shape, dtype = shapes[number % 4]
+        starts = range(0, shape[0], 10) if shape else [0]
+        corners = [((lo, 0), (min(lo + 10, shape[0]), 64)) if shape else ((), ()) for lo in starts]
+        chunks = [Chunk(Box(*c), Extent(f"__{r}_0.distcp", number << 28, r + 1)) for r, c in enumerate(corners)]
+        name = key.format(number)
+        tensors.append(StateRecord(name, ("optimizer", "state", name, number), shape, dtype, tuple(chunks)))
+    blobs = tuple(Blob(name, ("g", name), Extent("__0_0.distcp", 1 << 40, 9)) for name in ("lr", "mu"))
+    data = b"".join(metadata_parts(Manifest(tuple(tensors), blobs)))
+    items = [((blob.key, None), blob.item) for blob in blobs]
+    items += [((tensor.key, chunk.box.lo), chunk.item) for tensor in tensors for chunk in tensor.chunks]
+    described = {t.key: [(chunk.box.lo, chunk.box.shape) for chunk in t.chunks] for t in tensors}
+    value = Metadata(
+        {t.key: TensorMeta(t.dtype, t.shape, tuple(described[t.key])) for t in tensors},
+        ("lr", "mu"),
+        {place: StoredItem(item.file, item.offset, item.length) for place, item in items},
+        {entry.key: entry.path for entry in (*tensors, *blobs)},
+        extra=(OUR_MARK,),
+    )
+    assert data == dump_metadata(value)
+    assert len(data) < 160 * len(items)
     assert parse_metadata(data) == value
 
 
 def test_what_cannot_be_read_is_not_written() -> None:
     with pytest.raises(SourceError, match="float31"):
-        dump_metadata(Metadata({"w": TensorMeta("float31", (), ())}, (), {}))
-    with pytest.raises(SourceError, match="zstd"):
-        dump_metadata(Metadata({}, ("b",), {("b", None): StoredItem("f", 0, 1, ("stream.zstd/1",))}))
+        list(metadata_parts(Manifest((StateRecord("w", ("w",), (), "float31", ()),))))
 
 
 class Call:

@@ -24,9 +24,9 @@ from ...io.checksums import xxh3_128
 from ...io.location import Location
 from ...io.regular import open_regular
 from ...reading.payloads import Payloads
-from . import metadata_pickle
 from .items import located
-from .metadata_pickle import OUR_MARK, Metadata, TensorEntry, TensorMeta, parse_metadata
+from .metadata_pickle import OUR_MARK, Metadata, TensorMeta, parse_metadata
+from .metadata_writer import TensorEntry, pickled_parts
 
 METADATA_FILE = ".metadata"
 """Name of DCP's description of a checkpoint."""
@@ -76,7 +76,7 @@ def metadata_parts(manifest: Manifest) -> Iterator[bytes]:
     _refuse_twice("key", (entry.key for entry in entries))
     for tensor in manifest.tensors:
         _check_offsets(tensor.key, tensor.boxes)
-    return metadata_pickle.pickled_parts(list(map(_entry, manifest.tensors)), manifest.blobs)
+    return pickled_parts(list(map(_entry, manifest.tensors)), manifest.blobs)
 
 
 def _entry(tensor: StateRecord) -> TensorEntry:

@@ -1,0 +1,162 @@
+"""The ``.metadata`` file of torch.distributed.checkpoint (DCP), written for a million chunks."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ....box import Index
+from ....chunks import Boxes, Row
+from ....errors import SourceError
+from ....record import Blob
+from ....vocabulary import KeyPath
+from ...reading.dtypes import DTYPES
+from ..torch_save.inert_pickle import Global, Pickler, Record, integer
+from .metadata_pickle import FILESYSTEM, METADATA, OUR_MARK
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor to describe: its chunks are rows (file, offset, length of the item, …), one for each box."""
+
+    key: str
+    path: KeyPath
+    dtype: str
+    shape: Index
+    boxes: Boxes
+    rows: Callable[[], Iterable[Row]]
+
+
+def pickled_parts(tensors: Sequence[TensorEntry], blobs: Sequence[Blob]) -> Iterator[bytes]:
+    """The ``.metadata`` file of these tensors and items, as stock DCP reads it, in parts of bounded size.
+
+    It names no directory of a save (``storage_meta`` is None, which DCP accepts), and has `OUR_MARK`, which DCP
+    ignores.
+
+    Raises:
+        SourceError: a dtype is not one of torch's.
+    """
+    writer = _MetadataWriter()
+    writer.begin("Metadata", METADATA)
+    writer.put("state_dict_metadata")
+    writer.out += _DICT
+    for tensor in tensors:
+        writer.put(tensor.key)
+        writer.tensor(tensor)
+        yield from writer.full_parts()
+    for blob in blobs:
+        writer.put(blob.key)
+        writer.put(_object("BytesStorageMetadata"))
+    writer.out += pickle.SETITEMS
+    writer.put("planner_data")
+    writer.out += _DICT
+    entries: tuple[TensorEntry | Blob, ...] = (*tensors, *blobs)
+    for entry in entries:
+        writer.put(entry.key)
+        writer.put(entry.path)
+        yield from writer.full_parts()
+    writer.out += pickle.SETITEMS
+    writer.put("storage_data")
+    writer.out += _DICT
+    for blob in blobs:
+        writer.put(_object("MetadataIndex", {"fqn": blob.key, "index": None}))
+        writer.item(blob.item.file, blob.item.offset, blob.item.length)
+        yield from writer.full_parts()
+    for tensor in tensors:
+        writer.places(tensor)
+        yield from writer.full_parts()
+    writer.out += pickle.SETITEMS
+    for name, value in (("storage_meta", None), ("version", "1.0.0"), (OUR_MARK, True)):
+        writer.put(name)
+        writer.put(value)
+    writer.out += pickle.SETITEMS + pickle.BUILD + pickle.STOP
+    yield bytes(writer.out)
+
+
+_DICT = pickle.EMPTY_DICT + pickle.MARK
+_END = pickle.SETITEMS + pickle.BUILD
+_PART = 1 << 20
+
+
+class _MetadataWriter(Pickler):
+    """Pickles the objects of a million chunks from opcodes that it has pickled before, wherever it can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pickled: dict[object, bytes] = {}
+
+    def full_parts(self) -> Iterator[bytes]:
+        """What has been written, if it is long enough to be passed on."""
+        if len(self.out) >= _PART:
+            yield bytes(self.out)
+            self.out.clear()
+
+    def begin(self, kind: str, module: str) -> None:
+        """Begin an object whose attributes follow; `_END` ends it."""
+        self.again((kind, module), lambda: self.put(Record(Global(f"{module} {kind}"), ())))
+        self.out += _DICT
+
+    def again(self, name: object, write: Callable[[], None]) -> None:
+        """Write what has this name: opcodes are repeated once they make no new entries in the pickle's memo."""
+        if name in self._pickled:
+            self.out += self._pickled[name]
+            return
+        start, known = len(self.out), len(self.memo)
+        write()
+        if len(self.memo) == known:
+            self._pickled[name] = bytes(self.out[start:])
+
+    def tensor(self, tensor: TensorEntry) -> None:
+        """Write the ``TensorStorageMetadata`` of a tensor."""
+        if tensor.dtype not in DTYPES:
+            raise SourceError(f"expected a dtype of torch, found {tensor.dtype!r}")
+        self.again(("tensor", tensor.dtype, tensor.shape, tensor.boxes), lambda: self.put(_tensor_record(tensor)))
+
+    def item(self, file: str, offset: int, length: int) -> None:
+        """Write the ``_StorageInfo`` of an item."""
+        self.begin("_StorageInfo", FILESYSTEM)
+        self.again("relative_path", lambda: self.put("relative_path"))
+        self.again(("file", file), lambda: self.put(file))
+        self.again("offset", lambda: self.put("offset"))
+        self.out += integer(offset)
+        self.again("length", lambda: self.put("length"))
+        self.out += integer(length) + _END
+
+    def places(self, tensor: TensorEntry) -> None:
+        """Write ``MetadataIndex`` and ``_StorageInfo`` of each chunk."""
+        for number, (row, lo) in enumerate(zip(tensor.rows(), tensor.boxes.lo.tolist(), strict=True)):
+            self.begin("MetadataIndex", METADATA)
+            self.again("fqn", lambda: self.put("fqn"))
+            self.put(tensor.key)
+            self._offset(number, tuple(lo))
+            self.item(*row[:3])
+
+    def _offset(self, number: int, lo: Index) -> None:
+        def write() -> None:
+            for value in ("offset", _size(lo), "index", number):
+                self.put(value)
+            self.out += _END
+
+        self.again(("offset", number, lo), write)
+
+
+def _object(kind: str, state: object = None, module: str = METADATA) -> Record:
+    return Record(Global(f"{module} {kind}"), (), state)
+
+
+def _size(sizes: Index) -> Record:
+    return Record(Global("torch Size"), (sizes,))
+
+
+def _tensor_record(tensor: TensorEntry) -> Record:
+    layout = Record(Global("torch.serialization _get_layout"), ("torch.strided",))
+    contiguous = Record(Global(f"{METADATA} _MEM_FORMAT_ENCODING"), (0,))
+    properties = (Global(f"torch {tensor.dtype}"), layout, False, contiguous, False)
+    chunks = [
+        _object("ChunkStorageMetadata", {"offsets": _size(box.lo), "sizes": _size(box.shape)}) for box in tensor.boxes
+    ]
+    return _object(
+        "TensorStorageMetadata",
+        {"properties": _object("TensorProperties", properties), "size": _size(tensor.shape), "chunks": chunks},
+    )
