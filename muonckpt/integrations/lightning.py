@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from ..checkpoint.async_saving import AsyncSave, async_save
 from ..checkpoint.save_load import load, save
 
 TRAINER = "trainer"
@@ -36,20 +37,28 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
     Args:
         fresh: globs of names of parameters whose state starts fresh when the Trainer resumes, as for `muonckpt.load`; a
             warning tells what became of which.
+        along: save while training goes on, as `muonckpt.async_save` does.  The save is waited for before the next one,
+            before anything is loaded and at the end; a checkpoint that ModelCheckpoint removes meanwhile stays until
+            the one that is being saved is there.
         arguments: of ModelParallelStrategy.
     """
 
-    def __init__(self, *arguments: Any, fresh: Sequence[str] = (), **options: Any) -> None:
+    def __init__(self, *arguments: Any, fresh: Sequence[str] = (), along: bool = False, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._fresh = fresh
+        self._along = along
+        self._saving: AsyncSave | None = None
+        self._outdated: list[Any] = []
+        """What is removed when the running save has succeeded."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save what the Trainer has collected.  Collective.
 
         Raises:
             TypeError: there are storage options.
-            MuonckptError: as `muonckpt.save`; ``filepath`` must not exist.
+            MuonckptError: as `muonckpt.save`; ``filepath`` must not exist.  Of the save before, if that ran along.
         """
+        self._settle()
         if storage_options is not None:
             raise TypeError(
                 f"storage_options={storage_options!r}: they belong to a CheckpointIO, which is not used here"
@@ -60,7 +69,37 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         # All ranks save to one path, and one rank's loops and callbacks.
         path, trainer = self.broadcast((str(filepath), _packed(rest)))
         provenance = {"epoch": rest["epoch"], "step": rest["global_step"]}
-        save({**state, TRAINER: trainer}, path, provenance=provenance)
+        if self._along:
+            self._saving = async_save({**state, TRAINER: trainer}, path, provenance=provenance)
+        else:
+            save({**state, TRAINER: trainer}, path, provenance=provenance)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, but not before the one that is being saved is there."""
+        if self._saving is None:
+            super().remove_checkpoint(filepath)
+        else:
+            self._outdated.append(filepath)
+
+    def teardown(self) -> None:
+        """As ModelParallelStrategy, when the last save has ended.
+
+        Raises:
+            MuonckptError: what made it fail.
+        """
+        try:
+            self._settle()
+        finally:
+            super().teardown()
+
+    def _settle(self) -> None:
+        """Wait for a save that is running, and raise its error, or remove what was to be removed after it."""
+        saving, outdated = self._saving, self._outdated
+        self._saving, self._outdated = None, []
+        if saving is not None:
+            saving.result()
+        for filepath in outdated:
+            super().remove_checkpoint(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights and the state of optimizers where they belong, and return the rest.  Collective.
@@ -68,8 +107,9 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
         Without optimizers, as when a model is only evaluated, only weights are loaded.
 
         Raises:
-            MuonckptError: as `muonckpt.load`; then nothing has been loaded.
+            MuonckptError: as `muonckpt.load`; then nothing has been loaded.  Of a save that is running.
         """
+        self._settle()
         path = self.broadcast(str(checkpoint_path))
         stock = (Path(path) / STOCK).is_file()
         state: dict[str, Any] = {"state_dict": get_model_state_dict(self.model)}

@@ -88,6 +88,31 @@ def test_a_checkpoint_of_the_strategy_is_one_of_this_package(uninterrupted):
     assert (folder / "last.ckpt").resolve() == folder / "epoch=1.ckpt"
 
 
+def along(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
+    """The script, saving while it trains, and keeping one checkpoint."""
+    with as_launched(rank, world):
+        names = script("lightning.md")
+        callback = names["ModelCheckpoint"]
+
+        class Watched(names["MuonckptStrategy"]):
+            def remove_checkpoint(self, filepath: str) -> None:
+                super().remove_checkpoint(filepath)
+                assert Path(filepath).exists(), "the next one is not there yet"
+
+        names["MuonckptStrategy"] = partial(Watched, along=True)
+        names["ModelCheckpoint"] = lambda folder, **how: callback(folder, **how | {"save_top_k": 1})
+        model = names["train"](folder, world, "fsdp2")
+        return {"parameters": {name: whole(parameter) for name, parameter in model.net.named_parameters()}}
+
+
+def test_saves_that_run_along_are_the_same_and_the_one_before_goes_when_they_are_there(uninterrupted, tmp_path):
+    folder, result = uninterrupted["fsdp2", 2]
+    assert distance(run(2, along, str(tmp_path))[0], result) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"epoch=1.ckpt", "last.ckpt"}
+    saved, expected = (muonckpt.verify(place / "epoch=1.ckpt") for place in (tmp_path, folder))
+    assert not saved.findings and saved.fingerprints == expected.fingerprints
+
+
 def stock(rank: int, world: int, folder: str) -> None:
     """The script, with the strategy that Lightning has."""
     from lightning.pytorch.strategies import ModelParallelStrategy
