@@ -1,6 +1,6 @@
 """A script: one of three ranks is killed while all save to a series; prints what the others and the series say.
 
-    lost_ranks.py FOLDER [URL]
+    lost_ranks.py FOLDER URL
 
 Prints JSON: of each case what each survivor got, within how many seconds, and what is there afterwards.
 """
@@ -95,9 +95,8 @@ def case(place: str, victim: int, how: str) -> dict[str, Any]:
     return {"survivors": survivors, "codes": [process.exitcode for process in ranks]}
 
 
-def main(folder: str, *urls: str) -> None:
-    cases = [(f"{folder}/write", 2, "writing"), (f"{folder}/publish", 0, "publishing")]
-    cases += [(url, 1, "writing") for url in urls]
+def main(folder: str, url: str) -> None:
+    cases = [(folder, 0, "publishing"), (url, 1, "writing")]
     seen = [case(*each) for each in cases]
     for (place, _, _), answer in zip(cases, seen, strict=True):
         series = muonckpt.Series(place)
