@@ -253,7 +253,11 @@ def _audit_blob(payloads: Payloads, blob: Blob) -> Iterator[Finding]:
 def _orphans(path: Location, manifest: Manifest) -> list[str]:
     used = {*manifest.columns.names}
     used |= {blob.item.file for blob in manifest.blobs} | {MANIFEST_FILE, METADATA_FILE, MEGATRON_FILE}
-    return sorted(file.name for file in path.iterdir() if file.name not in used and not _is_empty(file))
+    try:
+        names = [file.name for file in path.iterdir()]
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error.strerror or error}") from error
+    return sorted(name for name in names if name not in used and not _is_empty(path / name))
 
 
 def _is_empty(file: Location) -> bool:

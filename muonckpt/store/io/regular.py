@@ -79,22 +79,25 @@ class LocalFile:
 
     @property
     def size(self) -> int:
-        return os.fstat(self._handle).st_size
+        return _status(self._path, self._handle).st_size
 
     @property
     def on_disk(self) -> int:
-        return on_disk(os.fstat(self._handle))
+        return on_disk(_status(self._path, self._handle))
 
     @property
     def state(self) -> tuple[object, ...]:
-        status = os.fstat(self._handle)
+        status = _status(self._path, self._handle)
         return status.st_ino, status.st_size, status.st_mtime_ns
 
     def read(self, offset: int, length: int) -> bytes:
         parts = []
-        while length and (part := os.pread(self._handle, length, offset)):  # at most 2 GiB at a time
-            parts.append(part)
-            offset, length = offset + len(part), length - len(part)
+        try:
+            while length and (part := os.pread(self._handle, length, offset)):  # at most 2 GiB at a time
+                parts.append(part)
+                offset, length = offset + len(part), length - len(part)
+        except OSError as error:
+            raise _unreadable(self._path, error) from error
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def contents(self) -> LocalBytes:
@@ -144,7 +147,7 @@ class LocalBytes:
 
     @property
     def size(self) -> int:
-        return os.fstat(self._handle).st_size
+        return _status(self._path, self._handle).st_size
 
     def view(self, offset: int, length: int) -> memoryview:
         buffer = np.empty(length, np.uint8).data
@@ -160,12 +163,28 @@ class LocalBytes:
             try:
                 count = os.preadv(self._handle, (buffer[filled:],), offset + filled)
             except OSError as error:
-                raise SourceError(f"cannot read {self._path}: {error.strerror}") from error
+                raise _unreadable(self._path, error) from error
             if not count:
                 raise DamageError(
                     f"{self._path}: expected {len(buffer)} bytes at byte {offset}, found {filled}: it was cut"
                 )
             filled += count
+
+
+def _status(path: Path, handle: int) -> os.stat_result:
+    """What the system says of an open file.
+
+    Raises:
+        SourceError: the disk or the server does not answer.
+    """
+    try:
+        return os.fstat(handle)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> SourceError:
+    return SourceError(f"cannot read {path}: {error.strerror}")
 
 
 @contextmanager
@@ -186,7 +205,7 @@ def open_regular(file: Location) -> Iterator[File]:
         kind = DamageError if error.errno == errno.ENOENT else SourceError
         raise kind(f"cannot open {file}: {why}") from error
     try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
+        if not stat.S_ISREG(_status(Path(file), handle).st_mode):
             raise SourceError(f"{file}: expected a regular file, found another kind (a pipe, device or directory)")
         yield LocalFile(file, handle)
     finally:

@@ -1,0 +1,261 @@
+"""Work that changes the disk, and what must hold whenever it was cut off: for `faulted.py` and for crash states."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import muonckpt
+from muonckpt.cli.main import run
+from muonckpt.converters.engine.launch import joined
+from muonckpt.converters.engine.run import run_job
+from muonckpt.store.io import removal
+from support.damages import content
+from support.interposed import BROKEN, FULL, HALF, KILLED, READ_ONLY, TORN, Fault
+from support.launched import environment
+from support.resharded import plan_job
+from support.trees import tree
+
+warnings.filterwarnings("ignore")
+
+LIMIT = 10.0
+"""Seconds after which ranks give up on one that says nothing."""
+
+
+class Wrong(Exception):
+    """What came of a trial is not what may."""
+
+
+def expect(condition: object, text: str) -> None:
+    if not condition:
+        raise Wrong(text)
+
+
+def state(step: int) -> dict[str, Any]:
+    values = torch.arange(15.0).reshape(5, 3) + step
+    return {"w": values, "b": torch.full((4,), float(step)).bfloat16(), "n": torch.tensor(step), "lr": 0.1}
+
+
+class Act:
+    """Work on the disk.  ``here`` is an empty folder for each trial; ``base`` holds what all trials read.
+
+    Attributes:
+        ranks: how many processes do it.
+        faults: that are tried.
+    """
+
+    ranks = 1
+    faults: tuple[Fault, ...] = (KILLED, TORN, BROKEN, FULL, READ_ONLY, HALF)
+
+    def __init__(self, name: str, base: Path) -> None:
+        self.name, self.base = name, base
+
+    def before(self, here: Path) -> None:
+        """Prepare the folder of a trial."""
+
+    def do(self, here: Path, rank: int) -> None:
+        """The work; an error of ours, or a traceback."""
+        raise NotImplementedError
+
+    def check(self, here: Path, succeeded: bool) -> None:
+        """What must hold whenever nobody works; then work again, as a user would, and what must hold then."""
+        raise NotImplementedError
+
+
+class Make(Act):
+    """Making a checkpoint, under the name ``out``: it is whole or not there."""
+
+    def reference(self) -> Path:
+        """The checkpoint that nothing disturbed."""
+        if not (self.base / self.name).exists():
+            (self.base / self.name).mkdir()
+            self.again(self.base / self.name)
+        return self.base / self.name / "out"
+
+    def again(self, here: Path) -> None:
+        """Work once more, alone."""
+        self.do(here, 0)
+
+    def check(self, here: Path, succeeded: bool) -> None:
+        out = here / "out"
+        expect(out.exists() or not succeeded, "it succeeded, and there is nothing")
+        if out.exists():
+            self._same(here)
+        strays = [entry.name for entry in here.iterdir() if not entry.name.startswith(("out", ".out."))]
+        expect(not strays, f"nobody knows what these are: {strays}")
+        if not out.exists():
+            self.again(here)
+            self._same(here)
+
+    def _same(self, here: Path) -> None:
+        if tree(here / "out") != tree(self.reference()):
+            expect(muonckpt.verify(here / "out", jobs=1).verdict == "whole", "what was published is damaged")
+            expect(content(here / "out") == content(self.reference()), "what was published is another one")
+
+
+class Save(Make):
+    def do(self, here: Path, rank: int) -> None:
+        muonckpt.save(state(1), here / "out")
+
+
+class AsyncSave(Make):
+    def do(self, here: Path, rank: int) -> None:
+        muonckpt.async_save(state(1), here / "out").result()
+
+
+class Rewrite(Make):
+    """A command."""
+
+    def __init__(self, name: str, base: Path, *options: str) -> None:
+        super().__init__(name, base)
+        self.options = options
+
+    def do(self, here: Path, rank: int, *more: str) -> None:
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            arguments = ["reshard", str(self.base / "source"), str(here / "out"), "--jobs", "1", *self.options, *more]
+            code = run(arguments)
+        said = err.getvalue()
+        if code not in (0, 1, 3, 4, 5) or "bug" in said or "Traceback" in said or (code and not said):
+            raise RuntimeError(f"exit code {code}: {said}")
+        if code:
+            raise muonckpt.MuonckptError(said)
+
+    def again(self, here: Path) -> None:
+        self.do(here, 0, *(("--resume",) if (here / ".out.reshard.tmp").exists() else ()))
+
+
+class SaveTogether(Make):
+    """A save by two ranks, of a tensor by rows."""
+
+    ranks = 2
+    faults = (KILLED, BROKEN, FULL)
+
+    def do(self, here: Path, rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        rows = distribute_tensor(state(1)["w"], mesh, [Shard(0)], src_data_rank=None)
+        muonckpt.save({**state(1), "w": rows}, here / "out")
+
+    def reference(self) -> Path:
+        if not (self.base / self.name).exists():
+            (self.base / self.name).mkdir()
+            muonckpt.save(state(1), self.base / self.name / "out")
+        return self.base / self.name / "out"
+
+    def again(self, here: Path) -> None:
+        muonckpt.save(state(1), here / "out")
+
+    def _same(self, here: Path) -> None:
+        expect(muonckpt.verify(here / "out", jobs=1).verdict == "whole", "what was published is damaged")
+        expect(content(here / "out") == content(self.reference()), "what was published is another one")
+
+
+class ReshardTogether(Make):
+    """A reshard by two workers."""
+
+    ranks = 2
+    faults = (KILLED, BROKEN, FULL)
+
+    def do(self, here: Path, rank: int) -> None:
+        with joined(environment(rank, 2), timeout=LIMIT) as group:
+            run_job(plan_job(self.base / "source", 3), here / "out", workers=group, threads=1)
+
+    def again(self, here: Path) -> None:
+        run_job(plan_job(self.base / "source", 3), here / "out", resume=(here / ".out.reshard.tmp").exists())
+
+
+class Retention(Act):
+    """Saving to a series that keeps one checkpoint: there is always a whole one, the old or the new."""
+
+    def before(self, here: Path) -> None:
+        if not (self.base / "series").exists():
+            muonckpt.Series(self.base / "series").save(1, state(1))
+        shutil.copytree(self.base / "series", here / "run")
+
+    def do(self, here: Path, rank: int) -> None:
+        muonckpt.Series(here / "run", keep_last=1).save(2, state(2))
+
+    def check(self, here: Path, succeeded: bool) -> None:
+        self._holds(here, (2,) if succeeded else (1, 2))
+        muonckpt.Series(here / "run", keep_last=1).save(3, state(3))
+        self._holds(here, (3,))
+        left = [entry.name for entry in (here / "run").iterdir() if entry.name != "step-00000003"]
+        expect(all(map(removal.staged_name, left)), f"left for ever: {left}")
+
+    def _holds(self, here: Path, steps: tuple[int, ...]) -> None:
+        template = state(0)
+        found = muonckpt.Series(here / "run").restore(template)
+        expect(found is not None and found.step in steps, f"expected step {steps}, restored {found}")
+        assert found is not None
+        expect(
+            all(torch.equal(template[key], value) for key, value in state(found.step).items() if key != "lr"),
+            f"step {found.step} has other elements",
+        )
+
+
+class First(Act):
+    """The first checkpoint of a series, in a folder that nobody has made."""
+
+    def do(self, here: Path, rank: int) -> None:
+        muonckpt.Series(here / "new" / "run").save(1, state(1))
+
+    def check(self, here: Path, succeeded: bool) -> None:
+        template = state(0)
+        found = muonckpt.Series(here / "new" / "run").restore(template)
+        expect(found or not succeeded, "it succeeded, and there is nothing")
+        expect(found is None or torch.equal(template["w"], state(1)["w"]), "other elements")
+        if found is None:
+            self.do(here, 0)
+
+
+class Load(Act):
+    """Loading: what was saved, or an error that leaves everything as it was, or says that it did not."""
+
+    faults = (BROKEN, HALF)
+
+    def do(self, here: Path, rank: int) -> None:
+        template = {key: torch.full_like(value, 77) for key, value in state(1).items() if key != "lr"}
+        try:
+            muonckpt.load(template, self.base / "source", allow_extra=True)
+        except muonckpt.MuonckptError as error:  # what a second read finds is found late
+            touched = [key for key, tensor in template.items() if not bool((tensor == 77).all())]
+            expect(not touched or "UNUSABLE" in str(error), f"it raised, and had overwritten {touched}: {error}")
+            raise
+        expect(all(torch.equal(tensor, state(1)[key]) for key, tensor in template.items()), "other elements")
+
+    def check(self, here: Path, succeeded: bool) -> None:
+        expect(not [*here.iterdir()], "a load writes nothing")
+
+
+class Verify(Load):
+    """Verifying: a file that cannot be read is no whole one."""
+
+    def do(self, here: Path, rank: int) -> None:
+        expect(muonckpt.verify(self.base / "source", jobs=1).verdict in ("whole", "faulty"), "another verdict")
+
+
+def acts(base: Path) -> list[Act]:
+    return [
+        Save("save", base),
+        AsyncSave("async save", base),
+        Retention("series", base),
+        First("first of a series", base),
+        Load("load", base),
+        Verify("verify", base),
+        Rewrite("reshard", base, "--mesh", "dp=2"),
+        Rewrite("to torch_dist", base, "--mesh", "dp=2", "--format", "torch_dist"),
+        Rewrite("to buffers", base, "--mesh", "dp=2", "--format", "buffers", "--layout", "balanced"),
+        Rewrite("to safetensors", base, "--format", "safetensors"),
+        Rewrite("to shards", base, "--format", "safetensors", "--shard-size", "40"),
+        Rewrite("to zarr", base, "--format", "zarr"),
+        SaveTogether("save, 2 ranks", base),
+        ReshardTogether("reshard, 2 workers", base),
+    ]

@@ -1,0 +1,73 @@
+"""What trials of the harness came to: one row a kind, printed as one table at the end of `make trust`.
+
+``MUONCKPT_TRUST`` says how many trials: 0, as in the suite, few of each kind; 1 some minutes; 10 a night.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+SCALE = float(os.environ.get("MUONCKPT_TRUST", "0"))
+
+SEED = os.environ.get("MUONCKPT_SEED", "0")
+"""Another night, another seed."""
+
+SLOW = 20.0
+"""Seconds after which a trial counts as slow; one that takes `HUNG` seconds is ended."""
+
+HUNG = 60.0
+
+
+@dataclass
+class Tally:
+    """Trials of one kind.
+
+    Attributes:
+        survived: the fault made no difference, or was refused with one clear error, and going on gave the same bits.
+        lost: what is wrong, one line a trial.
+    """
+
+    kind: str
+    tried: int = 0
+    survived: int = 0
+    hung: int = 0
+    slow: int = 0
+    lost: list[str] = field(default_factory=list)
+
+    def add(self, what: str, fault: str | None = None, seconds: float = 0.0, hung: bool = False) -> None:
+        """Count a trial."""
+        self.tried += 1
+        self.hung += hung
+        self.slow += seconds > SLOW
+        if fault is None and not hung:
+            self.survived += 1
+        elif fault is not None:
+            self.lost.append(f"{self.kind}, {what}: {fault}")
+
+
+TALLIES: list[Tally] = []
+
+
+def count(few: int, many: int) -> int:
+    """How many trials: ``few`` in the suite, ``many`` times the scale else."""
+    return few if SCALE == 0 else max(int(many * SCALE), few)
+
+
+@contextmanager
+def tally(kind: str) -> Iterator[Tally]:
+    """A row of the table; the test fails if anything was lost or hung."""
+    row = Tally(kind)
+    yield row
+    TALLIES.append(row)
+    assert row.tried and not row.lost and not row.hung, f"{row}"
+
+
+def table() -> list[str]:
+    """All rows, in Markdown."""
+    lines = ["| kind | tried | survived or found | lost | hung | slow |", "|---|---:|---:|---:|---:|---:|"]
+    rows = [(r.kind, r.tried, r.survived, len(r.lost), r.hung, r.slow) for r in TALLIES]
+    totals = ("all", *(sum(int(row[at]) for row in rows) for at in range(1, 6)))
+    return lines + ["| " + " | ".join(f"{cell}" for cell in row) + " |" for row in [*rows, totals]]
