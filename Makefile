@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test check bench gpu docs clean
+.PHONY: install demo test trust check bench gpu docs clean
 
 install: $(STAMP)
 
@@ -20,6 +20,12 @@ demo: install
 # Bytecode is kept, whatever the environment says: else each of hundreds of processes would compile the package.
 test: install
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Tries to make it lose something, and prints one table: some minutes; TRUST=10 takes a night, SEED=… is another one.
+TRUST ?= 1
+SEED ?= 0
+trust: install
+	OMP_NUM_THREADS=1 MUONCKPT_TRUST=$(TRUST) MUONCKPT_SEED=$(SEED) MUONCKPT_DAMAGES=$$(($(TRUST) * 200)) $(BIN)/python -m pytest tests/trust tests/store/test_hostile_files.py
 
 # mypy reads files, not installed mappings: give it the package as one tree of links.
 check: install

@@ -78,6 +78,7 @@ def run_job(
         _writing(destination),
         _hold(workers, destination, place, digest, resume) as coordinator,
         together(workers),
+        _writing(destination),  # here, too: what the others hear says what could not be written
         _resumable(place, len(job.files), files_done),
     ):
         staging, history = _begun(coordinator, place, workers)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from ..errors import MuonckptError
+from ..errors import Interrupted, MuonckptError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -80,6 +80,7 @@ def told_all(process_group: dist.ProcessGroup | None, kind: type[MuonckptError],
 
     Raises:
         MuonckptError: of the first rank that failed, the same on every rank.
+        Interrupted: another rank was lost.
     """
     answer: T | _Failure
     cause: Exception | None = None
@@ -92,7 +93,8 @@ def told_all(process_group: dist.ProcessGroup | None, kind: type[MuonckptError],
     answers: list[T | _Failure | None] = [answer]
     if dist.is_initialized():
         answers = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(answers, answer, process_group)
+        with lost_ranks():
+            dist.all_gather_object(answers, answer, process_group)
     failed = {rank: each for rank, each in zip(group_ranks(process_group), answers, strict=True)
               if isinstance(each, _Failure)}  # fmt: skip
     for rank, failure in failed.items():
@@ -129,7 +131,30 @@ def exchanged(
     take: Sequence[int],
 ) -> None:
     """Exchange bytes with exact splits: ``give[i]`` of ``send`` to rank i of the group, ``take[i]`` from it."""
-    dist.all_to_all_single(receive, send, list(take), list(give), group=process_group)
+    with lost_ranks():
+        dist.all_to_all_single(receive, send, list(take), list(give), group=process_group)
+
+
+@contextmanager
+def lost_ranks() -> Iterator[None]:
+    """Say in words of ours that a collective has failed: torch's are of pairs of sockets.
+
+    Raises:
+        Interrupted: another rank was killed, or does not answer.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        trace = error.__traceback__
+        while trace and trace.tb_next:
+            trace = trace.tb_next
+        if trace is None or trace.tb_frame.f_globals.get("__name__") != dist.distributed_c10d.__name__:
+            raise  # it is no collective that failed
+        raise Interrupted(
+            "another rank was lost: killed, stopped, cut off, or silent for longer than the process group waits (torch "
+            f"says: {' '.join(str(error).split())}). Start all ranks again. A save that was cut off has published "
+            "nothing, unless all of it; tensors that were being loaded or moved are not to be trained on"
+        ) from error
 
 
 @contextmanager
@@ -138,9 +163,13 @@ def own_errors(kind: type[MuonckptError]) -> Iterator[None]:
 
     Args:
         kind: what an error becomes that is not one of ours.
+
+    Raises:
+        Interrupted: another rank was lost.
     """
     try:
-        yield
+        with lost_ranks():
+            yield
     except CheckpointException as error:
         rank, (first, _) = min(error.failures.items())
         where = f" (rank {rank})" if dist.is_initialized() and len(error.failures) == 1 else ""

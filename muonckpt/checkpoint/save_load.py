@@ -51,6 +51,7 @@ def save(
     Raises:
         DestinationError: the path exists, or cannot be written.
         LayoutError: a tensor has a hole or an overlap, or replicas differ.
+        Interrupted: another rank was lost, or did not answer within the time-out of the process group.
         TypeError, ValueError: the provenance is not JSON.
     """
     details = json.loads(json.dumps(dict(provenance or {}), allow_nan=False))
@@ -113,6 +114,7 @@ def load(
         SourceError: the checkpoint is missing, damaged or does not fit, or a glob matches nothing; lists what differs.
         LayoutError: it has a hole or an overlap.
         AttestError: what is in memory is not what the checkpoint has.
+        Interrupted: another rank was lost, or did not answer within the time-out of the process group.
         TypeError: ``fresh`` is no list of strings.
         ValueError: ``check`` is unknown.
     """

@@ -19,6 +19,7 @@ from ..errors import DamageError, DestinationError, MuonckptError, SourceError
 from ..resumption import Extra, Globs, LoadReport
 from ..store.io.location import location
 from ..store.step_folder import Newest, StepFolder, StepName
+from .all_ranks import lost_ranks
 from .async_saving import AsyncSave, OnError, WhenBusy, saved_along, settle_last
 from .save_load import load, save
 
@@ -290,7 +291,8 @@ class Series:
             MuonckptError: what the question raises.
         """
         try:
-            return self._ranks().broadcast("series", question)
+            with lost_ranks():
+                return self._ranks().broadcast("series", question)
         except CheckpointException as failure:
             ((error, _),) = failure.failures.values()
             if isinstance(error, MuonckptError):

@@ -19,7 +19,7 @@ from muonckpt.converters.engine.launch import joined
 from muonckpt.converters.engine.run import run_job
 from muonckpt.store.io import removal
 from support.damages import content
-from support.interposed import BROKEN, FULL, HALF, KILLED, READ_ONLY, TORN, Fault
+from support.interposed import BROKEN, CHANGED, CUT, FULL, HALF, INTERRUPTED, KILLED, READ_ONLY, TORN, Fault
 from support.launched import environment
 from support.resharded import plan_job
 from support.trees import tree
@@ -48,15 +48,16 @@ class Act:
     """Work on the disk.  ``here`` is an empty folder for each trial; ``base`` holds what all trials read.
 
     Attributes:
+        source: the checkpoint that it reads, if it reads one.
         ranks: how many processes do it.
         faults: that are tried.
     """
 
     ranks = 1
-    faults: tuple[Fault, ...] = (KILLED, TORN, BROKEN, FULL, READ_ONLY, HALF)
+    faults: tuple[Fault, ...] = (KILLED, TORN, BROKEN, FULL, READ_ONLY, HALF, INTERRUPTED)
 
     def __init__(self, name: str, base: Path) -> None:
-        self.name, self.base = name, base
+        self.name, self.base, self.source = name, base, base / "source"
 
     def before(self, here: Path) -> None:
         """Prepare the folder of a trial."""
@@ -114,6 +115,8 @@ class AsyncSave(Make):
 class Rewrite(Make):
     """A command."""
 
+    faults = (*Make.faults, CUT, CHANGED)
+
     def __init__(self, name: str, base: Path, *options: str) -> None:
         super().__init__(name, base)
         self.options = options
@@ -121,10 +124,10 @@ class Rewrite(Make):
     def do(self, here: Path, rank: int, *more: str) -> None:
         out, err = io.StringIO(), io.StringIO()
         with redirect_stdout(out), redirect_stderr(err):
-            arguments = ["reshard", str(self.base / "source"), str(here / "out"), "--jobs", "1", *self.options, *more]
+            arguments = ["reshard", str(self.source), str(here / "out"), "--jobs", "1", *self.options, *more]
             code = run(arguments)
         said = err.getvalue()
-        if code not in (0, 1, 3, 4, 5) or "bug" in said or "Traceback" in said or (code and not said):
+        if code not in (0, 1, 3, 4, 5, 130) or "bug" in said or "Traceback" in said or (code and not said):
             raise RuntimeError(f"exit code {code}: {said}")
         if code:
             raise muonckpt.MuonckptError(said)
@@ -166,10 +169,10 @@ class ReshardTogether(Make):
 
     def do(self, here: Path, rank: int) -> None:
         with joined(environment(rank, 2), timeout=LIMIT) as group:
-            run_job(plan_job(self.base / "source", 3), here / "out", workers=group, threads=1)
+            run_job(plan_job(self.source, 3), here / "out", workers=group, threads=1)
 
     def again(self, here: Path) -> None:
-        run_job(plan_job(self.base / "source", 3), here / "out", resume=(here / ".out.reshard.tmp").exists())
+        run_job(plan_job(self.source, 3), here / "out", resume=(here / ".out.reshard.tmp").exists())
 
 
 class Retention(Act):
@@ -219,12 +222,12 @@ class First(Act):
 class Load(Act):
     """Loading: what was saved, or an error that leaves everything as it was, or says that it did not."""
 
-    faults = (BROKEN, HALF)
+    faults = (BROKEN, HALF, CUT, CHANGED)
 
     def do(self, here: Path, rank: int) -> None:
         template = {key: torch.full_like(value, 77) for key, value in state(1).items() if key != "lr"}
         try:
-            muonckpt.load(template, self.base / "source", allow_extra=True)
+            muonckpt.load(template, self.source, allow_extra=True)
         except muonckpt.MuonckptError as error:  # what a second read finds is found late
             touched = [key for key, tensor in template.items() if not bool((tensor == 77).all())]
             expect(not touched or "UNUSABLE" in str(error), f"it raised, and had overwritten {touched}: {error}")
@@ -239,7 +242,7 @@ class Verify(Load):
     """Verifying: a file that cannot be read is no whole one."""
 
     def do(self, here: Path, rank: int) -> None:
-        expect(muonckpt.verify(self.base / "source", jobs=1).verdict in ("whole", "faulty"), "another verdict")
+        expect(muonckpt.verify(self.source, jobs=1).verdict in ("whole", "faulty"), "another verdict")
 
 
 def acts(base: Path) -> list[Act]:

@@ -1,6 +1,6 @@
 """A script, run with `system_calls.c`: work in which one system call fails, or is the last one; prints what came of it.
 
-    faulted.py FOLDER TRIALS SEED
+    faulted.py FOLDER TRIALS SEED [ACT...]
 
 Each act is tried in a forked process at random calls, or at each of them in turn where TRIALS suffice.  Prints JSON
 lines: the act, what was done, what is wrong with what came of it (or null), seconds, and whether it hung.  The calls of
@@ -30,7 +30,7 @@ import torch.distributed as dist
 import muonckpt
 from support import interposed
 from support.acts import LIMIT, Act, Wrong, acts, state
-from support.interposed import HALF, KILLED, Calls, Fault, Strike
+from support.interposed import HALF, Calls, Fault, Strike
 from support.trials import HUNG
 
 
@@ -64,6 +64,8 @@ def started(act: Act, here: Path, rank: int, store: str, strike: Callable[[int],
         act.do(here, rank)
     except muonckpt.MuonckptError as ours:
         error = f"ours: {type(ours).__name__}: {ours}"
+    except KeyboardInterrupt:
+        error = "ours: interrupted"
     except BaseException:
         error = traceback.format_exc()
     os.write(write, json.dumps([interposed.end(), error[-3000:]]).encode())
@@ -80,6 +82,16 @@ def ended(child: int, read: int, deadline: float) -> Ended:
     return Ended(*json.loads(data)) if data else Ended(None, None, hung=not ready)
 
 
+def prepare(act: Act, here: Path, folder: Path) -> None:
+    """An empty folder for a trial, and a source of its own where others are to change that."""
+    here.mkdir()
+    if folder != here.parent:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(act.base / "source", folder)
+        act.source = folder
+    act.before(here)
+
+
 def together(act: Act, here: Path, strike: Callable[[int], None]) -> tuple[list[Ended], float]:
     """Do it on all ranks, after a preparation of each.  Returns what came of it, and seconds."""
     begun = time.monotonic()
@@ -88,31 +100,37 @@ def together(act: Act, here: Path, strike: Callable[[int], None]) -> tuple[list[
         return [ended(*one, begun + HUNG) for one in made], time.monotonic() - begun
 
 
+def struck(here: Path, fault: Fault) -> Path:
+    """The folder whose calls count: others change the source only."""
+    return here.parent / "changing" if fault.strike in (Strike.CUT, Strike.CHANGED) else here.parent
+
+
 def trial(act: Act, here: Path, fault: Fault, at: int, victim: int) -> tuple[list[Ended], float]:
     """Do it, with a fault on one rank."""
 
     def strike(rank: int) -> None:
         if rank == victim:
-            interposed.begin(here.parent, fault.kinds, at, fault.strike, fault.error)
+            interposed.begin(struck(here, fault), fault.kinds, at, fault.strike, fault.error)
 
     return together(act, here, strike)
 
 
-def undisturbed(act: Act, here: Path, log: Path) -> list[list[int]]:
-    """Do it, and write down the calls of one process that change the disk.  Returns how many each rank makes."""
+def record(act: Act, here: Path, log: Path) -> None:
+    """Do it, undisturbed, and write down the calls that change the disk."""
     here.mkdir()
     act.before(here)
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    how = (here, handle) if act.ranks == 1 and KILLED in act.faults else (here.parent, -1)
-    seen, _ = together(act, here, lambda rank: interposed.begin(how[0], Calls.ALL, log=how[1]))
-    assert all(each.error == "" and each.counts for each in seen), (act.name, seen)
-    if how[1] >= 0:  # and again, to count those on what it reads as well
-        shutil.rmtree(here)
-        here.mkdir()
-        act.before(here)
-        seen, _ = together(act, here, lambda rank: interposed.begin(here.parent, Calls.ALL))
+    with log.open("ab") as stream:
+        seen, _ = together(act, here, lambda rank: interposed.begin(here, Calls.DISK, log=stream.fileno()))
+    assert all(each.error == "" for each in seen), (act.name, seen)
     shutil.rmtree(here)
-    os.close(handle)
+
+
+def counted(act: Act, here: Path, folder: Path) -> list[list[int]]:
+    """How many calls of each kind each rank makes on a folder."""
+    prepare(act, here, folder)
+    seen, _ = together(act, here, lambda rank: interposed.begin(folder, Calls.ALL))
+    shutil.rmtree(here)
+    act.source = act.base / "source"
     return [each.counts or [] for each in seen]
 
 
@@ -125,6 +143,7 @@ def judge(act: Act, here: Path, fault: Fault, seen: list[Ended], victim: int) ->
             return f"rank {rank}: {each.error}"
     if fault is HALF and any(each.error for each in seen):
         return f"a call that did half of it, as it may, was an error: {seen}"
+    act.source = act.base / "source"
     try:
         act.check(here, all(each.error == "" for each in seen))
     except Wrong as wrong:
@@ -134,27 +153,30 @@ def judge(act: Act, here: Path, fault: Fault, seen: list[Ended], victim: int) ->
     return None
 
 
-def main(folder: Path, trials: int, seed: str) -> None:
+def main(folder: Path, trials: int, seed: str, *names: str) -> None:
     """Try each act so often, several ranks a tenth of it."""
     base = folder / "base"
     (base / "logs").mkdir(parents=True)
     muonckpt.save(state(1), base / "source")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell starts with it ignored
     dice = random.Random(seed)
     torch.set_num_threads(1)
-    for act in acts(base):
+    for act in [act for act in acts(base) if act.name in names or not names]:
         here = base / "here"
-        counts = undisturbed(act, here, base / "logs" / act.name)
+        if act.ranks == 1:
+            record(act, here, base / "logs" / act.name)
+        folders = {struck(here, fault) for fault in act.faults}
+        counts = {folder: counted(act, here, folder) for folder in sorted(folders)}
         every = [
             (fault, victim, at, calls)
             for fault in act.faults
             for victim in range(act.ranks)
-            for calls in [interposed.total(counts[victim], fault.kinds)]
+            for calls in [interposed.total(counts[struck(here, fault)][victim], fault.kinds)]
             for at in range(1, calls + 1)
         ]
         number = max(trials // (1 if act.ranks == 1 else 10), 1)
         for fault, victim, at, calls in every if len(every) <= number else dice.sample(every, number):
-            here.mkdir()
-            act.before(here)
+            prepare(act, here, struck(here, fault))
             seen, seconds = trial(act, here, fault, at, victim)
             hung = any(each.hung for each in seen)
             wrong = None if hung else judge(act, here, fault, seen, victim)
@@ -164,4 +186,4 @@ def main(folder: Path, trials: int, seed: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -7,6 +7,7 @@ import enum
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,9 @@ class Strike(enum.IntEnum):
     HALF = 3
     TORN = 4
     KILLED = 5
+    CUT = 6
+    CHANGED = 7
+    SIGNALLED = 8
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,9 @@ TORN = Fault("killed amid a write", Calls.WRITES, Strike.TORN)
 BROKEN = Fault("EIO", Calls.ALL, Strike.ONCE, errno.EIO)
 FULL = Fault("ENOSPC", Calls.CREATES | Calls.WRITES, Strike.FROM_THEN_ON, errno.ENOSPC)
 READ_ONLY = Fault("EROFS", Calls.CREATES | Calls.WRITES | Calls.CHANGES, Strike.FROM_THEN_ON, errno.EROFS)
+CUT = Fault("cut by another", Calls.READS, Strike.CUT)
+CHANGED = Fault("changed by another", Calls.READS, Strike.CHANGED)
+INTERRUPTED = Fault("Ctrl-C", Calls.DISK | Calls.READS, Strike.SIGNALLED, signal.SIGINT)
 HALF = Fault("half", Calls.WRITES | Calls.READS, Strike.HALF)
 
 

@@ -16,6 +16,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -23,8 +24,8 @@
 enum { ASKS = 1, READS = 2, CREATES = 4, WRITES = 8, CHANGES = 16, SYNCS = 32 };
 
 /* What happens at the call: nothing, an error once, an error at it and at all that follow, half of it, half of it and
-   the end of the process, or that end before it. */
-enum { NOTHING, ONCE, FROM_THEN_ON, HALF, TORN, KILLED };
+   the end of the process, that end before it; or somebody cuts the file, or changes a byte of it, or sends a signal. */
+enum { NOTHING, ONCE, FROM_THEN_ON, HALF, TORN, KILLED, CUT, CHANGED, SIGNALLED };
 
 static char folder[PATH_MAX];
 static size_t folder_length;
@@ -64,6 +65,26 @@ static void end_here(void) {
     for (;;) pause();
 }
 
+#define REAL_AS(name, as) \
+    static __typeof__(name) *as; \
+    if (!as) as = (__typeof__(name) *)dlsym(RTLD_NEXT, #name)
+#define REAL(name) REAL_AS(name, real)
+
+static void change(const char *path) {
+    REAL(open);
+    REAL_AS(pwrite64, put);
+    REAL_AS(pread64, get);
+    struct stat64 status;
+    int handle = real(path, O_RDWR);
+    if (handle < 0) return;
+    if (!syscall(SYS_fstat, handle, &status) && status.st_size) {
+        char byte;
+        if (how == CUT) syscall(SYS_ftruncate, handle, status.st_size / 2);
+        else if (get(handle, &byte, 1, status.st_size / 2) == 1) byte ^= 4, put(handle, &byte, 1, status.st_size / 2);
+    }
+    close(handle);
+}
+
 /* 0: go on; 1: fail; 2: do half of it, where it has halves. */
 static int struck(int kind, const char *path) {
     if (!(mask & kind) || !inside(path)) return 0;
@@ -72,6 +93,8 @@ static int struck(int kind, const char *path) {
     if (how == NOTHING || !strike_at || (how == FROM_THEN_ON ? number < strike_at : number != strike_at)) return 0;
     if (how == KILLED) end_here();
     if (how == HALF || how == TORN) return 2;
+    if (how == CUT || how == CHANGED) return change(path), 0;
+    if (how == SIGNALLED) return raise(error_number), 0;
     errno = error_number;
     return 1;
 }
@@ -86,10 +109,6 @@ static void written_down(const char *call, const char *path, const char *other, 
     if (writev(log_handle, parts, 3) < 0) end_here();
     errno = saved;
 }
-
-#define REAL(name) \
-    static __typeof__(name) *real; \
-    if (!real) real = (__typeof__(name) *)dlsym(RTLD_NEXT, #name)
 
 /* A call that fails, or happens and is written down, in one order for all threads. */
 #define DONE(kind, path, call, note) \
