@@ -30,6 +30,7 @@ COMMANDS = {
     "verify": "Check that a checkpoint is whole: coverage, bounds, checksums, fingerprints, values.",
     "reshard": "Rewrite a checkpoint for another mesh, layout, format or program, without a GPU.",
     "convert": "Rewrite a checkpoint in another format, or for another program.",
+    "merge": "Average checkpoints: uniformly, by weights, or as a moving average.",
     "rules": "Print the ready-made tables of names and structure; list programs and layouts.",
 }
 """The commands, each with a line for `--help`, which imports none of them."""

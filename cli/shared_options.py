@@ -56,8 +56,8 @@ SOURCE_AND_DESTINATION = decorated_by(
 _CONVENTIONS = click.Choice([convention.value for convention in Convention])
 _WRITABLE = [dialect.name for dialect in DIALECTS.values() if dialect.writable]
 
-SHARED_OPTIONS = decorated_by(
-    click.option(
+_OPTIONS = {
+    "format": click.option(
         "--to-format",
         "--format",
         "format",
@@ -65,82 +65,90 @@ SHARED_OPTIONS = decorated_by(
         metavar="FORMAT",
         help=f"Format to write: {', '.join(FORMATS)}.",
     ),
-    click.option(
+    "to": click.option(
         "--to",
         "to_dialect",
         type=click.Choice(_WRITABLE),
         metavar="PROGRAM",
         help="Program to write for.",
     ),
-    click.option(
+    "keys": click.option(
         "--keys",
         cls=RareOption,
         type=click.Choice(KEY_FORMS),
         metavar="nested|flat",
         help="Form of the optimizer's keys, for --to.",
     ),
-    click.option(
+    "from": click.option(
         "--from",
         "from_dialect",
         type=click.Choice(list(DIALECTS)),
         metavar="PROGRAM",
         help="Program that wrote SOURCE, if unclear.",
     ),
-    click.option("--rules", multiple=True, metavar="TABLE", help="Table of renames, splits and joins; repeatable."),
-    click.option("--select", multiple=True, metavar="GLOB", help="Take only what has a matching key; repeatable."),
-    click.option("--tensors-only", is_flag=True, help="Leave out items that are not tensors."),
-    click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
-    click.option("--resume", is_flag=True, help="Continue an interrupted run."),
-    click.option("--verify", is_flag=True, help="Read every file back before publishing."),
-    click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."),
-    click.option(
+    "rules": click.option(
+        "--rules", multiple=True, metavar="TABLE", help="Table of renames, splits and joins; repeatable."
+    ),
+    "select": click.option(
+        "--select", multiple=True, metavar="GLOB", help="Take only what has a matching key; repeatable."
+    ),
+    "tensors_only": click.option("--tensors-only", is_flag=True, help="Leave out items that are not tensors."),
+    "dry_run": click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
+    "resume": click.option("--resume", is_flag=True, help="Continue an interrupted run."),
+    "verify": click.option("--verify", is_flag=True, help="Read every file back before publishing."),
+    "json": click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."),
+    "convention": click.option(
         "--convention",
         cls=RareOption,
         type=_CONVENTIONS,
         metavar="ema|sum",
         help="SOURCE's momentum convention, if unrecorded.",
     ),
-    click.option(
+    "target_convention": click.option(
         "--target-convention",
         cls=RareOption,
         type=_CONVENTIONS,
         metavar="ema|sum",
         help="Convention to write, if the program has none.",
     ),
-    click.option(
+    "mu": click.option(
         "--mu",
         cls=RareOption,
         type=click.FloatRange(0, 1, max_open=True),
         metavar="NUMBER",
         help="Momentum coefficient, if missing.",
     ),
-    click.option("--step", cls=RareOption, type=click.IntRange(0), metavar="NUMBER", help="Steps taken, if missing."),
-    click.option(
+    "step": click.option(
+        "--step", cls=RareOption, type=click.IntRange(0), metavar="NUMBER", help="Steps taken, if missing."
+    ),
+    "drop": click.option(
         "--drop", cls=RareOption, multiple=True, metavar="SLOT", help="Leave out a slot of state; repeatable."
     ),
-    click.option("--like", cls=RareOption, metavar="JSON", help="Groups to fit, from Muon.describe()."),
-    click.option(
+    "like": click.option("--like", cls=RareOption, metavar="JSON", help="Groups to fit, from Muon.describe()."),
+    "fill_missing": click.option(
         "--fill-missing",
         cls=RareOption,
         is_flag=True,
         help="Write zeros where state is missing.",
     ),
-    click.option(
+    "weights": click.option(
         "--weights",
         cls=RareOption,
         type=click.Choice([weights.value for weights in WeightsFrom]),
         metavar="masters|model",
         help="What weights are made of, if there are masters.",
     ),
-    click.option(
+    "state_dtype": click.option(
         "--state-dtype",
         cls=RareOption,
         type=click.Choice(STATE_DTYPES),
         metavar="float32|bfloat16",
         help="Round momentum and moments to this dtype.",
     ),
-    click.option("--shard-size", cls=RareOption, type=ByteCountType(), help="Largest file of safetensors or zarr."),
-    click.option(
+    "shard_size": click.option(
+        "--shard-size", cls=RareOption, type=ByteCountType(), help="Largest file of safetensors or zarr."
+    ),
+    "memory": click.option(
         "--memory",
         cls=RareOption,
         type=ByteCountType(least=LEAST_MEMORY),
@@ -148,7 +156,7 @@ SHARED_OPTIONS = decorated_by(
         show_default=True,
         help="Memory for buffers.",
     ),
-    click.option(
+    "jobs": click.option(
         "--jobs",
         cls=RareOption,
         type=JOBS,
@@ -157,7 +165,7 @@ SHARED_OPTIONS = decorated_by(
         metavar="N",
         help="Threads.",
     ),
-    click.option(
+    "timeout": click.option(
         "--timeout",
         cls=RareOption,
         type=click.FloatRange(0, min_open=True),
@@ -166,4 +174,12 @@ SHARED_OPTIONS = decorated_by(
         metavar="SECONDS",
         help="Wait for other processes.",
     ),
+}
+
+SHARED_OPTIONS = decorated_by(*_OPTIONS.values())
+
+MERGE_OPTIONS = decorated_by(
+    *(_OPTIONS[name] for name in ("format", "to", "keys", "rules", "select", "dry_run", "resume", "verify", "json")),
+    *(_OPTIONS[name] for name in ("drop", "shard_size", "memory", "jobs", "timeout")),
 )
+"""Those that `merge` has, too."""

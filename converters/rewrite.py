@@ -20,8 +20,9 @@ from ..store.open_checkpoint import OpenCheckpoint, open
 from ..vocabulary import Convention
 from .engine.job import check_destination, make_job
 from .engine.launch import TIMEOUT, joined
-from .engine.run import MEMORY, THREADS, run_job
-from .report import Report, report_of
+from .engine.run import MEMORY, THREADS
+from .execution import Execution
+from .report import Report
 from .target.container import Container
 from .target.formats import container_of
 from .target.topology import ROWS, AxisCut, ShardRule, Target
@@ -126,9 +127,9 @@ def reshard(
     """
     with joined(os.environ, timeout) as workers:
         request = Request(
-            _dialect("--from", from_dialect),
-            _in_form(_dialect("--to", to_dialect), keys),
-            _rules(rules),
+            named_dialect("--from", from_dialect),
+            with_keys(named_dialect("--to", to_dialect), keys),
+            rule_tables(rules),
             Overrides(
                 _convention(convention),
                 _convention(target_convention),
@@ -146,26 +147,14 @@ def reshard(
         target = Target(mesh or _ONE_RANK, shard_rules, present_name(layout))
         place = location(destination, DestinationError)
         with open(source) as opened:
-            container = container_of(format or _default_format(opened, request.target), shard_size)
-            _check_use(container, mesh, bool(shard), layout)
+            container = container_of(format or default_format(opened, request.target), shard_size)
+            check_use(container, mesh, bool(shard), layout)
             check_destination(opened.path, place, container)
             job = make_job(opened, target, select, request.outputs, container)
             momentum = () if request.translates else momentum_note(with_slots(opened.outline))
-            report = report_of(job, place, (*_unused(container, mesh), *_unread(opened), *momentum))
-            if dry_run:
-                return report if workers.me.coordinates else None
-            total = (job.bytes_to_check + job.payload_to_write * (1 + verify)) // workers.me.world
-            manifest = run_job(
-                job,
-                place,
-                memory=memory,
-                threads=jobs,
-                resume=resume,
-                verify=verify,
-                progress=lambda count: progress(count, total),
-                workers=workers,
-            )
-        return None if manifest is None else report.finished(manifest)
+            notes = (*_unused(container, mesh), *_unread(opened), *momentum)
+            execution = Execution(memory, jobs, resume, verify, dry_run, progress)
+            return execution.run(job, place, notes, workers)
 
 
 Arguments = ParamSpec("Arguments")
@@ -190,7 +179,12 @@ def convert(*places: Any, **options: Any) -> Report | None:
     return reshard(*places, **{"mesh": _ONE_RANK, **options})
 
 
-def _dialect(option: str, name: str | None) -> Dialect | None:
+def named_dialect(option: str, name: str | None) -> Dialect | None:
+    """The program of this name; ``option`` is the one that gave it.
+
+    Raises:
+        TargetError: there is none.
+    """
     if name is None:
         return None
     if name not in DIALECTS:
@@ -198,7 +192,7 @@ def _dialect(option: str, name: str | None) -> Dialect | None:
     return DIALECTS[name]
 
 
-def _in_form(dialect: Dialect | None, form: str | None) -> Dialect | None:
+def with_keys(dialect: Dialect | None, form: str | None) -> Dialect | None:
     """The target in this form of keys.
 
     Raises:
@@ -233,12 +227,13 @@ def _state_dtype(name: str | None) -> str | None:
     return name
 
 
-def _rules(tables: str | NameRules | Iterable[str | NameRules]) -> NameRules:
+def rule_tables(tables: str | NameRules | Iterable[str | NameRules]) -> NameRules:
+    """One table of all these, in order."""
     sequence = [tables] if isinstance(tables, str | NameRules) else tables
     return sum((load_rules(table) if isinstance(table, str) else table for table in sequence), NameRules())
 
 
-def _default_format(source: OpenCheckpoint, target: Dialect | None) -> str:
+def default_format(source: OpenCheckpoint, target: Dialect | None) -> str:
     """The format that the target's program reads, or the source's if ranks can write it, or else DCP."""
     if target and target.format:
         return target.format
@@ -247,7 +242,7 @@ def _default_format(source: OpenCheckpoint, target: Dialect | None) -> str:
     return "torch_dist" if target is None and is_torch_dist(source.path) else "dcp"
 
 
-def _check_use(container: Container, mesh: Mapping[str, int] | None, has_rules: bool, layout: str) -> None:
+def check_use(container: Container, mesh: Mapping[str, int] | None, has_rules: bool, layout: str) -> None:
     """Check that no argument would be silently ignored.
 
     Raises:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .checkpoint.tensor_prints import Fingerprints
     from .converters.compare.diff import Difference, diff
     from .converters.inspection import Inspection, inspect
+    from .converters.merging import merge
     from .converters.report import Report
     from .converters.rewrite import convert, reshard
     from .forecasting.prospects import Prospect, forecast
@@ -75,6 +76,7 @@ __all__ = [
     "forecast",
     "inspect",
     "load",
+    "merge",
     "open",
     "redistribute",
     "reshard",
@@ -105,6 +107,7 @@ _HOMES = {
     "forecast": ".forecasting.prospects",
     "inspect": ".converters.inspection",
     "load": ".checkpoint.save_load",
+    "merge": ".converters.merging",
     "open": ".store.open_checkpoint",
     "redistribute": ".checkpoint.redistribution",
     "reshard": ".converters.rewrite",

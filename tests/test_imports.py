@@ -67,9 +67,11 @@ RULES = {
     "converters/translate": "errors box coefficients layout record vocabulary store store/formats converters/engine",
     "converters/compare": "errors box store store/io store/reading store/formats converters/engine converters/look "
     "converters/translate",
+    "converters/merge": "errors box fingerprint layout plan record store store/io store/reading converters/compare "
+    "converters/engine converters/translate",
     "converters/look": "errors box record vocabulary layouts/buffers store store/io store/reading converters/translate",
     "converters": "errors chunks record vocabulary layouts/buffers store store/io store/reading store/formats "
-    "converters/engine converters/look converters/target converters/translate",
+    "converters/engine converters/look converters/merge converters/target converters/translate",
     "cli": "errors record version vocabulary layouts/buffers store store/io store/reading converters "
     "converters/compare converters/engine converters/look converters/target converters/translate forecasting",
     "": "errors version layouts store checkpoint converters converters/compare forecasting",

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ...errors import MuonckptError, TargetError
+from ...errors import TargetError
 from ...store.audit import Progress
-from ...store.formats.torch_save.plain_item import plain_value
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, open
 from ...store.reading.dtypes import itemsize
@@ -25,6 +24,7 @@ from ..look.first_look import FirstLook, first_look
 from ..translate.dialects import DIALECTS
 from ..translate.request import Request
 from .pair import CHANGED, CLOSE, MOVED, SAME, StoredSide, TensorDifference, compare_elements, known_to_be_equal
+from .plain_items import same_value, value_of
 from .statistics import Tolerance
 
 DIFF_MEMORY = 256 << 20
@@ -272,24 +272,8 @@ def _item(key: str, one: _Side, other: _Side) -> ItemDifference | None:
     if digests[0] is not None and digests[0] == digests[1]:
         return None
     raws = [side.raw(key) for side in (one, other)]
-    if raws[0] == raws[1]:
-        return None
-    values = [_plain(raw) for raw in raws]
-    return None if repr(values[0]) == repr(values[1]) and _ok(values) else ItemDifference(key, *values)
-
-
-_OPAQUE = "(not plain data)"
-
-
-def _ok(values: Sequence[Any]) -> bool:
-    return _OPAQUE not in values
-
-
-def _plain(raw: bytes) -> Any:
-    try:
-        return plain_value(raw)
-    except MuonckptError:
-        return _OPAQUE
+    values = [value_of(raw) for raw in raws]
+    return None if same_value(*raws) else ItemDifference(key, *values)
 
 
 def _unmoved(tensors: Sequence[TensorDifference], side: _Side) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from ...box import Box
 from ...store.reading.bands import bands
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Payloads, check_chunk
-from ..engine.elements import gather_elements
 from ..engine.outputs import OutputTensor
 from ..translate.conventions import Words
 from .statistics import Statistics, Tolerance, statistics_of
@@ -72,7 +71,7 @@ class StoredSide:
 
     def words(self, box: Box) -> Words:
         """The elements of a box, as raw words."""
-        return gather_elements(self.payloads, self.tensor, self.tensor.layout.fragments, box)
+        return self.tensor.elements(self.payloads, self.tensor.layout.fragments, box)
 
 
 def known_to_be_equal(a: OutputTensor, b: OutputTensor) -> bool:

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import numpy as np
 
 from ...box import Box, Index
 from ...layout import Buffer, Fragment, Place
-from ...record import Extent
+from ...record import Chunk, Extent, StateRecord
 from ...store.reading.bands import within
 from ...store.reading.dtypes import dtype, itemsize
 from ...store.reading.payloads import Payloads, as_words, payload_of
 from ...store.reading.strided import span, strided
-from ..translate.conventions import Words, scaled
-from .outputs import OutputTensor
+from ..translate.conventions import Words
 
 
-def bytes_of(payloads: Payloads, tensor: OutputTensor, buffer: Buffer, start: int, numel: int) -> memoryview:
+class Elements(Protocol):
+    """A tensor whose elements lie in chunks of a source or in memory, by buffer."""
+
+    @property
+    def source_record(self) -> StateRecord: ...
+
+    @property
+    def chunks(self) -> Mapping[Buffer, Chunk]: ...
+
+    @property
+    def in_memory(self) -> Mapping[Buffer, bytes]: ...
+
+
+def bytes_of(payloads: Payloads, tensor: Elements, buffer: Buffer, start: int, numel: int) -> memoryview:
     """The bytes of ``numel`` elements from element ``start`` of a buffer; the next call may overwrite them."""
     record = tensor.source_record
     size = itemsize(record.dtype)
@@ -27,22 +40,19 @@ def bytes_of(payloads: Payloads, tensor: OutputTensor, buffer: Buffer, start: in
     return payloads.glance(Extent(payload.file, payload.offset + start * size, numel * size))
 
 
-def gather_elements(payloads: Payloads, tensor: OutputTensor, fragments: Iterable[Fragment], box: Box) -> Words:
-    """The elements of a box, dense and as they will be written.  ``fragments`` must cover the box, without overlaps."""
-    held = tensor.source_record.dtype
-    kind = dtype(held)
+def gather_elements(payloads: Payloads, tensor: Elements, fragments: Iterable[Fragment], box: Box) -> Words:
+    """The elements of a box as the source has them, dense.  ``fragments`` must cover the box, without overlaps."""
+    kind = dtype(tensor.source_record.dtype)
     halves = (2,) if kind.itemsize > 8 else ()
     words = np.empty((*box.shape, *halves), kind.bits)
     for fragment in fragments:
         common = fragment.box & box
         if common is not None:
             words[within(common, box.lo)] = _elements_at(payloads, tensor, fragment.place_at(common.lo), common.shape)
-    if not tensor.computed:
-        return words
-    return scaled(words, held, 1.0 if tensor.scale is None else tensor.scale, tensor.record.dtype)
+    return words
 
 
-def _elements_at(payloads: Payloads, tensor: OutputTensor, place: Place, shape: Index) -> Words:
+def _elements_at(payloads: Payloads, tensor: Elements, place: Place, shape: Index) -> Words:
     """The elements of a box of this shape at a place; reads nothing before the first or after the last of them."""
     record = tensor.source_record
     name = record.dtype

@@ -7,9 +7,9 @@ has a file, by the layouts of the target.  One plan per tensor then lists the by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from ...errors import DestinationError
 from ...record import Extent, Manifest, StateRecord
@@ -18,14 +18,32 @@ from ...store.io.checksums import xxh3_128
 from ...store.io.gc_paused import gc_paused
 from ...store.io.location import Location, at_each
 from ...store.io.regular import open_regular
-from ...store.open_checkpoint import OpenCheckpoint
 from ...store.reading.dtypes import itemsize
+from ...store.reading.payloads import Payloads
 from ..target.container import Container
 from ..target.item_file import ItemFile
 from ..target.topology import Target
 from .checklist import Check
 from .output_files import OutputFile, WriteRequest
-from .outputs import MakeOutputs
+from .outputs import Outputs
+
+
+class Source(Protocol):
+    """What a job reads: an open checkpoint, or several."""
+
+    @property
+    def path(self) -> Location:
+        """Where it is, for errors."""
+        ...
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    @property
+    def payloads(self) -> Payloads: ...
+
+
+AnySource = TypeVar("AnySource", bound=Source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +61,7 @@ class Job:
         items: the file of non-tensor items, beside a destination that cannot hold them.
     """
 
-    source: OpenCheckpoint
+    source: Source
     manifest: Manifest
     state: tuple[object, ...]
     target: Target
@@ -103,8 +121,7 @@ class Job:
         yield Manifest(self.tensors, (), self.provenance).to_json()
         yield repr((self.state, self.target, self.container.name, self.select, self.items))
         for output in {id(chunk.output): chunk.output for file in self.files for chunk in file.chunks}.values():
-            places = (output.layout.fragments, [(buffer, chunk.item) for buffer, chunk in output.chunks.items()])
-            yield repr((output.key, places, output.in_memory, output.scale, output.held))
+            yield repr((output.key, output.places))
         for file in self.files:
             chunks = [(chunk.tensor.key, chunk.stored) for chunk in file.chunks]
             yield repr((file.name, file.length, file.items, chunks))
@@ -112,10 +129,10 @@ class Job:
 
 @gc_paused()
 def make_job(
-    source: OpenCheckpoint,
+    source: AnySource,
     target: Target,
     select: Sequence[str],
-    make_outputs: MakeOutputs,
+    make_outputs: Callable[[AnySource], Outputs],
     container: Container,
 ) -> Job:
     """Plan to write a checkpoint for ``target`` in the files of ``container``.
@@ -138,7 +155,7 @@ def make_job(
     return Job(
         source,
         manifest,
-        file_states(source.path, manifest),
+        file_states(source.payloads, manifest),
         target,
         container,
         tuple(select),
@@ -164,17 +181,16 @@ def check_destination(source: Location, destination: Location, container: Contai
         raise DestinationError(f"{destination} lies inside the source {source}; choose a place outside of it")
 
 
-def file_states(source: Location, manifest: Manifest) -> tuple[object, ...]:
+def file_states(payloads: Payloads, manifest: Manifest) -> tuple[object, ...]:
     """The files of the source, with their lengths and modification times.
 
     Raises:
         SourceError: one is missing.
     """
     names = {c.item.file for t in manifest.tensors for c in t.chunks} | {b.item.file for b in manifest.blobs}
-    folder = source if source.is_dir() else source.parent  # a single file is its own checkpoint
 
     def state(name: str) -> tuple[object, ...]:
-        with open_regular(folder / name) as file:
+        with open_regular(payloads.place(name)) as file:
             return name, *file.state
 
-    return tuple(at_each(folder, state, sorted(names)))
+    return tuple(at_each(payloads.directory, state, sorted(names)))

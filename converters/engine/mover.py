@@ -25,7 +25,7 @@ from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Payloads, as_words, check_chunk, payload_of
 from ...store.stored_items import check_blob
 from ..translate.conventions import Words
-from .elements import bytes_of, gather_elements
+from .elements import bytes_of
 from .journal import ChunkSums, FinishedFile
 from .output_files import OutputChunk, OutputFile, PlacedItem
 from .staging import Staging
@@ -192,7 +192,7 @@ class Mover:
         fragments = [Fragment(copy.box, copy.source) for copy in chunk.copies]
         for band in bands(chunk.stored.box, self._band_numel(chunk.stored.box, itemsize(chunk.tensor.dtype))):
             for box in band.boxes:
-                yield gather_elements(self._payloads, chunk.output, fragments, box), box.lo
+                yield chunk.output.elements(self._payloads, fragments, box), box.lo
 
     def _band_numel(self, box: Box, size: int) -> int:
         """The most elements of a band of this box."""

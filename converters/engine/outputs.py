@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from ...box import Box
 from ...errors import SourceError, TargetError, about, did_you_mean
-from ...layout import Buffer, TensorLayout, dense
+from ...layout import Buffer, Fragment, TensorLayout, dense
 from ...plan import Copy, make_plan
 from ...record import Blob, Chunk, Manifest, StateRecord
-from ...store.open_checkpoint import OpenCheckpoint
+from ...store.reading.payloads import Payloads
+from ..translate.conventions import Words, scaled
 from .checklist import Check
+from .elements import gather_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,20 @@ class OutputTensor:
     @property
     def key(self) -> str:
         return self.record.key
+
+    @property
+    def places(self) -> tuple[object, ...]:
+        """What its elements are made of, as values that two jobs can compare."""
+        chunks = [(buffer, chunk.item) for buffer, chunk in self.chunks.items()]
+        return self.layout.fragments, chunks, self.in_memory, self.scale, self.held
+
+    def elements(self, payloads: Payloads, fragments: Iterable[Fragment], box: Box) -> Words:
+        """The elements of a box to write, dense.  ``fragments`` must cover the box, without overlaps."""
+        words = gather_elements(payloads, self, fragments, box)
+        if not self.computed:
+            return words
+        by = 1.0 if self.scale is None else self.scale
+        return scaled(words, self.source_record.dtype, by, self.record.dtype)
 
     def copies(self, boxes: Sequence[Box]) -> tuple[tuple[Copy, ...], ...]:
         """The copies that fill each of these boxes, which tile the tensor; each box is dense from element 0."""
@@ -139,7 +155,3 @@ class Outputs:
             tensors=tuple(t for t in manifest.tensors if any(chunk.item in chunks for chunk in t.chunks)),
             blobs=tuple(blob for blob in manifest.blobs if blob in blobs),
         )
-
-
-MakeOutputs = Callable[[OpenCheckpoint], Outputs]
-"""Makes the outputs from an open checkpoint."""

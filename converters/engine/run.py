@@ -244,7 +244,7 @@ def _length(file: Location) -> int | None:
 
 def _is_unchanged(job: Job) -> bool:
     try:
-        return file_states(job.source.path, job.manifest) == job.state
+        return file_states(job.source.payloads, job.manifest) == job.state
     except SourceError:
         return False
 

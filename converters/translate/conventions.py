@@ -135,20 +135,28 @@ def _read_bfloat16(words: Words) -> Values64:
     return values
 
 
-def _write_bfloat16(values: Values64) -> Words:
-    """Round to odd in float32 first; its 16 spare bits then make the second rounding, to nearest even, exact."""
+def bfloat16_words(values: Values64) -> Words:
+    """The bits of the nearest numbers of bfloat16, ties to even.
+
+    Rounds to odd in float32 first; its 16 spare bits then make the second rounding exact.
+    """
     near = values.astype("<f4")
-    away = np.abs(near.astype(np.float64)) > np.abs(values)
-    bits = near.view("<u4") - away.astype("<u4")  # towards zero
-    inexact = bits.view("<f4").astype(np.float64) != values
-    bits = bits | (inexact & np.isfinite(values)).astype("<u4")
+    bits, back = near.view("<u4"), near.astype(np.float64)
+    if not np.array_equal(back, values):
+        bits = bits - (np.abs(back) > np.abs(values)).astype("<u4")  # towards zero
+        inexact = bits.view("<f4").astype(np.float64) != values
+        bits = bits | (inexact & np.isfinite(values)).astype("<u4")
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(values), near.view("<u4") >> 16 | 0x40, rounded).astype("<u2")
+    words: Words = rounded.astype("<u2")
+    nans = np.isnan(values)
+    if nans.any():
+        words[nans] = near.view("<u4")[nans] >> 16 | 0x40
+    return words
 
 
 _FLOATS: Mapping[str, tuple[Callable[[Words], Values64], Callable[[Values64], Words]]] = MappingProxyType(
     {name: (_read_native(kind), _write_native(kind)) for name, kind in NATIVE_FLOATS.items()}
-    | {"bfloat16": (_read_bfloat16, _write_bfloat16)}
+    | {"bfloat16": (_read_bfloat16, bfloat16_words)}
 )
 """How elements become float64, and how they are rounded from there."""
 

@@ -30,7 +30,7 @@ def check_blob(payloads: Payloads, blob: Blob) -> None:
     Raises:
         SourceError: they differ, or cannot be read; names the item and the file.
     """
-    with about(f"item {blob.key!r} in {payloads.directory / blob.item.file} is damaged"):
+    with about(f"item {blob.key!r} in {payloads.place(blob.item.file)} is damaged"):
         if blob.digest is not None:
             compare("digest", xxh3_128(payloads.bands(blob.item)), blob.digest)
             return

@@ -60,6 +60,10 @@ class Payloads:
         self._files.clear()
         self._states.clear()
 
+    def place(self, name: str) -> Location:
+        """Where a file of the checkpoint is."""
+        return self.directory / name
+
     def view(self, extent: Extent) -> memoryview:
         """The bytes of an extent.
 
@@ -137,7 +141,7 @@ class Payloads:
         """
         if name in self._in_memory:
             return self._in_memory[name].size
-        with open_regular(self.directory / name) as opened:
+        with open_regular(self.place(name)) as opened:
             return opened.on_disk
 
     def _views(self, file: FileBytes, ranges: Sequence[tuple[int, int]]) -> Iterable[memoryview]:
@@ -166,7 +170,7 @@ class Payloads:
         """
         file = self._bytes(name)
         if end > file.size:
-            raise DamageError(f"{self.directory / name} has {file.size} bytes, expected at least {end}: it was cut")
+            raise DamageError(f"{self.place(name)} has {file.size} bytes, expected at least {end}: it was cut")
         return file
 
     def _bytes(self, name: str) -> FileBytes:
@@ -235,7 +239,7 @@ def check_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> None:
 
 
 def _damage(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> AbstractContextManager[None]:
-    return about(f"tensor {tensor.key!r} box {chunk.box} in {payloads.directory / chunk.item.file} is damaged")
+    return about(f"tensor {tensor.key!r} box {chunk.box} in {payloads.place(chunk.item.file)} is damaged")
 
 
 def _compare_sums(payloads: Payloads, chunk: Chunk, parts: Iterable[memoryview]) -> None:

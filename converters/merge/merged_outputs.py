@@ -1,0 +1,343 @@
+"""What a merged checkpoint holds: averages of weights and state, and whatever is not averaged from one input.
+
+Floating-point tensors are averaged: weights, momenta, moments, master weights.  Counters, hyper-parameters, integers
+and items have no meaningful average: they have to be the same everywhere, or are taken from the input that the user
+names.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+
+from ...box import Box
+from ...errors import SourceError, TargetError
+from ...layout import Fragment
+from ...plan import Copy
+from ...record import Blob, Extent, Manifest, StateRecord
+from ...store.reading.bands import bands, within
+from ...store.reading.dtypes import dtype
+from ...store.reading.payloads import Payloads, check_chunk
+from ...store.stored_items import checked_blob
+from ..compare.numeric import F64, as_float64
+from ..compare.plain_items import same_value
+from ..engine.elements import gather_elements
+from ..engine.outputs import OutputItem, Outputs, OutputTensor
+from ..translate.conventions import Words
+from ..translate.detection import detect
+from ..translate.dialect import Dialect
+from .exact_average import SIGNIFICAND, AverageWeights, averaged
+from .joined import JoinedCheckpoints, joined_item, joined_tensor
+
+_ELEMENTS_AT_A_TIME = 1 << 15
+"""What is computed of so many elements stays in the processor's cache."""
+
+_INDIVISIBLE = ("float", "complex", "bits")
+"""Types of numbers, beside those of `SIGNIFICAND`, that have an average which we cannot compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class AveragedTensor(OutputTensor):
+    """The average of tensors of several inputs; ``terms`` are these, with the elements of each in buffers of its own.
+
+    The other fields are those of the first term, but for ``chunks`` and ``in_memory``, which are those of all.
+    """
+
+    terms: tuple[OutputTensor, ...] = ()
+    weights: tuple[Fraction, ...] = ()
+
+    @property
+    def computed(self) -> bool:
+        return True
+
+    @property
+    def places(self) -> tuple[object, ...]:
+        return tuple(term.places for term in self.terms), self.weights
+
+    def copies(self, boxes: Sequence[Box]) -> tuple[tuple[Copy, ...], ...]:
+        of_terms = [term.copies(boxes) for term in self.terms]
+        return tuple(tuple(copy for copies in of_box for copy in copies) for of_box in zip(*of_terms, strict=True))
+
+    def elements(self, payloads: Payloads, fragments: Iterable[Fragment], box: Box) -> Words:
+        owners = {buffer: i for i, term in enumerate(self.terms) for buffer in (*term.chunks, *term.in_memory)}
+        own: defaultdict[int, list[Fragment]] = defaultdict(list)
+        for fragment in fragments:
+            own[owners[fragment.place.buffer]].append(fragment)
+        scales = [1 if term.scale is None else Fraction(term.scale) for term in self.terms]
+        coefficients = AverageWeights.of([w * scale for w, scale in zip(self.weights, scales, strict=True)])
+        significand = max(SIGNIFICAND[term.source_record.dtype] for term in self.terms)
+        words = np.empty(box.shape, dtype(self.record.dtype).bits)
+
+        def numbers(i: int, part: Box) -> F64:
+            term = self.terms[i]
+            values = as_float64(gather_elements(payloads, term, own[i], part), term.source_record.dtype)
+            assert values is not None, "only tensors of numbers are averaged"
+            return values
+
+        for band in bands(box, _ELEMENTS_AT_A_TIME):
+            for part in band.boxes:
+                terms = (numbers(i, part) for i in range(len(self.terms)))
+                average = averaged(terms, coefficients, self.record.dtype, significand)
+                words[within(part, box.lo)] = average.reshape(part.shape)
+        return words
+
+
+@dataclass(frozen=True, slots=True)
+class MergeRequest:
+    """What to make of several checkpoints.
+
+    Attributes:
+        weights: of the inputs; their sum is 1.
+        others_from: the input whose counters, hyper-parameters and items the result has; None if all have the same.
+        model_only: whether only the model's weights are merged, and all else is left out.
+    """
+
+    weights: tuple[Fraction, ...]
+    others_from: int | None = None
+    model_only: bool = False
+
+    def outputs(self, source: JoinedCheckpoints, of_inputs: Sequence[Outputs]) -> Outputs:
+        """The merged tensors and items.
+
+        Args:
+            of_inputs: what each input alone would be written as.
+
+        Raises:
+            SourceError: the inputs do not have the same tensors, or differ in what is not averaged.
+        """
+        names = [str(part.path) for part in source.parts]
+        inputs = [_Input.of(name, i, outputs) for i, (name, outputs) in enumerate(zip(names, of_inputs, strict=True))]
+        if self.model_only:
+            inputs = [one.model_only() for one in inputs]
+        base = inputs[self.others_from or 0]
+        keys = _agreed_keys(inputs)
+        tensors: list[OutputTensor] = [
+            self._average([one.averaged[key] for one in inputs], names) for key in base.averaged if key in keys
+        ]
+        if self.others_from is None:
+            _refuse_differences(inputs, source.payloads)
+        left = {key for one in inputs for key in (*one.others, *one.items, *one.left_out)}
+        left -= {*base.others, *base.items}
+        tensors += base.others.values()
+        notes = tuple(f"{one.name}: {note}" for one in inputs for note in one.notes)
+        return Outputs(tensors, list(base.items.values()), tuple(sorted(left)), (*self._sentences(inputs), *notes))
+
+    def _average(self, terms: Sequence[OutputTensor], names: Sequence[str]) -> AveragedTensor:
+        first = terms[0].record
+        for name, term in zip(names, terms, strict=True):
+            mine = term.record
+            for what, expected, found in (
+                ("shape", first.shape, mine.shape),
+                ("dtype", first.dtype, mine.dtype),
+                ("momentum convention", first.convention, mine.convention),
+            ):
+                if expected != found:
+                    raise SourceError(
+                        f"tensor {first.key!r}: expected the same {what} in all inputs, found {expected} in {names[0]} "
+                        f"and {found} in {name}; convert one of them first"
+                        + (", or merge them with --to PROGRAM" if what.startswith("momentum") else "")
+                    )
+        chunks = {buffer: chunk for term in terms for buffer, chunk in term.chunks.items()}
+        in_memory = {buffer: data for term in terms for buffer, data in term.in_memory.items()}
+        record = replace(first, fingerprint=None)
+        return AveragedTensor(record, terms[0].layout, chunks, in_memory, None, None, tuple(terms), self.weights)
+
+    def _sentences(self, inputs: Sequence[_Input]) -> tuple[str, ...]:
+        shares = ", ".join(f"{weight} of {one.name}" for weight, one in zip(self.weights, inputs, strict=True))
+        count = len(inputs[0].averaged)
+        one = inputs[self.others_from or 0]
+        others = len(one.others) + len(one.items)
+        where = "the same in all inputs" if self.others_from is None else f"those of {one.name}"
+        average = f"averaged tensors: {count}, each element rounded once; {shares}"
+        return (average, *([f"{others} counters, options and other items are {where}"] if others else []))
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """What one input contributes, by key: tensors to average, other tensors, and items."""
+
+    name: str
+    averaged: dict[str, OutputTensor]
+    others: dict[str, OutputTensor]
+    items: dict[str, OutputItem]
+    weights: frozenset[str]
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, name: str, number: int, outputs: Outputs) -> _Input:
+        dialect = _dialect_of(outputs)
+        averages: dict[str, OutputTensor] = {}
+        others: dict[str, OutputTensor] = {}
+        weights = set()
+        for own in outputs.tensors:
+            record = _with_convention(own.record, dialect)
+            tensor = replace(joined_tensor(own, number), record=record)
+            is_weight = _is_weight(record, dialect)
+            if is_weight or (dialect is None and record.slot is None):
+                weights.add(record.key)
+            if record.dtype in SIGNIFICAND and (is_weight or (record.shape and not _is_option(record, dialect))):
+                averages[record.key] = tensor
+            elif record.shape and record.dtype.startswith(_INDIVISIBLE):
+                raise SourceError(
+                    f"{name}: tensor {record.key!r} is {record.dtype}, which is not averaged; expected "
+                    f"{', '.join(SIGNIFICAND)}, or leave it out by --select or --model-only"
+                )
+            else:
+                others[record.key] = tensor
+        items = {item.key: joined_item(item, number) for item in outputs.items}
+        return cls(name, averages, others, items, frozenset(weights), outputs.left_out, outputs.notes)
+
+    def model_only(self) -> _Input:
+        """Without optimizer state and items.
+
+        Raises:
+            SourceError: nothing is left.
+        """
+        averages = {key: tensor for key, tensor in self.averaged.items() if key in self.weights}
+        others = {key: tensor for key, tensor in self.others.items() if key in self.weights}
+        if not averages:
+            raise SourceError(f"{self.name}: expected weights of a model, found none; merge it without --model-only")
+        left = (key for entries in (self.averaged, self.others, self.items) for key in entries)
+        left_out = (*self.left_out, *(key for key in left if key not in averages and key not in others))
+        return replace(self, averaged=averages, others=others, items={}, left_out=left_out)
+
+
+def _dialect_of(outputs: Outputs) -> Dialect | None:
+    nowhere = Extent("none", 0, 0)
+    blobs = tuple(Blob(item.key, item.path, nowhere) for item in outputs.items)
+    try:
+        return detect(Manifest(tuple(tensor.record for tensor in outputs.tensors), blobs)).dialect
+    except SourceError:
+        return None
+
+
+def _with_convention(record: StateRecord, dialect: Dialect | None) -> StateRecord:
+    """The record of a momentum with the convention of its program, where that is known but not recorded."""
+    if dialect is None or record.slot is None or record.convention is not None:
+        return record
+    momenta = {method.slots.get("momentum") for method in dialect.methods}
+    return replace(record, convention=dialect.convention) if record.slot in momenta else record
+
+
+def _is_weight(record: StateRecord, dialect: Dialect | None) -> bool:
+    return dialect is not None and record.slot is None and dialect.model.read(record.path) is not None
+
+
+def _is_option(record: StateRecord, dialect: Dialect | None) -> bool:
+    option = dialect.option if dialect else None
+    return option is not None and option.read(record.path) is not None
+
+
+def _agreed_keys(inputs: Sequence[_Input]) -> set[str]:
+    """The keys of the tensors to average, which all inputs have.
+
+    Raises:
+        SourceError: one lacks a tensor that another has.
+    """
+    keys = set(inputs[0].averaged)
+    for one in inputs[1:]:
+        for with_it, without in ((inputs[0], one), (one, inputs[0])):
+            missing = [key for key in with_it.averaged if key not in without.averaged]
+            if missing:
+                raise SourceError(
+                    f"expected the same tensors in all inputs, found {len(missing)} in {with_it.name} that "
+                    f"{without.name} lacks, such as {missing[0]!r}; choose what all have by --select or --model-only, "
+                    "or give the programs' names with --to"
+                )
+    if not keys:
+        raise SourceError(f"{inputs[0].name}: found no floating-point tensor to average")
+    return keys
+
+
+def _refuse_differences(inputs: Sequence[_Input], payloads: Payloads) -> None:
+    """Refuse counters, options and items that are not the same in all inputs.
+
+    Raises:
+        SourceError: some differ; names them.
+    """
+    base = inputs[0]
+    differing: list[str] = []
+    for one in inputs[1:]:
+        for mine, theirs in ((base.others, one.others), (base.items, one.items)):
+            differing += sorted(mine.keys() ^ theirs.keys())
+        differing += [
+            key for key, tensor in base.others.items() if key in one.others
+            and not _same_elements(tensor, one.others[key], payloads)
+        ]  # fmt: skip
+        differing += [
+            key for key, item in base.items.items() if key in one.items
+            and not same_value(_raw(item, payloads), _raw(one.items[key], payloads))
+        ]  # fmt: skip
+    differing = list(dict.fromkeys(differing))
+    if differing:
+        shown = ", ".join(map(repr, differing[:3])) + (", …" if len(differing) > 3 else "")
+        raise SourceError(
+            f"the inputs differ in {len(differing)} counters, options or items, which have no average: {shown}; say "
+            "whose to take, such as --others-from last, or merge the weights alone with --model-only"
+        )
+
+
+def _same_elements(a: OutputTensor, b: OutputTensor, payloads: Payloads) -> bool:
+    one, other = a.record, b.record
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    if one.fingerprint is not None and other.fingerprint is not None:
+        return one.fingerprint == other.fingerprint
+    for tensor in (a, b):
+        for chunk in tensor.chunks.values():
+            if chunk.box.numel:
+                check_chunk(payloads, tensor.record, chunk)
+
+    def words(tensor: OutputTensor, part: Box) -> Words:
+        return tensor.elements(payloads, tensor.layout.fragments, part)
+
+    return all(
+        np.array_equal(words(a, part), words(b, part))
+        for band in bands(Box.of(one.shape), _ELEMENTS_AT_A_TIME)
+        for part in band.boxes
+    )
+
+
+def _raw(item: OutputItem, payloads: Payloads) -> bytes:
+    return item.data if item.source is None else checked_blob(payloads, item.source)
+
+
+def shares(
+    count: int, weights: Sequence[str | float | Fraction] | None, ema: str | float | None
+) -> tuple[Fraction, ...]:
+    """The weights of inputs, as fractions whose sum is 1.
+
+    Args:
+        count: the number of inputs.
+        weights: positive numbers in any proportion; None means that all are equal.
+        ema: the decay of a moving average that begins with the first input and takes the others in order.
+
+    Raises:
+        TargetError: the numbers do not fit the inputs.
+    """
+    if weights is not None and ema is not None:
+        raise TargetError("--weights and --ema contradict each other; give one of them")
+    if ema is not None:
+        decay = _number(ema, "--ema")
+        if not 0 < decay < 1:
+            raise TargetError(f"--ema: expected a decay between 0 and 1, found {ema}")
+        return (decay ** (count - 1), *((1 - decay) * decay ** (count - 1 - i) for i in range(1, count)))
+    numbers = [Fraction(1)] * count if weights is None else [_number(weight, "--weights") for weight in weights]
+    if len(numbers) != count or min(numbers) <= 0:
+        given = ",".join(map(str, weights or ()))
+        raise TargetError(f"--weights: expected {count} positive numbers, one for each input, found {given}")
+    total = sum(numbers, Fraction(0))
+    return tuple(number / total for number in numbers)
+
+
+def _number(value: str | float | Fraction, option: str) -> Fraction:
+    """A number as it is written: 0.1 is a tenth, not the nearest float64."""
+    try:
+        return Fraction(str(value))
+    except (ValueError, ZeroDivisionError):
+        raise TargetError(f"{option}: expected numbers such as 0.5 or 1/3, found {value!r}") from None
