@@ -22,6 +22,9 @@ from .group_options import SourceGroup, TargetGroup, merge_equal, read_options, 
 from .output_tensors import carried_tensor
 from .source_parameters import Param, SlotTensors, shapes_by_name
 
+Fused = tuple[tuple[int, ...], int]
+"""Rows of the parts that were joined to a parameter, in one turn, and the number of turns."""
+
 
 def regroup(
     context: Context,
@@ -50,12 +53,15 @@ def regroup(
     if context.same_dialect and context.like is None:
         return _renamed(context, groups, names)
     shapes = shapes_by_name(by_slot)
+    fused = {tensor.group: tensor.fused for tensors in by_slot.values() for tensor in tensors.values() if tensor.fused}
     by_group = {
         tensor.group: params[name] for tensors in by_slot.values() for name, tensor in tensors.items() if name in params
     } | {name: param for name, param in params.items() if param.stateless}
     pairs = zip(groups, names, strict=True)
     translated = [
-        new for group, members in pairs for new in _target_groups(context, group, members, by_group, shapes, findings)
+        new
+        for group, members in pairs
+        for new in _target_groups(context, group, members, by_group, shapes, fused, findings)
     ]
     written = merge_equal(new for new, _ in translated)
     if context.like is not None:
@@ -102,6 +108,7 @@ def _target_groups(
     names: tuple[str, ...],
     by_group: Mapping[str, Param],
     shapes: Mapping[str, Index],
+    fused: Mapping[str, Fused],
     findings: Findings,
 ) -> Iterator[tuple[TargetGroup, list[OutputItem]]]:
     """The target's groups for a group of the source, one for each set of options, with what follows from these."""
@@ -118,9 +125,10 @@ def _target_groups(
         step = _step_of_group(context, param, common_steps or _steps(by_group.values()))
         given = context.like.options_of(name) if context.like is not None else {}
         split = _splits_unsaid(context, group, param, shape, findings)
-        kind = (param.source_method.name, param.target_method.name, step, shape, split, repr(given))
+        joined = None if split else fused.get(name)
+        kind = (param.source_method.name, param.target_method.name, step, shape, split, joined, repr(given))
         if kind not in known:
-            known[kind] = _options(context, group, param, step, shape, findings, given, split)
+            known[kind] = _options(context, group, param, step, shape, findings, given, split, joined)
         key = repr(sorted(known[kind].items()))
         members[key].append(name)
         options[key] = known[kind]
@@ -161,10 +169,11 @@ def _options(
     findings: Findings,
     given: Mapping[str, object],
     split: bool,
+    joined: Fused | None,
 ) -> Mapping[str, object]:
     """The options of a group, as the target names them; those ``given`` count where the source says nothing.
 
-    If rows are ``split``, the source does not say how.
+    If rows are ``split``, the source does not say how.  What was ``joined`` is orthogonalised in its parts as before.
     """
     method = param.target_method
     if param.source_method.shares_options_with(method):
@@ -182,6 +191,9 @@ def _options(
     known = dict(options.known) if step is None else {**options.known, "step": step}
     if split:
         known.pop("pieces", None)
+    if joined is not None and "momentum" in param.source_method.slots and not known.get("pieces"):
+        known["pieces"] = joined[0]
+        known |= {"interleaved": joined[1]} if joined[1] > 1 else {}
     options = dataclasses.replace(options, known=known)
     return write_options(options, context.dialect, context.target, method, shape, findings, given)
 

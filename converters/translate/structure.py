@@ -31,6 +31,7 @@ class TranslatedTensor:
         group: the name by which the target's parameter groups know its parameter.
         aliases: the names by which the source's parameter groups may know it.
         restructured: whether it has been split or joined.
+        fused: the parameters of their own that were joined to it: their rows in one turn, and the number of turns.
     """
 
     dtype: str
@@ -38,6 +39,7 @@ class TranslatedTensor:
     group: str
     aliases: tuple[str, ...]
     restructured: bool = False
+    fused: tuple[tuple[int, ...], int] | None = None
 
     @property
     def shape(self) -> Index:
@@ -155,7 +157,10 @@ def _join(rule: NameRule, parts: Sequence[TranslatedTensor]) -> TranslatedTensor
     shape = _replaced(layouts[0].shape, rule.dim, sum(lengths))
     boxes = _boxes(shape, rule.dim, rule.shares or tuple(lengths), rule.interleaved)
     moved = (_moved(layout, part, rule.dim) for layout, part in zip(layouts, boxes, strict=True))
-    return TranslatedTensor(parts[0].dtype, TensorLayout(shape, tuple(chain.from_iterable(moved))), "", aliases, True)
+    layout = TensorLayout(shape, tuple(chain.from_iterable(moved)))
+    own = len(parts) > 1 and rule.dim == 0 and len(shape) == 2 and not (rule.stacked or rule.keeps_groups)
+    fused = (tuple(length // rule.interleaved for length in lengths), rule.interleaved) if own else None
+    return TranslatedTensor(parts[0].dtype, layout, "", aliases, True, fused)
 
 
 def _boxes(shape: Index, dim: int, shares: Sequence[int], interleaved: int) -> Iterator[list[Box]]:

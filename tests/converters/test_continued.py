@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import muonckpt
 from muonckpt.cli.inspect import command as inspect
+from muonckpt.converters.translate.names import NameRule, NameRules
 from muonckpt.errors import SourceError
 from muonckpt.optimizer.muon import Muon
 
@@ -173,3 +174,18 @@ def test_a_result_fits_a_given_run_or_says_why_not(tmp_path):
     ):
         with pytest.raises(SourceError, match=message):
             muonckpt.convert(tmp_path / "torch", tmp_path / "x", to_dialect="muonckpt", like={"param_groups": groups})
+
+
+@pytest.mark.parametrize(("interleaved", "pieces"), [(1, (12, 4, 4)), (4, (3, 1, 1))])
+def test_matrices_that_a_rule_joins_are_orthogonalised_on_their_own_as_before(interleaved, pieces, tmp_path):
+    model = torch.nn.ParameterDict({name: torch.ones(rows, 8) for name, rows in (("q", 12), ("k", 4), ("v", 4))})
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    save(model, [optimizer], tmp_path / "torch")
+    shares = () if interleaved == 1 else pieces
+    rule = NameRule(("q", "k", "v"), ("qkv",), shares=shares, interleaved=interleaved)
+    muonckpt.convert(tmp_path / "torch", tmp_path / "ours", to_dialect="muonckpt", rules=NameRules((rule,)))
+    (group,) = muonckpt.open(tmp_path / "ours").groups.values()
+    assert (group["params"], group["pieces"], group["interleaved"]) == (["qkv"], pieces, interleaved)

@@ -38,6 +38,7 @@ from muonckpt.converters.translate.translator import translate
 from muonckpt.errors import SourceError, TargetError
 from muonckpt.optimizer.muon import Muon
 from muonckpt.resumption import as_tuples
+from muonckpt.store.formats.megatron.torch_dist import COMMON_STATE
 from muonckpt.vocabulary import Convention
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -241,7 +242,8 @@ def test_state_without_a_place_in_the_target_is_refused(tmp_path):
     result = translated(name, "torch", overrides=Overrides(Convention.EMA), drop=frozenset({"fp32_param"}))
     path, _ = read(name)
     found, truth = executed(path, result), truth_of("megatron/layer_wise/ws4_padded")
-    assert len(result.left_out) == 12 and all("fp32_param" in key for key in result.left_out)
+    *masters, common = result.left_out
+    assert common == COMMON_STATE and len(masters) == 12 and all("fp32_param" in key for key in masters)
     for key, words in truth.items():
         if "momentum_buffer" in key:
             assert np.array_equal(found[f"optimizer.state.{key.rpartition('.')[2]}.momentum_buffer"], words)
