@@ -136,14 +136,14 @@ _OPTIONS = {
         cls=RareOption,
         type=click.Choice([weights.value for weights in WeightsFrom]),
         metavar="masters|model",
-        help="What weights are made of, if there are masters.",
+        help="Make weights of these, if there are both.",
     ),
     "state_dtype": click.option(
         "--state-dtype",
         cls=RareOption,
         type=click.Choice(STATE_DTYPES),
-        metavar="float32|bfloat16",
-        help="Round momentum and moments to this dtype.",
+        metavar="DTYPE",
+        help="Round momentum to float32 or bfloat16.",
     ),
     "shard_size": click.option(
         "--shard-size", cls=RareOption, type=ByteCountType(), help="Largest file of safetensors or zarr."

@@ -22,7 +22,7 @@ from .group_options import SourceGroup, TargetGroup, merge_equal, read_options, 
 from .output_tensors import carried_tensor
 from .source_parameters import Param, SlotTensors, shapes_by_name
 
-Fused = tuple[tuple[int, ...], int]
+JoinedRows = tuple[tuple[int, ...], int]
 """Rows of the parts that were joined to a parameter, in one turn, and the number of turns."""
 
 
@@ -108,7 +108,7 @@ def _target_groups(
     names: tuple[str, ...],
     by_group: Mapping[str, Param],
     shapes: Mapping[str, Index],
-    fused: Mapping[str, Fused],
+    fused: Mapping[str, JoinedRows],
     findings: Findings,
 ) -> Iterator[tuple[TargetGroup, list[OutputItem]]]:
     """The target's groups for a group of the source, one for each set of options, with what follows from these."""
@@ -169,7 +169,7 @@ def _options(
     findings: Findings,
     given: Mapping[str, object],
     split: bool,
-    joined: Fused | None,
+    joined: JoinedRows | None,
 ) -> Mapping[str, object]:
     """The options of a group, as the target names them; those ``given`` count where the source says nothing.
 
