@@ -34,16 +34,16 @@ class DestinationError(MuonckptError):
     """A checkpoint cannot be written: the destination exists, is full or is not writable."""
 
 
-class LostRankError(DestinationError):
-    """A rank ended, or did not answer, while all were saving.  The others cannot go on with that process group."""
-
-
 class AttestError(MuonckptError):
     """What is in memory is not what it has to be: another checkpoint's, another process's, or a drifted replica's."""
 
 
 class Interrupted(MuonckptError):
     """Work stopped half-way and can be resumed."""
+
+
+class LostRankError(Interrupted):
+    """A rank ended, or did not answer, while all were saving.  The others cannot go on with that process group."""
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ..errors import DestinationError, LostRankError, MuonckptError
+from ..errors import DestinationError, Interrupted, LostRankError, MuonckptError
 from ..store.io.location import location
 from .all_ranks import judged
 from .dcp_writer import SaveProgress
@@ -192,10 +192,9 @@ class _Lane:
             raise self._lost
         try:
             yield
-        except MuonckptError:  # an outcome that all ranks have
-            raise
         except Exception as error:
-            if self._group is None:
+            outcome = isinstance(error, MuonckptError) and not isinstance(error, Interrupted)
+            if outcome or self._group is None:  # all ranks have it, or there are no others
                 raise
             self._lost = LostRankError(
                 f"while {what} was being saved, a rank ended or did not answer in the time-out of the process group: "
