@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .checkpoint.series import Restored, SavedStep, Series
     from .checkpoint.tensor_prints import Fingerprints
     from .converters.compare.diff import Difference, diff
+    from .converters.health.figures import CheckpointStats, stats
     from .converters.inspection import Inspection, inspect
     from .converters.merging import merge
     from .converters.report import Report
@@ -49,6 +50,7 @@ __all__ = [
     "Attestation",
     "AuditReport",
     "BoxedTensor",
+    "CheckpointStats",
     "DamageError",
     "DestinationError",
     "Difference",
@@ -81,6 +83,7 @@ __all__ = [
     "redistribute",
     "reshard",
     "save",
+    "stats",
     "verify",
 ]
 
@@ -89,6 +92,7 @@ _HOMES = {
     "Attestation": ".checkpoint.attestation",
     "AuditReport": ".store.audit",
     "BoxedTensor": ".layouts.boxed_tensor",
+    "CheckpointStats": ".converters.health.figures",
     "Difference": ".converters.compare.diff",
     "Fingerprints": ".checkpoint.tensor_prints",
     "Inspection": ".converters.inspection",
@@ -112,6 +116,7 @@ _HOMES = {
     "redistribute": ".checkpoint.redistribution",
     "reshard": ".converters.rewrite",
     "save": ".checkpoint.save_load",
+    "stats": ".converters.health.figures",
     "verify": ".store.audit",
 }
 

@@ -69,12 +69,15 @@ RULES = {
     "converters/translate",
     "converters/merge": "errors box fingerprint layout plan record store store/io store/reading converters/compare "
     "converters/engine converters/translate",
+    "converters/health": "box errors record store store/io store/reading converters/compare converters/engine "
+    "converters/look",
     "converters/look": "errors box record vocabulary layouts/buffers store store/io store/reading converters/translate",
     "converters": "errors chunks record vocabulary layouts/buffers store store/io store/reading store/formats "
     "converters/engine converters/look converters/merge converters/target converters/translate",
     "cli": "errors record version vocabulary layouts/buffers store store/io store/reading converters "
-    "converters/compare converters/engine converters/look converters/target converters/translate forecasting",
-    "": "errors version layouts store checkpoint converters converters/compare forecasting",
+    "converters/compare converters/engine converters/health converters/look converters/target converters/translate "
+    "forecasting",
+    "": "errors version layouts store checkpoint converters converters/compare converters/health forecasting",
     "__main__": "cli",
 }
 TORCH = (
@@ -276,6 +279,7 @@ def test_commands_run_without_torch(tiny_checkpoint, tmp_path):
     assert "torch" not in loaded_by("inspect", str(tiny_checkpoint), "--tensors")
     assert "torch" not in loaded_by("verify", str(tiny_checkpoint))
     assert "torch" not in loaded_by("diff", str(tiny_checkpoint), str(tiny_checkpoint))
+    assert "torch" not in loaded_by("stats", str(tiny_checkpoint))
     loaded = loaded_by("reshard", str(tiny_checkpoint), str(tmp_path / "out"), "--mesh", "dp=3")
     assert "torch" not in loaded
     assert not UNUSED & loaded, "what only other formats and layouts need makes every command slower to start"
