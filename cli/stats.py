@@ -76,7 +76,7 @@ def _print_tensors(found: CheckpointStats, every: bool) -> None:
              _short(t.stable_rank))
             for t in found.tensors
         ]  # fmt: skip
-        print_table(folded_headers, rows)
+        print_table(headers, rows)
         return
     folded_headers = ("tensors", "number", "RMS median", "least", "most", "largest", "zeros", "NaN, inf", "stable rank")
     print_table(folded_headers, [_folded(row) for row in found.folded()])

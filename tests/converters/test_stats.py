@@ -102,6 +102,7 @@ def test_the_command_prints_what_the_function_returns(runs):
     assert shown.returncode == 3 and "no weights" in shown.stderr
     shown = called("stats", runs / "late", "--since", runs / "early")
     assert shown.returncode == 0 and "look at: 1 momentum is all zeros" in shown.stdout and "frozen" in shown.stdout
+    assert "\nmodel.layers.2.up.weight " in called("stats", runs / "late", "--all", "--no-spectra").stdout
     found = json.loads(called("stats", runs / "late", "--json").stdout)
     assert found == json.loads(json.dumps(muonckpt.stats(runs / "late").to_json()))
     assert called("stats", runs / "late", "*momentun*").returncode == 2
