@@ -63,7 +63,8 @@ def in_our_names(options: ParamGroup) -> dict[str, Any]:
         if torchs not in options:
             continue
         value = options[torchs]
-        if options.get(name, value) != value:
+        alike = as_plain if name == "ns" else lambda option: option
+        if alike(options.get(name, value)) != alike(value):
             raise ValueError(f"{torchs}={value!r} and {name}={options[name]!r} are one option: give only one of them")
         ours[name] = UNNAMED if torchs == "adjust_lr_fn" and value is None else value
     return ours

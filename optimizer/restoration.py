@@ -24,7 +24,7 @@ from ..resumption import (
     said_otherwise,
 )
 from ..vocabulary import BEGIN_AS_ZEROS, MUON_CONVENTION, STEP
-from .options import in_our_names
+from .options import as_plain, in_our_names
 from .scalar import counted_on
 from .state import as_numbers, fault
 
@@ -237,12 +237,17 @@ def _carried_on(saved: Mapping[str, Any]) -> dict[str, Any]:
 def _merged(number: int, mine: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """A group as it is after loading: the code's, with what a run carries on."""
     code = {key: value for key, value in mine.items() if key not in (*RESTORED, *SAID, "params", "param_names")}
-    differing = sorted(key for key in code.keys() & saved.keys() if as_tuples(saved[key]) != as_tuples(code[key]))
+    differing = sorted(key for key in code.keys() & saved.keys() if _plain(key, saved[key]) != _plain(key, code[key]))
     if differing:
         shown = ", ".join(f"{key}={code[key]!r} (saved {saved[key]!r})" for key in differing)
         warnings.warn(f"group {number} keeps the code's {shown}", stacklevel=4)
     brought = {key: _like(mine.get(key), saved[key]) for key in RESTORED if key in saved}
     return {**mine, **brought}
+
+
+def _plain(key: str, value: Any) -> Any:
+    """An option as it can be compared: a set of coefficients may have been saved as its name or as its numbers."""
+    return as_plain(as_tuples(value)) if key == "ns" else as_tuples(value)
 
 
 def _like(mine: Any, saved: Any) -> Any:

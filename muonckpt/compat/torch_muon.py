@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import optimizer
+from ..coefficients import coefficient_set
 from ..optimizer.options import TORCH_NAMES
 
 TORCH_SCALES = (None, "original", "match_rms_adamw")
@@ -75,4 +76,9 @@ class Muon(optimizer.Muon):
         state = super().state_dict()
         for group in state["param_groups"]:
             group |= {torchs: group[ours] for torchs, ours in TORCH_NAMES.items()}
+            chosen = coefficient_set(group["ns"])
+            if (
+                chosen.steps == (chosen.tail,) and chosen.norm_scale == 1
+            ):  # torch knows numbers only, the same every step
+                group["ns_coefficients"] = chosen.tail
         return state

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -99,20 +100,20 @@ def placement_json(tensor: torch.Tensor) -> Mapping[str, Any] | None:
     """Mesh and placements as JSON data for a checkpoint; None where they do not describe the tensor."""
     if not isinstance(tensor, DTensor) or declares_boxes(tensor):
         return None
-    return _placement_json(tensor.device_mesh, tensor.device_mesh.mesh_dim_names, tensor.placements, tensor.ndim)
+    return _placement_json(_mesh(tensor.device_mesh), tensor.device_mesh.mesh_dim_names, tensor.placements, tensor.ndim)
 
 
 @lru_cache(maxsize=4096)
 def _placement_json(
-    mesh: DeviceMesh, names: tuple[str, ...] | None, placements: tuple[TorchPlacement, ...], ndim: int
+    mesh: Mesh, names: tuple[str, ...] | None, placements: tuple[TorchPlacement, ...], ndim: int
 ) -> Mapping[str, Any]:
-    """Cached, as torch computes the ranks of a mesh anew whenever it is asked for them; not to be changed."""
+    """Cached, as many tensors have the same; not to be changed."""
     return {
         "algorithm": "mesh",
         "version": 1,
         "mesh": list(mesh.shape),
         "axes": list(names) if names else None,
-        "ranks": mesh.mesh.flatten().tolist(),
+        "ranks": list(mesh.ranks),
         "placements": [str(_placement(placement, ndim)) for placement in placements],
     }
 
@@ -136,7 +137,8 @@ def fragments_here(tensor: DTensor) -> tuple[Fragment, ...]:
 def _checked(tensor: DTensor) -> tuple[Mesh, tuple[AxisPlacement, ...]]:
     """Mesh and placements, once the local tensor is what they say."""
     rank = torch.distributed.get_rank()
-    mesh, placements, expected = _placed(tensor.shape, tensor.device_mesh, tensor.placements, rank)
+    mesh = _mesh(tensor.device_mesh)
+    placements, expected = _placed(tensor.shape, mesh, tensor.placements, rank)
     actual = tuple(tensor._local_tensor.shape)  # to_local() makes a view for autograd, which takes longer than the rest
     if expected is not None and actual != expected:
         raise LayoutError(
@@ -148,20 +150,25 @@ def _checked(tensor: DTensor) -> tuple[Mesh, tuple[AxisPlacement, ...]]:
 
 @lru_cache(maxsize=65536)
 def _placed(
-    shape: torch.Size, mesh: DeviceMesh, placements: tuple[TorchPlacement, ...], rank: int
-) -> tuple[Mesh, tuple[AxisPlacement, ...], Index | None]:
-    """Mesh and placements in our words, and the shape of a rank's local tensor; None if it is not on the mesh.
+    shape: torch.Size, mesh: Mesh, placements: tuple[TorchPlacement, ...], rank: int
+) -> tuple[tuple[AxisPlacement, ...], Index | None]:
+    """Placements in our words, and the shape of a rank's local tensor; None if it is not on the mesh.
 
     Cached by what torch calls equal, so that a model's thousands of equal tensors cost a look-up each.
     """
-    ranks, ours = _mesh(mesh), tuple(_placement(placement, len(shape)) for placement in placements)
-    local = local_shape(tuple(shape), ranks, ours, rank) if rank in ranks.ranks else None
-    return ranks, ours, local
+    ours = tuple(_placement(placement, len(shape)) for placement in placements)
+    return ours, local_shape(tuple(shape), mesh, ours, rank) if rank in mesh.ranks else None
 
 
-@lru_cache(maxsize=4096)
+_meshes: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
+"""Weak, as a mesh keeps its process groups alive, and with them their threads."""
+
+
 def _mesh(mesh: DeviceMesh) -> Mesh:
-    return Mesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+    known = _meshes.get(mesh)
+    if known is None:
+        known = _meshes[mesh] = Mesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+    return known
 
 
 def _placements_of(tensor: DTensor) -> tuple[AxisPlacement, ...]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from support.oracle import scatter
@@ -123,3 +126,18 @@ def test_a_plain_tensor_lies_whole_on_each_replica():
     assert [f.place.buffer for f in layout_of(tensor).fragments] == [0]
     assert [f.place.buffer for f in layout_of(tensor, replicas=(0, 2, 5)).fragments] == [0, 2, 5]
     assert placement_json(tensor) is None
+
+
+def let_go(rank: int, world: int) -> bool:
+    mesh = init_device_mesh("cpu", (world,))
+    tensor = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)], run_check=False)
+    assert layout_of(tensor).shape == (2 * world, 3) and placement_json(tensor)
+    alive = weakref.ref(mesh)
+    del mesh, tensor
+    gc.collect()
+    return alive() is None
+
+
+def test_no_mesh_is_kept_alive():
+    """With it would be its process groups, and their threads."""
+    assert all(run(2, let_go))
