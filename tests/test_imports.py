@@ -56,7 +56,7 @@ RULES = {
     "optimizer/layer_wise": "errors box resumption vocabulary layouts layouts/buffers optimizer optimizer/step",
     "optimizer": "errors box coefficients layout layouts plan resumption vocabulary optimizer/groups "
     "optimizer/layer_wise optimizer/newton_schulz optimizer/planning optimizer/step",
-    "compat": "vocabulary layouts resumption optimizer",
+    "compat": "coefficients vocabulary layouts resumption optimizer",
     "forecasting": "box errors layout layouts layouts/buffers record vocabulary store store/io store/reading "
     "converters/look converters/target optimizer/newton_schulz optimizer/planning",
     "integrations": "errors store checkpoint optimizer optimizer/groups",
