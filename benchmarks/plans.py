@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from muonckpt.forecasting.exchange_bytes import most_wires
 from muonckpt.layouts.tensors import layout_of
 from muonckpt.optimizer.newton_schulz.costs import flops
 from muonckpt.optimizer.planning.matrices import Fused
@@ -152,8 +153,8 @@ def plan_of(case: Case) -> Numbers:
         work[unit.stage, owner] += Matrix(*unit.rows_columns, 1, 0, 0).flops
     by_stage = np.zeros((len(schedule.stages), case.ranks), np.int64)
     by_stage[tuple(zip(*work, strict=True))] = list(work.values())
-    fullest = max(parts, key=lambda rank: peak(parts[rank].stages))
-    most, stages = peak(parts[fullest].stages), parts[fullest].stages
+    fullest = max(parts, key=lambda rank: most_wires(parts[rank].stages))
+    most, stages = most_wires(parts[fullest].stages), parts[fullest].stages
     return Numbers(
         units=len(schedule.units),
         sent=tuple(sent),
@@ -190,18 +191,3 @@ def entering(stages: Sequence[Stage], at: int) -> int:
     """Bytes that it receives from others."""
     routes = (route for stage in stages for route in (stage.gather, stage.scatter))
     return sum(sum(route.receive_counts) - route.receive_counts[at] for route in routes)
-
-
-def peak(stages: Sequence[Stage]) -> int:
-    """Most bytes of wires in memory at once, as the stages of a step follow each other (`optimizer.step.step`).
-
-    While a stage is orthogonalised, the next one gathers and the one before returns.
-    """
-    most = 0
-    for number, stage in enumerate(stages):
-        gathering = sum(later.gather.bytes for later in stages[number + 1 : number + 2])
-        returning = sum(earlier.scatter.bytes for earlier in stages[number - 1 : number] if number)
-        arrived, results = sum(stage.gather.receive_counts), sum(stage.scatter.send_counts)
-        phases = (stage.gather.bytes, arrived + results, stage.scatter.bytes)
-        most = max(most, gathering + returning + max(phases))
-    return most

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 
 import click
 
+from ..converters.target.topology import AxisCut
 from ..layouts.buffers.placements import FORMER
 from ..store.io.location import Location, location
 
@@ -91,6 +93,16 @@ class ShardRuleType(click.ParamType):  # type: ignore[type-arg]
         if not glob or not equals or len(cuts) != len(parts):
             self.fail(f"{value!r} is not a rule; write for example '*experts*=ep:0,dp:1'", param, context)
         return glob, cuts
+
+
+def first_cuts(
+    _: click.Context, __: click.Parameter, rules: Sequence[tuple[str, tuple[AxisCut, ...]]]
+) -> Mapping[str, tuple[AxisCut, ...]]:
+    """Rules by pattern, in the order in which they were given; of equal patterns the first counts."""
+    cuts: dict[str, tuple[AxisCut, ...]] = {}
+    for pattern, axes in rules:
+        cuts.setdefault(pattern, axes)
+    return cuts
 
 
 class LayoutType(click.Choice):  # type: ignore[type-arg]

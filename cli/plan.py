@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..converters.target.topology import AxisCut
 from ..errors import TargetError
-from .argument_types import CHECKPOINT, ByteCountType, MeshType, ShardRuleType
+from .argument_types import CHECKPOINT, ByteCountType, MeshType, ShardRuleType, first_cuts
 from .printing import counted, print_table, printable, size
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     "--shard",
     type=ShardRuleType(),
     multiple=True,
+    callback=first_cuts,
     metavar="GLOB=AXIS:DIM,...",
     help="Axes that cut matching parameters, on meshes that have them; repeatable.",
 )
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 @click.option("--ns-dtype", metavar="DTYPE", help="What it computes in: bfloat16, float16 or float32.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
-    meshes: Sequence[dict[str, int]], shard: Sequence[tuple[str, tuple[AxisCut, ...]]], as_json: bool, **options: Any
+    meshes: Sequence[dict[str, int]], shard: Mapping[str, tuple[AxisCut, ...]], as_json: bool, **options: Any
 ) -> None:
     """Say what a step of Muon, a rank's memory and a checkpoint would cost on each mesh, and which is the cheapest.
 
@@ -62,12 +63,9 @@ def command(
     """
     from ..forecasting.prospects import forecast  # imports torch
 
-    rules: dict[str, tuple[AxisCut, ...]] = {}
-    for glob, cuts in shard:  # the first that matches wins
-        rules.setdefault(glob, cuts)
     given = {name: value for name, value in options.items() if value is not None}
     try:
-        found = forecast(meshes, shard=rules, progress=_progress(), **given)
+        found = forecast(meshes, shard=shard, progress=_progress(), **given)
     except TargetError as error:
         raise click.UsageError(str(error)) from error
     if as_json:

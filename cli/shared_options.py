@@ -13,11 +13,21 @@ import click
 from ..converters.engine.launch import TIMEOUT
 from ..converters.engine.run import MEMORY, THREADS
 from ..converters.target.formats import FORMATS
+from ..converters.target.topology import LAYOUTS, ROWS
 from ..converters.translate.conventions import STATE_DTYPES, WeightsFrom
 from ..converters.translate.dialects import DIALECTS
 from ..converters.translate.key_forms import FORMS as KEY_FORMS
 from ..vocabulary import Convention
-from .argument_types import CHECKPOINT, JOBS, LEAST_MEMORY, ByteCountType
+from .argument_types import (
+    CHECKPOINT,
+    JOBS,
+    LEAST_MEMORY,
+    ByteCountType,
+    LayoutType,
+    MeshType,
+    ShardRuleType,
+    first_cuts,
+)
 
 
 class RareOption(click.Option):
@@ -175,6 +185,26 @@ _OPTIONS = {
         help="Wait for other processes.",
     ),
 }
+
+LAYOUT_OPTIONS = decorated_by(
+    click.option("--mesh", type=MeshType(), help="Mesh axes, outermost first: dp=8,tp=2."),
+    click.option(
+        "--shard",
+        type=ShardRuleType(),
+        multiple=True,
+        callback=first_cuts,
+        metavar="GLOB=AXIS:DIM,...",
+        help="Axes that cut matching tensors; repeatable.",
+    ),
+    click.option(
+        "--layout",
+        type=LayoutType(list(LAYOUTS)),
+        default=ROWS,
+        metavar="LAYOUT",
+        help=f"What each rank holds: {', '.join(LAYOUTS)}.",
+    ),
+)
+"""What each rank of the destination holds."""
 
 SHARED_OPTIONS = decorated_by(*_OPTIONS.values())
 

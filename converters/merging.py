@@ -37,7 +37,7 @@ def merge(
     sources: Sequence[str | os.PathLike[str] | Remote],
     destination: str | os.PathLike[str] | Remote,
     *,
-    weights: Sequence[str | float | Fraction] | None = None,
+    proportions: Sequence[str | float | Fraction] | None = None,
     ema: str | float | None = None,
     others_from: str | int | None = None,
     model_only: bool = False,
@@ -69,7 +69,7 @@ def merge(
 
     Args:
         sources: two checkpoints or more, in the order of training for ``ema``.
-        weights: of the inputs, positive numbers in any proportion, as numbers or as text such as ``"1/3"``; None means
+        proportions: of the inputs, positive numbers, as numbers or as text such as ``"1/3"``; None means
             that all are equal.
         ema: the decay of a moving average: it begins with the first input, and each of the others changes it to
             ``ema * average + (1 - ema) * input``.
@@ -94,7 +94,7 @@ def merge(
     """
     if isinstance(sources, str | os.PathLike | Remote) or len(sources) < 2:
         raise TargetError("merge needs at least two checkpoints")
-    request = MergeRequest(shares(len(sources), weights, ema), _number_of(others_from, len(sources)), model_only)
+    request = MergeRequest(shares(len(sources), proportions, ema), _number_of(others_from, len(sources)), model_only)
     with joined(os.environ, timeout) as workers, ExitStack() as stack:
         translation = Request(
             target=with_keys(named_dialect("--to", to_dialect), keys),

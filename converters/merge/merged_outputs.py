@@ -308,29 +308,31 @@ def _raw(item: OutputItem, payloads: Payloads) -> bytes:
 
 
 def shares(
-    count: int, weights: Sequence[str | float | Fraction] | None, ema: str | float | None
+    count: int, proportions: Sequence[str | float | Fraction] | None, ema: str | float | None
 ) -> tuple[Fraction, ...]:
     """The weights of inputs, as fractions whose sum is 1.
 
     Args:
         count: the number of inputs.
-        weights: positive numbers in any proportion; None means that all are equal.
+        proportions: positive numbers; None means that all are equal.
         ema: the decay of a moving average that begins with the first input and takes the others in order.
 
     Raises:
         TargetError: the numbers do not fit the inputs.
     """
-    if weights is not None and ema is not None:
-        raise TargetError("--weights and --ema contradict each other; give one of them")
+    if proportions is not None and ema is not None:
+        raise TargetError("--proportions and --ema contradict each other; give one of them")
     if ema is not None:
         decay = _number(ema, "--ema")
         if not 0 < decay < 1:
             raise TargetError(f"--ema: expected a decay between 0 and 1, found {ema}")
         return (decay ** (count - 1), *((1 - decay) * decay ** (count - 1 - i) for i in range(1, count)))
-    numbers = [Fraction(1)] * count if weights is None else [_number(weight, "--weights") for weight in weights]
+    numbers = (
+        [Fraction(1)] * count if proportions is None else [_number(number, "--proportions") for number in proportions]
+    )
     if len(numbers) != count or min(numbers) <= 0:
-        given = ",".join(map(str, weights or ()))
-        raise TargetError(f"--weights: expected {count} positive numbers, one for each input, found {given}")
+        given = ",".join(map(str, proportions or ()))
+        raise TargetError(f"--proportions: expected {count} positive numbers, one for each input, found {given}")
     total = sum(numbers, Fraction(0))
     return tuple(number / total for number in numbers)
 

@@ -36,8 +36,8 @@ MOST_STAGES = 4
 """The fourth hides all but a quarter of the exchange and keeps its buffers to half; a fifth adds little to that."""
 
 STAGE_BYTES = 1 << 23
-"""What a rank can exchange in the time that one more stage takes of it: 5.6 ms over gloo, measured with 4 ranks on 2
-cores, at 1.5 GB/s; on GPUs 0.2 ms at 40 GB/s, which is an estimate."""
+"""What a rank can exchange in the time that one more stage takes of it.  That was 5.6 ms over gloo, with 4 ranks on 2
+cores; how much travels meanwhile, there and on GPUs, is an estimate."""
 
 
 @dataclass(frozen=True, slots=True)

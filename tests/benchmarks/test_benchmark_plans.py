@@ -11,9 +11,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from models import Model, Weight, llama3_8b, qwen3_30b
 from peers import lower_bound, undivided_bound
-from plans import Case, leaving, peak, plan, plan_of, sent_by
+from plans import Case, leaving, plan, plan_of, sent_by
 from step_plan import Line, aims, cases
 
+from muonckpt.forecasting.exchange_bytes import most_wires
 from muonckpt.optimizer.planning.routes import NOTE, Route
 from muonckpt.optimizer.planning.schedule import Stage
 
@@ -77,14 +78,14 @@ def stage(*counts: int) -> Stage:
 
 
 def test_peak_of_one_stage_is_its_fullest_exchange():
-    assert peak([stage(10, 20, 40, 30)]) == 70
-    assert peak([stage(30, 50, 10, 10)]) == 80
-    assert peak([stage(1, 50, 60, 1)]) == 110  # what has arrived stays until the results are ready
+    assert most_wires([stage(10, 20, 40, 30)]) == 70
+    assert most_wires([stage(30, 50, 10, 10)]) == 80
+    assert most_wires([stage(1, 50, 60, 1)]) == 110  # what has arrived stays until the results are ready
 
 
 def test_peak_of_stages_counts_the_next_gather_and_the_last_scatter():
     even = stage(1, 1, 1, 1)
-    assert [peak([even] * count) for count in (1, 2, 3, 9)] == [2, 4, 6, 6]
+    assert [most_wires([even] * count) for count in (1, 2, 3, 9)] == [2, 4, 6, 6]
 
 
 def test_every_model_is_planned_whole_and_in_parts():

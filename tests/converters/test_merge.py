@@ -129,7 +129,7 @@ def test_inputs_on_any_meshes_give_one_checkpoint_on_another(runs, tmp_path):
 
 
 def test_the_average_of_one_checkpoint_with_itself_is_itself(runs, tmp_path):
-    muonckpt.merge([runs[0]] * 3, tmp_path / "same", weights=[0.1, 0.2, 0.4], mesh={"dp": 2})
+    muonckpt.merge([runs[0]] * 3, tmp_path / "same", proportions=[0.1, 0.2, 0.4], mesh={"dp": 2})
     found = muonckpt.diff(runs[0], tmp_path / "same")
     assert not found.differs and found.read == 0
 
@@ -137,7 +137,7 @@ def test_the_average_of_one_checkpoint_with_itself_is_itself(runs, tmp_path):
 def test_weights_alone_go_to_safetensors_whatever_the_state(runs, tmp_path):
     muonckpt.convert(runs[0], tmp_path / "a.safetensors", format="safetensors", select=["model.*"], tensors_only=True)
     done = called("merge", tmp_path / "a.safetensors", *runs[1:], tmp_path / "out.safetensors", "--model-only",
-                  "--to-format", "safetensors", "--weights", "1,2,1", "--memory", "64000", "--json")  # fmt: skip
+                  "--to-format", "safetensors", "--proportions", "1,2,1", "--memory", "64000", "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["tensors"] == 4
     weights = [Fraction(1, 4), Fraction(1, 2), Fraction(1, 4)]
@@ -166,7 +166,7 @@ def test_what_has_no_average_is_refused_by_name(runs, tmp_path):
     muonckpt.save(content, tmp_path / "less")
     with pytest.raises(SourceError, match=r"lacks, such as 'model\.layers\.0\.weight'"):
         muonckpt.merge([runs[0], tmp_path / "less"], tmp_path / "no")
-    for wrong in ({"weights": [1, 2, 3]}, {"weights": [1, 0]}, {"ema": 1}, {"ema": "x"}, {"others_from": 2}):
+    for wrong in ({"proportions": [1, 2, 3]}, {"proportions": [1, 0]}, {"ema": 1}, {"ema": "x"}, {"others_from": 2}):
         with pytest.raises(TargetError):
             muonckpt.merge(runs[:2], tmp_path / "no", **wrong)
     assert called("merge", *runs[:1], tmp_path / "no").returncode == 2

@@ -14,8 +14,6 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support import lost_ranks, store_server
 from support.commands import called, cli
 from support.launched import together
@@ -31,9 +29,8 @@ from muonckpt.converters.target.topology import Target
 from muonckpt.errors import DestinationError, SourceError
 from muonckpt.layout import Place
 from muonckpt.record import Extent
-from muonckpt.store.io.location import GAP, PART, REQUEST_BYTES, Remote, location, part_bytes
+from muonckpt.store.io.location import GAP, PART, REQUEST_BYTES, Remote, location
 from muonckpt.store.reading.payloads import Payloads
-from muonckpt.store.reading.strided import batches, blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -174,12 +171,6 @@ def test_a_large_file_goes_up_in_parts_and_a_failed_one_leaves_none(server, tmp_
     assert "Uploads" not in place.fs.call_s3("list_multipart_uploads", Bucket=store_server.BUCKET)
 
 
-@pytest.mark.parametrize("length", [0, 1, PART, 9_000 * PART, 9_000 * PART + 1, 5 << 40])
-def test_parts_are_few_enough_and_whole_mebibytes(length):
-    part = part_bytes(length)
-    assert part >= PART and part % (1 << 20) == 0 and -(-length // part) <= 10_000
-
-
 def test_a_budget_that_is_too_small_is_refused_before_anything_is_written(source, memory):
     done = called("reshard", source, memory / "out", "--mesh", "dp=2", "--memory", "119MiB")
     assert done.returncode == 4 and "raise --memory, or lower --jobs" in done.stderr
@@ -187,31 +178,6 @@ def test_a_budget_that_is_too_small_is_refused_before_anything_is_written(source
     for more in (["--memory", "120MiB"], ["--memory", "40MiB", "--jobs", "1"]):
         memory = memory / "x"
         assert called("reshard", source, memory / "out", "--mesh", "dp=2", *more).returncode == 0
-
-
-boxes = st.integers(0, 3).flatmap(
-    lambda ndim: st.tuples(*[st.tuples(st.integers(1, 5), st.integers(0, 2), st.integers(0, 2)) for _ in range(ndim)])
-)
-
-
-@settings(max_examples=100)
-@given(boxes, st.integers(0, 40), st.integers(1, 60))
-def test_blocks_tile_a_box_and_keep_to_their_bounds(dims, gap, most):
-    outer = tuple(before + length + after for length, before, after in dims)
-    shape, strides = tuple(length for length, _, _ in dims), row_major(outer)
-    found = list(blocks(shape, strides, gap, most))
-    count = np.zeros(shape, int)
-    for block in found:
-        count[block.slices] += 1
-        places = [0]
-        for length, stride in zip(block.shape, strides, strict=True):
-            places = [place + step * stride for place in places for step in range(length)]
-        assert block.span(strides) == max(places) + 1 <= most
-        assert max(np.diff(sorted(places)), default=1) - 1 <= gap
-    assert (count == 1).all()
-    together = list(batches(found, strides, most))
-    assert [block for batch in together for block in batch] == found
-    assert all(sum(block.span(strides) for block in batch) <= most for batch in together)
 
 
 @pytest.mark.parametrize("columns", [5, GAP // 16, 2 * GAP, REQUEST_BYTES // 3], ids=["small", "near", "apart", "long"])

@@ -1,0 +1,85 @@
+"""What one program says in other words than another: options of groups, there and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.golden import golden
+from support.translated import (
+    PEERS,
+    W,
+    nested,
+    options,
+    saved,
+    translated,
+)
+
+import muonckpt
+from muonckpt.coefficients import COEFFICIENTS
+from muonckpt.converters.translate.dialects import DIALECTS
+from muonckpt.converters.translate.translator import translate
+from muonckpt.errors import SourceError
+from muonckpt.resumption import as_tuples
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def there_and_back(source: str, target: str, tmp_path) -> tuple[dict, dict]:
+    """The items of a golden checkpoint's optimizer, and of the same after a stay in the target's words."""
+    place = golden(PEERS[source]) / "ckpt"
+    muonckpt.convert(place, tmp_path / "there", to_dialect=target)
+    muonckpt.convert(tmp_path / "there", tmp_path / "back", from_dialect=target, to_dialect=source)
+    before, after = (muonckpt.open(path).items for path in (place, tmp_path / "back"))
+    return {k: before[k] for k in before if k.startswith("optimizer.")}, dict(after)
+
+
+def test_dions_blocks_of_rows_come_back_from_ours(tmp_path):
+    before, after = there_and_back("dion", "muonckpt", tmp_path)
+    differing = {key for key in before if as_tuples(after[key]) != as_tuples(before[key])}
+    assert {key.rpartition(".")[2] for key in differing} == {"adjust_lr"}  # which AdamW's groups do not use
+    assert {tuple(g["pieces"]) for g in muonckpt.open(tmp_path / "there").groups.values() if g.get("pieces")} == {
+        (24, 8, 8)
+    }
+
+
+def test_xtuners_experts_and_rates_come_back_from_ours_and_rows_that_it_splits_are_told(tmp_path):
+    """Its ``lr_ratio`` shows that it splits rows, and no option says how: so ours is told nothing, and says so."""
+    before, after = there_and_back("xtuner", "muonckpt", tmp_path)
+    split = [f"layers.{layer}.attn.qkv.weight" for layer in (0, 1)]
+    ratios = {key for key in before if key.endswith(".lr_ratio")}
+    assert len(ratios) == 10 and ratios <= after.keys()
+    assert {key for key in ratios if before[key] != after[key]} == {f"optimizer.state.{n}.lr_ratio" for n in split}
+    places = golden("xtuner_fsdp4") / "ckpt", tmp_path / "back"
+    groups = [muonckpt.open(place).groups.values() for place in places]
+    theirs, ours = ({name: g["num_experts"] for g in each for name in g["params"]} for each in groups)
+    assert theirs == ours and {4, 8} <= {*theirs.values()}
+    there = muonckpt.open(tmp_path / "there").groups.values()
+    assert [g["params"] for g in there if g["algorithm"] == "muon" and "pieces" not in g] == [split]
+    told = {check.subject for check in translated("xtuner_fsdp4/ckpt", "muonckpt").checklist}
+    assert {f"pieces of {name}" for name in split} <= told
+
+
+def test_every_option_that_cannot_be_said_is_reported_with_its_value(tmp_path):
+    group = {"lr": 0.1, "momentum": 0.5, "ns": "quintic", "ns_steps": 7, "pieces": (1, 1), "cautious": True,
+             "adjust_lr": "spectral", "algorithm": "muon", "convention": "ema", "initial_lr": 0.4}  # fmt: skip
+    manifest, path = saved(tmp_path, nested({"momentum_buffer": W.clone()}, **group))
+    result = translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], source=DIALECTS["muonckpt"])
+    told = {check.subject.removesuffix(" of muon groups"): check.values for check in result.checklist}
+    lost = {"ns": ("'quintic'",), "ns_steps": ("7",), "pieces": ("(1, 1)",), "cautious": ("True",)}
+    lost["scale"] = ("'spectral'",)
+    assert lost.items() <= told.items()
+    assert options(result)["optimizer.param_groups.0.initial_lr"] == 0.4
+    flat = translate(manifest, muonckpt.open(path).values, DIALECTS["veomni"], source=DIALECTS["muonckpt"])
+    assert options(flat)["optimizer.param_groups.w.head_blocks"] == 2
+    assert options(flat)["optimizer.param_groups.w.ns_coefficients"] == COEFFICIENTS["quintic"].schedule(7)
+
+
+@pytest.mark.parametrize("option, value", [("maximize", True), ("decoupled_weight_decay", False)])
+def test_what_would_turn_the_update_around_is_refused_with_its_value(option, value, tmp_path):
+    slots = {"exp_avg": W.clone(), "exp_avg_sq": W.clone(), "step": torch.tensor(3.0)}
+    how = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.25, option: value}
+    manifest, path = saved(tmp_path, nested(slots, **how))
+    with pytest.raises(SourceError, match=r"maximize=True: it goes up|coupled=0.25: decay that is added"):
+        translate(manifest, muonckpt.open(path).values, DIALECTS["muonckpt"], source=DIALECTS["torch"])
+    kept = translate(manifest, muonckpt.open(path).values, DIALECTS["titan"], source=DIALECTS["torch"])
+    assert options(kept)[f"optimizer.param_groups.w.{option}"] is value

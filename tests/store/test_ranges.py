@@ -1,0 +1,42 @@
+"""Which ranges of a file are read for a box, and in which parts a file goes up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muonckpt.box import row_major
+from muonckpt.store.io.location import PART, part_bytes
+from muonckpt.store.reading.strided import batches, blocks
+
+boxes = st.integers(0, 3).flatmap(
+    lambda ndim: st.tuples(*[st.tuples(st.integers(1, 5), st.integers(0, 2), st.integers(0, 2)) for _ in range(ndim)])
+)
+
+
+@settings(max_examples=100)
+@given(boxes, st.integers(0, 40), st.integers(1, 60))
+def test_blocks_tile_a_box_and_keep_to_their_bounds(dims, gap, most):
+    outer = tuple(before + length + after for length, before, after in dims)
+    shape, strides = tuple(length for length, _, _ in dims), row_major(outer)
+    found = list(blocks(shape, strides, gap, most))
+    count = np.zeros(shape, int)
+    for block in found:
+        count[block.slices] += 1
+        places = [0]
+        for length, stride in zip(block.shape, strides, strict=True):
+            places = [place + step * stride for place in places for step in range(length)]
+        assert block.span(strides) == max(places) + 1 <= most
+        assert max(np.diff(sorted(places)), default=1) - 1 <= gap
+    assert (count == 1).all()
+    together = list(batches(found, strides, most))
+    assert [block for batch in together for block in batch] == found
+    assert all(sum(block.span(strides) for block in batch) <= most for batch in together)
+
+
+@pytest.mark.parametrize("length", [0, 1, PART, 9_000 * PART, 9_000 * PART + 1, 5 << 40])
+def test_parts_are_few_enough_and_whole_mebibytes(length):
+    part = part_bytes(length)
+    assert part >= PART and part % (1 << 20) == 0 and -(-length // part) <= 10_000
