@@ -29,7 +29,8 @@ from muonckpt.cli.printing import print_table
         ("inspect {tiny} --tree --items", "choose one"),
     ],
 )
-def test_a_mistake_is_named_with_what_would_be_right(line, said, tiny_checkpoint):
+def test_a_mistake_is_named_with_what_would_be_right(line, said, tiny_checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the demo leaves a folder "out" where it ran
     done = called(*line.format(tiny=tiny_checkpoint).split())
     assert done.returncode == 2 and said in done.stderr
 
