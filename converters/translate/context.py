@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ...errors import about
+from ...errors import SourceError, about
 from ...layout import Buffer, TensorLayout
 from ...record import Chunk, Manifest, StateRecord
 from ...store.stored_items import Values
+from ...vocabulary import KeyPath
 from ..engine.outputs import OutputTensor
 from .conventions import Overrides
 from .dialect import Dialect
@@ -65,7 +66,8 @@ class Context:
     """What a translation knows: the source and the target, ``groups`` by parameter, and the ``dropped`` slots.
 
     ``reason`` says in a sentence why the source is in this dialect.
-    ``like`` has the groups of the run that the result is for, if they are given.
+    ``like`` has the groups of the run that the result is for, if they are given.  ``numbers`` are what keys of state
+    have in place of names, if the target knows parameters by number.
     """
 
     dialect: Dialect
@@ -78,8 +80,21 @@ class Context:
     dropped: Collection[str] = ()
     reason: str = "--from names it"
     like: GroupTemplate | None = None
+    numbers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def same_dialect(self) -> bool:
         """Whether only names, structure or the convention change."""
         return self.target is self.dialect
+
+    def state_path(self, name: str, slot: str, chain: Mapping[str, str]) -> KeyPath:
+        """The path of a parameter's slot in the target; ``chain`` is a field of its keys, if they have it.
+
+        Raises:
+            SourceError: the target numbers parameters, and this one is in no group.
+        """
+        if self.numbers and name not in self.numbers:
+            raise SourceError(
+                f"{self.target.name} numbers the parameters of groups, and {name!r}, which has state, is in none"
+            )
+        return self.target.state.write(name=self.numbers.get(name, name), slot=slot, **chain)

@@ -120,7 +120,7 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
             ),
             Dialect(
                 "fully_shard", "fsdp_dtensor, dialect B: megatron_fsdp.fully_shard, state by number", _MODEL,
-                _NUMBERED, _LIST, None, TORCH,
+                _NUMBERED, _LIST, None, TORCH, unsaid=frozenset({"ns_coefficients"}),
             ),
             Dialect(
                 "dcp", "torch's nested state dicts, program unknown; also fsdp_dtensor, dialect C", _MODEL, _NESTED,

@@ -68,7 +68,7 @@ def zero_state(
         for common, slot in slots.items():
             dtype = next((t.dtype for t in by_slot.get(param.source_method.slots[common], {}).values()), weight.dtype)
             dtype = context.overrides.state_dtype or dtype
-            path = context.target.state.write(name=name, slot=slot, **param.chain)
+            path = context.state_path(name, slot, param.chain)
             convention = _convention(context) if common == "momentum" else None
             record = StateRecord(
                 key_of(path), path, weight.shape, dtype, (), name=name, slot=slot, convention=convention

@@ -51,7 +51,7 @@ def state_tensor(context: Context, slot: str, tensor: TranslatedTensor, param: P
     """
     common = next(name for name, own_slot in param.source_method.slots.items() if own_slot == slot)
     target_slot = param.target_method.slots[common]
-    path = context.target.state.write(name=param.name, slot=target_slot, **param.chain)
+    path = context.state_path(param.name, target_slot, param.chain)
     record = dataclasses.replace(_record(context, slot, tensor, path), name=param.name, slot=target_slot)
     wanted = (common in AS_THE_PARAMETER and context.overrides.state_dtype) or tensor.dtype
     held = tensor.dtype if wanted != tensor.dtype else None
@@ -79,7 +79,7 @@ def step_counter(context: Context, param: Param) -> OutputTensor | OutputItem:
         SourceError: the number of steps is unknown.
     """
     slot = param.target_method.slots["step"]
-    path = context.target.state.write(name=param.name, slot=slot, **param.chain)
+    path = context.state_path(param.name, slot, param.chain)
     stored_counter = context.roles.counters.get(param.aliases[0], {}).get(param.source_method.slots.get("step", ""))
     if isinstance(stored_counter, StateRecord):
         record = dataclasses.replace(_under(stored_counter, path), name=param.name, slot=slot)

@@ -7,7 +7,8 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ...box import Index
 from ...errors import SourceError
@@ -19,11 +20,21 @@ from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from .context import Context
 from .dialect import Dialect, key_of
 from .group_options import SourceGroup, TargetGroup, merge_equal, read_options, write_options
+from .numbering import numbers_of
 from .output_tensors import carried_tensor
 from .source_parameters import Param, SlotTensors, shapes_by_name
 
 JoinedRows = tuple[tuple[int, ...], int]
 """Rows of the parts that were joined to a parameter, in one turn, and the number of turns."""
+
+_NONE: Mapping[str, str] = MappingProxyType({})
+
+
+class Regrouped(NamedTuple):
+    """The target's groups as ``outputs``, and the ``numbers`` of parameters, by name, if it has numbers for names."""
+
+    outputs: Outputs
+    numbers: Mapping[str, str] = _NONE
 
 
 def regroup(
@@ -33,25 +44,27 @@ def regroup(
     by_slot: SlotTensors,
     params: Mapping[str, Param],
     findings: Findings,
-) -> Outputs:
+) -> Regrouped:
     """The target's groups, as items and tensors; ``findings`` hears of every difference from the source.
 
     Args:
         names: the target's names of each group's parameters.
 
     Raises:
-        SourceError: parts of one parameter are in groups with different options.
+        SourceError: parts of one parameter are in groups with different options, or the target numbers parameters and
+            their order is not known.
     """
     if any(context.target.holds_groups(item.path) for item in context.roles.items):
         if context.target.chains:
             raise SourceError(f"the groups in {context.target.common} cannot be rewritten for {context.target.name}")
         findings.add("the common state is copied unchanged, with its groups")
-        return Outputs(())
+        return Regrouped(Outputs(()))
     if not groups:
+        numbers = numbers_of(context, groups, names, (), findings)
         findings.add("the source does not say which parameters are in which group; no groups are written")
-        return Outputs(())
+        return Regrouped(Outputs(()), numbers)
     if context.same_dialect and context.like is None:
-        return _renamed(context, groups, names)
+        return Regrouped(_renamed(context, groups, names))
     shapes = shapes_by_name(by_slot)
     fused = {tensor.group: tensor.fused for tensors in by_slot.values() for tensor in tensors.values() if tensor.fused}
     by_group = {
@@ -68,8 +81,9 @@ def regroup(
         written = context.like.arranged(written, context.target, findings)
     derived = [item for _, items in translated for item in items]
     if context.target.common is not None:
-        return Outputs((), [_item(context.target.common, [_common(written, by_group)])])
-    return Outputs((), [*_items(context.target, written), *derived])
+        return Regrouped(Outputs((), [_item(context.target.common, [_common(written, by_group)])]))
+    numbers = numbers_of(context, groups, names, written, findings)
+    return Regrouped(Outputs((), [*_items(context.target, written, numbers), *derived]), numbers)
 
 
 def names_of_groups(context: Context, groups: tuple[SourceGroup, ...], by_slot: SlotTensors) -> list[tuple[str, ...]]:
@@ -224,15 +238,15 @@ def _derived(context: Context, group: SourceGroup, param: Param, shape: Index) -
         for slot, value_of in param.target_method.derived.items():
             value = value_of(options.known, shape)
             if value is not None:
-                yield _item(context.target.state.write(name=param.name, slot=slot, **param.chain), value)
+                yield _item(context.state_path(param.name, slot, param.chain), value)
 
 
-def _items(target: Dialect, groups: list[TargetGroup]) -> Iterator[OutputItem]:
-    """The items of the target's groups, which are in a list or by name."""
+def _items(target: Dialect, groups: list[TargetGroup], numbers: Mapping[str, str]) -> Iterator[OutputItem]:
+    """The items of the target's groups, which are in a list or by name; ``numbers`` stand for names."""
     assert target.option is not None
     listed = target.option.listed
     for number, group in enumerate(groups):
-        options = {**group.options, PARAMS: _listing(target, group.params)} if listed else group.options
+        options = {**group.options, PARAMS: _listing(target, group.params, numbers)} if listed else group.options
         for name in ("",) if listed else group.params:
             fields = {"group": str(number)} if listed else {"name": name}
             for option, value in options.items():
@@ -266,8 +280,8 @@ def _common(groups: list[TargetGroup], by_group: Mapping[str, Param]) -> dict[st
     return state
 
 
-def _listing(target: Dialect, names: tuple[str, ...]) -> list[str] | list[int]:
-    return [int(name) for name in names] if target.numbered else list(names)
+def _listing(target: Dialect, names: tuple[str, ...], numbers: Mapping[str, str] = _NONE) -> list[str] | list[int]:
+    return [int(numbers.get(name, name)) for name in names] if target.numbered else list(names)
 
 
 def _item(path: KeyPath, value: object) -> OutputItem:

@@ -34,6 +34,27 @@ to = '{p*}.experts.linear_{f}.weight'
 each = 'e'
 stacked = true
 """,
+        # Experts that are one matrix each, as torch_dist has them: one tensor for all, behind one more `experts`; gate and
+        # up are one after the other in it.  Source: `TEGroupedMLP.sharded_state_dict` and `_sharded_state_dict_grouped`.
+        "torch-dist-experts": """\
+[[rule]]
+from = '{p*}.experts.linear_{f}.weight{e}'
+to = '{p*}.experts.experts.linear_{f}.weight'
+each = 'e'
+stacked = true
+""",
+        # The same with Megatron's `singleton_local_shards`: every expert by its number, and its gate and up apart.
+        "torch-dist-singletons": """\
+[[rule]]
+from = '{p*}.experts.linear_{f}.weight{e}'
+to = '{p*}.experts.experts.{e}.linear_{f}.weight'
+
+[[rule]]
+from = '{p*}.experts.experts.{e}.linear_fc1.weight'
+to = ['{p*}.experts.experts.{e}.linear_fc1.weight_w', '{p*}.experts.experts.{e}.linear_fc1.weight_v']
+shares = [1, 1]
+keeps_groups = true
+""",
         # Hugging Face's names: what is fused there in some models and separate in others.  Joining takes the parts as
         # they are; to split, add `shares`, such as [24, 8, 8].
         "hf-qkv": """\

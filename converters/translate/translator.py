@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from ...errors import SourceError, TargetError
@@ -23,6 +24,7 @@ from .group_template import GroupTemplate
 from .key_forms import is_of_optimizer
 from .missing_state import report_missing, stateless_params, zero_state
 from .names import NameRules
+from .numbering import recorded_names
 from .output_tensors import (
     carried_tensor,
     momentum_sentences,
@@ -88,12 +90,16 @@ def translate(
     group_of = {name: group for group in groups for name in group.params}
     chunks = SourceChunks.of(manifest)
     context = Context(dialect, target, values, overrides, chunks, roles, group_of, drop, detected.reasons[-1], like)
-    by_slot = tensors_by_slot(context, rules)
-    _refuse_unfit(rules, by_slot)
+    recorded = NameRules() if target.numbered else recorded_names(manifest, dialect)
+    by_slot = tensors_by_slot(context, recorded + rules)
+    if not recorded.rules:
+        _refuse_unfit(rules, by_slot)
     params = {param.name: param for param in params_of(context, by_slot)}
     notes = Findings()
     names = names_of_groups(context, groups, by_slot)
     stateless = stateless_params(context, groups, names, params)
+    regrouped = regroup(context, groups, names, by_slot, params | stateless, notes)
+    context, grouped = replace(context, numbers=regrouped.numbers), regrouped.outputs
     zeros: list[OutputTensor] = []
     if context.overrides.fill_missing:
         zeros = list(zero_state(context, by_slot, stateless, notes))
@@ -101,7 +107,6 @@ def translate(
         report_missing(stateless, notes)
     counted = [*params.values(), *(stateless.values() if zeros else ())]
     counters = [step_counter(context, param) for param in counted if "step" in param.target_method.slots]
-    grouped = regroup(context, groups, names, by_slot, params | stateless, notes)
     if private:
         notes.check(Action.LEFT, "items of the program", *private, reason=f"{target.name} has no use for them")
     if masters & by_slot.keys() and not context.same_dialect and not target.private:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from support.resharded import make_job
 from support.sharded import as_stock
 from support.translated import MEGATRON, TORCH, W, nested, options, read, saved, truth_of
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import muonckpt
 from muonckpt.converters.engine.run import run_job
@@ -14,6 +17,7 @@ from muonckpt.converters.translate.conventions import Overrides
 from muonckpt.converters.translate.detection import detect, with_slots
 from muonckpt.converters.translate.dialect import Template
 from muonckpt.converters.translate.dialects import DIALECTS
+from muonckpt.converters.translate.group_template import GroupTemplate
 from muonckpt.converters.translate.request import Request
 from muonckpt.converters.translate.translator import translate
 from muonckpt.errors import SourceError
@@ -148,6 +152,55 @@ def test_a_coefficient_that_is_no_number_is_not_one(momentum, message, tmp_path)
     manifest, path = saved(tmp_path, state)
     with pytest.raises(SourceError, match=message):
         translate(manifest, muonckpt.open(path).values, DIALECTS["dion"])
+
+
+# Numbers for names.
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.AdamW])
+def test_parameters_get_the_numbers_that_the_optimizer_itself_gives(kind, tmp_path):
+    """Matrices of one shape, in groups of another order: by a wrong number momentum would fit, and be another's."""
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.randn(4, 3)) for name in "abcd"})
+    optimizer = kind([{"params": [model["c"], model["a"]]}, {"params": [model["d"], model["b"]], "lr": 0.5}])
+    for param in model.values():
+        param.grad = torch.randn(4, 3)
+    optimizer.step()
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "named", no_dist=True)
+    report = muonckpt.convert(tmp_path / "named", tmp_path / "numbered", to_dialect="fully_shard")
+    assert any(check.values == ("0 c", "1 a", "2 d", "3 b") for check in report.checklist)
+    own = optimizer.state_dict()
+    found = kind([{"params": [torch.nn.Parameter(torch.zeros(4, 3)) for _ in range(2)]} for _ in range(2)])
+    for param in (param for group in found.param_groups for param in group["params"]):
+        param.grad = torch.zeros(4, 3)
+    found.step()
+    read_back = {"optimizer": found.state_dict()}
+    dcp.load(read_back, checkpoint_id=tmp_path / "numbered", no_dist=True)
+    assert repr(read_back["optimizer"]) == repr(own)
+    muonckpt.convert(tmp_path / "numbered", tmp_path / "back", to_dialect="torch")
+    assert not muonckpt.diff(tmp_path / "named", tmp_path / "back").differs
+
+
+def test_a_number_is_never_a_guess(tmp_path):
+    """By name there is no order; a template of the run's groups gives it."""
+    manifest, path = saved(tmp_path, {"model": {"w": W, "v": W}, "optimizer": {
+        f"state.{name}.momentum_buffer": W * scale for name, scale in (("v", 1), ("w", 2))}
+        | {f"param_groups.{name}.{option}": value for name in "vw" for option, value in TORCH.items()}})  # fmt: skip
+    values, target = muonckpt.open(path).values, DIALECTS["fully_shard"]
+    with pytest.raises(SourceError, match=r"without an order; give that order with --like"):
+        translate(manifest, values, target)
+    like = GroupTemplate.read({"param_groups": [{"params": ["w"]}, {"params": ["v"]}]})
+    made = {tensor.key: tensor for tensor in translate(manifest, values, target, like=like).tensors}
+    assert made["optimizer.state.0.momentum_buffer"].record.name == "w"
+    assert made["optimizer.state.1.momentum_buffer"].record.name == "v"
+    bare, path = saved(tmp_path / "bare", {"model": {"w": W}, "optimizer": {"state": {"w": {"momentum_buffer": W}}}})
+    with pytest.raises(SourceError, match=r"does not say what its groups are; give that order with --like"):
+        translate(bare, muonckpt.open(path).values, target)
+    listed = nested({"momentum_buffer": W}, **TORCH)
+    listed["optimizer"]["param_groups"].insert(0, {"params": ["idle"], "lr": 0.1})
+    manifest, path = saved(tmp_path / "idle", listed)
+    with pytest.raises(SourceError, match="'idle' .* all numbers after them would be wrong"):
+        translate(manifest, muonckpt.open(path).values, target)
 
 
 # Templates.

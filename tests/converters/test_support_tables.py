@@ -23,7 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 WHY_NOT_WRITTEN = {
     "moonlight": "only an example script reads it",
     "layer_wise": "only the run knows the order and the owners of numbers; write `torch_dist`",
-    "fully_shard": "it numbers parameters, and only the run knows the order; write `dcp`",
 }
 
 FORMATS = {

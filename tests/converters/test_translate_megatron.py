@@ -79,6 +79,39 @@ def test_megatron_there_and_back_is_the_same_checkpoint(name):
     assert copied(result).keys() == {blob.key for blob in manifest.blobs}
 
 
+EXPERTS = "decoder.layers.1.mlp.experts.{}linear_fc{}.weight{}"
+
+
+def test_named_experts_become_those_of_torch_dist_and_come_home(tmp_path):
+    """All in one tensor, or one by one: as Megatron's own factories name and order what it saves."""
+    path, truth = megatron("dp4tp2ep2")
+    state = {"": "model.module.{}", "momentum_buffer": "optimizer.state.module.module.module.{}.momentum_buffer"}
+    for table in ("torch-dist-experts", "torch-dist-singletons"):
+        out, home = tmp_path / table, tmp_path / f"{table} home"
+        muonckpt.convert(path, out, to_dialect="torch_dist_chained", rules=["megatron-swiglu", table])
+        back = [f"inverse:{table}", "inverse:megatron-swiglu"]
+        muonckpt.convert(out, home, to_dialect="fsdp_dtensor", rules=back, step=10)
+        found, arrived = muonckpt.open(out).tensors, muonckpt.open(home).tensors
+        for slot, key in state.items():
+            prefix = f"chained_0.optimizer.state.{slot}." if slot else ""
+            for expert in range(4):
+                gate, up = (truth[key.format(EXPERTS.format("", 1, f"{expert}_{half}"))] for half in "wv")
+                down = truth[key.format(EXPERTS.format("", 2, expert))]
+                if table == "torch-dist-experts":
+                    name = EXPERTS.format("experts.", "{}", "")
+                    parts = {name.format(1): np.concatenate([gate, up]), name.format(2): down}
+                    mine = {name: found[prefix + name].bits()[expert] for name in parts}
+                else:
+                    name = EXPERTS.format(f"experts.{expert}.", "{}", "{}")
+                    parts = {name.format(1, "_w"): gate, name.format(1, "_v"): up, name.format(2, ""): down}
+                    mine = {name: found[prefix + name].bits() for name in parts}
+                for name, words in parts.items():
+                    assert np.array_equal(mine[name], words), (table, name)
+            for name, words in truth.items():
+                if name.startswith(key.partition("{}")[0]) and name.endswith(slot):
+                    assert np.array_equal(arrived[name].bits(), words), (table, name)
+
+
 def test_megatron_momentum_in_the_convention_of_another_program():
     """The coefficient is in the metadata of the whole, the momentum in two halves."""
     path, truth = megatron("dp4")
