@@ -1,9 +1,9 @@
 """The numbers of parameters, for programs that name state by the number of its parameter in the optimizer.
 
-torch numbers the parameters of all groups one after the other, in the order in which the run listed them.  That order is
-in the source's list of groups, or in a template of the run's groups; where it is in neither, a number would be a guess,
-by which momentum would silently go to another parameter of the same shape.  A checkpoint that was written with numbers
-keeps the names in its manifest, so that it can be read under names again.
+torch numbers the parameters of all groups one after the other, in the order in which the run listed them.  That order
+is in the source's list of groups, or in a template of the run's groups; where it is in neither, a number would be a
+guess, by which momentum would silently go to another parameter of the same shape.  A checkpoint that was written with
+numbers keeps the names in its manifest, so that it can be read under names again.
 """
 
 from __future__ import annotations

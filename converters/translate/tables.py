@@ -34,8 +34,8 @@ to = '{p*}.experts.linear_{f}.weight'
 each = 'e'
 stacked = true
 """,
-        # Experts that are one matrix each, as torch_dist has them: one tensor for all, behind one more `experts`; gate and
-        # up are one after the other in it.  Source: `TEGroupedMLP.sharded_state_dict` and `_sharded_state_dict_grouped`.
+        # Experts that are one matrix each, as torch_dist has them: one tensor for all, behind one more `experts`; gate
+        # and up are one after the other in it.  Source: `sharded_state_dict` of Megatron's `TEGroupedMLP`.
         "torch-dist-experts": """\
 [[rule]]
 from = '{p*}.experts.linear_{f}.weight{e}'
