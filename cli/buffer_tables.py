@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..converters.buffer_summary import LabelledBuffer
-from .printing import print_section, size
+from ..wording import size
+from .printing import print_section
 
 _FEW_RANKS = 24
 """The most ranks that are listed unless all are asked for."""

@@ -13,8 +13,9 @@ from ..converters.compare.pair import TensorDifference
 from ..converters.translate.dialects import DIALECTS
 from ..errors import TargetError
 from ..store.io.location import Location
+from ..wording import counted, size
 from .argument_types import CHECKPOINT, JOBS, LEAST_MEMORY, ByteCountType
-from .printing import counted, print_section, printable, progress, size, some_of
+from .printing import print_section, printable, progress, some_of
 
 _MOST_ROWS = 20
 """The most tensors that are listed unless all are asked for."""

@@ -15,15 +15,16 @@ from ..converters.inspection import Inspection, inspection_of
 from ..converters.look.group_code import groups_as_code, groups_as_data
 from ..converters.look.holders import cut_in_words
 from ..converters.look.hyper_parameters import plain_items
+from ..converters.overview import overview
 from ..errors import TargetError
 from ..record import StateRecord
 from ..store.io.location import Location
 from ..store.open_checkpoint import OpenCheckpoint, open
 from ..store.reading.dtypes import itemsize
+from ..wording import size
 from . import buffer_tables
 from .argument_types import CHECKPOINT
-from .overview import overview
-from .printing import print_labelled, print_section, print_table, printable, size
+from .printing import print_labelled, print_section, print_table, printable
 from .shard_pictures import print_rank, print_tensor, print_tree
 
 _VIEWS = ("--tensor", "--rank", "--tree", "--items", "--groups")

@@ -12,8 +12,9 @@ import click
 
 from ..converters.target.topology import AxisCut
 from ..errors import TargetError
+from ..wording import counted, size
 from .argument_types import CHECKPOINT, ByteCountType, MeshType, ShardRuleType, first_cuts
-from .printing import counted, print_table, printable, size
+from .printing import print_table, printable
 
 if TYPE_CHECKING:
     from ..forecasting.prospects import Prospect

@@ -10,10 +10,11 @@ from contextlib import contextmanager, suppress
 
 import click
 
+from ..wording import size
+
 _MOST_NAMES = 8
 _NARROW = 56
 """Characters of a line of a row that is too wide for the terminal."""
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -73,24 +74,9 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def counted(count: int, noun: str) -> str:
-    """A number with its noun: ``1 file``, ``2 files``."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def some_of(names: Sequence[str]) -> str:
     """The first names of a list, and the number of the others."""
     return ", ".join(names[:_MOST_NAMES]) + f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES)
-
-
-def size(count: int) -> str:
-    """A number of bytes in binary units, with three figures."""
-    value = float(count)
-    for unit in _UNITS:
-        if value < 1024 or unit == _UNITS[-1]:
-            return f"{count} B" if unit == "B" else f"{value:.3g} {unit}"
-        value /= 1024
-    raise AssertionError("the last unit takes everything")
 
 
 @contextmanager

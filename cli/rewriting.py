@@ -13,7 +13,8 @@ from ..converters.engine.launch import worker_of
 from ..converters.engine.workers import LaunchError
 from ..converters.report import Report
 from ..errors import TargetError
-from .printing import counted, print_table, printable, progress, size, some_of
+from ..wording import counted, size
+from .printing import print_table, printable, progress, some_of
 
 _MOST_FILES = 32
 """The most files that a plan lists."""

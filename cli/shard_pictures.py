@@ -10,7 +10,8 @@ from ..converters.inspection import Inspection
 from ..converters.look.holders import StoredShard, cut_in_words
 from ..converters.look.module_tree import Branch
 from ..record import StateRecord
-from .printing import counted, print_section, print_table, printable, size
+from ..wording import counted, size
+from .printing import print_section, print_table, printable
 
 _WIDTH = 24
 """Characters of a bar."""

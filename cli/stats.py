@@ -11,8 +11,9 @@ import click
 from ..converters.health.figures import STATS_MEMORY, CheckpointStats, stats
 from ..errors import TargetError
 from ..store.io.location import Location
+from ..wording import counted
 from .argument_types import CHECKPOINT, JOBS, LEAST_MEMORY, ByteCountType
-from .printing import counted, print_section, print_table, printable, progress
+from .printing import print_section, print_table, printable, progress
 
 
 @click.command("stats")

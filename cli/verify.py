@@ -9,8 +9,9 @@ import click
 
 from ..store.audit import verify
 from ..store.io.location import Location
+from ..wording import counted, size
 from .argument_types import CHECKPOINT, JOBS
-from .printing import counted, printable, progress, size
+from .printing import printable, progress
 
 
 @click.command("verify")

@@ -35,6 +35,7 @@ RULES = {
     "fingerprint": "box",
     "vocabulary": "",
     "seal": "errors",
+    "wording": "",
     "chunks": "errors box layout",
     "chunk_fields": "errors box chunks",
     "record": "errors box chunks chunk_fields layout seal vocabulary",
@@ -72,9 +73,9 @@ RULES = {
     "converters/health": "box errors record store store/io store/reading converters/compare converters/engine "
     "converters/look",
     "converters/look": "errors box record vocabulary layouts/buffers store store/io store/reading converters/translate",
-    "converters": "errors chunks record vocabulary layouts/buffers store store/io store/reading store/formats "
+    "converters": "errors chunks record vocabulary wording layouts/buffers store store/io store/reading store/formats "
     "converters/engine converters/look converters/merge converters/target converters/translate",
-    "cli": "errors record version vocabulary layouts/buffers store store/io store/reading converters "
+    "cli": "errors record version vocabulary wording layouts/buffers store store/io store/reading converters "
     "converters/compare converters/engine converters/health converters/look converters/target converters/translate "
     "forecasting",
     "": "errors version layouts store checkpoint converters converters/compare converters/health forecasting",

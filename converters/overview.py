@@ -1,4 +1,4 @@
-"""The first screen of `inspect`, as labelled lines."""
+"""The summary of a checkpoint in words, as labelled lines: the first screen of `inspect` and of a report."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..converters.inspection import Inspection
-from .printing import counted, size
+from ..wording import counted, size
+from .inspection import Inspection
 
 _MOST_LINES = 8
 """The most lines of one kind."""
