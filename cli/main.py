@@ -123,6 +123,9 @@ def run(arguments: Sequence[str]) -> int:
             import traceback
 
             _complain(traceback.format_exc())
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            _complain("this needs torch, which is not installed here: pip install torch")
+            return 2
         if isinstance(error, RecursionError):
             _complain("the source is nested too deeply: expected a checkpoint's metadata, found something else")
             return 3

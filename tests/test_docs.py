@@ -5,10 +5,13 @@ In expected output a line of `…` stands for any number of lines.
 
 from __future__ import annotations
 
+import builtins
 import re
 import shlex
 import subprocess
+import symtable
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,8 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs" / "guide").rglob("*.md"))]
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+IN_ORDER = "*Examples go on from those above them: paste them in order, in one folder and one Python session.*"
 
 
 def commands(block: str) -> list[tuple[str, str]]:
@@ -63,3 +68,49 @@ def test_links_between_pages_lead_somewhere():
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def unexplained(block: str) -> set[str]:
+    """The names that a Python block uses and does not define."""
+
+    def tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+        yield table
+        for inner in table.get_children():
+            yield from tables(inner)
+
+    top = symtable.symtable(block, "block", "exec")
+    defined = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    used = {
+        symbol.get_name()
+        for table in tables(top)
+        for symbol in table.get_symbols()
+        if symbol.is_referenced() and (table is top or symbol.is_global())
+    }
+    return used - defined - {*dir(builtins), "__name__"}
+
+
+def needs_order(text: str) -> bool:
+    """Whether an example of a page does not run when it is pasted alone."""
+    blocks = BLOCK.findall(text)
+    return any(
+        number > 0 if language == "console" else unexplained(block) for number, (language, block) in enumerate(blocks)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("```python\nx = 1\ndef f(a): return a + x\n```\n```python\nprint(2)\n```\n", False),
+        ("```python\nx = 1\n```\n```python\ndef f(): return x\n```\n", True),
+        ("```python\nx = 1\n```\n```console\n$ muonckpt rules\n```\n", True),
+    ],
+)
+def test_blocks_that_need_others_are_told_from_those_that_run_alone(text, answer):
+    assert needs_order(text) is answer
+
+
+def test_a_page_says_whether_its_examples_go_on_from_one_another():
+    pages = {page: page.read_text() for page in [*PAGES, *(ROOT / "docs" / "integrations").glob("*.md")]}
+    assert {page.name: needs_order(text) for page, text in pages.items()} == {
+        page.name: IN_ORDER in text for page, text in pages.items()
+    }

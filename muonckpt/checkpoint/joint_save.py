@@ -6,6 +6,7 @@ has, and if all say the same one, nothing else is exchanged before they write.
 
 from __future__ import annotations
 
+import os
 import platform
 import secrets
 import sys
@@ -76,6 +77,16 @@ class AgreedPlans:
             self._whole.pop(name, None)
 
 
+def _refuse_strays(destination: Location) -> None:
+    """Refuse to save for this process alone where its siblings would do so too, at the same place."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if dist.is_torchelastic_launched() and world != "1" and not dist.is_initialized():
+        raise DestinationError(
+            f"torchrun started {world} processes, but this one has no process group, so each of them would save alone, "
+            f"and all at {destination}: call torch.distributed.init_process_group() at the start of the program"
+        )
+
+
 class JointSave:
     """One save.
 
@@ -84,6 +95,9 @@ class JointSave:
         provenance: goes into the manifest.
         plans: kept from save to save, by each rank for the same process group.
         progress: follows this rank's file.
+
+    Raises:
+        DestinationError: torchrun started several processes, and this one has no process group.
     """
 
     def __init__(
@@ -94,6 +108,7 @@ class JointSave:
         plans: AgreedPlans,
         progress: SaveProgress,
     ) -> None:
+        _refuse_strays(destination)
         self._destination = destination
         self._provenance = {**_provenance(process_group), **provenance}
         self._group = process_group

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from support.workers import run
 
-INTEGRATIONS = Path(__file__).parents[2] / "docs" / "integrations"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def script(page: str) -> dict[str, Any]:
-    """The names that the script of a page of docs/integrations defines; its main part is not run."""
-    (block,) = re.findall(r"^```python\n(.*?)^```$", (INTEGRATIONS / page).read_text(), re.MULTILINE | re.DOTALL)
+def script(page: str, room: str = "integrations") -> dict[str, Any]:
+    """The names that the script of a page of a folder of docs/ defines; its main part is not run."""
+    (block,) = re.findall(r"^```python\n(.*?)^```$", (DOCS / room / page).read_text(), re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {"__name__": "example"}
     exec(compile(block, page, "exec"), names)
     return names

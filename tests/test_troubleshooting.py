@@ -1,0 +1,139 @@
+"""The messages on the page of messages are those that are said: each is brought about here."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.commands import called
+from torch import nn
+
+import muonckpt
+from muonckpt.optimizer import Muon
+from muonckpt.optimizer.groups import MODULE_TYPES, sort_parameters
+
+PAGE = Path(__file__).parents[1] / "docs" / "guide" / "troubleshooting.md"
+WEIGHT = {"w": torch.ones(8, 4)}
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.ones(*shape))
+
+
+def saved(name: str, state: object) -> str:
+    muonckpt.save({"optimizer": state}, name)
+    return name
+
+
+def momentum(options: dict[str, object], **slots: torch.Tensor) -> dict[str, object]:
+    return {"state": {"up": slots}, "param_groups": [{"params": ["up"], "lr": 0.02, **options}]}
+
+
+def changed_file(name: str, change: Callable[[bytes], bytes]) -> str:
+    [source] = Path("run").glob("*.distcp")
+    shutil.copytree("run", name)
+    (Path(name) / source.name).write_bytes(change(source.read_bytes()))
+    return name
+
+
+def flipped(data: bytes) -> bytes:
+    return data.replace(WEIGHT["w"].numpy().tobytes(), torch.full((8, 4), 2.0).numpy().tobytes())
+
+
+def a_hole() -> None:
+    Path("hole").mkdir()
+    with Path("hole/.metadata").open("wb") as file:
+        file.truncate(1 << 30)
+    muonckpt.open("hole")
+
+
+def a_skipped_step() -> None:
+    weight = parameter(3, 3)
+    weight.grad = torch.full((3, 3), torch.nan)
+    Muon([weight], lr=0.02, nonfinite="skip").step()
+
+
+def another_option() -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    state = Muon(layer.parameters(), lr=0.02).state_dict()
+    Muon(layer.parameters(), lr=0.02, ns_steps=4).load_state_dict(state)
+
+
+def under_torchrun() -> None:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TORCHELASTIC_RUN_ID", "none")
+        environment.setenv("WORLD_SIZE", "2")
+        muonckpt.save(WEIGHT, "alone")
+
+
+def without_torch() -> str:
+    script = "import sys; sys.modules['torch'] = None; from muonckpt.cli.main import run; run(sys.argv[1:])"
+    command = [sys.executable, "-c", script, "plan", "--ckpt", "run", "--mesh", "dp=2"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def calls() -> Iterator[Callable[[], object]]:
+    """Each of these raises, warns or prints what a heading has."""
+    two_words = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
+    live = {"optimizer": momentum({"convention": "ema"}, momentum_buffer=torch.ones(4, 4))}
+    summed = saved("sum", momentum({"convention": "sum"}, momentum_buffer=torch.ones(4, 4)))
+    unknown = saved("unknown", momentum({"momentum": 0.95}, momentum_buffer=torch.ones(4, 4)))
+    torch.save(WEIGHT, "weights.pt")
+    Path("empty").mkdir()
+    yield under_torchrun
+    yield lambda: muonckpt.save(WEIGHT, "run")
+    yield lambda: muonckpt.save({"arguments": Namespace(lr=0.1)}, "namespace")
+    yield lambda: muonckpt.open("nowhere")
+    yield lambda: muonckpt.open("empty")
+    yield lambda: muonckpt.open("weights.pt")
+    yield lambda: muonckpt.load({**WEIGHT, "b": torch.ones(2)}, "run")
+    yield lambda: muonckpt.load({}, "run")
+    yield lambda: muonckpt.load({"w": torch.ones(4, 4)}, "run")
+    yield lambda: muonckpt.load({"w": torch.ones(8, 4, dtype=torch.bfloat16)}, "run")
+    yield lambda: muonckpt.load(live, summed)
+    yield another_option
+    yield lambda: muonckpt.load(dict(WEIGHT), changed_file("flipped", flipped))
+    yield lambda: muonckpt.load(dict(WEIGHT), changed_file("cut", lambda data: data[:100]))
+    yield a_hole
+    yield lambda: Muon([parameter(3)], lr=0.02)
+    yield lambda: Muon([{"params": [parameter(3, 3)]}, {"params": [parameter(3)], "algorithm": "adamw"}], lr=0.02)
+    yield lambda: Muon([{"params": [parameter(3, 3)], "nesterow": True}], lr=0.02)
+    yield lambda: sort_parameters(two_words, MODULE_TYPES)
+    yield Muon([parameter(3, 3)], lr=0.02).step
+    yield a_skipped_step
+    yield lambda: called("convert", unknown, "translated", "--to", "muonckpt").stderr
+    yield lambda: called("reshard", "run", "two").stderr
+    yield lambda: called("reshard", "run", "two", "--mesh", "dp=2", "--shard", "*experts*=dp:0").stderr
+    yield lambda: called("reshard", "run", "two", "--mesh", "dp=2", "--shard", "w=tp:0").stderr
+    yield without_torch
+    yield lambda: called("verify", "model.safetensors").stdout
+
+
+def message(call: Callable[[], object]) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            printed = call()
+        except (muonckpt.MuonckptError, ValueError) as error:
+            return str(error)
+    return "\n".join([str(printed), *(str(warning.message) for warning in caught)])
+
+
+def test_every_message_on_the_page_is_said_and_no_other(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    muonckpt.save(WEIGHT, "run")
+    save_file(WEIGHT, "model.safetensors")
+    headings = re.findall(r"^### `(.+)`$", PAGE.read_text(), re.MULTILINE)
+    said = [message(call) for call in calls()]
+    for heading, text in zip(headings, said, strict=True):
+        pattern = ".+".join(map(re.escape, re.split("…", heading)))
+        assert re.search(pattern, " ".join(text.split())), f"### {heading}\n{text}"
