@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TypeGuard
 
@@ -29,6 +29,7 @@ from . import model_weights, rank_file
 from .layer_wise_names import DESCRIPTION_PARSERS, Dealt, Description, ListedParameter, deal, read_description
 from .model_weights import whole_tensor
 from .rank_file import ParameterState, RankFile, RankGroup
+from .tensor_parallel import PartsPayloads, TensorParallelism
 
 _EXPERTS = "is_expert_parallel"
 """The option that tells whether a group is of expert parameters."""
@@ -55,8 +56,44 @@ def reader(path: Location) -> LocatedReader:
             f"{path} holds Megatron's per-rank optimizer files, which record neither names nor owners: "
             f"write {next(iter(DESCRIPTION_PARSERS))} beside them (docs/formats/layer_wise.md)"
         )
-    files = [rank_file.read_rank_file(path, name) for name in description.files or _files(path)]
-    model = model_weights.read_weights(path, description.model) if description.model else None
+    parts = [_part(path, description, folder) for folder in description.folders]
+    first, files = parts[0], [file for part in parts for file in part.files]
+    params: defaultdict[int, list[str]] = defaultdict(list)
+    for member in first.members:
+        params[member.group].append(member.parameter.name)
+    blobs, item_bytes = _items(path, _options(files, params), first.states)
+    in_memory = {_description_file(path): item_bytes}
+    provenance: dict[str, object] = {
+        "format": "layer_wise_optimizer",
+        "dealt": {"algorithm": description.algorithm, "ranks": len(first.files)},
+        "not_kept": sorted(set().union(*(file.others for file in files))),
+    }
+    if description.tensor_parallel is None:
+        provenance["buffers"] = [buffer.to_json() for buffer in _buffers(first.dealt, first.states)]
+        manifest = Manifest(tuple(first.records), blobs, provenance)
+        return LocatedReader(manifest, Payloads(path, in_memory))
+    records = tuple(_joined(parts, description.tensor_parallel))
+    manifest = Manifest(records, blobs, {**provenance, "tensor_parallel": len(parts)})
+    of_parts = (record.chunks[0] for part in parts for record in part.records)
+    checksums = {chunk.item: chunk.crc32 for chunk in of_parts if chunk.crc32 is not None}
+    return LocatedReader(manifest, PartsPayloads(path, in_memory, checksums))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a tensor-parallel rank has, or the only one: the files of its data-parallel ranks, and what is in them."""
+
+    files: Sequence[RankFile]
+    members: Sequence[ListedParameter]
+    dealt: Dealt
+    states: Mapping[str, ParameterState]
+    records: Sequence[StateRecord]
+
+
+def _part(path: Location, description: Description, folder: str) -> _Part:
+    names = description.files or _files(path / folder.rstrip("/") if folder else path)
+    files = [rank_file.read_rank_file(path, f"{folder}{name}") for name in names]
+    model = model_weights.read_weights(path, f"{folder}{description.model}") if description.model else None
     members = description.selected(model.listed if model else ())
     dealt = deal(description, members, len(files))
     _check_experts(files, members)
@@ -64,22 +101,35 @@ def reader(path: Location) -> LocatedReader:
     states = dict(_named(files, dealt, shapes, description))
     if model:
         model.check_masters(path, states)
-    params: defaultdict[int, list[str]] = defaultdict(list)
-    for member in members:
-        params[member.group].append(member.parameter.name)
-    blobs, item_bytes = _items(path, _options(files, params), states)
     weights = model.weights.values() if model and model.folder == path else ()
-    provenance = {
-        "format": "layer_wise_optimizer",
-        "dealt": {"algorithm": description.algorithm, "ranks": len(files)},
-        "not_kept": sorted(set().union(*(file.others for file in files))),
-        "buffers": [buffer.to_json() for buffer in _buffers(dealt, states)],
-    }
-    manifest = Manifest((*_records(dealt, states), *weights), blobs, provenance)
-    return LocatedReader(manifest, Payloads(path, {_description_file(path): item_bytes}))
+    return _Part(files, members, dealt, states, (*_records(dealt, states), *weights))
+
+
+def _joined(parts: Sequence[_Part], how: TensorParallelism) -> Iterator[StateRecord]:
+    """The tensors of all tensor-parallel ranks, each as one.
+
+    Raises:
+        SourceError: the ranks have other tensors, other numbers, or parts that do not fit.
+    """
+    for rank, part in enumerate(parts):
+        if [each.parameter for each in part.members] != [each.parameter for each in parts[0].members]:
+            raise SourceError(f"the models in {how.folders[0]} and {how.folders[rank]} have other parameters or shapes")
+        how.check_masters(rank, part.states)
+        for name, state in parts[0].states.items():
+            plain = [{k: v for k, v in s.items() if not isinstance(v, SavedTensor)} for s in (state, part.states[name])]
+            if plain[0] != plain[1]:
+                raise SourceError(f"state of {name!r} is {plain[0]} in {how.folders[0]}, {plain[1]} in {part.files[0]}")
+    tables = [{record.key: record for record in part.records} for part in parts]
+    for folder, table in zip(how.folders, tables, strict=True):
+        if differing := sorted(table.keys() ^ tables[0].keys()):
+            raise SourceError(f"only one of {how.folders[0]} and {folder} has {differing[0]!r}")
+    for key, record in tables[0].items():
+        yield how.joined(record.name or key.removeprefix("model."), [table[key] for table in tables])
 
 
 def _files(path: Location) -> tuple[str, ...]:
+    if not path.is_dir():
+        raise SourceError(f"expected a folder with the files of every rank at {path}, found none")
     matches = (_RANK.fullmatch(file.name) for file in path.iterdir())
     numbered = sorted((int(match[1]), match[0]) for match in matches if match)
     if not numbered or [rank for rank, _ in numbered] != list(range(len(numbered))):

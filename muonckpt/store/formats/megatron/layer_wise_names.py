@@ -28,6 +28,7 @@ from ...io import limits
 from ...io.location import Location
 from ...io.regular import read_whole
 from .. import signs
+from .tensor_parallel import TensorCut, TensorParallelism
 
 _Order = Callable[[Parameter, int, int], tuple[int, ...]]
 """The sort key of a parameter in its group, given the number of its buffer and its start there.  Equal parameters stay
@@ -81,6 +82,7 @@ class Description:
         files: names of the ranks' files, in order; if empty, ``layer_wise_optimizer_{rank}.pt``.
         experts: size of expert parallelism: the ranks ``e, e + experts, …`` have the experts of part ``e``.
         bucket_size, busbw: options of the run's buffers.
+        tensor_parallel: how the parts of tensor-parallel ranks become whole; None if there is one such rank.
     """
 
     algorithm: str
@@ -91,6 +93,12 @@ class Description:
     experts: int = 1
     bucket_size: int | None = None
     busbw: bool = False
+    tensor_parallel: TensorParallelism | None = None
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders of tensor-parallel ranks, with a slash, or one empty name for the directory itself."""
+        return tuple(f"{name}/" for name in self.tensor_parallel.folders) if self.tensor_parallel else ("",)
 
     def __post_init__(self) -> None:
         if self.algorithm not in _ORDERS:
@@ -100,6 +108,8 @@ class Description:
         twice = [name for name, n in Counter(member.parameter.name for member in self.members).items() if n > 1]
         if twice:
             raise SourceError(f"expected distinct names for all parameters, found {twice[0]!r} twice")
+        if self.experts > 1 and self.tensor_parallel is not None:
+            raise SourceError("parts of tensor parallelism are not joined where there is expert parallelism as well")
         if self.experts < 1 or (self.experts > 1 and self.groups):
             raise SourceError("with expert parallelism list every [[parameter]]: a model's file has one rank's experts")
         strange = [
@@ -151,10 +161,11 @@ def read_description(path: Location) -> Description | None:
 _FieldTypes = Mapping[str, type]
 
 _TOLD: _FieldTypes = {"algorithm": str, "model": str, "experts": int, "bucket_size": int, "busbw": bool}
-_LISTS: _FieldTypes = {"files": list, "parameter": list, "group": list}
+_LISTS: _FieldTypes = {"files": list, "parameter": list, "group": list, "tensor_parallel": list, "cut": list}
 _SEEN: _FieldTypes = {"name": str, "shape": list, "dtype": str, "expert": bool, "tied": bool, "chunk": int, "fold": int}
 _MEMBER: _FieldTypes = {"group": int, "part": int}
 _SELECT: _FieldTypes = {"names": list, "dims": int, "expert": bool}
+_CUT: _FieldTypes = {"names": list, "dim": int, "interleaved": int}
 
 
 def _description(data: Any) -> Description:
@@ -163,6 +174,7 @@ def _description(data: Any) -> Description:
         members=tuple(map(_member, data.get("parameter", ()))),
         groups=tuple(map(_select, data.get("group", ()))),
         files=tuple(map(str, data.get("files", ()))),
+        tensor_parallel=_tensor_parallel(tuple(map(str, data.get("tensor_parallel", ()))), data.get("cut", ())),
         **_those(data, _TOLD),
     )
 
@@ -176,6 +188,15 @@ def _member(data: Any) -> ListedParameter:
 def _select(data: Any) -> Select:
     _check(data, _SELECT, "names")
     return Select(**{**_those(data, _SELECT), "names": tuple(map(str, data["names"]))})
+
+
+def _tensor_parallel(folders: tuple[str, ...], cuts: Sequence[Any]) -> TensorParallelism | None:
+    if bool(folders) != bool(cuts):
+        raise SourceError("expected both: tensor_parallel with the folders of its ranks, and [[cut]] tables")
+    for cut in cuts:
+        _check(cut, _CUT, "names")
+    tables = (TensorCut(**{**_those(cut, _CUT), "names": tuple(map(str, cut["names"]))}) for cut in cuts)
+    return TensorParallelism(folders, tuple(tables)) if folders else None
 
 
 def _those(data: Mapping[str, Any], kinds: _FieldTypes) -> dict[str, Any]:

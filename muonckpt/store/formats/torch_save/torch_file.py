@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ....box import Index
 from ....errors import SourceError
@@ -28,12 +28,16 @@ _TYPES = ("torch Tensor", "torch.nn.parameter Parameter")
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor of such a file: its raw little-endian row-major elements are ``payload``."""
+    """A tensor of such a file: its raw little-endian row-major elements are ``payload``.
+
+    ``attributes`` are those that the program has set on it.
+    """
 
     dtype: str
     shape: Index
     payload: Extent
     crc32: int | None
+    attributes: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ class TorchFile:
                 f"of shape {tensor.shape}, found strides {tensor.strides} and {member}"
             )
         payload = Extent(self.name, member.offset, member.length)
-        return SavedTensor(tensor.dtype, tensor.shape, payload, member.crc32)
+        return SavedTensor(tensor.dtype, tensor.shape, payload, member.crc32, _attributes(value))
 
 
 def read_torch_file(directory: Location, name: str) -> TorchFile:
@@ -95,3 +99,13 @@ def _bare(value: object) -> object:
         case Record(kind="torch._tensor _rebuild_from_type_v2", args=(Global() as call, Global() as kind, args, _)):
             return Record(call, args) if kind in _TYPES else value
     return value
+
+
+def _attributes(value: object) -> Mapping[str, object]:
+    match value:
+        case Record(
+            kind="torch._utils _rebuild_parameter_with_state" | "torch._tensor _rebuild_from_type_v2",
+            args=(_, _, _, dict() as state),
+        ):
+            return {str(name): attribute for name, attribute in state.items()}
+    return {}
