@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test trust check bench gpu docs clean
+.PHONY: install demo test trust check bench gpu docs site clean
 
 install: $(STAMP)
 
@@ -27,8 +27,16 @@ SEED ?= 0
 trust: install
 	OMP_NUM_THREADS=1 MUONCKPT_TRUST=$(TRUST) MUONCKPT_SEED=$(SEED) MUONCKPT_DAMAGES=$$(($(TRUST) * 200)) $(BIN)/python -m pytest tests/trust tests/store/test_hostile_files.py
 
+# The documentation as a site in build/site; open its index.html, with or without a network.  A broken link is an error.
+site: .venv/.site
+	$(BIN)/python -m mkdocs --quiet build
+
+.venv/.site: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
 # mypy reads files, not installed mappings: give it the package as one tree of links.
-check: install
+check: install .venv/.site
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	rm -rf build/typed && mkdir -p build/typed/muonckpt
