@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import sys
 from collections.abc import Mapping
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from support.checkouts import checkout
 from support.golden import golden
 from support.topologies import TOPOLOGIES, Home, part_of, placer, world_of
 from support.workers import run
@@ -257,9 +257,7 @@ def test_our_own_state_loads_as_it_is():
 @pytest.fixture
 def theirs(monkeypatch):
     """The package dion, out of the folder that PEERS names; uncompiled, which is faster for so small matrices."""
-    folder = os.environ.get("PEERS")
-    if not folder:
-        pytest.skip("PEERS does not name a folder with a checkout of microsoft/dion")
+    folder = checkout("dion")
     monkeypatch.setattr(torch, "compile", lambda made=None, **_: made or (lambda function: function))
     monkeypatch.syspath_prepend(folder)
     dion = pytest.importorskip("dion")

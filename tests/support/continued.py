@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import muonckpt
 
@@ -58,13 +59,24 @@ class Model(nn.Module):
         return [self.scale, self.shift]
 
 
+def placed(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """The tensor, which every rank has whole, sharded as the parameter is."""
+    if not isinstance(param, DTensor):
+        return tensor
+    return distribute_tensor(tensor, param.device_mesh, param.placements, src_data_rank=None)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 def train(model: nn.Module, optimizers: Sequence, steps: Iterable[int], schedulers: Sequence = (), idle=()) -> None:
     """Steps with the gradients of their numbers; parameters of names in ``idle`` have none."""
     for step in steps:
         generator = torch.Generator().manual_seed(1000 + step)
         for name, param in model.named_parameters():
             gradient = torch.randn(param.shape, generator=generator)
-            param.grad = None if name in idle else gradient
+            param.grad = None if name in idle else placed(gradient, param)
         for optimizer in (*optimizers, *schedulers):
             optimizer.step()
 
@@ -84,8 +96,11 @@ def load_ours(model: nn.Module, optimizer, path, **how):
     return report
 
 
-def load_stock(model: nn.Module, optimizers: Sequence, path) -> None:
-    """As a program does that uses stock DCP: its own template, and every key of it must be there."""
+def load_stock(model: nn.Module, optimizers: Sequence, path, state_of=None, put=None) -> None:
+    """As a program does that uses stock DCP: its own template, and every key of it must be there.
+
+    ``state_of`` and ``put`` are how the program gets its optimizers' state and sets it, if not as torch does.
+    """
     with torch.no_grad():
         for optimizer in optimizers:  # as torch does for optimizers that make their state at the first step
             rates = [group["lr"] for group in optimizer.param_groups]
@@ -97,19 +112,23 @@ def load_stock(model: nn.Module, optimizers: Sequence, path) -> None:
             for group, lr in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = lr
     weights, state = get_state_dict(model, list(optimizers))
-    loaded = {"model": weights, "optimizer": state}
+    loaded = {"model": weights, "optimizer": state if state_of is None else state_of()}
     dcp.load(loaded, checkpoint_id=path, no_dist=True)
+    if put is not None:
+        put(loaded["optimizer"])
+        set_model_state_dict(model, weights)
+        return
     set_state_dict(model, list(optimizers), model_state_dict=weights, optim_state_dict=loaded["optimizer"])
 
 
 def furthest(model: nn.Module, other: nn.Module, start: dict[str, torch.Tensor]) -> float:
     """The largest difference of updates since ``start``, as a part of the update."""
     return max(
-        float((param - theirs).norm().detach() / (param - start[name]).norm().detach())
-        for (name, param), theirs in zip(model.named_parameters(), other.parameters(), strict=True)
+        float((param - theirs).norm() / (param - start[name]).norm())
+        for (name, param), theirs in zip(weights_of(model).items(), weights_of(other).values(), strict=True)
         if not torch.equal(param, start[name]) or not torch.equal(theirs, start[name])
     )
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
+    return {name: whole(param).clone() for name, param in model.named_parameters()}
