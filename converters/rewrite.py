@@ -13,7 +13,7 @@ from ..errors import DestinationError, TargetError
 from ..layouts.buffers.placements import present_name
 from ..store.audit import Progress
 from ..store.formats.registry import BUFFERS
-from ..store.formats.signs import is_torch_dist
+from ..store.formats.signs import NOT_READ, is_torch_dist
 from ..store.io.location import Remote, location
 from ..store.io.side_file import items_beside
 from ..store.open_checkpoint import OpenCheckpoint, open
@@ -263,6 +263,8 @@ def _unused(container: Container, mesh: Mapping[str, int] | None) -> tuple[str, 
 
 
 def _unread(source: OpenCheckpoint) -> tuple[str, ...]:
-    """A note if there is a file of items beside the source."""
+    """Notes on what lies beside the source, or in its folder, and is not read."""
     place = items_beside(source.path)
-    return (f"the items in {place} are not read",) if place.exists() else ()
+    notes = (f"the items in {place} are not read",) if place.exists() else ()
+    others = source.provenance.get(NOT_READ, ())
+    return (*notes, f"not read: {', '.join(others)}") if others else notes

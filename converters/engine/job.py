@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from ...errors import DestinationError
+from ...errors import DestinationError, SourceError
 from ...record import Extent, Manifest, StateRecord
+from ...store.formats.signs import NAMES_FILE, NUMBERED
 from ...store.io import publish
 from ...store.io.checksums import xxh3_128
 from ...store.io.gc_paused import gc_paused
@@ -148,6 +149,8 @@ def make_job(
         LayoutError: a tensor of the source has a hole or an overlap.
     """
     outputs = make_outputs(source).selected(select)
+    if source.manifest.provenance.get(NUMBERED):
+        _refuse_numbers(source, outputs)
     manifest = outputs.used(source.manifest)
     name = source.path.resolve().name
     task = WriteRequest(name, manifest.provenance, source.payloads, outputs, target, tuple(select))
@@ -190,7 +193,21 @@ def file_states(payloads: Payloads, manifest: Manifest) -> tuple[object, ...]:
     names = {c.item.file for t in manifest.tensors for c in t.chunks} | {b.item.file for b in manifest.blobs}
 
     def state(name: str) -> tuple[object, ...]:
+        if payloads.is_held(name):
+            return (name,)
         with open_regular(payloads.place(name)) as file:
             return name, *file.state
 
     return tuple(at_each(payloads.directory, state, sorted(names)))
+
+
+def _refuse_numbers(source: Source, outputs: Outputs) -> None:
+    """Refuse state of parameters that still have numbers for names."""
+    for tensor in outputs.tensors:
+        name, slot = tensor.record.name, tensor.record.slot
+        if slot is not None and name is not None and name.isdecimal():
+            raise SourceError(
+                f"{source.path}: {tensor.key!r} is state of number {name}, and nothing in its files says which "
+                f"that is: write the names in the order of the optimizer's parameters to {NAMES_FILE} beside them, or "
+                "give a table with --rules (docs/formats/trainers.md); or take the model alone, by --select 'model.*'"
+            )

@@ -27,6 +27,10 @@ class JoinedPayloads(Payloads):
         part, own = self._part(name)
         return part.place(own)
 
+    def is_held(self, name: str) -> bool:
+        part, own = self._part(name)
+        return part.is_held(own)
+
     def close(self) -> None:
         super().close()
         for part in self._parts:

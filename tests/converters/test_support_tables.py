@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import sharded
 from support.rank_files import written
+from support.trainer_files import of_one_process
 
 import muonckpt
 from muonckpt.converters.translate.dialects import DIALECTS
@@ -31,9 +32,16 @@ FORMATS = {
     "flat buffers": "buffers",
     "Megatron's `torch_dist`": "torch_dist",
     "Megatron's `layer_wise_optimizer_{rank}.pt`": None,
+    "`optimizer.pt`, `optimizer.bin` and weights of one process (Hugging Face, accelerate)": None,
     "safetensors": "safetensors",
     "zarr v3": "zarr",
 }
+
+READ_ONLY = {
+    "Megatron": (lambda folder: written(folder, "padded-numel", 2), WHY_NOT_WRITTEN["layer_wise"]),
+    "`optimizer.pt`": (of_one_process, "only the run knows the order of numbers; write `dcp`"),
+}
+"""By how the name in the table begins: what makes one, and why it is not written."""
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -73,8 +81,11 @@ def formats(folder: Path) -> str:
         muonckpt.convert(own, paths[name], format=name)
     rows = []
     for number, (name, written_as) in enumerate(FORMATS.items()):
-        path = own if number == 0 else written(folder, "padded-numel", 2) if written_as is None else paths[written_as]
-        to = "no: " + WHY_NOT_WRITTEN["layer_wise"] if written_as is None else f"`--to-format {written_as}`"
+        if written_as is None:
+            make, why = next(made for beginning, made in READ_ONLY.items() if name.startswith(beginning))
+            path, to = make(folder), f"no: {why}"
+        else:
+            path, to = own if number == 0 else paths[written_as], f"`--to-format {written_as}`"
         rows.append(
             (
                 name,

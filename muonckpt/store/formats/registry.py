@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ... import record
 from ...errors import SourceError
 from ..io.location import Location
+from ..io.regular import open_regular
 from ..reading.payloads import Payloads
 from ..reading.reader import LocatedReader, Reader
 from . import native, signs
@@ -83,12 +84,26 @@ def _layer_wise(path: Location) -> Reader:
     return layer_wise.reader(path)
 
 
+def _process_files(path: Location) -> Reader:
+    from .trainers import process_files
+
+    _refuse_stray(path)
+    return process_files.reader(path)
+
+
+def _of_file(path: Location) -> Format:
+    """The format of a file: an archive of torch.save, or safetensors."""
+    with open_regular(path) as file:
+        return PROCESS_FILES if file.read(0, min(file.size, 4)) in signs.TORCH_SAVE else SAFETENSORS
+
+
 OWN = Format("muonckpt", _own)
 DCP = Format("stock DCP", dcp.DcpReader)
 SIBLINGS = Format("stock DCP in sibling folders", siblings.SiblingsReader)
 BUFFERS = Format("flat buffers", _flat_buffers)
 SAFETENSORS = Format("safetensors", _safetensors)
 ZARR = Format("zarr", _zarr)
+PROCESS_FILES = Format("torch.save's files of one process", _process_files)
 LAYER_WISE = Format("Megatron's layer-wise files", _layer_wise)
 
 
@@ -98,9 +113,14 @@ SIGNS: tuple[tuple[str, Format], ...] = (
     (dcp.METADATA_FILE, DCP),
     (signs.FLAT_BUFFERS_FILE, BUFFERS),
     (signs.ZARR_FILE, ZARR),
+    ("optimizer.pt", PROCESS_FILES),
+    ("optimizer.bin", PROCESS_FILES),
+    ("optimizer_[0-9]*.bin", PROCESS_FILES),
     ("*.safetensors", SAFETENSORS),
     ("*.safetensors.index.json", SAFETENSORS),
     ("layer_wise_optimizer_[0-9]*.pt", LAYER_WISE),
+    ("pytorch_model*.bin", PROCESS_FILES),
+    ("pytorch_model.bin.index.json", PROCESS_FILES),
 )
 """Shell patterns of file names by which a directory shows its format; the first match counts.
 
@@ -118,7 +138,7 @@ def format_of(path: Location) -> Format:
     """
     try:
         if path.is_file():
-            return SAFETENSORS
+            return _of_file(path)
         names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
         found = next((kind for sign, kind in SIGNS if fnmatch.filter(names, sign)), None)
         if found is None and names and len(siblings.folders_below(path)) > 1:

@@ -16,6 +16,18 @@ ZARR_FILE = "zarr.json"
 MEGATRON_FILE = "metadata.json"
 """Name of the file that tells Megatron the format of a checkpoint."""
 
+TORCH_SAVE = (b"PK\3\4", b"\x80\2\x8a\n")
+"""The first bytes of a file of ``torch.save``: a zip archive, or before torch 1.6 a pickle."""
+
+NAMES_FILE = "parameter_names.json"
+"""Name of the file that a person writes beside an optimizer's, with the names of the parameters that it numbers."""
+
+NUMBERED = "numbered_parameters"
+"""The key in the provenance that lists the optimizers whose parameters have no names."""
+
+NOT_READ = "not_read"
+"""The key in the provenance that lists the files of a folder that were left alone."""
+
 LAYER_WISE_FILES = ("layer_wise.toml", "layer_wise.json")
 """Names of a description of Megatron's per-rank optimizer files."""
 

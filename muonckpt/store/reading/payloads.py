@@ -64,6 +64,10 @@ class Payloads:
         """Where a file of the checkpoint is."""
         return self.directory / name
 
+    def is_held(self, name: str) -> bool:
+        """Whether a name stands for bytes in memory that are no file."""
+        return name in self._in_memory and not self.place(name).exists()
+
     def view(self, extent: Extent) -> memoryview:
         """The bytes of an extent.
 

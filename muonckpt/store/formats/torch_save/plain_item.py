@@ -46,14 +46,35 @@ def plain_value(raw: bytes, allowed: Container[str] = ()) -> Any:
     if pickled.crc32 is not None and zlib.crc32(data) != pickled.crc32:
         raise SourceError(f"expected checksum {pickled.crc32:#010x} for data.pkl, found {zlib.crc32(data):#010x}")
     content = unpickle(data, allowed or _OF_NUMBERS, limits.ITEM_CONTAINERS)
-    try:
-        converted, unfolded = _Conversion(strict=not allowed).of(content)
-    except RecursionError:
-        raise SourceError("expected plain data, found it nested too deeply") from None
-    limits.check_limit(
-        unfolded, limits.SMALL_DESCRIPTION + limits.UNFOLDED * len(data), "elements and characters in an item's data"
-    )
-    return converted
+    return PlainParts(len(data), strict=not allowed).part(content)
+
+
+class PlainParts:
+    """Makes plain data of parts of one pickle, as much as is in proportion to its length in bytes.
+
+    Args:
+        strict: refuse what is not plain data.
+    """
+
+    def __init__(self, length: int, strict: bool = True) -> None:
+        self._conversion = _Conversion(strict)
+        self._most = limits.SMALL_DESCRIPTION + limits.UNFOLDED * length
+        self._unfolded = 0
+
+    def part(self, value: object) -> Any:
+        """A part of the pickle's content as plain data; a scalar of numpy becomes a Python number.
+
+        Raises:
+            LimitError: all parts together have too many elements and characters.
+            SourceError: it is something else.
+        """
+        try:
+            converted, unfolded = self._conversion.of(value)
+        except RecursionError:
+            raise SourceError("expected plain data, found it nested too deeply") from None
+        self._unfolded += unfolded
+        limits.check_limit(self._unfolded, self._most, "elements and characters in an item's data")
+        return converted
 
 
 class _Conversion:

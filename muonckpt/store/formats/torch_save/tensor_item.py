@@ -278,6 +278,7 @@ def read_tensor(read: Read, offset: int, length: int) -> TensorItem:
 def _tensor(data: bytes) -> tuple[str, Index, Index]:
     """Dtype, shape and strides in the pickle of a tensor, whose storage must hold each of its elements once."""
     tensor = described(unpickle(data, _TENSOR_NAMES))
+    tensor.check_whole()
     if tensor.storage != "0":
         raise SourceError(f"expected a tensor of storage '0', found storage {tensor.storage!r}")
     return tensor.dtype, tensor.shape, tensor.strides
@@ -285,19 +286,36 @@ def _tensor(data: bytes) -> tuple[str, Index, Index]:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A tensor as a pickle describes it: its elements are in the member ``data/{storage}``, each once."""
+    """A tensor as a pickle describes it: each element is in the member ``data/{storage}`` once.
+
+    They are there from element ``start`` on without gaps, in the order that the strides define; the member has
+    ``count`` elements.
+    """
 
     storage: str
     dtype: str
     shape: Index
     strides: Index
+    start: int
+    count: int
+
+    def check_whole(self) -> None:
+        """Check that the member has no other elements.
+
+        Raises:
+            SourceError: it has.
+        """
+        if self.start != 0 or self.count != math.prod(self.shape):
+            raise SourceError(
+                f"expected a storage of just the elements of shape {self.shape}, found a view of {self.count}"
+            )
 
 
 def described(value: object) -> Described:
     """The tensor that part of a pickle stands for.
 
     Raises:
-        SourceError: it is something else, a view of a part of its storage, or more than a plain tensor.
+        SourceError: it is something else, a view with gaps or beyond its storage, or more than a plain tensor.
     """
     call = expect(Record, value)
     args, arity = expect(tuple, call.args), _REBUILD.get(call.kind)
@@ -318,11 +336,13 @@ def described(value: object) -> Described:
     if bool(element) != (kind == _UNTYPED) or dtype not in DTYPES:
         raise SourceError(f"expected the storage and the dtype to agree, found {kind} and {dtype}")
     shape, strides = sizes_of(size), sizes_of(stride)
-    if start != 0 or count != math.prod(shape) * (itemsize(dtype) if element else 1):
-        raise SourceError(f"expected a storage of just the elements of shape {shape}, found a view of {count}")
+    (first,), (stored,) = sizes_of((start,)), sizes_of((count,))
+    held, rest = divmod(stored, itemsize(dtype) if element else 1)
+    if rest or first + math.prod(shape) > held:
+        raise SourceError(f"expected a storage with the elements of shape {shape} from {first} on, found {held}")
     if not _is_dense(shape, strides):
         raise SourceError(f"expected each element once, found strides {strides} for shape {shape}")
-    return Described(key, dtype, shape, strides)
+    return Described(key, dtype, shape, strides, first, held)
 
 
 def _is_empty(hooks: object) -> bool:

@@ -12,9 +12,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ....box import Index
+from ....box import Box, Index
 from ....errors import SourceError
-from ....record import Extent
+from ....record import Chunk, Extent
 from ...io import limits
 from ...io.location import Location
 from ...io.regular import File, open_regular
@@ -24,6 +24,11 @@ from .stored_zip import ZipMember, member_data, read_members
 from .tensor_item import described, is_row_major
 
 _TYPES = ("torch Tensor", "torch.nn.parameter Parameter")
+_PARAMETERS = ("torch._utils _rebuild_parameter", "torch._utils _rebuild_parameter_with_state")
+WITH_TYPE = "torch._tensor _rebuild_from_type_v2"
+"""Makes a tensor of a class of its own, or with attributes."""
+
+_TENSORS = frozenset((*_PARAMETERS, WITH_TYPE, "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,8 @@ class TorchFile:
     name: str
     content: object
     members: Mapping[str, ZipMember]
+    described: int
+    """Bytes of the pickle, by which limits on what is in it are measured."""
 
     def tensor(self, value: object) -> SavedTensor:
         """The tensor that part of the content stands for, also if it is a parameter or has attributes.
@@ -55,6 +62,7 @@ class TorchFile:
             SourceError: it is not a tensor, or its elements are not a whole member of the file in row-major order.
         """
         tensor = described(_bare(value))
+        tensor.check_whole()
         member = self.members.get(f"data/{tensor.storage}")
         size = math.prod(tensor.shape) * itemsize(tensor.dtype)
         if member is None or member.length != size or not is_row_major(tensor.shape, tensor.strides):
@@ -64,6 +72,40 @@ class TorchFile:
             )
         payload = Extent(self.name, member.offset, member.length)
         return SavedTensor(tensor.dtype, tensor.shape, payload, member.crc32, _attributes(value))
+
+    def chunk(self, value: object) -> tuple[str, Chunk]:
+        """The dtype of a tensor, and its chunk with a box that begins at 0; it may be a view of a part of its storage.
+
+        Its item is the whole storage; a chunk has a checksum if it is all of that.
+
+        Raises:
+            SourceError: it is not a tensor, or its elements are not without gaps in a member of the file.
+        """
+        tensor = described(_bare(value))
+        member = self.members.get(f"data/{tensor.storage}")
+        size = itemsize(tensor.dtype)
+        if member is None or member.length != tensor.count * size:
+            raise SourceError(f"expected {tensor.count * size} bytes in data/{tensor.storage}, found {member}")
+        item = Extent(self.name, member.offset, member.length)
+        start = member.offset + tensor.start * size
+        payload = Extent(self.name, start, math.prod(tensor.shape) * size)
+        strides = None if is_row_major(tensor.shape, tensor.strides) else tensor.strides
+        crc32 = member.crc32 if payload == item else None
+        return tensor.dtype, Chunk(Box.of(tensor.shape), item, payload, crc32=crc32, strides=strides)
+
+    @property
+    def checksums(self) -> dict[Extent, int]:
+        """The CRC-32 of each storage, by its extent."""
+        return {
+            Extent(self.name, member.offset, member.length): member.crc32
+            for name, member in self.members.items()
+            if name.startswith("data/") and member.crc32 is not None
+        }
+
+
+def is_tensor(value: object) -> bool:
+    """Whether a part of the content stands for a tensor, of any kind."""
+    return isinstance(value, Record) and value.kind in _TENSORS
 
 
 def read_torch_file(directory: Location, name: str) -> TorchFile:
@@ -80,6 +122,11 @@ def read_torch_file(directory: Location, name: str) -> TorchFile:
 
 
 def _read(file: File, name: str) -> TorchFile:
+    if file.read(0, min(file.size, 2)) == b"\x80\2":
+        raise SourceError(
+            "expected the zip archive that torch.save writes since 1.6, found the form before that, or another pickle: "
+            "load it with torch and save it again"
+        )
     members = {member.name: member for member in read_members(file.read, file.size)}
     if "data.pkl" not in members:
         raise SourceError(f"expected a file of torch.save, found a zip archive of {', '.join(members):.200}")
@@ -88,16 +135,17 @@ def _read(file: File, name: str) -> TorchFile:
     pickled = members["data.pkl"].length
     most = limits.SMALL_DESCRIPTION + max(file.on_disk - pickled, 0)
     limits.check_limit(pickled, most, "bytes in data.pkl, in proportion to the rest of the file")
-    return TorchFile(name, unpickle(member_data(file.read, members["data.pkl"], pickled), Anything()), members)
+    content = unpickle(member_data(file.read, members["data.pkl"], pickled), Anything())
+    return TorchFile(name, content, members, pickled)
 
 
 def _bare(value: object) -> object:
     """The plain tensor in a parameter, or in a tensor with attributes such as Megatron's ``partition_dim``."""
     match value:
-        case Record(kind="torch._utils _rebuild_parameter" | "torch._utils _rebuild_parameter_with_state", args=args):
+        case Record(kind=kind, args=args) if kind in _PARAMETERS:
             return args[0] if isinstance(args, tuple) and args else value
-        case Record(kind="torch._tensor _rebuild_from_type_v2", args=(Global() as call, Global() as kind, args, _)):
-            return Record(call, args) if kind in _TYPES else value
+        case Record(kind=kind, args=(Global() as call, Global() as own, args, _)) if kind == WITH_TYPE:
+            return Record(call, args) if own in _TYPES else value
     return value
 
 

@@ -1,0 +1,135 @@
+"""What trainers save with torch.save in one process: read, given names, resharded, and trained on with."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from support import hostile
+from support.commands import called
+from support.continued import EXACT, Model, load_ours, train
+
+import muonckpt
+from muonckpt.errors import SourceError
+from muonckpt.optimizer.muon import Muon
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def ours(model: Model) -> Muon:
+    """Its groups are not in the order of the model."""
+    groups = [
+        {"params": model.vectors, "algorithm": "adamw", "lr": 1e-3},
+        {"params": model.matrices[::-1], "weight_decay": 0.2},
+    ]
+    return Muon(groups, lr=0.02, **EXACT)
+
+
+def numbered_names(model: Model, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The code of docs/formats/trainers.md."""
+    names = {param: name for name, param in model.named_parameters()}
+    return [names[param] for group in optimizer.param_groups for param in group["params"]]
+
+
+@pytest.mark.parametrize(("optimizer_file", "weights"), [("optimizer.pt", "model.safetensors"),
+                                                         ("optimizer.bin", "pytorch_model.bin")])  # fmt: skip
+def test_our_muon_goes_on_with_what_a_trainer_saved(optimizer_file, weights, tmp_path):
+    model, source = Model(), tmp_path / "checkpoint-3"
+    optimizer = ours(model)
+    train(model, [optimizer], range(3))
+    source.mkdir()
+    torch.save(optimizer.state_dict(), source / optimizer_file)
+    (save_file if weights.endswith("safetensors") else torch.save)(model.state_dict(), source / weights)
+    torch.save({"last_epoch": 3}, source / "scheduler.pt")
+
+    assert muonckpt.verify(source).verdict == ("readable, unchecked" if weights.endswith("safetensors") else "whole")
+    assert "numbers" not in called("inspect", source).stderr
+    with pytest.raises(SourceError, match=r"number 0, and nothing .* parameter_names.json"):
+        muonckpt.reshard(source, tmp_path / "out", mesh={"dp": 2})
+    names = numbered_names(model, optimizer)
+    (source / "parameter_names.json").write_text(json.dumps(names[::-1]))
+    with pytest.raises(SourceError, match="names are in another order"):
+        muonckpt.open(source)
+    (source / "parameter_names.json").write_text(json.dumps(names))
+    report = muonckpt.reshard(source, tmp_path / "out", mesh={"dp": 3})
+    assert "not read: scheduler.pt" in report.notes
+
+    twin = Model()
+    continued = ours(twin)
+    load_ours(twin, continued, tmp_path / "out")
+    train(model, [optimizer], range(3, 5))
+    train(twin, [continued], range(3, 5))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_names_that_torch_recorded_are_taken_and_tables_name_numbers(tmp_path):
+    model = Model()
+    named = torch.optim.AdamW(model.named_parameters())
+    train(model, [named], range(1))
+    torch.save({"optimizer": named.state_dict(), "model": model.state_dict(), "step": 7}, tmp_path / "all.pt")
+    with muonckpt.open(tmp_path / "all.pt") as opened:
+        assert opened.items["step"] == 7 and opened.groups["optimizer.param_groups.0"]["params"][0] == "qkv"
+        moment = opened.tensors["optimizer.state.qkv.exp_avg"].numpy()
+        np.testing.assert_array_equal(moment, named.state[model.qkv]["exp_avg"].numpy())
+    plain = torch.optim.AdamW(model.parameters())
+    plain.load_state_dict(named.state_dict())
+    torch.save({**plain.state_dict(), "param_groups": [{"params": [0, 1, 2, 3, 4], "lr": 0.1, "betas": (0.9, 0.95),
+                "eps": 1e-8, "weight_decay": 0.0}]}, tmp_path / "optimizer.pt")  # fmt: skip
+    order = numbered_names(model, plain)
+    (tmp_path / "t.toml").write_text("\n".join(f"[[rule]]\nfrom = '{i}'\nto = '{n}'" for i, n in enumerate(order)))
+    done = called("convert", tmp_path / "optimizer.pt", tmp_path / "o", "--to", "dcp", "--rules", tmp_path / "t.toml")
+    assert done.returncode == 0, done.stderr
+    with muonckpt.open(tmp_path / "o") as out:
+        np.testing.assert_array_equal(out.tensors["optimizer.state.qkv.exp_avg"].numpy(), moment)
+        assert out.groups["optimizer.param_groups.0"]["params"] == order
+
+
+class Code:
+    def __reduce__(self):
+        return exec, ("raise AssertionError",)
+
+
+def laughs() -> bytes:
+    """A state dict of dicts that share each other: 2 ** 30 values."""
+    out = b"\x80\2" + pickle.EMPTY_DICT + pickle.BINPUT + b"\0"
+    for level in range(1, 31):
+        uses = b"".join(pickle.BININT1 + bytes([key]) + pickle.BINGET + bytes([level - 1]) for key in (0, 1))
+        out += pickle.EMPTY_DICT + pickle.BINPUT + bytes([level]) + pickle.MARK + uses + pickle.SETITEMS
+    return out + pickle.STOP
+
+
+def test_files_that_are_more_than_a_state_dict_are_refused_and_damage_is_found(tmp_path):
+    for name, content, why in (
+        ("code", {"w": torch.ones(2), "f": Code()}, "found .* exec; nothing was run"),
+        ("gaps", {"w": torch.ones(4, 2)[:, 0]}, "each element once"),
+        ("shared", {str(key): torch.ones(1 << 18) for key in range(2)}, None),
+    ):
+        torch.save(content, tmp_path / name)
+        if why:
+            with pytest.raises(SourceError, match=why):
+                muonckpt.open(tmp_path / name)
+    (tmp_path / "laughs").write_bytes(hostile.item(laughs()))
+    with pytest.raises(SourceError, match=r"expected at most .* values"):
+        muonckpt.open(tmp_path / "laughs")
+    one = torch.ones(1 << 18)
+    torch.save({str(key): one for key in range(12)}, tmp_path / "copies")
+    with pytest.raises(SourceError, match="which share storages"):
+        muonckpt.open(tmp_path / "copies")
+    torch.save({"w": torch.ones(2)}, tmp_path / "old", _use_new_zipfile_serialization=False)
+    with pytest.raises(SourceError, match="save it again"):
+        muonckpt.open(tmp_path / "old")
+    part = torch.arange(64.0).reshape(8, 8)
+    torch.save({"w": part[2:5], "t": part[5:].t()}, tmp_path / "parts")
+    assert muonckpt.verify(tmp_path / "parts").verdict == "whole"
+    with muonckpt.open(tmp_path / "parts") as opened:
+        np.testing.assert_array_equal(opened.tensors["w"].numpy(), part[2:5].numpy())
+        np.testing.assert_array_equal(opened.tensors["t"].numpy(), part[5:].t().numpy())
+    data = bytearray((tmp_path / "parts").read_bytes())
+    data[data.index(part.numpy().tobytes()) + 100] ^= 1
+    (tmp_path / "parts").write_bytes(bytes(data))
+    assert muonckpt.verify(tmp_path / "parts").verdict == "faulty"
+    assert called("reshard", tmp_path / "parts", tmp_path / "out", "--mesh", "dp=2").returncode == 3
