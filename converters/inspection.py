@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ..chunks import UNKNOWN
+from ..columns import UNKNOWN
 from ..errors import TargetError, did_you_mean
 from ..record import Manifest, StateRecord
 from ..store.io.gc_paused import gc_paused

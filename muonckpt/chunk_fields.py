@@ -1,10 +1,9 @@
-"""The chunks of a tensor as they are written in a manifest, read into columns and written from them."""
+"""The chunks of tensors in a manifest of version 1, an object each, read into columns."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -12,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from .box import MOST_ELEMENTS
-from .chunks import UNKNOWN, Boxes, Chunk, Chunks, ColumnsBuilder, row_of, strides_of
+from .chunks import Boxes, Chunks
+from .columns import UNKNOWN, ColumnsBuilder
 from .errors import DamageError, LayoutError, SourceError
 
 _FIELDS = itemgetter("lo", "hi", "file", "item", "payload", "digest", "crc32")
@@ -20,16 +20,43 @@ _HEX = re.compile(r"[0-9a-f]*")
 _BLOCK = 1 << 13
 """Chunks that are read at a time: enough to amortise calls, few enough to be small beside the text."""
 
-_QUOTE = '"'
 _NO_PAYLOAD = [UNKNOWN, UNKNOWN]
 
 
-class ChunkReader:
+class Geometries:
+    """Boxes from their JSON data; those of an earlier tensor if they are the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, bytes], Boxes] = {}
+
+    def boxes(self, los: Sequence[Any], his: Sequence[Any], ndim: int) -> Boxes:
+        """The boxes with these corners.
+
+        Raises:
+            DamageError, TypeError: they are not corners of boxes of this number of dims.
+        """
+        if set(map(type, los)) | set(map(type, his)) <= {list} and {*map(len, los), *map(len, his)} <= {ndim}:
+            numbers = [*chain.from_iterable(los), *chain.from_iterable(his)]
+            _check_integers(numbers)
+            corners = np.array(numbers, np.int64)
+            key = ndim, corners.tobytes()
+            if key not in self._known:
+                try:
+                    self._known[key] = Boxes.of(*corners.reshape(2, len(los), ndim))
+                except LayoutError as error:
+                    raise DamageError(f"damaged manifest: {error}") from error
+            return self._known[key]
+        raise DamageError(
+            f"damaged manifest: expected boxes of {ndim} dims, found {los[:8]!r:.200} to {his[:8]!r:.200}"
+        )
+
+
+class ObjectReader:
     """Reads the chunks of one tensor after another; they are checked, and become columns, thousands at a time."""
 
     def __init__(self) -> None:
         self._builder = ColumnsBuilder()
-        self._geometries: dict[tuple[int, bytes], Boxes] = {}
+        self._geometries = Geometries()
         self._places: list[tuple[int, Boxes]] = []
         self._counts: list[tuple[int, int]] = []
         self._listed: list[Any] = []
@@ -71,7 +98,7 @@ class ChunkReader:
         position = 0
         for count, ndim in counts:
             stop = position + count
-            boxes = self._boxes(los[position:stop], his[position:stop], ndim)
+            boxes = self._geometries.boxes(los[position:stop], his[position:stop], ndim)
             self._places.append((start + position, boxes))
             position = stop
 
@@ -93,23 +120,6 @@ class ChunkReader:
         if set(map(type, files)) - {str}:
             raise TypeError(f"expected names of files, got {set(map(type, files))}")
         self._builder.add(files, items, known, sums, _digests(digests))
-
-    def _boxes(self, los: Sequence[Any], his: Sequence[Any], ndim: int) -> Boxes:
-        """These boxes; those of an earlier tensor if they are the same."""
-        if set(map(type, los)) | set(map(type, his)) <= {list} and {*map(len, los), *map(len, his)} <= {ndim}:
-            numbers = [*chain.from_iterable(los), *chain.from_iterable(his)]
-            _check_integers(numbers)
-            corners = np.array(numbers, np.int64)
-            key = ndim, corners.tobytes()
-            if key not in self._geometries:
-                try:
-                    self._geometries[key] = Boxes.of(*corners.reshape(2, len(los), ndim))
-                except LayoutError as error:
-                    raise DamageError(f"damaged manifest: {error}") from error
-            return self._geometries[key]
-        raise DamageError(
-            f"damaged manifest: expected boxes of {ndim} dims, found {los[:8]!r:.200} to {his[:8]!r:.200}"
-        )
 
 
 def _check_numbers(rows: Iterable[Sequence[object]], width: int) -> None:
@@ -143,27 +153,3 @@ def _digests(digests: Sequence[Any]) -> Sequence[bytes | None]:
     if set(map(type, known)) - {str} or set(map(len, known)) - {32} or not _HEX.fullmatch("".join(known)):
         raise ValueError(f"expected digests of 32 hexadecimal digits, found {known[:8]!r:.300}")
     return [None if digest is None else bytes.fromhex(digest) for digest in digests]
-
-
-def chunk_fields(chunks: Sequence[Chunk]) -> str:
-    """The JSON text of a tensor's chunks, one object each, with commas between them."""
-    texts = [
-        f'{{{corners}, "file": "{file}", "item": [{item}, {length}], '
-        f'"payload": {"null" if payload == UNKNOWN else f"[{payload}, {payload_length}]"}, '
-        f'"digest": {"null" if digest is None else f"{_QUOTE}{digest}{_QUOTE}"}, '
-        f'"crc32": {"null" if crc32 == UNKNOWN else crc32}}}'
-        for corners, (file, item, length, payload, payload_length, digest, crc32) in (
-            zip(_corners(chunks.boxes), chunks.columns.rows(chunks.start, chunks.stop), strict=True)
-            if isinstance(chunks, Chunks)
-            else ((f'"lo": {[*c.box.lo]}, "hi": {[*c.box.hi]}', row_of(c)) for c in chunks)
-        )
-    ]
-    for number, strides in enumerate(strides_of(chunks) or ()):
-        texts[number] = texts[number] if strides is None else f'{texts[number][:-1]}, "strides": {[*strides]}}}'
-    return ", ".join(texts)
-
-
-@lru_cache(maxsize=64)
-def _corners(boxes: Boxes) -> tuple[str, ...]:
-    """The text of each box.  Cached: tensors that are cut alike follow one another."""
-    return tuple(f'"lo": {lo}, "hi": {hi}' for lo, hi in zip(boxes.lo.tolist(), boxes.hi.tolist(), strict=True))

@@ -8,29 +8,17 @@ each of them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from typing import overload
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .box import MOST_ELEMENTS, Box, Index
+from .columns import UNKNOWN, Column, Columns, ColumnsBuilder, Row, check_name
 from .errors import LayoutError, SourceError
 from .layout import Buffer, Fragment, Place, TensorLayout, dense
-
-_COMPONENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
-
-UNKNOWN = -1
-"""Stands in a column for what is not known."""
-
-Column = NDArray[np.int64]
-
-Row = tuple[str, int, int, int, int, str | None, int]
-"""File, offset and length of the item, of the payload, digest in hex, and CRC-32 of a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +34,13 @@ class Extent:
     length: int
 
     def __post_init__(self) -> None:
-        _check_name(self.file)
+        check_name(self.file)
         if self.offset < 0 or self.length < 0 or self.offset + self.length > MOST_ELEMENTS:
             raise SourceError(f"refused byte range {self.offset}+{self.length} of {self.file!r}")
 
     @property
     def end(self) -> int:
         return self.offset + self.length
-
-
-@lru_cache(maxsize=4096)
-def _check_name(file: str) -> None:
-    """Check that a name stays inside a directory.
-
-    Raises:
-        SourceError: it does not.
-    """
-    # DCP's own names begin with underscores; a leading dot, a slash or anything exotic never does.
-    if not all(map(_COMPONENT.fullmatch, file.split("/"))):
-        raise SourceError(f"refused file name {file!r:.300}: expected plain names inside the checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,106 +137,6 @@ def _hi(box: Box) -> Index:
     return box.hi
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """The bytes of many chunks, one row each; a row with `UNKNOWN` has no payload, digest or CRC-32.
-
-    Attributes:
-        names: the names of files.
-        file: which of the names.
-        item, item_length, payload, payload_length: of the extents, in bytes.
-        digest: xxh3-128 as 16 bytes, ``[chunks, 16]``.
-        has_digest: whether there is one.
-        crc32: CRC-32.
-    """
-
-    names: tuple[str, ...]
-    file: NDArray[np.int32]
-    item: Column
-    item_length: Column
-    payload: Column
-    payload_length: Column
-    digest: NDArray[np.uint8]
-    has_digest: NDArray[np.bool_]
-    crc32: Column
-
-    def __len__(self) -> int:
-        return len(self.file)
-
-    def rows(self, start: int, stop: int) -> Iterator[Row]:
-        """The rows from ``start`` to ``stop``."""
-        span = slice(start, stop)
-        digests = self.digest[span].tobytes().hex()
-        return zip(
-            map(self.names.__getitem__, self.file[span].tolist()),
-            self.item[span].tolist(),
-            self.item_length[span].tolist(),
-            self.payload[span].tolist(),
-            self.payload_length[span].tolist(),
-            (
-                digests[32 * number : 32 * number + 32] if known else None
-                for number, known in enumerate(self.has_digest[span].tolist())
-            ),
-            self.crc32[span].tolist(),
-            strict=True,
-        )
-
-
-class ColumnsBuilder:
-    """Collects rows for `Columns`.  Values are not checked here, but for the names of files."""
-
-    def __init__(self) -> None:
-        self._names: dict[str, int] = {}
-        self._blocks: list[tuple[NDArray[np.int32], Column, NDArray[np.uint8], NDArray[np.bool_]]] = []
-        self._files: list[int] = []
-        self._numbers: list[int] = []
-        self._digests: list[bytes] = []
-        self._known: list[bool] = []
-        self.rows = 0
-
-    def add(
-        self,
-        files: Sequence[str],
-        items: Iterable[Sequence[int]],
-        payloads: Iterable[Sequence[int]],
-        crc32s: Iterable[int],
-        digests: Iterable[bytes | None],
-    ) -> None:
-        """Add rows; `UNKNOWN` stands for a payload, twice, and a CRC-32 that are not known.
-
-        Raises:
-            SourceError: the name of a file is refused.
-        """
-        for name in files:
-            if name not in self._names:
-                _check_name(name)
-                self._names[name] = len(self._names)
-        self._files += [self._names[name] for name in files]
-        self._numbers += chain.from_iterable(
-            (*item, *payload, crc32) for item, payload, crc32 in zip(items, payloads, crc32s, strict=True)
-        )
-        listed = list(digests)
-        self._digests += [digest or bytes(16) for digest in listed]
-        self._known += [digest is not None for digest in listed]
-        self.rows += len(files)
-        if len(self._files) >= 1 << 14:
-            self._pack()
-
-    def _pack(self) -> None:
-        numbers = np.array(self._numbers, np.int64).reshape(-1, 5)
-        digests = np.frombuffer(b"".join(self._digests), np.uint8).reshape(-1, 16)
-        self._blocks.append((np.array(self._files, np.int32), numbers, digests, np.array(self._known, np.bool_)))
-        self._files, self._numbers, self._digests, self._known = [], [], [], []
-
-    def finished(self) -> Columns:
-        """All rows, in the order in which they were added."""
-        self._pack()
-        file, numbers, digest, known = (np.concatenate(column) for column in zip(*self._blocks, strict=True))
-        self._blocks = []
-        item, item_length, payload, payload_length, crc32 = np.ascontiguousarray(numbers.T)
-        return Columns(tuple(self._names), file, item, item_length, payload, payload_length, digest, known, crc32)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunks(Sequence[Chunk]):
     """The chunks of one tensor: rows from ``start`` on of columns, one for each box."""
@@ -321,6 +197,16 @@ def stored_rows(chunks: Sequence[Chunk]) -> Iterable[Row]:
     return map(row_of, chunks)
 
 
+def stored_items(chunks: Sequence[Chunk]) -> tuple[list[str], list[int], list[int]]:
+    """The items of the chunks of a tensor: their files, and their offsets and lengths in bytes."""
+    if isinstance(chunks, Chunks):
+        span, columns = slice(chunks.start, chunks.stop), chunks.columns
+        files = map(columns.names.__getitem__, columns.file[span].tolist())
+        return list(files), columns.item[span].tolist(), columns.item_length[span].tolist()
+    items = [chunk.item for chunk in chunks]
+    return [item.file for item in items], [item.offset for item in items], [item.length for item in items]
+
+
 def boxes_of(chunks: Sequence[Chunk], shape: Index) -> Boxes:
     """The boxes of the chunks of a tensor of this shape.
 
@@ -347,11 +233,19 @@ def strides_of(chunks: Sequence[Chunk]) -> tuple[Index | None, ...] | None:
 
 def columns_of(every: Sequence[Sequence[Chunk]]) -> Columns:
     """The columns of the chunks of many tensors, one tensor after the other."""
-    whole = every[0].columns if every and isinstance(every[0], Chunks) else None
-    if whole is not None and _are_all_of(every, whole):
-        return whole
     builder = ColumnsBuilder()
+    run: Columns | None = None  # columns of which rows from `start` to `stop` come next
+    start = stop = 0
     for chunks in every:
+        if isinstance(chunks, Chunks) and chunks.columns is run and chunks.start == stop:
+            stop = chunks.stop
+            continue
+        if run is not None:
+            builder.add_rows(run, start, stop)
+            run = None
+        if isinstance(chunks, Chunks):
+            run, start, stop = chunks.columns, chunks.start, chunks.stop
+            continue
         builder.add(
             [chunk.item.file for chunk in chunks],
             [(chunk.item.offset, chunk.item.length) for chunk in chunks],
@@ -359,17 +253,11 @@ def columns_of(every: Sequence[Sequence[Chunk]]) -> Columns:
             [UNKNOWN if chunk.crc32 is None else chunk.crc32 for chunk in chunks],
             [None if chunk.digest is None else bytes.fromhex(chunk.digest) for chunk in chunks],
         )
+    if run is not None and not builder.rows and stop - start == len(run):
+        return run
+    if run is not None:
+        builder.add_rows(run, start, stop)
     return builder.finished()
-
-
-def _are_all_of(every: Sequence[Sequence[Chunk]], columns: Columns) -> bool:
-    """Whether these are all rows of some columns, in order."""
-    row = 0
-    for chunks in every:
-        if not isinstance(chunks, Chunks) or chunks.columns is not columns or chunks.start != row:
-            return False
-        row += len(chunks)
-    return row == len(columns)
 
 
 @lru_cache(maxsize=1024)

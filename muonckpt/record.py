@@ -12,16 +12,19 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
 from .box import MOST_DIMS, MOST_ELEMENTS, Index
-from .chunk_fields import ChunkReader, chunk_fields
-from .chunks import Boxes, Chunk, Column, Columns, Extent, boxes_of, columns_of, layout_in_boxes, strides_of
+from .chunk_columns import ColumnReader, ColumnWriter
+from .chunk_fields import ObjectReader
+from .chunks import Boxes, Chunk, Chunks, Extent, boxes_of, columns_of, layout_in_boxes, strides_of
+from .columns import Column, Columns
 from .errors import DamageError, SourceError, about
+from .json_fields import compact, free_form, integers, key_path, matching, optional, string, whole_number
 from .layout import TensorLayout
-from .seal import check_seal, sealed_text
+from .seal import check_seal, sealed_parts
 from .vocabulary import Convention, KeyPath
 
 __all__ = ["MANIFEST_FILE", "MANIFEST_VERSION", "Blob", "Boxes", "Chunk", "Extent", "Manifest", "StateRecord"]
@@ -31,11 +34,8 @@ T = TypeVar("T")
 MANIFEST_FILE = "muonckpt.json"
 """Name of the manifest in a checkpoint directory."""
 
-MANIFEST_VERSION = 1
-"""Version of the manifest format that this package writes, and the only one it reads."""
-
-_DEEPEST = 32
-"""Levels of the free-form parts of a manifest."""
+MANIFEST_VERSION = 2
+"""Version of the manifest format that this package writes.  It also reads version 1, with an object for each chunk."""
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}")
@@ -130,12 +130,25 @@ class Manifest:
 
         The last line has the digest of all that is before it.
         """
-        tensors = ",\n  ".join(map(_tensor_json, self.tensors))
-        blobs = ",\n  ".join(map(_compact, map(_blob_json, self.blobs)))
-        return sealed_text(
-            f'{{"format": "muonckpt", "version": {MANIFEST_VERSION},\n "provenance": {_compact(self.provenance)},'
-            f'{_TENSORS.decode()}{tensors}{_BLOBS.decode()}{blobs}\n ],\n "files": {_compact(dict(self.files))}'
-        )
+        return "".join(self.json_parts())
+
+    def json_parts(self) -> Iterator[str]:
+        """The text of the manifest file in parts, since all of it can take more memory than the manifest."""
+        return sealed_parts(self._json_parts())
+
+    def _json_parts(self) -> Iterator[str]:
+        layouts, chunks = _Layouts(), ColumnWriter([(tensor.chunks, tensor.shape) for tensor in self.tensors])
+        numbers = [layouts.number(tensor.layout) for tensor in self.tensors]
+        yield f'{{"format": "muonckpt", "version": {MANIFEST_VERSION},\n "provenance": {compact(self.provenance)},'
+        yield f'\n "data_files": {compact(chunks.names)},\n "layouts": [\n  '
+        yield from _listed(layouts.texts)
+        yield '\n ],\n "boxes": [\n  '
+        yield from _listed(chunks.boxes)
+        yield f"\n ],{_TENSORS.decode()}"
+        yield from _listed(map(_tensor_json, self.tensors, numbers, chunks.texts()))
+        yield _BLOBS.decode()
+        yield from _listed(map(compact, map(_blob_json, self.blobs)))
+        yield f'\n ],\n "files": {compact(dict(self.files))}'
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
@@ -176,16 +189,16 @@ class Manifest:
     @classmethod
     def _of_fields(cls, text: bytes, data: Any, lines: Iterator[bytes] | None) -> Manifest:
         check_seal(text, data)
-        if data["format"] != "muonckpt" or data["version"] != MANIFEST_VERSION:
+        if data["format"] != "muonckpt" or data["version"] not in (1, MANIFEST_VERSION):
             raise SourceError(
                 f"manifest of format {data['format']!r} version {data['version']!r}; this program reads "
-                f"'muonckpt' version {MANIFEST_VERSION}"
+                f"'muonckpt' version 1 and {MANIFEST_VERSION}"
             )
         return cls(
-            tensors=_tensors(data["tensors"] if lines is None else map(json.loads, lines)),
+            tensors=_tensors(data["tensors"] if lines is None else map(json.loads, lines), *_parts(data)),
             blobs=tuple(map(_blob, data["blobs"])),
-            provenance=_free_form(data["provenance"]),
-            files={_str(name): _matching(_DIGEST)(digest) for name, digest in data.get("files", {}).items()},
+            provenance=free_form(data["provenance"]),
+            files={string(name): matching(_DIGEST)(digest) for name, digest in data.get("files", {}).items()},
         )
 
 
@@ -202,12 +215,35 @@ def _lines(text: bytes, start: int, end: int) -> Iterator[bytes]:
         start = stop + 4
 
 
-def _compact(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+def _listed(texts: Iterable[str]) -> Iterator[str]:
+    """Texts with a comma and a new line between them."""
+    for number, text in enumerate(texts):
+        yield f",\n  {text}" if number else text
 
 
-def _tensor_json(tensor: StateRecord) -> str:
-    fields = {
+class _Layouts:
+    """The distinct layouts of tensors, numbered."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._seen: dict[int, tuple[object, int]] = {}
+
+    def number(self, layout: Mapping[str, Any] | None) -> int | None:
+        """The number of a layout."""
+        if layout is None:
+            return None
+        if id(layout) not in self._seen:  # tensors mostly share one object, which stays alive here
+            self._seen[id(layout)] = layout, self._numbers.setdefault(compact(layout), len(self._numbers))
+        return self._seen[id(layout)][1]
+
+    @property
+    def texts(self) -> Iterable[str]:
+        return self._numbers
+
+
+def record_fields(tensor: StateRecord) -> dict[str, Any]:
+    """The JSON data of a tensor, without its chunks."""
+    return {
         "key": tensor.key,
         "path": list(tensor.path),
         "name": tensor.name,
@@ -219,7 +255,10 @@ def _tensor_json(tensor: StateRecord) -> str:
         "fingerprint": tensor.fingerprint,
         "layout": tensor.layout,
     }
-    return f'{_compact(fields)[:-1]}, "chunks": [{chunk_fields(tensor.chunks)}]}}'
+
+
+def _tensor_json(tensor: StateRecord, layout: int | None, chunks: str) -> str:
+    return f'{compact({**record_fields(tensor), "layout": layout})[:-1]}, "chunks": {chunks}}}'
 
 
 def _blob_json(blob: Blob) -> dict[str, Any]:
@@ -232,25 +271,53 @@ def _blob_json(blob: Blob) -> dict[str, Any]:
     }
 
 
-def _tensors(entries: Iterable[Any]) -> tuple[StateRecord, ...]:
+class _ChunkReader(Protocol):
+    """Reads the JSON data of the chunks of one tensor after another."""
+
+    def read(self, listed: Any, ndim: int) -> None: ...
+
+    def finished(self) -> list[Chunks]: ...
+
+
+def _parts(data: Mapping[str, Any]) -> tuple[_ChunkReader, Callable[[Any], Mapping[str, Any] | None]]:
+    """How the chunks and the layouts of tensors are read."""
+    if data["version"] == 1:
+        known = dict[str, Any]()
+
+        def own(layout: Any) -> Mapping[str, Any] | None:
+            return None if layout is None else known.setdefault(compact(layout), free_form(layout))
+
+        return ObjectReader(), own
+    layouts = [free_form(layout) for layout in data["layouts"]]
+
+    def numbered(number: Any) -> Mapping[str, Any] | None:
+        if number is not None and whole_number(number) >= len(layouts):
+            raise ValueError(f"expected the number of one of {len(layouts)} layouts, got {number}")
+        return None if number is None else layouts[number]
+
+    return ColumnReader(data["data_files"], data["boxes"]), numbered
+
+
+def _tensors(
+    entries: Iterable[Any], reader: _ChunkReader, layout_of: Callable[[Any], Mapping[str, Any] | None]
+) -> tuple[StateRecord, ...]:
     """The tensors with these fields; values that many of them have are kept once."""
-    reader, known, layouts = ChunkReader(), _Once(), dict[str, Any]()
+    known = _Once()
 
     def fields_of(data: Any) -> tuple[Any, ...]:
-        shape = known(_ints(data["shape"]))
+        shape = known(integers(data["shape"]))
         reader.read(data["chunks"], len(shape))
-        layout = _optional(_free_form, data["layout"])
         return (
-            known(_str(data["key"])),
-            known(tuple(map(known, _path(data["path"])))),
+            known(string(data["key"])),
+            known(tuple(map(known, key_path(data["path"])))),
             shape,
-            known(_str(data["dtype"])),
-            known(_optional(_str, data["name"])),
-            known(_optional(_str, data["slot"])),
-            _optional(Convention, data["convention"]),
-            known(_optional(_ints, data["pieces"])),
-            None if layout is None else layouts.setdefault(_compact(layout), layout),
-            _optional(_matching(_FINGERPRINT), data["fingerprint"]),
+            known(string(data["dtype"])),
+            known(optional(string, data["name"])),
+            known(optional(string, data["slot"])),
+            optional(Convention, data["convention"]),
+            known(optional(integers, data["pieces"])),
+            layout_of(data["layout"]),
+            optional(matching(_FINGERPRINT), data["fingerprint"]),
         )
 
     fields = list(map(fields_of, entries))
@@ -272,60 +339,8 @@ class _Once:
 
 def _blob(data: dict[str, Any]) -> Blob:
     return Blob(
-        key=_str(data["key"]),
-        path=_path(data["path"]),
-        item=Extent(_str(data["file"]), *_ints(data["item"])),
-        digest=_optional(_matching(_DIGEST), data["digest"]),
+        key=string(data["key"]),
+        path=key_path(data["path"]),
+        item=Extent(string(data["file"]), *integers(data["item"])),
+        digest=optional(matching(_DIGEST), data["digest"]),
     )
-
-
-def _optional(read: Callable[[Any], T], value: Any) -> T | None:
-    return None if value is None else read(value)
-
-
-def _free_form(value: Any) -> dict[str, Any]:
-    """A JSON object of any content, which is not nested so deeply that it could not be written again."""
-    level: list[Any] = [value]
-    for _ in range(_DEEPEST):
-        level = [
-            part
-            for container in level
-            for part in (container.values() if isinstance(container, dict) else container)
-            if isinstance(part, dict | list)
-        ]
-        if not level:
-            return dict(value)
-    raise ValueError(f"expected JSON of at most {_DEEPEST} levels")
-
-
-def _str(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected a string, got {value!r:.200}")
-    return value
-
-
-def _int(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise TypeError(f"expected an integer >= 0, got {value!r:.200}")
-    return value
-
-
-def _ints(value: Any) -> Index:
-    if not isinstance(value, list):
-        raise TypeError(f"expected a list of integers, got {value!r:.200}")
-    return tuple(map(_int, value))
-
-
-def _path(value: Any) -> KeyPath:
-    if not isinstance(value, list):
-        raise TypeError(f"expected a path, got {value!r:.200}")
-    return tuple(part if isinstance(part, str) else _int(part) for part in value)
-
-
-def _matching(pattern: re.Pattern[str]) -> Callable[[Any], str]:
-    def read(value: Any) -> str:
-        if not pattern.fullmatch(_str(value)):
-            raise ValueError(f"{value!r:.200} does not match {pattern.pattern}")
-        return str(value)
-
-    return read

@@ -8,7 +8,7 @@ whoever wants to can compute them again.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import xxhash
@@ -21,7 +21,16 @@ _END_LENGTH = len(_END("0" * 32))
 
 def sealed_text(text: str) -> str:
     """The text of a JSON object whose closing brace is missing, closed by its last field: the digest of the text."""
-    return text + _END(_digest(text))
+    return "".join(sealed_parts([text]))
+
+
+def sealed_parts(parts: Iterable[str]) -> Iterator[str]:
+    """The same for a text in parts."""
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part.encode(errors="surrogatepass"))
+        yield part
+    yield _END(digest.hexdigest())
 
 
 def check_seal(text: bytes, fields: Mapping[str, Any]) -> None:

@@ -36,16 +36,20 @@ RULES = {
     "vocabulary": "",
     "seal": "errors",
     "wording": "",
-    "chunks": "errors box layout",
-    "chunk_fields": "errors box chunks",
-    "record": "errors box chunks chunk_fields layout seal vocabulary",
+    "columns": "errors",
+    "chunks": "errors box columns layout",
+    "chunk_fields": "errors box chunks columns",
+    "chunk_columns": "errors box chunks chunk_fields columns",
+    "json_fields": "box vocabulary",
+    "record": "errors box chunk_columns chunk_fields chunks columns json_fields layout seal vocabulary",
     "resumption": "vocabulary",
     "layouts": "errors box overlap layout",
     "layouts/buffers": "errors box layout layouts",
     "store/io": "errors box fingerprint record",
     "store/reading": "errors box layout record store/io",
-    "store/formats": "errors box chunks fingerprint record seal vocabulary layouts/buffers store/io store/reading",
-    "store": "errors box chunks fingerprint record vocabulary store/io store/reading store/formats",
+    "store/formats": "errors box chunks columns fingerprint record seal vocabulary layouts/buffers store/io "
+    "store/reading",
+    "store": "errors box chunks columns fingerprint record vocabulary store/io store/reading store/formats",
     "checkpoint": "errors box overlap layout plan fingerprint record resumption version vocabulary layouts store "
     "store/io store/reading store/formats",
     "optimizer/groups": "optimizer optimizer/planning optimizer/step",
@@ -73,7 +77,8 @@ RULES = {
     "converters/health": "box errors record store store/io store/reading converters/compare converters/engine "
     "converters/look",
     "converters/look": "errors box record vocabulary layouts/buffers store store/io store/reading converters/translate",
-    "converters": "errors chunks record vocabulary wording layouts/buffers store store/io store/reading store/formats "
+    "converters": "errors columns record vocabulary wording layouts/buffers store store/io store/reading "
+    "store/formats "
     "converters/engine converters/look converters/merge converters/target converters/translate",
     "cli": "errors record version vocabulary wording layouts/buffers store store/io store/reading converters "
     "converters/compare converters/engine converters/health converters/look converters/target converters/translate "

@@ -11,7 +11,8 @@ import numpy as np
 import xxhash
 
 from ..box import Index
-from ..chunks import UNKNOWN, Boxes, Extent, stored_rows, strides_of
+from ..chunks import Boxes, Extent, stored_rows, strides_of
+from ..columns import UNKNOWN
 from ..errors import MuonckptError
 from ..fingerprint import as_hex, fingerprint
 from ..record import Manifest, StateRecord

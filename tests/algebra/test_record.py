@@ -6,8 +6,9 @@ from importlib.resources import files
 
 import jsonschema
 import pytest
+from support.manifest_json import spread
 
-from muonckpt.box import Box
+from muonckpt.box import MOST_ELEMENTS, Box
 from muonckpt.errors import LayoutError, SourceError
 from muonckpt.record import Blob, Chunk, Extent, Manifest, StateRecord
 from muonckpt.vocabulary import Convention
@@ -38,6 +39,9 @@ MANIFEST = Manifest(
 )
 
 
+WRITTEN = json.loads(MANIFEST.to_json())
+
+
 def test_a_manifest_survives_json_and_fits_the_schema():
     text = MANIFEST.to_json()
     jsonschema.validate(json.loads(text), SCHEMA)
@@ -53,6 +57,54 @@ def test_a_manifest_that_was_laid_out_anew_is_read_alike():
     assert Manifest.from_json(MANIFEST.to_json()).to_json() == MANIFEST.to_json()
 
 
+VERSION_1 = """{"format": "muonckpt", "version": 1,
+ "provenance": {"step": 3, "note": "ünïcode"},
+ "tensors": [
+  {"key": "o.state.w.momentum_buffer", "path": ["o", "state", "w", "momentum_buffer", 0], "name": "w", \
+"slot": "momentum_buffer", "shape": [4, 3], "dtype": "float32", "convention": "ema", "pieces": [1, 3], \
+"fingerprint": "00112233445566ff", "layout": {"algorithm": "mesh", "version": 1}, "chunks": [{"lo": [0, 0], \
+"hi": [2, 3], "file": "__0_0.distcp", "item": [0, 900], "payload": [704, 24], \
+"digest": "00000000000000000000000000000000", "crc32": 7}, {"lo": [2, 0], "hi": [4, 3], "file": "__1_0.distcp", \
+"item": [0, 900], "payload": null, "digest": null, "crc32": null}]},
+  {"key": "s", "path": ["s"], "name": null, "slot": null, "shape": [], "dtype": "int64", "convention": null, \
+"pieces": null, "fingerprint": null, "layout": null, "chunks": []}
+ ],
+ "blobs": [
+  {"key": "lr", "path": ["lr"], "file": "__0_0.distcp", "item": [900, 10], \
+"digest": "ffffffffffffffffffffffffffffffff"}
+ ],
+ "files": {},
+ "digest": "2f00c9002eff74137db2c74f632beec5"}
+"""
+
+
+def test_a_manifest_of_version_1_is_read_as_before():
+    """Its text is what earlier releases wrote; a letter that changes in it is seen, too."""
+    assert Manifest.from_json(VERSION_1) == MANIFEST
+    with pytest.raises(SourceError, match="not the one that was written"):
+        Manifest.from_json(VERSION_1.replace("ema", "sum"))
+    del (data := json.loads(VERSION_1))["digest"]
+    assert Manifest.from_json(json.dumps(data)) == MANIFEST == Manifest.from_json(json.dumps(spread(WRITTEN)))
+    for field, value in {"file": "../w", "item": [0], "payload": [True, 24], "digest": "0", "strides": [1, 4]}.items():
+        damaged = json.loads(json.dumps(data))
+        damaged["tensors"][0]["chunks"][0][field] = value
+        with pytest.raises(SourceError):
+            Manifest.from_json(json.dumps(damaged))
+
+
+def test_tensors_that_are_cut_alike_share_boxes_and_layouts():
+    """And read back, they share them still; chunks taken from several manifests become the columns of one."""
+    two = Manifest((TENSOR, replace(TENSOR, key="x"), replace(TENSOR, key="y", chunks=CHUNKS[:1])))
+    written = json.loads(two.to_json())
+    assert [tensor["chunks"]["boxes"] for tensor in written["tensors"]] == [0, 0, 1]
+    assert [tensor["layout"] for tensor in written["tensors"]] == [0, 0, 0] and len(written["layouts"]) == 1
+    again = Manifest.from_json(two.to_json())
+    assert again == two and again.tensors[0].boxes is again.tensors[1].boxes
+    other = Manifest.from_json(MANIFEST.to_json()).tensors
+    mixed = Manifest((*again.tensors[1:], other[0], TENSOR, other[1], again.tensors[0]))
+    assert Manifest.from_json(mixed.to_json()) == mixed and len(mixed.columns) == 9
+
+
 def test_an_empty_manifest_is_json_too():
     assert Manifest.from_json(Manifest(()).to_json()) == Manifest(())
 
@@ -64,7 +116,7 @@ def damaged(**changes):
         *parents, last = path.split("__")
         for part in parents:
             node = node[int(part) if part.isdigit() else part]
-        node[last] = value
+        node[int(last) if last.isdigit() else last] = value
     del data["digest"]
     return data
 
@@ -73,18 +125,26 @@ def damaged(**changes):
     "changes",
     [
         {"format": "other"},
-        {"version": 2},
+        {"version": 3},
         {"tensors__0__shape": [4, -3]},
         {"tensors__0__shape": "43"},
         {"tensors__0__dtype": 32},
         {"tensors__0__convention": "mean"},
         {"tensors__0__fingerprint": "zz"},
-        {"tensors__0__chunks__0__file": "../w"},
-        {"tensors__0__chunks__0__file": ".hidden"},
-        {"tensors__0__chunks__0__item": [0]},
-        {"tensors__0__chunks__0__payload": [True, 24]},
-        {"tensors__0__chunks__0__digest": "0"},
-        {"tensors__0__chunks__0__strides": [1, 4]},
+        {"tensors__0__layout": -1},
+        {"tensors__0__chunks__boxes": None},
+        {"tensors__0__chunks__file": [0, 1.5]},
+        {"tensors__0__chunks__item": [0, -2]},
+        {"tensors__0__chunks__item_length": [900, None]},
+        {"tensors__0__chunks__payload": [True, None]},
+        {"tensors__0__chunks__crc32": [1 << 32, None]},
+        {"tensors__0__chunks__digest": ["0" * 31 + "F", None]},
+        {"tensors__0__chunks__strides": [[1, 4], None]},
+        {"data_files__0": "../w"},
+        {"data_files__0": ".hidden"},
+        {"data_files__0": "__1_0.distcp"},
+        {"layouts__0": 3},
+        {"boxes__0__lo": [0, 2]},
         {"blobs__0__key": None},
     ],
     ids=str,
@@ -97,9 +157,25 @@ def test_damage_is_refused_by_the_reader_and_by_the_schema(changes):
         jsonschema.validate(data, SCHEMA)
 
 
-def test_a_reversed_box_is_refused():
-    with pytest.raises(SourceError, match="lo <= hi"):
-        Manifest.from_json(json.dumps(damaged(tensors__0__chunks__0__lo=[3, 0])))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"boxes__0__lo": [[3, 0], [2, 0]]}, "lo <= hi"),
+        ({"boxes__0__lo": [[0, 0]]}, "as many corners"),
+        ({"tensors__0__chunks__boxes": 2}, "of 2 lists of boxes"),
+        ({"tensors__0__chunks__boxes": 1}, "each of 0 boxes"),
+        ({"tensors__0__chunks__file": [0, 2]}, "numbers of 2 files"),
+        ({"tensors__0__chunks__item": [0]}, "each of 2 boxes"),
+        ({"tensors__0__chunks__item": [0, 1 << 70]}, "up to"),
+        ({"tensors__0__chunks__item": [0, MOST_ELEMENTS]}, "refused byte range"),
+        ({"tensors__0__chunks__payload": [704, 0]}, "one of them"),
+        ({"tensors__0__layout": 1}, "of 1 layouts"),
+    ],
+    ids=str,
+)
+def test_what_a_schema_cannot_say_is_refused_too(changes, message):
+    with pytest.raises(SourceError, match=message):
+        Manifest.from_json(json.dumps(damaged(**changes)))
 
 
 def test_other_json_and_no_json_are_refused():

@@ -11,6 +11,7 @@ import torch
 from support.commands import called
 from support.golden import golden
 from support.layer_wise_training import Net, groups
+from support.manifest_json import manifest_at
 from support.workers import run
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -61,7 +62,7 @@ def owned(trained) -> Path:
 
 def test_padding_and_balance_are_those_of_the_chunks(owned):
     """An oracle that never looks at buffers: who holds what is in the files' names."""
-    manifest = json.loads((owned / "muonckpt.json").read_text())
+    manifest = manifest_at(owned / "muonckpt.json")
     elements, work = defaultdict(int), defaultdict(int)
     for tensor in manifest["tensors"]:
         for chunk in tensor["chunks"] if tensor["slot"] == "momentum_buffer" else ():

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.layer_wise_training import PARAMETERS, Net, alone, gradients, groups, of_dense, of_pair
+from support.manifest_json import manifest_at
 from support.workers import run
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -156,7 +157,7 @@ def test_every_run_loads_the_checkpoints_of_all(kind, world, checkpoints, tmp_pa
 @pytest.mark.parametrize("run_", OWNERS, ids=str)
 def test_a_manifest_says_who_owns_what_and_has_the_fingerprints_of_all(run_, checkpoints):
     assert fingerprints(checkpoints[run_]) == fingerprints(checkpoints["rows", 3])
-    manifest = json.loads((checkpoints[run_] / "muonckpt.json").read_text())
+    manifest = manifest_at(checkpoints[run_] / "muonckpt.json")
     recorded = manifest["provenance"]["layer_wise"]
     buffers = [from_json(buffer) for buffer in recorded["buffers"]]
     owners = {name: owner for buffer in buffers for name, owner in buffer.owners.items()}

@@ -99,7 +99,7 @@ def test_what_is_written_is_in_the_schema_and_on_the_page(manifests):
     assert (own["buffer"], own["parameter"]) == (set(LAYOUT), set(PARAMETER))
     for manifest in manifests.values():
         written = {
-            "layout": [tensor["layout"] or {} for tensor in manifest["tensors"]],
+            "layout": manifest["layouts"],
             "resharded": manifest["provenance"].get("resharded", []),
             "group_buffer": [
                 {k: v for k, v in b.items() if k not in LAYOUT} for b in manifest["provenance"].get("buffers", [])
@@ -125,8 +125,8 @@ def changed(node: Any, path: tuple[Any, ...], value: Any) -> None:
         ("offline-padded-nscost", ("provenance", "buffers", 0, "parameters", 0, "owner"), "0"),
         ("offline-padded-nscost", ("provenance", "buffers", 0, "parameters", 0, "size"), 4),
         ("offline-padded-nscost", ("provenance", "resharded", 0, "mesh"), [2, 2]),
-        ("offline-padded-nscost", ("tensors", 0, "layout", "cuts"), [["tp"]]),
-        ("offline-rows", ("tensors", 0, "layout", "mesh"), [0]),
+        ("offline-padded-nscost", ("layouts", 0, "cuts"), [["tp"]]),
+        ("offline-rows", ("layouts", 0, "mesh"), [0]),
         ("raw", ("provenance", "buffers", 0, "files", 0), ["../x", 0, 4]),
         ("decoupled-total-order", ("provenance", "layer_wise", "ranks"), [3]),
         ("decoupled-total-order", ("provenance", "layer_wise", "buffers", 0, "version"), "1"),

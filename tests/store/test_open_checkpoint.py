@@ -152,7 +152,11 @@ def test_damage_is_seen_when_the_chunk_is_read(saved, tmp_path):
 def test_a_hole_is_refused(saved, tmp_path):
     text = (saved / "own columns" / "muonckpt.json").read_text()
     (tmp_path / "muonckpt.json").write_text(
-        sealed_text(text.replace('"lo": [6, 5], "hi": [12, 10]', '"lo": [6, 6], "hi": [12, 10]').rpartition(",\n")[0])
+        sealed_text(
+            text.replace('"lo": [[0, 0], [0, 5], [6, 0], [6, 5]]', '"lo": [[0, 0], [0, 5], [6, 0], [6, 6]]').rpartition(
+                ",\n"
+            )[0]
+        )
     )
     with pytest.raises(LayoutError, match=r"model\.w"):
         muonckpt.open(tmp_path).tensors["model.w"].numpy()

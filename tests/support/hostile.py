@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from muonckpt.store.formats.torch_save.stored_zip import directory, store
+from support.manifest_json import manifest_at
 
 COLLIDING = (1 << 61) - 1
 """All multiples of it have the hash 0."""
@@ -52,7 +53,7 @@ def option(pickled: bytes) -> Callable[[Path], None]:
     """Our checkpoint, in which the option of a group is this pickle."""
 
     def make(folder: Path) -> None:
-        manifest = json.loads((folder / "muonckpt.json").read_text())
+        manifest = manifest_at(folder / "muonckpt.json")
         data = item(pickled)
         (folder / "__9_0.distcp").write_bytes(data)
         for blob in manifest["blobs"]:
@@ -85,7 +86,7 @@ def alone(name: str, data: bytes | str, size: int = 0) -> Callable[[Path], None]
 
 def edited(change: Callable[[dict], object]) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
-        manifest = json.loads((folder / "muonckpt.json").read_text())
+        manifest = manifest_at(folder / "muonckpt.json")
         change(manifest)
         described(folder, json.dumps({key: manifest[key] for key in manifest if key in KEPT}))
 
@@ -113,7 +114,7 @@ def holes(name: str, size: int) -> Callable[[Path], None]:
     """Our checkpoint as stock DCP has it, with an item that is a hole of so many bytes."""
 
     def make(folder: Path) -> None:
-        manifest = json.loads((folder / "muonckpt.json").read_text())
+        manifest = manifest_at(folder / "muonckpt.json")
         with (folder / name).open("wb") as file:
             file.truncate(size)
         for blob in manifest["blobs"]:

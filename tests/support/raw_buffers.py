@@ -16,6 +16,7 @@ from muonckpt.layouts.buffers.parameters import Parameter
 from muonckpt.record import Manifest, StateRecord
 from muonckpt.store.formats import flat_buffers
 from muonckpt.store.reading.dtypes import itemsize
+from support.manifest_json import spread
 from support.resharded import make_job
 
 INDEX = "flat_buffers.json"
@@ -70,8 +71,7 @@ def dumped(path: Path, buffers: list[GroupBuffer], values: dict[str, np.ndarray]
     held = [each.parameter for buffer in buffers for each in buffer.layout.parameters]
     tensors = [StateRecord(p.name, (p.name,), values[p.name].shape, p.dtype, (), slot="momentum_buffer") for p in held]
     records = [each.to_json() for each in flat_buffers.place(buffers)]
-    index = json.loads(Manifest(tuple(tensors), (), {"program": "another", "buffers": records}).to_json())
-    del index["digest"]
+    index = spread(json.loads(Manifest(tuple(tensors), (), {"program": "another", "buffers": records}).to_json()))
     path.mkdir()
     (path / INDEX).write_text(json.dumps(index))
     for name, content in filled(index, values, padding=b"\xff").items():

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ....box import Box
-from ....chunks import Boxes, stored_rows
+from ....chunks import Boxes, stored_items
 from ....errors import DamageError, LayoutError, SourceError, about
 from ....record import Blob, Chunk, Extent, Manifest, StateRecord
 from ....vocabulary import KeyPath
@@ -81,7 +81,7 @@ def metadata_parts(manifest: Manifest) -> Iterator[bytes]:
 
 def _entry(tensor: StateRecord) -> TensorEntry:
     return TensorEntry(
-        tensor.key, tensor.path, tensor.dtype, tensor.shape, tensor.boxes, lambda: stored_rows(tensor.chunks)
+        tensor.key, tensor.path, tensor.dtype, tensor.shape, tensor.boxes, lambda: stored_items(tensor.chunks)
     )
 
 

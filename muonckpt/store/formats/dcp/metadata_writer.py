@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ....box import Index
-from ....chunks import Boxes, Row
+from ....chunks import Boxes
 from ....errors import SourceError
 from ....record import Blob
 from ....vocabulary import KeyPath
@@ -18,14 +18,14 @@ from .metadata_pickle import FILESYSTEM, METADATA, OUR_MARK
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor to describe: its chunks are rows (file, offset, length of the item, …), one for each box."""
+    """A tensor to describe; ``items`` gives three lists: of each box the item's file, offset and length in bytes."""
 
     key: str
     path: KeyPath
     dtype: str
     shape: Index
     boxes: Boxes
-    rows: Callable[[], Iterable[Row]]
+    items: Callable[[], tuple[list[str], list[int], list[int]]]
 
 
 def pickled_parts(tensors: Sequence[TensorEntry], blobs: Sequence[Blob]) -> Iterator[bytes]:
@@ -85,6 +85,10 @@ class _MetadataWriter(Pickler):
     def __init__(self) -> None:
         super().__init__()
         self._pickled: dict[object, bytes] = {}
+        self._offsets: dict[Boxes, tuple[bytes, ...]] = {}
+        """What is written of the offsets of each box, once all of it repeats."""
+        self._files: dict[str, bytes] = {}
+        """What is written of each file between the offsets of a box and those of its item, once it repeats."""
 
     def full_parts(self) -> Iterator[bytes]:
         """What has been written, if it is long enough to be passed on."""
@@ -115,22 +119,49 @@ class _MetadataWriter(Pickler):
 
     def item(self, file: str, offset: int, length: int) -> None:
         """Write the ``_StorageInfo`` of an item."""
+        start, known = len(self.out), len(self.memo)
         self.begin("_StorageInfo", FILESYSTEM)
         self.again("relative_path", lambda: self.put("relative_path"))
-        self.again(("file", file), lambda: self.put(file))
+        self.put(file)
         self.again("offset", lambda: self.put("offset"))
+        if len(self.memo) == known:
+            self._files[file] = bytes(self.out[start:])
         self.out += integer(offset)
         self.again("length", lambda: self.put("length"))
         self.out += integer(length) + _END
 
     def places(self, tensor: TensorEntry) -> None:
         """Write ``MetadataIndex`` and ``_StorageInfo`` of each chunk."""
-        for number, (row, lo) in enumerate(zip(tensor.rows(), tensor.boxes.lo.tolist(), strict=True)):
-            self.begin("MetadataIndex", METADATA)
-            self.again("fqn", lambda: self.put("fqn"))
-            self.put(tensor.key)
-            self._offset(number, tuple(lo))
-            self.item(*row[:3])
+        files, offsets, lengths = tensor.items()
+        if tensor.boxes in self._offsets and self._files.keys() >= set(files):
+            self._repeat(tensor, files, offsets, lengths)
+            return
+        corners = list(map(tuple, tensor.boxes.lo.tolist()))
+        items = zip(files, offsets, lengths, strict=True)
+        for number, (lo, item) in enumerate(zip(corners, items, strict=True)):
+            self._index(tensor.key)
+            self._offset(number, lo)
+            self.item(*item)
+        numbered = [("offset", number, lo) for number, lo in enumerate(corners)]
+        if self._pickled.keys() >= set(numbered):
+            self._offsets[tensor.boxes] = tuple(map(self._pickled.__getitem__, numbered))
+
+    def _repeat(self, tensor: TensorEntry, files: list[str], offsets: list[int], lengths: list[int]) -> None:
+        """Write the places of a tensor of which all but the key and the numbers has been written before."""
+        start = len(self.out)
+        self._index(tensor.key)
+        index = bytes(self.out[start:])
+        del self.out[start:]
+        ends = {length: self._pickled["length"] + integer(length) + _END for length in set(lengths)}
+        places = zip(self._offsets[tensor.boxes], files, offsets, lengths, strict=True)
+        self.out += b"".join(
+            [index + box + self._files[file] + integer(offset) + ends[length] for box, file, offset, length in places]
+        )
+
+    def _index(self, key: str) -> None:
+        self.begin("MetadataIndex", METADATA)
+        self.again("fqn", lambda: self.put("fqn"))
+        self.put(key)
 
     def _offset(self, number: int, lo: Index) -> None:
         def write() -> None:

@@ -1,0 +1,83 @@
+"""The fields of descriptions in JSON, checked one by one when they are read.
+
+Each reader takes a value of `json.loads` and raises `TypeError` or `ValueError` if it is not what it should be.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from .box import Index
+from .vocabulary import KeyPath
+
+T = TypeVar("T")
+
+_DEEPEST = 32
+"""Levels of the free-form parts of a manifest."""
+
+
+def compact(value: Any) -> str:
+    """The JSON text of a value, on one line."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def optional(read: Callable[[Any], T], value: Any) -> T | None:
+    """What a reader makes of a value; None of null."""
+    return None if value is None else read(value)
+
+
+def free_form(value: Any) -> dict[str, Any]:
+    """A JSON object of any content, which is not nested so deeply that it could not be written again."""
+    level: list[Any] = [value]
+    for _ in range(_DEEPEST):
+        level = [
+            part
+            for container in level
+            for part in (container.values() if isinstance(container, dict) else container)
+            if isinstance(part, dict | list)
+        ]
+        if not level:
+            return dict(value)
+    raise ValueError(f"expected JSON of at most {_DEEPEST} levels")
+
+
+def string(value: Any) -> str:
+    """A string."""
+    if not isinstance(value, str):
+        raise TypeError(f"expected a string, got {value!r:.200}")
+    return value
+
+
+def whole_number(value: Any) -> int:
+    """An integer >= 0."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise TypeError(f"expected an integer >= 0, got {value!r:.200}")
+    return value
+
+
+def integers(value: Any) -> Index:
+    """A list of integers >= 0."""
+    if not isinstance(value, list):
+        raise TypeError(f"expected a list of integers, got {value!r:.200}")
+    return tuple(map(whole_number, value))
+
+
+def key_path(value: Any) -> KeyPath:
+    """A path in a nested state dict: strings, and integers for list positions."""
+    if not isinstance(value, list):
+        raise TypeError(f"expected a path, got {value!r:.200}")
+    return tuple(part if isinstance(part, str) else whole_number(part) for part in value)
+
+
+def matching(pattern: re.Pattern[str]) -> Callable[[Any], str]:
+    """A reader of strings that match a pattern."""
+
+    def read(value: Any) -> str:
+        if not pattern.fullmatch(string(value)):
+            raise ValueError(f"{value!r:.200} does not match {pattern.pattern}")
+        return str(value)
+
+    return read
