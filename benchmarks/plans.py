@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from muonckpt.forecasting.exchange_bytes import most_wires
 from muonckpt.layouts.tensors import layout_of
 from muonckpt.optimizer.newton_schulz.costs import flops
+from muonckpt.optimizer.planning.collector import paused_collector
 from muonckpt.optimizer.planning.matrices import Fused
 from muonckpt.optimizer.planning.precision import PRECISIONS
 from muonckpt.optimizer.planning.residence import residence
@@ -118,8 +119,9 @@ def plan(case: Case, rank: int) -> tuple[Schedule, list[Spec], float, float]:
         begin = time.process_time()
         params = parameters(case)
         built = time.process_time()
-        specs = [_spec(param, weight) for param, weight in zip(params, case.model.weights, strict=True)]
-        schedule = make_schedule(specs, tuple(range(case.ranks)), rank)
+        with paused_collector():
+            specs = [_spec(param, weight) for param, weight in zip(params, case.model.weights, strict=True)]
+            schedule = make_schedule(specs, tuple(range(case.ranks)), rank)
         return schedule, specs, time.process_time() - built, built - begin
 
 

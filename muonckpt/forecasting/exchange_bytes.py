@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..layout import TensorLayout
 from ..optimizer.newton_schulz.costs import flops
+from ..optimizer.planning.collector import paused_collector
 from ..optimizer.planning.matrices import Fused
 from ..optimizer.planning.precision import PRECISIONS
 from ..optimizer.planning.residence import matrix_parts
@@ -69,25 +71,25 @@ def step_plan(
     """
     specs = _specs(parameters, layouts, options)
     everyone = tuple(range(ranks))
-    schedule = make_schedule(specs, everyone, 0, options.stages)
+    with paused_collector():
+        schedule = make_schedule(specs, everyone, 0, options.stages)
     stages = len(schedule.stages)
     notes = NOTE * (ranks - 1)
     sent, received = np.full((2, stages, 2, ranks), notes, np.int64)
     work = np.zeros((stages, ranks), np.int64)
+    alike: defaultdict[tuple[int, int, int, int | None], list[int]] = defaultdict(list)
     for unit in schedule.units:
         [slot], [owner] = specs[unit.param].slots, unit.owners
         work[unit.stage, owner] += unit.cost
-        parts = _holders(slot.layout, slot.fused, unit.index)
-        givers, given = parts.read_by(owner, first_replica(slot.layout, slot.fused, unit.index, owner))
-        takers, taken = parts.without(owner)
-        there, back = sent[unit.stage]
-        np.add.at(there, givers, given * slot.there.itemsize)
-        back[owner] += taken.sum() * slot.back.itemsize
-        there, back = received[unit.stage]
-        there[owner] += given.sum() * slot.there.itemsize
-        np.add.at(back, takers, taken * slot.back.itemsize)
+        replica = first_replica(slot.layout, slot.fused, unit.index, owner)
+        alike[id(specs[unit.param]), unit.index, unit.stage, replica].append(owner)
+    slots = {id(spec): spec.slots[0] for spec in specs}
+    for (spec, index, stage, replica), owners in alike.items():
+        slot = slots[spec]
+        _holders(slot.layout, slot.fused, index).count(owners, replica, slot, sent[stage], received[stage])
     busiest = int(sent.sum(axis=(0, 1)).argmax())
-    own = schedule if busiest == 0 else make_schedule(specs, everyone, busiest, options.stages)
+    with paused_collector():
+        own = schedule if busiest == 0 else make_schedule(specs, everyone, busiest, options.stages)
     return StepPlan(
         len(schedule.units), sent, received, work, busiest, leaving_bytes(own, busiest), most_wires(own.stages)
     )
@@ -111,42 +113,53 @@ def _specs(parameters: Sequence[ModelParameter], layouts: Sequence[TensorLayout]
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
     """Who holds the parts of one matrix: ``numel`` of each part, the ``first`` of its holders and their number
-    (``replicas``); and for each holder its ``rank`` and its ``part``."""
+    (``replicas``); for each holder its ``rank`` and its ``part``; and ``held``, the parts by rank."""
 
     numel: Counts
     first: Counts
     replicas: Counts
     rank: Counts
     part: Counts
+    held: Mapping[int, list[int]]
 
-    def read_by(self, owner: int, replica: int | None) -> tuple[Counts, Counts]:
-        """The ranks that the owner reads from, with the elements of each part; what it holds itself is left out.
+    def count(self, owners: Sequence[int], replica: int | None, slot: Slot, sent: Counts, received: Counts) -> None:
+        """Add what travels of as many such matrices as there are owners, ``[2, ranks]``: first as if owners had nothing
+        of them, and then what an owner holds itself is taken away.
 
         Args:
-            replica: as `first_replica` of the owner.
+            replica: as `first_replica` of each of the owners.
         """
-        its_own = np.zeros(len(self.numel), bool)
-        its_own[self.part[self.rank == owner]] = True
+        there, back, times = slot.there.itemsize, slot.back.itemsize, len(owners)
         number = np.arange(len(self.numel)) if replica is None else np.full(len(self.numel), replica)
-        chosen = self.first + number % self.replicas
-        return self.rank[chosen][~its_own], self.numel[~its_own]
-
-    def without(self, owner: int) -> tuple[Counts, Counts]:
-        """All other holders, with the elements of their parts."""
-        others = self.rank != owner
-        return self.rank[others], self.numel[self.part[others]]
+        givers = self.rank[self.first + number % self.replicas]
+        taken = self.numel[self.part]
+        np.add.at(sent[0], givers, times * there * self.numel)
+        np.add.at(received[1], self.rank, times * back * taken)
+        read, returned = int(self.numel.sum()), int(taken.sum())
+        for owner in owners:
+            parts = self.held.get(owner, [])
+            mine = int(self.numel[parts].sum())
+            np.subtract.at(sent[0], givers[parts], there * self.numel[parts])
+            received[0, owner] += there * (read - mine)
+            sent[1, owner] += back * (returned - mine)
+            received[1, owner] -= back * mine
 
 
 @lru_cache(maxsize=4096)
 def _holders(layout: TensorLayout, fused: Fused, index: int) -> Holders:
     parts = matrix_parts(layout, fused).of_matrix(index)
     replicas = np.array([len(part.holders) for part in parts], np.int64)
+    held: defaultdict[int, list[int]] = defaultdict(list)
+    for number, part in enumerate(parts):
+        for rank, _, _ in part.holders:
+            held[rank].append(number)  # type: ignore[index]
     return Holders(
         np.array([part.numel for part in parts], np.int64),
         np.cumsum(replicas) - replicas,
         replicas,
         np.array([holder for part in parts for holder, _, _ in part.holders], np.int64),
         np.repeat(np.arange(len(parts)), replicas),
+        dict(held),
     )
 
 

@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from itertools import product
+from itertools import accumulate, product
+from operator import mul
 from typing import Protocol
 
 from ..box import Box, Index, row_major
@@ -133,7 +134,7 @@ def fragments_on(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...]
 
 def local_shape(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], rank: int) -> Index:
     """Shape of the local tensor on ``rank``, if the layout describes it."""
-    return tuple(sum(stop - start for start, stop in runs) for runs in _runs_on(shape, mesh, placements, rank))
+    return tuple(share.length for share in _runs_on(shape, mesh, placements, rank))
 
 
 def _check_placements(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...]) -> None:
@@ -144,45 +145,53 @@ def _check_placements(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement,
             raise LayoutError(f"{placement} does not fit a tensor of shape {shape}")
 
 
-def _runs_on(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], rank: int) -> tuple[Runs, ...]:
-    """The runs of each dim that a rank of the mesh holds."""
+def _runs_on(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], rank: int) -> tuple[Share, ...]:
+    """What a rank of the mesh holds of each dim."""
     position = mesh.ranks.index(rank)
     coordinate = tuple(position // step % size for size, step in zip(mesh.shape, row_major(mesh.shape), strict=True))
     return tuple(_runs_along(dim, shape, mesh, placements)(coordinate) for dim in range(len(shape)))
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Runs of one dim, each with the number of indices before it in local order, and how many they are together."""
+
+    runs: tuple[tuple[int, int, int], ...]
+    length: int
+
+    @classmethod
+    def of(cls, runs: Runs) -> Share:
+        lengths = [stop - start for start, stop in runs]
+        before = accumulate(lengths, initial=0)
+        return cls(tuple([(start, stop, n) for (start, stop), n in zip(runs, before, strict=False)]), sum(lengths))
+
+
 def _runs_along(
     dim: int, shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...]
-) -> Callable[[tuple[int, ...]], Runs]:
-    """The runs of one dim by mesh coordinate.  Only the axes that cut the dim matter; each share is computed once."""
+) -> Callable[[tuple[int, ...]], Share]:
+    """The share of one dim by mesh coordinate.  Only the axes that cut the dim matter; each share is computed once."""
     axes = [axis for axis, placement in enumerate(placements) if placement.dim == dim]
 
     @cache
-    def share(*indices: int) -> Runs:
+    def share(*indices: int) -> Share:
         runs: Runs = ((0, shape[dim]),) if shape[dim] else ()
         for axis, index in zip(axes, indices, strict=True):
             runs = placements[axis].take(runs, mesh.shape[axis], index)
-        return _joined(runs)
+        return Share.of(_joined(runs))
 
     return lambda coordinate: share(*[coordinate[axis] for axis in axes])
 
 
-def _local_fragments(rank: int, runs: Sequence[Runs]) -> Iterator[Fragment]:
-    """The boxes of a rank that holds the product of these runs."""
-    strides = row_major([sum([stop - start for start, stop in along]) for along in runs])
-    corners = [_with_offsets(along, stride) for along, stride in zip(runs, strides, strict=True)]
-    for corner in product(*corners):
-        lo, hi, offsets = zip(*corner, strict=True) if corner else ((), (), ())
-        yield Fragment(Box(lo, hi), Place(rank, sum(offsets), strides))
+def _local_fragments(rank: int, shares: Sequence[Share]) -> Iterator[Fragment]:
+    """The boxes of a rank that holds the product of these shares."""
+    strides = _row_major(tuple([share.length for share in shares]))
+    for corner in product(*[share.runs for share in shares]):
+        lo, hi, before = zip(*corner, strict=True) if corner else ((), (), ())
+        yield Fragment(Box(lo, hi), Place(rank, sum(map(mul, before, strides)), strides))
 
 
-def _with_offsets(runs: Runs, stride: int) -> list[tuple[int, int, int]]:
-    """Runs with the offset at which each begins in memory."""
-    offset, listed = 0, []
-    for start, stop in runs:
-        listed.append((start, stop, offset))
-        offset += (stop - start) * stride
-    return listed
+_row_major = lru_cache(maxsize=4096)(row_major)
+"""Of all ranks whose local tensors have one shape."""
 
 
 def _slice(runs: Runs, lo: int, hi: int) -> Runs:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
-from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,23 +62,30 @@ def assign(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> list[tu
     best = max(-(-total // len(ranks)), max(matrix.cost for matrix in work))
     cap = -(-sum(matrix.numel for matrix in work) // len(ranks)) + max(matrix.numel for matrix in work)
     books = _Books(cap, np.asarray(ranks, np.int64) // node)
-    kinds = {key: number for number, key in enumerate(dict.fromkeys(map(_kind, work)))}
+    kinds: dict[Hashable, int] = {}
+    known: dict[int, int] = {}  # layers that repeat give the same object again
+    alike: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, matrix in enumerate(work):
+        kind = known.get(id(matrix))
+        if kind is None:
+            kind = known[id(matrix)] = kinds.setdefault(_kind(matrix), len(kinds))
+        alike[-matrix.cost, kind].append(index)
     owners: list[tuple[int, ...]] = [()] * len(work)
-    order = sorted(range(len(work)), key=lambda i: (-work[i].cost, kinds[_kind(work[i])], i))
-    for _, alike in groupby(order, key=lambda i: (work[i].cost, kinds[_kind(work[i])])):
-        numbers = list(alike)
+    single = [(position,) for position in range(len(ranks))]
+    for numbers in (alike[key] for key in sorted(alike)):
         matrix = work[numbers[0]]
         home = books.queue(matrix)
+        held = dict(zip(matrix.holders.tolist(), matrix.held.tolist(), strict=True))
         for index in numbers:
             if matrix.parts > 1:
-                owners[index] = books.share(matrix)
+                owners[index] = books.share(matrix, held)
                 continue
             owner = books.first(home, matrix)
             if owner is None or books.load[owner] + matrix.cost > SLACK * best:
                 least = books.least(matrix)
                 owner = least if owner is None or books.load[least] < books.load[owner] else owner
-            books.give(owner, matrix)
-            owners[index] = (owner,)
+            books.give(owner, matrix, held.get(owner, 0))
+            owners[index] = single[owner]
     return owners
 
 
@@ -126,17 +132,17 @@ class _Books:
         far, new = self.nodes[equal] != self._node(matrix), ~self.shapes[matrix.shape][equal]
         return int(equal[np.lexsort((far, new))[0]])
 
-    def share(self, matrix: Work) -> tuple[int, ...]:
+    def share(self, matrix: Work, held: Mapping[int, int]) -> tuple[int, ...]:
         """Give a matrix to the least loaded run of ranks."""
         runs = len(self.load) // matrix.parts
         start = int(self.load[: runs * matrix.parts].reshape(runs, -1).max(axis=1).argmin()) * matrix.parts
         for rank in range(start, start + matrix.parts):
-            self.give(rank, matrix)
+            self.give(rank, matrix, held.get(rank, 0))
         return tuple(range(start, start + matrix.parts))
 
-    def give(self, rank: int, matrix: Work) -> None:
+    def give(self, rank: int, matrix: Work, held: int) -> None:
         self.load[rank] += matrix.cost
-        self.received[rank] += (matrix.numel - int(matrix.held[matrix.holders == rank].sum())) // matrix.parts
+        self.received[rank] += (matrix.numel - held) // matrix.parts
         self.shapes[matrix.shape][rank] = True
 
     def _node(self, matrix: Work) -> int:
@@ -158,7 +164,7 @@ def in_stages(costs: Sequence[int], owners: Sequence[tuple[int, ...]], ranks: in
     count = max(1, min(most, len(costs) // ranks, longest // max(costs, default=1)))
     done = [0] * ranks
     stages = [0] * len(costs)
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+    for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):  # stable
         before = max(done[owner] for owner in owners[index])
         stages[index] = min(count * (2 * before + costs[index]) // (2 * longest), count - 1)
         for owner in owners[index]:

@@ -141,10 +141,13 @@ def residence(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...]) -> tup
     np.add.at(held, pair_of, np.repeat(volume, copies))
     cuts = np.searchsorted(pairs, np.arange(1, count) * len(ranks))
     alike: dict[tuple[bytes, bytes], tuple[Int, Int]] = {}
-    return tuple(
-        alike.setdefault((who.tobytes(), much.tobytes()), (who, much))
-        for who, much in zip(np.split(pairs % len(ranks), cuts), np.split(held, cuts), strict=True)
-    )
+    homes = []
+    for who, much in zip(np.split(pairs % len(ranks), cuts), np.split(held, cuts), strict=True):
+        key = who.tobytes(), much.tobytes()
+        if key not in alike:
+            alike[key] = who.copy(), much.copy()  # not views, which would keep the arrays of all matrices
+        homes.append(alike[key])
+    return tuple(homes)
 
 
 @lru_cache(maxsize=4096)

@@ -7,14 +7,16 @@ nothing is negotiated and nothing is padded but for alignment (at most 7 bytes b
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...box import Index
+from .owners import Int
 from .trips import OWNER, End, Trip
 
 WIRE_ALIGNMENT = 8
@@ -56,6 +58,55 @@ LocalCopy = tuple[Strip, Strip]
 """What a rank has for itself: the same box where it lies, and where it goes; it never lies on a wire."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Message:
+    """A tensor that travels, in which dtype, the rank that the trip calls `trips.OWNER`, and this rank's part of it.
+
+    Layers that repeat share their messages.
+    """
+
+    dtype: torch.dtype
+    owner: int
+    trip: Trip
+
+    def strip(self, end: End, wire_offset: int) -> Strip:
+        """The box of one end, and its place on the wire."""
+        return Strip(end.sizes, end.strides, end.offset, wire_offset, self.dtype)
+
+
+class Strips(Mapping[Key, tuple[Strip, ...]]):
+    """The strips of what travels in one direction, made when they are asked for: what is kept of each is one number.
+
+    Args:
+        numbers: of the messages, by what travels.
+        ends: of each message, in this direction.
+        wire_offsets: of all ends of all messages, in their order.
+    """
+
+    def __init__(
+        self,
+        numbers: Mapping[Key, int],
+        messages: Sequence[Message],
+        ends: Sequence[Sequence[End]],
+        wire_offsets: Int,
+    ) -> None:
+        self._numbers, self._messages, self._ends, self._wire_offsets = numbers, messages, ends, wire_offsets
+        self._first = np.cumsum([0, *map(len, ends)])
+
+    def __getitem__(self, key: Key) -> tuple[Strip, ...]:
+        number = self._numbers[key]
+        if not self._ends[number]:
+            raise KeyError(key)
+        offsets = self._wire_offsets[self._first[number] : self._first[number + 1]].tolist()
+        return tuple(map(self._messages[number].strip, self._ends[number], offsets))
+
+    def __iter__(self) -> Iterator[Key]:
+        return (key for key, number in self._numbers.items() if self._ends[number])
+
+    def __len__(self) -> int:
+        return sum(map(bool, self._ends))
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """One rank's part of an exchange: strips by what travels, and bytes to and from each rank of the group."""
@@ -72,56 +123,62 @@ class Route:
         return sum(self.send_counts) + sum(self.receive_counts)
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A tensor that travels, in which dtype, the rank that the trip calls `trips.OWNER`, and this rank's part of it."""
+def route(numbers: Mapping[Key, int], messages: Sequence[Message], positions: Mapping[int, int]) -> Route:
+    """The route of a list of messages, which every rank of a group must list alike.
 
-    key: Key
-    dtype: torch.dtype
-    owner: int
-    trip: Trip
-
-    def strip(self, end: End, wire_offset: int) -> Strip:
-        """The box of one end, and its place on the wire."""
-        return Strip(end.sizes, end.strides, end.offset, wire_offset, self.dtype)
-
-
-def route(messages: Sequence[Message], ranks: Sequence[int], rank: int) -> Route:
-    """The route of a list of messages, which every rank of ``ranks`` (in the order of its group) must list alike."""
-    peers = {peer: index for index, peer in enumerate(ranks)}
-    outgoing: defaultdict[int, list[tuple[Message, End]]] = defaultdict(list)
-    incoming: defaultdict[int, list[tuple[Message, End]]] = defaultdict(list)
-    own: dict[Key, tuple[LocalCopy, ...]] = {}
-    for message in messages:
-        trip, owner = message.trip, peers[message.owner]
-        for end in trip.gives:
-            outgoing[owner if end.peer == OWNER else peers[end.peer]].append((message, end))  # type: ignore[index]
-        for end in trip.takes:
-            incoming[owner if end.peer == OWNER else peers[end.peer]].append((message, end))  # type: ignore[index]
-        if trip.own:
-            own[message.key] = tuple((message.strip(here, 0), message.strip(there, 0)) for here, there in trip.own)
-    sends, send_counts = _laid_out(outgoing, len(ranks))
-    receives, receive_counts = _laid_out(incoming, len(ranks))
-    return Route(sends, receives, own, send_counts, receive_counts)
+    Args:
+        numbers: of what travels, in the order of the messages.
+        positions: of the ranks in their group.
+    """
+    own = {
+        key: tuple((message.strip(here, 0), message.strip(there, 0)) for here, there in message.trip.own)
+        for key, message in zip(numbers, messages, strict=True)
+        if message.trip.own
+    }
+    gives = [message.trip.gives for message in messages]
+    takes = [message.trip.takes for message in messages]
+    sends, send_counts = _laid_out(messages, gives, positions)
+    receives, receive_counts = _laid_out(messages, takes, positions)
+    return Route(
+        Strips(numbers, messages, gives, sends), Strips(numbers, messages, takes, receives), own, send_counts,
+        receive_counts,
+    )  # fmt: skip
 
 
 def _laid_out(
-    by_peer: Mapping[int, Sequence[tuple[Message, End]]], ranks: int
-) -> tuple[Mapping[Key, tuple[Strip, ...]], tuple[int, ...]]:
-    """Boxes end to end, by the rank on the other side and then in the order of the messages."""
-    strips: defaultdict[Key, list[Strip]] = defaultdict(list)
+    messages: Sequence[Message], ends: Sequence[Sequence[End]], positions: Mapping[int, int]
+) -> tuple[Int, tuple[int, ...]]:
+    """Where each end of each message begins on the wire, and how many bytes each rank's part has: boxes end to end, by
+    the rank on the other side and then in the order of the messages.
+    """
+    peers: list[int] = []
+    sizes: list[int] = []
+    for message, some in zip(messages, ends, strict=True):
+        owner, item = positions[message.owner], message.dtype.itemsize
+        for end in some:
+            peers.append(owner if end.peer == OWNER else positions[end.peer])  # type: ignore[index]
+            sizes.append(end.numel * item)
+    each = np.array([message.dtype.itemsize for message in messages], np.int64)
+    items = np.repeat(each, np.array([*map(len, ends)], np.int64))
+    across = np.array(peers, np.int64)
+    order = np.argsort(across, kind="stable")
+    present, first = np.unique(across[order], return_index=True)
+    ordered = list(zip(np.array(sizes, np.int64)[order].tolist(), items[order].tolist(), strict=True))
     empty = _up(NOTE, WIRE_ALIGNMENT)
-    counts, more = [empty] * ranks, 0
-    for peer in sorted(by_peer):
+    counts, more = [empty] * len(positions), 0
+    begins: list[int] = []
+    for peer, (low, high) in zip(present.tolist(), pairwise([*first.tolist(), len(order)]), strict=True):
         start = peer * empty + more
         end = start + NOTE
-        for message, box in by_peer[peer]:
-            begin = _up(end, message.dtype.itemsize)
-            strips[message.key].append(message.strip(box, begin))
-            end = begin + box.numel * message.dtype.itemsize
+        for size, item in ordered[low:high]:
+            begin = -(-end // item) * item
+            begins.append(begin)
+            end = begin + size
         counts[peer] = _up(end, WIRE_ALIGNMENT) - start
         more += counts[peer] - empty
-    return {key: tuple(listed) for key, listed in strips.items()}, tuple(counts)
+    offsets = np.empty(len(order), np.int64)
+    offsets[order] = begins
+    return offsets, tuple(counts)
 
 
 def _up(offset: int, to: int) -> int:

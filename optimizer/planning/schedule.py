@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,7 +22,7 @@ from ..newton_schulz.forms import Form
 from .matrices import rows_columns
 from .owners import Int, Work, assign, in_stages
 from .residence import residence, resident
-from .routes import Message, Route, route
+from .routes import Key, Message, Route, route
 from .trips import Trip, Trips, first_replica, trips_of_holder, trips_of_owner
 from .units import Slot, Spec, Unit
 
@@ -80,32 +80,40 @@ def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int | 
         rank: the one whose part is made.
         stages: the largest number of rounds; None: `worthwhile_stages`.
     """
+    same: dict[Spec, Spec] = {}
+    specs = [same.setdefault(spec, spec) for spec in specs]  # from here on they are told apart by identity
     matrices = _matrices(specs, ranks)
-    work = [matrix for spec in specs for matrix, _ in matrices[spec]]
+    kinds = [matrices[id(spec)] for spec in specs]
+    work = [matrix for kind in kinds for matrix, _ in kind]
     owners = assign(work, ranks)
     most = worthwhile_stages(specs, len(ranks)) if stages is None else stages
     turns = in_stages([matrix.cost for matrix in work], owners, len(ranks), most)
     places = (
         (number, index, spec.blocks, *matrix)
-        for number, spec in enumerate(specs)
-        for index, matrix in enumerate(matrices[spec])
+        for number, (spec, kind) in enumerate(zip(specs, kinds, strict=True))
+        for index, matrix in enumerate(kind)
     )
+    groups = {sharers: tuple(ranks[i] for i in sharers) for sharers in set(owners)}
     units = tuple(
-        Unit(number, index, work.shape, tuple(ranks[i] for i in sharers), blocks, stage, work.cost, form)
+        Unit(number, index, work.shape, groups[sharers], blocks, stage, work.cost, form)
         for (number, index, blocks, work, form), sharers, stage in zip(places, owners, turns, strict=True)
     )
-    here = {
-        spec: frozenset[int]().union(*(resident(slot.layout, slot.fused, rank) for slot in spec.slots))
-        for spec in matrices
+    resting = {
+        id(spec): frozenset[int]().union(*(resident(slot.layout, slot.fused, rank) for slot in spec.slots))
+        for spec in same
     }
+    here = [resting[id(spec)] for spec in specs]
+    mine = {sharers for sharers in groups.values() if rank in sharers}
     by_stage: list[list[int]] = [[] for _ in range(max(turns, default=0) + 1)]
     for number, unit in enumerate(units):
-        if unit.index in here[specs[unit.param]] or rank in unit.owners:
+        if unit.index in here[unit.param] or unit.owners in mine:
             by_stage[unit.stage].append(number)
+    positions = {peer: position for position, peer in enumerate(ranks)}
+    known: dict[Hashable, tuple[Message, Message]] = {}
     return Schedule(
         ranks,
         units,
-        tuple(_stage(numbers, units, specs, ranks, rank) for numbers in by_stage),
+        tuple(_stage(numbers, units, specs, positions, rank, known) for numbers in by_stage),
         _digest(specs, ranks, units),
     )
 
@@ -123,25 +131,28 @@ def worthwhile_stages(specs: Sequence[Spec], ranks: int) -> int:
     return min(max(math.isqrt(per_rank // STAGE_BYTES), 1), MOST_STAGES)
 
 
-def _matrices(specs: Sequence[Spec], ranks: Ranks) -> dict[Spec, list[tuple[Work, Form]]]:
-    """The matrices of every kind of parameter: layers that repeat are planned once.
+def _matrices(specs: Sequence[Spec], ranks: Ranks) -> dict[int, list[tuple[Work, Form]]]:
+    """The matrices of every kind of parameter, by the identity of its spec: layers that repeat are planned once.
 
     A matrix that is much more than a rank's share of all work is shared by as many ranks as it takes.  What decides on
     the form is how many matrices of a shape a *parameter* has: that is the same under any sharding, and on ranks that
     do not hold the same parameters.
     """
-    times = Counter(specs)
-    alone = {spec: [spec.cost(*rows_columns(shape), 1) for shape in spec.slots[0].shapes] for spec in times}
-    share = sum(sum(alone[spec]) * count for spec, count in times.items()) / len(ranks)
+    times = Counter(map(id, specs))
+    distinct = {id(spec): spec for spec in specs}
+    alone = {
+        kind: [spec.cost(*rows_columns(shape), 1) for shape in spec.slots[0].shapes] for kind, spec in distinct.items()
+    }
+    share = sum(sum(alone[kind]) * count for kind, count in times.items()) / len(ranks)
     matrices = {}
-    for spec, costs in alone.items():
+    for kind, spec in distinct.items():
         update = spec.slots[0]
         homes = residence(update.layout, update.fused, ranks)
         copies = Counter(map(rows_columns, update.shapes))
         forms = {shape: spec.form(*shape, count) for shape, count in copies.items()}
-        matrices[spec] = [
+        matrices[kind] = [
             (_work(spec, shape, cost, home, share, len(ranks)), forms[rows_columns(shape)])
-            for shape, cost, home in zip(update.shapes, costs, homes, strict=True)
+            for shape, cost, home in zip(update.shapes, alone[kind], homes, strict=True)
         ]
     return matrices
 
@@ -154,17 +165,36 @@ def _work(spec: Spec, shape: Index, cost: int, home: tuple[Int, Int], share: flo
     return Work(cost, math.prod(shape), shape, *home, parts)
 
 
-def _stage(numbers: Sequence[int], units: Sequence[Unit], specs: Sequence[Spec], ranks: Ranks, rank: int) -> Stage:
+def _stage(
+    numbers: Sequence[int],
+    units: Sequence[Unit],
+    specs: Sequence[Spec],
+    positions: Mapping[int, int],
+    rank: int,
+    known: dict[Hashable, tuple[Message, Message]],
+) -> Stage:
+    """One stage, of the units that this rank has to do with.
+
+    Args:
+        known: messages there and back, by what they depend on.
+    """  # fmt: skip
     gather, scatter = [], []
+    keys: dict[Key, int] = {}
     for number in numbers:
         unit = units[number]
         for slot in specs[unit.param].slots:
-            there, back = _trips(unit, slot, rank)
-            gather.append(Message((number, slot.name), slot.there, unit.owners[0], there))
-            scatter.append(Message((number, slot.name), slot.back, unit.owners[0], back))
+            kind = id(slot), unit.index, unit.owners
+            if kind not in known:
+                there, back = _trips(unit, slot, rank)
+                owner = unit.owners[0]
+                known[kind] = Message(slot.there, owner, there), Message(slot.back, owner, back)
+            there_message, back_message = known[kind]
+            keys[number, slot.name] = len(gather)
+            gather.append(there_message)
+            scatter.append(back_message)
     return Stage(
-        route(gather, ranks, rank),
-        route(scatter, ranks, rank),
+        route(keys, gather, positions),
+        route(keys, scatter, positions),
         tuple(number for number in numbers if rank in units[number].owners),
         tuple(numbers),
     )
@@ -191,15 +221,20 @@ def _trip(source: TensorLayout, target: TensorLayout, rank: int) -> Trip:
 def _digest(specs: Sequence[Spec], ranks: Ranks, units: Sequence[Unit]) -> bytes:
     """16 bytes that are equal on two ranks exactly when their schedules are parts of one."""
     whole = hashlib.blake2b(repr(ranks).encode(), digest_size=16)
+    known: dict[int, bytes] = {}
     for spec in specs:
-        for slot in spec.slots:
-            whole.update(_layout_digest(slot.layout))
-            whole.update(repr((slot.name, slot.fused, slot.there, slot.back)).encode())
+        if id(spec) not in known:
+            known[id(spec)] = b"".join(map(_slot_digest, spec.slots))
+        whole.update(known[id(spec)])
     plan = [
         (u.param, u.index, u.owners[0], len(u.owners), u.blocks, u.stage, u.form.kernels, u.form.gram) for u in units
     ]
     whole.update(np.array(plan, np.int64).tobytes())
     return whole.digest()
+
+
+def _slot_digest(slot: Slot) -> bytes:
+    return _layout_digest(slot.layout) + repr((slot.name, slot.fused, slot.there, slot.back)).encode()
 
 
 @lru_cache(maxsize=4096)

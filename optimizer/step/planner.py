@@ -14,6 +14,7 @@ from ...layouts.tensors import layout_of, local_of
 from ...vocabulary import MOMENTUM, ParamGroup
 from ..newton_schulz.costs import Cost
 from ..newton_schulz.forms import Choice, has_kernels, missing_triton
+from ..planning.collector import paused_collector
 from ..planning.precision import PRECISIONS
 from ..planning.schedule import Ranks, Schedule, make_schedule
 from ..planning.units import Slot, Spec
@@ -70,13 +71,14 @@ class Planner:
         try:
             if failure is not None:
                 raise failure
-            alike: dict[Hashable, Spec] = {}
-            specs = [
-                alike.setdefault((member.group, member.param.device, slots), self._spec(member, groups, slots))
-                for member in held.matrices
-                for slots in [self._slots(member.param, groups[member.group], state, ranks)]
-            ]
-            schedule = make_schedule(specs, ranks, rank, self.stages)
+            with paused_collector():
+                alike: dict[Hashable, Spec] = {}
+                specs = [
+                    alike.setdefault((member.group, member.param.device, slots), self._spec(member, groups, slots))
+                    for member in held.matrices
+                    for slots in [self._slots(member.param, groups[member.group], state, ranks)]
+                ]
+                schedule = make_schedule(specs, ranks, rank, self.stages)
             weights = [local_of(member.param) for member in held.matrices]
             backend = elementwise(schedule, specs, weights, held.device, guarded=self.guarded)
             intent = Intent.of(AGREE_ON_PLAN, self._facts(held, groups, specs, schedule))

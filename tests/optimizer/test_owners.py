@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, mesh_lay
 from muonckpt.layouts.owned import owned_layout
 from muonckpt.optimizer.newton_schulz.costs import CostTable, flops, measure
 from muonckpt.optimizer.newton_schulz.forms import Form
+from muonckpt.optimizer.planning.collector import paused_collector
 from muonckpt.optimizer.planning.matrices import Fused, matrices_of, one_column, one_row, shapes_of
 from muonckpt.optimizer.planning.owners import Work, assign, in_stages
 from muonckpt.optimizer.planning.residence import residence
@@ -288,3 +290,10 @@ def test_stages_are_as_many_as_the_exchange_is_worth():
     assert [stages(size, 1) for size in sizes] == [1] * 6
     assert [stages(size, 2) for size in sizes] == [1, 1, 1, 2, 2, 4]
     assert stages(1 << 26, 2) >= stages(1 << 26, 64) == 1
+
+
+def test_the_collector_runs_again_after_a_plan_that_failed():
+    with pytest.raises(LayoutError), paused_collector():
+        assert not gc.isenabled()
+        shapes_of((4,))
+    assert gc.isenabled()
