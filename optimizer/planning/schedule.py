@@ -178,7 +178,8 @@ def _stage(
     Args:
         known: messages there and back, by what they depend on.
     """  # fmt: skip
-    gather, scatter = [], []
+    gather: list[Message] = []
+    scatter: list[Message] = []
     keys: dict[Key, int] = {}
     for number in numbers:
         unit = units[number]
