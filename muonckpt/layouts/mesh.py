@@ -145,7 +145,7 @@ def _check_placements(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement,
             raise LayoutError(f"{placement} does not fit a tensor of shape {shape}")
 
 
-def _runs_on(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], rank: int) -> tuple[Share, ...]:
+def _runs_on(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], rank: int) -> tuple[_Share, ...]:
     """What a rank of the mesh holds of each dim."""
     position = mesh.ranks.index(rank)
     coordinate = tuple(position // step % size for size, step in zip(mesh.shape, row_major(mesh.shape), strict=True))
@@ -153,14 +153,14 @@ def _runs_on(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], ra
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class _Share:
     """Runs of one dim, each with the number of indices before it in local order, and how many they are together."""
 
     runs: tuple[tuple[int, int, int], ...]
     length: int
 
     @classmethod
-    def of(cls, runs: Runs) -> Share:
+    def of(cls, runs: Runs) -> _Share:
         lengths = [stop - start for start, stop in runs]
         before = accumulate(lengths, initial=0)
         return cls(tuple([(start, stop, n) for (start, stop), n in zip(runs, before, strict=False)]), sum(lengths))
@@ -168,21 +168,21 @@ class Share:
 
 def _runs_along(
     dim: int, shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...]
-) -> Callable[[tuple[int, ...]], Share]:
+) -> Callable[[tuple[int, ...]], _Share]:
     """The share of one dim by mesh coordinate.  Only the axes that cut the dim matter; each share is computed once."""
     axes = [axis for axis, placement in enumerate(placements) if placement.dim == dim]
 
     @cache
-    def share(*indices: int) -> Share:
+    def share(*indices: int) -> _Share:
         runs: Runs = ((0, shape[dim]),) if shape[dim] else ()
         for axis, index in zip(axes, indices, strict=True):
             runs = placements[axis].take(runs, mesh.shape[axis], index)
-        return Share.of(_joined(runs))
+        return _Share.of(_joined(runs))
 
     return lambda coordinate: share(*[coordinate[axis] for axis in axes])
 
 
-def _local_fragments(rank: int, shares: Sequence[Share]) -> Iterator[Fragment]:
+def _local_fragments(rank: int, shares: Sequence[_Share]) -> Iterator[Fragment]:
     """The boxes of a rank that holds the product of these shares."""
     strides = _row_major(tuple([share.length for share in shares]))
     for corner in product(*[share.runs for share in shares]):
