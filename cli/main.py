@@ -27,6 +27,7 @@ COMMANDS = {
     "inspect": "Say what is in a checkpoint, who holds it, and what looks sick.",
     "diff": "Say what differs between two checkpoints, tensor by tensor.",
     "stats": "Measure weights and state: norms, spectra, updates; say what looks odd.",
+    "report": "Write a page for a browser: findings, a map of shards, balance, norms, every tensor.",
     "plan": "Say what a step, memory and checkpoints would cost on meshes of your choice.",
     "verify": "Check that a checkpoint is whole: coverage, bounds, checksums, fingerprints, values.",
     "reshard": "Rewrite a checkpoint for another mesh, layout, format or program, without a GPU.",

@@ -21,7 +21,7 @@ from ..store.open_checkpoint import OpenCheckpoint, open
 from ..store.reading.dtypes import itemsize
 from .buffer_summary import NO_STATE, buffer_summary, labelled_buffers, without_buffers
 from .look.contents import Contents, Role
-from .look.first_look import first_look
+from .look.first_look import FirstLook, first_look
 from .look.holders import (
     StoredShard,
     balance_of,
@@ -172,9 +172,9 @@ def inspect(path: str | os.PathLike[str] | Remote) -> Inspection:
 
 
 @gc_paused()
-def inspection_of(checkpoint: OpenCheckpoint) -> Inspection:
-    """The same of a checkpoint that is open already."""
-    known = first_look(checkpoint)
+def inspection_of(checkpoint: OpenCheckpoint, known: FirstLook | None = None) -> Inspection:
+    """The same of a checkpoint that is open already; ``known`` is its `first_look`, if that was taken."""
+    known = known or first_look(checkpoint)
     manifest, groups, contents = known.manifest, known.groups, known.contents
     layouts = _layouts(manifest)
     elements = manifest.elements

@@ -24,7 +24,13 @@ _SAID_ELSEWHERE = frozenset({"step", "resharded"})
 
 
 def overview(inspection: Inspection) -> Iterator[tuple[str, str]]:
-    """The summary of a checkpoint as labelled lines; the tables are not included."""
+    """The summary of a checkpoint as labelled lines, with what looks sick; the tables are not included."""
+    yield from description(inspection)
+    yield from _some("look at", [symptom["message"] for symptom in inspection.symptoms])
+
+
+def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
+    """The same without what looks sick; an empty label goes on with the one above."""
     yield "checkpoint", inspection.checkpoint
     yield "kind", inspection.kind
     for name, value in inspection.provenance.items():
@@ -48,7 +54,6 @@ def overview(inspection: Inspection) -> Iterator[tuple[str, str]]:
     yield "cut into", "; ".join(f"{cut['tensors']}: {cut['cut']}" for cut in inspection.cuts[:_MOST_LINES])
     yield from _balance(inspection.balance)
     yield "checksums", _checks(inspection.checks)
-    yield from _some("look at", [symptom["message"] for symptom in inspection.symptoms])
 
 
 def _steps(inspection: Inspection) -> Iterator[tuple[str, str]]:

@@ -1,8 +1,8 @@
 """Muon momentum that survives any change of topology, and a Muon that runs on every one of them.
 
 ``box``, ``layout`` and ``plan`` say where elements lie; ``layouts/`` reads shardings, ``store/`` files; ``checkpoint/``
-saves and loads live state; ``compat/`` has our optimizer under others' names; ``forecasting/`` answers what if.
-``optimizer``, ``converters`` and ``cli`` lie beside this folder.  Open ``layout`` first.
+saves and loads live state; ``compat/`` has our optimizer under others' names; ``forecasting/`` answers what if;
+``page/`` makes a report.  ``optimizer``, ``converters`` and ``cli`` lie beside this folder.  Open ``layout`` first.
 
 All names but the errors are imported when first used, so that programs which only look at checkpoints start without
 torch.
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .converters.rewrite import convert, reshard
     from .forecasting.prospects import Prospect, forecast
     from .layouts.boxed_tensor import BoxedTensor
+    from .page.checkpoint_page import Page, report
     from .store.audit import AuditReport, verify
     from .store.open_checkpoint import OpenCheckpoint, open
 
@@ -61,6 +62,7 @@ __all__ = [
     "LostRankError",
     "MuonckptError",
     "OpenCheckpoint",
+    "Page",
     "Prospect",
     "Redistribution",
     "Report",
@@ -81,6 +83,7 @@ __all__ = [
     "merge",
     "open",
     "redistribute",
+    "report",
     "reshard",
     "save",
     "stats",
@@ -97,6 +100,7 @@ _HOMES = {
     "Fingerprints": ".checkpoint.tensor_prints",
     "Inspection": ".converters.inspection",
     "OpenCheckpoint": ".store.open_checkpoint",
+    "Page": ".page.checkpoint_page",
     "Prospect": ".forecasting.prospects",
     "Redistribution": ".checkpoint.redistribution",
     "Report": ".converters.report",
@@ -114,6 +118,7 @@ _HOMES = {
     "merge": ".converters.merging",
     "open": ".store.open_checkpoint",
     "redistribute": ".checkpoint.redistribution",
+    "report": ".page.checkpoint_page",
     "reshard": ".converters.rewrite",
     "save": ".checkpoint.save_load",
     "stats": ".converters.health.figures",

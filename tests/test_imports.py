@@ -63,6 +63,8 @@ RULES = {
     "compat": "coefficients vocabulary layouts resumption optimizer",
     "forecasting": "box errors layout layouts layouts/buffers record vocabulary store store/io store/reading "
     "converters/look converters/target optimizer/newton_schulz optimizer/planning",
+    "page": "chunks errors record version converters converters/compare converters/health converters/look store "
+    "store/io store/reading",
     "integrations": "errors store checkpoint optimizer optimizer/groups",
     "converters/engine": "errors box layout plan fingerprint record store store/io store/reading store/formats "
     "converters/target converters/translate",
@@ -81,8 +83,8 @@ RULES = {
     "converters/engine converters/look converters/merge converters/target converters/translate",
     "cli": "errors record version vocabulary wording layouts/buffers store store/io store/reading converters "
     "converters/compare converters/engine converters/health converters/look converters/target converters/translate "
-    "forecasting",
-    "": "errors version layouts store checkpoint converters converters/compare converters/health forecasting",
+    "forecasting page",
+    "": "errors version layouts store checkpoint converters converters/compare converters/health forecasting page",
     "__main__": "cli",
 }
 TORCH = (
@@ -285,6 +287,8 @@ def test_commands_run_without_torch(tiny_checkpoint, tmp_path):
     assert "torch" not in loaded_by("verify", str(tiny_checkpoint))
     assert "torch" not in loaded_by("diff", str(tiny_checkpoint), str(tiny_checkpoint))
     assert "torch" not in loaded_by("stats", str(tiny_checkpoint))
+    page = str(tmp_path / "page.html")
+    assert "torch" not in loaded_by("report", str(tiny_checkpoint), str(tiny_checkpoint), "-o", page)
     loaded = loaded_by("reshard", str(tiny_checkpoint), str(tmp_path / "out"), "--mesh", "dp=3")
     assert "torch" not in loaded
     assert not UNUSED & loaded, "what only other formats and layouts need makes every command slower to start"

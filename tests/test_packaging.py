@@ -65,3 +65,5 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"muonckpt", "muonckpt-0.1.0.dist-info"}
     assert {"muonckpt/py.typed", "muonckpt/manifest.schema.json", "muonckpt/optimizer/muon.py"} <= set(names)
+    assets = {f"muonckpt/page/assets/{file.name}" for file in (ROOT / "muonckpt/page/assets").iterdir()}
+    assert assets and assets <= set(names)

@@ -132,33 +132,49 @@ def diff(
         LayoutError: a tensor has a hole or an overlap.
         TargetError: a program is unknown, or a pattern matches nothing.
     """
-    tolerance = Tolerance(rtol, atol)
     with ExitStack() as stack:
-        sides = [
-            _Side.of(stack.enter_context(open(path)), to_dialect, program)
-            for path, program in ((a, from_a), (b, from_b))
-        ]
+        both = (stack.enter_context(open(a)), from_a), (stack.enter_context(open(b)), from_b)
+        sides = [_Side.of(opened, first_look(opened), to_dialect, program) for opened, program in both]
         one, other = (side.selected(select) for side in sides)
         for glob in select:
             if not any(fnmatchcase(key, glob) for side in (one, other) for key in (*side.tensors, *side.items)):
                 raise TargetError(f"no tensor or item matches {glob!r} in {one.place} or {other.place}")
-        tensors, read = _compared(one, other, tolerance, memory, jobs, progress)
-        items = [key for key in one.items if key in other.items]
-        changed = tuple(difference for key in items if (difference := _item(key, one, other)))
-        steps = one.known.step, other.known.step
-        return Difference(
-            a=one.place,
-            b=other.place,
-            steps=steps,
-            tensors=tensors,
-            only_a=one.keys_without(other),
-            only_b=other.keys_without(one),
-            items=changed,
-            same_items=len(items) - len(changed),
-            unmoved=_unmoved(tensors, one) if None not in steps and steps[0] != steps[1] else (),
-            read=read,
-            notes=tuple(f"{side.place}: {note}" for side in (one, other) for note in side.notes),
-        )
+        return _difference(one, other, Tolerance(rtol, atol), memory, jobs, progress)
+
+
+def diff_of(
+    a: tuple[OpenCheckpoint, FirstLook],
+    b: tuple[OpenCheckpoint, FirstLook],
+    *,
+    memory: int,
+    jobs: int,
+    progress: Progress,
+) -> Difference:
+    """The same of all of two checkpoints that are open and sorted already."""
+    one, other = (_Side.of(*side, None, None) for side in (a, b))
+    return _difference(one, other, Tolerance(), memory, jobs, progress)
+
+
+def _difference(
+    one: _Side, other: _Side, tolerance: Tolerance, memory: int, jobs: int, progress: Progress
+) -> Difference:
+    tensors, read = _compared(one, other, tolerance, memory, jobs, progress)
+    items = [key for key in one.items if key in other.items]
+    changed = tuple(difference for key in items if (difference := _item(key, one, other)))
+    steps = one.known.step, other.known.step
+    return Difference(
+        a=one.place,
+        b=other.place,
+        steps=steps,
+        tensors=tensors,
+        only_a=one.keys_without(other),
+        only_b=other.keys_without(one),
+        items=changed,
+        same_items=len(items) - len(changed),
+        unmoved=_unmoved(tensors, one) if None not in steps and steps[0] != steps[1] else (),
+        read=read,
+        notes=tuple(f"{side.place}: {note}" for side in (one, other) for note in side.notes),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +189,7 @@ class _Side:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, opened: OpenCheckpoint, to_dialect: str | None, from_dialect: str | None) -> _Side:
-        known = first_look(opened)
+    def of(cls, opened: OpenCheckpoint, known: FirstLook, to_dialect: str | None, from_dialect: str | None) -> _Side:
         if to_dialect is None:
             tensors = [
                 OutputTensor(t, t.chunk_layout(), {str(i): chunk for i, chunk in enumerate(t.chunks)})

@@ -115,45 +115,91 @@ def stats(
     with ExitStack() as stack:
         opened = stack.enter_context(open(path))
         known = first_look(opened)
-        chosen = _chosen(known, select)
+        chosen = measurable(known, select)
         earlier = stack.enter_context(open(since)) if since is not None else None
         before = first_look(earlier) if earlier else None
         pairs = list(_weights_in_both(known, before, {record.key for _, record in chosen})) if before else []
-        total = sum(map(_bytes, [record for _, record in chosen])) + 2 * sum(_bytes(record) for record, _ in pairs)
-        names = {t.key: p.name for p in known.contents.parameters.values()
-                 for t in ([p.weight] if p.weight else []) + list(p.state.values())}  # fmt: skip
-        sides = zip(_stored(opened, [record for _, record in chosen]), chosen, strict=True)
+        total = sum(_bytes(record) for _, record in chosen) + 2 * sum(_bytes(record) for record, _ in pairs)
 
         def passed(count: int) -> None:
             progress(count, total)
 
-        def measure(item: tuple[StoredSide, tuple[Role, StateRecord]]) -> TensorFigures | None:
-            side, (role, record) = item
-            return figures_of(side, names.get(record.key, record.key), str(role), memory // jobs, spectra, passed)
-
-        with ThreadPoolExecutor(jobs) as pool:
-            tensors = tuple(figures for figures in pool.map(measure, sides) if figures)
-        steps = before.step if before else None, known.step
-        updates = tuple(_updates(opened, earlier, pairs, known, steps, memory, passed)) if earlier else ()
-        return CheckpointStats(
-            str(opened.path),
-            str(earlier.path) if earlier else None,
-            steps,
-            tensors,
-            updates,
-            tuple(findings_of(tensors, updates)),
-        )
+        tensors = measured(opened, known, chosen, spectra=spectra, memory=memory, jobs=jobs, passed=passed)
+        changes = _changes(opened, earlier, pairs, memory, passed) if earlier else {}
+        return stats_of(opened, known, tensors, earlier, before, changes)
 
 
-def _chosen(known: FirstLook, globs: Sequence[str]) -> list[tuple[Role, StateRecord]]:
-    measured = [(role, tensor) for role in _ROLES for tensor in known.contents.tensors.get(role, ())]
-    if not measured:  # the program is unknown: all that is there
-        measured = [(Role.OTHER, tensor) for tensor in known.manifest.tensors if tensor.shape]
-    keys = [tensor.key for _, tensor in measured]
-    for glob in globs:
+Measurable = Sequence[tuple[Role, StateRecord]]
+"""Tensors to measure, with what each is for."""
+
+
+def measurable(known: FirstLook, select: Sequence[str] = ()) -> Measurable:
+    """The weights, momentum, masters and moments, or what is there if the program is unknown.
+
+    Args:
+        select: shell patterns; only tensors whose key matches one.
+
+    Raises:
+        TargetError: a pattern matches nothing.
+    """
+    tensors = [(role, tensor) for role in _ROLES for tensor in known.contents.tensors.get(role, ())]
+    if not tensors:  # the program is unknown: all that is there
+        tensors = [(Role.OTHER, tensor) for tensor in known.manifest.tensors if tensor.shape]
+    keys = [tensor.key for _, tensor in tensors]
+    for glob in select:
         if not any(fnmatchcase(key, glob) for key in keys):
             raise TargetError(f"no tensor of weights or state matches {glob!r}{did_you_mean(glob, keys)}")
-    return [(role, t) for role, t in measured if not globs or any(fnmatchcase(t.key, glob) for glob in globs)]
+    return [(role, t) for role, t in tensors if not select or any(fnmatchcase(t.key, glob) for glob in select)]
+
+
+def measured(
+    opened: OpenCheckpoint,
+    known: FirstLook,
+    tensors: Measurable,
+    *,
+    spectra: bool,
+    memory: int,
+    jobs: int,
+    passed: Callable[[int], None],
+) -> tuple[TensorFigures, ...]:
+    """The figures of these tensors, those that are not numbers left out; the other arguments are as of `stats`.
+
+    Args:
+        passed: receives bytes that have been read.
+
+    Raises:
+        SourceError: a chunk is damaged.
+        LayoutError: a tensor has a hole or an overlap.
+    """
+    names = {t.key: p.name for p in known.contents.parameters.values()
+             for t in ([p.weight] if p.weight else []) + list(p.state.values())}  # fmt: skip
+    sides = zip(_stored(opened, [record for _, record in tensors]), tensors, strict=True)
+
+    def measure(item: tuple[StoredSide, tuple[Role, StateRecord]]) -> TensorFigures | None:
+        side, (role, record) = item
+        return figures_of(side, names.get(record.key, record.key), str(role), memory // jobs, spectra, passed)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return tuple(figures for figures in pool.map(measure, sides) if figures)
+
+
+def stats_of(
+    opened: OpenCheckpoint,
+    known: FirstLook,
+    tensors: tuple[TensorFigures, ...],
+    earlier: OpenCheckpoint | None,
+    before: FirstLook | None,
+    changes: Mapping[str, float],
+) -> CheckpointStats:
+    """The numbers of a checkpoint whose tensors have been measured.
+
+    Args:
+        changes: the root mean square of the change since the earlier checkpoint, of weights by key.
+    """
+    steps = before.step if before else None, known.step
+    updates = tuple(_updates(known, steps, changes))
+    since = str(earlier.path) if earlier else None
+    return CheckpointStats(str(opened.path), since, steps, tensors, updates, tuple(findings_of(tensors, updates)))
 
 
 def _bytes(record: StateRecord) -> int:
@@ -180,30 +226,42 @@ def _weights_in_both(known: FirstLook, before: FirstLook, keys: set[str]) -> Ite
             yield tensor, other
 
 
-def _updates(
+def _changes(
     opened: OpenCheckpoint,
     earlier: OpenCheckpoint,
     pairs: Sequence[tuple[StateRecord, StateRecord]],
-    known: FirstLook,
-    steps: tuple[int | float | None, int | float | None],
     memory: int,
     passed: Callable[[int], None],
-) -> Iterator[WeightUpdate]:
+) -> dict[str, float]:
+    """The root mean square of each weight's change.
+
+    Raises:
+        SourceError: there is no weight to compare, or one is damaged.
+    """
     if not pairs:
         raise SourceError(f"{opened.path} and {earlier.path} have no weights of one key and shape in common")
-    taken = steps[1] - steps[0] if steps[0] is not None and steps[1] is not None else None
-    rates = {name: group.options.get("lr") for group in known.groups.groups for name in group.parameters}
-    parameters = {p.weight.key: p for p in known.contents.parameters.values() if p.weight}
     now, then = (_stored(side, [pair[n] for pair in pairs]) for n, side in enumerate((opened, earlier)))
+    changes = {}
     for one, other in zip(then, now, strict=True):
         found = compare_elements(one, other, Tolerance(), memory, passed).statistics
         assert found is not None, "elements were compared"
-        key = other.tensor.record.key
+        changes[other.tensor.record.key] = found.rms_change
+    return changes
+
+
+def _updates(
+    known: FirstLook, steps: tuple[int | float | None, int | float | None], changes: Mapping[str, float]
+) -> Iterator[WeightUpdate]:
+    """Changes in terms of the steps between and of the learning rate."""
+    taken = steps[1] - steps[0] if steps[0] is not None and steps[1] is not None else None
+    rates = {name: group.options.get("lr") for group in known.groups.groups for name in group.parameters}
+    parameters = {p.weight.key: p for p in known.contents.parameters.values() if p.weight}
+    for key, rms in changes.items():
         parameter = parameters.get(key)
         lr = rates.get(parameter.name) if parameter else None
         lr = float(lr) if isinstance(lr, int | float) else None
-        per_step = found.rms_change / taken if taken and taken > 0 else None
+        per_step = rms / taken if taken and taken > 0 else None
         factor = None
         if parameter and parameter.is_matrix and lr and per_step is not None:
             factor = per_step / lr * math.sqrt(max(parameter.shape[-2:]))
-        yield WeightUpdate(key, found.rms_change, per_step, lr, factor)
+        yield WeightUpdate(key, rms, per_step, lr, factor)

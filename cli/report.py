@@ -1,0 +1,60 @@
+"""`muonckpt report`: a checkpoint as one page for a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from ..converters.health.figures import STATS_MEMORY
+from ..errors import TargetError
+from ..page.checkpoint_page import StatsChoice, report
+from ..store.io.location import Location
+from ..wording import counted
+from .argument_types import CHECKPOINT, JOBS, LEAST_MEMORY, ByteCountType
+from .printing import printable, progress
+
+
+@click.command("report")
+@click.argument("checkpoint", type=CHECKPOINT)
+@click.argument("other", type=CHECKPOINT, required=False)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="Page to write.",
+)
+@click.option(
+    "--stats",
+    type=click.Choice(get_args(StatsChoice)),
+    default="spectra",
+    show_default=True,
+    help="What is measured; none reads metadata only.",
+)
+@click.option("--select", multiple=True, metavar="GLOB", help="Measure only what has a matching key; repeatable.")
+@click.option(
+    "--memory", type=ByteCountType(LEAST_MEMORY), default=f"{STATS_MEMORY >> 20}MiB", show_default=True, help="Memory."
+)
+@click.option("--jobs", type=JOBS, default=2, show_default=True, metavar="N", help="Threads.")
+def command(checkpoint: Location, other: Location | None, output: Path, select: Sequence[str], **options: Any) -> None:
+    """Write a page about CHECKPOINT, of any format: findings, a map of its shards, balance, norms, and every tensor.
+
+    With OTHER, such as an earlier checkpoint of the run, also what has changed since.  The page is one file, and needs
+    no network.
+
+    \b
+    muonckpt report run/step-00001000 -o report.html
+    muonckpt report run/step-00001100 run/step-00001000 -o report.html --stats norms
+    """
+    try:
+        with progress("report") as advance:
+            page = report(checkpoint, other, select=select, progress=advance, **options)
+    except TargetError as error:
+        raise click.UsageError(str(error)) from error
+    page.write(output)
+    found = counted(page.findings, "finding") if page.findings else "nothing odd"
+    click.echo(printable(f"{output}: {found} in {checkpoint}"))

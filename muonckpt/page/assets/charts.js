@@ -1,0 +1,198 @@
+// Charts on canvases.  Each has a sentence for who cannot see it, and a table beside or below it has the numbers.
+
+// A frame that fills its figure's width and draws itself again when that changes; draw(context, width, height) may
+// return hit(x, y): what lies there, as { title, lines }, or null.
+function chart({ title, note, label, height, draw }) {
+  const canvas = el("canvas", { role: "img", "aria-label": label });
+  const figure = el("figure", {}, el("figcaption", {}, title, note ? el("span", { class: "muted" }, note) : null), canvas);
+  let hit = null;
+  let width = 0;
+  const paint = () => {
+    if (!width) return;
+    hit = draw(context2d(canvas, width, height), width, height) || null;
+  };
+  const observer = new ResizeObserver(([entry]) => {
+    const found = Math.floor(entry.contentRect.width);
+    if (found && found !== width) { width = found; paint(); }
+  });
+  observer.observe(figure);
+  canvas.addEventListener("pointermove", (event) => {
+    const found = hit && hit(event.offsetX, event.offsetY);
+    if (found) showTip(event.clientX, event.clientY, found.title, found.lines); else hideTip();
+  });
+  canvas.addEventListener("pointerleave", hideTip);
+  drawn(figure, paint);
+  return figure;
+}
+
+// Bars of one quantity over ranks or files, with a line at the mean; more bars than pixels become their maxima.
+function barChart({ title, values, names, format }) {
+  const most = values.reduce((a, b) => Math.max(a, b), 0);
+  const least = values.reduce((a, b) => Math.min(a, b), Infinity);
+  const mean = values.reduce((a, b) => a + b, 0) / values.length;
+  const busiest = values.indexOf(most);
+  const ratio = mean ? (most / mean).toPrecision(3) : "-";
+  const note = `at most ${format(most)} (${names(busiest)}), ${ratio} of the mean ${format(mean)}, at least ${format(least)}`;
+  const draw = (context, width, height) => {
+    const bottom = height - 18;
+    const top = 6;
+    const shownBars = Math.min(values.length, Math.floor(width / 2));
+    const step = Math.min(width / shownBars, 64);
+    const gap = step > 6 ? Math.min(4, step / 5) : step > 3 ? 1 : 0;
+    const heights = [];
+    for (let bar = 0; bar < shownBars; bar++) {
+      let highest = 0;
+      const from = Math.floor((bar * values.length) / shownBars);
+      const to = Math.floor(((bar + 1) * values.length) / shownBars);
+      for (let i = from; i < to; i++) highest = Math.max(highest, values[i]);
+      heights.push(most ? (highest / most) * (bottom - top) : 0);
+      context.fillStyle = from <= busiest && busiest < to && most > 1.05 * mean ? colour("warn") : colour("accent");
+      context.fillRect(bar * step, bottom - heights[bar], Math.max(step - gap, 1), heights[bar]);
+    }
+    const y = bottom - (most ? (mean / most) * (bottom - top) : 0);
+    context.strokeStyle = colour("text");
+    context.setLineDash([4, 3]);
+    context.beginPath();
+    context.moveTo(0, y + 0.5);
+    context.lineTo(step * shownBars, y + 0.5);
+    context.stroke();
+    context.setLineDash([]);
+    context.fillStyle = colour("line");
+    context.fillRect(0, bottom, step * shownBars, 1);
+    context.fillStyle = colour("muted");
+    context.textAlign = "left";
+    context.fillText(names(0), 0, bottom + 10);
+    if (values.length > 1 && step * shownBars > 160) {
+      context.textAlign = "right";
+      context.fillText(names(values.length - 1), step * shownBars, bottom + 10);
+    }
+    return (x) => {
+      const bar = Math.floor(x / step);
+      if (bar < 0 || bar >= shownBars) return null;
+      const i = Math.floor((bar * values.length) / shownBars);
+      return { title: names(i), lines: [format(values[i]), mean ? (values[i] / mean).toPrecision(3) + " of the mean" : "-"] };
+    };
+  };
+  return chart({ title, note, label: title + ": " + note, height: 150, draw });
+}
+
+function logScale(values, from, to) {
+  const positive = values.filter((value) => value > 0);
+  let low = Math.log10(positive.reduce((a, b) => Math.min(a, b), Infinity));
+  let high = Math.log10(positive.reduce((a, b) => Math.max(a, b), 0));
+  if (!positive.length) [low, high] = [0, 1];
+  const pad = Math.max(0.08 * (high - low), 0.05);
+  [low, high] = [low - pad, high + pad];
+  const place = (value) => (value > 0 ? from + ((Math.log10(value) - low) / (high - low)) * (to - from) : from);
+  return { low, high, place };
+}
+
+// Numbers for an axis from 10^low to 10^high: powers of ten if there are two, else the ends.
+function ticks(low, high) {
+  const powers = [];
+  for (let power = Math.ceil(low); power <= high; power++) powers.push(10 ** power);
+  if (powers.length > 6) return powers.filter((_, i) => i % Math.ceil(powers.length / 5) === 0);
+  if (powers.length >= 2) return powers;
+  return [10 ** (low + 0.12 * (high - low)), 10 ** (high - 0.12 * (high - low))].map((value) => Number(value.toPrecision(2)));
+}
+
+function axis(context, scale, left, width) {
+  context.textAlign = "right";
+  for (const value of ticks(scale.low, scale.high)) {
+    const y = Math.round(scale.place(value));
+    context.fillStyle = colour("line");
+    context.fillRect(left, y, width - left, 1);
+    context.fillStyle = colour("muted");
+    context.fillText(short(value), left - 6, y);
+  }
+}
+
+// One dot a tensor, from the first layer to the last, on a logarithmic scale; `odd` ones stand out.
+function dotChart({ title, note, values, names, odd, colourOf }) {
+  const known = values.map((value) => (value === null || typeof value !== "number" ? 0 : value));
+  const label = title + " by layer: " + known.slice(0, 40).map(short).join(", ");
+  const draw = (context, width, height) => {
+    const [left, bottom] = [54, height - 18];
+    const scale = logScale(known, bottom - 4, 6);
+    axis(context, scale, left, width);
+    const x = (i) => left + 10 + (known.length > 1 ? (i * (width - left - 20)) / (known.length - 1) : (width - left - 20) / 2);
+    context.strokeStyle = colour(colourOf);
+    context.globalAlpha = 0.45;
+    context.beginPath();
+    known.forEach((value, i) => context.lineTo(x(i), scale.place(value)));
+    context.stroke();
+    context.globalAlpha = 1;
+    const radius = known.length > 200 ? 1.5 : 3;
+    known.forEach((value, i) => {
+      context.fillStyle = odd(i) ? colour("bad") : colour(colourOf);
+      context.beginPath();
+      context.arc(x(i), scale.place(value), odd(i) ? radius + 1.5 : radius, 0, 7);
+      context.fill();
+    });
+    context.fillStyle = colour("muted");
+    context.textAlign = "center";
+    context.fillText("first to last, logarithmic", (left + width) / 2, bottom + 11);
+    return (mouse) => {
+      const i = known.length > 1 ? Math.round(((mouse - left - 10) * (known.length - 1)) / (width - left - 20)) : 0;
+      return i < 0 || i >= known.length ? null : { title: names(i), lines: [title + " " + short(values[i])] };
+    };
+  };
+  return chart({ title, note, label, height: 170, draw });
+}
+
+// The largest singular values of each tensor as a line, in terms of the largest, on a logarithmic scale.
+function spectraChart({ spectra, names, odd, colourOf }) {
+  const lines = spectra.map((values) => (values.length && values[0] > 0 ? values.map((value) => value / values[0]) : []));
+  const longest = lines.reduce((most, line) => Math.max(most, line.length), 0);
+  if (longest < 2) return el("figure", {}, el("figcaption", {}, "Spectra"), el("p", { class: "muted" }, "No spectra: these are no matrices, or none were sketched."));
+  const every = lines.flat();
+  const draw = (context, width, height) => {
+    const [left, bottom] = [54, height - 18];
+    const scale = logScale(every.map((value) => Math.max(value, 1e-6)), bottom - 4, 6);
+    axis(context, scale, left, width);
+    const x = (i) => left + 10 + (i * (width - left - 20)) / (longest - 1);
+    const places = [];
+    const order = lines.map((_, i) => i).sort((i, j) => odd(i) - odd(j));
+    for (const i of order) {
+      context.strokeStyle = odd(i) ? colour("bad") : colour(colourOf);
+      context.globalAlpha = odd(i) ? 1 : Math.max(0.12, Math.min(0.8, 8 / lines.length));
+      context.beginPath();
+      lines[i].forEach((value, n) => {
+        const y = scale.place(Math.max(value, 1e-6));
+        context.lineTo(x(n), y);
+        places.push([x(n), y, i, n]);
+      });
+      context.stroke();
+    }
+    context.globalAlpha = 1;
+    context.fillStyle = colour("muted");
+    context.textAlign = "center";
+    context.fillText("1st to " + longest + "th singular value over the 1st, logarithmic", (left + width) / 2, bottom + 11);
+    return (mouseX, mouseY) => {
+      let [best, found] = [200, null];
+      for (const [px, py, i, n] of places) {
+        const distance = (px - mouseX) ** 2 + (py - mouseY) ** 2;
+        if (distance < best) [best, found] = [distance, { title: names(i), lines: ["singular value " + (n + 1) + ": " + short(spectra[i][n])] }];
+      }
+      return found;
+    };
+  };
+  return chart({ title: "Spectra", note: "largest singular values", label: "Largest singular values of " + count(lines.length, "tensor"), height: 170, draw });
+}
+
+// A small picture of values from the first layer to the last, for a cell of a table.
+function sparkline(values, odd, colourOf) {
+  const canvas = el("canvas", { "aria-hidden": "true" });
+  const [width, height] = [150, 25];
+  const context = context2d(canvas, width, height);
+  const scale = logScale(values, height - 4, 4);
+  const flat = scale.high - scale.low < 0.7 ? { place: (v) => (v > 0 ? height / 2 - ((Math.log10(v) - (scale.low + scale.high) / 2) / 0.7) * (height - 8) : height - 4) } : scale;
+  values.forEach((value, i) => {
+    context.fillStyle = odd(i) ? colour("bad") : colour(colourOf);
+    const x = 3 + (values.length > 1 ? (i * (width - 6)) / (values.length - 1) : (width - 6) / 2);
+    context.beginPath();
+    context.arc(x, flat.place(value), odd(i) ? 2.6 : values.length > 60 ? 1 : 1.7, 0, 7);
+    context.fill();
+  });
+  return canvas;
+}

@@ -1,0 +1,196 @@
+"""What a page says about a checkpoint, alone or beside another one."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..converters.compare.diff import Difference, diff_of
+from ..converters.health.figures import STATS_MEMORY, CheckpointStats, measurable, measured, stats_of
+from ..converters.health.findings import siblings_of
+from ..converters.inspection import Inspection, inspection_of
+from ..converters.look.contents import Role
+from ..converters.look.first_look import FirstLook, first_look
+from ..converters.look.holders import newton_schulz_by_rank
+from ..converters.overview import description
+from ..errors import DestinationError
+from ..store.audit import Progress
+from ..store.io.location import Remote
+from ..store.io.new_file import write_synced
+from ..store.open_checkpoint import open
+from ..store.reading.dtypes import itemsize
+from ..version import VERSION
+from .self_contained import html_of, plain
+from .shard_columns import by_number, shard_columns
+
+StatsChoice = Literal["spectra", "norms", "none"]
+"""What is measured: norms and spectra, norms only, or nothing."""
+
+_FIGURES = ("norm", "rms", "largest", "zeros", "nan", "infinite", "stable_rank", "spectrum")
+"""What the page has of each measured tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page about a checkpoint.
+
+    Attributes:
+        inspection: what its metadata say.
+        known: the same metadata, sorted.
+        stats: its numbers; None if they were not measured.
+        difference: what has changed since the other checkpoint (``a``); None if there is none.
+    """
+
+    inspection: Inspection
+    known: FirstLook
+    stats: CheckpointStats | None
+    difference: Difference | None
+
+    @property
+    def findings(self) -> int:
+        """The number of findings: what looks sick in the metadata and odd in the numbers."""
+        return len(self.inspection.symptoms) + len(self.stats.health if self.stats else ())
+
+    def to_json(self) -> dict[str, Any]:
+        """The data of the page: docs/guide/report.md says what is in it."""
+        manifest, ranks = self.inspection.manifest, self.inspection.bytes_of_ranks()
+        work = newton_schulz_by_rank(self.known.contents, list(ranks)) if ranks else None
+        return {
+            "muonckpt": VERSION,
+            "overview": list(description(self.inspection)),
+            "inspection": plain(self.inspection.to_json()),
+            **shard_columns(manifest, self.known.contents),
+            "ranks": {"bytes": by_number(ranks), "newton_schulz": by_number(work)},
+            "stats": plain(_stats_columns(self.stats, [t.key for t in manifest.tensors])) if self.stats else None,
+            "difference": plain(self.difference.to_json()) if self.difference else None,
+        }
+
+    def html(self) -> str:
+        """The page as the text of one HTML file."""
+        return html_of(f"{Path(self.inspection.checkpoint).name} - muonckpt report", self.to_json())
+
+    def write(self, file: str | os.PathLike[str]) -> int:
+        """Write the page into a local file, which appears whole and replaces an earlier one; returns its bytes.
+
+        Raises:
+            DestinationError: it cannot be written.
+        """
+        place, text = Path(file), self.html().encode("ascii")
+        draft = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
+        try:
+            write_synced(draft, text)
+            draft.replace(place)
+        except OSError as error:
+            raise DestinationError(f"the report cannot be written to {place}: {error}") from error
+        finally:
+            with suppress(OSError):  # it has its name, or was never made
+                draft.unlink()
+        return len(text)
+
+
+def report(
+    path: str | os.PathLike[str] | Remote,
+    other: str | os.PathLike[str] | Remote | None = None,
+    *,
+    stats: StatsChoice = "spectra",
+    select: Sequence[str] = (),
+    memory: int = STATS_MEMORY,
+    jobs: int = 2,
+    progress: Progress = lambda count, total: None,
+) -> Page:
+    """Make a page about a checkpoint, as ``muonckpt report`` writes it; needs no torch.
+
+    Args:
+        path: a path or a URL, of any format.
+        other: another checkpoint, such as an earlier one of the run; the page says what has changed since.
+        stats: what is measured.  With ``"none"`` no elements are read, but those that a comparison needs.
+        select: shell patterns; only weights and state whose key matches one are measured.
+        memory: bytes that elements may take.
+        jobs: threads.
+        progress: called with the bytes read since the last call, and with the total.
+
+    Raises:
+        SourceError: a checkpoint cannot be read, or is damaged.
+        LayoutError: a tensor has a hole or an overlap.
+        TargetError: a pattern matches nothing.
+    """
+    with ExitStack() as stack:
+        opened = stack.enter_context(open(path))
+        known = first_look(opened)
+        inspection = inspection_of(opened, known)
+        chosen = [] if stats == "none" else measurable(known, select)
+        to_measure = sum(tensor.boxes.numel.sum() * itemsize(tensor.dtype) for _, tensor in chosen)
+        to_compare = 0
+
+        def compared(count: int, total: int) -> None:
+            nonlocal to_compare
+            to_compare = total
+            progress(count, total + to_measure)
+
+        earlier = stack.enter_context(open(other)) if other is not None else None
+        before = first_look(earlier) if earlier else None
+        difference = None
+        if earlier and before:
+            sides = (earlier, before), (opened, known)
+            difference = diff_of(*sides, memory=memory, jobs=jobs, progress=compared)
+        found = None
+        if stats != "none":
+
+            def passed(count: int) -> None:
+                progress(count, to_compare + to_measure)
+
+            spectra = stats == "spectra"
+            tensors = measured(opened, known, chosen, spectra=spectra, memory=memory, jobs=jobs, passed=passed)
+            changes = _changes_of_weights(difference, known) if difference else {}
+            found = stats_of(opened, known, tensors, earlier, before, changes)
+    return Page(inspection, known, found, difference)
+
+
+def _changes_of_weights(difference: Difference, known: FirstLook) -> dict[str, float]:
+    """The root mean square of each weight's change, where both checkpoints have it in one shape."""
+    weights = {tensor.key for tensor in known.contents.tensors.get(Role.WEIGHTS, ())}
+    return {
+        tensor.key: tensor.statistics.rms_change if tensor.statistics else 0.0
+        for tensor in difference.tensors
+        if tensor.key in weights and tensor.by != "shape"
+    }
+
+
+def _stats_columns(stats: CheckpointStats, keys: Sequence[str]) -> dict[str, Any]:
+    """The numbers as JSON data, with five figures: figures of tensors as columns, ``tensor`` being a position in
+    ``keys``; each row of ``folded`` also has ``members``: positions in these columns."""
+    positions = {key: position for position, key in enumerate(keys)}
+    rows = {id(tensor): row for row, tensor in enumerate(stats.tensors)}
+    figures = [tensor.to_json() for tensor in stats.tensors]
+    members = [[rows[id(tensor)] for tensor in group] for group in siblings_of(stats.tensors).values()]
+    return {
+        "since": stats.since,
+        "steps": stats.steps,
+        "tensors": {
+            "tensor": [positions[tensor.key] for tensor in stats.tensors],
+            **{name: [_rounded(row[name]) for row in figures] for name in _FIGURES},
+        },
+        "folded": [
+            {name: _rounded(value) for name, value in row.items()} | {"members": own}
+            for row, own in zip(stats.folded(), members, strict=True)
+        ],
+        "updates": [update.to_json() for update in stats.updates],
+        "health": [finding.to_json() for finding in stats.health],
+    }
+
+
+def _rounded(value: Any) -> Any:
+    match value:
+        case float():
+            return float(f"{value:.5g}")
+        case Mapping():
+            return {name: _rounded(each) for name, each in value.items()}
+        case tuple():
+            return [_rounded(each) for each in value]
+        case _:
+            return value
