@@ -63,8 +63,8 @@ RULES = {
     "compat": "coefficients vocabulary layouts resumption optimizer",
     "forecasting": "box errors layout layouts layouts/buffers record vocabulary store store/io store/reading "
     "converters/look converters/target optimizer/newton_schulz optimizer/planning",
-    "page": "chunks errors record version converters converters/compare converters/health converters/look store "
-    "store/io store/reading",
+    "page": "chunks columns errors record version converters converters/compare converters/health converters/look "
+    "store store/io store/reading",
     "integrations": "errors store checkpoint optimizer optimizer/groups",
     "converters/engine": "errors box layout plan fingerprint record store store/io store/reading store/formats "
     "converters/target converters/translate",

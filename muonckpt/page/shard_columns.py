@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..chunks import UNKNOWN, Boxes
+from ..chunks import Boxes
+from ..columns import UNKNOWN
 from ..converters.look.contents import Contents
 from ..converters.look.holders import chunk_bytes, cut_in_words, rank_in_name
 from ..record import Manifest
