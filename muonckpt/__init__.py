@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .errors import (
+    ArgumentError,
     AttestError,
     DamageError,
     DestinationError,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from .store.open_checkpoint import OpenCheckpoint, open
 
 __all__ = [
+    "ArgumentError",
     "AsyncSave",
     "AttestError",
     "Attestation",

@@ -30,6 +30,10 @@ class DamageError(SourceError):
     """A checkpoint is not what was written: a file is missing or cut, or its bytes are others."""
 
 
+class ArgumentError(MuonckptError, TypeError, ValueError):
+    """An argument of a collective call is not what it may be on some rank, or ranks have given different ones."""
+
+
 class DestinationError(MuonckptError):
     """A checkpoint cannot be written: the destination exists, is full or is not writable."""
 
@@ -43,7 +47,25 @@ class Interrupted(MuonckptError):
 
 
 class LostRankError(Interrupted):
-    """A rank ended, or did not answer, while all were saving.  The others cannot go on with that process group."""
+    """A rank ended, or did not answer, while all were at work together.  The process group is of no use any more."""
+
+
+@contextmanager
+def lost_ranks() -> Iterator[None]:
+    """Say in words of ours that the one collective in the block has failed: torch's are of pairs of sockets.
+
+    Raises:
+        LostRankError: another rank was killed, or does not answer.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRankError(
+            "another rank was lost: killed, stopped, cut off, or silent for longer than the process group waits (torch "
+            f"says: {' '.join(str(error).split())}). Start all ranks again. A step may be done in part, and tensors "
+            "that were being loaded or moved are not to be trained on: go on from a checkpoint. A save that was cut "
+            "off has published nothing, unless all of it"
+        ) from error
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:

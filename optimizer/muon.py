@@ -286,6 +286,7 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         Raises:
             Exception: on all ranks that share parameters, if an error is raised on one of them: there that error.
             RuntimeError: on all of them, if rates differ or a gradient is missing on some.
+            LostRankError: a rank was lost, or did not answer within the time-out of the process group.
         """
         loss = None
         if closure is not None:

@@ -55,8 +55,8 @@ RULES = {
     "optimizer/newton_schulz": "coefficients optimizer optimizer/triton",
     "optimizer/triton": "optimizer optimizer/newton_schulz optimizer/step",
     "optimizer/planning": "errors box overlap layout plan layouts optimizer/newton_schulz",
-    "optimizer/step": "box coefficients layout layouts vocabulary optimizer optimizer/newton_schulz optimizer/planning "
-    "optimizer/triton",
+    "optimizer/step": "errors box coefficients layout layouts vocabulary optimizer optimizer/newton_schulz "
+    "optimizer/planning optimizer/triton",
     "optimizer/layer_wise": "errors box resumption vocabulary layouts layouts/buffers optimizer optimizer/step",
     "optimizer": "errors box coefficients layout layouts plan resumption vocabulary optimizer/groups "
     "optimizer/layer_wise optimizer/newton_schulz optimizer/planning optimizer/step",

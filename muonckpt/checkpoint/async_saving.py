@@ -7,7 +7,6 @@ on a process group of its own, so that its collectives never meet those of train
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import traceback
 import warnings
@@ -20,11 +19,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ..errors import DestinationError, Interrupted, LostRankError, MuonckptError
-from ..store.io.location import location
-from .all_ranks import judged
+from .all_ranks import judged, time_out
 from .dcp_writer import SaveProgress
 from .host_copy import HostCopy
-from .joint_save import AgreedPlans, JointSave
+from .joint_save import AgreedPlans, JointSave, as_json
 
 OnError = Literal["raise", "warn"]
 WhenBusy = Literal["wait", "refuse"]
@@ -150,8 +148,10 @@ class _Lane:
         """Copy the state, and have it written, and ``then`` done.  Buffers are free: the last save has ended."""
         progress = SaveProgress()
         staged: dict[str, Any] = {}
+        details: Mapping[str, Any] = {}
         failure: BaseException | None = None
         try:
+            details = as_json(provenance)
             current = {
                 key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state_dict.items()
             }
@@ -161,7 +161,6 @@ class _Lane:
         except Exception as error:  # of a class that perhaps cannot travel to them
             failure = DestinationError(f"{type(error).__name__}: {error}")
             failure.__cause__ = error
-        destination = location(path, DestinationError)
 
         def copied() -> Mapping[str, Any]:
             if failure is not None:
@@ -170,7 +169,7 @@ class _Lane:
 
         def work() -> None:
             with self._lost_together(path):
-                JointSave(destination, provenance, self._group, self._plans, progress).run(copied)
+                JointSave(path, details, self._group, self._plans, progress).run(copied)
             then()
 
         outcome = _Outcome()
@@ -210,7 +209,7 @@ class _Lane:
         """Whether any rank is still saving; the same answer on all."""
         mine = self.last is not None and not self.last.done()
         with self._lost_together("a checkpoint"):
-            return judged(self._asking, "busy", lambda: mine, any)
+            return judged(self._asking, DestinationError, lambda: mine, any)
 
     def settle(self) -> None:
         """Wait for the last save; raise or warn of its error, on all ranks alike, unless a rank has asked for it."""
@@ -219,7 +218,7 @@ class _Lane:
         last, unasked = self.last, self.last.unasked is not None
         if last.failed_on_all:
             with self._lost_together(last.path):
-                if not judged(self._asking, "asked", lambda: unasked, all):
+                if not judged(self._asking, DestinationError, lambda: unasked, all):
                     last.forgive()
         last.settle()
 
@@ -252,7 +251,8 @@ def async_save(
 
     Args:
         state_dict, path, provenance: as for `save`.
-        process_group: of the ranks that save; the first call with it makes two gloo process groups of the same ranks.
+        process_group: of the ranks that save; the first call with it makes two gloo process groups of the same ranks,
+            with its time-out if it has gloo for the host, else with gloo's own of 30 minutes.
         on_error: what the next call does if this save has failed and nobody has asked: ``"raise"`` its error, or
             ``"warn"`` of it and go on.
         when_busy: while a save of the same process group is running, ``"wait"`` until it ends, as its buffers are
@@ -260,7 +260,8 @@ def async_save(
 
     Raises:
         DestinationError: ``"refuse"``, and a rank is still saving; or the last save failed.
-        TypeError, ValueError: the provenance is not JSON, or an unknown choice.
+        ValueError: an unknown choice.
+        LostRankError: another rank was lost, now or in an earlier save.
     """
     place = os.fspath(path)
     return saved_along(
@@ -287,7 +288,6 @@ def saved_along(
         raise ValueError(
             f"on_error is 'raise' or 'warn', when_busy 'wait' or 'refuse'; got {on_error!r}, {when_busy!r}"
         )
-    details = json.loads(json.dumps(dict(provenance or {}), allow_nan=False))
     lane = _lane(process_group)
     if when_busy == "refuse" and lane.busy():
         raise DestinationError(
@@ -295,7 +295,7 @@ def saved_along(
         )
     lane.settle()
     path, then = begin()
-    return lane.submit(state_dict, path, details, on_error, then)
+    return lane.submit(state_dict, path, provenance or {}, on_error, then)
 
 
 def settle_last(process_group: dist.ProcessGroup | None) -> None:
@@ -330,7 +330,7 @@ def _gloo(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if process_group is not None:
         _count_alike(process_group)
     group: dist.ProcessGroup = dist.new_group(
-        ranks, backend="gloo", use_local_synchronization=process_group is not None
+        ranks, time_out(process_group), backend="gloo", use_local_synchronization=process_group is not None
     )
     return group
 
@@ -342,7 +342,7 @@ def _count_alike(process_group: dist.ProcessGroup) -> None:
     """
     known = len(_world_groups())
 
-    most = judged(process_group, "groups", lambda: known, lambda counts: max(counts))
+    most = judged(process_group, DestinationError, lambda: known, lambda counts: max(counts))
     for _ in range(most - known):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 

@@ -23,7 +23,7 @@ from ..store.open_checkpoint import OpenCheckpoint, open
 from ..store.reading.bands import bands
 from ..store.reading.dtypes import itemsize
 from ..store.stored_tensor import StoredTensor
-from .all_ranks import judged, own_errors
+from .all_ranks import judged
 from .live_boxes import HeldBox, boxes_of_all, held_boxes
 from .tensor_prints import Fingerprints, TensorPrint, differing
 
@@ -160,8 +160,7 @@ def _attested(
         nbytes = sum(prod(tensor.shape) * itemsize(tensor.dtype) for tensor in subject.values())
         return Attestation(len(subject), nbytes, live.replicated, Fingerprints(live.tensors))
 
-    with own_errors(AttestError):
-        return judged(process_group, "attest", lambda: held_boxes(state_dict), judge)
+    return judged(process_group, AttestError, lambda: held_boxes(state_dict), judge)
 
 
 def _recorded(tensor: StoredTensor) -> TensorPrint:

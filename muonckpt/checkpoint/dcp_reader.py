@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -31,8 +29,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
 from ..box import Index
 from ..errors import DamageError, SourceError
@@ -45,7 +41,6 @@ from ..store.open_checkpoint import OpenCheckpoint, open
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import as_words, check_chunk, checked_elements, payload_of
 from ..store.stored_items import checked_blob
-from .all_ranks import judged, own_errors
 from .annotation import annotations_of
 from .bits import bits_of, torch_dtype
 from .load_template import LoadTemplate, Matching, template_of
@@ -60,7 +55,7 @@ Where = tuple[str, Index]
 """Identifies a chunk: its tensor's key, and its first index."""
 
 
-class CheckingReader(StorageReader):
+class CheckingReader:
     """Reads the elements of a checkpoint, after all that ranks read has been checked, or chunk by chunk while it is.
 
     Chunks of which it read runs are checked by `judge`.
@@ -69,16 +64,13 @@ class CheckingReader(StorageReader):
         place: the checkpoint.
         check: when its bytes are compared with their checksums; None: ``"before"``, but in an object store, from which
             they would be read twice, ``"while"``.
-        process_group: the ranks that load.
     """
 
-    def __init__(
-        self, place: Location, check: WhenChecked | None = None, process_group: dist.ProcessGroup | None = None
-    ) -> None:
-        super().__init__()
+    def __init__(self, place: Location, check: WhenChecked | None = None) -> None:
         self.place = place
         self._checks_before = (check or ("while" if isinstance(place, Remote) else "before")) == "before"
-        self._process_group = process_group
+        self._checked: set[Chunk] = set()
+        self._raw: list[tuple[ReadItem, bytes]] = []
         self.partly_read: dict[Where, PartlyRead] = {}
         """The runs that this rank has read of chunks that it did not read whole."""
         self.zeros: Sequence[Tensor] = ()
@@ -94,30 +86,6 @@ class CheckingReader(StorageReader):
             SourceError: it cannot be read.
         """
         return open(self.place)
-
-    @property
-    def checkpoint_id(self) -> str:
-        return str(self.place)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """One reader reads one checkpoint."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
-    def read_metadata(self) -> Metadata:
-        """Empty: DCP would hide the reason of a failure here.  The planner calls `describe`."""
-        return Metadata(state_dict_metadata={})
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Nothing to set up."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
 
     def describe(self) -> Metadata:
         """The contents of the checkpoint as DCP's metadata; no item is opened.
@@ -161,56 +129,61 @@ class CheckingReader(StorageReader):
         for tensor in self.checkpoint.locate(requested):
             self._chunks.update({(tensor.key, chunk.box.lo): (tensor, chunk) for chunk in tensor.chunks})
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        reads = [(*self._chunk(item), item) for item in _of_tensors(plan.items)]
-        reads.sort(key=lambda read: (read[1].item.file, read[1].item.offset))
-        raw: list[tuple[ReadItem, bytes]] = []
-        checked: set[Chunk] = set()
+    def check(self, plan: LoadPlan) -> Mapping[Where, PartlyRead]:
+        """Read what is not a tensor, and check the elements of a plan unless that is done while they are read.
 
-        def check() -> dict[Where, PartlyRead]:
-            for item in plan.items:
-                if not _is_tensor(item):
-                    key = item.storage_index.fqn
-                    raw.append((item, checked_blob(self.checkpoint.payloads, self._blobs[key])))
-                    refuse_code(key, raw[-1][1])
-            for tensor, chunk, item in reads if self._checks_before else ():
-                self._elements(tensor, chunk, item, checked)
-            return self.partly_read
+        Returns:
+            The runs that this rank has read, for `judge`.
+        """
+        for item in plan.items:
+            if not _is_tensor(item):
+                key = item.storage_index.fqn
+                self._raw.append((item, checked_blob(self.checkpoint.payloads, self._blobs[key])))
+                refuse_code(key, self._raw[-1][1])
+        for read in self._reads(plan) if self._checks_before else ():
+            self._elements(*read)
+        return self.partly_read
 
-        with own_errors(SourceError):  # all ranks hear of it before any of them writes
-            judged(self._process_group, "check", check, self.judge)
+    def read(self, plan: LoadPlan, planner: LoadPlanner) -> Mapping[Where, PartlyRead]:
+        """Read the elements of a plan, after all ranks have done `check`, into the tensors of its planner.
+
+        Returns:
+            As `check`, of what has been read since.
+        """
         if self._checks_before:
-            checked.update(chunk for _, chunk, _ in reads)
+            self._checked.update(chunk for _, chunk, _ in self._reads(plan))
             self.partly_read = {}
-        with unusable():
-            for item, data in raw:
-                planner.load_bytes(item, io.BytesIO(data))
-            for fresh in self.zeros:
-                for part in parts_of(fresh).values():
-                    part.zero_()
-            for tensor, chunk, item in reads:
-                _copy(self._elements(tensor, chunk, item, checked), item, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        for item, data in self._raw:
+            planner.load_bytes(item, io.BytesIO(data))
+        for fresh in self.zeros:
+            for part in parts_of(fresh).values():
+                part.zero_()
+        for tensor, chunk, item in self._reads(plan):
+            _copy(self._elements(tensor, chunk, item), item, planner)
+        return self.partly_read
 
-    def _elements(self, tensor: StateRecord, chunk: Chunk, item: ReadItem, checked: set[Chunk]) -> NDArray[Any]:
+    def _reads(self, plan: LoadPlan) -> list[tuple[StateRecord, Chunk, ReadItem]]:
+        """In the order in which they lie in files."""
+        reads = [(*self._chunk(item), item) for item in _of_tensors(plan.items)]
+        return sorted(reads, key=lambda read: (read[1].item.file, read[1].item.offset))
+
+    def _elements(self, tensor: StateRecord, chunk: Chunk, item: ReadItem) -> NDArray[Any]:
         """The elements that an item asks for: a run of the chunk, noted for `judge`, or a window of a checked chunk."""
         payloads = self.checkpoint.payloads
         lo, lengths = tuple(item.storage_offsets), tuple(item.lengths)
-        if lengths == chunk.box.shape and chunk not in checked:
-            checked.add(chunk)
+        if lengths == chunk.box.shape and chunk not in self._checked:
+            self._checked.add(chunk)
             return checked_elements(payloads, tensor, chunk)
         run = run_of(lo, lengths, chunk.box.shape) if chunk.strides is None else None
-        if run is not None and chunk.crc32 is not None and chunk not in checked:
+        if run is not None and chunk.crc32 is not None and chunk not in self._checked:
             payload, size = payload_of(tensor, chunk), itemsize(tensor.dtype)
             start, stop = (place * size for place in run)
             raw = payloads.view(Extent(payload.file, payload.offset + start, stop - start))
             self._note(tensor, chunk, ByteRun(start, stop, crc32([raw])))
             return as_words(raw, tensor.dtype, lengths)
-        if chunk not in checked:
+        if chunk not in self._checked:
             check_chunk(payloads, tensor, chunk)
-            checked.add(chunk)
+            self._checked.add(chunk)
         place = chunk.stored("").place_at(tuple(map(int.__add__, chunk.box.lo, lo)))
         return payloads.gather(payload_of(tensor, chunk), tensor.dtype, place, lengths)
 

@@ -6,6 +6,7 @@ has, and if all say the same one, nothing else is exchanged before they write.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import secrets
@@ -18,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ..errors import DestinationError
+from ..errors import ArgumentError, DestinationError
 from ..store.formats import native
 from ..store.io import publish
-from ..store.io.location import Location
+from ..store.io.location import Location, location
 from ..version import PROGRAM
-from .all_ranks import dealt, judged, own_errors
+from .all_ranks import dealt, judged, refuse_differing
 from .dcp_writer import SaveProgress, witness, write_items
 from .receipt import packed
 from .save_planner import CoveringSavePlanner, LocalPlan
@@ -77,13 +78,13 @@ class AgreedPlans:
             self._whole.pop(name, None)
 
 
-def _refuse_strays(destination: Location) -> None:
+def _refuse_strays(path: str | os.PathLike[str]) -> None:
     """Refuse to save for this process alone where its siblings would do so too, at the same place."""
     world = os.environ.get("WORLD_SIZE", "1")
     if dist.is_torchelastic_launched() and world != "1" and not dist.is_initialized():
         raise DestinationError(
             f"torchrun started {world} processes, but this one has no process group, so each of them would save alone, "
-            f"and all at {destination}: call torch.distributed.init_process_group() at the start of the program"
+            f"and all at {os.fspath(path)}: call torch.distributed.init_process_group() at the start of the program"
         )
 
 
@@ -91,8 +92,8 @@ class JointSave:
     """One save.
 
     Args:
-        destination: the checkpoint; nothing may exist there.
-        provenance: goes into the manifest.
+        path: where nothing may exist; the same on all ranks.
+        provenance: goes into the manifest; likewise.
         plans: kept from save to save, by each rank for the same process group.
         progress: follows this rank's file.
 
@@ -102,20 +103,23 @@ class JointSave:
 
     def __init__(
         self,
-        destination: Location,
+        path: str | os.PathLike[str],
         provenance: Mapping[str, Any],
         process_group: dist.ProcessGroup | None,
         plans: AgreedPlans,
         progress: SaveProgress,
     ) -> None:
-        _refuse_strays(destination)
-        self._destination = destination
-        self._provenance = {**_provenance(process_group), **provenance}
+        _refuse_strays(path)
+        self._path = path
+        self._provenance = provenance
         self._group = process_group
         self._plans = plans
         self._progress = progress
         self._planner = CoveringSavePlanner()
         self._rank = dist.get_rank(process_group) if dist.is_initialized() else 0
+        self._destination: Location
+        self._details: Mapping[str, Any]
+        """The provenance, as it will be read."""
         self._staged: Location | None = None
         """On the coordinator: what has to be removed if the save fails."""
 
@@ -129,18 +133,17 @@ class JointSave:
             MuonckptError: what made it fail.
         """
         try:
-            with own_errors(DestinationError):
-                local, plan, staged = self._begin(state)
-                if plan is None:
-                    plan, staged = self._plan_together(local)
-                file = staged / rank_file(self._rank)
+            local, plan, staged = self._begin(state)
+            if plan is None:
+                plan, staged = self._plan_together(local)
+            file = staged / rank_file(self._rank)
 
-                def write() -> bytes:
-                    written, seen = ([local.items[number] for number in numbers] for numbers in plan.share)
-                    sums = write_items(self._planner, written, file, self._progress)
-                    return packed([*sums, *(witness(self._planner, item) for item in seen)])
+            def write() -> bytes:
+                written, seen = ([local.items[number] for number in numbers] for numbers in plan.share)
+                sums = write_items(self._planner, written, file, self._progress)
+                return packed([*sums, *(witness(self._planner, item) for item in seen)])
 
-                judged(self._group, "write", write, lambda receipts: self._publish(plan, staged, receipts))
+            judged(self._group, DestinationError, write, lambda receipts: self._publish(plan, staged, receipts))
         except BaseException:
             if self._staged is not None:
                 publish.discard(self._staged)
@@ -150,16 +153,20 @@ class JointSave:
         """What this rank has, the plan for it if all ranks have kept one, and then where files are written."""
         made: list[LocalPlan] = []
 
-        def fitting() -> list[bytes]:
+        def fitting() -> tuple[Mapping[str, object], list[bytes]]:
+            self._destination, self._details = location(self._path, DestinationError), as_json(self._provenance)
             current = {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state().items()}
             made.append(self._planner.local_plan(current))
-            return self._plans.fitting(made[0])
+            said = {"path": str(self._destination), "provenance": self._details}
+            return said, self._plans.fitting(made[0])
 
-        def choose(ranks: list[list[bytes]]) -> tuple[bytes, Location] | None:
-            name = next((name for name in ranks[0] if all(name in names for names in ranks)), None)
+        def choose(ranks: list[tuple[Mapping[str, object], list[bytes]]]) -> tuple[bytes, Location] | None:
+            refuse_differing(self._group, "save", [said for said, _ in ranks])
+            known = [names for _, names in ranks]
+            name = next((name for name in known[0] if all(name in names for names in known)), None)
             return None if name is None else (name, self._reserve())
 
-        chosen = judged(self._group, "begin", fitting, choose)
+        chosen = judged(self._group, DestinationError, fitting, choose)
         [local] = made
         if chosen is None:
             return local, None, self._destination
@@ -174,7 +181,7 @@ class JointSave:
             name, staged = secrets.token_bytes(16), self._reserve()
             return [(name, share, staged) for share in made[0].shares]
 
-        name, share, staged = dealt(self._group, "plan", lambda: local, deal)
+        name, share, staged = dealt(self._group, DestinationError, lambda: local, deal)
         plan = _Agreed(name, local, share)
         self._plans.keep(plan, made[0] if made else None)
         return plan, staged
@@ -187,9 +194,23 @@ class JointSave:
         return self._staged
 
     def _publish(self, plan: _Agreed, staged: Location, receipts: list[bytes]) -> None:
-        native.write_native(self._plans.whole(plan.name).manifest(receipts, self._provenance), staged)
+        provenance = {**_provenance(self._group), **self._details}
+        native.write_native(self._plans.whole(plan.name).manifest(receipts, provenance), staged)
         publish.publish(staged, self._destination)
         self._staged = None  # whatever happens now, it is there
+
+
+def as_json(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """Provenance as it will be read.
+
+    Raises:
+        ArgumentError: it is not JSON.
+    """
+    try:
+        details: dict[str, Any] = json.loads(json.dumps(dict(provenance), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"the provenance is not JSON: {error}") from error
+    return details
 
 
 def _provenance(process_group: dist.ProcessGroup | None) -> dict[str, Any]:

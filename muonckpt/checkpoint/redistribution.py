@@ -16,13 +16,13 @@ from typing import Any
 import torch.distributed as dist
 
 from ..box import Box
-from ..errors import AttestError, LayoutError, SourceError, TargetError, about
+from ..errors import ArgumentError, AttestError, LayoutError, SourceError, TargetError, about
 from ..fingerprint import as_hex, combine
 from ..layouts.boxed_tensor import whole_shape
 from ..record import Blob, StateRecord
 from ..resumption import Extra, Globs, LoadReport
 from ..store.reading.dtypes import itemsize
-from .all_ranks import group_ranks, told_all, wire_device
+from .all_ranks import group_ranks, refuse_differing, told_all, wire_device
 from .bits import dtype_name
 from .carrier import Carrier, share
 from .live_boxes import HeldBox, boxes_of_all
@@ -74,9 +74,7 @@ class _Request:
     rank: RankRequest
     boxes: Mapping[str, tuple[Box, ...]]
     devices: frozenset[str]
-    extra: Extra
     memory: int
-    attest: bool
 
 
 def redistribute(
@@ -110,27 +108,35 @@ def redistribute(
             names tensor, box and holder.
         TargetError: the memory does not do for one element.
         AttestError: replicas of the source differ, or what has arrived is not what was sent.
-        TypeError: ``fresh`` or ``allow_extra`` is no list of strings.
+        ArgumentError: ``fresh`` or ``allow_extra`` is no list of strings, or the latter or ``attest`` is not the same
+            on all ranks.
+        LostRankError: another rank was lost, or did not answer within the time-out of the process group.
     """
-    globs, extra = Globs.of(fresh), Extra.of(allow_extra)
     held: list[LiveState] = []
+    globs_of: list[tuple[Globs, Extra]] = []
 
-    def described() -> RankState:
+    def described() -> tuple[Mapping[str, object], RankState]:
         if memory < 1:
             raise TargetError(f"expected memory of at least 1 byte, found {memory}")
+        try:
+            globs_of.append((Globs.of(fresh), Extra.of(allow_extra)))
+        except TypeError as error:
+            raise ArgumentError(str(error)) from error
         held.append(LiveState.of(source_state_dict))
-        return held[0].described()
+        return {"allow_extra": globs_of[0][1].patterns, "attest": attest}, held[0].described()
 
-    states = dict(zip(group_ranks(group), told_all(group, SourceError, described), strict=True))
+    answers = told_all(group, SourceError, described)
+    refuse_differing(group, "redistribute", [said for said, _ in answers])
+    states = dict(zip(group_ranks(group), (state for _, state in answers), strict=True))
     items, stored = _stored(states)
+    [(globs, extra)] = globs_of
 
     def asked() -> _Request:
         held.append(LiveState.of(target_state_dict))
-        return _asked(held[0], held[1], stored, globs, (extra, memory, attest))
+        return _asked(held[0], held[1], stored, globs, extra, memory)
 
     requests = dict(zip(states, told_all(group, SourceError, asked), strict=True))
-    first = next(iter(requests.values()))
-    matching, report = judge([each.rank for each in requests.values()], stored, first.extra)
+    matching, report = judge([each.rank for each in requests.values()], stored, extra)
     if not matching.fits:
         cure = "muonckpt.redistribute(..., {})"
         raise SourceError(f"the source does not fit the target: {misfit(matching, cure)}")
@@ -143,7 +149,7 @@ def redistribute(
     )
     carrier = Carrier(source.parts, target.parts, moves, stages, list(states), group)
     told_all(group, TargetError, lambda: carrier.make_buffers(wire_device(group, kinds)))
-    if first.attest:
+    if attest:
         _check_replicas(told_all(group, AttestError, lambda: _held_boxes(source, carrier.rank, moves)))
     carrier.run()
     mine = requests[carrier.rank].rank.matching
@@ -155,7 +161,7 @@ def redistribute(
             for part in target.parts[key].values():
                 part.zero_()
         target.put({key: items[origin] for key, origin in mine.sources.items() if origin in items}, mine.added)
-        return (carrier.departed(), carrier.arrived()) if first.attest else ({}, {})
+        return (carrier.departed(), carrier.arrived()) if attest else ({}, {})
 
     _compare(moves, dict(zip(states, told_all(group, TargetError, finish), strict=True)))
     if mine.own_options:
@@ -205,15 +211,12 @@ def _kind(entry: StateRecord | Blob) -> str:
     return f"{entry.dtype} of shape {entry.shape}" if isinstance(entry, StateRecord) else "no tensor"
 
 
-def _asked(
-    source: LiveState, target: LiveState, stored: Stored, globs: Globs, agreed: tuple[Extra, int, bool]
-) -> _Request:
+def _asked(source: LiveState, target: LiveState, stored: Stored, globs: Globs, extra: Extra, memory: int) -> _Request:
     """What this rank asks for.
 
     Raises:
         LayoutError: it would overwrite what it has to give.
     """
-    extra, memory, attest = agreed
     template = template_of(target.nested, target.flat, target.paths, target.annotations, extra.everything)
     matching = match(template, stored, globs)
     keys = {key: origin for key, origin in matching.sources.items() if key in target.parts}
@@ -222,9 +225,7 @@ def _asked(
         RankRequest(matching, template.optimizers, globs),
         {key: target.boxes(key) for key in keys},
         frozenset(part.device.type for parts in target.parts.values() for part in parts.values()),
-        extra,
         memory,
-        attest,
     )
 
 

@@ -6,27 +6,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from ..errors import DestinationError, SourceError
-from ..resumption import Extra, Globs, LoadReport
-from ..store.io.location import location
-from ..vocabulary import KeyPath
-from .all_ranks import judged, own_errors
-from .attestation import attest_loaded
-from .dcp_reader import CheckingReader, StrictLoadPlanner, WhenChecked, Where, unusable
+from ..resumption import LoadReport
+from .dcp_reader import WhenChecked
 from .dcp_writer import SaveProgress
+from .joint_load import JointLoad, LoadArguments
 from .joint_save import AgreedPlans, JointSave
-from .shared_check import PartlyRead
 
 
 def save(
@@ -51,12 +43,10 @@ def save(
     Raises:
         DestinationError: the path exists, or cannot be written.
         LayoutError: a tensor has a hole or an overlap, or replicas differ.
-        Interrupted: another rank was lost, or did not answer within the time-out of the process group.
-        TypeError, ValueError: the provenance is not JSON.
+        LostRankError: another rank was lost, or did not answer within the time-out of the process group.
+        ArgumentError: the provenance is not JSON, or it or the path is not the same on all ranks.
     """
-    details = json.loads(json.dumps(dict(provenance or {}), allow_nan=False))
-    place, plans = location(path, DestinationError), _plans_of(process_group)
-    JointSave(place, details, process_group, plans, SaveProgress()).run(lambda: state_dict)
+    JointSave(path, provenance or {}, process_group, _plans_of(process_group), SaveProgress()).run(lambda: state_dict)
 
 
 _plans: WeakKeyDictionary[dist.ProcessGroup, AgreedPlans] = WeakKeyDictionary()
@@ -114,48 +104,13 @@ def load(
         SourceError: the checkpoint is missing, damaged or does not fit, or a glob matches nothing; lists what differs.
         LayoutError: it has a hole or an overlap.
         AttestError: what is in memory is not what the checkpoint has.
-        Interrupted: another rank was lost, or did not answer within the time-out of the process group.
-        TypeError: ``fresh`` is no list of strings.
-        ValueError: ``check`` is unknown.
+        LostRankError: another rank was lost, or did not answer within the time-out of the process group.
+        ArgumentError: ``fresh`` or ``allow_extra`` is no list of strings, ``check`` is unknown, or an argument is not
+            the same on all ranks.
     """
-    if check not in (None, "before", "while"):
-        raise ValueError(f"check is 'before', 'while' or None; got {check!r}")
-    globs = Globs.of(fresh)
-    reader = CheckingReader(location(path, SourceError), check, process_group)
-    planner = StrictLoadPlanner(reader, Extra.of(allow_extra), globs)
-    with _quiet(), own_errors(SourceError):
-        dcp_load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
-
-        def judge(partly_read: list[Mapping[Where, PartlyRead]]) -> LoadReport:
-            reader.judge(partly_read)
-            return planner.report
-
-        with unusable():
-            report = judged(process_group, "check", lambda: reader.partly_read, judge)
-    for place, value in planner.matching.added.items():
-        _add(state_dict, place, value)
-    if planner.matching.own_options:
-        own = "; ".join(planner.matching.own_options)
+    joint = JointLoad(LoadArguments(path, allow_extra, fresh, attest, check), process_group)
+    report = joint.run(state_dict)
+    if joint.planner.matching.own_options:
+        own = "; ".join(joint.planner.matching.own_options)
         warnings.warn(f"{path} does not say options, which stay as the running optimizer's: {own}", stacklevel=2)
-    if attest:
-        attest_loaded(state_dict, reader.checkpoint, lambda: planner.sources, process_group)
-    reader.checkpoint.close()
     return report
-
-
-def _add(state_dict: dict[str, Any], path: KeyPath, value: Any) -> None:
-    """Add what only the checkpoint has to a state dict."""
-    *above, last = path
-    place: Any = state_dict
-    for part in above:
-        place = place[part]
-    place[last] = value
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """One process without a process group is supported: no reason to warn.  For the main thread, as filters are one
-    for all threads."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

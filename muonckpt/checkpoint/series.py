@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.utils import _DistWrapper
 
-from ..errors import DamageError, DestinationError, MuonckptError, SourceError
+from ..errors import ArgumentError, DamageError, DestinationError, MuonckptError, SourceError
 from ..resumption import Extra, Globs, LoadReport
 from ..store.io.location import location
 from ..store.step_folder import Newest, StepFolder, StepName
-from .all_ranks import lost_ranks
+from .all_ranks import coordinates, told_by_first
 from .async_saving import AsyncSave, OnError, WhenBusy, saved_along, settle_last
 from .save_load import load, save
 
@@ -113,10 +111,8 @@ class Series:
 
         Raises:
             DestinationError: there is a whole checkpoint of this step, or it cannot be written.
-            LayoutError, TypeError, ValueError: as of `muonckpt.save`.
+            LayoutError, ArgumentError, LostRankError: as of `muonckpt.save`.
         """
-        if step < 0:
-            raise ValueError(f"a step is 0 or more, got {step}")
         settle_last(self._group)
         name = self._told(lambda: self._begin(step, replace), DestinationError)
         saved = self._saved(name)
@@ -141,10 +137,8 @@ class Series:
             on_error, when_busy: as for `muonckpt.async_save`.
 
         Raises:
-            DestinationError, ValueError: as of `save` for the step, and as of `muonckpt.async_save`.
+            DestinationError, ArgumentError: as of `save` for the step, and as of `muonckpt.async_save`.
         """
-        if step < 0:
-            raise ValueError(f"a step is 0 or more, got {step}")
 
         def begin() -> tuple[str, Callable[[], None]]:
             name = self._told(lambda: self._begin(step, replace), DestinationError)
@@ -155,7 +149,7 @@ class Series:
 
     def _published(self, name: StepName) -> None:
         self._whole.add(name)
-        if self._ranks().is_coordinator:
+        if coordinates(self._group):
             self._attempt(f"what {self._folder.place} need not keep", lambda: self._prune(name))
 
     def latest(self) -> SavedStep | None:
@@ -200,7 +194,8 @@ class Series:
 
         Raises:
             DamageError: there are checkpoints, and none is whole.
-            SourceError, LayoutError, TypeError: as of `muonckpt.load`; or the series is empty, and must not be.
+            SourceError, LayoutError, ArgumentError, LostRankError: as of `muonckpt.load`; or the series is empty, and
+                must not be.
         """
         patterns, extra = Globs.of(fresh).patterns, Extra.of(allow_extra).patterns
         faults: dict[StepName, str] = {}
@@ -249,6 +244,8 @@ class Series:
         return SavedStep(name.step, str(self._folder.path(name)))
 
     def _begin(self, step: int, replace: bool) -> StepName:
+        if step < 0:
+            raise ArgumentError(f"a step is 0 or more, got {step}")
         self._attempt(f"what killed runs have left in {self._folder.place}", self._folder.clean)
         return self._folder.new_name(step, lambda name: replace or name in self._damaged)
 
@@ -280,9 +277,6 @@ class Series:
             path = self._folder.path(name)
             warnings.warn(f"{path} is not whole: {fault}; {instead}", RuntimeWarning, stacklevel=3)
 
-    def _ranks(self) -> _DistWrapper:
-        return _DistWrapper(self._group, dist.is_initialized(), 0)
-
     def _told(self, question: Callable[[], _Answer], kind: type[MuonckptError]) -> _Answer:
         """One rank's answer, or its error, on all ranks.
 
@@ -290,11 +284,13 @@ class Series:
             kind: the folder cannot be read or written.
             MuonckptError: what the question raises.
         """
-        try:
-            with lost_ranks():
-                return self._ranks().broadcast("series", question)
-        except CheckpointException as failure:
-            ((error, _),) = failure.failures.values()
-            if isinstance(error, MuonckptError):
-                raise error from None
-            raise kind(f"{self._folder.place}: {error}") from error
+
+        def answer() -> _Answer:
+            try:
+                return question()
+            except MuonckptError:
+                raise
+            except Exception as error:
+                raise kind(f"{self._folder.place}: {error}") from error
+
+        return told_by_first(self._group, kind, answer)

@@ -10,6 +10,8 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ...errors import lost_ranks
+
 
 class Collective(Protocol):
     """A collective under way."""
@@ -112,7 +114,8 @@ class Gradients:
 
     def _wait(self) -> None:
         for work in self._works:
-            work.wait()
+            with lost_ranks():
+                work.wait()
         self._works = []
 
 
@@ -135,7 +138,8 @@ class Gathers:
         """For some, or for all."""
         for number in list(self._under_way) if numbers is None else numbers:
             for work in self._under_way.pop(number, ()):
-                work.wait()
+                with lost_ranks():
+                    work.wait()
 
     def awaited_by(
         self, model: nn.Module, name_of: Mapping[Tensor, str], buckets: Sequence[Reducible]

@@ -1,4 +1,7 @@
-"""Exchanges between ranks.  With `layer_wise`, this is the only file of the optimizer that talks to other ranks."""
+"""Exchanges between ranks.  With `layer_wise`, this is the only file of the optimizer that talks to other ranks.
+
+All of them raise `LostRankError` where a collective fails, because a rank has ended or does not answer.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ...errors import lost_ranks
 from ..newton_schulz.iterations import tree_sum
 from ..planning.routes import NOTE, Route
 from .agreement import Facts, Intent, refusal
@@ -44,10 +48,12 @@ class AllToAll:
     def start(self, send: Tensor) -> Callable[[], Tensor]:
         received = send.new_empty(sum(self.route.receive_counts))
         counts = list(self.route.receive_counts), list(self.route.send_counts)
-        work = dist.all_to_all_single(received, send, *counts, self.group, async_op=True)
+        with lost_ranks():
+            work = dist.all_to_all_single(received, send, *counts, self.group, async_op=True)
 
         def arrive() -> Tensor:
-            work.wait()
+            with lost_ranks():
+                work.wait()
             return received
 
         return arrive
@@ -70,9 +76,7 @@ class AllGather:
     def over(cls, route: Route, group: dist.ProcessGroup, device: torch.device) -> AllGather:
         """Collective: ranks tell each other once how their wires are cut."""
         mine = torch.tensor(route.send_counts, dtype=torch.int64, device=device)
-        everyone = [torch.empty_like(mine) for _ in route.send_counts]
-        dist.all_gather(everyone, mine, group)
-        table = torch.stack(everyone)
+        table = torch.stack(_of_all(mine, group))
         before = table[:, : dist.get_rank(group)].sum(dim=1)
         return cls(route, group, tuple(before.tolist()), int(table.sum(dim=1).max()))
 
@@ -80,10 +84,12 @@ class AllGather:
         padded = send.new_empty(self.largest)
         padded[: len(send)] = send
         wires = [send.new_empty(self.largest) for _ in self.starts]
-        work = dist.all_gather(wires, padded, self.group, async_op=True)
+        with lost_ranks():
+            work = dist.all_gather(wires, padded, self.group, async_op=True)
 
         def arrive() -> Tensor:
-            work.wait()
+            with lost_ranks():
+                work.wait()
             cut = zip(wires, self.starts, self.route.receive_counts, strict=True)
             return torch.cat([wire[start : start + count] for wire, start, count in cut])
 
@@ -189,8 +195,7 @@ class SharedSum:
         mine = tree_sum(partials)
         if self._group is None:
             return mine
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(everyone, mine, self._group)
+        everyone = _of_all(mine, self._group)
         del self._left[0]
         return tree_sum(everyone)
 
@@ -203,20 +208,22 @@ class SharedSum:
 def add_up(number: Tensor, group: dist.ProcessGroup | None) -> None:
     """Add up a number over a group, in place; all ranks get the same bits, as it is added up in one place."""
     if group is not None:
-        dist.all_reduce(number, group=group)
+        with lost_ranks():
+            dist.all_reduce(number, group=group)
 
 
 def add_in_order(number: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of a number over a small group, in the order of its ranks: other groups get the same bits from the same
     numbers."""
-    everyone = [torch.empty_like(number) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, number, group)
-    return torch.stack(everyone).sum(dim=0)
+    return torch.stack(_of_all(number, group)).sum(dim=0)
 
 
 def gathered(tensor: Tensor) -> Tensor:
     """All of a tensor on every rank of its mesh; a ``Partial`` one is reduced.  Collective if it is a DTensor."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with lost_ranks():
+        return tensor.full_tensor()
 
 
 def agree(intent: Intent, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -234,9 +241,7 @@ def agree(intent: Intent, group: dist.ProcessGroup | None, device: torch.device)
 def differ(intent: Intent, group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """Whether any two ranks of a group intend different things; a bool on the device.  Collective."""
     mine = intent.note(device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group)
-    return (torch.stack(everyone) != mine).any()
+    return (torch.stack(_of_all(mine, group)) != mine).any()
 
 
 def any_has(flags: Tensor, intent: Intent, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -244,7 +249,8 @@ def any_has(flags: Tensor, intent: Intent, group: dist.ProcessGroup) -> tuple[Te
     note = intent.note(flags.device)
     # The largest of each byte and of its complement: this rank's, unless notes differ.
     told = torch.cat([flags, note, 255 - note])
-    dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
+    with lost_ranks():
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
     union, largest, smallest = torch.split(told, [len(flags), NOTE, NOTE])
     return union, (largest != note).any() | (smallest != 255 - note).any()
 
@@ -253,7 +259,8 @@ def disagreement(intent: Intent, group: dist.ProcessGroup) -> Exception:
     """What to raise where ranks of a group have found that they differ: they tell each other how.  Collective."""
     ranks = dist.get_process_group_ranks(group)
     reference: list[Facts | None] = [dict(intent.facts()) if intent.error is None else None]
-    dist.broadcast_object_list(reference, group=group, group_src=0)
+    with lost_ranks():
+        dist.broadcast_object_list(reference, group=group, group_src=0)
     complaints = told_by_all(intent.complaint(ranks[0], reference[0]), group)
     return intent.error or refusal(intent.task, complaints)
 
@@ -264,8 +271,17 @@ def told_by_all(text: str, group: dist.ProcessGroup | None) -> dict[int, str]:
         return {0: text}
     ranks = dist.get_process_group_ranks(group)
     texts = [""] * len(ranks)
-    dist.all_gather_object(texts, text, group)
+    with lost_ranks():
+        dist.all_gather_object(texts, text, group)
     return dict(zip(ranks, texts, strict=True))
+
+
+def _of_all(mine: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """A tensor of every rank of a group, in order."""
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    with lost_ranks():
+        dist.all_gather(everyone, mine, group)
+    return everyone
 
 
 def _starts(counts: Sequence[int]) -> list[int]:

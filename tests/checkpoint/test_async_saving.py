@@ -261,5 +261,5 @@ def test_refusals(tmp_path):
         with pytest.raises(ValueError, match="'raise' or 'warn'"):
             muonckpt.async_save(state(1.0), tmp_path / "one", **wrong)
     with pytest.raises(TypeError):
-        muonckpt.async_save(state(1.0), tmp_path / "one", provenance={"step": object()})
+        muonckpt.async_save(state(1.0), tmp_path / "one", provenance={"step": object()}).result()
     assert not any(tmp_path.iterdir())

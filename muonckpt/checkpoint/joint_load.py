@@ -1,0 +1,132 @@
+"""One load of all ranks: they agree on what to load, each checks what it is to read, and then reads it.
+
+An error on one rank, wherever it is raised, is the error of all.  Up to the reading it leaves all tensors as they were.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.stateful import Stateful
+
+from ..errors import ArgumentError, SourceError
+from ..resumption import Extra, Globs, LoadReport
+from ..store.io.location import location
+from ..vocabulary import KeyPath
+from .all_ranks import coordinates, dealt, judged, refuse_differing
+from .attestation import attest_loaded
+from .dcp_reader import CheckingReader, StrictLoadPlanner, WhenChecked, Where, unusable
+from .shared_check import PartlyRead
+
+
+@dataclass(frozen=True, slots=True)
+class LoadArguments:
+    """What a rank was asked to load, and how: as `save_load.load` has it."""
+
+    path: str | os.PathLike[str]
+    allow_extra: bool | Iterable[str]
+    fresh: Iterable[str]
+    attest: bool
+    check: WhenChecked | None
+
+
+class JointLoad:
+    """One load.
+
+    Attributes:
+        planner: what this rank takes; exists once the load is planned.
+    """
+
+    planner: StrictLoadPlanner
+
+    def __init__(self, arguments: LoadArguments, process_group: dist.ProcessGroup | None) -> None:
+        self._arguments, self._group = arguments, process_group
+        self._reader: CheckingReader
+
+    def run(self, state_dict: dict[str, Any]) -> LoadReport:
+        """Load in place, or fail on all ranks with one error.
+
+        Raises:
+            MuonckptError: what made it fail.
+        """
+        nested: dict[str, Any] = {}
+
+        def plan() -> tuple[Mapping[str, object], LoadPlan]:
+            said = self._begin()
+            for key in sorted(state_dict):  # in one order on all ranks: some objects communicate when they are asked
+                each = state_dict[key]
+                nested[key] = each.state_dict() if isinstance(each, Stateful) else each
+            self.planner.set_up_planner(nested, Metadata({}), coordinates(self._group))
+            return said, self.planner.create_local_plan()
+
+        def deal(ranks: list[tuple[Mapping[str, object], LoadPlan]]) -> list[LoadPlan]:
+            refuse_differing(self._group, "load", [said for said, _ in ranks])
+            return self.planner.create_global_plan([plan for _, plan in ranks])
+
+        agreed = dealt(self._group, SourceError, plan, deal)
+        mine = self.planner.finish_plan(agreed)
+
+        def check() -> Mapping[Where, PartlyRead]:
+            return self._reader.check(mine)
+
+        def read() -> Mapping[Where, PartlyRead]:
+            runs = self._reader.read(mine, self.planner)
+            for key, value in nested.items():
+                each = state_dict[key]
+                if isinstance(each, Stateful):
+                    each.load_state_dict(value)
+                else:
+                    state_dict[key] = value
+            for place, value in self.planner.matching.added.items():
+                _add(state_dict, place, value)
+            return runs
+
+        def judge(ranks: list[Mapping[Where, PartlyRead]]) -> LoadReport:
+            self._reader.judge(ranks)
+            return self.planner.report
+
+        # All ranks hear of it before any of them writes.
+        judged(self._group, SourceError, check, self._reader.judge)
+        with unusable():
+            report = judged(self._group, SourceError, read, judge)
+        if self._arguments.attest:
+            attest_loaded(state_dict, self._reader.checkpoint, lambda: self.planner.sources, self._group)
+        self._reader.checkpoint.close()
+        return report
+
+    def _begin(self) -> Mapping[str, object]:
+        """Make reader and planner; returns what must be the same on all ranks.
+
+        Raises:
+            ArgumentError: an argument is not what it may be.
+        """
+        given = self._arguments
+        if given.check not in (None, "before", "while"):
+            raise ArgumentError(f"check is 'before', 'while' or None; got {given.check!r}")
+        try:
+            globs, extra = Globs.of(given.fresh), Extra.of(given.allow_extra)
+        except TypeError as error:
+            raise ArgumentError(str(error)) from error
+        self._reader = CheckingReader(location(given.path, SourceError), given.check)
+        self.planner = StrictLoadPlanner(self._reader, extra, globs)
+        return {
+            "path": str(self._reader.place),
+            "allow_extra": extra.patterns,
+            "attest": given.attest,
+            "check": given.check,
+        }
+
+
+def _add(state_dict: dict[str, Any], path: KeyPath, value: Any) -> None:
+    """Add what only the checkpoint has to a state dict."""
+    *above, last = path
+    place: Any = state_dict
+    for part in above:
+        place = place[part]
+    place[last] = value
