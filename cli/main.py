@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import sys
 import threading
@@ -157,6 +158,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # the name of a tensor may contain anything
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # some systems allow less than they say
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a checkpoint may have thousands of files
     try:
         _catch_signals()
         code = run(sys.argv[1:])

@@ -48,16 +48,17 @@ def gather_elements(payloads: Payloads, tensor: Elements, fragments: Iterable[Fr
     for fragment in fragments:
         common = fragment.box & box
         if common is not None:
-            words[within(common, box.lo)] = _elements_at(payloads, tensor, fragment.place_at(common.lo), common.shape)
+            _copy_from(payloads, tensor, fragment.place_at(common.lo), common.shape, words[within(common, box.lo)])
     return words
 
 
-def _elements_at(payloads: Payloads, tensor: Elements, place: Place, shape: Index) -> Words:
-    """The elements of a box of this shape at a place; reads nothing before the first or after the last of them."""
+def _copy_from(payloads: Payloads, tensor: Elements, place: Place, shape: Index, out: Words) -> None:
+    """Copy the elements of a box of this shape; reads nothing before the first or after the last of them."""
     record = tensor.source_record
     name = record.dtype
     if place.buffer not in tensor.in_memory:
-        return payloads.gather(payload_of(record, tensor.chunks[place.buffer]), name, place, shape)
+        payloads.gather_into(out, payload_of(record, tensor.chunks[place.buffer]), name, place, shape)
+        return
     numel = span(shape, place.strides)
     words = as_words(bytes_of(payloads, tensor, place.buffer, place.offset, numel), name, (numel,))
-    return strided(words, place.strides, shape)
+    out[...] = strided(words, place.strides, shape)

@@ -2,27 +2,30 @@
 
 One thread writes a file from its first byte to its last, in bands of bounded size, and computes checksums on the way.
 No tensor is ever deserialised.  If every copy of a chunk is one run of bytes on both sides, as for rows, the bytes go
-directly from the source's pages to the file; otherwise bands are assembled in memory.  Both give the same file.
+directly from the source to the file; otherwise bands are assembled in memory.  Both give the same file.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import PurePosixPath
 
 from ...box import Box, Index, row_major
 from ...errors import DestinationError, Interrupted, SourceError
 from ...layout import Fragment, Place
+from ...plan import Copy
 from ...record import Chunk, Extent, StateRecord
 from ...store.io.checksums import Sums, xxh3_128
 from ...store.io.new_file import Writing, drafted
-from ...store.io.regular import open_regular
+from ...store.io.regular import READ_BYTES, open_regular
 from ...store.reading.bands import bands
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Payloads, as_words, check_chunk, payload_of
+from ...store.reading.strided import span
 from ...store.stored_items import check_blob
 from ..translate.conventions import Words
 from .elements import bytes_of
@@ -63,6 +66,7 @@ class Mover:
         self.unchecked = {chunk.item: (tensor, chunk) for tensor, chunk in chunks}
         self._payloads = payloads
         self._band_bytes = min(band_bytes, LARGEST_BAND)
+        self._read_bytes = min(band_bytes // 4, READ_BYTES)  # a thread keeps three of them
         self._stop = stop
         self._progress = progress
 
@@ -78,31 +82,49 @@ class Mover:
             check_chunk(self._payloads, *tensor_and_chunk)
             self._progress(payload_of(*tensor_and_chunk).length)
 
-    def write(self, file: OutputFile) -> FinishedFile:
-        """Write one file and sync it.
+    def write(self, files: Sequence[OutputFile]) -> Iterator[tuple[OutputFile, FinishedFile]]:
+        """Write files, and sync each when it is finished: band by band in turn, so that one read serves them all.
 
         A chunk of the source is checked right before it is copied from.  If all chunks were checked first, the disk
         would be idle meanwhile, and the source would be read from it twice.
         """
+        writings = [(file, self._write(file)) for file in files]
+        with ExitStack() as stack:
+            for _, writing in writings:
+                stack.callback(writing.close)
+            while writings:
+                unfinished = []
+                for file, writing in writings:
+                    try:
+                        next(writing)
+                        unfinished.append((file, writing))
+                    except StopIteration as end:
+                        yield file, end.value
+                writings = unfinished
+
+    def _write(self, file: OutputFile) -> Generator[None, None, FinishedFile]:
+        """Write a file and sync it; pauses after every band."""
         self._raise_if_stopped()
         for folder in reversed(PurePosixPath(file.name).parents[:-1]):  # the staging directory itself exists
             (self._staged / str(folder)).mkdir(exist_ok=True)
         with drafted(self._staged / file.name, file.length, self._drafts) as output:
-            first_sums: tuple[ChunkSums, ...] | None = None
+            first_sums: list[ChunkSums] | None = None
             if (
                 file.header and not output.rewinds
             ):  # the header with the sums is written first, so they need a pass of their own
-                first_sums = tuple(self._pass(chunk) for chunk in file.chunks)
+                first_sums = []
+                for chunk in file.chunks:
+                    first_sums += [(yield from self._pass(chunk))]
                 output.write(file.header(first_sums), 0)
-            finished = FinishedFile(
-                tuple(self._write_item(output, item) for item in file.items),
-                tuple(self._write_chunk(output, chunk) for chunk in file.chunks),
-            )
-            if first_sums not in (None, finished.chunks):
+            items = tuple(self._write_item(output, item) for item in file.items)
+            sums: list[ChunkSums] = []
+            for chunk in file.chunks:
+                sums += [(yield from self._write_chunk(output, chunk))]
+            if first_sums not in (None, sums):
                 raise SourceError(f"the source of {file.name} changed between two reads; nothing was published")
             if file.header and output.rewinds:
-                output.write(file.header(finished.chunks), 0)
-            return finished
+                output.write(file.header(sums), 0)
+        return FinishedFile(items, tuple(sums))
 
     def is_finished(self, file: OutputFile, finished: FinishedFile | None) -> bool:
         """Whether a file that the journal names still holds, in every byte, what was written."""
@@ -153,7 +175,7 @@ class Mover:
 
         return xxh3_128(written())
 
-    def _write_chunk(self, output: Writing, chunk: OutputChunk) -> ChunkSums:
+    def _write_chunk(self, output: Writing, chunk: OutputChunk) -> Generator[None, None, ChunkSums]:
         position = output.write(chunk.frame.head, chunk.stored.item.offset)
 
         def put(raw: memoryview) -> None:
@@ -161,12 +183,14 @@ class Mover:
             position = output.write(raw, position)
             self._progress(len(raw))
 
-        sums = self._pass(chunk, put)
+        sums = yield from self._pass(chunk, put)
         output.write(chunk.frame.tail(sums.checksum), position)
         return sums
 
-    def _pass(self, chunk: OutputChunk, put: Callable[[memoryview], None] = lambda raw: None) -> ChunkSums:
-        """Compute the sums of a chunk's elements, and pass their bytes on in order."""
+    def _pass(
+        self, chunk: OutputChunk, put: Callable[[memoryview], None] = lambda raw: None
+    ) -> Generator[None, None, ChunkSums]:
+        """Compute the sums of a chunk's elements, and pass their bytes on in order; pauses after every band."""
         for source in sorted(chunk.sources, key=lambda source: (source.file, source.offset)):
             self.check(source)
         sums = Sums(chunk.frame.checksum_of)
@@ -174,6 +198,7 @@ class Mover:
         for words, origin in parts:
             self._raise_if_stopped()
             put(sums.add(words, origin))
+            yield
         return ChunkSums(sums.digest, sums.checksum, sums.share)
 
     def _direct(self, chunk: OutputChunk) -> Iterator[tuple[Words, Index]]:
@@ -190,9 +215,16 @@ class Mover:
     def _assembled(self, chunk: OutputChunk) -> Iterator[tuple[Words, Index]]:
         """The elements of a chunk in order, gathered from wherever they lie."""
         fragments = [Fragment(copy.box, copy.source) for copy in chunk.copies]
-        for band in bands(chunk.stored.box, self._band_numel(chunk.stored.box, itemsize(chunk.tensor.dtype))):
+        size = itemsize(chunk.tensor.dtype)
+        one_read = min((self._numel_of_a_read(copy, size) for copy in chunk.copies), default=1)
+        numel = max(min(self._band_numel(chunk.stored.box, size), one_read), 1)
+        for band in bands(chunk.stored.box, numel):
             for box in band.boxes:
                 yield chunk.output.elements(self._payloads, fragments, box), box.lo
+
+    def _numel_of_a_read(self, copy: Copy, size: int) -> int:
+        """How many elements of a copy one read of its source can gather."""
+        return self._read_bytes * copy.box.numel // (size * span(copy.box.shape, copy.source.strides))
 
     def _band_numel(self, box: Box, size: int) -> int:
         """The most elements of a band of this box."""

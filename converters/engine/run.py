@@ -23,6 +23,7 @@ from ...store.io.gc_paused import gc_paused
 from ...store.io.location import Location, check_memory
 from ...store.io.regular import open_regular
 from .assignment import assignment
+from .in_step import in_step
 from .job import Job, check_destination, file_states
 from .journal import FinishedFile, Journal
 from .mover import Advance, Mover
@@ -165,18 +166,21 @@ def _finished_files(
             journal.add(file.name, history[file.name])
         return whole
 
-    def written(file: OutputFile) -> FinishedFile:
-        finished = mover.write(file)
-        journal.add(file.name, finished)
-        return finished
+    def written(group: Sequence[OutputFile]) -> list[tuple[OutputFile, FinishedFile]]:
+        done = []
+        for file, finished in mover.write(group):
+            journal.add(file.name, finished)
+            done.append((file, finished))
+        return done
 
     with ThreadPoolExecutor(threads) as pool:
         try:
             files_done = {file.name: history[file.name] for file, whole in _results(pool, is_reusable, files) if whole}
             yield from ((file, files_done[file.name]) for file in files if file.name in files_done)
-            for file, finished in _results(pool, written, [file for file in files if file.name not in files_done]):
-                files_done[file.name] = finished
-                yield file, finished
+            left = [file for file in files if file.name not in files_done]
+            for _, done in _results(pool, written, in_step(left, threads)):
+                files_done.update((file.name, finished) for file, finished in done)
+                yield from done
             for _ in _results(pool, mover.check, list(mover.unchecked)):  # of the files that were finished before
                 pass
             if verify:

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
@@ -141,7 +140,7 @@ class CheckingReader:
                 self._raw.append((item, checked_blob(self.checkpoint.payloads, self._blobs[key])))
                 refuse_code(key, self._raw[-1][1])
         for read in self._reads(plan) if self._checks_before else ():
-            self._elements(*read)
+            self._check(*read)
         return self.partly_read
 
     def read(self, plan: LoadPlan, planner: LoadPlanner) -> Mapping[Where, PartlyRead]:
@@ -159,7 +158,7 @@ class CheckingReader:
             for part in parts_of(fresh).values():
                 part.zero_()
         for tensor, chunk, item in self._reads(plan):
-            _copy(self._elements(tensor, chunk, item), item, planner)
+            self._copy(tensor, chunk, item, planner)
         return self.partly_read
 
     def _reads(self, plan: LoadPlan) -> list[tuple[StateRecord, Chunk, ReadItem]]:
@@ -167,25 +166,44 @@ class CheckingReader:
         reads = [(*self._chunk(item), item) for item in _of_tensors(plan.items)]
         return sorted(reads, key=lambda read: (read[1].item.file, read[1].item.offset))
 
-    def _elements(self, tensor: StateRecord, chunk: Chunk, item: ReadItem) -> NDArray[Any]:
-        """The elements that an item asks for: a run of the chunk, noted for `judge`, or a window of a checked chunk."""
-        payloads = self.checkpoint.payloads
-        lo, lengths = tuple(item.storage_offsets), tuple(item.lengths)
-        if lengths == chunk.box.shape and chunk not in self._checked:
+    def _check(self, tensor: StateRecord, chunk: Chunk, item: ReadItem) -> None:
+        """Check what an item asks for: a run of the chunk, noted for `judge`, or the whole chunk, once."""
+        if chunk in self._checked:
+            return
+        part = self._run(tensor, chunk, item)
+        if part is None:
+            check_chunk(self.checkpoint.payloads, tensor, chunk)
             self._checked.add(chunk)
-            return checked_elements(payloads, tensor, chunk)
-        run = run_of(lo, lengths, chunk.box.shape) if chunk.strides is None else None
-        if run is not None and chunk.crc32 is not None and chunk not in self._checked:
-            payload, size = payload_of(tensor, chunk), itemsize(tensor.dtype)
-            start, stop = (place * size for place in run)
-            raw = payloads.view(Extent(payload.file, payload.offset + start, stop - start))
-            self._note(tensor, chunk, ByteRun(start, stop, crc32([raw])))
-            return as_words(raw, tensor.dtype, lengths)
-        if chunk not in self._checked:
-            check_chunk(payloads, tensor, chunk)
+        else:
+            run = Extent(chunk.item.file, payload_of(tensor, chunk).offset + part.start, len(part))
+            self._note(tensor, chunk, ByteRun(part.start, part.stop, crc32(self.checkpoint.payloads.bands(run))))
+
+    def _copy(self, tensor: StateRecord, chunk: Chunk, item: ReadItem, planner: LoadPlanner) -> None:
+        """Copy what an item asks for, checking it on the way if it has not been checked."""
+        target = planner.resolve_tensor(item).detach()
+        staged = target if target.is_cpu else torch.empty(target.shape, dtype=target.dtype)
+        words, payload, lengths = bits_of(staged), payload_of(tensor, chunk), tuple(item.lengths)
+        if chunk not in self._checked and (part := self._run(tensor, chunk, item)):
+            raw = self.checkpoint.payloads.view(Extent(payload.file, payload.offset + part.start, len(part)))
+            self._note(tensor, chunk, ByteRun(part.start, part.stop, crc32([raw])))
+            np.copyto(words, as_words(raw, tensor.dtype, lengths))
+        elif chunk not in self._checked and lengths == chunk.box.shape:
+            np.copyto(words, checked_elements(self.checkpoint.payloads, tensor, chunk))
             self._checked.add(chunk)
-        place = chunk.stored("").place_at(tuple(map(int.__add__, chunk.box.lo, lo)))
-        return payloads.gather(payload_of(tensor, chunk), tensor.dtype, place, lengths)
+        else:
+            self._check(tensor, chunk, item)
+            place = chunk.stored("").place_at(tuple(map(int.__add__, chunk.box.lo, item.storage_offsets)))
+            self.checkpoint.payloads.gather_into(words, payload, tensor.dtype, place, lengths)
+        if staged is not target:
+            target.copy_(staged)
+        planner.commit_tensor(item, target)
+
+    def _run(self, tensor: StateRecord, chunk: Chunk, item: ReadItem) -> range | None:
+        """The bytes of the payload that an item asks for, if they are a run that can be checked by itself."""
+        if chunk.strides is not None or chunk.crc32 is None or tuple(item.lengths) == chunk.box.shape:
+            return None
+        run = run_of(tuple(item.storage_offsets), tuple(item.lengths), chunk.box.shape)
+        return None if run is None else range(*(place * itemsize(tensor.dtype) for place in run))
 
     def _note(self, tensor: StateRecord, chunk: Chunk, run: ByteRun) -> None:
         assert chunk.crc32 is not None, "other chunks are read whole"
@@ -309,12 +327,3 @@ def _is_tensor(item: ReadItem) -> bool:
 def _of_tensors(items: Iterable[ReadItem]) -> list[ReadItem]:
     """The items of tensors that have elements: Megatron-FSDP's hooks plan empty reads where a rank's part is empty."""
     return [item for item in items if _is_tensor(item) and 0 not in item.lengths]
-
-
-def _copy(source: NDArray[Any], item: ReadItem, planner: LoadPlanner) -> None:
-    target = planner.resolve_tensor(item).detach()
-    staged = target if target.is_cpu else torch.empty(target.shape, dtype=target.dtype)
-    np.copyto(bits_of(staged), source)
-    if staged is not target:
-        target.copy_(staged)
-    planner.commit_tensor(item, target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from support.sharded import edit, elements_of, manifest_edited, raw_bytes
 
 import muonckpt
 from muonckpt.converters.engine.run import run_job
-from muonckpt.converters.target.topology import Target
+from muonckpt.converters.target.topology import ShardRule, Target
 from muonckpt.converters.translate.detection import with_slots
 from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.record import Manifest
@@ -147,6 +148,26 @@ def test_memory_stays_within_the_budget_whatever_the_shapes(dim, tmp_path):
     script = [sys.executable, "-c", MEASURED, tmp_path / "a", tmp_path / "b", str(dim)]
     grown = int(subprocess.run(script, capture_output=True, check=True).stdout)
     assert grown < (16 << 10) + (24 << 10)  # KiB: the budget; and code, stacks and the weights of the fingerprint
+
+
+def bytes_read() -> int:
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_columns_of_many_ranks_are_gathered_from_few_reads_of_the_source(threads, tmp_path):
+    """Eight ranks, and each holds a small piece of every row."""
+    values = {name: torch.randn(1500, 1024) for name in "ab"}
+    muonckpt.save(values, tmp_path / "a")
+    size = sum(value.nbytes for value in values.values())
+    columns = Target({"dp": 8}, (ShardRule("*", (("dp", 1),)),))
+    job = make_job(tmp_path / "a", columns)
+    before = bytes_read()
+    run_job(job, tmp_path / "b", threads=threads)
+    assert bytes_read() - before < (1.3 + threads) * size  # one to check it, and one for each thread
+    loaded = {name: torch.zeros(1500, 1024) for name in "ab"}
+    muonckpt.load(loaded, tmp_path / "b")
+    assert all(torch.equal(loaded[name], values[name]) for name in "ab")
 
 
 # --- nothing damaged passes -------------------------------------------------------------------------------------------

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muonckpt.box import row_major
+from muonckpt.errors import DamageError
+from muonckpt.record import Extent
 from muonckpt.store.io.location import PART, part_bytes
+from muonckpt.store.reading.payloads import Payloads
 from muonckpt.store.reading.strided import batches, blocks
 
 boxes = st.integers(0, 3).flatmap(
@@ -40,3 +46,22 @@ def test_blocks_tile_a_box_and_keep_to_their_bounds(dims, gap, most):
 def test_parts_are_few_enough_and_whole_mebibytes(length):
     part = part_bytes(length)
     assert part >= PART and part % (1 << 20) == 0 and -(-length // part) <= 10_000
+
+
+def test_few_of_the_files_that_a_process_may_open_are_open_at_once(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for number in range(40):
+        (tmp_path / str(number)).write_bytes(bytes([number]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    try:
+        payloads = Payloads(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
+    with payloads:
+        for number in (*range(40), *range(40)):
+            assert bytes(payloads.view(Extent(str(number), 0, 1))) == bytes([number])
+        assert len(list(Path("/proc/self/fd").iterdir())) - open_before == 16
+        (tmp_path / "0").write_bytes(b"other")
+        with pytest.raises(DamageError, match="was written while it was read"):  # it was closed in between
+            payloads.view(Extent("0", 0, 1))

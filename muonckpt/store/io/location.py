@@ -29,9 +29,9 @@ REQUEST_BYTES = 4 << 20
 PART = 8 << 20
 """Bytes of the parts in which an object is written.  S3 demands 5 MiB."""
 
-_READ, _WRITTEN = 3, 5
-"""Copies of a request, and of a part being written, in a thread's memory, those of the libraries included (measured
-with s3fs 2026.9)."""
+_READ, _WRITTEN = 6, 5
+"""Copies of a request, and of a part being written, in a thread's memory: those of the libraries (measured with s3fs
+2026.9), and three windows of what was read."""
 
 _PARTS = 9_000
 """Most parts of an object.  S3 allows 10 000."""

@@ -16,6 +16,12 @@ from ...errors import DamageError, SourceError, about
 from .limits import check_description, check_text, on_disk
 from .location import Location, Remote
 
+READ_BYTES = 4 << 20
+"""Most bytes of a local file in one read from which boxes are gathered: they stay in cache meanwhile."""
+
+_GAP = 64 << 10
+"""Largest gap, in bytes, between two pieces of a local file that one read includes."""
+
 
 class FileBytes(Protocol):
     """The bytes of a file, by ranges; offsets and lengths in bytes.
@@ -110,7 +116,7 @@ class LocalFile:
 class Held:
     """Bytes in memory."""
 
-    gap = most = 1 << 63
+    gap, most = _GAP, READ_BYTES
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = memoryview(data)
@@ -135,8 +141,7 @@ class LocalBytes:
         handle: a file descriptor, which is closed with this object.
     """
 
-    gap = 64 << 10
-    most = 1 << 20
+    gap, most = _GAP, READ_BYTES
 
     def __init__(self, path: Path, handle: int) -> None:
         self._path = path

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import resource
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from threading import Lock, local
@@ -12,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...box import Index
+from ...box import Index, row_major
 from ...errors import DamageError, SourceError, about
 from ...layout import Place
 from ...record import Chunk, Extent, StateRecord
@@ -21,6 +23,7 @@ from ..io.location import Location
 from ..io.regular import FileBytes, Held, open_regular
 from .dtypes import dtype, itemsize
 from .strided import batches, blocks, span, strided
+from .windows import Windows
 
 BAND_BYTES = 2 << 20
 """Bytes that are read and checked at a time: enough to amortise calls, few enough to stay in cache in between."""
@@ -28,8 +31,14 @@ BAND_BYTES = 2 << 20
 _LARGEST_SCRATCH = 64 << 20
 """Most bytes of memory that a thread keeps to read into."""
 
-_MOST_OPEN = 256
-"""Files that are open at once: a process may have 1024, and a checkpoint may have more."""
+_SHARE = 4
+"""A checkpoint keeps at most one in so many of the files open that the process may have open: there may be others."""
+
+
+def most_open() -> int:
+    """The number of files of one checkpoint that are open at once."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else max(soft // _SHARE, 1)
 
 
 class Payloads:
@@ -44,6 +53,7 @@ class Payloads:
         self._in_memory = {name: Held(data) for name, data in in_memory.items()}
         self._files: dict[str, FileBytes] = {}
         self._states: dict[str, tuple[object, ...]] = {}
+        self._most_open = most_open()
         self._opening = Lock()
         self._scratch = local()
 
@@ -77,23 +87,32 @@ class Payloads:
         return self.reaching(extent.file, extent.end).view(extent.offset, extent.length)
 
     def gather(self, payload: Extent, name: str, place: Place, shape: Index) -> NDArray[Any]:
-        """The elements of a box of this shape at a place in a payload, as `as_words` gives them.
+        """The elements of a box of this shape at a place in a payload, as `as_words` gives them."""
+        gathered = np.empty((*shape, *(2,) * (itemsize(name) > 8)), dtype(name).bits)
+        self.gather_into(gathered, payload, name, place, shape)
+        return gathered
 
-        They are in memory that the next call of this thread may overwrite.  Only the blocks that the box needs are
-        read, with the gaps that are too small to skip.
+    def gather_into(self, out: NDArray[Any], payload: Extent, name: str, place: Place, shape: Index) -> None:
+        """Copy the elements of a box of this shape at a place in a payload; ``out`` has them as `as_words` does.
+
+        Only the blocks that the box needs are read, with the gaps that are too small to skip.
         """
         size = itemsize(name)
         start, reach = payload.offset + place.offset * size, size * span(shape, place.strides)
-        if reach == math.prod(shape) * size:
-            return _strided_words(self.glance(Extent(payload.file, start, reach)), name, place.strides, shape)
         file = self.reaching(payload.file, start + reach)
-        gathered = np.empty((*shape, *(2,) * (size > 8)), dtype(name).bits)
+        if reach == math.prod(shape) * size:
+            if place.strides == row_major(shape) and out.flags.c_contiguous and out.dtype == dtype(name).bits:
+                file.fill(out.reshape(-1).view(np.uint8).data, start)
+            else:
+                raw = self._memory(reach)
+                file.fill(raw, start)
+                out[...] = _strided_words(raw, name, place.strides, shape)
+            return
         parts = list(blocks(shape, place.strides, file.gap // size, file.most // size))
         for batch in batches(parts, place.strides, file.most // size):
             ranges = [(start + block.start(place.strides) * size, block.span(place.strides) * size) for block in batch]
-            for block, raw in zip(batch, self._views(file, ranges), strict=True):
-                gathered[block.slices] = _strided_words(raw, name, place.strides, block.shape)
-        return gathered
+            for block, raw in zip(batch, self._views(file, payload, ranges), strict=True):
+                out[block.slices] = _strided_words(raw, name, place.strides, block.shape)
 
     def glance(self, extent: Extent) -> memoryview:
         """The bytes of an extent, in memory that the next call of this thread overwrites.
@@ -148,14 +167,12 @@ class Payloads:
         with open_regular(self.place(name)) as opened:
             return opened.on_disk
 
-    def _views(self, file: FileBytes, ranges: Sequence[tuple[int, int]]) -> Iterable[memoryview]:
-        """The bytes of several ranges; if it is only one, in memory that is used again."""
-        if len(ranges) != 1:
+    def _views(self, file: FileBytes, payload: Extent, ranges: Sequence[tuple[int, int]]) -> Iterable[memoryview]:
+        """The bytes of several ranges of a payload; of one, in memory of this thread that the next call overwrites."""
+        if len(ranges) > 1:
             return file.views(ranges)
-        ((offset, length),) = ranges
-        raw = self._memory(length)
-        file.fill(raw, offset)
-        return (raw,)
+        windows: Windows = self._scratch.__dict__.setdefault("windows", Windows())
+        return [windows.view(file, payload, *span) for span in ranges]
 
     def _memory(self, length: int) -> memoryview:
         """Memory of this thread, used again and again unless it is very large."""
@@ -182,14 +199,14 @@ class Payloads:
         if file is None:
             with self._opening:
                 file = self._in_memory.get(name) or self._opened(name)
-                if len(self._files) >= _MOST_OPEN:
+                if len(self._files) >= self._most_open:
                     self._files.pop(next(iter(self._files)))  # closed when nobody reads from it any more
                 self._files[name] = file
         return file
 
     def _opened(self, name: str) -> FileBytes:
         file = self.directory / name
-        if file.parent.resolve() != (self.directory.resolve() / name).parent:
+        if name not in self._states and file.parent.resolve() != (self.directory.resolve() / name).parent:
             raise SourceError(f"cannot open {file}: one of its directories is a symbolic link")
         with open_regular(file) as opened:
             if self._states.setdefault(name, opened.state) != opened.state:
