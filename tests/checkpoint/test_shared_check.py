@@ -19,7 +19,7 @@ from muonckpt.checkpoint.dcp_reader import CheckingReader
 from muonckpt.checkpoint.shared_check import ByteRun, PartlyRead, holds, run_of
 from muonckpt.errors import SourceError
 from muonckpt.store.io.checksums import crc32_joined
-from muonckpt.store.reading.payloads import Payloads
+from muonckpt.store.io.regular import LocalBytes
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300), st.integers(0, 1 << 40))
@@ -91,10 +91,9 @@ def save_job(rank, world, path):
 
 def load_job(rank, world, path):
     """Bytes of payloads that this rank needs and those that it looked at, or the error."""
-    seen, view, whole = set(), Payloads.view, Payloads.whole
-    Payloads.view = lambda self, extent: seen.update(range(extent.offset, extent.end)) or view(self, extent)
-    Payloads.whole = lambda self, extent, check: (
-        seen.update(range(extent.offset, extent.end)) or whole(self, extent, check)
+    seen, fill = set(), LocalBytes.fill
+    LocalBytes.fill = lambda self, buffer, offset: (
+        seen.update(range(offset, offset + len(buffer))) or fill(self, buffer, offset)
     )
     mine = state(world, values=False)
     try:
@@ -102,7 +101,7 @@ def load_job(rank, world, path):
     except SourceError as error:
         return str(error)
     finally:
-        Payloads.view, Payloads.whole = view, whole
+        LocalBytes.fill = fill
     for name, expected in state(world, values=True).items():
         assert torch.equal(mine[name].to_local(), expected.to_local()), name
     return sum(value.to_local().nbytes for value in mine.values()), len(seen)
