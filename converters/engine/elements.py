@@ -48,7 +48,8 @@ def gather_elements(payloads: Payloads, tensor: Elements, fragments: Iterable[Fr
     for fragment in fragments:
         common = fragment.box & box
         if common is not None:
-            _copy_from(payloads, tensor, fragment.place_at(common.lo), common.shape, words[within(common, box.lo)])
+            part = words[(*within(common, box.lo), ...)]  # also of a tensor without dims, a view
+            _copy_from(payloads, tensor, fragment.place_at(common.lo), common.shape, part)
     return words
 
 
