@@ -48,7 +48,9 @@ def gather_elements(payloads: Payloads, tensor: Elements, fragments: Iterable[Fr
     for fragment in fragments:
         common = fragment.box & box
         if common is not None:
-            part = words[(*within(common, box.lo), ...)]  # also of a tensor without dims, a view
+            part: Words = words[
+                ..., *within(common, box.lo), *(slice(None) for _ in halves)
+            ]  # a view, also without dims
             _copy_from(payloads, tensor, fragment.place_at(common.lo), common.shape, part)
     return words
 
