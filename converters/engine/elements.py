@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -48,10 +48,8 @@ def gather_elements(payloads: Payloads, tensor: Elements, fragments: Iterable[Fr
     for fragment in fragments:
         common = fragment.box & box
         if common is not None:
-            part: Words = words[
-                ..., *within(common, box.lo), *(slice(None) for _ in halves)
-            ]  # a view, also without dims
-            _copy_from(payloads, tensor, fragment.place_at(common.lo), common.shape, part)
+            part: tuple[Any, ...] = (*within(common, box.lo), ...)  # so that without dims it is a view, too
+            _copy_from(payloads, tensor, fragment.place_at(common.lo), common.shape, words[part])
     return words
 
 
