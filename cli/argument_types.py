@@ -6,8 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 import click
+import click.shell_completion
 
 from ..converters.target.topology import AxisCut
+from ..errors import did_you_mean
 from ..layouts.buffers.placements import FORMER
 from ..store.io.location import Location, location
 
@@ -22,6 +24,31 @@ class CheckpointType(click.ParamType):  # type: ignore[type-arg]  # generic in n
             return location(str(value))
         except ValueError as error:
             self.fail(str(error), param, context)
+
+    def shell_complete(
+        self, context: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[click.shell_completion.CompletionItem]:
+        """The shell completes paths itself."""
+        return [click.shell_completion.CompletionItem(incomplete, type="file")]
+
+
+class RulesType(click.ParamType):  # type: ignore[type-arg]
+    """The name of a ready-made table of rules, or a file with one."""
+
+    name = "table"
+
+    def __init__(self, files: bool) -> None:
+        self.files = files
+
+    def shell_complete(
+        self, context: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[click.shell_completion.CompletionItem]:
+        """The names of tables, or else paths."""
+        from ..converters.translate.tables import READY_MADE  # not needed to parse
+
+        tables = (f"{prefix}{table}" for prefix in ("", "inverse:") for table in READY_MADE)
+        named = [click.shell_completion.CompletionItem(table) for table in tables if table.startswith(incomplete)]
+        return named or [click.shell_completion.CompletionItem(incomplete, type="file")] * self.files
 
 
 CHECKPOINT = CheckpointType()
@@ -105,11 +132,22 @@ def first_cuts(
     return cuts
 
 
-class LayoutType(click.Choice):  # type: ignore[type-arg]
+class WordType(click.Choice):  # type: ignore[type-arg]
+    """One of some words; another is answered with those that come close."""
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> str:
+        words = list(map(str, self.choices))
+        if str(value) not in words:
+            close = did_you_mean(str(value), words)
+            self.fail(f"{value!r} is not one of {', '.join(map(repr, words))}{close}", param, context)
+        return str(value)
+
+
+class LayoutType(WordType):
     """The name of a layout; a former name is accepted with a warning."""
 
     def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> str:
         name = str(value)
         if name in FORMER:
             click.echo(f"warning: --layout {name} is called {FORMER[name]} now", err=True)
-        return str(super().convert(FORMER.get(name, name), param, context))
+        return super().convert(FORMER.get(name, name), param, context)

@@ -19,5 +19,9 @@ def command(**options: Any) -> None:
 
     safetensors and zarr hold whole tensors; the other formats are written for one rank.  For more ranks and other
     layouts use `reshard`, which takes the same options.  `muonckpt rules` lists programs and tables.
+
+    \b
+    muonckpt convert dion-run/step-1000 ours --to muonckpt
+    muonckpt convert run/step-00001000 model.safetensors --to-format safetensors --select 'model.*'
     """
     rewrite(convert, "convert", **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,8 +13,8 @@ from ..converters.translate.dialects import DIALECTS
 from ..errors import TargetError
 from ..store.io.location import Location
 from ..wording import counted, size
-from .argument_types import CHECKPOINT, JOBS, LEAST_MEMORY, ByteCountType
-from .printing import print_section, printable, progress, some_of
+from .argument_types import CHECKPOINT, JOBS, LEAST_MEMORY, ByteCountType, WordType
+from .printing import print_duration, print_json, print_section, printable, progress, some_of
 
 _MOST_ROWS = 20
 """The most tensors that are listed unless all are asked for."""
@@ -31,13 +30,9 @@ _WRITABLE = [dialect.name for dialect in DIALECTS.values() if dialect.writable]
 @click.option("--all", "every", is_flag=True, help="List every tensor that changed.")
 @click.option("--rtol", type=click.FloatRange(0), metavar="NUMBER", help="Take as equal: |a-b| <= RTOL max(|a|, |b|).")
 @click.option("--atol", type=click.FloatRange(0), metavar="NUMBER", help="The same with an absolute bound.")
-@click.option("--to", "to_dialect", type=click.Choice(_WRITABLE), metavar="PROGRAM", help="Compare as it has them.")
-@click.option(
-    "--from-a", type=click.Choice(list(DIALECTS)), metavar="PROGRAM", help="Program that wrote A, if unclear."
-)
-@click.option(
-    "--from-b", type=click.Choice(list(DIALECTS)), metavar="PROGRAM", help="Program that wrote B, if unclear."
-)
+@click.option("--to", "to_dialect", type=WordType(_WRITABLE), metavar="PROGRAM", help="Compare as it has them.")
+@click.option("--from-a", type=WordType(list(DIALECTS)), metavar="PROGRAM", help="Program that wrote A, if unclear.")
+@click.option("--from-b", type=WordType(list(DIALECTS)), metavar="PROGRAM", help="Program that wrote B, if unclear.")
 @click.option(
     "--memory", type=ByteCountType(LEAST_MEMORY), default=f"{DIFF_MEMORY >> 20}MiB", show_default=True, help="Memory."
 )
@@ -62,12 +57,13 @@ def command(
     except TargetError as error:
         raise click.UsageError(str(error)) from error
     if as_json:
-        click.echo(json.dumps(found.to_json(), indent=1, default=str))
+        print_json(found.to_json())
         return int(found.differs)
     if not summary:
         _print_details(found, every)
     for line in _summary(found):
         click.echo(printable(line))
+    print_duration()
     return int(found.differs)
 
 

@@ -23,8 +23,8 @@ from ..store.open_checkpoint import OpenCheckpoint, open
 from ..store.reading.dtypes import itemsize
 from ..wording import size
 from . import buffer_tables
-from .argument_types import CHECKPOINT
-from .printing import print_labelled, print_section, print_table, printable
+from .argument_types import CHECKPOINT, WordType
+from .printing import print_duration, print_json, print_labelled, print_section, print_table, printable
 from .shard_pictures import print_rank, print_tensor, print_tree
 
 _VIEWS = ("--tensor", "--rank", "--tree", "--items", "--groups")
@@ -42,7 +42,7 @@ _SORTS: Mapping[str, Callable[[StateRecord], Any]] = {
 @click.option("--tree", is_flag=True, help="Tensors by module; layers that are alike as one.")
 @click.option("--items", is_flag=True, help="Hyper-parameters and other items, decoded.")
 @click.option("--groups", is_flag=True, help="Parameter groups as code; with --json as convert --like takes them.")
-@click.option("--sort", type=click.Choice([*_SORTS]), help="Order of listed tensors.")
+@click.option("--sort", type=WordType([*_SORTS]), help="Order of listed tensors.")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--ranks", is_flag=True, help="List every rank, however many.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; with --tensors also the manifest.")
@@ -64,7 +64,9 @@ def command(checkpoint: Location, as_json: bool, **options: Any) -> None:
         except TargetError as error:
             raise click.UsageError(str(error)) from error
     if as_json:
-        click.echo(json.dumps(shown, indent=1, default=str))
+        print_json(shown)
+    else:
+        print_duration()
 
 
 def _show_tensor(opened: OpenCheckpoint, inspection: Inspection, tensor: str, as_json: bool, **rest: Any) -> object:

@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -23,6 +24,7 @@ import click
 
 from ..errors import DestinationError, Interrupted, LayoutError, MuonckptError, SourceError, did_you_mean
 from ..version import VERSION
+from .printing import BEGAN
 
 COMMANDS = {
     "inspect": "Say what is in a checkpoint, who holds it, and what looks sick.",
@@ -63,6 +65,7 @@ class _Commands(click.Group):
 
     def invoke(self, context: click.Context) -> object:
         """Run the command.  A closed output is handled here because click would exit with 1, which means damage."""
+        context.meta[BEGAN] = time.monotonic()
         try:
             return super().invoke(context)
         except BrokenPipeError:  # `muonckpt inspect … | head`
@@ -100,6 +103,10 @@ class _Commands(click.Group):
 @click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")  # `run` looks for it
 def cli() -> None:
     """Inspect, verify, reshard and convert checkpoints of sharded Muon training.
+
+    \b
+    muonckpt inspect run/step-00001000
+    muonckpt COMMAND --help
 
     Exit codes: 0 success, 1 damage or a difference found, 2 usage, 3 source unreadable or corrupt, 4 destination
     failed, 5 interrupted and resumable.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from ..converters.target.topology import AxisCut
 from ..errors import TargetError
 from ..wording import counted, size
 from .argument_types import CHECKPOINT, ByteCountType, MeshType, ShardRuleType, first_cuts
-from .printing import print_table, printable
+from .printing import print_duration, print_json, print_table, printable
 
 if TYPE_CHECKING:
     from ..forecasting.prospects import Prospect
@@ -70,9 +69,10 @@ def command(
     except TargetError as error:
         raise click.UsageError(str(error)) from error
     if as_json:
-        click.echo(json.dumps(found.to_json(), indent=1))
+        print_json(found.to_json())
         return
     _print(found)
+    print_duration()
 
 
 def _progress() -> Any:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import click
 
 from ..wording import size
+
+BEGAN = "muonckpt.began"
+"""Where a command's context keeps the moment when it began."""
 
 _MOST_NAMES = 8
 _NARROW = 56
@@ -77,6 +82,26 @@ def printable(text: str) -> str:
 def some_of(names: Sequence[str]) -> str:
     """The first names of a list, and the number of the others."""
     return ", ".join(names[:_MOST_NAMES]) + f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES)
+
+
+def print_json(result: Any) -> None:
+    """Print the result of a command as JSON; an object also says how many `seconds` the command has taken."""
+    timed = {**result, "seconds": round(_seconds(), 3)} if isinstance(result, Mapping) else result
+    click.echo(json.dumps(timed, indent=1, default=str))
+
+
+def print_duration() -> None:
+    """Say how long the command has taken, if that was over a second: beside the result, which stays the same text."""
+    if (seconds := _seconds()) >= 1:
+        with suppress(OSError):  # a closed standard error must not stop the work
+            click.echo(f"took {seconds:.1f} s", err=True)
+
+
+def _seconds() -> float:
+    """Since the command began; 0 for a function that was called otherwise."""
+    context = click.get_current_context(silent=True)
+    began = None if context is None else context.meta.get(BEGAN)
+    return 0.0 if began is None else time.monotonic() - began
 
 
 @contextmanager

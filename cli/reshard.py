@@ -20,7 +20,10 @@ from .shared_options import LAYOUT_OPTIONS, SHARED_OPTIONS, SOURCE_AND_DESTINATI
 def command(**options: Any) -> None:
     """Rewrite the checkpoint SOURCE as DESTINATION for another mesh, layout, format or program.
 
-    Needs no GPU.  DESTINATION must not exist; it appears when everything has been written and checked.  Nothing is
-    renamed or rescaled unless you ask for it.  `muonckpt rules` lists layouts, programs and tables.
+    Needs no GPU.  DESTINATION must not exist; it appears when all is written and checked.
+
+    \b
+    muonckpt reshard step-1000 on-64 --mesh dp=64 --dry-run
+    muonckpt reshard step-1000 moe --mesh ep=8,dp=8 --shard '*experts*=ep:0,dp:1'
     """
     rewrite(reshard, "reshard", **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ from ..converters.engine.workers import LaunchError
 from ..converters.report import Report
 from ..errors import TargetError
 from ..wording import counted, size
-from .printing import print_table, printable, progress, some_of
+from .printing import print_duration, print_json, print_table, printable, progress, some_of
 
 _MOST_FILES = 32
 """The most files that a plan lists."""
@@ -36,7 +35,7 @@ def rewrite(function: Callable[..., Report | None], label: str, *, as_json: bool
             err=True,
         )
     if as_json:
-        click.echo(json.dumps(report.to_json(), indent=1))
+        print_json(report.to_json())
         return
     for note in report.notes:
         click.echo(printable(note))
@@ -50,6 +49,7 @@ def rewrite(function: Callable[..., Report | None], label: str, *, as_json: bool
     for check in report.checklist:
         click.echo(printable(str(check)))
     click.echo(_would_do(report) if report.fingerprints is None else _done(report))
+    print_duration()
 
 
 def _show_plan(report: Report) -> None:
@@ -82,5 +82,5 @@ def _done(report: Report) -> str:
     if report.unchecked:
         comparison = "not all of the source has checksums"
     if report.compared:
-        comparison = f"{report.compared} fingerprints compared with the source's, all equal"
+        comparison = f"{counted(report.compared, 'fingerprint')} compared with the source's, all equal"
     return f"{report.destination}: {counted(report.tensors, 'tensor')} {spread}, {size(report.written)}; {comparison}"

@@ -8,17 +8,19 @@ from ..converters.target.topology import LAYOUTS
 from ..converters.translate.dialects import DIALECTS
 from ..converters.translate.tables import READY_MADE, ready_made
 from ..errors import TargetError
+from .argument_types import RulesType
 from .printing import print_table
 
 
 @click.command("rules")
-@click.argument("name", required=False)
+@click.argument("name", type=RulesType(files=False), required=False)
 @click.option("--dialects", is_flag=True, help="List the programs for --from and --to.")
 @click.option("--layouts", is_flag=True, help="List the layouts for --layout.")
 def command(name: str | None, dialects: bool, layouts: bool) -> None:
     """Print the table NAME as TOML for --rules (inverse:NAME for the opposite direction); without NAME list all tables.
 
     \b
+    muonckpt rules --dialects
     muonckpt rules megatron-swiglu > rules.toml
     muonckpt reshard SRC DST --mesh dp=8 --rules rules.toml
     """

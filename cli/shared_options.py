@@ -25,7 +25,9 @@ from .argument_types import (
     ByteCountType,
     LayoutType,
     MeshType,
+    RulesType,
     ShardRuleType,
+    WordType,
     first_cuts,
 )
 
@@ -63,7 +65,7 @@ SOURCE_AND_DESTINATION = decorated_by(
     click.argument("source", type=CHECKPOINT), click.argument("destination", type=CHECKPOINT)
 )
 
-_CONVENTIONS = click.Choice([convention.value for convention in Convention])
+_CONVENTIONS = WordType([convention.value for convention in Convention])
 _WRITABLE = [dialect.name for dialect in DIALECTS.values() if dialect.writable]
 
 _OPTIONS = {
@@ -71,33 +73,37 @@ _OPTIONS = {
         "--to-format",
         "--format",
         "format",
-        type=click.Choice(FORMATS),
+        type=WordType(FORMATS),
         metavar="FORMAT",
         help=f"Format to write: {', '.join(FORMATS)}.",
     ),
     "to": click.option(
         "--to",
         "to_dialect",
-        type=click.Choice(_WRITABLE),
+        type=WordType(_WRITABLE),
         metavar="PROGRAM",
         help="Program to write for.",
     ),
     "keys": click.option(
         "--keys",
         cls=RareOption,
-        type=click.Choice(KEY_FORMS),
+        type=WordType(KEY_FORMS),
         metavar="nested|flat",
         help="Form of the optimizer's keys, for --to.",
     ),
     "from": click.option(
         "--from",
         "from_dialect",
-        type=click.Choice(list(DIALECTS)),
+        type=WordType(list(DIALECTS)),
         metavar="PROGRAM",
         help="Program that wrote SOURCE, if unclear.",
     ),
     "rules": click.option(
-        "--rules", multiple=True, metavar="TABLE", help="Table of renames, splits and joins; repeatable."
+        "--rules",
+        type=RulesType(files=True),
+        multiple=True,
+        metavar="TABLE",
+        help="Table of renames, splits and joins; repeatable.",
     ),
     "select": click.option(
         "--select", multiple=True, metavar="GLOB", help="Take only what has a matching key; repeatable."
@@ -144,14 +150,14 @@ _OPTIONS = {
     "weights": click.option(
         "--weights",
         cls=RareOption,
-        type=click.Choice([weights.value for weights in WeightsFrom]),
+        type=WordType([weights.value for weights in WeightsFrom]),
         metavar="masters|model",
         help="Make weights of these, if there are both.",
     ),
     "state_dtype": click.option(
         "--state-dtype",
         cls=RareOption,
-        type=click.Choice(STATE_DTYPES),
+        type=WordType(STATE_DTYPES),
         metavar="DTYPE",
         help="Round momentum to float32 or bfloat16.",
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from ..errors import TargetError
 from ..store.io.location import Location
 from ..wording import counted
 from .argument_types import CHECKPOINT, JOBS, LEAST_MEMORY, ByteCountType
-from .printing import print_section, print_table, printable, progress
+from .printing import print_duration, print_json, print_section, print_table, printable, progress
 
 
 @click.command("stats")
@@ -53,7 +52,7 @@ def command(
     except TargetError as error:
         raise click.UsageError(str(error)) from error
     if as_json:
-        click.echo(json.dumps(found.to_json(), indent=1))
+        print_json(found.to_json())
         return
     _print_tensors(found, every)
     _print_updates(found)
@@ -62,6 +61,7 @@ def command(
         click.echo(printable(f"look at: {finding.message}"))
         click.echo(printable(f"         usually {finding.means}"))
     click.echo(f"{checkpoint}: {counted(len(found.tensors), 'tensor')} measured, {_odd(len(found.health))}")
+    print_duration()
 
 
 def _odd(count: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import click
 
@@ -11,7 +10,7 @@ from ..store.audit import verify
 from ..store.io.location import Location
 from ..wording import counted, size
 from .argument_types import CHECKPOINT, JOBS
-from .printing import printable, progress
+from .printing import print_duration, print_json, printable, progress
 
 
 @click.command("verify")
@@ -23,11 +22,15 @@ def command(checkpoint: Location, jobs: int, as_json: bool) -> int:
 
     Reads everything and checks coverage, bounds, checksums, fingerprints, and for infinite or NaN values.  Without our
     manifest, DCP checkpoints are checked by the CRC-32 of each item.
+
+    \b
+    muonckpt verify run/step-00001000
+    muonckpt verify s3://bucket/run/step-00001000 --jobs 8 --json
     """
     with progress("verify") as advance:
         report = verify(checkpoint, jobs=jobs, progress=advance)
     if as_json:
-        click.echo(json.dumps({**dataclasses.asdict(report), "verdict": report.verdict}, indent=1))
+        print_json({**dataclasses.asdict(report), "verdict": report.verdict})
         return 1 if report.findings else 0
     for finding in report.findings:
         click.echo(printable(f"{finding.kind}: {finding.message}"))
@@ -44,4 +47,5 @@ def command(checkpoint: Location, jobs: int, as_json: bool) -> int:
     )
     verdict = counted(len(report.findings), "finding") if report.findings else report.verdict
     click.echo(f"{checkpoint}: {summary}: {verdict}")
+    print_duration()
     return 1 if report.findings else 0

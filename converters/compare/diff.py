@@ -5,22 +5,24 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cache, partial
 from typing import Any
 
-from ...errors import TargetError
+from ...errors import TargetError, did_you_mean
 from ...store.audit import Progress
+from ...store.io.gc_paused import gc_paused
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, open
 from ...store.reading.dtypes import itemsize
 from ...store.stored_items import checked_blob
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from ..look.contents import Role
-from ..look.first_look import FirstLook, first_look
+from ..look.first_look import FirstLook, first_look, recorded_step
 from ..translate.dialects import DIALECTS
 from ..translate.request import Request
 from .pair import CHANGED, CLOSE, MOVED, SAME, StoredSide, TensorDifference, compare_elements, known_to_be_equal
@@ -29,6 +31,8 @@ from .statistics import Tolerance
 
 DIFF_MEMORY = 256 << 20
 """Bytes that the elements under comparison may take."""
+
+Look = Callable[[], FirstLook]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +137,17 @@ def diff(
         TargetError: a program is unknown, or a pattern matches nothing.
     """
     with ExitStack() as stack:
-        both = (stack.enter_context(open(a)), from_a), (stack.enter_context(open(b)), from_b)
-        sides = [_Side.of(opened, first_look(opened), to_dialect, program) for opened, program in both]
+        with gc_paused():
+            both = (stack.enter_context(open(a)), from_a), (stack.enter_context(open(b)), from_b)
+            sides = [
+                _Side.of(opened, cache(partial(first_look, opened)), to_dialect, program) for opened, program in both
+            ]
         one, other = (side.selected(select) for side in sides)
         for glob in select:
             if not any(fnmatchcase(key, glob) for side in (one, other) for key in (*side.tensors, *side.items)):
-                raise TargetError(f"no tensor or item matches {glob!r} in {one.place} or {other.place}")
+                keys = list(dict.fromkeys(key for side in sides for key in (*side.tensors, *side.items)))
+                close = did_you_mean(glob, keys)
+                raise TargetError(f"no tensor or item matches {glob!r} in {one.place} or {other.place}{close}")
         return _difference(one, other, Tolerance(rtol, atol), memory, jobs, progress)
 
 
@@ -151,7 +160,7 @@ def diff_of(
     progress: Progress,
 ) -> Difference:
     """The same of all of two checkpoints that are open and sorted already."""
-    one, other = (_Side.of(*side, None, None) for side in (a, b))
+    one, other = (_Side.of(opened, lambda known=known: known, None, None) for opened, known in (a, b))
     return _difference(one, other, Tolerance(), memory, jobs, progress)
 
 
@@ -161,7 +170,7 @@ def _difference(
     tensors, read = _compared(one, other, tolerance, memory, jobs, progress)
     items = [key for key in one.items if key in other.items]
     changed = tuple(difference for key in items if (difference := _item(key, one, other)))
-    steps = one.known.step, other.known.step
+    steps = one.step, other.step
     return Difference(
         a=one.place,
         b=other.place,
@@ -179,28 +188,28 @@ def _difference(
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One of the two checkpoints, perhaps translated; ``located`` says whether the places of all elements are known."""
+    """One of the two checkpoints, perhaps translated; ``located`` says whether the places of all elements are known.
+
+    ``look`` gives its metadata sorted, which takes time and is not always needed.
+    """
 
     opened: OpenCheckpoint
-    known: FirstLook
+    look: Look
     tensors: Mapping[str, OutputTensor]
     items: Mapping[str, OutputItem]
     located: bool
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, opened: OpenCheckpoint, known: FirstLook, to_dialect: str | None, from_dialect: str | None) -> _Side:
+    def of(cls, opened: OpenCheckpoint, look: Look, to_dialect: str | None, from_dialect: str | None) -> _Side:
         if to_dialect is None:
-            tensors = [
-                OutputTensor(t, t.chunk_layout(), {str(i): chunk for i, chunk in enumerate(t.chunks)})
-                for t in opened.outline.tensors
-            ]
+            tensors = [OutputTensor(t, t.chunk_layout()) for t in opened.outline.tensors]
             outputs = Outputs(tensors, [OutputItem(blob.key, blob.path, blob) for blob in opened.outline.blobs])
         else:
             outputs = Request(_dialect(from_dialect), _dialect(to_dialect)).outputs(opened)
         return cls(
             opened,
-            known,
+            look,
             {tensor.key: tensor for tensor in outputs.tensors},
             {item.key: item for item in outputs.items},
             to_dialect is not None,
@@ -210,6 +219,11 @@ class _Side:
     @property
     def place(self) -> str:
         return str(self.opened.path)
+
+    @property
+    def step(self) -> int | float | None:
+        recorded = recorded_step(self.opened.outline)
+        return self.look().step if recorded is None else recorded
 
     def selected(self, globs: Sequence[str]) -> _Side:
         if not globs:
@@ -262,7 +276,7 @@ def _compared(
         if a.record.shape != b.record.shape:
             found[key] = TensorDifference(key, CHANGED, "shape", *about)
         elif known_to_be_equal(a, b):
-            same = {f.box for f in a.layout.fragments} == {f.box for f in b.layout.fragments}
+            same = a.layout is b.layout or {f.box for f in a.layout.fragments} == {f.box for f in b.layout.fragments}
             found[key] = TensorDifference(key, SAME if same else MOVED, "fingerprint", *about)
         else:
             unknown.append(key)
@@ -293,7 +307,7 @@ def _item(key: str, one: _Side, other: _Side) -> ItemDifference | None:
 
 def _unmoved(tensors: Sequence[TensorDifference], side: _Side) -> tuple[str, ...]:
     """Tensors that training changes in every step, and that did not change."""
-    roles = side.known.contents
+    roles = side.look().contents
     moving = {t.key for role in (Role.MOMENTUM, Role.MOMENTS, Role.MASTERS) for t in roles.tensors.get(role, ())}
     moving |= {p.weight.key for p in roles.parameters.values() if p.weight and p.state}
     return tuple(_same(tensors, moving))

@@ -31,10 +31,8 @@ class FirstLook:
     @property
     def step(self) -> int | float | None:
         """The step that the saving program recorded, or else that of the step counters if they agree."""
-        recorded = self.manifest.provenance.get("step")
-        if isinstance(recorded, int | float):
-            return recorded
-        return self.steps.most if self.steps.least == self.steps.most else None
+        counted = self.steps.most if self.steps.least == self.steps.most else None
+        return counted if (recorded := recorded_step(self.manifest)) is None else recorded
 
 
 def first_look(checkpoint: OpenCheckpoint) -> FirstLook:
@@ -46,6 +44,12 @@ def first_look(checkpoint: OpenCheckpoint) -> FirstLook:
     groups = hyper_parameters(manifest, dialect, values)
     contents = contents_of(manifest, dialect, groups.values_of(dialect.method_option if dialect else None))
     return FirstLook(program, manifest, groups, contents, steps_of(contents, manifest, values, groups))
+
+
+def recorded_step(manifest: Manifest) -> int | float | None:
+    """The step that the saving program recorded."""
+    step = manifest.provenance.get("step")
+    return step if isinstance(step, int | float) else None
 
 
 def _program(manifest: Manifest) -> Detected | str:

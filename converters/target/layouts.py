@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
-from ...errors import TargetError
+from ...errors import TargetError, did_you_mean
 from ...layout import TensorLayout
 from ...layouts.mesh import AxisPlacement, Replicate, Shard, mesh_layout
 from ...layouts.owned import owned_layout
@@ -30,7 +30,8 @@ def lay_out(
     """
     for rule in target.rules:
         if not any(fnmatchcase(tensor.key, rule.glob) for tensor in tensors):
-            raise TargetError(f"rule {rule} matches none of {len(tensors)} tensors")
+            close = did_you_mean(rule.glob, [tensor.key for tensor in tensors])
+            raise TargetError(f"rule {rule} matches none of {len(tensors)} tensors{close}")
     if target.layout == ROWS:
         return _in_rows(target, tensors)
     from .buffer_layouts import lay_out_in_buffers  # not needed for rows

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...box import row_major
-from ...errors import TargetError
+from ...errors import TargetError, did_you_mean
 from ...layout import TensorLayout
 from ...layouts.buffers.placements import PLACEMENTS
 from ...layouts.mesh import Mesh
@@ -82,7 +82,10 @@ class Target:
         for rule in self.rules:
             axes = [axis for axis, _ in rule.cuts]
             if len(set(axes)) != len(axes) or not self.mesh.keys() >= set(axes):
-                raise TargetError(f"rule {rule}: expected axes of the mesh ({', '.join(self.mesh)}), each at most once")
+                unknown = [axis for axis in axes if axis not in self.mesh]
+                close = did_you_mean(unknown[0], [*self.mesh]) if unknown else ""
+                mesh = ", ".join(self.mesh)
+                raise TargetError(f"rule {rule}: expected axes of the mesh ({mesh}), each at most once{close}")
             if min((dim for _, dim in rule.cuts), default=0) < 0:
                 raise TargetError(f"rule {rule}: dims are counted from 0")
 

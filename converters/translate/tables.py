@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from ...errors import SourceError, TargetError
+from ...errors import SourceError, TargetError, did_you_mean
 from .names import NameRules
 
 READY_MADE: Mapping[str, str] = MappingProxyType(
@@ -82,7 +82,8 @@ def ready_made(name: str) -> NameRules:
         TargetError: there is no such table.
     """
     if name.removeprefix(_INVERSE) not in READY_MADE:
-        raise TargetError(f"unknown table of rules {name!r}; expected one of {', '.join(READY_MADE)}")
+        known = f"expected one of {', '.join(READY_MADE)}{did_you_mean(name.removeprefix(_INVERSE), [*READY_MADE])}"
+        raise TargetError(f"unknown table of rules {name!r}; {known}")
     return load_rules(name)
 
 
@@ -96,9 +97,8 @@ def load_rules(name: str) -> NameRules:
     try:
         rules = NameRules.from_toml(READY_MADE.get(plain) or Path(plain).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise TargetError(
-            f"cannot read rules {plain!r} ({error}), and it is none of {', '.join(READY_MADE)}"
-        ) from error
+        known = f"{', '.join(READY_MADE)}{did_you_mean(plain, [*READY_MADE])}"
+        raise TargetError(f"cannot read rules {plain!r} ({error}), and it is none of {known}") from error
     except SourceError as error:
         raise TargetError(f"{plain}: {error}") from error
     return rules if plain == name else rules.inverse()

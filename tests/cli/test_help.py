@@ -1,0 +1,65 @@
+"""What helps before anything runs: examples in every `--help`, completion, and words that come close to a mistake."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import click
+import pytest
+from click.shell_completion import BashComplete
+from support.commands import called
+
+from muonckpt.cli.main import COMMANDS, cli
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_help_has_two_examples_that_parse(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = called(name, "--help").stdout
+    examples = re.findall(rf"^  muonckpt {name} (.*)$", shown, re.MULTILINE)
+    assert len(examples) >= 2
+    command = cli.get_command(click.Context(cli), name)
+    for example in examples:
+        line = shlex.split(example.partition(" > ")[0])
+        assert command.make_context(name, line, resilient_parsing=False).params
+
+
+def completed(*words: str) -> list[tuple[str, str]]:
+    *before, last = words
+    items = BashComplete(cli, {}, "muonckpt", "_MUONCKPT_COMPLETE").get_completions(before, last)
+    return [(item.type, item.value) for item in items]
+
+
+def test_commands_paths_tables_and_words_are_completed():
+    assert completed("ins") == [("plain", "inspect")]
+    assert completed("inspect", "run/st") == [("file", "run/st")], "the shell lists paths itself"
+    assert completed("rules", "megatron-s") == [("plain", "megatron-swiglu")]
+    assert ("plain", "inverse:hf-qkv") in completed("rules", "inverse:")
+    assert completed("reshard", "a", "b", "--rules", "hf-q") == [("plain", "hf-qkv")]
+    assert completed("reshard", "a", "b", "--rules", "./my") == [("file", "./my")]
+    assert completed("convert", "a", "b", "--to", "tit") == [("plain", "titan")]
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("convert {tiny} out --to torsh", "torch"),
+        ("convert {tiny} out --to-format safetensor", "safetensors"),
+        ("reshard {tiny} out --mesh dp=2 --layout row", "rows"),
+        ("reshard {tiny} out --mesh data=2 --shard *=dat:0", "data"),
+        ("reshard {tiny} out --mesh dp=2 --shard *wieght=dp:0", "weight"),
+        ("reshard {tiny} out --mesh dp=2 --rules megatron-swigl", "megatron-swiglu"),
+        ("rules hf-qvk", "hf-qkv"),
+        ("diff {tiny} {tiny} *wieght*", "weight"),
+        ("stats {tiny} *wieght*", "weight"),
+        ("inspect {tiny} --tensor model.0.wieght", "model.0.weight"),
+        ("inspect {tiny} --sort byte", "bytes"),
+    ],
+)
+def test_a_word_that_comes_close_is_suggested(line, meant, tiny_checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = called(*line.format(tiny=tiny_checkpoint).split())
+    assert (
+        done.returncode == 2 and "did you mean" in done.stderr and repr(meant) in done.stderr.split("did you mean")[1]
+    )
