@@ -160,8 +160,12 @@ def diff_of(
     progress: Progress,
 ) -> Difference:
     """The same of all of two checkpoints that are open and sorted already."""
-    one, other = (_Side.of(opened, lambda known=known: known, None, None) for opened, known in (a, b))
+    one, other = (_Side.of(opened, partial(_as_it_is, known), None, None) for opened, known in (a, b))
     return _difference(one, other, Tolerance(), memory, jobs, progress)
+
+
+def _as_it_is(known: FirstLook) -> FirstLook:
+    return known
 
 
 def _difference(
