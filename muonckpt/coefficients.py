@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from .errors import did_you_mean
-
 Triple = tuple[float, float, float]
 
 Plain = str | Triple | tuple[tuple[str, Any], ...]
@@ -198,7 +196,7 @@ def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
         return coefficients
     if isinstance(coefficients, str):
         if coefficients not in COEFFICIENTS:
-            known = f"{', '.join(COEFFICIENTS)}{did_you_mean(coefficients, [*COEFFICIENTS])}"
+            known = ", ".join(COEFFICIENTS)
             raise ValueError(f"unknown Newton-Schulz coefficients {coefficients!r}, expected one of {known}")
         return COEFFICIENTS[coefficients]
     numbers: Any = coefficients
