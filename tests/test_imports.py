@@ -47,7 +47,8 @@ RULES = {
     "layouts/buffers": "errors box layout layouts",
     "store/io": "errors box fingerprint record",
     "store/reading": "errors box layout record store/io",
-    "store/formats": "errors box chunks fingerprint record seal vocabulary layouts/buffers store/io store/reading",
+    "store/formats": "errors box chunks fingerprint record seal vocabulary layouts layouts/buffers store/io "
+    "store/reading",
     "store": "errors box chunks columns fingerprint record vocabulary store/io store/reading store/formats",
     "checkpoint": "errors box overlap layout plan fingerprint record resumption version vocabulary layouts store "
     "store/io store/reading store/formats",

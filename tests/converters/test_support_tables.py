@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support import sharded
+from support import saved_ranks, sharded, workers
 from support.rank_files import written
 from support.trainer_files import of_one_process
 
@@ -26,6 +26,12 @@ WHY_NOT_WRITTEN = {
     "layer_wise": "only the run knows the order and the owners of numbers; write `torch_dist`",
 }
 
+
+def of_ranks(folder: Path) -> Path:
+    workers.run(2, saved_ranks.runs, folder)
+    return folder / "verl"
+
+
 FORMATS = {
     "muonckpt: DCP with a manifest": "dcp",
     "stock DCP, `fsdp_dtensor` included": "dcp",
@@ -33,6 +39,7 @@ FORMATS = {
     "Megatron's `torch_dist`": "torch_dist",
     "Megatron's `layer_wise_optimizer_{rank}.pt`": None,
     "`optimizer.pt`, `optimizer.bin` and weights of one process (Hugging Face, accelerate)": None,
+    "files of each rank with DTensors (verl, accelerate without DCP)": None,
     "safetensors": "safetensors",
     "zarr v3": "zarr",
 }
@@ -40,6 +47,7 @@ FORMATS = {
 READ_ONLY = {
     "Megatron": (lambda folder: written(folder, "padded-numel", 2), WHY_NOT_WRITTEN["layer_wise"]),
     "`optimizer.pt`": (of_one_process, "only the run knows the order of numbers; write `dcp`"),
+    "files of each rank": (of_ranks, "their pickles name torch's classes, which change; write `dcp`"),
 }
 """By how the name in the table begins: what makes one, and why it is not written."""
 

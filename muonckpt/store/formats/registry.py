@@ -91,6 +91,12 @@ def _process_files(path: Location) -> Reader:
     return process_files.reader(path)
 
 
+def _rank_state(path: Location) -> Reader:
+    from .trainers import rank_state
+
+    return rank_state.reader(path)
+
+
 def _of_file(path: Location) -> Format:
     """The format of a file: an archive of torch.save, or safetensors."""
     with open_regular(path) as file:
@@ -104,6 +110,7 @@ BUFFERS = Format("flat buffers", _flat_buffers)
 SAFETENSORS = Format("safetensors", _safetensors)
 ZARR = Format("zarr", _zarr)
 PROCESS_FILES = Format("torch.save's files of one process", _process_files)
+RANK_STATE = Format("torch.save's files of ranks with DTensors", _rank_state)
 LAYER_WISE = Format("Megatron's layer-wise files", _layer_wise)
 
 
@@ -113,6 +120,10 @@ SIGNS: tuple[tuple[str, Format], ...] = (
     (dcp.METADATA_FILE, DCP),
     (signs.FLAT_BUFFERS_FILE, BUFFERS),
     (signs.ZARR_FILE, ZARR),
+    ("model_world_size_[0-9]*_rank_[0-9]*.pt", RANK_STATE),
+    ("optim_world_size_[0-9]*_rank_[0-9]*.pt", RANK_STATE),
+    ("pytorch_model_fsdp*_rank[0-9]*.bin", RANK_STATE),
+    ("optimizer*_rank[0-9]*.bin", RANK_STATE),
     ("optimizer.pt", PROCESS_FILES),
     ("optimizer.bin", PROCESS_FILES),
     ("optimizer_[0-9]*.bin", PROCESS_FILES),

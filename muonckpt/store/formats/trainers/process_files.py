@@ -6,7 +6,7 @@ file or in several with an index, are under ``model``.  A file alone keeps its o
 which are under ``optimizer``.  What else lies beside them is not read; the provenance lists it.
 
 Sources: ``save_accelerator_state`` and ``save_fsdp_model`` of accelerate (1.15), ``_save_optimizer_and_scheduler`` of
-transformers' Trainer (5.0).
+transformers' Trainer.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .. import signs
 from ..safetensors import folder as safetensors
 from ..torch_save.member_payloads import MemberPayloads
 from ..torch_save.torch_file import TorchFile, is_tensor, read_torch_file
+from .dtensor_pickle import is_dtensor
 from .parameter_names import NamesFile, check_shapes, has_numbers, is_optimizer, optimizer_with_names
 from .state_tree import HeldItems, check_shared, is_mapping, key_of_path, leaves, mapping, whole_record
 
@@ -128,6 +129,11 @@ def _read(file: TorchFile, root: KeyPath, names: NamesFile, items: HeldItems) ->
     content, numbered = _with_names(mapping(content), root, names)
     tensors = []
     for path, value in leaves(file, content, root):
+        if is_dtensor(value):
+            raise SourceError(
+                f"{key_of_path(path)} is a DTensor, of which this file has the part of one rank: give the folder with "
+                "the files of all ranks, under the names that verl or accelerate gave them (docs/formats/trainers.md)"
+            )
         if is_tensor(value):
             tensors.append(whole_record(path, *file.chunk(value)))
         else:

@@ -1,0 +1,301 @@
+"""State dicts of which each rank saved its part with ``torch.save``: DTensors, put together by their meshes.
+
+* verl: ``model_world_size_{W}_rank_{r}.pt``, ``optim_…`` and ``extra_state_…``, which is not read;
+* accelerate with FSDP2 and without DCP: ``pytorch_model_fsdp_{i}_rank{r}.bin`` and ``optimizer_{i}_rank{r}.bin``.
+
+Models are under ``model``, optimizers under ``optimizer``; those after the first under ``model_1``, ``optimizer_1``, ….
+
+Sources: ``FSDPCheckpointManager`` and ``build_optimizer`` of verl (0.8), ``save_fsdp_model`` and
+``save_fsdp_optimizer`` of accelerate (1.15).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ....box import Index, row_major
+from ....errors import DamageError, SourceError, about
+from ....layouts.mesh import Mesh, fragments_on, local_shape
+from ....record import Chunk, Extent, Manifest, StateRecord
+from ....vocabulary import KeyPath
+from ...io.location import Location
+from ...reading.dtypes import itemsize
+from ...reading.reader import LocatedReader
+from .. import signs
+from ..torch_save.member_payloads import MemberPayloads
+from ..torch_save.tensor_item import is_row_major
+from ..torch_save.torch_file import TorchFile, is_tensor, read_torch_file
+from .dtensor_pickle import RankPart, is_dtensor, rank_part
+from .parameter_names import AS_PARAMETER, NamesFile, has_numbers, is_optimizer, optimizer_with_names
+from .state_tree import HeldItems, check_shared, key_of_path, leaves, mapping, whole_record
+
+_VERL = re.compile(r"(model|optim)_world_size_([1-9][0-9]{0,5})_rank_(0|[1-9][0-9]{0,5})\.pt")
+_ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)(_[0-9]{1,4})?_rank(0|[1-9][0-9]{0,5})\.bin")
+_ROOTS = {"model": "model", "optim": "optimizer", "pytorch_model_fsdp": "model", "optimizer": "optimizer"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """A tensor that is no DTensor."""
+
+    dtype: str
+    chunk: Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class _RankFile:
+    """A file of one rank of a world, if its name says how large that is."""
+
+    name: str
+    root: str
+    rank: int
+    world: int | None
+
+
+def reader(path: Location) -> LocatedReader:
+    """The checkpoint in a folder of such files.  Reads no elements.
+
+    Raises:
+        SourceError: the file of a rank is missing or damaged, ranks contradict each other, or a file holds more than
+            tensors and plain data; nothing in it is run.
+    """
+    try:
+        listed = sorted(str(entry.name) for entry in path.iterdir())
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error}") from error
+    files = [file for name in listed if (file := _rank_file(name))]
+    by_root: defaultdict[str, list[_RankFile]] = defaultdict(list)
+    for file in sorted(files, key=lambda file: file.rank):
+        by_root[file.root].append(file)
+    with about(path):
+        world = _world(by_root)
+        names = NamesFile.beside(path)
+        names.check_used([root for root in by_root if root.startswith("optimizer")])
+        contents = {root: [read_torch_file(path, file.name) for file in own] for root, own in sorted(by_root.items())}
+        joined = _Joined([], HeldItems(), {}, [])
+        order: dict[str, Index] = {}
+        numbered = []
+        for root, ranks in contents.items():
+            # Models come before optimizers, whose names may come from them.
+            values, unnamed = [], False
+            for opened in ranks:
+                content, lacks_names = _named(opened, root, names, order)
+                unnamed |= lacks_names
+                values.append(dict(_values(opened, root, content)))
+            numbered += [root] * unnamed
+            joined.add(values, [opened.name for opened in ranks])
+            joined.add_checksums(ranks)
+            if root == "model":
+                order = _parameters(values[0])
+    known = {file.name for file in files}
+    others = [name for name in listed if name not in known and name != signs.NAMES_FILE]
+    provenance: dict[str, object] = {"ranks": world}
+    if others:
+        provenance[signs.NOT_READ] = others
+    if numbered:
+        provenance[signs.NUMBERED] = numbered
+    manifest = Manifest(tuple(joined.tensors), tuple(joined.items.blobs), provenance)
+    return LocatedReader(manifest, MemberPayloads(path, joined.items.in_memory, joined.checksums), tuple(joined.faults))
+
+
+def _rank_file(name: str) -> _RankFile | None:
+    if match := _VERL.fullmatch(name):
+        return _RankFile(name, _ROOTS[match[1]], int(match[3]), int(match[2]))
+    if match := _ACCELERATE.fullmatch(name):
+        number = "" if match[2] in (None, "_0") else match[2]
+        return _RankFile(name, f"{_ROOTS[match[1]]}{number}", int(match[3]), None)
+    return None
+
+
+def _world(by_root: Mapping[str, Sequence[_RankFile]]) -> int:
+    """The number of ranks, each of which must have all files."""
+    worlds = {file.world for files in by_root.values() for file in files}
+    if len(worlds) > 1:
+        raise SourceError(
+            f"expected the files of one run, found some of {' and some of '.join(map(str, sorted(map(str, worlds))))} "
+            "ranks: move those of other runs away"
+        )
+    ranks = {root: [file.rank for file in files] for root, files in by_root.items()}
+    world = worlds.pop() or 1 + max(map(max, ranks.values()))
+    for root, found in ranks.items():
+        if found != list(range(world)):
+            lost = sorted({*range(world)} - {*found})
+            what = f"none of rank {', '.join(map(str, lost[:8]))}" if lost else f"those of ranks {found[:16]}"
+            raise DamageError(f"expected a file of {root} of each of {world} ranks, found {what}")
+    return world
+
+
+# One rank.
+
+
+def _values(file: TorchFile, root: str, content: object) -> Iterator[tuple[KeyPath, object]]:
+    chunks = []
+    for path, value in leaves(file, content, (root,)):
+        with about(f"{file.name}: {key_of_path(path)}"):
+            if is_dtensor(value):
+                part = rank_part(file, value)
+                chunks.append(part.local)
+                yield path, part
+            elif is_tensor(value):
+                dtype, chunk = file.chunk(value)
+                chunks.append(chunk)
+                yield path, _Plain(dtype, chunk)
+            else:
+                yield path, value
+    check_shared(file, iter(chunks))
+
+
+def _named(file: TorchFile, root: str, names: NamesFile, order: Mapping[str, Index]) -> tuple[object, bool]:
+    """The content of a file with names for the numbers of an optimizer, and whether it still has numbers."""
+    with about(file.name):
+        content = mapping(file.content)
+        if not root.startswith("optimizer") or not is_optimizer(content):
+            return content, False
+        listed = names.of_optimizers.get(root)
+        if listed is None and root == "optimizer" and _is_of_whole_model(content, order, file):
+            listed = list(order)
+        content, by_number = optimizer_with_names(content, listed)
+        return content, not by_number and has_numbers(content)
+
+
+def _is_of_whole_model(content: Mapping[object, object], order: Mapping[str, Index], file: TorchFile) -> bool:
+    """Whether the optimizer has one group of as many parameters as the model, and their shapes in the same order.
+
+    That is how verl makes one, ``build_optimizer(module.parameters())``, and nothing else writes files of its names
+    with one group.
+    """
+    groups = content["param_groups"]
+    if type(groups) is not list or len(groups) != 1 or mapping(groups[0]).get("params") != list(range(len(order))):
+        return False
+    shapes = list(order.values())
+    for number, slots in mapping(content["state"]).items():
+        for slot, value in mapping(slots).items():
+            known = type(number) is int and number < len(shapes)
+            if slot in AS_PARAMETER and not (
+                known and is_dtensor(value) and rank_part(file, value).shape == shapes[int(str(number))]
+            ):
+                return False
+    return True
+
+
+def _parameters(values: Mapping[KeyPath, object]) -> dict[str, Index]:
+    """The names of a model's parameters with their shapes, in its order; of tied ones the first name."""
+    order: dict[str, Index] = {}
+    storages = set()
+    for path, value in values.items():
+        if isinstance(value, RankPart) and (value.local.payload not in storages or not value.local.box.numel):
+            storages.add(value.local.payload)
+            order[str(path[-1])] = value.shape
+    return order
+
+
+# All ranks.
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """The tensors and items of all ranks, the checksums of storages that are used in part, and what is wrong."""
+
+    tensors: list[StateRecord]
+    items: HeldItems
+    checksums: dict[Extent, int]
+    faults: list[SourceError]
+
+    def add(self, ranks: Sequence[Mapping[KeyPath, object]], files: Sequence[str]) -> None:
+        """Add what the ranks have of one state dict."""
+        for rank, values in enumerate(ranks):
+            if differing := values.keys() ^ ranks[0].keys():
+                key = key_of_path(min(differing, key=str))
+                raise SourceError(f"expected the same keys on all ranks, found {key!r} in only one of {files[0]} and "
+                                  f"{files[rank]}")  # fmt: skip
+        for path in ranks[0]:
+            own = [values[path] for values in ranks]
+            with about(f"tensor {key_of_path(path)!r}"):
+                parts = [value for value in own if isinstance(value, RankPart)]
+                if len(parts) == len(own):
+                    self._add_sharded(path, parts, files)
+                elif parts or isinstance(own[0], _Plain):
+                    self._add_plain(path, own, files)
+                else:
+                    if len({repr(value) for value in own}) > 1:
+                        raise SourceError(f"expected the same value on all ranks, found {own[0]!r:.80} and others")
+                    self.items.add(path, own[0])
+
+    def add_checksums(self, files: Sequence[TorchFile]) -> None:
+        """Keep the checksums of the storages of which tensors use a part."""
+        known = {extent: crc32 for file in files for extent, crc32 in file.checksums.items()}
+        used = {chunk.item for tensor in self.tensors for chunk in tensor.chunks if chunk.crc32 is None}
+        self.checksums.update((extent, known[extent]) for extent in used & known.keys())
+
+    def _add_plain(self, path: KeyPath, own: Sequence[object], files: Sequence[str]) -> None:
+        """A tensor that all ranks have whole, such as a counter of steps."""
+        kinds = {_content(value) for value in own}
+        first = own[0]
+        if len(kinds) > 1 or not isinstance(first, _Plain) or (first.chunk.crc32 is None and len(own) > 1):
+            raise SourceError(
+                f"expected DTensors, or the same tensor on all ranks, found others in {files[0]} to "
+                f"{files[-1]}, such as flat parameters of FSDP1, which do not say what is in them: load them in their "
+                "program and save a full state dict; to take the weights alone, move the optimizer's files away"
+            )
+        self.tensors.append(whole_record(path, first.dtype, first.chunk))
+
+    def _add_sharded(self, path: KeyPath, parts: Sequence[RankPart], files: Sequence[str]) -> None:
+        first = parts[0]
+        holders: dict[Index, int] = {}
+        chunks: dict[object, tuple[Chunk, int]] = {}
+        for rank, part in enumerate(parts):
+            if _cut(part) != _cut(first):
+                raise SourceError(
+                    f"expected one shape, mesh and cut on all ranks, found {_cut(first)} in {files[0]} and "
+                    f"{_cut(part)} in {files[rank]}"
+                )
+            if (other := holders.setdefault(part.coordinate, rank)) != rank:
+                raise SourceError(
+                    f"the shards overlap: {files[other]} and {files[rank]} are both of coordinate {part.coordinate}"
+                )
+            for chunk in _placed(part):
+                known, holder = chunks.setdefault(chunk.box, (chunk, rank))
+                if None not in (known.crc32, chunk.crc32) and known.crc32 != chunk.crc32:
+                    self.faults.append(
+                        DamageError(
+                            f"tensor {key_of_path(path)!r}: the replicas of {chunk.box} in {files[holder]} and "
+                            f"{files[rank]} differ"
+                        )
+                    )
+        if len(holders) != Mesh.of(*first.sizes).ranks[-1] + 1:
+            raise SourceError(f"expected a part of every rank of a mesh of sizes {first.sizes}, found {len(holders)}")
+        own = tuple(chunk for chunk, _ in chunks.values())
+        self.tensors.append(StateRecord(key_of_path(path), path, first.shape, first.dtype, own))
+
+
+def _cut(part: RankPart) -> tuple[object, ...]:
+    """What is the same of a tensor on all ranks."""
+    return part.dtype, part.shape, part.sizes, tuple(map(str, part.placements))
+
+
+def _content(value: object) -> object:
+    """What is equal for equal plain tensors; a replica's bytes are known by their CRC-32."""
+    return (value.dtype, value.chunk.box, value.chunk.crc32) if isinstance(value, _Plain) else type(value)
+
+
+def _placed(part: RankPart) -> Iterator[Chunk]:
+    """The chunks of a rank's elements, in the tensor."""
+    mesh = Mesh.of(*part.sizes)
+    index = sum(i * step for i, step in zip(part.coordinate, row_major(part.sizes), strict=True))
+    expected = local_shape(part.shape, mesh, part.placements, index)
+    local, size = part.local, itemsize(part.dtype)
+    if local.box.shape != expected or local.payload is None:
+        raise SourceError(f"expected a local tensor of shape {expected} by its placements, found {local.box.shape}")
+    fragments = fragments_on(part.shape, mesh, part.placements, index)
+    for fragment in fragments:
+        if len(fragments) == 1:
+            yield replace(local, box=fragment.box)
+            continue
+        if local.strides is not None or not is_row_major(fragment.box.shape, fragment.place.strides):
+            raise SourceError("expected each run of a strided shard in one piece, found it between others")
+        start = local.payload.offset + fragment.place.offset * size
+        payload = Extent(local.payload.file, start, fragment.box.numel * size)
+        yield Chunk(fragment.box, local.item, payload)

@@ -1,0 +1,96 @@
+"""DTensors that each rank saved with torch.save, as verl and accelerate do: assembled, resharded, trained on with."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from support.commands import called
+from support.continued import load_ours
+from support.saved_ranks import Block, muon, runs, train
+from support.workers import run
+
+import muonckpt
+from muonckpt.errors import DamageError, SourceError
+from muonckpt.store.formats.registry import RANK_STATE, format_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+WORLD = 4
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folders, and what was in memory.  Do not change."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return folder, run(WORLD, runs, folder)[0]
+
+
+@pytest.mark.parametrize("program", ["verl", "accelerate"])
+def test_a_run_of_hybrid_shards_is_read_and_goes_on_on_other_ranks(program, saved, tmp_path):
+    folder, truth = saved
+    assert format_of(folder / program) is RANK_STATE
+    assert muonckpt.verify(folder / program).verdict == "whole"
+    assert called("inspect", folder / program).returncode == 0
+    report = muonckpt.reshard(folder / program, tmp_path / "out", mesh={"dp": 3})
+    assert any("extra_state_world_size_4_rank_0.pt" in note for note in report.notes) == (program == "verl")
+    with muonckpt.open(tmp_path / "out") as out:
+        for name, value in truth["weights"].items():
+            np.testing.assert_array_equal(out.tensors[f"model.{name}"].numpy(), value.numpy())
+        for name, value in truth["momenta"].items():
+            np.testing.assert_array_equal(out.tensors[f"optimizer.state.{name}.momentum_buffer"].numpy(), value.numpy())
+        assert [*out.groups["optimizer.param_groups.0"]["params"]] == [*truth["momenta"]]
+    model = Block()
+    optimizer = muon(model)
+    load_ours(model, optimizer, tmp_path / "out")
+    train(model, optimizer, range(3, 5))
+    assert all(torch.equal(param.detach(), truth["later"][name]) for name, param in model.named_parameters())
+
+
+def test_strided_shards_of_tensor_parallelism_are_put_together(saved):
+    folder, truth = saved
+    with muonckpt.open(folder / "parallel") as opened:
+        np.testing.assert_array_equal(opened.tensors["model.weight"].numpy(), truth["parallel"]["weight"].numpy())
+
+
+def test_lost_mixed_and_foreign_ranks_are_refused(saved, tmp_path):
+    folder, _ = saved
+    place = tmp_path / "run"
+    file = "{}_world_size_4_rank_{}.pt".format
+
+    def anew():
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(folder / "verl", place)
+
+    anew()
+    (place / file("optim", 2)).unlink()
+    with pytest.raises(DamageError, match="optimizer of each of 4 ranks, found none of rank 2"):
+        muonckpt.open(place)
+    shutil.copy(place / file("optim", 3), place / file("optim", 2))
+    with pytest.raises(SourceError, match=r"shards overlap: .*_2.pt and .*_3.pt are both of coordinate \(1, 1\)"):
+        muonckpt.open(place)
+    anew()
+    shutil.copy(place / file("model", 0), place / "model_world_size_2_rank_0.pt")
+    with pytest.raises(SourceError, match="one run, found some of 2 and some of 4 ranks"):
+        muonckpt.open(place)
+    anew()
+    data = bytearray((place / file("model", 3)).read_bytes())
+    with muonckpt.open(place) as opened:
+        first = opened.tensors["model.up"].record.chunks[0]
+    data[first.payload.offset] ^= 1
+    (place / file("model", 0)).write_bytes(bytes(data))  # rank 3's file under the name of rank 0's
+    with pytest.raises(SourceError, match="overlap"):
+        muonckpt.open(place)
+    anew()
+    data = bytearray((place / file("model", 0)).read_bytes())
+    data[first.payload.offset] ^= 1
+    (place / file("model", 0)).write_bytes(bytes(data))
+    assert muonckpt.verify(place).verdict == "faulty"
+    with pytest.raises(SourceError, match="DTensor, of which this file has the part of one rank"):
+        muonckpt.open(place / file("model", 1))
+    anew()
+    for rank in range(4):
+        torch.save({"flat": torch.full((3,), float(rank))}, place / file("model", rank))
+    with pytest.raises(SourceError, match="flat parameters of FSDP1"):
+        muonckpt.open(place)
