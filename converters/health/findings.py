@@ -89,14 +89,14 @@ def findings_of(tensors: Sequence[TensorFigures], updates: Sequence[WeightUpdate
             middle = median(v for _, v in known)
             far = [t.key for t, v in known if not middle / APART <= v <= middle * APART]
             if far:
-                words = "RMS" if what == "rms" else "stable rank"
+                words = "an RMS" if what == "rms" else "a stable rank"
                 is_far = f"{words} more than {APART:g} times off the median {middle:.3g} of {pattern}"
                 means = (
                     "a layer that trains otherwise than its siblings: its initialisation, rate or data, or damage"
                     if what == "rms"
                     else "a matrix with other structure than its siblings: a collapsed, fused or transposed one"
                 )
-                yield _finding(f"outlier_{what}", far, f"has an {is_far}", f"have an {is_far}", means)
+                yield _finding(f"outlier_{what}", far, f"has {is_far}", f"have {is_far}", means)
     flat = [
         t.key
         for t in tensors

@@ -9,9 +9,9 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-import torch
 from support.commands import called
 from support.golden import golden
+from support.hostile_names import HOSTILE, two_steps
 
 import muonckpt
 
@@ -23,14 +23,6 @@ FORMATS = {
     "torch_dist": "megatron/layer_wise/ws4_padded/torch_dist",
     "safetensors": "torch_fsdp4/truth.safetensors",
 }
-HOSTILE = [
-    "</script><script>document.title = 'run'</script>",
-    "<!--<script>",
-    "]]>&lt;img src=x onerror=alert(1)>",
-    "'\"`${alert(1)}\\",
-    "line\u2028break\u202ereversed",
-    "<b>bold</b>.weight",
-]
 
 
 class Parts(HTMLParser):
@@ -97,19 +89,7 @@ def test_the_page_has_what_inspect_says(name):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Two steps of a run; names that try to be HTML, numbers that JSON lacks, and state that has vanished."""
-    folder = tmp_path_factory.mktemp("run")
-    generator = torch.Generator().manual_seed(0)
-    names = [*HOSTILE, *(f"layers.{layer}.up.weight" for layer in range(4))]
-    model = {name: torch.randn(12, 9, generator=generator) for name in names}
-    momentum = {name: {"momentum_buffer": torch.randn(12, 9, generator=generator)} for name in names}
-    group = {"params": names, "algorithm": "muon", "lr": 0.02, "convention": "ema", "eps": float("inf")}
-    for step in (10, 20):
-        state = {"state": momentum, "param_groups": [group]}
-        muonckpt.save({"model": model, "optimizer": state}, folder / str(step), provenance={"step": step})
-        model = {name: weight + 0.01 for name, weight in model.items()}
-        momentum[names[-1]]["momentum_buffer"][3, 4] = torch.nan
-    return folder
+    return two_steps(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")

@@ -107,6 +107,15 @@ function axis(context, scale, left, width) {
   }
 }
 
+// What a finding names is a larger, red square: not told by its colour alone.
+function dot(context, x, y, radius, odd, colourOf) {
+  context.fillStyle = colour(odd ? "bad" : colourOf);
+  if (odd) { context.fillRect(x - radius - 1, y - radius - 1, 2 * radius + 2, 2 * radius + 2); return; }
+  context.beginPath();
+  context.arc(x, y, radius, 0, 7);
+  context.fill();
+}
+
 // One dot a tensor, from the first layer to the last, on a logarithmic scale; `odd` ones stand out.
 function dotChart({ title, note, values, names, odd, colourOf }) {
   const known = values.map((value) => (value === null || typeof value !== "number" ? 0 : value));
@@ -124,10 +133,7 @@ function dotChart({ title, note, values, names, odd, colourOf }) {
     context.globalAlpha = 1;
     const radius = known.length > 200 ? 1.5 : 3;
     known.forEach((value, i) => {
-      context.fillStyle = odd(i) ? colour("bad") : colour(colourOf);
-      context.beginPath();
-      context.arc(x(i), scale.place(value), odd(i) ? radius + 1.5 : radius, 0, 7);
-      context.fill();
+      dot(context, x(i), scale.place(value), radius, odd(i), colourOf);
     });
     context.fillStyle = colour("muted");
     context.textAlign = "center";
@@ -188,11 +194,8 @@ function sparkline(values, odd, colourOf) {
   const scale = logScale(values, height - 4, 4);
   const flat = scale.high - scale.low < 0.7 ? { place: (v) => (v > 0 ? height / 2 - ((Math.log10(v) - (scale.low + scale.high) / 2) / 0.7) * (height - 8) : height - 4) } : scale;
   values.forEach((value, i) => {
-    context.fillStyle = odd(i) ? colour("bad") : colour(colourOf);
     const x = 3 + (values.length > 1 ? (i * (width - 6)) / (values.length - 1) : (width - 6) / 2);
-    context.beginPath();
-    context.arc(x, flat.place(value), odd(i) ? 2.6 : values.length > 60 ? 1 : 1.7, 0, 7);
-    context.fill();
+    dot(context, x, flat.place(value), values.length > 60 ? 1 : 1.7, odd(i), colourOf);
   });
   return canvas;
 }

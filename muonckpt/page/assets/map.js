@@ -86,6 +86,9 @@ class ShardMap {
     this.modules.replaceChildren(el("option", { value: "" }, inside.length ? "zoom into\u2026" : "no modules inside"),
       ...inside.map((child) => el("option", { value: child.path }, below(node, child.path))));
     this.modules.disabled = !inside.length;
+    const context = this.canvas.getContext("2d");
+    context.font = "11px " + getComputedStyle(document.body).fontFamily;
+    this.longest = 60 + this.rows.slice(0, 400).reduce((most, row) => Math.max(most, context.measureText(row.name).width), 60);
     this.cursor = null;
     this.node.scrollTop = 0;
     this.showCrumbs();
@@ -127,7 +130,8 @@ class ShardMap {
 
   measures() {
     const width = this.node.clientWidth || 800;
-    this.label = Math.round(Math.max(Math.min(330, width * 0.32), Math.min(520, width - 8 - 64 * HOLDERS.places.length)));
+    const most = Math.max(Math.min(330, width * 0.32), width - 8 - 64 * HOLDERS.places.length);
+    this.label = Math.round(Math.min(most, this.longest));
     this.cell = Math.max(9, Math.min(64, (width - this.label - 8) / Math.max(1, HOLDERS.places.length)));
     this.fullWidth = Math.ceil(this.label + this.cell * HOLDERS.places.length + 8);
     this.fullHeight = HEAD + this.rows.length * LINE + 4;

@@ -58,12 +58,14 @@ function overviewSection() {
 const GRAVE = new Set(["hole", "missing_file", "cut_file", "nonfinite", "muon_off"]);
 
 function finding(found, names, means, look) {
-  const most = 200;
-  const listed = names.slice(0, most).map((name) => el("li", {}, el("button", { type: "button", class: "link mono", onclick: () => look(name) }, name)));
+  const [few, most] = [3, 200];
+  const link = (name) => el("button", { type: "button", class: "link mono", onclick: () => look(name) }, name);
+  const listed = names.slice(0, most).map((name) => el("li", {}, link(name)));
   if (names.length > most) listed.push(el("li", {}, "and " + count(names.length - most) + " more"));
   return el("li", { class: GRAVE.has(found.kind) ? "grave" : null }, el("span", { class: "kind" }, found.kind), found.message,
-    means ? el("p", {}, "usually " + means) : null,
-    names.length ? el("details", {}, el("summary", {}, count(names.length, "name")), el("ul", {}, listed)) : null);
+    el("div", { class: "more" }, means ? el("p", {}, "usually " + means) : null,
+      names.length && names.length <= few ? el("p", {}, "open ", names.map((name) => [link(name), " "])) : null),
+    names.length > few ? el("details", {}, el("summary", {}, count(names.length, "name")), el("ul", {}, listed)) : null);
 }
 
 function findingsSection(look) {
@@ -187,7 +189,7 @@ function normsSection() {
   const first = folded.findIndex((row) => row.members.some((n) => ODD.has(tensors[n].key)));
   choose(first < 0 ? 0 : first);
   return section("norms", "Norms and spectra", el("div", { class: "panel" }, heading, charts),
-    el("div", { class: "bar below" }, field, said, el("span", { class: "muted" }, "A row is a parameter or a slot in all layers; press one to see its charts. Red: named by a finding.")), table.node);
+    el("div", { class: "bar below" }, field, said, el("span", { class: "muted" }, "A row is a parameter or a slot in all layers; press one to see its charts. Red squares: named by a finding.")), table.node);
 }
 
 function differenceSection() {
@@ -209,9 +211,9 @@ function differenceSection() {
       { label: "relative", width: 88, number: true, value: (i) => relative(tensors[i]), text: (i) => short(relative(tensors[i])) },
       { label: "max abs", width: 88, ...value("max_abs") },
       { label: "cosine", width: 88, number: true, value: (i) => tensors[i].cosine, text: (i) => (typeof tensors[i].cosine === "number" ? tensors[i].cosine.toFixed(4) : "-") },
-      { label: "norm before", width: 100, ...value("norm_a") },
-      { label: "norm now", width: 92, ...value("norm_b") },
-      { label: "RMS change", width: 100, ...value("rms_change") },
+      { label: "norm before", width: 114, ...value("norm_a") },
+      { label: "norm now", width: 100, ...value("norm_b") },
+      { label: "RMS change", width: 114, ...value("rms_change") },
       ...(hasUpdates ? [update("per_step", "per step", 88), update("factor", "factor", 80)] : []),
     ],
   });

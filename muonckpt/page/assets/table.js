@@ -143,7 +143,9 @@ function searchField({ label, total, noun, text, table, also }) {
   const said = el("span", { class: "muted", role: "status" });
   const field = el("input", { type: "search", "aria-label": label, placeholder: label, spellcheck: "false", autocomplete: "off" });
   const texts = [];
+  let searched = "";
   const search = () => {
+    searched = field.value;
     const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
     const found = [];
     for (let i = 0; i < total; i++) {
@@ -156,6 +158,7 @@ function searchField({ label, total, noun, text, table, also }) {
   };
   let timer = 0;
   field.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(search, 60); });
+  field.addEventListener("change", () => { if (field.value !== searched) search(); }); // rows being pressed must stay
   search();
   return { field, said, search, set(value) { field.value = value; search(); } };
 }
