@@ -9,6 +9,7 @@ import click
 import click.shell_completion
 
 from ..converters.target.topology import AxisCut
+from ..converters.translate.key_forms import ROOTS
 from ..errors import did_you_mean
 from ..layouts.buffers.placements import FORMER
 from ..store.io.location import Location, location
@@ -141,6 +142,18 @@ class WordType(click.Choice):  # type: ignore[type-arg]
             close = did_you_mean(str(value), words)
             self.fail(f"{value!r} is not one of {', '.join(map(repr, words))}{close}", param, context)
         return str(value)
+
+
+class RootType(click.ParamType):  # type: ignore[type-arg]
+    """Where a state dict has its model or its optimizer, such as optimizer=app.optimizer."""
+
+    name = "what=path"
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> tuple[str, str]:
+        what, equals, path = str(value).partition("=")
+        if what not in ROOTS or not equals:
+            self.fail(f"expected {' or '.join(f'{root}=PATH' for root in ROOTS)}, found {value!r}", param, context)
+        return what, path
 
 
 class LayoutType(WordType):

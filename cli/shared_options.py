@@ -25,6 +25,7 @@ from .argument_types import (
     ByteCountType,
     LayoutType,
     MeshType,
+    RootType,
     RulesType,
     ShardRuleType,
     WordType,
@@ -90,6 +91,16 @@ _OPTIONS = {
         type=WordType(KEY_FORMS),
         metavar="nested|flat",
         help="Form of the optimizer's keys, for --to.",
+    ),
+    "root": click.option(
+        "--root",
+        "roots",
+        cls=RareOption,
+        type=RootType(),
+        multiple=True,
+        callback=lambda _, __, given: dict(given),
+        metavar="model|optimizer=PATH",
+        help="Their places in what --to writes.",
     ),
     "from": click.option(
         "--from",
@@ -215,7 +226,10 @@ LAYOUT_OPTIONS = decorated_by(
 SHARED_OPTIONS = decorated_by(*_OPTIONS.values())
 
 MERGE_OPTIONS = decorated_by(
-    *(_OPTIONS[name] for name in ("format", "to", "keys", "rules", "select", "dry_run", "resume", "verify", "json")),
-    *(_OPTIONS[name] for name in ("drop", "shard_size", "memory", "jobs", "timeout")),
+    *(_OPTIONS[name] for name in ("format", "to", "from", "rules", "select", "dry_run", "resume", "verify", "json")),
+    *(
+        _OPTIONS[name]
+        for name in ("keys", "root", "convention", "mu", "drop", "shard_size", "memory", "jobs", "timeout")
+    ),
 )
 """Those that `merge` has, too."""

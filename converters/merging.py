@@ -23,7 +23,7 @@ from .merge.input_prints import input_prints
 from .merge.joined import JoinedCheckpoints
 from .merge.merged_outputs import MergeRequest, shares
 from .report import Report
-from .rewrite import check_use, default_format, named_dialect, rule_tables, with_keys
+from .rewrite import as_convention, check_use, default_format, named_dialect, rule_tables, with_keys
 from .target.formats import container_of
 from .target.topology import ROWS, AxisCut, ShardRule, Target
 from .translate.conventions import Overrides
@@ -47,8 +47,12 @@ def merge(
     format: str | None = None,
     shard_size: int | None = None,
     select: Sequence[str] = (),
+    from_dialect: str | None = None,
     to_dialect: str | None = None,
     keys: str | None = None,
+    roots: Mapping[str, str] = MappingProxyType({}),
+    convention: str | None = None,
+    mu: float | None = None,
     rules: str | NameRules | Iterable[str | NameRules] = (),
     drop: Collection[str] = (),
     memory: int = MEMORY,
@@ -79,6 +83,7 @@ def merge(
         mesh: of the destination; None means one rank.
         format: the format to write; None means the one that ``to_dialect`` needs, or that `reshard` would write for the
             first input.
+        from_dialect, convention, mu: of all inputs that do not say it themselves.
         to_dialect: the program to translate all inputs for, if they are of several.
 
     Returns:
@@ -97,9 +102,10 @@ def merge(
     request = MergeRequest(shares(len(sources), proportions, ema), _number_of(others_from, len(sources)), model_only)
     with joined(os.environ, timeout) as workers, ExitStack() as stack:
         translation = Request(
-            target=with_keys(named_dialect("--to", to_dialect), keys),
-            rules=rule_tables(rules),
-            overrides=Overrides(),
+            named_dialect("--from", from_dialect),
+            with_keys(named_dialect("--to", to_dialect), keys, roots),
+            rule_tables(rules),
+            Overrides(as_convention(convention), mu=mu),
             drop=frozenset(drop),
         )
         shard_rules = tuple(ShardRule(glob, tuple(cuts)) for glob, cuts in shard.items())

@@ -31,7 +31,7 @@ from .translate.detection import momentum_note, with_slots
 from .translate.dialect import Dialect
 from .translate.dialects import DIALECTS
 from .translate.group_template import GroupTemplate
-from .translate.key_forms import in_form
+from .translate.key_forms import placed
 from .translate.names import NameRules
 from .translate.request import Request
 from .translate.tables import load_rules
@@ -53,6 +53,7 @@ def reshard(
     from_dialect: str | None = None,
     to_dialect: str | None = None,
     keys: str | None = None,
+    roots: Mapping[str, str] = MappingProxyType({}),
     rules: str | NameRules | Iterable[str | NameRules] = (),
     convention: str | None = None,
     target_convention: str | None = None,
@@ -91,6 +92,8 @@ def reshard(
         from_dialect: the program whose keys the source has; None means that the keys tell.
         to_dialect: the program to write for: its keys, slots, groups and momentum convention.
         keys: the form of the optimizer's keys, ``"nested"`` or ``"flat"``; None means that of ``to_dialect``.
+        roots: where the target has its model and its optimizer in the state dict, if not where ``to_dialect`` has
+            them: ``{"optimizer": "app.optimizer", "model": "app.model"}``; an empty path is the top.
         rules: tables of names and structure, applied in order: names of ready-made ones, TOML files, or `NameRules`;
             ``inverse:`` before a name means the opposite direction.
         convention: of the source's momentum, if it is not recorded: ``"ema"`` or ``"sum"``.
@@ -128,11 +131,11 @@ def reshard(
     with joined(os.environ, timeout) as workers:
         request = Request(
             named_dialect("--from", from_dialect),
-            with_keys(named_dialect("--to", to_dialect), keys),
+            with_keys(named_dialect("--to", to_dialect), keys, roots),
             rule_tables(rules),
             Overrides(
-                _convention(convention),
-                _convention(target_convention),
+                as_convention(convention),
+                as_convention(target_convention),
                 mu,
                 step,
                 fill_missing,
@@ -192,20 +195,25 @@ def named_dialect(option: str, name: str | None) -> Dialect | None:
     return DIALECTS[name]
 
 
-def with_keys(dialect: Dialect | None, form: str | None) -> Dialect | None:
-    """The target in this form of keys.
+def with_keys(dialect: Dialect | None, form: str | None, roots: Mapping[str, str]) -> Dialect | None:
+    """The target in this form of keys, and under these roots.
 
     Raises:
         TargetError: there is no target, or it has no such form.
     """
-    if form is None:
+    if form is None and not roots:
         return dialect
     if dialect is None:
-        raise TargetError("--keys has no meaning without --to; leave it out, and keys stay as they are")
-    return in_form(dialect, form)
+        raise TargetError("--keys and --root have no meaning without --to; leave them out, and keys stay as they are")
+    return placed(dialect, form, roots)
 
 
-def _convention(name: str | None) -> Convention | None:
+def as_convention(name: str | None) -> Convention | None:
+    """The momentum convention of this name.
+
+    Raises:
+        TargetError: there is none.
+    """
     if name is None:
         return None
     if name not in set(Convention):

@@ -139,7 +139,7 @@ class MergeRequest:
                     raise SourceError(
                         f"tensor {first.key!r}: expected the same {what} in all inputs, found {expected} in {names[0]} "
                         f"and {found} in {name}; convert one of them first"
-                        + (", or merge them with --to PROGRAM" if what.startswith("momentum") else "")
+                        + (", or merge them with --to PROGRAM, or --convention" if what.startswith("momentum") else "")
                     )
         chunks = {buffer: chunk for term in terms for buffer, chunk in term.chunks.items()}
         in_memory = {buffer: data for term in terms for buffer, data in term.in_memory.items()}

@@ -96,11 +96,8 @@ class Keys:
         return any(place.flat for place in self.optimizers)
 
 
-_FORMS = (
-    OptimizerPlace(("optimizer",)).state(),
-    OptimizerPlace(("optimizer",)).state(numbered=True),
-    OptimizerPlace(("optimizer",), flat=True).state(),
-)
+_FLAT = OptimizerPlace(("optimizer",), flat=True).state()
+_FORMS = (OptimizerPlace(("optimizer",)).state(), OptimizerPlace(("optimizer",)).state(numbered=True), _FLAT)
 
 
 def under(dialect: Dialect, keys: Keys) -> Dialect:
@@ -125,16 +122,39 @@ FORMS = ("nested", "flat")
 """The forms of keys that a target can be given."""
 
 
-def in_form(dialect: Dialect, form: str) -> Dialect:
-    """The dialect with its optimizer under ``optimizer`` in keys of this form.
+ROOTS = ("model", "optimizer")
+"""What a target can be given another root for."""
+
+
+def placed(dialect: Dialect, form: str | None, roots: Mapping[str, str]) -> Dialect:
+    """The dialect with its optimizer in keys of this form, and model and optimizer under these roots.
+
+    Args:
+        form: one of `FORMS`; None means the dialect's own.
+        roots: dotted paths in the nested state dict, by a name in `ROOTS`; an empty one is the top.  Without one the
+            optimizer is under ``optimizer``, and the model where the dialect has it.
 
     Raises:
-        TargetError: its keys are not of torch's forms.
+        TargetError: its keys are not of torch's forms, or have no such form.
     """
-    if dialect.state not in _FORMS or form not in FORMS:
-        raise TargetError(f"--keys: expected {' or '.join(FORMS)}, for a program with torch's keys; found {form!r} for "
-                          f"{dialect.name}")  # fmt: skip
-    return under(dialect, Keys((OptimizerPlace(("optimizer",), flat=form == "flat"),)))
+    if dialect.state not in _FORMS or form not in (None, *FORMS):
+        raise TargetError(f"--keys and --root: expected {' or '.join(FORMS)}, and a program with torch's keys; found "
+                          f"{form!r} for {dialect.name}")  # fmt: skip
+    if unknown := sorted(roots.keys() - {*ROOTS}):
+        raise TargetError(f"--root: expected one of {', '.join(ROOTS)}, found {unknown[0]!r}")
+    flat = dialect.state == _FLAT if form is None else form == "flat"
+    if flat and dialect.numbered:
+        raise TargetError(f"--keys: {dialect.name} knows parameters by number, and flat keys have names")
+    model = ModelPlace(_path(roots["model"])) if "model" in roots else None
+    optimizer = OptimizerPlace(_path(roots.get("optimizer", "optimizer")), flat=flat)
+    return under(dialect, Keys((optimizer,), model, dialect.numbered))
+
+
+def _path(root: str) -> KeyPath:
+    path = tuple(root.split(".")) if root else ()
+    if not all(path) or {"{", "}"} & {*root}:
+        raise TargetError(f"--root: expected names with dots between them, such as app.optimizer, found {root!r}")
+    return path
 
 
 def is_of_optimizer(path: KeyPath) -> bool:

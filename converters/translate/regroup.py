@@ -14,7 +14,7 @@ from ...box import Index
 from ...errors import SourceError
 from ...record import StateRecord
 from ...store.formats.torch_save.plain_item import plain_item
-from ...vocabulary import PARAMS, KeyPath
+from ...vocabulary import PARAMS, SCHEDULED, KeyPath
 from ..engine.checklist import Action, Findings
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from .context import Context
@@ -83,7 +83,22 @@ def regroup(
     if context.target.common is not None:
         return Regrouped(Outputs((), [_item(context.target.common, [_common(written, by_group)])]))
     numbers = numbers_of(context, groups, names, written, findings)
+    _report_schedules(context.target, written, findings)
     return Regrouped(Outputs((), [*_items(context.target, written, numbers), *derived]), numbers)
+
+
+def _report_schedules(target: Dialect, groups: Iterable[TargetGroup], findings: Findings) -> None:
+    """Report what schedulers have put into groups if torch would drop it, as it does of flattened state dicts."""
+    if target.option is None or "param_groups.{name}.{option}" not in str(target.option):
+        return
+    said = {(option, repr(group.options[option])) for group in groups for option in SCHEDULED & group.options.keys()}
+    for option in sorted({option for option, _ in said}):
+        values = sorted(value for name, value in said if name == option)
+        reason = (
+            "of a flattened state dict torch loads it only into groups that have it: make the scheduler, or set any "
+            "value, before loading"
+        )
+        findings.check(Action.SET, f"{option} of groups", *values, reason=reason)
 
 
 def names_of_groups(context: Context, groups: tuple[SourceGroup, ...], by_slot: SlotTensors) -> list[tuple[str, ...]]:

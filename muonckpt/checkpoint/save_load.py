@@ -19,6 +19,7 @@ from .dcp_reader import WhenChecked
 from .dcp_writer import SaveProgress
 from .joint_load import JointLoad, LoadArguments
 from .joint_save import AgreedPlans, JointSave
+from .taken_options import dropped_by_torch
 
 
 def save(
@@ -113,4 +114,12 @@ def load(
     if joint.planner.matching.own_options:
         own = "; ".join(joint.planner.matching.own_options)
         warnings.warn(f"{path} does not say options, which stay as the running optimizer's: {own}", stacklevel=2)
+    if dropped := dropped_by_torch(joint.planner.matching.added):
+        warnings.warn(
+            f"{path} has {', '.join(dropped)}, which torch's set_state_dict drops from a flattened state dict, because "
+            "the running optimizer's groups have no such option; a scheduler would then begin at the loaded lr: give "
+            "the groups that option, of any value, before get_state_dict (a scheduler that is made then does), or load "
+            "a nested state dict",
+            stacklevel=2,
+        )
     return report

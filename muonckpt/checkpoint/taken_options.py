@@ -158,6 +158,15 @@ def _beside(path: KeyPath, option: str) -> KeyPath:
     return (*above, f"{flattened}{dot}{option}")
 
 
+def dropped_by_torch(added: Mapping[KeyPath, object]) -> tuple[str, ...]:
+    """The options among those ``added`` that torch's ``set_state_dict`` drops, as text.
+
+    Of a flattened state dict it takes only the options that the running optimizer's groups have.
+    """
+    parts = [(str(path[-1]).rpartition("."), value) for path, value in added.items()]
+    return tuple(dict.fromkeys(f"{option}={value!r}" for (_, dot, option), value in parts if dot))
+
+
 def _shown(template: LoadTemplate, keys: Mapping[str, str]) -> str:
     """The options of a parameter, as text that is the same for all parameters of its group."""
     return str(sorted((option, as_tuples(template.values[key])) for option, key in keys.items()))

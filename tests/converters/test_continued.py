@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import warnings
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from support.continued import (
     weights_of,
 )
 from torch.distributed.checkpoint import load as dcp_load
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim.lr_scheduler import LambdaLR
 
 import muonckpt
@@ -119,6 +120,37 @@ def test_a_run_of_torch_with_a_schedule_goes_on_in_ours_and_back_in_torch(tmp_pa
     with exact_torch_muon(monkeypatch):
         train(third, optimizers, range(6, 8), schedulers)
     assert furthest(twin, third, start) < 1e-5
+
+
+def test_what_torch_drops_of_a_flattened_state_dict_is_said_with_the_cure(tmp_path):
+    """It sets only the options that the running groups have, so a scheduler would begin at the decayed rate."""
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    model = Model()
+    optimizer = ours(model)
+    for group, lr in zip(optimizer.param_groups, (0.01, 0.02, 0.02), strict=True):
+        group["lr"] = lr
+    train(model, [optimizer], range(3), [LambdaLR(optimizer, falling)])
+    weights, state = get_state_dict(model, optimizer, options=flat)
+    muonckpt.save({"model": weights, "optimizer": state}, tmp_path / "ours")
+    report = muonckpt.convert(tmp_path / "ours", tmp_path / "flat", to_dialect="torch", keys="flat")
+    said = {check.subject: check.values for check in report.checklist if check.action == "set in code"}
+    assert said["initial_lr of groups"] == ("0.01", "0.02")
+
+    def loaded(**given) -> Muon:
+        twin = Model()
+        optimizer = ours(twin)
+        for group in optimizer.param_groups:
+            group.update(given)
+        weights, state = get_state_dict(twin, optimizer, options=flat)
+        muonckpt.load({"model": weights, "optimizer": state}, tmp_path / "ours")
+        set_state_dict(twin, optimizer, model_state_dict=weights, optim_state_dict=state, options=flat)
+        return optimizer
+
+    with pytest.warns(UserWarning, match=r"initial_lr=0.0[12].* drops .*before get_state_dict"):
+        assert all("initial_lr" not in group for group in loaded().param_groups)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*drops")
+        assert [group["initial_lr"] for group in loaded(initial_lr=7.0).param_groups] == [0.01, 0.02, 0.02]
 
 
 def test_a_matrix_without_a_gradient_is_said_and_filled_only_if_asked_to(tmp_path, monkeypatch):

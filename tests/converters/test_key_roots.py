@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.commands import called
 from support.translated import W, executed, options, saved
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
@@ -186,6 +187,49 @@ def test_momentum_of_float16_is_not_rescaled_into_infinities_or_zeros(tmp_path):
         translate(manifest, values, DIALECTS["dion"], **asked)
     kept = translate(manifest, values, DIALECTS["muonckpt"], **asked)
     assert [tensor.scale for tensor in kept.tensors] == [None, None]
+
+
+@pytest.mark.parametrize(("source", "target"), [("sum", "ema"), ("ema", "sum")])
+def test_momentum_of_float16_is_rescaled_in_float32_with_one_rounding(source, target, tmp_path):
+    """Every finite number of float16: those that would overflow or vanish in it, too.  And home within one rounding."""
+    every = torch.arange(1 << 16).to(torch.uint16).view(torch.float16)
+    every = every[every.isfinite()].reshape(-1, 2)
+    model = {"w": torch.zeros(every.shape)}
+    save({"model": model, "optimizer": {"state.w.momentum_buffer": every}}, tmp_path / "half")
+    asked = {"mu": 0.95, "from_dialect": "dcp", "to_dialect": "dcp", "state_dtype": "float32"}
+    muonckpt.convert(tmp_path / "half", tmp_path / "wide", convention=source, target_convention=target, **asked)
+    factor = 1 - 0.95 if target == "ema" else 1 / (1 - 0.95)
+    key = "optimizer.state.w.momentum_buffer"
+    with muonckpt.open(tmp_path / "wide") as wide:
+        found = wide.tensors[key]
+        assert (found.dtype, found.convention) == ("float32", target)
+        exactly = (every.double() * factor).float()
+        assert torch.equal(torch.from_numpy(found.numpy().copy()), exactly) and exactly.isfinite().all()
+    muonckpt.convert(tmp_path / "wide", tmp_path / "home", target_convention=source, **asked)
+    with muonckpt.open(tmp_path / "home") as home:
+        assert torch.equal(torch.from_numpy(home.tensors[key].numpy().copy()).half(), every)
+
+
+def test_a_target_has_its_model_and_optimizer_where_they_are_asked_to_be(tmp_path):
+    save({"model": MODEL, "optimizer": NESTED}, tmp_path / "theirs")
+    asked = {"to_dialect": "dcp", "from_dialect": "dcp", "convention": "sum"}
+    plain = muonckpt.convert(tmp_path / "theirs", tmp_path / "plain", **asked)
+    for number, (form, state) in enumerate({"nested": ("app", "optim", "state"), "flat": ("app", "optim")}.items()):
+        out = tmp_path / form
+        done = called("convert", tmp_path / "theirs", out, "--to", "dcp", "--from", "dcp", "--convention", "sum",
+                      "--keys", form, "--root", "optimizer=app.optim", "--root", "model=")  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        paths = {tensor.path for tensor in muonckpt.open(out).outline.tensors}
+        assert {path for path in paths if len(path) == 1} == {(name,) for name in MODEL}
+        assert {path[: 3 - number] for path in paths if len(path) > 1} == {state}
+        (out / "muonckpt.json").unlink()
+        back = muonckpt.convert(out, tmp_path / f"{form} back", **asked)
+        assert back.fingerprints == plain.fingerprints
+    for roots, message in (({"optim": "x"}, "expected one of model, optimizer"), ({"model": "a..b"}, "such as app")):
+        with pytest.raises(TargetError, match=message):
+            muonckpt.convert(tmp_path / "theirs", tmp_path / "no", roots=roots, **asked)
+    with pytest.raises(TargetError, match="without --to"):
+        muonckpt.convert(tmp_path / "theirs", tmp_path / "no", roots={"model": "x"})
 
 
 def test_any_program_is_written_in_flat_keys_and_read_back(tmp_path):

@@ -157,6 +157,10 @@ def test_what_has_no_average_is_refused_by_name(runs, tmp_path):
         sums["optimizer"]["param_groups"][0].pop("convention")  # whatever wrote it does not say
         dcp.save(sums, checkpoint_id=tmp_path / "unknown", no_dist=True)
         muonckpt.merge([runs[1], tmp_path / "unknown"], tmp_path / "no", others_from=0)
+    done = called("merge", *[tmp_path / "unknown"] * 2, tmp_path / "said", "--from", "dcp", "--convention", "sum")
+    assert done.returncode == 0, done.stderr
+    tensors = muonckpt.open(tmp_path / "said").tensors.values()
+    assert {tensor.convention for tensor in tensors if tensor.slot} == {"sum"}
     content = state(0, 1)
     content["model"]["layers.0.weight"] = content["model"]["layers.0.weight"].float()
     muonckpt.save(content, tmp_path / "wide")
