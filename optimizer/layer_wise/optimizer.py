@@ -282,6 +282,7 @@ class LayerWise(CollectiveOptimizer):
             self._nonfinite.settle(not self._forbidden, self._guarded(), self._accord.widest)
             if self._forbidden:
                 return False
+        self.wait()  # for what no forward pass has waited for
         intent = Intent.of(AGREE_ON_STEP, {})
         try:
             if failure is not None:
@@ -300,7 +301,6 @@ class LayerWise(CollectiveOptimizer):
 
     def _step_own(self) -> None:
         """Step what this rank owns."""
-        self.wait()  # for what no forward pass has waited for
         assert self._active is not None
         for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(options_of(mine))

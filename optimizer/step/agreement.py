@@ -62,6 +62,22 @@ AGREE_ON_LOAD = Task(
 )
 
 
+class Heard(Exception):
+    """An error of a set of ranks in which no rank waits for this one any more: all have heard of it, or are done.
+
+    So this rank goes on to its other sets, and tells them.  Any other error leaves ranks waiting amid an exchange, and
+    if this one went on they would wait for each other in a circle.  It is raised at once; when this process ends, its
+    connections close, and that is what the others hear.
+
+    Attributes:
+        error: what a user is to see.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Intent:
     """What a rank is about to do together with others.

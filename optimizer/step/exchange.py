@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from ...errors import lost_ranks
 from ..newton_schulz.iterations import tree_sum
 from ..planning.routes import NOTE, Route
-from .agreement import Facts, Intent, refusal
+from .agreement import Facts, Heard, Intent, refusal
 
 
 class Link(Protocol):
@@ -230,12 +230,12 @@ def agree(intent: Intent, group: dist.ProcessGroup | None, device: torch.device)
     """Compare what all ranks of a group intend.  Collective.
 
     Raises:
-        Exception: on every rank, if they differ or one of them has failed: its own error, or one that says who differs.
+        Heard: on every rank, if they differ or one of them has failed: its own error, or one that says who differs.
     """
     if group is not None and differ(intent, group, device):
-        raise disagreement(intent, group)
+        raise Heard(disagreement(intent, group))
     if intent.error is not None:
-        raise intent.error
+        raise Heard(intent.error)
 
 
 def differ(intent: Intent, group: dist.ProcessGroup, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..cuda_graphs import capturable
-from .agreement import Intent
+from .agreement import Heard, Intent
 from .exchange import differ, disagreement
 from .process_groups import in_order, members
 
@@ -30,12 +30,12 @@ class Notes:
             at_once: wait for the device.
 
         Raises:
-            Exception: on every rank, if they have, where that is read.
+            Heard: on every rank, if they have, where that is read.
         """
         if not at_once and capturable(self.device):
             self._unread.append(differing)
         elif differing:
-            raise disagreement(intent, self.group)
+            raise Heard(disagreement(intent, self.group))
 
     def settle_first(self, intent: Intent, differing: Tensor, unfit: Tensor) -> bool:
         """Take in the first notes of a step, at once; returns whether the step is forbidden.
@@ -45,7 +45,7 @@ class Notes:
         """
         differ, forbidden = torch.stack([differing, unfit]).tolist()  # one wait for the device
         if differ:
-            raise disagreement(intent, self.group)
+            raise Heard(disagreement(intent, self.group))
         return bool(forbidden)
 
     def compare(self, intent: Intent, at_once: bool = False) -> None:
@@ -56,13 +56,15 @@ class Notes:
         """Read what has not been read.
 
         Raises:
-            RuntimeError: some rank failed in the last step.
+            Heard: some rank failed in the last step.
         """
         unread, self._unread = self._unread, []
         if unread and torch.stack(unread).any():
-            raise RuntimeError(
-                "another rank failed during the last optimizer step (its own error says why), so that step is "
-                "incomplete: go on from a checkpoint"
+            raise Heard(
+                RuntimeError(
+                    "another rank failed during the last optimizer step (its own error says why), so that step is "
+                    "incomplete: go on from a checkpoint"
+                )
             )
 
 
@@ -108,13 +110,20 @@ class Accord:
         for notes in self._notes:
             try:
                 compare(notes, intent)
-            except Exception as error:
-                failure = failure or error
-                intent = intent if intent.error is not None else intent.failed(error, dist.get_rank())
+            except Heard as heard:
+                failure = failure or heard.error
+                intent = intent if intent.error is not None else intent.failed(heard.error, dist.get_rank())
         if failure is not None:
             raise failure
 
     def read(self) -> None:
-        """As `Notes.read`."""
-        for notes in self._notes:
-            notes.read()
+        """As `Notes.read`.
+
+        Raises:
+            RuntimeError: some rank failed in the last step.
+        """
+        try:
+            for notes in self._notes:
+                notes.read()
+        except Heard as heard:
+            raise heard.error from None

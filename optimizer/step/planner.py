@@ -62,7 +62,7 @@ class Planner:
             failure: what keeps this rank from it; the others learn of it.
 
         Raises:
-            Exception: on all of them, if they plan differently or one of them fails.
+            Heard: on all of them, if they plan differently or one of them fails.
         """
         group = group_of(held.ranks, self.replicas, *groups_of_mesh(held.mesh))
         ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else held.ranks or (0,)

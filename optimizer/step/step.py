@@ -125,7 +125,7 @@ class Step:
                 gradients in at once.
 
         Raises:
-            Exception: on all ranks, if they differ in what they are about to do, or one of them fails.
+            Heard: on all ranks, if they differ in what they are about to do, or one of them fails.
         """
         if self._notes is not None:
             self._notes.read()
@@ -146,7 +146,7 @@ class Step:
             failure: what keeps this rank from it.
 
         Raises:
-            Exception: on all ranks, if one of them fails.
+            Heard: on all ranks, if one of them fails.
         """
         if failure is not None:
             begun.turn.fail(failure)
@@ -157,7 +157,7 @@ class Step:
         """Take part in this plan for the last time: the first exchange of a step, with notes only.  Collective.
 
         Raises:
-            Exception: on all ranks, if not all of them plan anew, or one of them fails.
+            Heard: on all ranks, if not all of them plan anew, or one of them fails.
         """
         if self._notes is None or capturing():
             return

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...vocabulary import ParamGroup
 from ..cuda_graphs import capturing
 from ..planning.schedule import Ranks
+from .agreement import Heard
 from .planner import Planner
 from .process_groups import ProcessGroups
 from .rank_set import RankSet, rank_sets
@@ -68,7 +69,7 @@ class Steps:
             Whether the step is taken.
 
         Raises:
-            Exception: on all ranks, if one of them fails.
+            Exception: on all ranks, if one of them fails; at once, without the other sets, if it is not `Heard`.
         """
         if self._sets is None:
             self._sets = rank_sets(groups, planner.replicas)
@@ -101,10 +102,10 @@ class Steps:
                     continue
                 try:
                     work(held)
-                except Exception as error:
+                except Heard as heard:
                     if capturing():
-                        raise
-                    failure = failure or error
+                        raise heard.error from None
+                    failure = failure or heard.error
         forbidden = unfit is not None and (begun[-1][1].forbidden if begun else bool(unfit))
         if failure is None and not forbidden:
             failure = _finish(begun, state)
@@ -124,8 +125,8 @@ def _finish(begun: Sequence[tuple[Step, Begun]], state: State) -> Exception | No
     for step, started in begun:
         try:
             step.finish(started, state, failure)
-        except Exception as error:
-            failure = failure or error
+        except Heard as heard:
+            failure = failure or heard.error
     return failure
 
 

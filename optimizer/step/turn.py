@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from .agreement import Intent
+from .agreement import Heard, Intent
 from .exchange import Wire
 from .notes import Notes
 
@@ -44,7 +44,7 @@ class Turn:
     def fail(self, error: Exception) -> None:
         """Do no more work; the others learn why."""
         if self._notes is None:
-            raise error
+            raise Heard(error)
         self.intent = self.intent.failed(error, dist.get_rank())
         self._note = self.intent.note(self._notes.device)
 
@@ -66,6 +66,10 @@ class Turn:
             self._notes.settle(self.intent, wire.differing())
 
     def end(self) -> None:
-        """Raise this rank's error, if it has one."""
+        """Raise this rank's error, if it has one: all exchanges are done.
+
+        Raises:
+            Heard: it.
+        """
         if self.intent.error is not None:
-            raise self.intent.error
+            raise Heard(self.intent.error)

@@ -1,0 +1,327 @@
+"""A script: one of four ranks raises, is killed or stopped amid a collective call; prints what came of it.
+
+    manners.py FOLDER TRIALS SEED [CALL...]
+
+Prints JSON lines: the call, what was done, what is wrong with what came of it (or null), the seconds in which all other
+ranks had ended, and whether one did not.  The moment is that of a random call of a function of this package, or of
+`torch.distributed`.  Ranks that have got an error end, as a program does that does not catch it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import muonckpt
+import muonckpt.optimizer
+from muonckpt.optimizer import Muon
+
+warnings.filterwarnings("ignore")
+
+RANKS = 4
+
+PROMPTLY = 12.0
+"""Seconds in which all have ended after a rank that has; most take less than one, but the machine may be busy."""
+
+SHORT, LONG = 4.0, 40.0
+"""Time-outs of process groups, in seconds: where it is the time-out that ends ranks, and where it must not be."""
+
+OURS = tuple(str(Path(module.__file__).parent) for module in (muonckpt, muonckpt.optimizer))
+TORCHS = (*OURS, str(Path(dist.distributed_c10d.__file__)))
+
+
+def grid_of_all() -> DeviceMesh:
+    """2 x 2 ranks.  Torch gives the process groups of axes its default of 30 minutes; here they have that of the world."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    host = torch.device("cpu")
+    for group in grid.get_all_groups():
+        group._get_backend(host).set_timeout(dist.group.WORLD._get_backend(host).options._timeout)
+    return grid
+
+
+def tensors(columns: bool = False) -> dict[str, Any]:
+    """On a grid: sharded on both axes, on one, on none, and what is not a tensor."""
+    grid = grid_of_all()
+    whole = torch.arange(96.0).reshape(8, 12)
+    placed = {"both": [Shard(0), Shard(1)], "one": [Replicate(), Shard(int(columns))]}
+    rows = {key: distribute_tensor(whole, grid, each, src_data_rank=None) for key, each in placed.items()}
+    return {"part": distribute_tensor(whole, grid["b"], [Shard(0)], src_data_rank=None), **rows, "same": whole, "n": 7}
+
+
+def empty(columns: bool = False) -> dict[str, Any]:
+    return {key: torch.zeros_like(value) if key != "n" else 0 for key, value in tensors(columns).items()}
+
+
+def full(value: Any) -> Any:
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def untouched(state: dict[str, Any]) -> bool:
+    return not any(bool(torch.as_tensor(full(value)).any()) for value in state.values())
+
+
+def optimizer(guarded: bool) -> Muon:
+    """Matrices on both axes, on one axis, and on one axis only a vector: two sets of ranks, one without matrices."""
+    grid = grid_of_all()
+    params = []
+    for mesh, shape in ((grid, (8, 12)), (grid, (16, 4)), (grid["a"], (6, 8)), (grid["b"], (12,))):
+        value = distribute_tensor(torch.ones(shape), mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
+        params.append(nn.Parameter(value))
+        params[-1].grad = torch.ones_like(value)
+    adamw = {"params": params[3:], "algorithm": "adamw", "lr": 0.1}
+    return Muon([{"params": params[:3]}, adamw], stages=2, nonfinite="skip" if guarded else None)
+
+
+def step(guarded: bool, steps: int) -> Callable[[Path], Callable[[], None]]:
+    def prepared(here: Path) -> Callable[[], None]:
+        opt = optimizer(guarded)
+        for _ in range(steps):
+            opt.step()
+        return opt.step
+
+    return prepared
+
+
+def save(here: Path) -> Callable[[], None]:
+    state = tensors()
+    return lambda: muonckpt.save(state, here / "out")
+
+
+def async_save(here: Path) -> Callable[[], None]:
+    state = tensors()
+    return lambda: muonckpt.async_save(state, here / "out").result()
+
+
+def load(here: Path) -> Callable[[], None]:
+    state = empty()
+    return told_if_touched(state, lambda: muonckpt.load(state, here / "source", attest=True))
+
+
+def redistribute(here: Path) -> Callable[[], None]:
+    source, state = tensors(), empty(columns=True)
+    return told_if_touched(state, lambda: muonckpt.redistribute(source, state, memory=64))
+
+
+def told_if_touched(state: dict[str, Any], call: Callable[[], object]) -> Callable[[], None]:
+    """The call; an error after which tensors are not what they were has to say so."""
+
+    def called() -> None:
+        try:
+            call()
+        except muonckpt.MuonckptError as error:
+            warned = "UNUSABLE" in str(error) or "not to be trained on" in str(error)
+            if not warned and not untouched(state):
+                raise AssertionError(f"tensors were overwritten, and this does not say it: {error}") from error
+            raise
+
+    return called
+
+
+CALLS: dict[str, Callable[[Path], Callable[[], None]]] = {
+    "step": step(guarded=False, steps=1),
+    "first step": step(guarded=False, steps=0),
+    "step with nonfinite": step(guarded=True, steps=1),
+    "save": save,
+    "async_save": async_save,
+    "load": load,
+    "redistribute": redistribute,
+}
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a rank behaves badly: what it does, amid functions of which files, and how long all may take then."""
+
+    name: str
+    act: Callable[[], None]
+    amid: tuple[str, ...]
+    time_out: float
+    limit: float
+
+
+def fail() -> None:
+    raise MemoryError("out of memory")
+
+
+MANNERS = (
+    Manner("raises", fail, OURS, LONG, PROMPTLY),
+    Manner("is killed", lambda: os.kill(os.getpid(), signal.SIGKILL), TORCHS, LONG, PROMPTLY),
+    Manner("is stopped", lambda: os.kill(os.getpid(), signal.SIGSTOP), TORCHS, SHORT, 2 * SHORT + PROMPTLY),
+)
+
+
+class Profile:
+    """Counts calls of functions that are defined in some files, and acts at one of them."""
+
+    def __init__(self, files: tuple[str, ...], at: int = 0, act: Callable[[], None] = lambda: None) -> None:
+        self.files, self.at, self.act, self.calls = files, at, act, 0
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(self.files):
+            self.calls += 1
+            if self.calls == self.at:
+                self.act()
+
+    def begin(self) -> None:
+        threading.setprofile(self)
+        sys.setprofile(self)
+
+    def end(self) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank has ended: calls that it counted, its error (empty: none), and when, on the clock that all share."""
+
+    calls: int
+    error: str
+    when: float
+
+
+def started(call: str, here: Path, rank: int, store: str, time_out: float, profile: Profile | None) -> tuple[int, int]:
+    """A forked rank that calls.  Returns its id, and where it tells what came of it."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(write)
+        return child, read
+    os.close(read)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    error = ""
+    try:
+        limit = timedelta(seconds=time_out)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=limit)
+        do = CALLS[call](here)
+        dist.barrier()
+        if profile:
+            profile.begin()
+        do()
+    except muonckpt.MuonckptError as ours:
+        error = f"{type(ours).__name__}: {ours}"
+    except (MemoryError, RuntimeError) as told:
+        error = f"{type(told).__name__}: {told}"
+        if "rank" not in error and not isinstance(told, MemoryError) or "pair.cc" in error:
+            error = traceback.format_exc()
+    except BaseException:
+        error = traceback.format_exc()
+    if profile:
+        profile.end()
+    os.write(write, json.dumps([profile.calls if profile else 0, error[-3000:], time.monotonic()]).encode())
+    if dist.is_initialized():
+        dist.destroy_process_group()  # waits for what is under way, as the end of a program does
+    os._exit(0)
+
+
+def trial(
+    call: str, here: Path, victim: int, profile: Profile, time_out: float, limit: float
+) -> tuple[list[Ended | None], float]:
+    """What each rank told (None: nothing), and the seconds until the last one of the others did."""
+    with tempfile.TemporaryDirectory() as scratch:
+        ranks = [
+            started(call, here, rank, f"{scratch}/store", time_out, profile if rank == victim else None)
+            for rank in range(RANKS)
+        ]
+        begun = time.monotonic()
+        deadline, seen = begun + limit + 5, dict[int, Ended | None]()
+        for rank in sorted(range(RANKS), key=lambda rank: rank == victim):
+            child, read = ranks[rank]
+            ready, _, _ = select.select([read], [], [], max(deadline - time.monotonic(), 0.1))
+            data = os.read(read, 1 << 16) if ready else b""
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            os.close(read)
+            seen[rank] = Ended(*json.loads(data)) if data else None
+            if len(seen) == RANKS - 1:  # the victim may be stopped
+                deadline = min(deadline, time.monotonic() + 1)
+        told = [seen[rank] for rank in range(RANKS)]
+        return told, max(
+            (each.when for rank, each in enumerate(told) if each and rank != victim), default=begun
+        ) - begun
+
+
+CLEAR = ("LostRankError: ", "SourceError: MemoryError", "DestinationError: MemoryError", "TargetError: MemoryError",
+         "AttestError: MemoryError", "MemoryError: ", "LayoutError: MemoryError")  # fmt: skip
+
+
+def judged(call: str, here: Path, manner: Manner, seen: list[Ended | None], victim: int) -> str | None:
+    """What is wrong, if anything."""
+    others = [each for rank, each in enumerate(seen) if rank != victim]
+    for rank, each in enumerate(seen):
+        if each is None and rank != victim:
+            return f"rank {rank} did not end"
+        named = each is not None and f"rank {victim}: raised MemoryError" in each.error
+        lost = each is not None and "raised LostRankError" in each.error
+        if each is not None and each.error and not (each.error.startswith(CLEAR) or named or lost):
+            return f"rank {rank}: {each.error}"
+    if manner.name == "raises" and seen[victim] is None:
+        return "the rank that raised did not end"
+    out = here / "out"
+    if out.exists():
+        if muonckpt.verify(out, jobs=1).verdict != "whole":
+            return "what was published is damaged"
+    elif call in ("save", "async_save") and any(each and not each.error for each in others):
+        return "a rank succeeded, and there is nothing"
+    return None
+
+
+def main(folder: Path, trials: int, seed: str, *names: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dice = random.Random(seed)
+    folder.mkdir(exist_ok=True)
+    state = {key: torch.arange(96.0).reshape(8, 12) for key in ("part", "both", "one", "same")}
+    muonckpt.save({**state, "n": 7}, folder / "source")
+    for call in names or CALLS:
+        here = folder / "here"
+        counts: dict[tuple[tuple[str, ...], int], int] = {}
+        for _ in range(trials):
+            manner, victim = dice.choice(MANNERS), dice.randrange(RANKS)
+            if (manner.amid, victim) not in counts:
+                here.mkdir()
+                (here / "source").symlink_to(folder / "source")
+                seen, _ = trial(call, here, victim, Profile(manner.amid), LONG, 2 * LONG)
+                assert all(each is not None and not each.error for each in seen), (call, seen)
+                counts[manner.amid, victim] = seen[victim].calls  # type: ignore[union-attr]
+                shutil.rmtree(here)
+            calls = counts[manner.amid, victim]
+            at = dice.randint(1, calls)
+            here.mkdir()
+            (here / "source").symlink_to(folder / "source")
+            seen, seconds = trial(
+                call, here, victim, Profile(manner.amid, at, manner.act), manner.time_out, manner.limit
+            )
+            hung = any(each is None for rank, each in enumerate(seen) if rank != victim)
+            wrong = judged(call, here, manner, seen, victim)
+            what = f"rank {victim} {manner.name} at call {at} of {calls}"
+            if os.environ.get("SHOW") and (hung or seconds > manner.limit):
+                print([each and each.error[:300] for each in seen], flush=True)
+            print(json.dumps([call, what, wrong, seconds, hung or seconds > manner.limit]), flush=True)
+            shutil.rmtree(here)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,169 @@
+"""One rank behaves badly, all end: it raises, is killed or stopped, or passes other arguments.  Real processes, gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import manners, workers
+from support.failing import raised
+from support.trials import SCALE, SEED, count, tally
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import muonckpt
+
+ODD = 1
+"""The rank that behaves otherwise."""
+
+IN_SUITE = ("step", "load")
+
+
+class Travels(Exception):
+    """It cannot: unpickled, it lacks an argument."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+class Broken:
+    """An object of a state dict that raises when it is asked, or told."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def state_dict(self) -> dict[str, int]:
+        return self._do("state_dict")
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._do("load_state_dict")
+
+    def _do(self, method: str) -> dict[str, int]:
+        if method == self.method:
+            raise Travels(1, 2)
+        return {"n": 1}
+
+
+def rows(value: float = 1.0) -> dict[str, object]:
+    """A tensor of which each of three ranks has one row."""
+    mesh = init_device_mesh("cpu", (3,))
+    return {"w": distribute_tensor(torch.full((3, 8), value), mesh, [Shard(0)], src_data_rank=None), "n": 1}
+
+
+def cells(rank: int, world: int, folder: str) -> dict[str, list[str]]:
+    """Of each call, what ranks make of it that one of them has other arguments: its error, told by kind of difference."""
+    odd, told, whole = rank == ODD, defaultdict[str, list[str]](list), f"{folder}/whole"
+
+    def other(name: str, usual: object, wrong: object) -> dict[str, object]:
+        return {name: wrong if odd else usual}
+
+    def attempt(call: str, function, *arguments, **options) -> None:
+        told[call].append(raised(lambda: function(*arguments, **options)))
+        dist.barrier()  # the process group can be used
+
+    muonckpt.save(rows(), whole)
+    muonckpt.save(rows(), f"{folder}/twin")
+    for call, function in (
+        ("save", muonckpt.save),
+        ("async_save", lambda *given, **options: muonckpt.async_save(*given, **options).result()),
+    ):
+        attempt(call, function, rows(), f"{folder}/{'there' if odd else 'here'}")
+        attempt(call, function, rows(), f"{folder}/new", **other("provenance", {"step": 1}, {"step": 2}))
+        attempt(call, function, rows(), f"{folder}/new", **other("provenance", {"step": 1}, {"step": torch}))
+        attempt(call, function, rows() | other("extra", 1, Broken("state_dict")), f"{folder}/new")
+    series = muonckpt.Series(f"{folder}/series")
+    attempt("save", series.save, -1 if odd else 1, rows())
+    template = rows(0.0)
+    attempt("load", muonckpt.load, template, f"{folder}/twin" if odd else whole)
+    attempt("load", muonckpt.load, template, whole, **other("attest", False, True))
+    attempt("load", muonckpt.load, template, whole, **other("check", "before", "while"))
+    attempt("load", muonckpt.load, template, whole, **other("check", "before", "never"))
+    attempt("load", muonckpt.load, template, whole, **other("allow_extra", False, True))
+    attempt("load", muonckpt.load, template, whole, **other("fresh", (), "w"))
+    attempt("load", muonckpt.load, template | ({"more": torch.ones(1)} if odd else {}), whole)
+    attempt("load", muonckpt.load, template | {"n": Broken("state_dict" if odd else "")}, whole)
+    told["touched"].append(str(bool(template["w"].to_local().any())))
+    muonckpt.save(rows() | {"n": Broken("")}, f"{folder}/object")
+    attempt("loaded", muonckpt.load, rows(0.0) | {"n": Broken("load_state_dict" if odd else "")}, f"{folder}/object")
+    for name, usual, wrong in (
+        ("attest", False, True),
+        ("allow_extra", False, True),
+        ("fresh", (), "w"),
+        ("memory", 64, 0),
+    ):
+        attempt("redistribute", muonckpt.redistribute, rows(), template, **other(name, usual, wrong))
+    told["touched"].append(str(bool(template["w"].to_local().any())))
+    return dict(told)
+
+
+def test_arguments_that_differ_are_refused_on_all_ranks_alike_and_at_once(tmp_path):
+    ranks = workers.run(3, cells, str(tmp_path), timeout=200)
+    assert ranks[0] == ranks[1] == ranks[2]
+    told = ranks[0]
+    assert told["touched"] == ["False", "False"]
+    path, provenance, no_json, broken, *step = told["save"]
+    assert [path, provenance, no_json, broken] == told["async_save"]
+    assert path.startswith("ArgumentError: save was called with path=") and "there' on rank 1" in path
+    assert "provenance={'step': 1} on rank 0, and with provenance={'step': 2} on rank 1" in provenance
+    assert no_json.startswith("ArgumentError: the provenance is not JSON") and no_json.endswith("(rank 1)")
+    assert broken == "DestinationError: Travels: 1 and 2 (rank 1)"
+    assert "'step': -1} on rank 1" in step[0]
+    twin, attest, check, never, extra, fresh, more, asked = told["load"]
+    assert "path=" in twin and "twin' on rank 1" in twin
+    for name, error in (("attest", attest), ("check", check), ("allow_extra", extra)):
+        assert error.startswith("ArgumentError: load was called with") and f"{name}=" in error
+    assert never.startswith("ArgumentError: check is") and fresh.startswith("ArgumentError: fresh='w'")
+    assert more.startswith("SourceError") and "more" in more
+    assert asked == "SourceError: Travels: 1 and 2 (rank 1)"
+    assert "Travels: 1 and 2 (rank 1). THE STATE DICT IS UNUSABLE NOW" in told["loaded"][0]
+    attest, extra, fresh, memory = told["redistribute"]
+    assert "attest=False on rank 0, and with attest=True on rank 1" in attest and "allow_extra=" in extra
+    assert "fresh='w'" in fresh and memory.startswith("TargetError") and memory.endswith("(rank 1)")
+
+
+def damaged(rank: int, world: int, folder: str) -> tuple[str, bool]:
+    template = rows(0.0)
+    error = raised(muonckpt.load, template, folder)
+    return error, bool(template["w"].to_local().any())
+
+
+def save_rows(rank: int, world: int, folder: str) -> None:
+    muonckpt.save(rows(), folder)
+
+
+def test_damage_that_one_rank_finds_leaves_the_tensors_of_all_untouched(tmp_path):
+    """Each rank reads a file of its own; one is damaged."""
+    workers.run(3, save_rows, str(tmp_path / "c"))
+    [file] = [chunk.payload.file for chunk in muonckpt.open(tmp_path / "c").tensors["w"].record.chunks
+              if chunk.box.lo[0] == ODD]  # fmt: skip
+    raw = (tmp_path / "c" / file).read_bytes()
+    (tmp_path / "c" / file).write_bytes(raw.replace(torch.ones(8).numpy().tobytes(), bytes(32)))
+    for error, touched in workers.run(3, damaged, str(tmp_path / "c")):
+        assert error.startswith("DamageError") and error.endswith(f"(rank {ODD})") and not touched
+
+
+def test_a_rank_that_raises_is_killed_or_stopped_ends_all_with_a_clear_error(tmp_path):
+    calls = IN_SUITE if SCALE == 0 else ()
+    command = [sys.executable, manners.__file__, tmp_path / "trials", count(3, 60), SEED, *calls]
+    variables = os.environ | {"PYTHONPATH": str(Path(manners.__file__).parents[1])}
+    done = subprocess.run(
+        list(map(str, command)), env=variables, capture_output=True, text=True, timeout=24 * 3600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    by_call = defaultdict[str, list[tuple[str, str | None, float, bool]]](list)
+    for line in done.stdout.splitlines():
+        call, *trial = json.loads(line)
+        by_call[call].append(tuple(trial))
+    for call, trials in by_call.items():
+        with tally(f"a bad rank: {call}") as row:
+            for what, fault, seconds, hung in trials:
+                row.add(what, None if hung else fault, seconds, hung)
+    assert by_call.keys() == {*(calls or manners.CALLS)}
