@@ -6,7 +6,8 @@ as text and class, whatever can be pickled of it; and where a collective fails, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import ArgumentError, MuonckptError, lost_ranks
+from ..errors import ArgumentError, LostRankError, MuonckptError, lost_ranks
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -195,6 +196,24 @@ def told_by_first(process_group: dist.ProcessGroup | None, kind: type[MuonckptEr
         with lost_ranks():
             dist.broadcast_object_list(told, group=process_group, group_src=0)
     return _taken(told[0], cause)
+
+
+@contextmanager
+def unusable(advice: str = "") -> Iterator[None]:
+    """Have an error say that the state dict is no state of any run: tensors have been overwritten.
+
+    Args:
+        advice: how to have the error before that.
+    """
+    try:
+        yield
+    except LostRankError:  # says it
+        raise
+    except MuonckptError as error:
+        raise type(error)(
+            f"{error}. THE STATE DICT IS UNUSABLE NOW: tensors were overwritten before this was found; load another "
+            f"checkpoint into it, or make it anew{advice}"
+        ) from error
 
 
 def coordinates(process_group: dist.ProcessGroup | None) -> bool:

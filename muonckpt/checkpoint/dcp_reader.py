@@ -11,8 +11,7 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -306,18 +305,6 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         if missing and not self._stored.translated:
             problems += f". What another program wrote is translated first: muonckpt convert {path} NEW --to muonckpt"
         return f"{path} does not fit the state dict: {problems}"
-
-
-@contextmanager
-def unusable() -> Iterator[None]:
-    """Have an error say that the state dict is no state of any run: tensors have been overwritten."""
-    try:
-        yield
-    except SourceError as error:
-        raise type(error)(
-            f"{error}. THE STATE DICT IS UNUSABLE NOW: tensors were overwritten before this was found; load another "
-            'checkpoint into it, or make it anew; check="before" finds damage before any tensor is touched'
-        ) from error
 
 
 def _is_tensor(item: ReadItem) -> bool:

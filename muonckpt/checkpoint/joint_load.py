@@ -19,9 +19,9 @@ from ..errors import ArgumentError, SourceError
 from ..resumption import Extra, Globs, LoadReport
 from ..store.io.location import location
 from ..vocabulary import KeyPath
-from .all_ranks import coordinates, dealt, judged, refuse_differing
+from .all_ranks import coordinates, dealt, judged, refuse_differing, unusable
 from .attestation import attest_loaded
-from .dcp_reader import CheckingReader, StrictLoadPlanner, WhenChecked, Where, unusable
+from .dcp_reader import CheckingReader, StrictLoadPlanner, WhenChecked, Where
 from .shared_check import PartlyRead
 
 
@@ -93,10 +93,11 @@ class JointLoad:
 
         # All ranks hear of it before any of them writes.
         judged(self._group, SourceError, check, self._reader.judge)
-        with unusable():
+        with unusable('; check="before" finds damage before any tensor is touched'):
             report = judged(self._group, SourceError, read, judge)
         if self._arguments.attest:
-            attest_loaded(state_dict, self._reader.checkpoint, lambda: self.planner.sources, self._group)
+            with unusable():
+                attest_loaded(state_dict, self._reader.checkpoint, lambda: self.planner.sources, self._group)
         self._reader.checkpoint.close()
         return report
 

@@ -22,7 +22,7 @@ from ..layouts.boxed_tensor import whole_shape
 from ..record import Blob, StateRecord
 from ..resumption import Extra, Globs, LoadReport
 from ..store.reading.dtypes import itemsize
-from .all_ranks import group_ranks, refuse_differing, told_all, wire_device
+from .all_ranks import group_ranks, refuse_differing, told_all, unusable, wire_device
 from .bits import dtype_name
 from .carrier import Carrier, share
 from .live_boxes import HeldBox, boxes_of_all
@@ -163,7 +163,8 @@ def redistribute(
         target.put({key: items[origin] for key, origin in mine.sources.items() if origin in items}, mine.added)
         return (carrier.departed(), carrier.arrived()) if attest else ({}, {})
 
-    _compare(moves, dict(zip(states, told_all(group, TargetError, finish), strict=True)))
+    with unusable():
+        _compare(moves, dict(zip(states, told_all(group, TargetError, finish), strict=True)))
     if mine.own_options:
         own = "; ".join(mine.own_options)
         warnings.warn(f"the source does not say options, which stay as the running optimizer's: {own}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""One rank behaves badly, all end: it raises, is killed or stopped, or passes other arguments.  Real processes, gloo."""
+"""One rank behaves badly, all end: it raises, is killed or stopped, or passes other arguments.  Real gloo processes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
-from support import manners, workers
+from support import bad_ranks, workers
 from support.failing import raised
 from support.trials import SCALE, SEED, count, tally
 from torch.distributed.device_mesh import init_device_mesh
@@ -59,7 +57,7 @@ def rows(value: float = 1.0) -> dict[str, object]:
 
 
 def cells(rank: int, world: int, folder: str) -> dict[str, list[str]]:
-    """Of each call, what ranks make of it that one of them has other arguments: its error, told by kind of difference."""
+    """Of each call, the errors that it ends with on this rank because one has other arguments."""
     odd, told, whole = rank == ODD, defaultdict[str, list[str]](list), f"{folder}/whole"
 
     def other(name: str, usual: object, wrong: object) -> dict[str, object]:
@@ -152,8 +150,8 @@ def test_damage_that_one_rank_finds_leaves_the_tensors_of_all_untouched(tmp_path
 
 def test_a_rank_that_raises_is_killed_or_stopped_ends_all_with_a_clear_error(tmp_path):
     calls = IN_SUITE if SCALE == 0 else ()
-    command = [sys.executable, manners.__file__, tmp_path / "trials", count(3, 60), SEED, *calls]
-    variables = os.environ | {"PYTHONPATH": str(Path(manners.__file__).parents[1])}
+    command = [sys.executable, bad_ranks.__file__, tmp_path / "trials", count(3, 60), SEED, *calls]
+    variables = os.environ | {"PYTHONPATH": str(Path(bad_ranks.__file__).parents[1])}
     done = subprocess.run(
         list(map(str, command)), env=variables, capture_output=True, text=True, timeout=24 * 3600, check=False
     )
@@ -166,4 +164,4 @@ def test_a_rank_that_raises_is_killed_or_stopped_ends_all_with_a_clear_error(tmp
         with tally(f"a bad rank: {call}") as row:
             for what, fault, seconds, hung in trials:
                 row.add(what, None if hung else fault, seconds, hung)
-    assert by_call.keys() == {*(calls or manners.CALLS)}
+    assert by_call.keys() == {*(calls or bad_ranks.CALLS)}

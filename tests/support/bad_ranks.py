@@ -1,6 +1,6 @@
 """A script: one of four ranks raises, is killed or stopped amid a collective call; prints what came of it.
 
-    manners.py FOLDER TRIALS SEED [CALL...]
+    bad_ranks.py FOLDER TRIALS SEED [CALL...]
 
 Prints JSON lines: the call, what was done, what is wrong with what came of it (or null), the seconds in which all other
 ranks had ended, and whether one did not.  The moment is that of a random call of a function of this package, or of
@@ -53,7 +53,7 @@ TORCHS = (*OURS, str(Path(dist.distributed_c10d.__file__)))
 
 
 def grid_of_all() -> DeviceMesh:
-    """2 x 2 ranks.  Torch gives the process groups of axes its default of 30 minutes; here they have that of the world."""
+    """2 x 2 ranks.  Torch gives groups of axes its default of 30 minutes; here they wait as long as the world."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     host = torch.device("cpu")
     for group in grid.get_all_groups():
@@ -224,7 +224,7 @@ def started(call: str, here: Path, rank: int, store: str, time_out: float, profi
         error = f"{type(ours).__name__}: {ours}"
     except (MemoryError, RuntimeError) as told:
         error = f"{type(told).__name__}: {told}"
-        if "rank" not in error and not isinstance(told, MemoryError) or "pair.cc" in error:
+        if isinstance(told, RuntimeError) and "raised" not in error:
             error = traceback.format_exc()
     except BaseException:
         error = traceback.format_exc()
