@@ -21,6 +21,12 @@ def test_pictures_are_what_the_planner_makes_now():
     assert drawn == {file.name: file.read_text() for file in PICTURES.glob("*.svg")}
 
 
+def test_every_page_is_in_the_navigation_of_the_site():
+    navigation = re.findall(r"- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert pages <= set(navigation) and len(navigation) == len(set(navigation))
+
+
 def test_the_site_builds_without_a_broken_link_and_fetches_nothing(tmp_path):
     pytest.importorskip("mkdocs", reason="the site's tools are not installed: make site")
     command = [sys.executable, "-m", "mkdocs", "--quiet", "build", "--site-dir", str(tmp_path)]

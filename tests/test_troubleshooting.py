@@ -87,14 +87,12 @@ def calls() -> Iterator[Callable[[], object]]:
     live = {"optimizer": momentum({"convention": "ema"}, momentum_buffer=torch.ones(4, 4))}
     summed = saved("sum", momentum({"convention": "sum"}, momentum_buffer=torch.ones(4, 4)))
     unknown = saved("unknown", momentum({"momentum": 0.95}, momentum_buffer=torch.ones(4, 4)))
-    torch.save(WEIGHT, "weights.pt")
     Path("empty").mkdir()
     yield under_torchrun
     yield lambda: muonckpt.save(WEIGHT, "run")
     yield lambda: muonckpt.save({"arguments": Namespace(lr=0.1)}, "namespace")
     yield lambda: muonckpt.open("nowhere")
     yield lambda: muonckpt.open("empty")
-    yield lambda: muonckpt.open("weights.pt")
     yield lambda: muonckpt.load({**WEIGHT, "b": torch.ones(2)}, "run")
     yield lambda: muonckpt.load({}, "run")
     yield lambda: muonckpt.load({"w": torch.ones(4, 4)}, "run")

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 from ..errors import SourceError
 from ..record import MANIFEST_FILE, Blob, Manifest, StateRecord
 from .formats.dcp.directory import lacks_manifest
-from .formats.registry import DCP, Format, format_of
+from .formats.registry import DCP, format_of
 from .io.gc_paused import gc_paused
 from .io.location import Location, Remote, location
 from .reading.payloads import Payloads
+from .reading.reader import Format
 from .stored_items import Items, Values, read_torch_groups
 from .stored_tensor import StoredTensor, TensorReader
 

@@ -8,26 +8,16 @@ from __future__ import annotations
 import fnmatch
 import re
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from ... import record
 from ...errors import SourceError
 from ..io.location import Location
 from ..io.regular import open_regular
 from ..reading.payloads import Payloads
-from ..reading.reader import LocatedReader, Reader
-from . import native, signs
+from ..reading.reader import Format, LocatedReader, Reader
+from . import native, plugins, signs
 from .dcp import directory as dcp
 from .dcp import siblings
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """One format: its name for users, and the function that reads a checkpoint's metadata."""
-
-    name: str
-    reader: Callable[[Location], Reader]
 
 
 def _own(path: Location) -> Reader:
@@ -98,9 +88,12 @@ def _rank_state(path: Location) -> Reader:
 
 
 def _of_file(path: Location) -> Format:
-    """The format of a file: an archive of torch.save, or safetensors."""
+    """The format of a file: an archive of torch.save, a plug-in's by its name, or safetensors."""
     with open_regular(path) as file:
-        return PROCESS_FILES if file.read(0, min(file.size, 4)) in signs.TORCH_SAVE else SAFETENSORS
+        if file.read(0, min(file.size, 4)) in signs.TORCH_SAVE:
+            return PROCESS_FILES
+    known = fnmatch.fnmatch(path.name, "*.safetensors")
+    return SAFETENSORS if known else plugins.format_of_plugin([path.name]) or SAFETENSORS
 
 
 OWN = Format("muonckpt", _own)
@@ -142,16 +135,19 @@ beside other checkpoints."""
 def format_of(path: Location) -> Format:
     """The format of a checkpoint.
 
-    A directory without any sign is looked into for folders of DCP; if there are none, its reader says what is missing.
+    A directory without any sign of ours is shown to plug-ins, then looked into for folders of DCP; if there are none,
+    DCP's reader says what is missing.
 
     Raises:
-        SourceError: the directory cannot be listed.
+        SourceError: the directory cannot be listed, or a plug-in is broken.
     """
     try:
         if path.is_file():
             return _of_file(path)
         names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
         found = next((kind for sign, kind in SIGNS if fnmatch.filter(names, sign)), None)
+        if found is None and names:
+            found = plugins.format_of_plugin(names)
         if found is None and names and len(siblings.folders_below(path)) > 1:
             return SIBLINGS
     except OSError as error:

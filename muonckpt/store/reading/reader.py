@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ...errors import SourceError
 from ...record import Manifest, StateRecord
+from ..io.location import Location
 from .payloads import Payloads
 
 
@@ -51,3 +52,18 @@ class LocatedReader:
     def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
         """The tensors themselves."""
         return tuple(tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One format.
+
+    Attributes:
+        name: for users.
+        reader: reads a checkpoint's metadata.
+        signs: of a format that is a plug-in, shell patterns of file names by which a directory, or a file, shows it.
+    """
+
+    name: str
+    reader: Callable[[Location], Reader]
+    signs: tuple[str, ...] = ()

@@ -1,0 +1,51 @@
+"""A format that another package brings: a folder of ``.npy`` files, each a tensor that is called like its file.
+
+This and the entry point beside it are a whole plug-in, which muonckpt finds once it is installed: to begin with one of
+your own, copy it.
+"""
+
+from __future__ import annotations
+
+from io import BytesIO
+
+from numpy.lib import format as npy
+
+from muonckpt.box import Box
+from muonckpt.errors import DamageError
+from muonckpt.record import Chunk, Extent, Manifest, StateRecord
+from muonckpt.store.io.location import Location
+from muonckpt.store.io.regular import open_regular
+from muonckpt.store.reading.payloads import Payloads
+from muonckpt.store.reading.reader import Format, LocatedReader
+
+LONGEST_HEADER = 10_000
+
+
+def reader(path: Location) -> LocatedReader:
+    """Reads headers only; elements are read from the extents that the manifest names."""
+    files = sorted((file for file in path.iterdir() if file.name.endswith(".npy")), key=lambda file: file.name)
+    return LocatedReader(Manifest(tuple(map(record, files)), (), {"format": "npy"}), Payloads(path))
+
+
+def record(file: Location) -> StateRecord:
+    """The tensor in a file.
+
+    Raises:
+        DamageError: the header is damaged, or the file has another size than it says.
+    """
+    key = file.name.removesuffix(".npy")
+    with open_regular(file) as opened:
+        head = BytesIO(opened.read(0, min(opened.size, LONGEST_HEADER)))
+        try:
+            npy.read_magic(head)
+            shape, fortran_order, dtype = npy.read_array_header_1_0(head, max_header_size=LONGEST_HEADER)
+        except ValueError as error:
+            raise DamageError(f"{file}: {error}") from error
+        payload = Extent(file.name, head.tell(), opened.size - head.tell())
+        size = dtype.itemsize * Box.of(shape).numel
+        if fortran_order or payload.length != size:
+            raise DamageError(f"{file}: expected {size} bytes of elements row by row, found {payload.length}")
+    return StateRecord(key, (key,), shape, dtype.name, (Chunk(Box.of(shape), payload, payload),))
+
+
+FORMAT = Format("a folder of .npy files", reader, ("*.npy",))
