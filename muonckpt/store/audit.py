@@ -12,14 +12,13 @@ from ..box import Index
 from ..errors import DamageError, LayoutError, MuonckptError, SourceError
 from ..fingerprint import as_hex, combine
 from ..record import MANIFEST_FILE, Blob, Chunk, Extent, Manifest, StateRecord
-from .descriptions import Finding, description_faults, lacks_items
+from .descriptions import Finding, description_faults
 from .formats.dcp.directory import METADATA_FILE
 from .formats.registry import DCP, OWN
 from .formats.signs import MEGATRON_FILE
 from .io.checksums import Sums, crc32
 from .io.location import Location, Remote, location
 from .io.regular import open_regular
-from .io.side_file import items_beside
 from .open_checkpoint import OpenCheckpoint
 from .reading.bands import bands
 from .reading.dtypes import itemsize
@@ -123,8 +122,6 @@ def _audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int)
     findings = list(description_faults(checkpoint))
     strangers = _orphans(path, manifest) if checkpoint.format in (OWN, DCP) else []
     notes = [f"{name} belongs to no item of this checkpoint" for name in strangers]
-    if lacks_items(checkpoint):
-        notes.append(f"{items_beside(path)} is not there, in which this checkpoint's hyper-parameters were written")
     fingerprints: dict[str, str] = {}
     suspects = {key for key, _ in unlocated}
 

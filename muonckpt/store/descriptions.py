@@ -10,6 +10,7 @@ from ..record import MANIFEST_FILE, Blob, Manifest, StateRecord
 from .formats.dcp.directory import METADATA_FILE, DcpReader
 from .formats.registry import DCP, OWN, SAFETENSORS, ZARR
 from .io.checksums import xxh3_128
+from .io.location import Location
 from .io.regular import read_whole
 from .io.side_file import items_beside
 from .open_checkpoint import OpenCheckpoint
@@ -36,18 +37,21 @@ def description_faults(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
     if checkpoint.format is OWN:
         yield from _against_metadata(checkpoint)
     digest = _digest_of_items(checkpoint)
-    if digest is not None and not lacks_items(checkpoint):
-        place = items_beside(checkpoint.path)
-        actual = xxh3_128([read_whole(place)])
-        if actual != digest:
-            yield Finding(
-                "items", None, f"{place}: digest {actual}, expected {digest}: it is damaged, or of another save"
-            )
+    if digest is not None:
+        yield from _items_faults(items_beside(checkpoint.path), digest)
 
 
-def lacks_items(checkpoint: OpenCheckpoint) -> bool:
-    """Whether a file of items was written beside the checkpoint, and is not there."""
-    return _digest_of_items(checkpoint) is not None and not items_beside(checkpoint.path).exists()
+def _items_faults(place: Location, digest: str) -> Iterator[Finding]:
+    """What is wrong with the file of items that was written beside a checkpoint."""
+    if not place.exists():
+        yield Finding(
+            "items",
+            None,
+            f"{place} is missing, in which hyper-parameters and other items were written beside this checkpoint; "
+            "restore it from a copy, or write one without items with --tensors-only",
+        )
+    elif (actual := xxh3_128([read_whole(place)])) != digest:
+        yield Finding("items", None, f"{place}: digest {actual}, expected {digest}: it is damaged, or of another save")
 
 
 def _digest_of_items(checkpoint: OpenCheckpoint) -> str | None:

@@ -149,6 +149,9 @@ def test_what_lies_beside_a_source_is_not_passed_over_in_silence(source, tmp_pat
     report = muonckpt.convert(tmp_path / "w.safetensors", tmp_path / "back")
     assert report.notes == (f"the items in {tmp_path / 'w.safetensors.items.json'} are not read",)
     assert muonckpt.convert(tmp_path / "back", tmp_path / "again").notes == ()
+    (tmp_path / "w.safetensors.items.json").unlink()
+    (finding,) = muonckpt.verify(tmp_path / "w.safetensors").findings
+    assert finding.kind == "items" and "w.safetensors.items.json is missing" in finding.message
 
 
 def test_only_what_is_selected_is_written_and_nothing_if_only_tensors_are_asked_for(source, tmp_path):

@@ -335,3 +335,23 @@ def test_infinite_and_nan_elements_are_found_and_the_largest_finite_ones_are_not
     assert (finding.kind, finding.key) == ("nonfinite", "bad")
     assert finding.message.startswith(f"{count} elements of tensor 'bad'")
     assert "[3:6, 0:2] in __1_0.distcp" in finding.message
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize(
+    ("format", "file", "code", "other"),
+    [("safetensors", "", b'"F32"', b'"F33"'), ("zarr", "w/value/zarr.json", b'"float32"', b'"float33"')],
+)
+def test_a_dtype_that_nobody_knows_is_damage_where_we_wrote_it(ours, format, file, code, other, tmp_path):
+    """Another program may know more of them than we do."""
+    muonckpt.save({"w": torch.arange(64.0)}, tmp_path / "a")
+    muonckpt.convert(tmp_path / "a", tmp_path / "b", format=format)
+    described = tmp_path / "b" / file
+    raw = described.read_bytes().replace(code, other)
+    described.write_bytes(raw if ours else raw.replace(b'"muonckpt":', b'"somebody":'))
+    if ours:
+        (finding,) = muonckpt.verify(tmp_path / "b").findings
+        assert finding.kind == "description" and other.decode().strip('"') in finding.message
+    else:
+        with pytest.raises(SourceError, match=other.decode().strip('"')):
+            muonckpt.verify(tmp_path / "b")

@@ -24,13 +24,10 @@ from ...io.new_file import write_synced
 from ...io.regular import open_regular, read_whole
 from ...reading.dtypes import itemsize
 from . import header
-from .header import CODE_OF_DTYPE, METADATA_KEY, Header, HeaderEntry
+from .header import CODE_OF_DTYPE, MANIFEST_KEY, METADATA_KEY, Header, HeaderEntry
 
 INDEX_FILE = "model.safetensors.index.json"
 """Name of the index of a sharded checkpoint, as we write it.  Any other single index is read, too."""
-
-_MANIFEST_KEY = "muonckpt"
-"""Name of the manifest in ``__metadata__``."""
 
 _DATA = "data"
 """The file in that manifest's extents, which count from the data section, and so do not depend on its own length."""
@@ -114,7 +111,7 @@ def front(tensors: Sequence[StateRecord], provenance: Mapping[str, Any], sums: S
         start = place.end
     # "format" tells Hugging Face libraries whose tensors these are; some refuse a file without it.
     manifest = Manifest(tuple(described), (), provenance).to_json()
-    head = Header(entries, {"format": "pt", _MANIFEST_KEY: manifest}).encode()
+    head = Header(entries, {"format": "pt", MANIFEST_KEY: manifest}).encode()
     if len(head) - 8 > header.MAX_HEADER_BYTES:
         raise DestinationError(f"a header of {len(head)} bytes, of at most {header.MAX_HEADER_BYTES}; use --shard-size")
     return head
@@ -149,7 +146,7 @@ def write_shard_index(manifest: Manifest, names: Sequence[str], directory: Locat
     sizes = {"total_size": sum(map(length_of, manifest.tensors))}
     ours = {"version": 1, "headers": headers}
     seal = digest_of([sizes, ours, files])
-    index = {"metadata": {**sizes, _MANIFEST_KEY: {**ours, "digest": seal}}, "weight_map": files}
+    index = {"metadata": {**sizes, MANIFEST_KEY: {**ours, "digest": seal}}, "weight_map": files}
     write_synced(directory / INDEX_FILE, json.dumps(index, indent=1, ensure_ascii=False).encode())
 
 
@@ -224,7 +221,7 @@ def _read_file(file: Location, index: _Index | None) -> tuple[Mapping[str, Any],
             "expected whole tensors, found what one rank had of them (by DCP's HuggingFaceStorageWriter with "
             "save_distributed): consolidate the files of all ranks with torch first"
         )
-    text = file_header.metadata.get(_MANIFEST_KEY)
+    text = file_header.metadata.get(MANIFEST_KEY)
     recorded = Manifest(()) if text is None else Manifest.from_json(text)
     known = {tensor.key: tensor for tensor in recorded.tensors}
     lost = sorted(known.keys() - file_header.entries.keys())

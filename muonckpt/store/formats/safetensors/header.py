@@ -32,6 +32,9 @@ MAX_HEADER_BYTES = 100_000_000
 METADATA_KEY = "__metadata__"
 """The one name that no tensor can have."""
 
+MANIFEST_KEY = "muonckpt"
+"""Name of our manifest among the metadata; files without it were written by other programs."""
+
 DTYPE_OF_CODE: Mapping[str, str] = MappingProxyType(
     {
         "F64": "float64",
@@ -167,7 +170,8 @@ def parse_header(text: bytes) -> Header:
     metadata = fields.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise DamageError(f"expected strings in {METADATA_KEY}, found something else")
-    entries = {name: _entry(name, value) for name, value in fields.items()}
+    strange = DamageError if MANIFEST_KEY in metadata else SourceError
+    entries = {name: _entry(name, value, strange) for name, value in fields.items()}
     return Header(dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop))), metadata)
 
 
@@ -177,7 +181,8 @@ def _fields(value: Any) -> dict[str, Any]:
     return value
 
 
-def _entry(name: str, value: Any) -> HeaderEntry:
+def _entry(name: str, value: Any, strange: type[SourceError]) -> HeaderEntry:
+    """``strange``: the error for a dtype that we never write; other programs may know more."""
     match value:
         case {"dtype": str(code), "shape": [*shape], "data_offsets": [start, stop], **more} if not more and all(
             type(number) is int
@@ -187,7 +192,7 @@ def _entry(name: str, value: Any) -> HeaderEntry:
         case _:
             raise DamageError(f"tensor {name!r}: expected dtype, shape and data_offsets, found {str(value)[:200]}")
     if code not in DTYPE_OF_CODE:
-        raise SourceError(f"tensor {name!r}: expected one of the dtypes {', '.join(DTYPE_OF_CODE)}, found {code!r}")
+        raise strange(f"tensor {name!r}: expected one of the dtypes {', '.join(DTYPE_OF_CODE)}, found {code!r}")
     try:
         return HeaderEntry(DTYPE_OF_CODE[code], tuple(shape), start, stop)
     except DamageError as error:

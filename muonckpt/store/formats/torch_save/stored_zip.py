@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ....errors import SourceError
+from ....errors import DamageError, SourceError
 from ...io import limits
 
 Read = Callable[[int, int], bytes]
@@ -140,13 +140,14 @@ def member_data(read: Read, member: ZipMember, most: int) -> bytes:
     """The data of a small member, compared with its checksum.  ``read`` takes offsets in the file.
 
     Raises:
-        SourceError: it has more than ``most`` bytes, or another checksum.
+        DamageError: it has another checksum.
+        SourceError: it has more than ``most`` bytes.
     """
     if member.length > most:
         raise SourceError(f"expected at most {most} bytes in {member.name}, found {member.length}")
     data = _exactly(read, member.offset, member.length)
     if member.crc32 is not None and zlib.crc32(data) != member.crc32:
-        raise SourceError(f"expected checksum {member.crc32:#010x} for {member.name}, found {zlib.crc32(data):#010x}")
+        raise DamageError(f"expected checksum {member.crc32:#010x} for {member.name}, found {zlib.crc32(data):#010x}")
     return data
 
 

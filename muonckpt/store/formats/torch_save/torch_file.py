@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ....box import Box, Index
-from ....errors import SourceError
+from ....errors import SourceError, about
 from ....record import Chunk, Extent
 from ...io import limits
 from ...io.location import Location
@@ -114,11 +114,8 @@ def read_torch_file(directory: Location, name: str) -> TorchFile:
     Raises:
         SourceError: it is missing, damaged, big-endian, or not an archive of ``torch.save``.
     """
-    with open_regular(directory / name) as file:
-        try:
-            return _read(file, name)
-        except SourceError as error:
-            raise SourceError(f"{directory / name}: {error}") from error
+    with open_regular(directory / name) as file, about(directory / name):
+        return _read(file, name)
 
 
 def _read(file: File, name: str) -> TorchFile:

@@ -170,9 +170,20 @@ def parse_array(node: str, fields: Mapping[str, Any]) -> ZarrArray:
     """The array that these fields describe.
 
     Raises:
-        SourceError: a field is missing or not what it should be; or the data type, the grid, the key encoding or a
-            storage transformer is one that this program does not know.
+        DamageError: a field is missing or not what it should be; or it has our attribute, and something that we never
+            write.
+        SourceError: the data type, the grid, the key encoding or a storage transformer is one that this program does
+            not know.
     """
+    try:
+        return _parsed(node, fields)
+    except SourceError as error:
+        if MANIFEST_ATTRIBUTE in fields["attributes"]:
+            raise DamageError(str(error)) from error
+        raise
+
+
+def _parsed(node: str, fields: Mapping[str, Any]) -> ZarrArray:
     try:
         if fields.get("storage_transformers"):
             raise SourceError(f"expected no storage transformers, found {fields['storage_transformers']!r:.200}")
