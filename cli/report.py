@@ -14,7 +14,7 @@ from ..page.checkpoint_page import StatsChoice, report
 from ..store.io.location import Location
 from ..wording import counted
 from .argument_types import CHECKPOINT, JOBS, LEAST_MEMORY, ByteCountType
-from .printing import printable, progress
+from .printing import print_duration, print_json, printable, progress
 
 
 @click.command("report")
@@ -40,7 +40,10 @@ from .printing import printable, progress
     "--memory", type=ByteCountType(LEAST_MEMORY), default=f"{STATS_MEMORY >> 20}MiB", show_default=True, help="Memory."
 )
 @click.option("--jobs", type=JOBS, default=2, show_default=True, metavar="N", help="Threads.")
-def command(checkpoint: Location, other: Location | None, output: Path, select: Sequence[str], **options: Any) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the page's place, bytes and number of findings as JSON.")
+def command(
+    checkpoint: Location, other: Location | None, output: Path, select: Sequence[str], as_json: bool, **options: Any
+) -> None:
     """Write a page about CHECKPOINT, of any format: findings, a map of its shards, balance, norms, and every tensor.
 
     With OTHER, such as an earlier checkpoint of the run, also what has changed since.  The page is one file, and needs
@@ -55,6 +58,10 @@ def command(checkpoint: Location, other: Location | None, output: Path, select: 
             page = report(checkpoint, other, select=select, progress=advance, **options)
     except TargetError as error:
         raise click.UsageError(str(error)) from error
-    page.write(output)
+    written = page.write(output)
+    if as_json:
+        print_json({"page": str(output), "bytes": written, "findings": page.findings})
+        return
     found = counted(page.findings, "finding") if page.findings else "nothing odd"
     click.echo(printable(f"{output}: {found} in {checkpoint}"))
+    print_duration()

@@ -124,7 +124,7 @@ def report(
         known = first_look(opened)
         inspection = inspection_of(opened, known)
         chosen = [] if stats == "none" else measurable(known, select)
-        to_measure = sum(tensor.boxes.numel.sum() * itemsize(tensor.dtype) for _, tensor in chosen)
+        to_measure = sum(int(tensor.boxes.numel.sum()) * itemsize(tensor.dtype) for _, tensor in chosen)
         to_compare = 0
 
         def compared(count: int, total: int) -> None:

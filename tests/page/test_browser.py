@@ -100,7 +100,7 @@ def test_the_map_says_box_file_and_offset_to_the_pointer_and_to_the_keyboard(dri
     shard = muonckpt.inspect(driver.place / "cut").shards(first)[1]
     place = f"rows {shard.box.lo[0]}:{shard.box.hi[0]}, columns 0:9 — {shard.file} at {shard.offset:,}"
     waited(lambda: place in text(driver, "#tip"))
-    assert place in driver.find_element("id", "map-live").get_attribute("textContent")
+    waited(lambda: place in driver.find_element("id", "map-live").get_attribute("textContent"))
     tip = text(driver, "#tip")
     left = driver.execute_script("return document.getElementById('tip').getBoundingClientRect().left") - 14
     point_at(driver, 2, 2)
@@ -111,4 +111,5 @@ def test_the_map_says_box_file_and_offset_to_the_pointer_and_to_the_keyboard(dri
     point_at(driver, left, top + 24 + 10)
     waited(lambda: text(driver, "#tip") == tip)
     view.send_keys("\ue007")  # Enter
+    waited(lambda: driver.execute_script("return document.getElementById('tensor').open"))
     assert text(driver, "#tensor-title") == first

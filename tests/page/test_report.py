@@ -142,6 +142,8 @@ def test_the_command_writes_the_page_whole_or_not_at_all(run, page, tmp_path):
     assert (done.returncode, done.stdout) == (0, f"{target}: 1 finding in {run / '20'}\n")
     assert target.read_text() == page.html()
     assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
+    said = json.loads(called("report", run / "20", run / "10", "-o", target, "--json").stdout)
+    assert (said["page"], said["bytes"], said["findings"]) == (str(target), len(page.html()), page.findings)
     missing = called("report", run / "20", "--stats", "none", "-o", tmp_path / "nowhere" / "page.html")
     assert missing.returncode == 4 and "cannot be written" in missing.stderr
     assert called("report", run / "20", "--select", "no.such*", "-o", target).returncode == 2

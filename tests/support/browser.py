@@ -44,7 +44,7 @@ def shown(driver: Any, page: Path, scheme: str = "light") -> Any:
     return driver
 
 
-def waited(holds: Callable[[], bool], seconds: float = 20) -> None:
+def waited(holds: Callable[[], bool], seconds: float = 60) -> None:
     """Wait until something holds, as a page that draws a little later makes it."""
     until = time.monotonic() + seconds
     while not holds():

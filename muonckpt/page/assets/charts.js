@@ -93,7 +93,7 @@ function ticks(low, high) {
   for (let power = Math.ceil(low); power <= high; power++) powers.push(10 ** power);
   if (powers.length > 6) return powers.filter((_, i) => i % Math.ceil(powers.length / 5) === 0);
   if (powers.length >= 2) return powers;
-  return [10 ** (low + 0.12 * (high - low)), 10 ** (high - 0.12 * (high - low))].map((value) => Number(value.toPrecision(2)));
+  return [10 ** (low + 0.12 * (high - low)), 10 ** (high - 0.12 * (high - low))].map((value) => Number(value.toPrecision(3)));
 }
 
 function axis(context, scale, left, width) {

@@ -130,9 +130,10 @@ class ShardMap {
 
   measures() {
     const width = this.node.clientWidth || 800;
-    const most = Math.max(Math.min(330, width * 0.32), width - 8 - 64 * HOLDERS.places.length);
+    const widest = HOLDERS.ranked ? 64 : 180;
+    const most = Math.max(Math.min(330, width * 0.32), width - 8 - widest * HOLDERS.places.length);
     this.label = Math.round(Math.min(most, this.longest));
-    this.cell = Math.max(9, Math.min(64, (width - this.label - 8) / Math.max(1, HOLDERS.places.length)));
+    this.cell = Math.max(9, Math.min(widest, (width - this.label - 8) / Math.max(1, HOLDERS.places.length)));
     this.fullWidth = Math.ceil(this.label + this.cell * HOLDERS.places.length + 8);
     this.fullHeight = HEAD + this.rows.length * LINE + 4;
   }

@@ -22,6 +22,13 @@ function bytes(n) {
   return (unit ? Number(n.toPrecision(3)) : n) + " " + units[unit];
 }
 
+function flops(n) {
+  const units = ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"];
+  let unit = 0;
+  while (n >= 1000 && unit < units.length - 1) { n /= 1000; unit += 1; }
+  return Number(n.toPrecision(3)) + " " + units[unit];
+}
+
 function short(value) {
   if (value === null || value === undefined) return "-";
   if (typeof value === "string") return shown(value);

@@ -16,6 +16,7 @@ function nameOf(path) {
 }
 
 function tile(value, what) {
+  if (value === "1") what = what.replace(/s$/, "");
   return el("div", { class: "tile" }, el("b", {}, value), el("span", {}, what));
 }
 
@@ -46,8 +47,7 @@ function overviewSection() {
     shares(total ? role.bytes / total : 0, role.role), role.dtypes.join(", ")]);
   return section("overview", "Overview",
     el("div", { class: "tiles" }, tile(found.step === null ? "-" : String(found.step), "step"), tile(count(found.tensors), "tensors"),
-      tile(count(found.chunks), "shards"), tile(bytes(found.bytes), "of elements"), tile(count(HOLDERS.places.length), HOLDERS.noun + "s"),
-      tile(count(found.files), "files"), tile(found.kind, "format")),
+      tile(count(found.chunks), "shards"), tile(bytes(found.bytes), "of elements"), HOLDERS.ranked ? tile(count(HOLDERS.places.length), "ranks") : null, tile(count(found.files), "files"), tile(found.kind, "format")),
     el("div", { class: "panel" }, el("dl", { class: "facts" }, lines.map(([label, text]) => [el("dt", {}, label), el("dd", {}, text)]))),
     el("h3", { class: "visually-hidden" }, "Contents"),
     roles.length
@@ -109,7 +109,6 @@ function balanceSection() {
   const places = HOLDERS.places;
   const add = (title, values, names, format) => { if (values.length) figures.push(el("div", { class: "panel" }, barChart({ title, values, names, format }))); };
   add("Bytes by " + HOLDERS.noun, held ? held.share : HOLDERS.held, (i) => (held ? "rank " + held.rank[i] : places[i]), bytes);
-  const flops = (value) => short(value / 1e9) + " GFLOP";
   if (work) add("Newton\u2013Schulz work of an iteration, by rank", work.share, (i) => "rank " + work.rank[i], flops);
   for (const buffer of DATA.inspection.buffers) {
     const of = buffer.of + " (" + buffer.algorithm + ")";
@@ -152,7 +151,7 @@ function normsSection() {
   const tensors = MEASURED;
   if (!folded.length) return section("norms", "Norms and spectra", el("p", { class: "empty" }, "No tensor of weights or state has numbers to measure."));
   const charts = el("div", { class: "grid three", id: "norm-charts" });
-  const heading = el("h3", { class: "mono", role: "status" });
+  const heading = el("h3", { class: "mono" });
   const isOdd = (row) => (n) => ODD.has(tensors[row.members[n]].key);
   const choose = (i) => {
     const row = folded[i];
@@ -188,7 +187,7 @@ function normsSection() {
   const { field, said } = searchField({ label: "Search parameters", total: folded.length, noun: "row", table, text: (i) => folded[i].pattern + " " + folded[i].role });
   const first = folded.findIndex((row) => row.members.some((n) => ODD.has(tensors[n].key)));
   choose(first < 0 ? 0 : first);
-  return section("norms", "Norms and spectra", el("div", { class: "panel" }, heading, charts),
+  return section("norms", "Norms and spectra", el("div", { class: "panel" }, el("div", { role: "status" }, heading), charts),
     el("div", { class: "bar below" }, field, said, el("span", { class: "muted" }, "A row is a parameter or a slot in all layers; press one to see its charts. Red squares: named by a finding.")), table.node);
 }
 
@@ -252,7 +251,7 @@ function tensorsSection() {
   const figure = (name, label, width) => ({ label, width, number: true, value: (i) => FIGURES.get(TENSORS[i].key)?.[name] ?? null, text: (i) => short(FIGURES.get(TENSORS[i].key)?.[name]) });
   if (DATA.stats) columns.push(figure("rms", "RMS", 88));
   if (TENSORS.some((tensor) => tensor.fingerprint)) columns.push({ label: "fingerprint", width: 148, value: (i) => TENSORS[i].fingerprint, text: (i) => TENSORS[i].fingerprint || "-" });
-  const table = new LongTable({ caption: "Tensors", columns, open: openTensor });
+  const table = new LongTable({ caption: "Every tensor", columns, open: openTensor });
   const search = searchField({ label: "Search tensors", total: TENSORS.length, noun: "tensor", table,
     text: (i) => [TENSORS[i].key, TENSORS[i].role, TENSORS[i].slot, TENSORS[i].dtype, TENSORS[i].cut.words].join(" ") });
   const node = section("tensors", "Tensors", el("div", { class: "bar" }, search.field, search.said,
