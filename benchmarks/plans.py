@@ -131,8 +131,8 @@ def _spec(param: DTensor, weight: Weight) -> Spec:
     return Spec((slot,), _cost)
 
 
-def _cost(m: int, n: int, parts: int) -> int:
-    return flops(m, n, STEPS, parts=parts)
+def _cost(m: int, n: int) -> int:
+    return flops(m, n, STEPS)
 
 
 def plan_of(case: Case) -> Numbers:
@@ -151,8 +151,7 @@ def plan_of(case: Case) -> Numbers:
             raise RuntimeError(f"rank {rank} of {case} sends {found} bytes, the plan of rank 0 says {sent[rank]}")
     work: Counter[tuple[int, int]] = Counter()
     for unit in schedule.units:
-        [owner] = unit.owners
-        work[unit.stage, owner] += Matrix(*unit.rows_columns, 1, 0, 0).flops
+        work[unit.stage, unit.owner] += Matrix(*unit.rows_columns, 1, 0, 0).flops
     by_stage = np.zeros((len(schedule.stages), case.ranks), np.int64)
     by_stage[tuple(zip(*work, strict=True))] = list(work.values())
     fullest = max(parts, key=lambda rank: most_wires(parts[rank].stages))
@@ -175,7 +174,7 @@ def sent_by(schedule: Schedule, specs: Sequence[Spec]) -> list[int]:
     ranks = len(schedule.ranks)
     sent = np.full(ranks, 2 * len(schedule.stages) * NOTE * (ranks - 1))
     for unit in schedule.units:
-        [slot], [owner] = specs[unit.param].slots, unit.owners
+        [slot], owner = specs[unit.param].slots, unit.owner
         holders, held = residence(slot.layout, slot.fused, schedule.ranks)[unit.index]
         away = np.where(holders == owner, 0, held * HALF)
         sent[holders] += away

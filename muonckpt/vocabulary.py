@@ -77,7 +77,6 @@ class MuonDefaults:
     pieces: tuple[int, ...] | None = None
     columns: tuple[int, ...] | None = None
     interleaved: int = 1
-    blocks: int = 1
 
 
 MUON = MuonDefaults()

@@ -84,11 +84,8 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
             numbers), iterations, dtype ("bfloat16", "float16" or "float32"; see `precision` for what travels), restarts
             of the Gram form (None: the plain form) and smallest norm.
         pieces, columns, interleaved: what is fused in each parameter of a group (`matrices.Fused`).
-        blocks: a power of two.  Each matrix of a group is computed in this many blocks along its long side, whose Gram
-            matrices are added up in float32, so that as many ranks can share a matrix that is much larger than a rank's
-            share of the work.  It changes the last bits, which still do not depend on the number of ranks.
-        cost: of a matrix, for sharing out the work: a function of rows, columns, steps, gram and the number of ranks
-            that share it; a `costs.CostTable` of measured times, or FLOPs.  The same on every rank.
+        cost: of a matrix, for sharing out the work: a function of rows, columns, steps and gram; a `costs.CostTable` of
+            measured times, or FLOPs.  The same on every rank.
         form: how a matrix is orthogonalised: by kernels or by torch, and where ``gram`` is given, in the Gram form or
             not.  By estimates, or the ``form`` of a `costs.CostTable`.  The same on every rank, or the plans differ.
         replicas: process group over which *plain* tensors are replicated (DDP); their matrices are shared out over it.
@@ -130,7 +127,6 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         pieces: tuple[int, ...] | None = MUON.pieces,
         columns: tuple[int, ...] | None = MUON.columns,
         interleaved: int = MUON.interleaved,
-        blocks: int = MUON.blocks,
         cost: Cost = flops,
         form: Choice = prefer_kernels,
         replicas: dist.ProcessGroup | None = None,
@@ -169,7 +165,6 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
             "pieces": pieces,
             "columns": columns,
             "interleaved": interleaved,
-            "blocks": blocks,
             "convention": MUON_CONVENTION.value,
         }
         super().__init__(params, {"algorithm": "muon", "lr": lr, "weight_decay": weight_decay, "cautious": cautious})
@@ -370,7 +365,6 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
     def _planner(self) -> Planner:
         return Planner(
             self._replicas,
-            self._steps.sharing,
             self._exchange,
             self._stages,
             self._resting,

@@ -105,7 +105,7 @@ def muon_report(
     """
     schedules, rank = list(schedules), dist.get_rank() if dist.is_initialized() else 0
     owned = Counter({rank: 0 for schedule in schedules for rank in schedule.ranks})
-    owned.update(owner for schedule in schedules for unit in schedule.units for owner in unit.owners)
+    owned.update(unit.owner for schedule in schedules for unit in schedule.units)
     report = MuonReport(
         tuple(_group(number, group, scales) for number, group in enumerate(groups)),
         (min(owned.values()), max(owned.values()), owned[rank]) if owned else None,

@@ -164,10 +164,6 @@ def check(group: ParamGroup, scales: Collection[str]) -> None:
     )
     if group["gram"] is not None:
         spans(group["gram"], group["ns_steps"], PRECISIONS[group["ns_dtype"]].compute)
-    need("blocks", group["blocks"] > 0 and group["blocks"].bit_count() == 1, "a power of two")
-    plain = not MATRICES[group["algorithm"]].slots and group["gram"] is None and group["ns_dtype"] != "float16"
-    if group["blocks"] > 1 and not plain:
-        raise ValueError(f"blocks={group['blocks']!r}: only for 'muon' without gram, in bfloat16 or float32")
     if "beta2" in group:
         need("beta2", 0 <= group["beta2"] < 1, "a number in [0, 1)")
         need("statistics", group["statistics"] in STATISTICS, f"one of {sorted(STATISTICS)}")

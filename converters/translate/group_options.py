@@ -137,14 +137,14 @@ class GroupOptions:
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable", "clip_grad", "param_names", "name"})
 """Options that say how a program computes, or what a group is called, but not what is computed."""
 
-_ROUNDING = frozenset({"gram", "blocks", "ns_dtype"})
+_ROUNDING = frozenset({"gram", "ns_dtype"})
 """Common options that only change how a result is rounded; of them "bfloat16" is what every program computes in."""
 
 _REFUSED = {"maximize": "it goes up the gradient", "coupled": "decay that is added to the gradient"}
 """Common options without which an update is another one altogether, and what they mean."""
 
 _OFF: Mapping[str, object] = {"pieces": None, "columns": None, "interleaved": 1, "cautious": False, "maximize": False,
-                              "flatten": False, "gram": None, "blocks": 1, "ns_dtype": "bfloat16"}  # fmt: skip
+                              "flatten": False, "gram": None, "ns_dtype": "bfloat16"}  # fmt: skip
 """Common options that need no word where they have this value."""
 
 

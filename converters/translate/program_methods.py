@@ -107,7 +107,7 @@ MOONLIGHT = (
 _OUR_SCALE = scale("adjust_lr", {"original": ("original",), "rms": ("match_rms_adamw",), "spectral": ("spectral",),
                                  "none": ("none",)})  # fmt: skip
 _OUR_MATRIX = {**_MUON, **{name: name for name in ("cautious", "ns", "ns_steps", "ns_dtype", "gram", "pieces",
-                                                   "columns", "interleaved", "blocks")}}  # fmt: skip
+                                                   "columns", "interleaved")}}  # fmt: skip
 _OUR_CONVENTION: Mapping[str, object] = {"convention": MUON_CONVENTION.value}
 _OUR_SCALAR = {**_RATES, "cautious": "cautious"}
 

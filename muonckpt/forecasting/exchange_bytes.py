@@ -79,7 +79,7 @@ def step_plan(
     work = np.zeros((stages, ranks), np.int64)
     alike: defaultdict[tuple[int, int, int, int | None], list[int]] = defaultdict(list)
     for unit in schedule.units:
-        [slot], [owner] = specs[unit.param].slots, unit.owners
+        [slot], owner = specs[unit.param].slots, unit.owner
         work[unit.stage, owner] += unit.cost
         replica = first_replica(slot.layout, slot.fused, unit.index, owner)
         alike[id(specs[unit.param]), unit.index, unit.stage, replica].append(owner)
@@ -99,8 +99,8 @@ def _specs(parameters: Sequence[ModelParameter], layouts: Sequence[TensorLayout]
     """The parameters as planning sees them; equal ones are one object."""
     precision = PRECISIONS[options.ns_dtype]
 
-    def cost(rows: int, columns: int, parts: int) -> int:
-        return flops(rows, columns, options.ns_steps, None, parts)
+    def cost(rows: int, columns: int) -> int:
+        return flops(rows, columns, options.ns_steps)
 
     alike: dict[tuple[TensorLayout, Fused], Spec] = {}
     for parameter, layout in zip(parameters, layouts, strict=True):

@@ -17,16 +17,13 @@ from . import gram as gram_form
 from .forms import Form, has_kernels
 from .iterations import orthogonalize
 
-Cost = Callable[[int, int, int, Sequence[int] | None, int], int]
-"""Cost of an ``m x n`` matrix on each of ``parts`` ranks that share it: ``(m, n, steps, gram, parts)``, in any unit."""
+Cost = Callable[[int, int, int, Sequence[int] | None], int]
+"""Cost of an ``m x n`` matrix: ``(m, n, steps, gram)``, in any unit."""
 
 
-def flops(rows: int, columns: int, steps: int, gram: Sequence[int] | None = None, parts: int = 1) -> int:
-    """Floating-point operations (`gram.cost`); a rank that shares a matrix still squares the whole Gram matrix."""
-    if parts == 1:
-        return gram_form.cost(rows, columns, steps, gram)
-    short, long = sorted((rows, columns))
-    return steps * (4 * short**2 * -(-long // parts) + 2 * short**3)
+def flops(rows: int, columns: int, steps: int, gram: Sequence[int] | None = None) -> int:
+    """Floating-point operations (`gram.cost`)."""
+    return gram_form.cost(rows, columns, steps, gram)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +54,12 @@ class CostTable:
         if self.gram is None and any(form.gram for times in self.nanoseconds.values() for form in times):
             raise ValueError("a cost table has times of the Gram form, and does not say after which steps it restarts")
 
-    def __call__(self, rows: int, columns: int, steps: int, gram: Sequence[int] | None, parts: int) -> int:
+    def __call__(self, rows: int, columns: int, steps: int, gram: Sequence[int] | None) -> int:
         shape = self._nearest(rows, columns)
         times = {form: time for form, time in self.nanoseconds[shape].items() if gram is not None or not form.gram}
         form, time = min((times or self.nanoseconds[shape]).items(), key=lambda item: item[1])
         rate = time / flops(*shape, self.steps, self.gram if form.gram else None)
-        return max(1, round(rate * flops(rows, columns, steps, gram if form.gram else None, parts)))
+        return max(1, round(rate * flops(rows, columns, steps, gram if form.gram else None)))
 
     def form(self, device: torch.device, dtype: torch.dtype, rows: int, columns: int, copies: int) -> Form:
         """The fastest that was measured, however many copies there are.

@@ -7,9 +7,9 @@ The polar factor ``U Vᵀ`` of ``M = U S Vᵀ`` is reached by odd polynomials of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import Any, Generic
 
 import torch
@@ -19,10 +19,8 @@ from ...coefficients import Coefficients, Triple, coefficient_set
 from .forms import Form, arithmetic, prefer_kernels
 from .gram import compound
 from .places import Places
-from .products import REDUCTIONS, M, Products, bounded, by_torch, frobenius, reduction, widened
+from .products import M, Products
 from .recipe import EPS, Recipe
-
-Total = Callable[[Iterator[Tensor]], Tensor]
 
 
 def orthogonalize(
@@ -157,79 +155,3 @@ _cached = lru_cache(maxsize=1024)(_iterations)
 
 def _made() -> Callable[..., tuple[_Iteration[Any], ...]]:
     return _iterations if torch.compiler.is_compiling() else _cached
-
-
-@torch.no_grad()
-def orthogonalize_parts(parts: Sequence[Tensor], recipe: Recipe, total: Total) -> list[Tensor]:
-    """This rank's parts of the polar factor of a matrix that several ranks share.
-
-    The matrix is cut into blocks of columns (of rows if it is tall, each given transposed), and each rank has some of
-    them.  Everything is computed block by block, and only Gram matrices are added up, so the result does not depend on
-    which rank has which blocks, if ``total`` does not.  How the matrix is cut does change the last bits.  The plain
-    form only, by torch.  The other promises are those of :func:`orthogonalize`, which does the same to one block, up to
-    the last bits where it uses kernels or the 16-bit units of a CPU.
-
-    Args:
-        parts: blocks ``[s, l_i]`` in order, at least one, where ``s`` is the short side of the whole matrix; ``l_i``
-            may differ, be less than ``s``, or 0.
-        total: is given what this rank's blocks add to a sum, one tensor per part, in order, of fp32 (fp64 for fp64):
-            the shapes are :func:`sums_of_parts`.  Each is computed when it is asked for.  It returns the sum
-            over the blocks of all ranks, the same bits on every rank: :func:`tree_sum` of what :func:`tree_sum` gave
-            on each rank, or that alone if this rank has all.
-
-    Returns:
-        For each part, ``[s, l_i]``, contiguous, of ``dtype``.
-
-    Raises:
-        ValueError: no part, or parts that are not matrices of floats or differ in rows.
-    """
-    if not all(part.is_floating_point() for part in parts):
-        raise ValueError(f"expected floats, got {[part.dtype for part in parts]}")
-    if len({part.shape[0] for part in parts}) != 1 or any(part.ndim != 2 for part in parts):
-        raise ValueError(f"expected parts of one number of rows, got {[tuple(part.shape) for part in parts]}")
-    dtype = recipe.dtype
-    kind = by_torch(parts[0].device, dtype, 0, 0)
-    exact = [widened(part, dtype) for part in parts]
-    # The root of a rounded square is what was squared (radix 2): one block has the norm that it has alone.
-    norms = (torch.stack([frobenius(x), frobenius(x / REDUCTIONS[x.dtype][1])]) for x in exact)
-    norm, reduced = total(pair.square().view(1, 2) for pair in norms).sqrt()[0]
-    divisor = reduction(norm)
-    norm = bounded(torch.where(divisor > 1, reduced, norm), recipe.eps / divisor, recipe.scale)
-    xs = [(x / divisor / norm).to(kind.dtype) for x in exact]
-    for a, b, c in recipe.triples:
-        gram = total(_unrounded_gram(x) for x in xs).to(kind.dtype)
-        p = kind.square(gram, b, c)
-        xs = [kind.added(x, a, p) for x in xs]
-    return [x.to(dtype) for x in xs]
-
-
-def sums_of_parts(short: int, steps: int) -> list[tuple[int, int]]:
-    """The shapes of all sums of :func:`orthogonalize_parts`, in order, for a matrix of this short side: of squares, as
-    they are and reduced, and of Gram matrices."""
-    return [(1, 2), *[(short, short)] * steps]
-
-
-def tree_sum(partials: Iterable[Tensor]) -> Tensor:
-    """The sum of tensors of one shape in a fixed order: neighbours first, then neighbouring pairs, and so on.
-
-    So it can be split: cut the list into runs of one power of two (the last may be shorter), and the tree sum of the
-    runs' tree sums has the bits of the tree sum of all.  Only about ``log2(n)`` tensors live at a time.
-
-    Raises:
-        ValueError: nothing to add.
-    """
-    sums: list[tuple[int, Tensor]] = []  # over 2^level partials each, levels falling
-    for term in partials:
-        level, right = 0, term
-        while sums and sums[-1][0] == level:
-            level, right = level + 1, sums.pop()[1] + right
-        sums.append((level, right))
-    if not sums:
-        raise ValueError("tree_sum of no tensors")
-    return reduce(lambda right, left: left + right, [term for _, term in reversed(sums)])
-
-
-def _unrounded_gram(x: Tensor) -> Tensor:
-    """``xxᵀ`` as it is summed up, in fp32 at least."""
-    # Only an accelerator holds 16 bits here, and only there `mm` has an `out_dtype`.
-    return torch.mm(x, x.mT, out_dtype=torch.float32) if x.dtype.itemsize == 2 else x @ x.mT

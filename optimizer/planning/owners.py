@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 
@@ -24,12 +24,11 @@ class Work:
     """One matrix to give away.
 
     Attributes:
-        cost: of orthogonalising it, in any unit, the same for all; for each of the ranks that share it.
+        cost: of orthogonalising it, in any unit, the same for all.
         numel: its elements.
         shape: what is worth having on one rank together.
         holders: positions of the ranks that hold parts of it (in the list of ranks, ascending).
         held: how many elements each of them holds.
-        parts: how many ranks share it, a power of two.
     """
 
     cost: int
@@ -37,11 +36,10 @@ class Work:
     shape: tuple[int, ...]
     holders: Int
     held: Int
-    parts: int = 1
 
 
-def assign(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> list[tuple[int, ...]]:
-    """The positions of each matrix's owners, by longest processing time first (Graham 1969) over all shapes together.
+def assign(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> list[int]:
+    """The position of each matrix's owner, by longest processing time first (Graham 1969) over all shapes together.
 
     A matrix goes to the least loaded rank that holds part of it, so that what is whole somewhere moves nowhere and
     what lies within a group of ranks stays there, as long as that rank's load stays within ``SLACK`` of the best
@@ -50,15 +48,10 @@ def assign(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> list[tu
     (``node`` consecutive ranks) of the matrix's first holder, then the first.  No rank receives more elements than the
     mean and one largest matrix; the one that has received the least is always below the mean, so that can always be
     kept.
-
-    A matrix that several ranks share goes to the least loaded run of that many ranks, of those that begin at a multiple
-    of their number:
-    such runs lie inside or outside of each other, so ranks can take their shared matrices in one order without waiting
-    in a circle.
     """
     if not work:
         return []
-    total = sum(matrix.cost * matrix.parts for matrix in work)
+    total = sum(matrix.cost for matrix in work)
     best = max(-(-total // len(ranks)), max(matrix.cost for matrix in work))
     cap = -(-sum(matrix.numel for matrix in work) // len(ranks)) + max(matrix.numel for matrix in work)
     books = _Books(cap, np.asarray(ranks, np.int64) // node)
@@ -70,28 +63,24 @@ def assign(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> list[tu
         if kind is None:
             kind = known[id(matrix)] = kinds.setdefault(_kind(matrix), len(kinds))
         alike[-matrix.cost, kind].append(index)
-    owners: list[tuple[int, ...]] = [()] * len(work)
-    single = [(position,) for position in range(len(ranks))]
+    owners = [0] * len(work)
     for numbers in (alike[key] for key in sorted(alike)):
         matrix = work[numbers[0]]
         home = books.queue(matrix)
         held = dict(zip(matrix.holders.tolist(), matrix.held.tolist(), strict=True))
         for index in numbers:
-            if matrix.parts > 1:
-                owners[index] = books.share(matrix, held)
-                continue
             owner = books.first(home, matrix)
             if owner is None or books.load[owner] + matrix.cost > SLACK * best:
                 least = books.least(matrix)
                 owner = least if owner is None or books.load[least] < books.load[owner] else owner
             books.give(owner, matrix, held.get(owner, 0))
-            owners[index] = single[owner]
+            owners[index] = owner
     return owners
 
 
-def _kind(matrix: Work) -> tuple[tuple[int, ...], int, int, int]:
+def _kind(matrix: Work) -> tuple[tuple[int, ...], int, int]:
     """Work that cannot be told apart but by its cost.  The arrays are cached by geometry (`units.residence`)."""
-    return matrix.shape, matrix.parts, id(matrix.holders), id(matrix.held)
+    return matrix.shape, id(matrix.holders), id(matrix.held)
 
 
 class _Books:
@@ -132,24 +121,16 @@ class _Books:
         far, new = self.nodes[equal] != self._node(matrix), ~self.shapes[matrix.shape][equal]
         return int(equal[np.lexsort((far, new))[0]])
 
-    def share(self, matrix: Work, held: Mapping[int, int]) -> tuple[int, ...]:
-        """Give a matrix to the least loaded run of ranks."""
-        runs = len(self.load) // matrix.parts
-        start = int(self.load[: runs * matrix.parts].reshape(runs, -1).max(axis=1).argmin()) * matrix.parts
-        for rank in range(start, start + matrix.parts):
-            self.give(rank, matrix, held.get(rank, 0))
-        return tuple(range(start, start + matrix.parts))
-
     def give(self, rank: int, matrix: Work, held: int) -> None:
         self.load[rank] += matrix.cost
-        self.received[rank] += (matrix.numel - held) // matrix.parts
+        self.received[rank] += matrix.numel - held
         self.shapes[matrix.shape][rank] = True
 
     def _node(self, matrix: Work) -> int:
         return int(self.nodes[matrix.holders[0]])
 
 
-def in_stages(costs: Sequence[int], owners: Sequence[tuple[int, ...]], ranks: int, most: int) -> list[int]:
+def in_stages(costs: Sequence[int], owners: Sequence[int], ranks: int, most: int) -> list[int]:
     """The stage of each matrix: at most ``most`` stages, of at least as many matrices as ranks on average.
 
     Each owner's matrices, largest first, are cut where its work passes equal parts of the greatest load.  So every
@@ -157,17 +138,15 @@ def in_stages(costs: Sequence[int], owners: Sequence[tuple[int, ...]], ranks: in
     shorter than the largest matrix would leave all but its owner waiting, so there are no more than such stages.
     """
     load = [0] * ranks
-    for cost, sharers in zip(costs, owners, strict=True):
-        for owner in sharers:
-            load[owner] += cost
+    for cost, owner in zip(costs, owners, strict=True):
+        load[owner] += cost
     longest = max(*load, 1)
     count = max(1, min(most, len(costs) // ranks, longest // max(costs, default=1)))
     done = [0] * ranks
     stages = [0] * len(costs)
     for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):  # stable
-        before = max(done[owner] for owner in owners[index])
-        stages[index] = min(count * (2 * before + costs[index]) // (2 * longest), count - 1)
-        for owner in owners[index]:
-            done[owner] += costs[index]
+        owner, cost = owners[index], costs[index]
+        stages[index] = min(count * (2 * done[owner] + cost) // (2 * longest), count - 1)
+        done[owner] += cost
     used = {stage: number for number, stage in enumerate(sorted(set(stages)))}
     return [used[stage] for stage in stages]

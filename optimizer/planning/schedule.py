@@ -15,22 +15,16 @@ from functools import lru_cache
 
 import numpy as np
 
-from ...box import Index
 from ...layout import TensorLayout
-from ...plan import make_share
 from ..newton_schulz.forms import Form
 from .matrices import rows_columns
-from .owners import Int, Work, assign, in_stages
+from .owners import Work, assign, in_stages
 from .residence import residence, resident
 from .routes import Key, Message, Route, route
-from .trips import Trip, Trips, first_replica, trips_of_holder, trips_of_owner
+from .trips import Trips, first_replica, trips_of_holder, trips_of_owner
 from .units import Slot, Spec, Unit
 
 Ranks = tuple[int, ...]
-
-OVERSIZE = 1.3
-"""A matrix that costs more than this many times a rank's share of all work is split, if it may be."""
-
 
 MOST_STAGES = 4
 """The fourth hides all but a quarter of the exchange and keeps its buffers to half; a fifth adds little to that."""
@@ -88,25 +82,19 @@ def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int | 
     owners = assign(work, ranks)
     most = worthwhile_stages(specs, len(ranks)) if stages is None else stages
     turns = in_stages([matrix.cost for matrix in work], owners, len(ranks), most)
-    places = (
-        (number, index, spec.blocks, *matrix)
-        for number, (spec, kind) in enumerate(zip(specs, kinds, strict=True))
-        for index, matrix in enumerate(kind)
-    )
-    groups = {sharers: tuple(ranks[i] for i in sharers) for sharers in set(owners)}
+    places = ((number, index, *matrix) for number, kind in enumerate(kinds) for index, matrix in enumerate(kind))
     units = tuple(
-        Unit(number, index, work.shape, groups[sharers], blocks, stage, work.cost, form)
-        for (number, index, blocks, work, form), sharers, stage in zip(places, owners, turns, strict=True)
+        Unit(number, index, work.shape, ranks[owner], stage, work.cost, form)
+        for (number, index, work, form), owner, stage in zip(places, owners, turns, strict=True)
     )
     resting = {
         id(spec): frozenset[int]().union(*(resident(slot.layout, slot.fused, rank) for slot in spec.slots))
         for spec in same
     }
     here = [resting[id(spec)] for spec in specs]
-    mine = {sharers for sharers in groups.values() if rank in sharers}
     by_stage: list[list[int]] = [[] for _ in range(max(turns, default=0) + 1)]
     for number, unit in enumerate(units):
-        if unit.index in here[unit.param] or unit.owners in mine:
+        if unit.index in here[unit.param] or unit.owner == rank:
             by_stage[unit.stage].append(number)
     positions = {peer: position for position, peer in enumerate(ranks)}
     known: dict[Hashable, tuple[Message, Message]] = {}
@@ -134,35 +122,20 @@ def worthwhile_stages(specs: Sequence[Spec], ranks: int) -> int:
 def _matrices(specs: Sequence[Spec], ranks: Ranks) -> dict[int, list[tuple[Work, Form]]]:
     """The matrices of every kind of parameter, by the identity of its spec: layers that repeat are planned once.
 
-    A matrix that is much more than a rank's share of all work is shared by as many ranks as it takes.  What decides on
-    the form is how many matrices of a shape a *parameter* has: that is the same under any sharding, and on ranks that
-    do not hold the same parameters.
+    What decides on the form is how many matrices of a shape a *parameter* has: that is the same under any sharding, and
+    on ranks that do not hold the same parameters.
     """
-    times = Counter(map(id, specs))
-    distinct = {id(spec): spec for spec in specs}
-    alone = {
-        kind: [spec.cost(*rows_columns(shape), 1) for shape in spec.slots[0].shapes] for kind, spec in distinct.items()
-    }
-    share = sum(sum(alone[kind]) * count for kind, count in times.items()) / len(ranks)
     matrices = {}
-    for kind, spec in distinct.items():
+    for kind, spec in {id(spec): spec for spec in specs}.items():
         update = spec.slots[0]
         homes = residence(update.layout, update.fused, ranks)
         copies = Counter(map(rows_columns, update.shapes))
         forms = {shape: spec.form(*shape, count) for shape, count in copies.items()}
         matrices[kind] = [
-            (_work(spec, shape, cost, home, share, len(ranks)), forms[rows_columns(shape)])
-            for shape, cost, home in zip(update.shapes, alone[kind], homes, strict=True)
+            (Work(spec.cost(*rows_columns(shape)), math.prod(shape), shape, *home), forms[rows_columns(shape)])
+            for shape, home in zip(update.shapes, homes, strict=True)
         ]
     return matrices
-
-
-def _work(spec: Spec, shape: Index, cost: int, home: tuple[Int, Int], share: float, ranks: int) -> Work:
-    parts = 1
-    while cost > OVERSIZE * share and 2 * parts <= min(spec.blocks, ranks):
-        parts *= 2
-        cost = spec.cost(*rows_columns(shape), parts)
-    return Work(cost, math.prod(shape), shape, *home, parts)
 
 
 def _stage(
@@ -184,11 +157,10 @@ def _stage(
     for number in numbers:
         unit = units[number]
         for slot in specs[unit.param].slots:
-            kind = id(slot), unit.index, unit.owners
+            kind = id(slot), unit.index, unit.owner
             if kind not in known:
                 there, back = _trips(unit, slot, rank)
-                owner = unit.owners[0]
-                known[kind] = Message(slot.there, owner, there), Message(slot.back, owner, back)
+                known[kind] = Message(slot.there, unit.owner, there), Message(slot.back, unit.owner, back)
             there_message, back_message = known[kind]
             keys[number, slot.name] = len(gather)
             gather.append(there_message)
@@ -196,27 +168,17 @@ def _stage(
     return Stage(
         route(keys, gather, positions),
         route(keys, scatter, positions),
-        tuple(number for number in numbers if rank in units[number].owners),
+        tuple(number for number in numbers if units[number].owner == rank),
         tuple(numbers),
     )
 
 
 def _trips(unit: Unit, slot: Slot, rank: int) -> Trips:
-    """What a rank does to bring a matrix of a slot to its owners, and to take the result back."""
-    if unit.blocks > 1:
-        resting, whole = unit.resting(slot), unit.whole(slot)
-        return _trip(resting, whole, rank), _trip(whole, resting, rank)
+    """What a rank does to bring a matrix of a slot to its owner, and to take the result back."""
     where = slot.layout, slot.fused, unit.index
-    [owner] = unit.owners
-    if owner == rank:
+    if unit.owner == rank:
         return trips_of_owner(*where, rank)
-    return trips_of_holder(*where, rank, first_replica(*where, owner))
-
-
-@lru_cache(maxsize=65536)
-def _trip(source: TensorLayout, target: TensorLayout, rank: int) -> Trip:
-    """Cached by geometry: the layers of a model share them."""
-    return Trip.of(make_share(source, target, rank), rank)
+    return trips_of_holder(*where, rank, first_replica(*where, unit.owner))
 
 
 def _digest(specs: Sequence[Spec], ranks: Ranks, units: Sequence[Unit]) -> bytes:
@@ -227,9 +189,7 @@ def _digest(specs: Sequence[Spec], ranks: Ranks, units: Sequence[Unit]) -> bytes
         if id(spec) not in known:
             known[id(spec)] = b"".join(map(_slot_digest, spec.slots))
         whole.update(known[id(spec)])
-    plan = [
-        (u.param, u.index, u.owners[0], len(u.owners), u.blocks, u.stage, u.form.kernels, u.form.gram) for u in units
-    ]
+    plan = [(u.param, u.index, u.owner, u.stage, u.form.kernels, u.form.gram) for u in units]
     whole.update(np.array(plan, np.int64).tobytes())
     return whole.digest()
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ...box import Index, row_major
-from ...layout import Buffer, Place, TensorLayout
-from ...plan import Copy, Share
+from ...layout import Buffer, TensorLayout
 from .matrices import Fused, shapes_of
 from .residence import first_replicas, held, matrix_parts
 
@@ -39,26 +38,9 @@ class Trip:
     takes: tuple[End, ...] = ()
     own: tuple[tuple[End, End], ...] = ()
 
-    @classmethod
-    def of(cls, share: Share, rank: int) -> Trip:
-        """A rank's share of a plan."""
-        return cls(
-            tuple(_end(copy, copy.source, copy.target) for copy in share.gives if copy.target.buffer != rank),
-            tuple(_end(copy, copy.target, copy.source) for copy in share.takes if copy.source.buffer != rank),
-            tuple(
-                (_end(copy, copy.source, copy.target), _end(copy, copy.target, copy.source))
-                for copy in share.takes
-                if copy.source.buffer == rank
-            ),
-        )
-
 
 Trips = tuple[Trip, Trip]
 """To the owner, and back."""
-
-
-def _end(copy: Copy, here: Place, there: Place) -> End:
-    return End(there.buffer, copy.box.numel, copy.box.shape, here.strides, here.offset)
 
 
 @lru_cache(maxsize=1024)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...box import Index
-from ...layout import Piece, TensorLayout, through
-from ...layouts.owned import blocks_layout, blocks_of
+from ...layout import Piece, TensorLayout
 from ..newton_schulz.forms import Form
 from ..newton_schulz.gram import gram_is_cheaper
 from .matrices import Fused, matrices_of, rows_columns, shapes_of
@@ -41,16 +40,13 @@ class Spec:
 
     Attributes:
         slots: what travels of it, the update first.
-        cost: of orthogonalising an ``m x n`` matrix on one of ``parts`` ranks that share it, in any unit.
-        blocks: into how many blocks its matrices are cut along their long side, so that as many ranks can share one;
-            a power of two.  1: they are not cut.
+        cost: of orthogonalising an ``m x n`` matrix, in any unit.
         form: how an ``m x n`` matrix is orthogonalised, of which the parameter has ``copies``.
         scale: the learning-rate factor of an ``m x n`` matrix.
     """
 
     slots: tuple[Slot, ...]
-    cost: Callable[[int, int, int], int]
-    blocks: int = 1
+    cost: Callable[[int, int], int]
     form: Callable[[int, int, int], Form] = lambda m, n, copies: Form(kernels=False, gram=gram_is_cheaper(m, n))
     scale: Callable[[int, int], float] = lambda m, n: 1.0
 
@@ -63,8 +59,7 @@ class Unit:
         param: number of the parameter in its schedule.
         index: number of the matrix in the parameter.
         shape: in the parameter's rank.
-        owners: global ranks that orthogonalise it; each has as many consecutive blocks of it.
-        blocks: into how many it is cut (`Spec.blocks`).
+        owner: the global rank that orthogonalises it.
         stage: when.
         cost: of orthogonalising it.
         form: how.
@@ -73,8 +68,7 @@ class Unit:
     param: int
     index: int
     shape: Index
-    owners: tuple[int, ...]
-    blocks: int
+    owner: int
     stage: int
     cost: int
     form: Form
@@ -82,19 +76,3 @@ class Unit:
     @property
     def rows_columns(self) -> tuple[int, int]:
         return rows_columns(self.shape)
-
-    def resting(self, slot: Slot) -> TensorLayout:
-        """Where this matrix of a slot rests."""
-        return through(slot.matrices[self.index], slot.layout)
-
-    def whole(self, slot: Slot) -> TensorLayout:
-        """Where it is orthogonalised."""
-        return blocks_layout(slot.shapes[self.index], self.owners, self.blocks)
-
-    def parts(self, slot: Slot, rank: int) -> list[tuple[int, int]]:
-        """``(m, n)`` of the blocks that an owner has of a slot, in the order of its memory; some may be empty."""
-        count = self.blocks // len(self.owners)
-        first = self.owners.index(rank) * count
-        return [
-            rows_columns(box.shape) for box in blocks_of(slot.shapes[self.index], self.blocks)[first : first + count]
-        ]

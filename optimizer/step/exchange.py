@@ -5,7 +5,7 @@ All of them raise `LostRankError` where a collective fails, because a rank has e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...errors import lost_ranks
-from ..newton_schulz.iterations import tree_sum
 from ..planning.routes import NOTE, Route
 from .agreement import Facts, Heard, Intent, refusal
 
@@ -175,34 +174,6 @@ class Wire:
     def _notes(self) -> Tensor:
         assert self._buffer is not None, "no notes have arrived"
         return torch.stack([self._buffer.narrow(0, start, NOTE) for start in _starts(self._route.receive_counts)])
-
-
-class SharedSum:
-    """Adds up what the blocks of one matrix give on the ranks that share it: the same bits however many they are.
-
-    Args:
-        group: of these ranks; None: this rank has all blocks.
-        shapes: of all sums, in order.
-    """
-
-    def __init__(
-        self, group: dist.ProcessGroup | None, shapes: Sequence[tuple[int, int]], device: torch.device
-    ) -> None:
-        self._group, self._left, self._device = group, list(shapes), device
-
-    def __call__(self, partials: Iterable[Tensor]) -> Tensor:
-        """The sum over the blocks of all ranks."""
-        mine = tree_sum(partials)
-        if self._group is None:
-            return mine
-        everyone = _of_all(mine, self._group)
-        del self._left[0]
-        return tree_sum(everyone)
-
-    def give_up(self) -> None:
-        """Add nothing to the sums that are left: the other ranks wait for this one."""
-        while self._group is not None and self._left:
-            self([torch.zeros(self._left[0], device=self._device)])
 
 
 def add_up(number: Tensor, group: dist.ProcessGroup | None) -> None:

@@ -23,10 +23,10 @@ from .agreement import AGREE_ON_PLAN, Facts, Intent, fixed_options
 from .elementwise import Elementwise
 from .exchange import agree, connect, link
 from .operators import TorchElementwise
-from .process_groups import ProcessGroups, group_of, groups_of_mesh
+from .process_groups import group_of, groups_of_mesh
 from .rank_set import Member, RankSet
 from .resting import State
-from .step import Connection, Step, shared
+from .step import Connection, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,6 @@ class Planner:
 
     Attributes:
         replicas: of plain tensors.
-        sharing: process groups of ranks that share a matrix.
         exchange: a key of `exchange.LINKS`.
         stages: the largest number of stages; None: as many as are worth while.
         resting: where a parameter's elements are on these ranks.
@@ -45,7 +44,6 @@ class Planner:
     """
 
     replicas: dist.ProcessGroup | None
-    sharing: ProcessGroups
     exchange: str
     stages: int | None
     resting: Callable[[Tensor, Ranks], TensorLayout]
@@ -93,11 +91,8 @@ class Planner:
             )
             for stage in schedule.stages
         ]
-        sharing = {owners: self.sharing.of(tuple(sorted(owners)), group) for owners in shared(schedule)}
-        for those in sharing.values():
-            connect(those, held.device, "all_gather")
         params = [member.param for member in held.matrices]
-        connection = Connection(group, links, sharing)
+        connection = Connection(group, links)
         return Step(schedule, params, specs, rank, backend, connection, held.device, guarded=self.guarded)
 
     def _facts(self, held: RankSet, groups: Sequence[ParamGroup], specs: Sequence[Spec], schedule: Schedule) -> Facts:
@@ -128,8 +123,7 @@ class Planner:
         steps, gram, compute = group["ns_steps"], group["gram"], PRECISIONS[group["ns_dtype"]].compute
         return Spec(
             slots,
-            lambda m, n, parts: self.cost(m, n, steps, gram, parts),
-            group["blocks"],
+            lambda m, n: self.cost(m, n, steps, gram),
             lambda m, n, copies: self.form(device, compute, m, n, copies),
             lambda m, n: self.scale(group, m, n),
         )

@@ -51,7 +51,6 @@ class ProcessGroups:
 
     def __init__(self) -> None:
         self._own: dict[Ranks, dist.ProcessGroup] = {}
-        self._asked: set[Ranks] = set()
 
     def of(self, ranks: Ranks, *existing: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         """A process group of exactly these ranks, this one among them; None for one rank.
@@ -68,14 +67,7 @@ class ProcessGroups:
                 return group
         if ranks not in self._own:
             self._own[ranks] = _made(ranks)
-        self._asked.add(ranks)
         return self._own[ranks]
-
-    def drop_unused(self) -> None:
-        """Destroy our own groups that have not been used since the last call.  Collective over each."""
-        for ranks in sorted(self._own.keys() - self._asked, key=in_order):
-            dist.destroy_process_group(self._own.pop(ranks))
-        self._asked.clear()
 
 
 _of_worlds: WeakKeyDictionary[dist.ProcessGroup, ProcessGroups] = WeakKeyDictionary()

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ..planning.matrices import rows_columns
 from ..planning.routes import Key, Route, Strip
 from ..planning.schedule import Schedule
 from ..planning.units import Slot, Spec
@@ -19,11 +20,10 @@ class Rows:
 
     Args:
         specs: of the schedule's parameters.
-        rank: this one.
     """
 
-    def __init__(self, schedule: Schedule, specs: Sequence[Spec], rank: int, device: torch.device) -> None:
-        self._schedule, self._specs, self._rank, self._device = schedule, specs, rank, device
+    def __init__(self, schedule: Schedule, specs: Sequence[Spec], device: torch.device) -> None:
+        self._schedule, self._specs, self._device = schedule, specs, device
 
     def send(self, resting: Resting, stage: int, wire: Tensor) -> None:
         """Write what leaves this rank in a stage."""
@@ -50,7 +50,7 @@ class Rows:
 
     def _assembled(self, resting: Resting, stage: int, unit: int, slot: Slot, wire: Tensor) -> Tensor:
         gather: Route = self._schedule.stages[stage].gather
-        [(rows, columns)] = self._schedule.units[unit].parts(slot, self._rank)
+        rows, columns = rows_columns(slot.shapes[self._schedule.units[unit].index])
         memory = torch.empty(rows * columns, dtype=slot.there, device=self._device)
         for source, target in gather.own.get((unit, slot.name), ()):
             target.of(memory).copy_(source.of(self._memory(resting, unit, slot)))

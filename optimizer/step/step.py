@@ -6,8 +6,7 @@ and the previous one's results on their way back.  So at most two stages are in 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -19,16 +18,14 @@ from torch import Tensor
 
 from ...vocabulary import ParamGroup
 from ..cuda_graphs import capturable, capturing, refuse_absent, refuse_host
-from ..newton_schulz.iterations import Total, orthogonalize_parts, sums_of_parts
-from ..planning.schedule import Ranks, Schedule
+from ..planning.schedule import Schedule
 from ..planning.units import Spec
 from .agreement import AGREE_ON_STEP, PLAN_FACT, Intent, step_intent
-from .batches import Batch, in_batches, recipe_of
+from .batches import Batch, in_batches
 from .elementwise import Elementwise
-from .exchange import Link, SharedSum, Wire
+from .exchange import Link, Wire
 from .methods import MATRICES
 from .notes import Notes
-from .process_groups import in_order
 from .rank_set import RankSet
 from .resting import Resting, State
 from .rows import Rows
@@ -44,12 +41,10 @@ class Connection:
     Attributes:
         group: of all of them; None for this process alone.
         links: there and back, of each stage.
-        sharing: a process group for each set of ranks that shares a matrix with this one.
     """
 
     group: dist.ProcessGroup | None
     links: Sequence[tuple[Link, Link]]
-    sharing: Mapping[Ranks, dist.ProcessGroup | None]
 
 
 UNDER_WAY = 2
@@ -101,7 +96,7 @@ class Step:
     ) -> None:
         self.schedule = schedule
         self._params, self._specs, self._rank, self._device = tuple(params), tuple(specs), rank, device
-        self._elementwise, self._rows = elementwise, Rows(schedule, specs, rank, device)
+        self._elementwise, self._rows = elementwise, Rows(schedule, specs, device)
         self._connection, self._guarded = connection, guarded
         self._notes = Notes(connection.group, device) if connection.group is not None else None
         self._batches: tuple[tuple[bool, ...], list[list[Batch]]] = (), []
@@ -222,12 +217,10 @@ class Step:
         return resting
 
     def _batched(self, active: Sequence[bool], groups: Sequence[ParamGroup]) -> list[list[Batch]]:
-        """Of each stage, what this rank orthogonalises alone."""
+        """Of each stage, what this rank orthogonalises."""
         units = self.schedule.units
         return [
-            in_batches(
-                units, (n for n in stage.owned if active[units[n].param] and units[n].blocks == 1), groups.__getitem__
-            )
+            in_batches(units, (n for n in stage.owned if active[units[n].param]), groups.__getitem__)
             for stage in self.schedule.stages
         ]
 
@@ -246,12 +239,6 @@ class Step:
         """Do this rank's matrices of a stage, and write the results, to be sent back."""
         for batch in self._batches[1][stage]:
             turn.attempt(partial(self._finish, batch, resting, stage, coming.memory, back.memory))
-        for unit in self.schedule.stages[stage].owned:
-            if self.schedule.units[unit].blocks > 1 and resting.gradients[self.schedule.units[unit].param] is not None:
-                total = self._total(unit, resting)
-                turn.attempt(partial(self._finish_blocks, unit, total, resting, stage, coming.memory, back.memory))
-                if turn.failed:
-                    total.give_up()
 
     def _finish(self, batch: Batch, resting: Resting, stage: int, arrived: Tensor, back: Tensor) -> None:
         """Orthogonalise a batch, and do with each matrix what its algorithm does besides."""
@@ -264,44 +251,12 @@ class Step:
                 self._rows.release(resting, stage, unit, rows, back)
         self._elementwise.release(resting, stage, batch.sizes, results, back)
 
-    def _finish_blocks(
-        self, number: int, total: Total, resting: Resting, stage: int, arrived: Tensor, back: Tensor
-    ) -> None:
-        """Do this rank's blocks of a matrix that is computed in blocks."""
-        unit = self.schedule.units[number]
-        [update] = self._specs[unit.param].slots
-        shapes = unit.parts(update, self._rank)
-        tall = unit.rows_columns[0] > unit.rows_columns[1]
-        lengths = [math.prod(shape) for shape in shapes]
-        sizes = {number: sum(lengths)}
-        cut = torch.split(self._elementwise.assemble(resting, stage, sizes, arrived), lengths)
-        parts = [part.view(shape) for part, shape in zip(cut, shapes, strict=True)]
-        recipe = recipe_of(resting.groups[unit.param])
-        done = orthogonalize_parts([part.mT if tall else part for part in parts], recipe, total)
-        results = torch.cat([(part.mT if tall else part).reshape(-1) for part in done])
-        self._elementwise.release(resting, stage, sizes, results, back)
-
-    def _total(self, number: int, resting: Resting) -> SharedSum:
-        """What adds up Gram matrices over the ranks that share a matrix."""
-        unit = self.schedule.units[number]
-        short = min(unit.rows_columns)
-        shapes = sums_of_parts(short, resting.groups[unit.param]["ns_steps"])
-        return SharedSum(self._connection.sharing[unit.owners], shapes, self._device)
-
     def _apply(self, turn: Turn, resting: Resting, stage: int, returning: Wire) -> None:
         """Apply what other owners have sent."""
         returning.arrive()
         turn.check(returning)
         turn.attempt(partial(self._elementwise.apply, resting, stage, returning.memory))
         turn.attempt(partial(self._rows.apply, resting, stage, returning.memory))
-
-
-def shared(schedule: Schedule) -> list[Ranks]:
-    """Sets of ranks that share matrices with this one, in the order in which all ranks take part in collectives."""
-    owned = (schedule.units[number] for number in schedule.owned)
-    return sorted(
-        {unit.owners for unit in owned if unit.blocks > 1}, key=lambda owners: in_order(tuple(sorted(owners)))
-    )
 
 
 def _one_ahead(things: Iterable[Thing]) -> Iterator[Thing]:

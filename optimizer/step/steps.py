@@ -12,7 +12,6 @@ from ..cuda_graphs import capturing
 from ..planning.schedule import Ranks
 from .agreement import Heard
 from .planner import Planner
-from .process_groups import ProcessGroups
 from .rank_set import RankSet, rank_sets
 from .resting import State
 from .step import Begun, Step
@@ -22,12 +21,10 @@ class Steps:
     """One `Step` for each `RankSet` of an optimizer.
 
     Attributes:
-        sharing: process groups of ranks that share a matrix.
         planned: by ranks; made by the first step, and anew after `plan_anew`.
     """
 
     def __init__(self) -> None:
-        self.sharing = ProcessGroups()
         self.planned: dict[Ranks, Step] = {}
         self._outdated: dict[Ranks, Step] = {}
         self._sets: list[RankSet] | None = None
@@ -114,8 +111,6 @@ class Steps:
                 started.leave()
         if failure is not None:
             raise failure
-        if missing & self.planned.keys():
-            self.sharing.drop_unused()
         return not forbidden
 
 

@@ -106,7 +106,7 @@ def test_groups_have_exactly_the_options_of_a_new_optimizer(source):
         "torch": [torch.optim.Muon([weight]).param_groups[0], torch.optim.AdamW([bias]).param_groups[0]],
         "muonckpt": ours.param_groups,
     }
-    unknown = {"gram", "blocks", "ns_dtype"} | {"dion": {"ns", "ns_steps"}}.get(source, set())
+    unknown = {"gram", "ns_dtype"} | {"dion": {"ns", "ns_steps"}}.get(source, set())
     for target, groups in fresh.items():
         result = translated(f"{PEERS[source]}/ckpt", target)
         said = options(result)

@@ -19,7 +19,7 @@ from muonckpt.errors import LayoutError
 from muonckpt.layout import Fragment, Place, TensorLayout, dense, stacked, through
 from muonckpt.layouts.flat import even_shards, flat_layout
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, local_shape, mesh_layout
-from muonckpt.layouts.owned import blocks_layout, blocks_of, owned_layout
+from muonckpt.layouts.owned import owned_layout
 from muonckpt.plan import Share, make_plan, make_share
 
 
@@ -197,18 +197,6 @@ def test_a_share_without_gaps_is_one_box():
     """A checkpoint takes one box a rank, so a strided shard over one rank must not be several."""
     layout = mesh_layout((12, 3), Mesh.of(1, 2), (StridedShard(0, 4), Shard(1)))
     assert [fragment.box for fragment in layout.fragments] == [Box((0, 0), (12, 2)), Box((0, 2), (12, 3))]
-
-
-def test_blocks_of_a_matrix_are_along_its_longer_side_and_lie_end_to_end_at_their_owners():
-    wide = [Box((0, 0), (4, 2)), Box((0, 2), (4, 4)), Box((0, 4), (4, 5)), Box((0, 5), (4, 5))]
-    assert blocks_of((4, 5), 4) == wide
-    assert blocks_of((1, 7, 4), 2) == [Box((0, 0, 0), (1, 4, 4)), Box((0, 4, 0), (1, 7, 4))]
-    assert blocks_of((4, 4), 2) == [Box((0, 0), (4, 2)), Box((0, 2), (4, 4))]
-    held = (dense(wide[0], 5), dense(wide[1], 5, 8), dense(wide[2], 3))
-    assert blocks_layout((4, 5), (5, 3), 4).fragments == held
-    for blocks in (0, 3):
-        with pytest.raises(LayoutError, match=f"{blocks} blocks do not divide over 2 owners"):
-            blocks_layout((4, 5), (5, 3), blocks)
 
 
 def test_a_fragment_cannot_be_empty():

@@ -49,12 +49,12 @@ def counted_step(rank: int, world: int, shapes: list[tuple[int, int]], stages: i
         dist.all_to_all_single = honest
     [schedule] = opt.schedules.values()
     local = {index: p.to_local().numel() for index, p in enumerate(params)}
-    gathered = sum(local[unit.param] for unit in schedule.units if unit.owners != (rank,))
+    gathered = sum(local[unit.param] for unit in schedule.units if unit.owner != rank)
     returned = sum(
         p.numel() - local[index]
         for index, p in enumerate(params)
         for unit in schedule.units
-        if unit.param == index and unit.owners == (rank,)
+        if unit.param == index and unit.owner == rank
     )
     return len(sent), len(schedule.stages), sum(sent), gathered + returned
 

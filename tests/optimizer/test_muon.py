@@ -49,13 +49,13 @@ def test_same_bits_on_any_number_of_ranks(world, dim, dtype):
         assert_same_bits(found, expected)
 
 
-def replicated(rank: int, world: int, share: bool) -> tuple[list[torch.Tensor], list[tuple[int, ...]], int]:
+def replicated(rank: int, world: int, share: bool) -> tuple[list[torch.Tensor], list[int], int]:
     """Plain tensors, as DDP leaves them."""
     params = [nn.Parameter(v) for v in values(0, torch.float32)]
     opt = make(params, replicas=dist.group.WORLD if share else None)
     train(params, opt, lambda g: g, torch.float32)
     [schedule] = opt.schedules.values()
-    return snapshot(params, opt), [unit.owners for unit in schedule.units], len(schedule.owned)
+    return snapshot(params, opt), [unit.owner for unit in schedule.units], len(schedule.owned)
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -66,7 +66,11 @@ def test_plain_tensors_with_ddp_give_the_same_bits_and_share_the_work(share):
         assert_same_bits(found, expected)
     owners = results[0][1]
     if share:
-        assert sum(count for _, _, count in results) == sum(map(len, owners)) and {len(o) for o in owners} == {1, 2}
+        assert [count for _, _, count in results] == [owners.count(rank) for rank in range(3)] and {*owners} == {
+            0,
+            1,
+            2,
+        }
     else:
         assert [count for _, _, count in results] == [len(owners)] * 3
 
@@ -190,7 +194,7 @@ def test_a_16_bit_momentum_and_update_are_float32_rounded_once(nesterov):
     assert torch.equal(p.detach(), start.bfloat16().float().add_(update, alpha=-0.1).bfloat16())
 
 
-@pytest.mark.parametrize("options", [{}, {"blocks": 4}, {"algorithm": "normuon"}, {"ns_dtype": "float16"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"algorithm": "normuon"}, {"ns_dtype": "float16"}], ids=str)
 def test_a_finite_gradient_of_any_size_leaves_a_finite_parameter_and_momentum(options):
     """Above 1.8e19 the square of an element is beyond float32."""
     torch.manual_seed(0)

@@ -46,7 +46,7 @@ def stepped(dtype: torch.dtype, steps: int = 2, **options: Any) -> list[torch.Te
 
 
 def test_a_step_by_kernels_has_the_bits_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused rows, columns, query groups, stacks, NorMuon, fp16, matrices in blocks, cautious decay, no Nesterov."""
+    """Fused rows, columns, query groups, stacks, NorMuon, fp16, cautious decay, no Nesterov."""
     monkeypatch.setattr(planner, "has_kernels", lambda device, dtype: False)
     with launches() as names:
         expected = stepped(torch.float32)

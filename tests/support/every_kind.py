@@ -34,8 +34,6 @@ TENSORS = [
     ),
     ((4, 9, 11), {"algorithm": "normuon", "ns_dtype": "float32", "columns": (5, 6)}),
     ((20, 50), {"ns_dtype": "float16", "gram": (2,)}),
-    ((64, 200), {"blocks": 8}),
-    ((9, 5), {"blocks": 8}),
     ((22, 16), {"algorithm": "adamw"}),
     ((41,), {"algorithm": "adamw"}),
     ((7,), {"algorithm": "adamw"}),

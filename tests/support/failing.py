@@ -9,7 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default)
-NORMS = (torch.ops.aten.linalg_vector_norm.default,)
 
 
 def raised(function: Callable[..., Any], *args: Any) -> str:

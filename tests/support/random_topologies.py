@@ -27,7 +27,7 @@ MATRICES = (
     ((4, 10), {"algorithm": "normuon"}),
     ((3, 4, 6), {}),
     ((12, 5), {"pieces": (8, 4)}),
-    ((16, 40), {"blocks": 4}),
+    ((16, 40), {}),
     ((5,), {"algorithm": "adamw"}),
     ((7, 3), {"algorithm": "lion"}),
 )
