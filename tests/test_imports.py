@@ -55,7 +55,7 @@ RULES = {
     "optimizer/groups": "optimizer optimizer/planning optimizer/step",
     "optimizer/newton_schulz": "coefficients optimizer optimizer/triton",
     "optimizer/triton": "optimizer optimizer/newton_schulz optimizer/step",
-    "optimizer/planning": "errors box overlap layout plan layouts optimizer/newton_schulz",
+    "optimizer/planning": "errors box overlap layout optimizer/newton_schulz",
     "optimizer/step": "errors box coefficients layout layouts vocabulary optimizer optimizer/newton_schulz "
     "optimizer/planning optimizer/triton",
     "optimizer/layer_wise": "errors box resumption vocabulary layouts layouts/buffers optimizer optimizer/step",

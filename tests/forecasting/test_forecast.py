@@ -80,7 +80,7 @@ def test_bytes_are_those_of_all_ranks_wires(placements):
     specs = [
         Spec(
             (Slot("momentum_buffer", layout, Fused(cut), short, short),),
-            lambda m, n, parts: flops(m, n, 5, None, parts),
+            lambda m, n: flops(m, n, 5),
         )
         for layout, cut in zip(layouts, pieces, strict=True)
     ]

@@ -91,10 +91,9 @@ PLAIN, ON_GRAM = Form(kernels=False, gram=False), Form(kernels=False, gram=True)
 
 def test_a_cost_table_scales_the_nearest_measured_shape_by_flops():
     table = CostTable({(64, 64): {PLAIN: 1000}, (64, 1024): {PLAIN: 64000}}, steps=5)
-    assert table(64, 64, 5, None, 1) == table(64, 64, 10, None, 1) // 2 == 1000
-    assert table(1024, 64, 5, None, 1) == 64000
-    assert table(128, 2048, 5, None, 1) == round(64000 * flops(128, 2048, 5) / flops(64, 1024, 5))
-    assert table(64, 1024, 5, None, 4) < table(64, 1024, 5, None, 1)
+    assert table(64, 64, 5, None) == table(64, 64, 10, None) // 2 == 1000
+    assert table(1024, 64, 5, None) == 64000
+    assert table(128, 2048, 5, None) == round(64000 * flops(128, 2048, 5) / flops(64, 1024, 5))
     with pytest.raises(ValueError, match="at least one shape"):
         CostTable({}, steps=5)
 
@@ -126,7 +125,7 @@ def test_owners_are_balanced_within_the_bound_of_longest_first(seed):
     rows = row_layout((40, 4), ranks)
     work = [work_of(rows, int(cost), ranks) for cost in rng.integers(1, 1000, size=rng.integers(1, 80))]
     owners = assign(work, range(ranks))
-    load = np.bincount([owner for [owner] in owners], weights=[w.cost for w in work], minlength=ranks)
+    load = np.bincount(owners, weights=[w.cost for w in work], minlength=ranks)
     best = max(sum(w.cost for w in work) / ranks, max(w.cost for w in work))
     assert load.max() <= best * 4 / 3 + max(w.cost for w in work) / 3
     assert owners == assign(work, range(ranks))
@@ -143,7 +142,7 @@ def test_nobody_receives_more_than_the_mean_and_one_matrix(seed):
         layout = owned_layout(shape, int(rng.integers(ranks))) if rng.integers(2) else row_layout(shape, ranks)
         work.append(work_of(layout, int(rng.integers(1, 1000)), ranks))
     received = np.zeros(ranks)
-    for each, [owner] in zip(work, assign(work, range(ranks)), strict=True):
+    for each, owner in zip(work, assign(work, range(ranks)), strict=True):
         received[owner] += each.numel - int(each.held[each.holders == owner].sum())
     sizes = [each.numel for each in work]
     assert received.max() <= sum(sizes) / ranks + max(sizes) + 1
@@ -151,11 +150,11 @@ def test_nobody_receives_more_than_the_mean_and_one_matrix(seed):
 
 def test_a_matrix_that_is_whole_somewhere_stays_there_if_the_balance_allows():
     work = [work_of(owned_layout((4, 4), owner), 7, 4) for owner in (3, 1, 2, 0)]
-    assert assign(work, range(4)) == [(3,), (1,), (2,), (0,)]
+    assert assign(work, range(4)) == [3, 1, 2, 0]
     everywhere = [work_of(mesh_layout((4, 4), Mesh.of(4), (Replicate(),)), 7, 4) for _ in range(4)]
-    assert sorted(assign(everywhere, range(4))) == [(0,), (1,), (2,), (3,)]
+    assert sorted(assign(everywhere, range(4))) == [0, 1, 2, 3]
     unbalanced = [work_of(owned_layout((4, 4), 0), 7, 4) for _ in range(4)]
-    assert sorted(assign(unbalanced, range(4))) == [(0,), (1,), (2,), (3,)]
+    assert sorted(assign(unbalanced, range(4))) == [0, 1, 2, 3]
 
 
 def experts(count: int, mesh: Mesh, dim: int) -> Schedule:
@@ -166,13 +165,13 @@ def experts(count: int, mesh: Mesh, dim: int) -> Schedule:
 
 def test_experts_stay_in_their_group_in_whatever_order_they_come():
     for unit in experts(16, Mesh.of(4, 2), 1).units:
-        assert unit.owners[0] // 2 == unit.index // 4
+        assert unit.owner // 2 == unit.index // 4
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 6, 8, 12, 13])
 def test_more_ranks_than_experts_or_fewer_are_all_used(count):
     schedule = experts(count, Mesh.of(4, 2), 1)
-    load = np.bincount([unit.owners[0] for unit in schedule.units], minlength=8)
+    load = np.bincount([unit.owner for unit in schedule.units], minlength=8)
     assert load.max() == -(-count // 8)
 
 
@@ -185,11 +184,9 @@ def test_stages_share_every_ranks_work_and_have_as_many_matrices_as_ranks(seed):
     stages = in_stages(costs, owners, ranks, most)
     count = max(stages) + 1
     assert set(stages) == set(range(count)) and count <= max(1, min(most, len(costs) // ranks))
-    for rank in range(ranks):
-        load = [
-            sum(c for c, o, w in zip(costs, owners, stages, strict=True) if (o, w) == (rank, k)) for k in range(count)
-        ]
-        assert max(load) - max(costs) <= sum(load) / count + max(costs)
+    load = np.zeros((ranks, count))
+    np.add.at(load, (owners, stages), costs)
+    assert load.max() <= load.sum(axis=1).max() / count + max(costs)
 
 
 def test_every_rank_makes_its_part_of_one_schedule():
