@@ -72,14 +72,38 @@ def averaged(terms: Iterable[F64], coefficients: AverageWeights, dtype: str, sig
             raise SourceError("numbers of float64 near the largest one cannot be averaged: their sum overflows")
         if rest is not None:
             total, rest = _two_sum(total, np.where(np.isfinite(total) & np.isfinite(rest), rest, 0))
+        if rest is None and not wide and coefficients.divisor < 2 ** (_EXACT - 1 - SIGNIFICAND[dtype]):
+            near = np.ascontiguousarray(total / coefficients.divisor)
+            if _is_power_of_two(coefficients.divisor) or not _may_be_middle(near, total, coefficients.divisor, dtype):
+                return _words(near, dtype)
         total, rest = _quotient(total, rest, coefficients.divisor)
         if wide:
             return np.ascontiguousarray(total, "<f8").view("<u8")
-        odd = _to_odd(total, rest)
-        if dtype == "bfloat16":
-            return bfloat16_words(odd)
-        kind = f"<f{4 if dtype == 'float32' else 2}"
-        return odd.astype(kind).view(kind.replace("f", "u"))
+        return _words(_to_odd(total, rest), dtype)
+
+
+def _words(values: F64, dtype: str) -> Words:
+    """The bits of the nearest numbers of a dtype, ties to even."""
+    if dtype == "bfloat16":
+        return bfloat16_words(values)
+    kind = f"<f{4 if dtype == 'float32' else 2}"
+    return values.astype(kind).view(kind.replace("f", "u"))
+
+
+def _may_be_middle(near: F64, total: F64, divisor: float, dtype: str) -> bool:
+    """Whether a quotient that float64 rounded may be the middle of two numbers of the dtype, and the exact one is not.
+
+    Everywhere else the rounded quotient is on the same side of every middle as the exact one, because rounding keeps
+    the order; so both round to the same number.  A middle has one bit more than the numbers, so its product with the
+    divisor is exact, and is the total if the quotient is.
+    """
+    spare = _EXACT - 1 - SIGNIFICAND[dtype]
+    like_middles = (near.view(np.int64) & ((1 << spare) - 1)) == 0
+    return bool((near[like_middles] * divisor != total[like_middles]).any())
+
+
+def _is_power_of_two(number: float) -> bool:
+    return math.frexp(number)[0] == 0.5
 
 
 def _sum(terms: Iterable[F64], factors: Sequence[tuple[float, float]], significand: int) -> tuple[F64, F64 | None]:
@@ -132,7 +156,7 @@ def _halves(number: F64 | np.float64) -> tuple[F64, F64]:
 def _quotient(total: F64, rest: F64 | None, divisor: float) -> tuple[F64, F64 | None]:
     if divisor == 1:
         return total, rest
-    if math.frexp(divisor)[0] == 0.5:  # a power of two
+    if _is_power_of_two(divisor):
         return total / divisor, None if rest is None else rest / divisor
     quotient = total / divisor
     product = quotient * divisor

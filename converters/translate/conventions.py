@@ -138,14 +138,18 @@ def _read_bfloat16(words: Words) -> Values64:
 def bfloat16_words(values: Values64) -> Words:
     """The bits of the nearest numbers of bfloat16, ties to even.
 
-    Rounds to odd in float32 first; its 16 spare bits then make the second rounding exact.
+    Rounds to float32 first.  That changes the second rounding only where it gives the middle of two numbers of
+    bfloat16, and the value is not it: there the float32 number beside it, on the value's side, is taken.
     """
     near = values.astype("<f4")
-    bits, back = near.view("<u4"), near.astype(np.float64)
-    if not np.array_equal(back, values):
-        bits = bits - (np.abs(back) > np.abs(values)).astype("<u4")  # towards zero
-        inexact = bits.view("<f4").astype(np.float64) != values
-        bits = bits | (inexact & np.isfinite(values)).astype("<u4")
+    bits = near.view("<u4")
+    middle = (bits & 0xFFFF) == 0x8000
+    if middle.any():
+        back = near.astype(np.float64)
+        inexact = middle & (back != values)
+        if inexact.any():
+            above = np.abs(values) > np.abs(back)
+            bits = bits + (inexact & above).astype("<u4") - (inexact & ~above).astype("<u4")
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     words: Words = rounded.astype("<u2")
     nans = np.isnan(values)
