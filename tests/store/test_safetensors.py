@@ -20,6 +20,7 @@ from support.resharded import make_job
 from support.sharded import SHAPES, bits, raw_bytes, small, some, wide
 from support.whole import assemble, record, write, write_values
 
+import muonckpt
 from muonckpt.box import Box
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.safetensors_files import SafetensorsFile, SafetensorsFolder
@@ -343,6 +344,19 @@ def test_links_and_pipes_are_not_opened(tmp_path):
     for name in ("link", "pipe", "nothing"):
         with pytest.raises(SourceError, match=name):
             safetensors.read_safetensors(tmp_path / name)
+
+
+def test_a_stray_file_in_the_folder_of_a_run_is_not_taken_for_the_run(tmp_path):
+    """One file beside checkpoints by step is refused; a model of several files, which has no other name, is read."""
+    (tmp_path / "iter_0000010").mkdir()
+    stock_torch.save_file({"v": torch.ones(2)}, tmp_path / "stray.safetensors")
+    for look in (muonckpt.open, muonckpt.verify):
+        with pytest.raises(SourceError, match=r"holds the checkpoints iter_0000010 of a run, and stray\.safetensors"):
+            look(tmp_path)
+    assert muonckpt.open(tmp_path / "stray.safetensors").tensors.keys() == {"v"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"v": "stray.safetensors"}}))
+    with pytest.warns(UserWarning, match="name a checkpoint of the run"):
+        assert muonckpt.open(tmp_path).tensors.keys() == {"v"}
 
 
 def test_every_type_of_the_small_values_is_known():

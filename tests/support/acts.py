@@ -124,16 +124,30 @@ class Rewrite(Make):
     def do(self, here: Path, rank: int, *more: str) -> None:
         out, err = io.StringIO(), io.StringIO()
         with redirect_stdout(out), redirect_stderr(err):
-            arguments = ["reshard", str(self.source), str(here / "out"), "--jobs", "1", *self.options, *more]
-            code = run(arguments)
+            code = run([*self.command(), str(here / "out"), "--jobs", "1", *self.options, *more])
         said = err.getvalue()
         if code not in (0, 1, 3, 4, 5, 130) or "bug" in said or "Traceback" in said or (code and not said):
             raise RuntimeError(f"exit code {code}: {said}")
         if code:
             raise muonckpt.MuonckptError(said)
 
+    def command(self) -> list[str]:
+        """Its name, and the sources."""
+        return ["reshard", str(self.source)]
+
     def again(self, here: Path) -> None:
         self.do(here, 0, *(("--resume",) if (here / ".out.reshard.tmp").exists() else ()))
+
+
+class Merge(Rewrite):
+    """The average of the source, which may be struck, and of another checkpoint."""
+
+    def before(self, here: Path) -> None:
+        if not (self.base / "second").exists():
+            muonckpt.save(state(2), self.base / "second")
+
+    def command(self) -> list[str]:
+        return ["merge", str(self.source), str(self.base / "second")]
 
 
 class SaveTogether(Make):
@@ -259,6 +273,7 @@ def acts(base: Path) -> list[Act]:
         Rewrite("to safetensors", base, "--format", "safetensors"),
         Rewrite("to shards", base, "--format", "safetensors", "--shard-size", "40"),
         Rewrite("to zarr", base, "--format", "zarr"),
+        Merge("merge", base, "--mesh", "dp=2", "--others-from", "last"),
         SaveTogether("save, 2 ranks", base),
         ReshardTogether("reshard, 2 workers", base),
     ]

@@ -5,10 +5,16 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 SCALE = float(os.environ.get("MUONCKPT_TRUST", "0"))
 
@@ -63,6 +69,27 @@ def tally(kind: str) -> Iterator[Tally]:
     yield row
     TALLIES.append(row)
     assert row.tried and not row.lost and not row.hung, f"{row}"
+
+
+def script(file: str, folder: Path, trials: int, *names: str) -> list[list[Any]]:
+    """What a script of trials prints: of each its name, what was done, what is wrong, seconds, and whether it hung."""
+    command = [sys.executable, file, str(folder), str(trials), SEED, *names]
+    variables = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=24 * 3600, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def tallied(kind: str, told: Iterable[list[Any]]) -> set[str]:
+    """A row of the table for each name of what `script` gave; the names."""
+    by_name: defaultdict[str, list[list[Any]]] = defaultdict(list)
+    for name, *trial in told:
+        by_name[name].append(trial)
+    for name, trials in by_name.items():
+        with tally(f"{kind}: {name}") as row:
+            for trial in trials:
+                row.add(*trial)
+    return {*by_name}
 
 
 def table() -> list[str]:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import defaultdict
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from support import bad_ranks, workers
+from support import bad_ranks, trials, workers
 from support.failing import raised
-from support.trials import SCALE, SEED, count, tally
+from support.trials import SCALE, count
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -149,19 +144,6 @@ def test_damage_that_one_rank_finds_leaves_the_tensors_of_all_untouched(tmp_path
 
 
 def test_a_rank_that_raises_is_killed_or_stopped_ends_all_with_a_clear_error(tmp_path):
-    calls = IN_SUITE if SCALE == 0 else ()
-    command = [sys.executable, bad_ranks.__file__, tmp_path / "trials", count(3, 60), SEED, *calls]
-    variables = os.environ | {"PYTHONPATH": str(Path(bad_ranks.__file__).parents[1])}
-    done = subprocess.run(
-        list(map(str, command)), env=variables, capture_output=True, text=True, timeout=24 * 3600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    by_call = defaultdict[str, list[tuple[str, str | None, float, bool]]](list)
-    for line in done.stdout.splitlines():
-        call, *trial = json.loads(line)
-        by_call[call].append(tuple(trial))
-    for call, trials in by_call.items():
-        with tally(f"a bad rank: {call}") as row:
-            for what, fault, seconds, hung in trials:
-                row.add(what, None if hung else fault, seconds, hung)
-    assert by_call.keys() == {*(calls or bad_ranks.CALLS)}
+    calls = IN_SUITE if SCALE == 0 else tuple(bad_ranks.CALLS)
+    told = trials.script(bad_ranks.__file__, tmp_path / "trials", count(2, 40), *calls)
+    assert trials.tallied("a bad rank", told) == {*calls}

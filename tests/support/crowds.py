@@ -1,0 +1,286 @@
+"""A script: several processes at one checkpoint, and signals at random moments; prints what came of it.
+
+    crowds.py FOLDER TRIALS SEED [CROWD...]
+
+Prints JSON lines: the crowd, what happened when, what is wrong with what came of it (or null), seconds, and whether a
+process did not end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import muonckpt
+from muonckpt.cli.main import main as command_line
+from support.acts import Wrong, expect
+from support.damages import content
+from support.launched import environment, free_port
+from support.trials import HUNG
+
+warnings.filterwarnings("ignore")
+
+LIMIT = "8"
+"""Seconds after which a worker gives up on another."""
+
+CODES = (0, 1, 3, 4, 5, 130)
+
+
+def state(step: int) -> dict[str, Any]:
+    """Enough that a signal can come amid the work."""
+    return {f"w{number}": torch.full((64, 256), float(step * 100 + number)) for number in range(24)} | {"n": step}
+
+
+class Crowd:
+    """Processes that were forked, and where their errors go."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.begun = time.monotonic()
+        self.children: list[int] = []
+
+    def start(self, work: Callable[[], object]) -> int:
+        """Have another process do something; an error of ours is told, and is exit code 1."""
+        child = os.fork()
+        if child:
+            self.children.append(child)
+            return child
+        code = 70
+        try:
+            error = os.open(self._errors(len(self.children)), os.O_WRONLY | os.O_CREAT)
+            for number in (1, 2):
+                os.dup2(error if number == 2 else os.open(os.devnull, os.O_WRONLY), number)
+            work()
+            code = 0
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        except muonckpt.MuonckptError as ours:
+            print(f"{type(ours).__name__}: {ours}", file=sys.stderr)
+            code = 1
+        except Exception:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+
+    def command(self, *arguments: object, rank: int = 0, world: int = 1, port: int = 0) -> int:
+        """Have another process run a command of ours, perhaps as one worker of several."""
+
+        def work() -> None:
+            if world > 1:
+                os.environ |= environment(rank, world, port) | {"GLOO_SOCKET_IFNAME": "lo"}
+            sys.argv = ["muonckpt", *map(str, arguments)]
+            command_line()
+
+        return self.start(work)
+
+    def ended(self) -> list[int]:
+        """Exit codes, when all have ended.
+
+        Raises:
+            Wrong: one did not end in time, or not as it may.
+        """
+        codes: dict[int, int] = {}
+        while len(codes) < len(self.children) and time.monotonic() < self.begun + HUNG:
+            for child in set(self.children) - codes.keys():
+                done, status = os.waitpid(child, os.WNOHANG)
+                if done:
+                    codes[child] = os.waitstatus_to_exitcode(status)
+            time.sleep(0.01)
+        for child in set(self.children) - codes.keys():
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        expect(len(codes) == len(self.children), "HUNG")
+        for number, child in enumerate(self.children):
+            said = self._errors(number).read_text()
+            code = codes[child]
+            early = code in (-signal.SIGINT, -signal.SIGTERM) and not said  # before the program could catch it
+            expect(code in CODES or early, f"process {number}: exit code {code}: {said}")
+            expect("Traceback" not in said and "bug" not in said, f"process {number}: {said}")
+            expect(code in (0, 130) or early or said, f"process {number}: exit code {code}, and no word")
+        return [codes[child] for child in self.children]
+
+    def _errors(self, number: int) -> Path:
+        return self.folder / f"process-{number}.err"
+
+
+def reshard(crowd: Crowd, source: Path, out: Path, *more: str, workers: int = 1) -> list[int]:
+    """Start it; the workers' ids."""
+    port = free_port()
+    arguments = ["reshard", source, out, "--mesh", "dp=4", "--jobs", "1", "--timeout", LIMIT, *more]
+    return [crowd.command(*arguments, rank=rank, world=workers, port=port) for rank in range(workers)]
+
+
+def settled(here: Path, wanted: Sequence[Any], codes: Sequence[int]) -> None:
+    """Nothing torn is published, nothing lies beside it, and working again gives what is wanted."""
+    out, staged = here / "out", here / ".out.reshard.tmp"
+    expect(out.exists() or 0 not in codes, "one succeeded, and there is nothing")
+    if out.exists():
+        expect(content(out) in wanted, "what was published is torn, or another one")
+    left = {entry.name for entry in here.iterdir() if not entry.name.endswith(".err")}
+    allowed = {"out"} if out.exists() else {staged.name}
+    expect(left <= allowed, f"left: {left}")
+
+
+def again(here: Path, source: Path) -> None:
+    """As a user would."""
+    if not (here / "out").exists():
+        crowd = Crowd(here)
+        more = ("--resume",) if (here / ".out.reshard.tmp").exists() else ()
+        reshard(crowd, source, here / "out", *more)
+        expect(crowd.ended() == [0], "working again failed: " + (here / "process-0.err").read_text())
+        settled(here, [content(source)], [0])
+
+
+def signals(folder: Path, here: Path, dice: random.Random, span: float) -> str:
+    """One of two workers gets a signal."""
+    crowd = Crowd(here)
+    workers = reshard(crowd, folder / "source", here / "out", workers=2)
+    victim, number = dice.choice(workers), dice.choice([signal.SIGINT, signal.SIGTERM, signal.SIGSTOP])
+    at, until = dice.uniform(0, span), dice.uniform(0, 1.5)
+    time.sleep(at)
+    os.kill(victim, number)
+    if number == signal.SIGSTOP:
+        time.sleep(until)
+        os.kill(victim, signal.SIGCONT)
+    codes = crowd.ended()
+    settled(here, [content(folder / "source")], codes)
+    again(here, folder / "source")
+    return f"{number.name} at {at:.2f} s to worker {workers.index(victim)}: {codes}"
+
+
+def two_reshards(folder: Path, here: Path, dice: random.Random, span: float) -> str:
+    crowd = Crowd(here)
+    reshard(crowd, folder / "source", here / "out")
+    apart = dice.uniform(0, span)
+    time.sleep(apart)
+    reshard(crowd, folder / "source", here / "out", *dice.choice([(), ("--resume",)]))
+    codes = crowd.ended()
+    settled(here, [content(folder / "source")], codes)
+    expect(0 in codes, f"neither succeeded: {codes}")
+    return f"{apart:.2f} s apart: {codes}"
+
+
+def changed_source(folder: Path, here: Path, dice: random.Random, span: float) -> str:
+    """It is deleted, replaced by another, or overwritten, while it is resharded."""
+    source, other = folder / "changing", folder / "other"
+    shutil.rmtree(source, ignore_errors=True)
+    shutil.copytree(folder / "source", source)
+    how, at = dice.choice(["deleted", "replaced", "overwritten"]), dice.uniform(0, span)
+    crowd = Crowd(here)
+    reshard(crowd, source, here / "out")
+    time.sleep(at)
+    if how == "overwritten":
+        for file in other.iterdir():
+            (source / file.name).write_bytes(file.read_bytes())
+    else:
+        source.rename(folder / "gone")
+        if how == "replaced":
+            shutil.copytree(other, folder / "new")
+            (folder / "new").rename(source)
+        shutil.rmtree(folder / "gone")
+    codes = crowd.ended()
+    settled(here, [content(folder / "source"), content(other)], codes)
+    return f"{how} at {at:.2f} s: {codes}"
+
+
+def two_saves(folder: Path, here: Path, dice: random.Random, span: float) -> str:
+    crowd, apart = Crowd(here), dice.choice([0.0, dice.uniform(0, 0.05)])
+    for step in (1, 2):
+        crowd.start(lambda step=step: muonckpt.save(state(step), here / "out"))  # type: ignore[misc]
+        time.sleep(apart)
+    codes = crowd.ended()
+    settled(here, [content(folder / "source"), content(folder / "other")], codes)
+    expect(sorted(codes) == [0, 1], f"expected one of them to succeed: {codes}")
+    return f"{apart:.3f} s apart: {codes}"
+
+
+def pruned(folder: Path, here: Path, dice: random.Random, span: float) -> str:
+    """Checkpoints of a series are loaded, verified and restored while a run saves and removes them."""
+    run, last = here / "out", dice.randint(4, 8)
+    series = muonckpt.Series(run, keep_last=1)
+    series.save(0, state(0))
+    crowd = Crowd(here)
+    crowd.start(lambda: [series.save(step, state(step)) for step in range(1, last + 1)])
+
+    def check(template: dict[str, Any], found: int | None) -> None:
+        seen = {(float(value) - number) // 100 for number in range(24) for value in template[f"w{number}"].unique()}
+        expect(seen == ({found} if found is not None else {-1.0}), f"expected step {found}, found {seen}")
+
+    def read() -> None:
+        while (newest := muonckpt.Series(run).latest()) is None or newest.step < last:
+            template = state(-1)
+            found = muonckpt.Series(run).restore(template)
+            check(template, found and found.step)
+            if newest is None:
+                continue
+            template = state(-1)
+            try:
+                muonckpt.load(template, newest.path)
+            except muonckpt.SourceError as error:
+                if "UNUSABLE" not in str(error):
+                    check(template, None)
+            else:
+                check(template, newest.step)
+            try:
+                muonckpt.verify(newest.path, jobs=1)
+            except muonckpt.SourceError:
+                time.sleep(0.001)
+
+    crowd.start(read)
+    codes = crowd.ended()
+    expect(codes == [0, 0], f"{codes}: {(here / 'process-1.err').read_text()}")
+    expect([entry.name for entry in run.iterdir()] == [f"step-{last:08d}"], f"left: {[*run.iterdir()]}")
+    return f"{last} steps"
+
+
+CROWDS: dict[str, Callable[[Path, Path, random.Random, float], str]] = {
+    "signals": signals,
+    "two reshards": two_reshards,
+    "a source that changes": changed_source,
+    "two saves": two_saves,
+    "a series that is pruned": pruned,
+}
+
+
+def main(folder: Path, trials: int, seed: str, *names: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell starts with it ignored
+    torch.set_num_threads(1)
+    dice = random.Random(seed)
+    folder.mkdir(exist_ok=True)
+    muonckpt.save(state(1), folder / "source")
+    muonckpt.save(state(2), folder / "other")
+    begun, here = time.monotonic(), folder / "here"
+    here.mkdir()
+    crowd = Crowd(here)
+    reshard(crowd, folder / "source", here / "out", workers=2)
+    assert crowd.ended() == [0, 0], (here / "process-0.err").read_text()
+    span = 1.2 * (time.monotonic() - begun)
+    shutil.rmtree(here)
+    for name in names or CROWDS:
+        for number in range(trials):
+            here.mkdir()
+            begun, wrong = time.monotonic(), None
+            what = f"trial {number}"
+            try:
+                what = CROWDS[name](folder, here, dice, span)
+            except Wrong as error:
+                wrong = str(error)
+            hung = wrong == "HUNG"
+            print(json.dumps([name, what, None if hung else wrong, time.monotonic() - begun, hung]), flush=True)
+            shutil.rmtree(here)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
