@@ -126,7 +126,7 @@ class Rewrite(Make):
         with redirect_stdout(out), redirect_stderr(err):
             code = run([*self.command(), str(here / "out"), "--jobs", "1", *self.options, *more])
         said = err.getvalue()
-        if code not in (0, 1, 3, 4, 5, 130) or "bug" in said or "Traceback" in said or (code and not said):
+        if code not in (0, 1, 3, 4, 5, 130) or "this is a bug" in said or "Traceback" in said or (code and not said):
             raise RuntimeError(f"exit code {code}: {said}")
         if code:
             raise muonckpt.MuonckptError(said)
