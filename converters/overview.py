@@ -119,7 +119,7 @@ def _balance(balance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _checks(checks: Mapping[str, int]) -> str:
     words = {"digest": "digests", "crc32": "CRC-32s", "in_the_item": "in the items, if any"}
     found = ", ".join(f"{checks[kind]} {word}" for kind, word in words.items() if checks[kind])
-    return f"{found or 'none'}; not compared here: `muonckpt verify` does"
+    return f"{found or 'none'}; when they were last compared is not recorded: `muonckpt verify` does it"
 
 
 def _resharded(step: Mapping[str, Any]) -> str:

@@ -27,8 +27,9 @@ from .reading.payloads import BAND_BYTES, Payloads, as_words, payload_of
 from .small_tensors import sound_fingerprint
 from .stored_items import check_blob
 
-_BATCH = 1 << 14
-"""Chunks that are distributed to threads at a time: there may be too many to have an object for each."""
+_BATCH = 1 << 11
+"""Chunks that are opened, and distributed to threads, at a time: there may be too many to have an object for each, and
+whoever watches the progress should not wait for the opening of all."""
 
 Verdict = Literal["whole", "readable, unchecked", "faulty"]
 
@@ -118,12 +119,14 @@ def verify(
 
 def _audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int) -> AuditReport:
     path, payloads = checkpoint.path, checkpoint.payloads
-    manifest, unlocated = _located(checkpoint)
+    manifest = checkpoint.outline
     findings = list(description_faults(checkpoint))
     strangers = _orphans(path, manifest) if checkpoint.format in (OWN, DCP) else []
     notes = [f"{name} belongs to no item of this checkpoint" for name in strangers]
     fingerprints: dict[str, str] = {}
-    suspects = {key for key, _ in unlocated}
+    unchecked = 0
+    unlocated: dict[tuple[str, Index], _ChunkResult] = {}
+    suspects: set[str] = set()
 
     def sound(tensors: Sequence[StateRecord]) -> list[str | None]:
         return [None if t.key in suspects else sound_fingerprint(payloads, t) for t in tensors]
@@ -132,7 +135,11 @@ def _audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int)
         return unlocated.get((stored[0].key, stored[1].box.lo)) or _audit_chunk(payloads, *stored, passed)
 
     with ThreadPoolExecutor(jobs) as pool:
-        for batch in _batches(manifest.tensors):
+        for opening in _batches(manifest.tensors):
+            batch, lost = _located(checkpoint, opening)
+            unlocated |= lost
+            suspects |= {key for key, _ in lost}
+            unchecked += _unchecked(payloads, batch)
             parts = [batch[start::jobs] for start in range(jobs)]
             known: dict[int, str | None] = {}
             for part, computed in zip(parts, pool.map(sound, parts), strict=True):
@@ -151,8 +158,6 @@ def _audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int)
                     fingerprints[tensor.key] = fingerprint
         for blob in manifest.blobs:
             findings += _audit_blob(payloads, blob)
-    without_print = (chunk for tensor in manifest.tensors if tensor.fingerprint is None for chunk in tensor.chunks)
-    unchecked = sum(chunk.box.numel > 0 and not payloads.is_checked(chunk) for chunk in without_print)
     return AuditReport(
         tensors=len(manifest.tensors),
         chunks=int((manifest.elements > 0).sum()),
@@ -165,8 +170,16 @@ def _audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int)
     )
 
 
-def _located(checkpoint: OpenCheckpoint) -> tuple[Manifest, dict[tuple[str, Index], _ChunkResult]]:
-    """The manifest with the places of all elements that can be found, and results for the chunks of the others.
+def _unchecked(payloads: Payloads, tensors: Sequence[StateRecord]) -> int:
+    """Chunks with elements that nothing judges."""
+    without_print = (chunk for tensor in tensors if tensor.fingerprint is None for chunk in tensor.chunks)
+    return sum(chunk.box.numel > 0 and not payloads.is_checked(chunk) for chunk in without_print)
+
+
+def _located(
+    checkpoint: OpenCheckpoint, tensors: Sequence[StateRecord]
+) -> tuple[Sequence[StateRecord], dict[tuple[str, Index], _ChunkResult]]:
+    """Tensors with the places of all elements that can be found, and results for the chunks of the others.
 
     Results are by the tensor's key and the chunk's first index.
     """
@@ -185,9 +198,9 @@ def _located(checkpoint: OpenCheckpoint) -> tuple[Manifest, dict[tuple[str, Inde
             return tensor
 
     try:
-        return checkpoint.manifest, unlocated
+        return checkpoint.locate(tensors), unlocated
     except SourceError:  # which of them all?
-        return replace(checkpoint.outline, tensors=tuple(map(located, checkpoint.outline.tensors))), unlocated
+        return tuple(map(located, tensors)), unlocated
 
 
 def _audit_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, passed: Callable[[int], None]) -> _ChunkResult:

@@ -355,3 +355,19 @@ def test_a_dtype_that_nobody_knows_is_damage_where_we_wrote_it(ours, format, fil
     else:
         with pytest.raises(SourceError, match=other.decode().strip('"')):
             muonckpt.verify(tmp_path / "b")
+
+
+def test_items_are_opened_while_the_progress_goes_on(tmp_path):
+    """Not all of them before it: a file that goes away at the first news is missed by the items that come later."""
+    muonckpt.save({f"{number:04}": torch.ones(2) for number in range(2100)}, tmp_path / "run")
+    [file] = as_stock(tmp_path / "run").glob("*.distcp")
+    told: list[int] = []
+
+    def progress(count: int, total: int) -> None:
+        if not told:
+            file.rename(tmp_path / "gone")
+        told.append(count)
+
+    report = muonckpt.verify(tmp_path / "run", jobs=1, progress=progress)
+    missed = {finding.key for finding in report.findings}
+    assert "2099" in missed and "0000" not in missed and sum(told) < report.payload_bytes == 2100 * 8
