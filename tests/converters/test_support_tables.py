@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import saved_ranks, sharded, workers
 from support.rank_files import written
-from support.trainer_files import of_one_process
+from support.trainer_files import of_nanochat, of_one_process
 
 import muonckpt
 from muonckpt.converters.translate.dialects import DIALECTS
@@ -27,6 +27,11 @@ WHY_NOT_WRITTEN = {
 }
 
 
+def nanochat_run(folder: Path) -> Path:
+    of_nanochat(folder / "nanochat")
+    return folder / "nanochat"
+
+
 def of_ranks(folder: Path) -> Path:
     workers.run(2, saved_ranks.runs, folder)
     return folder / "verl"
@@ -40,6 +45,7 @@ FORMATS = {
     "Megatron's `layer_wise_optimizer_{rank}.pt`": None,
     "`optimizer.pt`, `optimizer.bin` and weights of one process (Hugging Face, accelerate)": None,
     "files of each rank with DTensors (verl, accelerate without DCP)": None,
+    "nanochat's `model_{step}.pt` and `optim_{step}_rank{r}.pt`": None,
     "safetensors": "safetensors",
     "zarr v3": "zarr",
 }
@@ -47,6 +53,7 @@ FORMATS = {
 READ_ONLY = {
     "Megatron": (lambda folder: written(folder, "padded-numel", 2), WHY_NOT_WRITTEN["layer_wise"]),
     "`optimizer.pt`": (of_one_process, "only the run knows the order of numbers; write `dcp`"),
+    "nanochat": (nanochat_run, "only its own code knows the groups that it stacks; write `dcp`"),
     "files of each rank": (of_ranks, "their pickles name torch's classes, which change; write `dcp`"),
 }
 """By how the name in the table begins: what makes one, and why it is not written."""

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from support import hostile
 from support.commands import called
 from support.continued import EXACT, Model, load_ours, train
+from support.trainer_files import of_nanochat
 
 import muonckpt
 from muonckpt.errors import SourceError
@@ -88,6 +89,37 @@ def test_names_that_torch_recorded_are_taken_and_tables_name_numbers(tmp_path):
         assert out.groups["optimizer.param_groups.0"]["params"] == order
 
 
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_state_that_nanochat_stacks_and_cuts_is_that_of_each_parameter(world, tmp_path):
+    truth = of_nanochat(tmp_path / "d12", world)
+    assert muonckpt.verify(tmp_path / "d12").verdict == "whole"
+    muonckpt.reshard(tmp_path / "d12", tmp_path / "out", mesh={"dp": 3})
+    with muonckpt.open(tmp_path / "out") as out:
+        assert out.tensors.keys() == truth.keys()
+        for key, value in truth.items():
+            np.testing.assert_array_equal(out.tensors[key].numpy(), value.numpy())
+        assert out.items["optimizer.state.lambdas.step"] == 7
+        assert out.tensors["optimizer.state.h.1.q.weight.momentum_buffer"].record.convention == "ema"
+        assert out.groups["optimizer.param_groups.3"]["params"] == [f"h.{n}.up.weight" for n in range(3)]
+
+
+def test_steps_lost_ranks_and_missing_names_of_nanochat_are_refused(tmp_path):
+    of_nanochat(tmp_path)
+    later = of_nanochat(tmp_path, step=200)
+    with pytest.raises(SourceError, match=r"steps 000100, 000200 of a run of nanochat: .*model_000200.pt"):
+        muonckpt.open(tmp_path)
+    with muonckpt.open(tmp_path / "model_000200.pt") as opened:
+        np.testing.assert_array_equal(opened.tensors["model.lambdas"].numpy(), later["model.lambdas"].numpy())
+        assert "optimizer.state.lambdas.exp_avg" in opened.tensors and opened.provenance["step"] == 200
+    (tmp_path / "optim_000200_rank1.pt").rename(tmp_path / "gone")
+    with pytest.raises(SourceError, match=r"3 of 3 matrices on each of 1 ranks, found 2|of its weight, or rows of it"):
+        muonckpt.open(tmp_path / "model_000200.pt")
+    (tmp_path / "gone").rename(tmp_path / "optim_000200_rank1.pt")
+    (tmp_path / "parameter_names.json").unlink()
+    with pytest.raises(SourceError, match="state of number 0"):
+        muonckpt.reshard(tmp_path / "model_000200.pt", tmp_path / "out", mesh={"dp": 2})
+
+
 class Code:
     def __reduce__(self):
         return exec, ("raise AssertionError",)
@@ -104,7 +136,7 @@ def laughs() -> bytes:
 
 def test_files_that_are_more_than_a_state_dict_are_refused_and_damage_is_found(tmp_path):
     for name, content, why in (
-        ("code", {"w": torch.ones(2), "f": Code()}, "found .* exec; nothing was run"),
+        ("code", {"w": torch.ones(2), "f": Code()}, r"found .* exec; nothing was run"),
         ("gaps", {"w": torch.ones(4, 2)[:, 0]}, "each element once"),
         ("shared", {str(key): torch.ones(1 << 18) for key in range(2)}, None),
     ):

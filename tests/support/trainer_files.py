@@ -23,3 +23,47 @@ def of_one_process(folder: Path) -> Path:
     torch.save(optimizer.state_dict(), path / "optimizer.pt")
     (path / "parameter_names.json").write_text(json.dumps([*weights]))
     return path
+
+
+NANOCHAT = {
+    "lm_head.weight": (64, 32),
+    "lambdas": (3,),
+    **{f"h.{n}.{part}.weight": shape for n in range(3) for part, shape in (("q", (8, 6)), ("up", (12, 6)))},
+}
+"""AdamW's parameters first: one that is cut over ranks and one that is not; then matrices, three of each shape."""
+
+
+def of_nanochat(folder: Path, world: int = 2, step: int = 100) -> dict[str, torch.Tensor]:
+    """As nanochat's MuonAdamW lays state out on its ranks; returns what is in the files, by our keys."""
+    folder.mkdir(exist_ok=True)
+    generator = torch.Generator().manual_seed(step)
+    names = [*NANOCHAT][:2] + [n for part in ("q", "up") for n in NANOCHAT if f".{part}." in n]
+    truth = {f"model.{name}": torch.randn(NANOCHAT[name], generator=generator) for name in NANOCHAT}
+    groups = [{"kind": "adamw", "lr": 0.1, "betas": (0.8, 0.96), "params": [number]} for number in (0, 1)]
+    groups += [{"kind": "muon", "lr": 0.02, "momentum": 0.95, "params": [*range(2 + 3 * n, 5 + 3 * n)]} for n in (0, 1)]
+    states: list[dict] = [{} for _ in range(world)]
+    for group in groups:
+        own = [names[number] for number in group["params"]]
+        shape = NANOCHAT[own[0]]
+        if group["kind"] == "adamw":
+            slots = {slot: torch.randn(shape, generator=generator) for slot in ("exp_avg", "exp_avg_sq")}
+            truth |= {f"optimizer.state.{own[0]}.{slot}": value for slot, value in slots.items()}
+            for rank, state in enumerate(states):
+                parts = slots if truth[f"model.{own[0]}"].numel() < 1024 else {
+                    slot: value.chunk(world)[rank].clone() for slot, value in slots.items()
+                }  # fmt: skip
+                state[group["params"][0]] = {"step": 7, **parts}
+            continue
+        chunk = -(-len(own) // world)
+        for slot, sizes in (("momentum_buffer", shape), ("second_momentum_buffer", (shape[0], 1))):
+            stack = torch.zeros(chunk * world, *sizes)
+            stack[: len(own)] = torch.randn(len(own), *sizes, generator=generator)
+            truth |= {f"optimizer.state.{name}.{slot}": stack[number] for number, name in enumerate(own)}
+            for rank, state in enumerate(states):
+                state.setdefault(group["params"][0], {})[slot] = stack[rank * chunk : (rank + 1) * chunk].clone()
+    torch.save({name: truth[f"model.{name}"] for name in NANOCHAT}, folder / f"model_{step:06d}.pt")
+    (folder / f"meta_{step:06d}.json").write_text("{}")
+    for rank, state in enumerate(states):
+        torch.save({"state": state, "param_groups": groups}, folder / f"optim_{step:06d}_rank{rank}.pt")
+    (folder / "parameter_names.json").write_text(json.dumps(names))
+    return truth

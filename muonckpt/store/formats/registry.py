@@ -87,8 +87,19 @@ def _rank_state(path: Location) -> Reader:
     return rank_state.reader(path)
 
 
+def _nanochat(path: Location) -> Reader:
+    from .trainers import nanochat_state
+
+    return nanochat_state.reader(path)
+
+
+_NANOCHAT_STEP = re.compile(r"model_([0-9]{6,12})\.pt")
+
+
 def _of_file(path: Location) -> Format:
-    """The format of a file: an archive of torch.save, a plug-in's by its name, or safetensors."""
+    """The format of a file: a step of nanochat with state beside it, torch.save's, a plug-in's, or safetensors."""
+    if (match := _NANOCHAT_STEP.fullmatch(path.name)) and (path.parent / f"optim_{match[1]}_rank0.pt").is_file():
+        return NANOCHAT
     with open_regular(path) as file:
         if file.read(0, min(file.size, 4)) in signs.TORCH_SAVE:
             return PROCESS_FILES
@@ -104,6 +115,7 @@ SAFETENSORS = Format("safetensors", _safetensors)
 ZARR = Format("zarr", _zarr)
 PROCESS_FILES = Format("torch.save's files of one process", _process_files)
 RANK_STATE = Format("torch.save's files of ranks with DTensors", _rank_state)
+NANOCHAT = Format("nanochat's files of ranks", _nanochat)
 LAYER_WISE = Format("Megatron's layer-wise files", _layer_wise)
 
 
@@ -117,6 +129,8 @@ SIGNS: tuple[tuple[str, Format], ...] = (
     ("optim_world_size_[0-9]*_rank_[0-9]*.pt", RANK_STATE),
     ("pytorch_model_fsdp*_rank[0-9]*.bin", RANK_STATE),
     ("optimizer*_rank[0-9]*.bin", RANK_STATE),
+    ("optim_[0-9][0-9][0-9][0-9][0-9][0-9]*_rank[0-9]*.pt", NANOCHAT),
+    ("model_[0-9][0-9][0-9][0-9][0-9][0-9]*.pt", NANOCHAT),
     ("optimizer.pt", PROCESS_FILES),
     ("optimizer.bin", PROCESS_FILES),
     ("optimizer_[0-9]*.bin", PROCESS_FILES),

@@ -1,0 +1,243 @@
+"""nanochat's checkpoints: ``model_{step}.pt``, and ``optim_{step}_rank{r}.pt`` with the part of each rank.
+
+Its optimizer has no DTensors.  What a rank has follows from the group's ``kind``:
+
+* ``muon``: the state of a group lies under its first parameter, stacked: rank ``r`` of ``W`` has that of the matrices
+  ``r * n`` to ``(r + 1) * n``, where ``n = ceil(K / W)`` for ``K`` matrices, and zeros behind the last;
+* ``adamw``: state of a parameter of 1024 elements or more is cut by rows over the ranks; that of others all ranks have.
+
+Source: ``MuonAdamW`` and ``checkpoint_manager.save_checkpoint`` of nanochat (July 2026).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ....box import Box, Index
+from ....errors import DamageError, SourceError, about
+from ....record import Chunk, Extent, Manifest, StateRecord
+from ....vocabulary import MOMENTUM, PARAMS, Convention, KeyPath
+from ...io.location import Location
+from ...reading.dtypes import itemsize
+from ...reading.reader import LocatedReader
+from .. import signs
+from ..torch_save.inert_pickle import expect
+from ..torch_save.member_payloads import MemberPayloads
+from ..torch_save.torch_file import TorchFile, is_tensor, read_torch_file
+from .parameter_names import NamesFile, check_shapes, is_optimizer, optimizer_with_names
+from .state_tree import HeldItems, check_shared, key_of_path, leaves, mapping, whole_record
+
+_FILE = re.compile(r"(?:model_([0-9]{6,12})|optim_([0-9]{6,12})_rank(0|[1-9][0-9]{0,5}))\.pt")
+_REPLICATED = 1024
+"""AdamW's state of parameters with fewer elements is on all ranks."""
+
+_OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank has of a slot: its dtype and chunk, whose box begins at 0."""
+
+    dtype: str
+    chunk: Chunk
+
+
+def reader(path: Location) -> LocatedReader:
+    """The checkpoint of one step: in a folder that has no other, or the one whose ``model_{step}.pt`` is given.
+
+    Reads no elements.
+
+    Raises:
+        SourceError: the folder has several steps, a file is missing or damaged, or ranks contradict each other.
+    """
+    folder = path if path.is_dir() else path.parent
+    try:
+        listed = sorted(str(entry.name) for entry in folder.iterdir())
+    except OSError as error:
+        raise SourceError(f"cannot read {folder}: {error}") from error
+    step = _step(path, listed)
+    model = f"model_{step}.pt"
+    ranks = sorted(int(m[3]) for name in listed if (m := _FILE.fullmatch(name)) and m[2] == step)
+    with about(folder):
+        if model not in listed or ranks != list(range(len(ranks))):
+            raise DamageError(
+                f"expected {model} and optim_{step}_rank{{r}}.pt of every rank from 0, found ranks {ranks}"
+            )
+        names = NamesFile.beside(folder)
+        names.check_used([_OPTIMIZER])
+        weights = read_torch_file(folder, model)
+        files = [read_torch_file(folder, f"optim_{step}_rank{rank}.pt") for rank in ranks]
+        items = HeldItems()
+        tensors = list(_whole(weights, items))
+        shapes = {str(tensor.path[-1]): tensor.shape for tensor in tensors}
+        numbered = False
+        if files:
+            state, numbered = _state(files, names, shapes, items)
+            tensors += state
+    read = {model, *(file.name for file in files), signs.NAMES_FILE}
+    provenance: dict[str, object] = {"step": int(step), "ranks": len(ranks)}
+    provenance[signs.NOT_READ] = [name for name in listed if name not in read]
+    if numbered:
+        provenance[signs.NUMBERED] = [_OPTIMIZER]
+    known = {extent: crc32 for file in (weights, *files) for extent, crc32 in file.checksums.items()}
+    used = {chunk.item for tensor in tensors for chunk in tensor.chunks if chunk.crc32 is None}
+    checksums = {extent: known[extent] for extent in used & known.keys()}
+    manifest = Manifest(tuple(tensors), tuple(items.blobs), provenance)
+    return LocatedReader(manifest, MemberPayloads(folder, items.in_memory, checksums))
+
+
+def _step(path: Location, listed: Sequence[str]) -> str:
+    """The step, in digits as the names of files have it."""
+    if not path.is_dir():
+        return expect(str, (_FILE.fullmatch(str(path.name)) or [None, None])[1])
+    steps = sorted({m[2] for name in listed if (m := _FILE.fullmatch(name)) and m[2]})
+    if not steps:
+        raise DamageError(
+            f"{path}: expected nanochat's model_{{step}}.pt beside its optim_{{step}}_rank*.pt, found none"
+        )
+    if len(steps) > 1:
+        several = ", ".join(steps[:8]) + ", …" * (len(steps) > 8)
+        raise SourceError(
+            f"{path} holds the steps {several} of a run of nanochat: name one by its model, such as "
+            f"{path / f'model_{steps[-1]}.pt'}"
+        )
+    return steps[0]
+
+
+def _whole(file: TorchFile, items: HeldItems) -> Iterator[StateRecord]:
+    chunks = []
+    with about(file.name):
+        for path, value in leaves(file, file.content, ("model",)):
+            if is_tensor(value):
+                dtype, chunk = file.chunk(value)
+                chunks.append(chunk)
+                yield whole_record(path, dtype, chunk)
+            else:
+                items.add(path, value)
+        check_shared(file, iter(chunks))
+
+
+def _state(
+    files: Sequence[TorchFile], names: NamesFile, shapes: Mapping[str, Index], items: HeldItems
+) -> tuple[list[StateRecord], bool]:
+    """The tensors of the optimizer's state, and whether its parameters have numbers for names."""
+    ranks = []
+    for file in files:
+        with about(file.name):
+            if type(file.content) is list:
+                raise SourceError(
+                    "expected the state of nanochat's MuonAdamW, found a list of optimizers, as nanochat saved before "
+                    "February 2026; their parts are not read: load them in that version"
+                )
+            content = mapping(file.content)
+            if not is_optimizer(content):
+                raise SourceError("expected the state of an optimizer, found something else")
+            content, by_number = optimizer_with_names(content, names.of_optimizers.get(_OPTIMIZER))
+            ranks.append(dict(_values(file, content)))
+    first = ranks[0]
+    for rank, values in enumerate(ranks):
+        if differing := values.keys() ^ first.keys():
+            key = key_of_path(min(differing, key=str))
+            raise SourceError(f"expected the same keys on all ranks, found {key!r} only in {files[0].name} or "
+                              f"{files[rank].name}")  # fmt: skip
+    tensors: list[StateRecord] = []
+    stacked = _stacks(first)
+    for path in first:
+        own = [values[path] for values in ranks]
+        with about(key_of_path(path)):
+            parts = [value for value in own if isinstance(value, _Part)]
+            if not parts:
+                if len({repr(value) for value in own}) > 1:
+                    raise SourceError(f"expected the same value on all ranks, found {own[0]!r:.80} and others")
+                items.add(path, own[0])
+                continue
+            name, slot = str(path[-2]), str(path[-1])
+            if len(parts) < len(own) or len({(part.dtype, part.chunk.box) for part in parts}) > 1:
+                raise SourceError("expected tensors of one shape and dtype on all ranks, found others")
+            if name in stacked:
+                tensors += _unstacked(stacked[name], slot, parts)
+            else:
+                tensors.append(_rows(name, slot, parts, None if not by_number else shapes.get(name)))
+    if by_number:
+        check_shapes(((str(t.path[-2]), str(t.path[-1]), t.shape) for t in tensors), shapes)
+    return tensors, not by_number
+
+
+def _values(file: TorchFile, content: Mapping[object, object]) -> Iterator[tuple[KeyPath, object]]:
+    chunks = []
+    for path, value in leaves(file, content, (_OPTIMIZER,)):
+        if is_tensor(value):
+            with about(key_of_path(path)):
+                dtype, chunk = file.chunk(value)
+                if chunk.strides is not None:
+                    raise SourceError("expected elements in row-major order, found others")
+                chunks.append(chunk)
+                yield path, _Part(dtype, chunk)
+        else:
+            yield path, value
+    check_shared(file, iter(chunks))
+
+
+def _stacks(values: Mapping[KeyPath, object]) -> dict[str, list[str]]:
+    """The parameters of each group of matrices, by the first of them."""
+    stacks = {}
+    for path, value in values.items():
+        match path:
+            case (_, "param_groups", number, "kind") if value == "muon":
+                params = list(map(str, expect(list, values.get((_OPTIMIZER, "param_groups", number, PARAMS)))))
+                stacks[params[0]] = params
+    return stacks
+
+
+def _unstacked(params: Sequence[str], slot: str, parts: Sequence[_Part]) -> Iterator[StateRecord]:
+    """The state of each matrix of a group."""
+    count, *shape = parts[0].chunk.box.shape
+    if count != -(-len(params) // len(parts)):
+        raise SourceError(
+            f"expected {-(-len(params) // len(parts))} of {len(params)} matrices on each of {len(parts)} ranks, found "
+            f"{count}: the file of a rank may be missing"
+        )
+    size = math.prod(shape) * itemsize(parts[0].dtype)
+    for number, name in enumerate(params):
+        part = parts[number // count]
+        payload = part.chunk.payload
+        assert payload is not None, "chunks of files have payloads"
+        own = Extent(payload.file, payload.offset + number % count * size, size)
+        chunk = Chunk(Box.of(tuple(shape)), part.chunk.item, own)
+        yield _record(name, slot, tuple(shape), part.dtype, (chunk,))
+
+
+def _rows(name: str, slot: str, parts: Sequence[_Part], weight: Index | None) -> StateRecord:
+    """State that is cut by rows, or that all ranks have."""
+    local, dtype = parts[0].chunk.box.shape, parts[0].dtype
+    cut = (local[0] * len(parts), *local[1:]) if local else ()
+    equal = len({part.chunk.crc32 for part in parts}) == 1
+    whole = local == weight or len(parts) == 1 or math.prod(cut) < _REPLICATED
+    if not whole and cut != weight and math.prod(local) < _REPLICATED and equal:
+        raise SourceError(
+            f"cannot tell whether shape {local}, equal on all ranks, is the whole parameter or a part of it: write the "
+            f"names of the parameters to {signs.NAMES_FILE} beside the files (docs/formats/trainers.md)"
+        )
+    if weight is not None and (local if whole else cut) != weight:
+        raise SourceError(
+            f"expected the shape {weight} of its weight, or rows of it, found {local} on {len(parts)} ranks"
+        )
+    if whole:
+        if not equal:
+            raise SourceError("expected the same state on all ranks, found others")
+        return _record(name, slot, local, dtype, (parts[0].chunk,))
+    zeros = (0,) * (len(local) - 1)
+    chunks = tuple(
+        replace(part.chunk, box=Box((rank * local[0], *zeros), ((rank + 1) * local[0], *local[1:])))
+        for rank, part in enumerate(parts)
+    )
+    return _record(name, slot, cut, dtype, chunks)
+
+
+def _record(name: str, slot: str, shape: Index, dtype: str, chunks: tuple[Chunk, ...]) -> StateRecord:
+    path = (_OPTIMIZER, "state", name, slot)
+    convention = Convention.EMA if slot == MOMENTUM else None
+    return StateRecord(key_of_path(path), path, shape, dtype, chunks, name, slot, convention)
