@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from ..converters.look.contents import Role
 from ..converters.look.first_look import FirstLook, first_look
 from ..converters.look.holders import newton_schulz_by_rank
 from ..converters.overview import description
-from ..errors import DestinationError
+from ..errors import DestinationError, LayoutError, SourceError
 from ..store.audit import Progress
 from ..store.io.location import Remote
 from ..store.io.new_file import write_synced
@@ -145,10 +145,20 @@ def report(
                 progress(count, to_compare + to_measure)
 
             spectra = stats == "spectra"
-            tensors = measured(opened, known, chosen, spectra=spectra, memory=memory, jobs=jobs, passed=passed)
+            with _other_way_out():
+                tensors = measured(opened, known, chosen, spectra=spectra, memory=memory, jobs=jobs, passed=passed)
             changes = _changes_of_weights(difference, known) if difference else {}
             found = stats_of(opened, known, tensors, earlier, before, changes)
     return Page(inspection, known, found, difference)
+
+
+@contextmanager
+def _other_way_out() -> Iterator[None]:
+    """Say of an error that elements cannot be read how to get a page nevertheless."""
+    try:
+        yield
+    except (SourceError, LayoutError) as error:
+        raise type(error)(f"{error}; without measuring, by --stats none or stats='none', there is a page") from error
 
 
 def _changes_of_weights(difference: Difference, known: FirstLook) -> dict[str, float]:

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 
 import pytest
@@ -147,3 +148,18 @@ def test_the_command_writes_the_page_whole_or_not_at_all(run, page, tmp_path):
     missing = called("report", run / "20", "--stats", "none", "-o", tmp_path / "nowhere" / "page.html")
     assert missing.returncode == 4 and "cannot be written" in missing.stderr
     assert called("report", run / "20", "--select", "no.such*", "-o", target).returncode == 2
+
+
+def test_a_damaged_element_where_the_page_says_is_found_and_a_page_of_the_rest_is_made(run, tmp_path):
+    shutil.copytree(run / "20", tmp_path / "20")
+    key = "model.layers.2.up.weight"
+    [(file, _, offset, *_)] = shards(data_of(muonckpt.report(run / "20", stats="none").html()))[key]
+    with muonckpt.open(run / "20") as checkpoint:
+        first = checkpoint.tensors[key][0, 0].tobytes()
+    place = tmp_path / "20" / file
+    raw = place.read_bytes()
+    assert raw[offset : offset + 4] == first
+    place.write_bytes(raw[:offset] + bytes(4) + raw[offset + 4 :])
+    with pytest.raises(muonckpt.SourceError, match=rf"{re.escape(key)}.*--stats none"):
+        muonckpt.report(tmp_path / "20")
+    assert muonckpt.report(tmp_path / "20", stats="none").stats is None

@@ -284,8 +284,10 @@ class ShardMap {
     this.node.scrollTop = Math.min(y, Math.max(this.node.scrollTop, y + LINE - (tall - HEAD)));
     this.node.scrollLeft = Math.min(x, Math.max(this.node.scrollLeft, x + this.cell - wide));
     const { title, lines } = this.words(this.cursor);
-    const box = this.node.getBoundingClientRect();
-    showTip(box.left + this.label + x - this.node.scrollLeft + this.cell / 2, box.top + HEAD + y - this.node.scrollTop, title, lines);
+    requestAnimationFrame(() => { // after the scrolling, which hides what was shown before
+      const box = this.node.getBoundingClientRect();
+      showTip(box.left + this.label + x - this.node.scrollLeft + this.cell / 2, box.top + HEAD + y - this.node.scrollTop, title, lines);
+    });
     this.live.textContent = [shown(title), ...lines.map(shown)].join("; ");
     this.soon();
   }
