@@ -6,9 +6,11 @@ such a checkpoint, so a conversion says which they are, and writes their state a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 
-from ...box import Box
+from ...box import Box, Index
 from ...errors import SourceError
 from ...layout import Fragment, Place, TensorLayout
 from ...record import StateRecord
@@ -45,7 +47,8 @@ def _method(context: Context, group: SourceGroup, others: list[Param]) -> Stored
     option = context.dialect.method_option or ""
     if option in group.items:
         named = context.values.read(group.items[option])
-        return next((method for method in context.dialect.methods if method.name == named), None)
+        beside = [param.source_method for param in others]  # with masters, if they have some
+        return next((method for method in (*beside, *context.dialect.methods) if method.name == named), None)
     methods = {param.source_method.name: param.source_method for param in others}
     return next(iter(methods.values())) if len(methods) == 1 else None
 
@@ -53,7 +56,7 @@ def _method(context: Context, group: SourceGroup, others: list[Param]) -> Stored
 def zero_state(
     context: Context, by_slot: SlotTensors, stateless: Mapping[str, Param], findings: Findings
 ) -> Iterator[OutputTensor]:
-    """The state of these parameters as zeros; without it, ``findings`` hear which they are.
+    """The first state of these parameters: zeros, and masters that are the weights; ``findings`` hear which they are.
 
     Raises:
         SourceError: the shape of a parameter is not known, or not how its state begins.
@@ -61,26 +64,41 @@ def zero_state(
     weights = by_slot.get(None, {})
     for name, param in stateless.items():
         slots = {common: slot for common, slot in param.target_method.slots.items() if common != "step"}
-        if name not in weights or slots.keys() - AS_THE_PARAMETER:
-            why = f"not known how {', '.join(slots.values())} begin" if name in weights else "no weight tells the shape"
-            raise SourceError(f"parameter {name!r} has no state, and it cannot be filled with zeros: {why}")
+        unknown = [slot for common, slot in slots.items() if common not in _SHAPES and common != _MASTER]
+        if name not in weights or unknown:
+            why = f"not known how {', '.join(unknown)} begins" if name in weights else "no weight tells the shape"
+            raise SourceError(
+                f"parameter {name!r} has no state, and --fill-missing cannot write it: {why}; leave out the flag, and "
+                "let the parameter start with fresh=[…] of muonckpt.load, or leave the slot out with --drop"
+            )
         weight = weights[name]
         for common, slot in slots.items():
-            dtype = next((t.dtype for t in by_slot.get(param.source_method.slots[common], {}).values()), weight.dtype)
-            dtype = context.overrides.state_dtype or dtype
             path = context.state_path(name, slot, param.chain)
+            record = StateRecord(key_of(path), path, weight.shape, "float32", (), name=name, slot=slot)
+            if common == _MASTER:
+                held = None if weight.dtype == "float32" else weight.dtype
+                yield context.chunks.output(record, weight.layout, held=held)
+                continue
+            shape = _SHAPES[common](weight.shape)
+            dtype = next((t.dtype for t in by_slot.get(param.source_method.slots[common], {}).values()), weight.dtype)
+            dtype = (common in AS_THE_PARAMETER and context.overrides.state_dtype) or dtype
             convention = _convention(context) if common == "momentum" else None
-            record = StateRecord(
-                key_of(path), path, weight.shape, dtype, (), name=name, slot=slot, convention=convention
-            )
-            box = Box.of(weight.shape)
+            box = Box.of(shape)
             fragments = (Fragment(box, Place(_ZERO, 0, (0,) * box.ndim)),) if box.numel else ()
-            yield OutputTensor(record, TensorLayout(weight.shape, fragments), in_memory={_ZERO: bytes(16)})
+            record = replace(record, shape=shape, dtype=dtype, convention=convention)
+            yield OutputTensor(record, TensorLayout(shape, fragments), in_memory={_ZERO: bytes(16)})
     if stateless:
-        findings.check(Action.SET, "state that was missing", *sorted(stateless), reason="written as zeros")
+        reason = "written as zeros; masters, where there are, as the weights"
+        findings.check(Action.SET, "state that was missing", *sorted(stateless), reason=reason)
 
 
-_ZERO = "zero"
+_ZERO, _MASTER = "zero", "master"
+
+_SHAPES: Mapping[str, Callable[[Index], Index]] = MappingProxyType(
+    {**dict.fromkeys(AS_THE_PARAMETER, lambda shape: shape), "dion_rows": lambda shape: (*shape[:-1], 1)}
+)
+"""The shapes of slots that begin as zeros, by common names, from that of the parameter.  Ours of NorMuon is not among
+them, because it depends on options of the group."""
 
 
 def _convention(context: Context) -> Convention | None:

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from ...errors import SourceError, TargetError
 from ...record import Blob, Manifest, StateRecord
 from ...store.stored_items import Values
+from ...vocabulary import MASTER
 from ..engine.checklist import Action, Findings, sorted_checks
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from .context import Context, SourceChunks
@@ -214,7 +215,13 @@ def _check_off(
         if scale is not None:
             findings.check(Action.RESCALED, slot, _tensors(count), f"times {scale!r}", reason="; ".join(momenta))
         if held is not None:
-            findings.check(Action.RESCALED, slot, _tensors(count), f"from {held} to {dtype}", reason="--state-dtype")
+            findings.check(
+                Action.RESCALED,
+                slot,
+                _tensors(count),
+                f"from {held} to {dtype}",
+                reason="" if slot == MASTER else "--state-dtype",
+            )
     copied = [item.key for item in items if item.source is not None]
     if copied:
         findings.check(Action.CARRIED, "items that are no tensors", f"{len(copied)}", reason="byte for byte")

@@ -172,6 +172,34 @@ def test_a_matrix_without_a_gradient_is_said_and_filled_only_if_asked_to(tmp_pat
     assert furthest(model, twin, start) < 1e-5
 
 
+def test_masters_and_rows_that_are_missing_begin_as_a_run_makes_them(tmp_path):
+    """A master is its weight, exactly; dion's mean squares of rows are a column of zeros; ours are refused by name."""
+    weights = {"a": torch.randn(6, 4).bfloat16(), "idle": torch.randn(6, 4).bfloat16()}
+    groups = {"ours": {"algorithm": "muon", "convention": "ema", "momentum": 0.9},
+              "rows": {"algorithm": "normuon", "convention": "ema", "momentum": 0.9},
+              "dion": {"algorithm": "normuon", "mu": 0.9, "cautious_wd": False, "epsilon": 1e-8}}  # fmt: skip
+    states = {"ours": {"momentum_buffer": torch.ones(6, 4), "fp32_param": torch.ones(6, 4)},
+              "rows": {"momentum_buffer": torch.ones(6, 4), "second_moment": torch.ones(6, 1)},
+              "dion": {"momentum": torch.ones(6, 4), "variance_neuron": torch.ones(6, 1)}}  # fmt: skip
+    for name, group in groups.items():
+        optimizer = {"state": {"a": states[name]}, "param_groups": [{"params": ["a", "idle"], "lr": 0.1, **group}]}
+        muonckpt.save({"model": weights, "optimizer": optimizer}, tmp_path / name)
+        program = "dion" if name == "dion" else "muonckpt"
+        asked = {"from_dialect": program, "to_dialect": program, "fill_missing": True, "verify": True}
+        if name == "rows":
+            with pytest.raises(SourceError, match=r"'idle' has no state.*not known how second_moment begins.*fresh"):
+                muonckpt.convert(tmp_path / name, tmp_path / f"{name} filled", **asked)
+            continue
+        muonckpt.convert(tmp_path / name, tmp_path / f"{name} filled", **asked)
+        with muonckpt.open(tmp_path / f"{name} filled") as filled:
+            found = {key.rpartition(".")[2]: t for key, t in filled.tensors.items() if "state.idle" in key}
+            assert found.keys() == states[name].keys()
+            for slot, tensor in found.items():
+                expected = weights["idle"].float().numpy() if slot == "fp32_param" else 0
+                assert tensor.shape == states[name][slot].shape and tensor.dtype == "float32"
+                assert (tensor.numpy() == expected).all()
+
+
 def test_a_result_fits_a_given_run_or_says_why_not(tmp_path):
     model = Model()
     optimizers = torchs(model)
