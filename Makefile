@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test trust check bench gpu docs site clean
+.PHONY: install locked lock demo test trust fuzz check bench gpu docs site clean
 
 install: $(STAMP)
 
@@ -12,6 +12,24 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchtitan  # dev has what its tests need
 	touch $(STAMP)
+
+# The same from files whose hashes are known: all but torch and Triton, whose wheels differ by machine, and what they bring.
+locked:
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch triton
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $(STAMP)
+
+# Takes the hashes from the registry; needs uv.
+lock:
+	( uv pip compile --quiet --python-version 3.11 --generate-hashes --no-annotate --no-header --constraint constraints.txt \
+	    pyproject.toml --extra dev; \
+	  echo 'torchtitan==$(shell sed -n s/^torchtitan==//p constraints.txt)' | uv pip compile --quiet --python-version 3.11 \
+	    --generate-hashes --no-annotate --no-header --no-deps -; \
+	  echo 'setuptools==$(shell sed -n s/^setuptools==//p constraints.txt)' | uv pip compile --quiet --python-version 3.11 \
+	    --generate-hashes --no-annotate --no-header --no-deps - ) \
+	| awk '/^[a-z]/ { skip = /^(nvidia|cuda)-|^(torch|triton)==/ || $$1 in seen; seen[$$1] } !skip' > requirements.lock
 
 demo: install
 	OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py
@@ -26,6 +44,11 @@ TRUST ?= 1
 SEED ?= 0
 trust: install
 	OMP_NUM_THREADS=1 MUONCKPT_TRUST=$(TRUST) MUONCKPT_SEED=$(SEED) MUONCKPT_DAMAGES=$$(($(TRUST) * 200)) $(BIN)/python -m pytest tests/trust tests/store/test_hostile_files.py
+
+# Changes what parsers read, at random, for so many seconds; keeps what finds something in tests/data/fuzz, which every run tries.
+FUZZ ?= 300
+fuzz: install
+	OMP_NUM_THREADS=1 MUONCKPT_FUZZ=$(FUZZ) $(BIN)/python -m pytest -s tests/fuzz
 
 # The documentation as a site in build/site; open its index.html, with or without a network.  A broken link is an error.
 site: .venv/.site

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -67,3 +68,18 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert {"muonckpt/py.typed", "muonckpt/manifest.schema.json", "muonckpt/optimizer/muon.py"} <= set(names)
     assets = {f"muonckpt/page/assets/{file.name}" for file in (ROOT / "muonckpt/page/assets").iterdir()}
     assert assets and assets <= set(names)
+
+
+def test_the_hashed_files_are_of_the_versions_that_are_installed_otherwise():
+    def pinned(name: str) -> dict[str, str]:
+        lines = (
+            line.split() for line in (ROOT / name).read_text().splitlines() if "==" in line and line[0] not in "# "
+        )
+        pairs = (line[0].split("==") for line in lines)
+        return {re.sub("[-_.]+", "-", package).lower(): version for package, version in pairs}
+
+    versions, hashed = pinned("constraints.txt"), pinned("requirements.lock")
+    assert hashed.items() <= versions.items()
+    assert not {"numpy", "pytest", "setuptools", "torchtitan", "xxhash", "zarr"} - hashed.keys()
+    text = (ROOT / "requirements.lock").read_text()
+    assert text.count(" \\\n    --hash=sha256:") >= len(hashed)
