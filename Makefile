@@ -52,7 +52,8 @@ fuzz: install
 
 # The documentation as a site in build/site; open its index.html, with or without a network.  A broken link is an error.
 site: .venv/.site
-	$(BIN)/python -m mkdocs --quiet build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build
+	@echo open build/site/index.html
 
 .venv/.site: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'

@@ -58,8 +58,8 @@ _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _FETCHED = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=["']?((?:https?:)?//[^"'\s>]+)""")
 
 
-def on_config(config: MkDocsConfig) -> None:
-    """Lay out the packages as one tree, in which docstrings are looked for."""
+def on_startup(command: str, dirty: bool) -> None:
+    """Lay out the packages as one tree, in which docstrings are looked for: before anything looks for that."""
     tree = ROOT / "build" / "api"
     shutil.rmtree(tree, ignore_errors=True)
     for package, place in ROOMS.items():
