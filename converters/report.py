@@ -8,6 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from ..columns import UNKNOWN
 from ..record import Manifest
 from ..store.io.location import Location
 from ..store.io.side_file import items_beside
@@ -92,8 +95,7 @@ class Report:
 
 def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> Report:
     """What a job will do; ``notes`` are added before its own."""
-    chunks = [chunk for tensor in job.manifest.tensors for chunk in tensor.chunks if chunk.box.numel]
-    payloads, of_ranks = job.source.payloads, job.container.of_ranks
+    of_ranks = job.container.of_ranks
     balance = tuple(_unbalanced(job)) if of_ranks else ()
     return Report(
         source=str(job.source.path),
@@ -117,7 +119,7 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
         read=job.payload_to_write,
         avoided=job.reads_avoided,
         written=job.bytes_to_write,
-        unchecked=sum(not payloads.is_checked(chunk) for chunk in chunks),
+        unchecked=_unchecked(job),
         items_file=None if job.items is None else str(items_beside(destination)),
         decoded=0 if job.items is None else len(job.items.decoded),
         undecoded=() if job.items is None else job.items.undecoded,
@@ -126,6 +128,19 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
         checklist=job.checklist,
         compared=sum(tensor.fingerprint is not None for tensor in job.tensors),
     )
+
+
+def _unchecked(job: Job) -> int:
+    """The number of chunks of the source without a checksum of any kind."""
+    tensors, columns = job.manifest.tensors, job.manifest.columns
+    bare = (job.manifest.elements > 0) & ~columns.has_digest & (columns.crc32 == UNKNOWN)
+    ends = np.cumsum([len(tensor.chunks) for tensor in tensors])
+    unknown = 0
+    for row in np.flatnonzero(bare).tolist():
+        number = int(np.searchsorted(ends, row, side="right"))
+        chunk = tensors[number].chunks[row - int(ends[number])]
+        unknown += not job.source.payloads.is_checked(chunk)
+    return unknown
 
 
 def _unbalanced(job: Job) -> Iterator[str]:

@@ -197,6 +197,15 @@ def stored_rows(chunks: Sequence[Chunk]) -> Iterable[Row]:
     return map(row_of, chunks)
 
 
+def rows_numbered(every: Sequence[Sequence[Chunk]], number: int) -> list[Row]:
+    """The row of the chunk with this number of each of these tensors."""
+    columns = every[0].columns if every and isinstance(every[0], Chunks) else None
+    starts = [own.start for own in every if isinstance(own, Chunks) and own.columns is columns and number < len(own)]
+    if columns is None or len(starts) < len(every):
+        return [row_of(own[number]) for own in every]
+    return list(columns.rows_at([start + number for start in starts]))
+
+
 def stored_items(chunks: Sequence[Chunk]) -> tuple[list[str], list[int], list[int]]:
     """The items of the chunks of a tensor: their files, and their offsets and lengths in bytes."""
     if isinstance(chunks, Chunks):
@@ -258,6 +267,21 @@ def columns_of(every: Sequence[Sequence[Chunk]]) -> Columns:
     if run is not None:
         builder.add_rows(run, start, stop)
     return builder.finished()
+
+
+def in_columns(every: Sequence[tuple[Sequence[Chunk], Index]]) -> list[Chunks]:
+    """The row-major chunks of tensors of these shapes, as columns that they share.
+
+    Raises:
+        LayoutError: a box has another number of dims than the shape.
+    """
+    columns, known, start = columns_of([chunks for chunks, _ in every]), dict[Boxes, Boxes](), 0
+    made = []
+    for chunks, shape in every:
+        boxes = boxes_of(chunks, shape)
+        made.append(Chunks(columns, start, known.setdefault(boxes, boxes)))
+        start += len(boxes)
+    return made
 
 
 @lru_cache(maxsize=1024)

@@ -71,7 +71,13 @@ class Columns:
 
     def rows(self, start: int, stop: int) -> Iterator[Row]:
         """The rows from ``start`` to ``stop``."""
-        span = slice(start, stop)
+        return self._rows(slice(start, stop))
+
+    def rows_at(self, numbers: Sequence[int]) -> Iterator[Row]:
+        """The rows with these numbers."""
+        return self._rows(np.array(numbers, np.int64))
+
+    def _rows(self, span: slice | Column) -> Iterator[Row]:
         digests = self.digest[span].tobytes().hex()
         return zip(
             map(self.names.__getitem__, self.file[span].tolist()),

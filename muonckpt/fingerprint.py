@@ -64,6 +64,21 @@ def fingerprint(values: NDArray[np.unsignedinteger], origin: Index) -> int:
     return total & _MASK
 
 
+def box_shares(values: NDArray[np.unsignedinteger], origin: Index) -> list[int]:
+    """The shares of boxes of one shape and origin, of different tensors: each of ``values`` as `fingerprint` takes it.
+
+    Faster than a call for each if boxes are small; they must have at most `_COLUMNS` elements.
+    """
+    if values.ndim == 1:
+        values, origin = values[:, np.newaxis], (0,)
+    if values.itemsize == 8:
+        values = np.ascontiguousarray(values)[..., np.newaxis].view(np.uint32)
+        origin = (*origin, 0)
+    weights = _outer(0, values.shape[1:], origin)
+    shares: list[int] = np.einsum("ij,j->i", values.reshape(len(values), -1), weights).tolist()
+    return shares
+
+
 def combine(*shares: int) -> int:
     """Fingerprint of the union of disjoint boxes."""
     return sum(shares) & _MASK

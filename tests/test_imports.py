@@ -67,8 +67,8 @@ RULES = {
     "page": "chunks columns errors record version converters converters/compare converters/health converters/look "
     "store store/io store/reading",
     "integrations": "errors store checkpoint optimizer optimizer/groups",
-    "converters/engine": "errors box layout plan fingerprint record store store/io store/reading store/formats "
-    "converters/target converters/translate",
+    "converters/engine": "errors box chunks columns layout plan fingerprint record store store/io store/reading "
+    "store/formats converters/target converters/translate",
     "converters/target": "errors box layout plan record seal version vocabulary layouts layouts/buffers store store/io "
     "store/reading store/formats converters/engine",
     "converters/translate": "errors box coefficients layout record vocabulary store store/formats converters/engine",

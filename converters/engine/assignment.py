@@ -6,9 +6,12 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from ...record import Chunk, Extent, StateRecord
+import numpy as np
+
+from ...record import Extent
 from .job import Job
 from .output_files import OutputFile
+from .unchecked_chunks import UncheckedChunks
 from .workers import Worker
 
 
@@ -16,7 +19,7 @@ from .workers import Worker
 class Assignment:
     """The part of one worker: the chunks of the source that it checks, and the files that it writes."""
 
-    chunks: tuple[tuple[StateRecord, Chunk], ...]
+    chunks: UncheckedChunks
     files: tuple[OutputFile, ...]
 
 
@@ -25,6 +28,8 @@ def assignment(job: Job, worker: Worker, finished: Collection[str] = ()) -> Assi
 
     Every worker checks the chunks that it copies from; the coordinator also checks those that no worker copies from.
     """
+    if worker.world == 1:  # no need to visit a million chunks
+        return Assignment(UncheckedChunks(job.manifest.tensors), job.files)
     file_names: set[str] = set()
     for is_finished in (True, False):
         files = [file for file in job.files if (file.name in finished) is is_finished]
@@ -34,9 +39,9 @@ def assignment(job: Job, worker: Worker, finished: Collection[str] = ()) -> Assi
     if worker.coordinates:
         checked_by_others = _sources(file for file in job.files if file.name not in file_names)
         checked |= {chunk.item for tensor in job.manifest.tensors for chunk in tensor.chunks} - checked_by_others
-    chunks = ((tensor, chunk) for tensor in job.manifest.tensors for chunk in tensor.chunks if chunk.box.numel)
+    chosen = (chunk.item in checked for tensor in job.manifest.tensors for chunk in tensor.chunks)
     return Assignment(
-        tuple((tensor, chunk) for tensor, chunk in chunks if chunk.item in checked),
+        UncheckedChunks(job.manifest.tensors, np.fromiter(chosen, np.bool_)),
         tuple(file for file in job.files if file.name in file_names),
     )
 

@@ -11,8 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
+from ...columns import UNKNOWN
 from ...errors import DestinationError, SourceError
-from ...record import Extent, Manifest, StateRecord
+from ...layout import Buffer
+from ...record import Manifest, StateRecord
 from ...store.formats.signs import NAMES_FILE, NUMBERED
 from ...store.io import publish
 from ...store.io.checksums import xxh3_128
@@ -25,7 +29,7 @@ from ..target.container import Container
 from ..target.item_file import ItemFile
 from ..target.topology import Target
 from .checklist import Check
-from .output_files import OutputFile, WriteRequest
+from .output_files import OutputChunk, OutputFile, WriteRequest
 from .outputs import Outputs
 
 
@@ -80,7 +84,8 @@ class Job:
     @property
     def bytes_to_check(self) -> int:
         """Bytes of the source's payloads that are used; all of them are checked first."""
-        return sum(c.payload.length for t in self.manifest.tensors for c in t.chunks if c.payload)
+        columns = self.manifest.columns
+        return int(columns.payload_length[columns.payload != UNKNOWN].sum())
 
     @property
     def bytes_to_write(self) -> int:
@@ -101,14 +106,17 @@ class Job:
     def reads_avoided(self) -> int:
         """Bytes that a reader of whole chunks, such as stock DCP, would read in addition."""
         whole = 0
+        known: dict[tuple[int, int, bool], tuple[int, dict[Buffer, int]]] = {}
         for file in self.files:
-            touched: dict[Extent, int] = {}
+            touched: dict[object, int] = {}
             for written in file.chunks:
-                chunks, size = written.output.chunks, itemsize(written.output.source_record.dtype)
-                read = [copy for copy in written.copies if copy.source.buffer in chunks]
-                whole_chunks = [chunks[copy.source.buffer] for copy in read]
-                touched |= {chunk.item: chunk.box.numel * size for chunk in whole_chunks}
-                whole -= sum(copy.box.numel * size for copy in read)
+                output = written.output
+                key = id(written.copies), itemsize(output.source_record.dtype), bool(output.in_memory)
+                if key not in known:  # chunks of equal tensors that are filled alike share their copies
+                    known[key] = _amounts(written)
+                read, of_chunks = known[key]
+                touched |= {output.source_of(buffer): amount for buffer, amount in of_chunks.items()}
+                whole -= read
             whole += sum(touched.values())
         return whole
 
@@ -118,14 +126,25 @@ class Job:
 
     def _described(self) -> Iterator[str]:
         """Everything in which two jobs can differ, in parts."""
-        yield self.manifest.to_json()
-        yield Manifest(self.tensors, (), self.provenance).to_json()
+        yield from self.manifest.json_parts()
+        yield from Manifest(self.tensors, (), self.provenance).json_parts()
         yield repr((self.state, self.target, self.container.name, self.select, self.items))
         for output in {id(chunk.output): chunk.output for file in self.files for chunk in file.chunks}.values():
             yield repr((output.key, output.places))
         for file in self.files:
-            chunks = [(chunk.tensor.key, chunk.stored) for chunk in file.chunks]
-            yield repr((file.name, file.length, file.items, chunks))
+            yield repr((file.name, file.length, file.items))
+            for chunk in file.chunks:
+                item, payload = chunk.stored.item, chunk.stored.payload
+                places = (item.offset, item.length, payload and (payload.offset, payload.length))
+                yield repr((chunk.tensor.key, chunk.stored.box.lo, chunk.stored.box.hi, places))
+
+
+def _amounts(written: OutputChunk) -> tuple[int, dict[Buffer, int]]:
+    """The bytes that a chunk is copied from, and those of each whole chunk of the source that they lie in."""
+    chunks, size = written.output.chunks, itemsize(written.output.source_record.dtype)
+    read = [copy for copy in written.copies if copy.source.buffer in chunks]
+    whole = {copy.source.buffer: chunks[copy.source.buffer].box.numel * size for copy in read}
+    return sum(copy.box.numel * size for copy in read), whole
 
 
 @gc_paused()
@@ -190,7 +209,9 @@ def file_states(payloads: Payloads, manifest: Manifest) -> tuple[object, ...]:
     Raises:
         SourceError: one is missing.
     """
-    names = {c.item.file for t in manifest.tensors for c in t.chunks} | {b.item.file for b in manifest.blobs}
+    columns = manifest.columns
+    names = {columns.names[number] for number in np.unique(columns.file).tolist()}
+    names |= {blob.item.file for blob in manifest.blobs}
 
     def state(name: str) -> tuple[object, ...]:
         if payloads.is_held(name):

@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
+from itertools import compress
 from pathlib import PurePosixPath
 
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
 from ...box import Box, Index, row_major
+from ...columns import Row
 from ...errors import DestinationError, Interrupted, SourceError
-from ...layout import Fragment, Place
+from ...layout import Buffer, Fragment, Place
 from ...plan import Copy
-from ...record import Chunk, Extent, StateRecord
+from ...record import Extent
 from ...store.io.checksums import Sums, xxh3_128
 from ...store.io.new_file import Writing, drafted
 from ...store.io.regular import READ_BYTES, open_regular
@@ -31,7 +38,10 @@ from ..translate.conventions import Words
 from .elements import bytes_of
 from .journal import ChunkSums, FinishedFile
 from .output_files import OutputChunk, OutputFile, PlacedItem
+from .outputs import source_rows
+from .small_chunks import alike, copied, is_small, rows, sums_of, windows
 from .staging import Staging
+from .unchecked_chunks import UncheckedChunks
 
 LARGEST_BAND = 2 << 20
 """The most bytes of a band: it should stay in cache from the copy through the checksums to the write."""
@@ -47,23 +57,20 @@ class Mover:
     """Checks, copies and reads back the bytes of a job.
 
     Args:
-        chunks: the chunks of the source to check, with their tensors.
-
-    Attributes:
-        unchecked: the chunks that have not been checked yet, with their tensors, by item.
+        unchecked: the chunks of the source to check; those that have been are taken out of it.
     """
 
     def __init__(
         self,
         payloads: Payloads,
         staging: Staging,
-        chunks: Iterable[tuple[StateRecord, Chunk]],
+        unchecked: UncheckedChunks,
         band_bytes: int,
         stop: threading.Event,
         progress: Advance,
     ) -> None:
         self._staged, self._drafts = staging.place, staging.drafts
-        self.unchecked = {chunk.item: (tensor, chunk) for tensor, chunk in chunks}
+        self.unchecked = unchecked
         self._payloads = payloads
         self._band_bytes = min(band_bytes, LARGEST_BAND)
         self._read_bytes = min(band_bytes // 4, READ_BYTES)  # a thread keeps three of them
@@ -76,11 +83,11 @@ class Mover:
         Raises:
             SourceError: the chunk is damaged.
         """
-        tensor_and_chunk = self.unchecked.pop(source, None)
-        if tensor_and_chunk is not None:
+        if self.unchecked.take(source.file, [source.offset]) == [True]:
             self._raise_if_stopped()
-            check_chunk(self._payloads, *tensor_and_chunk)
-            self._progress(payload_of(*tensor_and_chunk).length)
+            tensor, chunk = self.unchecked.at(source)
+            check_chunk(self._payloads, tensor, chunk)
+            self._progress(payload_of(tensor, chunk).length)
 
     def write(self, files: Sequence[OutputFile]) -> Iterator[tuple[OutputFile, FinishedFile]]:
         """Write files, and sync each when it is finished: band by band in turn, so that one read serves them all.
@@ -117,9 +124,7 @@ class Mover:
                     first_sums += [(yield from self._pass(chunk))]
                 output.write(file.header(first_sums), 0)
             items = tuple(self._write_item(output, item) for item in file.items)
-            sums: list[ChunkSums] = []
-            for chunk in file.chunks:
-                sums += [(yield from self._write_chunk(output, chunk))]
+            sums = yield from self._written(output, file.chunks)
             if first_sums not in (None, sums):
                 raise SourceError(f"the source of {file.name} changed between two reads; nothing was published")
             if file.header and output.rewinds:
@@ -174,6 +179,73 @@ class Mover:
                 yield raw
 
         return xxh3_128(written())
+
+    def _written(self, output: Writing, chunks: Sequence[OutputChunk]) -> Generator[None, None, list[ChunkSums]]:
+        """Write chunks in order; pauses after every band, or small chunks."""
+        sums: list[ChunkSums] = []
+        known: dict[tuple[int, int], bool] = {}
+
+        def fits(chunk: OutputChunk) -> bool:
+            if chunk.output.computed or chunk.output.in_memory:
+                return False
+            key = id(chunk.copies), id(chunk.frame)  # shared by the chunks of equal tensors that are copied alike
+            if key not in known:
+                known[key] = is_direct(chunk) and is_small(chunk)
+            return known[key]
+
+        for window in windows(chunks, self._band_bytes // 4, fits):
+            if len(window) > 1:
+                sums += self._write_window(output, window)
+                yield
+            else:
+                sums += [(yield from self._write_chunk(output, window[0]))]
+        return sums
+
+    def _write_window(self, output: Writing, window: Sequence[OutputChunk]) -> Iterable[ChunkSums]:
+        """Write small chunks together."""
+        self._raise_if_stopped()
+        start = window[0].stored.item.offset
+        whole = bytearray(window[-1].stored.item.end - start)
+        sums: dict[int, ChunkSums] = {}
+        for numbers in alike(window):
+            members = [window[number] for number in numbers]
+            elements = self._elements(members)
+            for number, raw, own in zip(numbers, elements, sums_of(members[0], elements), strict=True):
+                place, frame = window[number].stored.item.offset - start, window[number].frame
+                whole[place : place + frame.length] = b"".join((frame.head, raw.data, frame.tail(own.checksum)))
+                sums[number] = own
+        output.write(memoryview(whole), start)
+        self._progress(sum(chunk.frame.payload_length for chunk in window))
+        return [sums[number] for number in range(len(window))]
+
+    def _elements(self, chunks: Sequence[OutputChunk]) -> NDArray[np.uint8]:
+        """The elements of small chunks that are alike, from sources that are checked."""
+        sources = {}
+        for buffer in dict.fromkeys(copy.source.buffer for copy in chunks[0].copies):
+            stored = source_rows([chunk.output for chunk in chunks], buffer)
+            extents = [Extent(file, offset, length) for file, _, _, offset, length, _, _ in stored]
+            sources[buffer] = rows(self._payloads, extents)
+            self._check_rows(chunks, buffer, stored, sources[buffer])
+        return copied(chunks[0], sources)
+
+    def _check_rows(
+        self, chunks: Sequence[OutputChunk], buffer: Buffer, stored: Sequence[Row], read: NDArray[np.uint8]
+    ) -> None:
+        """Check chunks of the source, one buffer of each of these outputs, of which the bytes have been read."""
+        items: defaultdict[str, list[int]] = defaultdict(list)
+        for number, (file, *_) in enumerate(stored):
+            items[file].append(number)
+        checked = 0
+        for file, numbers in items.items():
+            taken = self.unchecked.take(file, [stored[number][1] for number in numbers])
+            for number in compress(numbers, taken):
+                digest = stored[number][5]
+                if digest is None or xxhash.xxh3_128_hexdigest(read[number]) != digest:
+                    output = chunks[number].output
+                    check_chunk(self._payloads, output.source_record, output.chunks[buffer])
+                checked += read.shape[1]
+        if checked:
+            self._progress(checked)
 
     def _write_chunk(self, output: Writing, chunk: OutputChunk) -> Generator[None, None, ChunkSums]:
         position = output.write(chunk.frame.head, chunk.stored.item.offset)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -88,7 +87,7 @@ class OutputChunk:
     def written(self, sums: ChunkSums) -> Chunk:
         """The chunk with the checksums of its elements."""
         crc32 = sums.checksum if self.frame.checksum_of is crc32_of else None
-        return dataclasses.replace(self.stored, digest=sums.digest, crc32=crc32)
+        return Chunk(self.stored.box, self.stored.item, self.stored.payload, sums.digest, crc32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,20 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from ...box import Box
+from ...chunks import row_of, rows_numbered, stored_items
+from ...columns import Row
 from ...errors import SourceError, TargetError, about, did_you_mean
 from ...layout import Buffer, Fragment, TensorLayout, dense
 from ...plan import Copy, make_plan
 from ...record import Blob, Chunk, Manifest, StateRecord
-from ...store.reading.payloads import Payloads
+from ...store.reading.dtypes import itemsize
+from ...store.reading.payloads import Payloads, payload_of
 from ..translate.conventions import Words, scaled
 from .checklist import Check
 from .elements import gather_elements
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedChunks(Mapping[Buffer, Chunk]):
+    """The chunks of one tensor of the source, by the names that `StateRecord.chunk_layout` gives them."""
+
+    chunks: Sequence[Chunk]
+
+    def __getitem__(self, buffer: Buffer) -> Chunk:
+        if buffer not in self:
+            raise KeyError(buffer)
+        return self.chunks[int(buffer)]
+
+    def __contains__(self, buffer: object) -> bool:
+        return isinstance(buffer, str) and buffer.isdecimal() and int(buffer) < len(self.chunks)
+
+    def __iter__(self) -> Iterator[Buffer]:
+        return map(str, range(len(self.chunks)))
+
+    def __len__(self) -> int:
+        return len(self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +77,17 @@ class OutputTensor:
     @property
     def places(self) -> tuple[object, ...]:
         """What its elements are made of, as values that two jobs can compare."""
-        chunks = [(buffer, chunk.item) for buffer, chunk in self.chunks.items()]
-        return self.layout.fragments, chunks, self.in_memory, self.scale, self.held
+        if isinstance(self.chunks, NumberedChunks):
+            chunks: object = stored_items(self.chunks.chunks)
+        else:
+            chunks = [(buffer, chunk.item) for buffer, chunk in self.chunks.items()]
+        return layout_digest(self.layout), chunks, self.in_memory, self.scale, self.held
+
+    def source_of(self, buffer: Buffer) -> object:
+        """What tells the chunk of the source that is called ``buffer`` from all others."""
+        if isinstance(self.chunks, NumberedChunks):
+            return id(self.chunks.chunks), buffer
+        return self.chunks[buffer].item
 
     def elements(self, payloads: Payloads, fragments: Iterable[Fragment], box: Box) -> Words:
         """The elements of a box to write, dense.  ``fragments`` must cover the box, without overlaps."""
@@ -71,6 +104,12 @@ class OutputTensor:
 
 
 @lru_cache(maxsize=1024)
+def layout_digest(layout: TensorLayout) -> bytes:
+    """Cached, because tensors of the same geometry share their layout."""
+    return layout.digest()
+
+
+@lru_cache(maxsize=1024)
 def _copies(source: TensorLayout, boxes: tuple[Box, ...]) -> tuple[tuple[Copy, ...], ...]:
     """Cached, because tensors of the same geometry share their copies."""
     target = TensorLayout(source.shape, tuple(dense(box, number) for number, box in enumerate(boxes)))
@@ -78,6 +117,25 @@ def _copies(source: TensorLayout, boxes: tuple[Box, ...]) -> tuple[tuple[Copy, .
     for copy in make_plan(source, target).copies:
         copies[copy.target.buffer].append(copy)
     return tuple(tuple(copies[number]) for number in range(len(boxes)))
+
+
+def source_rows(outputs: Sequence[OutputTensor], buffer: Buffer) -> list[Row]:
+    """The row of the chunk of the source that each of these outputs calls ``buffer``.
+
+    Raises:
+        SourceError: a payload has another length than its box.
+    """
+    size, numbered = itemsize(outputs[0].record.dtype), [output.chunks for output in outputs]
+    listed = [chunks.chunks for chunks in numbered if isinstance(chunks, NumberedChunks)]
+    if len(listed) == len(outputs):
+        rows = rows_numbered(listed, int(buffer))
+    else:
+        rows = [row_of(chunks[buffer]) for chunks in numbered]
+    expected = numbered[0][buffer].box.numel * size
+    for output, row in zip(outputs, rows, strict=True):
+        if row[4] != expected:
+            payload_of(output.record, output.chunks[buffer])  # says what is wrong
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +206,17 @@ class Outputs:
 
     def used(self, manifest: Manifest) -> Manifest:
         """The part of the source's manifest that these outputs are made from."""
-        chunks = {chunk.item for tensor in self.tensors for chunk in tensor.chunks.values()}
+        every = [tensor.chunks for tensor in self.tensors]
+        whole = {id(chunks.chunks) for chunks in every if isinstance(chunks, NumberedChunks)}
+        parts = [chunks for chunks in every if not isinstance(chunks, NumberedChunks)]
+        items = {chunk.item for chunks in parts for chunk in chunks.values()}
         blobs = {item.source for item in self.items}
         return dataclasses.replace(
             manifest,
-            tensors=tuple(t for t in manifest.tensors if any(chunk.item in chunks for chunk in t.chunks)),
+            tensors=tuple(
+                t
+                for t in manifest.tensors
+                if len(t.chunks) and (id(t.chunks) in whole or any(c.item in items for c in t.chunks if items))
+            ),
             blobs=tuple(blob for blob in manifest.blobs if blob in blobs),
         )

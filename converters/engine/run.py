@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
+from ...chunks import in_columns
 from ...errors import DestinationError, Interrupted, SourceError
 from ...fingerprint import as_hex, combine
 from ...record import Chunk, Manifest
@@ -181,7 +182,8 @@ def _finished_files(
             for _, done in _results(pool, written, in_step(left, threads)):
                 files_done.update((file.name, finished) for file, finished in done)
                 yield from done
-            for _ in _results(pool, mover.check, list(mover.unchecked)):  # of the files that were finished before
+            unchecked = [chunk.item for _, chunk in mover.unchecked]  # of the files that were finished before
+            for _ in _results(pool, mover.check, unchecked):
                 pass
             if verify:
                 for _ in _results(pool, lambda file: mover.verify(file, files_done[file.name]), files):
@@ -278,7 +280,7 @@ def _describe(job: Job, files_done: Mapping[str, FinishedFile]) -> Manifest:
                 f"{tensor.fingerprint}; nothing was published"
             )
         layout = job.recorded_layouts[tensor.key]
-        tensors.append(
-            dataclasses.replace(tensor, chunks=tuple(chunks[tensor.key]), fingerprint=fingerprint, layout=layout)
-        )
+        tensors.append(dataclasses.replace(tensor, fingerprint=fingerprint, layout=layout))
+    written = in_columns([(chunks[tensor.key], tensor.shape) for tensor in tensors])
+    tensors = [dataclasses.replace(tensor, chunks=own) for tensor, own in zip(tensors, written, strict=True)]
     return Manifest(tuple(tensors), tuple(blobs), job.provenance)

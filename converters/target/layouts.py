@@ -9,10 +9,10 @@ from typing import Any
 
 from ...errors import TargetError, did_you_mean
 from ...layout import TensorLayout
-from ...layouts.mesh import AxisPlacement, Replicate, Shard, mesh_layout
+from ...layouts.mesh import AxisPlacement, Mesh, Replicate, Shard, mesh_layout
 from ...layouts.owned import owned_layout
 from ...record import StateRecord
-from .topology import ROWS, LaidOut, Target
+from .topology import ROWS, AxisCut, LaidOut, Target
 
 
 def lay_out(
@@ -42,22 +42,31 @@ def lay_out(
 def _in_rows(target: Target, tensors: Sequence[StateRecord]) -> LaidOut:
     layouts: dict[str, TensorLayout] = {}
     recorded: dict[str, Mapping[str, Any] | None] = {}
+    grids: dict[tuple[AxisCut, ...], tuple[Mesh, tuple[AxisPlacement, ...], Mapping[str, Any]]] = {}
     all_axes = tuple((axis, 0) for axis in target.mesh)
     for tensor in tensors:
         if not tensor.shape:
             layouts[tensor.key], recorded[tensor.key] = owned_layout((), 0), None
             continue
         cuts = target.cuts(tensor, all_axes)
-        mesh, axes = target.grid(cuts)
-        placements: list[AxisPlacement] = [Shard(dim) for _, dim in cuts]
-        placements += [Replicate()] * (len(axes) - len(cuts))
-        layouts[tensor.key] = mesh_layout(tensor.shape, mesh, tuple(placements))
-        recorded[tensor.key] = {
-            "algorithm": "mesh",
-            "version": 1,
-            "mesh": list(mesh.shape),
-            "axes": list(axes),
-            "ranks": list(mesh.ranks),
-            "placements": list(map(str, placements)),
-        }
+        if cuts not in grids:
+            grids[cuts] = _grid(target, cuts)
+        mesh, placements, recorded[tensor.key] = grids[cuts]
+        layouts[tensor.key] = mesh_layout(tensor.shape, mesh, placements)
     return LaidOut(layouts, recorded)
+
+
+def _grid(target: Target, cuts: Sequence[AxisCut]) -> tuple[Mesh, tuple[AxisPlacement, ...], Mapping[str, Any]]:
+    """The mesh and the placements of tensors with these cuts, and both as JSON data."""
+    mesh, axes = target.grid(cuts)
+    placements: list[AxisPlacement] = [Shard(dim) for _, dim in cuts]
+    placements += [Replicate()] * (len(axes) - len(cuts))
+    recorded = {
+        "algorithm": "mesh",
+        "version": 1,
+        "mesh": list(mesh.shape),
+        "axes": list(axes),
+        "ranks": list(mesh.ranks),
+        "placements": list(map(str, placements)),
+    }
+    return mesh, tuple(placements), recorded

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.random_layouts import READERS, random_shape
 
-from muonckpt.fingerprint import as_hex, combine, fingerprint
+from muonckpt.fingerprint import as_hex, box_shares, combine, fingerprint
 
 WORDS = [np.uint8, np.uint16, np.uint32, np.uint64]
 GOLDEN = 0x9E3779B97F4A7C15
@@ -52,6 +52,15 @@ def test_every_layout_of_a_tensor_has_the_same_fingerprint(seed):
         boxes = {fragment.box for fragment in layout.fragments}
         shares = [fingerprint(values[tuple(map(slice, box.lo, box.hi))], box.lo) for box in boxes]
         assert combine(*shares) == fingerprint(values, (0,) * len(shape))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("<u1", (3, 5)), ("<u2", ()), ("<u4", (7,)), ("<u8", (2, 3)), ("<u8", (4, 2))]
+)
+def test_many_boxes_of_one_shape_have_the_shares_that_each_has(dtype, shape):
+    values = np.random.default_rng(3).integers(0, 200, (6, *shape), dtype=dtype)
+    origin = tuple(range(9, 9 + len(shape)))
+    assert box_shares(values, origin) == [fingerprint(own, origin) for own in values]
 
 
 def test_any_single_changed_bit_changes_it():

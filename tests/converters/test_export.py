@@ -247,14 +247,14 @@ def test_what_was_spoilt_on_the_way_to_the_disk_is_found(kind, own, tmp_path, mo
     real, written = os.pwrite, []
 
     def spoilt(handle: int, data: bytes | memoryview, at: int) -> int:
-        elements = len(data) == 25  # 5 rows of "uint8" and others of one byte: no front or checksum
+        elements = bytes(data[8:9]) != b"{"  # not the header of a file of safetensors
         written.extend([at] if elements else [])
         return real(handle, bytes(len(data)) if elements and len(written) == 1 else data, at)
 
     monkeypatch.setattr(os, "pwrite", spoilt)
     with pytest.raises(DestinationError, match="does not hold what was written"):
         export(own, tmp_path / "out", kind, verify=True)
-    assert not list(tmp_path.iterdir()) and len(written) > 1
+    assert not list(tmp_path.iterdir()) and written
 
 
 TAKEN = {

@@ -316,3 +316,29 @@ def test_a_tensor_that_torch_saved_in_another_order_is_the_same_tensor(tmp_path:
     payload = muonckpt.open(tmp_path / "source").manifest.tensors[0].chunks[0].payload
     edit(tmp_path / "source" / payload.file, payload.offset + 7)
     assert {finding.kind for finding in muonckpt.verify(tmp_path / "source").findings} == {"crc32"}
+
+
+def test_many_small_chunks_between_large_ones_and_a_bit_in_any_of_them(tmp_path):
+    """Chunks of few bytes are moved many at a time: of several shapes and dtypes, cut by rows and by columns."""
+    shapes = [((5, 4), torch.float32), ((5, 4), torch.bfloat16), ((), torch.int64), ((7,), torch.complex128)]
+    state = {
+        f"t{i}": torch.arange(i, i + math.prod(shape)).reshape(shape).to(dtype)
+        for i in range(80)
+        for shape, dtype in [shapes[i % 4]]
+    }
+    state |= {"large": torch.arange(3 << 15).reshape(3, -1), "u": torch.ones(2, 3)}
+    muonckpt.save(state, tmp_path / "a")
+    numpy = {key: tensor.numpy() for key, tensor in muonckpt.open(tmp_path / "a").tensors.items()}
+    for ranks, out, shard in ((2, "b", {}), (3, "c", {"t[02468][048]": [("dp", 1)], "t4": [("dp", 1)]}), (1, "d", {})):
+        source = tmp_path / chr(ord(out) - 1)
+        muonckpt.reshard(source, tmp_path / out, mesh={"dp": ranks}, shard=shard, memory=1 << 20)
+        assert muonckpt.verify(tmp_path / out).verdict == "whole"
+        again = {key: tensor.numpy() for key, tensor in muonckpt.open(tmp_path / out).tensors.items()}
+        assert all((again[key] == values).all() and again[key].dtype == values.dtype for key, values in numpy.items())
+    for key in ("t41", "t62", "large"):
+        chunk = muonckpt.open(tmp_path / "c").tensors[key].record.chunks[0]
+        file, at = tmp_path / "c" / chunk.payload.file, chunk.payload.offset
+        edit(file, at)
+        with pytest.raises(SourceError, match=f"tensor '{key}' box .* is damaged: digest"):
+            muonckpt.reshard(tmp_path / "c", tmp_path / "e", mesh={"dp": 2})
+        edit(file, at)

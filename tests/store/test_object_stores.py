@@ -255,19 +255,21 @@ def test_a_destination_is_never_overwritten(source, memory):
     assert done.returncode == 4 and "inside the source" in done.stderr
 
 
+def halfway(job: Job):
+    """A progress callback that interrupts a job when half of the bytes are done."""
+    left = [(job.bytes_to_check + job.payload_to_write) // 2]
+
+    def progress(count: int) -> None:
+        left[0] -= count
+        if left[0] < 0:
+            raise KeyboardInterrupt
+
+    return progress
+
+
 def test_an_interrupted_run_goes_on(source, store, tmp_path):
-    def interrupt():
-        raise KeyboardInterrupt
-
-    calls = []
-
-    def progress(count):
-        calls.append(count)
-        if len(calls) == 60:
-            interrupt()
-
     with pytest.raises(muonckpt.errors.Interrupted, match="--resume"):
-        reshard(source, store / "out", 4, threads=1, progress=progress)
+        reshard(source, store / "out", 4, threads=1, progress=halfway(plan_job(source, 4)))
     assert not is_checkpoint(store / "out")
     reshard(source, store / "out", 4, resume=True)
     reshard(source, tmp_path / "local", 4)
@@ -282,14 +284,8 @@ def rows(rank: int, source: Path, ranks: int) -> Job:
 def test_several_processes_go_on_with_an_interrupted_run_in_a_store(source, server, tmp_path):
     place = location(f"{S3}/{uuid.uuid4().hex}") / "out"
     job = plan_job(source, 5)
-    done = itertools.count()
-
-    def late(count):
-        if next(done) > 40:
-            raise KeyboardInterrupt
-
     with pytest.raises(muonckpt.errors.Interrupted, match="--resume"):
-        run_job(job, place, threads=1, progress=late)
+        run_job(job, place, threads=1, progress=halfway(job))
     begun = objects(place)
     assert 0 < sum(name.startswith("/__") for name in begun) < 5 and not is_checkpoint(place)
     with pytest.raises(DestinationError, match="--resume"):

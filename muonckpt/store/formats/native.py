@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -11,7 +11,7 @@ from ...errors import DestinationError, SourceError, about
 from ...record import Manifest
 from ..io.checksums import xxh3_128
 from ..io.location import Location
-from ..io.new_file import write_synced
+from ..io.new_file import write_parts
 from ..io.regular import read_whole
 from .dcp import directory as dcp
 
@@ -50,10 +50,13 @@ def write_native(manifest: Manifest, directory: Location, others: Mapping[str, b
         LayoutError: a key occurs twice, or two chunks of a tensor begin at the same place.
         DestinationError: a file exists, or cannot be written.
     """
-    stock = {**others, dcp.METADATA_FILE: b"".join(stock_metadata(manifest))}
-    bound = replace(manifest, files={name: xxh3_128([data]) for name, data in stock.items()})
-    for name, data in {record.MANIFEST_FILE: bound.to_json().encode(), **stock}.items():
+    digests = {name: xxh3_128([data]) for name, data in others.items()}
+    digests[dcp.METADATA_FILE] = xxh3_128(stock_metadata(manifest))  # made twice: it can take more memory than all else
+    texts = map(str.encode, replace(manifest, files=digests).json_parts())
+    ours: dict[str, Iterable[bytes]] = {record.MANIFEST_FILE: texts}
+    stock = {dcp.METADATA_FILE: stock_metadata(manifest)}
+    for name, parts in (ours | {name: [data] for name, data in others.items()} | stock).items():
         try:
-            write_synced(directory / name, data)
+            write_parts(directory / name, parts)
         except OSError as error:
             raise DestinationError(f"cannot write {directory / name}: {error.strerror or error}") from error

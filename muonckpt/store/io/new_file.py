@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -60,11 +60,16 @@ def drafted(file: Location, length: int, drafts: Location) -> Iterator[Writing]:
 
 def write_synced(file: Location, data: bytes) -> None:
     """Write a small new file and wait until it is on the disk or in the store."""
+    write_parts(file, [data])
+
+
+def write_parts(file: Location, parts: Iterable[bytes]) -> None:
+    """The same for a file in parts, which need not all be in memory unless it becomes an object."""
     if isinstance(file, Remote):
-        file.write(data)
+        file.write(b"".join(parts))
         return
     with file.open("xb") as stream:
-        stream.write(data)
+        stream.writelines(parts)
         stream.flush()
         os.fsync(stream.fileno())
 

@@ -27,6 +27,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
+
 from ....box import Index, row_major
 from ....errors import SourceError
 from ...io.checksums import Checksum, crc32_of
@@ -69,13 +71,16 @@ class ItemFrame:
     """A tensor's item without its payload; all numbers in bytes.
 
     ``head`` comes before the payload of ``payload_length`` bytes; ``length`` is that of the whole item.  ``members``
-    are those of the head and then the payload, whose checksum is not known yet.
+    are those of the head and then the payload, whose checksum is not known yet.  ``blank`` are the bytes after it, with
+    zeros for that checksum, which is ``crc32_at`` these places of them.
     """
 
     head: bytes
     payload_length: int
     length: int
     members: tuple[ZipEntry, ...]
+    blank: bytes
+    crc32_at: tuple[int, ...]
 
     @property
     def payload_offset(self) -> int:
@@ -88,7 +93,12 @@ class ItemFrame:
 
     def tail(self, checksum: int, serialization_id: bytes = SERIALIZATION_ID) -> bytes:
         """The bytes after a payload with this CRC-32.  ``serialization_id`` has 40 ASCII digits."""
-        return _tail(self.members, len(self.head) + self.payload_length, checksum, serialization_id)
+        if serialization_id != SERIALIZATION_ID:
+            return _tail(self.members, len(self.head) + self.payload_length, checksum, serialization_id)
+        after, written = bytearray(self.blank), checksum.to_bytes(4, "little")
+        for place in self.crc32_at:
+            after[place : place + 4] = written
+        return bytes(after)
 
 
 def frame(dtype: str, shape: Sequence[int]) -> ItemFrame:
@@ -108,11 +118,15 @@ def frame(dtype: str, shape: Sequence[int]) -> ItemFrame:
     payload = ZipEntry(_PAYLOAD, len(head), payload_length, 0)
     head += local_header(payload)
     payload_end = len(head) + payload_length
-    length = payload_end + len(_tail((*members, payload), payload_end, 0, SERIALIZATION_ID))
-    return ItemFrame(head, payload_length, length, (*members, payload))
+    every = (*members, payload)
+    blank, full = (_tail(every, payload_end, crc32, SERIALIZATION_ID) for crc32 in _ANY_PAYLOAD)
+    differ = np.flatnonzero(np.frombuffer(blank, np.uint8) != np.frombuffer(full, np.uint8))
+    return ItemFrame(head, payload_length, payload_end + len(blank), every, blank, tuple(differ[::4].tolist()))
 
 
 _ANY_PAYLOAD = (0, 0xFFFFFFFF)
+"""Checksums that differ in every byte."""
+
 _ANY_ID = tuple(digit * 40 for digit in (b"0", b"1", b"2", b"4", b"8", b"9"))
 
 
@@ -162,8 +176,6 @@ def template(dtype: str, shape: Index) -> ItemTemplate | None:
     if not around.payload_length:
         return None
     tails = [around.tail(crc32) for crc32 in _ANY_PAYLOAD]
-    changed = [low != high for low, high in zip(*tails, strict=True)]
-    starts = [at for at, differs in enumerate(changed) if differs and not (at and changed[at - 1])]
     tails += [around.tail(0, own) for own in _ANY_ID]
     same = [len(set(column)) == 1 for column in zip(*tails, strict=True)]
     bounds = [at for at in range(len(same) + 1) if (at < len(same) and same[at]) != (at > 0 and same[at - 1])]
@@ -173,7 +185,7 @@ def template(dtype: str, shape: Index) -> ItemTemplate | None:
         around.payload_length,
         around.length,
         tuple((where, tails[0][where]) for where in fixed),
-        tuple(slice(start, start + 4) for start in starts),
+        tuple(slice(start, start + 4) for start in around.crc32_at),
     )
 
 

@@ -1,0 +1,67 @@
+"""The chunks of a source that are still to be checked, as arrays: there may be a million of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...chunks import columns_of
+from ...record import Chunk, Extent, StateRecord
+
+
+class UncheckedChunks:
+    """Chunks with their tensors; safe to use from several threads.
+
+    Args:
+        tensors: all tensors of the source.
+        chosen: which of their chunks, one after the other, are to be checked; chunks without elements never are.
+    """
+
+    def __init__(self, tensors: Sequence[StateRecord], chosen: NDArray[np.bool_] | None = None) -> None:
+        self._tensors = tensors
+        columns = columns_of([tensor.chunks for tensor in tensors])
+        elements = np.concatenate([np.zeros(0, np.int64), *(tensor.boxes.numel for tensor in tensors)])
+        self._waiting = elements > 0 if chosen is None else (elements > 0) & chosen
+        self._ends = np.cumsum([len(tensor.chunks) for tensor in tensors])
+        self._by_file: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
+        order = np.lexsort((columns.item, columns.file))
+        bounds = np.searchsorted(columns.file[order], np.arange(len(columns.names) + 1))
+        for name, start, stop in zip(columns.names, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+            self._by_file[name] = columns.item[order[start:stop]], order[start:stop]
+        self._taking = Lock()
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self._waiting))
+
+    def __iter__(self) -> Iterator[tuple[StateRecord, Chunk]]:
+        return map(self._chunk, np.flatnonzero(self._waiting).tolist())
+
+    def take(self, file: str, offsets: Sequence[int]) -> list[bool]:
+        """Which of the items at these offsets of a file, in bytes, were still to be checked; now they are not."""
+        if file not in self._by_file:
+            return [False] * len(offsets)
+        rows, found = self._rows(file, offsets)
+        with self._taking:
+            taken: NDArray[np.bool_] = self._waiting[rows] & found
+            self._waiting[rows[found]] = False
+        answer: list[bool] = taken.tolist()
+        return answer
+
+    def at(self, item: Extent) -> tuple[StateRecord, Chunk]:
+        """The chunk in an item that is one of the source's."""
+        rows, _ = self._rows(item.file, [item.offset])
+        return self._chunk(int(rows[0]))
+
+    def _rows(self, file: str, offsets: Sequence[int]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        known, rows = self._by_file[file]
+        at = np.minimum(np.searchsorted(known, offsets), len(known) - 1)
+        return rows[at], known[at] == offsets
+
+    def _chunk(self, row: int) -> tuple[StateRecord, Chunk]:
+        number = int(np.searchsorted(self._ends, row, side="right"))
+        tensor = self._tensors[number]
+        return tensor, tensor.chunks[row - int(self._ends[number])]
