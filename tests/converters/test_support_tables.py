@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import saved_ranks, sharded, workers
 from support.rank_files import written
-from support.trainer_files import of_nanochat, of_one_process
+from support.trainer_files import of_deepspeed, of_nanochat, of_one_process
 
 import muonckpt
 from muonckpt.converters.translate.dialects import DIALECTS
@@ -44,8 +44,9 @@ FORMATS = {
     "Megatron's `torch_dist`": "torch_dist",
     "Megatron's `layer_wise_optimizer_{rank}.pt`": None,
     "`optimizer.pt`, `optimizer.bin` and weights of one process (Hugging Face, accelerate)": None,
-    "files of each rank with DTensors (verl, accelerate without DCP)": None,
+    "files of each rank with DTensors (verl, accelerate without DCP, torch_checkpointing)": None,
     "nanochat's `model_{step}.pt` and `optim_{step}_rank{r}.pt`": None,
+    "DeepSpeed's universal folders": None,
     "safetensors": "safetensors",
     "zarr v3": "zarr",
 }
@@ -53,6 +54,7 @@ FORMATS = {
 READ_ONLY = {
     "Megatron": (lambda folder: written(folder, "padded-numel", 2), WHY_NOT_WRITTEN["layer_wise"]),
     "`optimizer.pt`": (of_one_process, "only the run knows the order of numbers; write `dcp`"),
+    "DeepSpeed": (of_deepspeed, "its groups number flattened partitions; write `dcp`"),
     "nanochat": (nanochat_run, "only its own code knows the groups that it stacks; write `dcp`"),
     "files of each rank": (of_ranks, "their pickles name torch's classes, which change; write `dcp`"),
 }

@@ -1,4 +1,4 @@
-"""DTensors that each rank saved with torch.save, as verl and accelerate do: assembled, resharded, trained on with."""
+"""DTensors that each rank saved with torch.save, as trainers do: assembled, resharded, trained on with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def saved(tmp_path_factory):
     return folder, run(WORLD, runs, folder)[0]
 
 
-@pytest.mark.parametrize("program", ["verl", "accelerate"])
+@pytest.mark.parametrize("program", ["verl", "accelerate", "torch_checkpointing"])
 def test_a_run_of_hybrid_shards_is_read_and_goes_on_on_other_ranks(program, saved, tmp_path):
     folder, truth = saved
     assert format_of(folder / program) is RANK_STATE
@@ -43,7 +43,7 @@ def test_a_run_of_hybrid_shards_is_read_and_goes_on_on_other_ranks(program, save
         assert [*out.groups["optimizer.param_groups.0"]["params"]] == [*truth["momenta"]]
     model = Block()
     optimizer = muon(model)
-    load_ours(model, optimizer, tmp_path / "out")
+    load_ours(model, optimizer, tmp_path / "out", allow_extra=["step"] if program == "torch_checkpointing" else [])
     train(model, optimizer, range(3, 5))
     assert all(torch.equal(param.detach(), truth["later"][name]) for name, param in model.named_parameters())
 
@@ -69,6 +69,12 @@ def test_lost_mixed_and_foreign_ranks_are_refused(saved, tmp_path):
         muonckpt.open(place)
     shutil.copy(place / file("optim", 3), place / file("optim", 2))
     with pytest.raises(SourceError, match=r"shards overlap: .*_2.pt and .*_3.pt are both of coordinate \(1, 1\)"):
+        muonckpt.open(place)
+    shutil.rmtree(place)
+    shutil.copytree(folder / "accelerate", place)
+    for lost in place.glob("*_rank3.bin"):
+        lost.unlink()
+    with pytest.raises(SourceError, match=r"every rank of a mesh of sizes \(2, 2\), found the files of 3 ranks"):
         muonckpt.open(place)
     anew()
     shutil.copy(place / file("model", 0), place / "model_world_size_2_rank_0.pt")

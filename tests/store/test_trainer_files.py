@@ -120,6 +120,37 @@ def test_steps_lost_ranks_and_missing_names_of_nanochat_are_refused(tmp_path):
         muonckpt.reshard(tmp_path / "model_000200.pt", tmp_path / "out", mesh={"dp": 2})
 
 
+def test_deepspeeds_universal_folders_are_read_and_its_flat_partitions_are_refused(tmp_path):
+    zero = tmp_path / "zero"
+    weight, bias = torch.arange(12.0).reshape(4, 3), torch.arange(5.0)
+    for name, value in {"h.0.weight": weight, "h.0.bias": bias}.items():
+        (zero / name).mkdir(parents=True)
+        for number, slot in enumerate(("fp32", "exp_avg", "exp_avg_sq")):
+            torch.save({"param": value + number, "cat_dim": 0}, zero / name / f"{slot}.pt")
+        torch.save(torch.tensor(3.0), zero / name / "step.pt")
+    assert muonckpt.verify(tmp_path).verdict == "whole"
+    muonckpt.reshard(tmp_path, tmp_path.with_name("out"), mesh={"dp": 2})
+    for slot in ("fp32", "exp_avg"):  # as from ZeRO 3
+        torch.save(weight.flatten() + 7, zero / "h.0.weight" / f"{slot}.pt")
+    with pytest.raises(SourceError, match="expected its shape in param_shapes"):
+        muonckpt.open(tmp_path)
+    torch.save({"param_shapes": [{"h.0.weight": weight.shape}]}, tmp_path / "mp_rank_00_model_states.pt")
+    for path, more in ((tmp_path.with_name("out"), 0), (tmp_path, 7)):
+        with muonckpt.open(path) as opened:
+            np.testing.assert_array_equal(opened.tensors["model.h.0.weight"].numpy(), weight.numpy() + more)
+            moment = opened.tensors["optimizer.state.h.0.weight.exp_avg"].numpy()
+            np.testing.assert_array_equal(moment, weight.numpy() + (more or 1))
+            assert opened.tensors["optimizer.state.h.0.bias.step"].numpy() == 3
+    (zero / "h.0.bias" / "fp32.pt").unlink()
+    with pytest.raises(SourceError, match=r"expected zero/h.0.bias/fp32.pt, found"):
+        muonckpt.open(tmp_path)
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    torch.save({}, raw / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    with pytest.raises(SourceError, match=r"which are not read: make a universal checkpoint"):
+        muonckpt.open(raw)
+
+
 class Code:
     def __reduce__(self):
         return exec, ("raise AssertionError",)

@@ -1,4 +1,4 @@
-"""Files of the ranks of runs of FSDP2 with our Muon, as verl's checkpoint manager and accelerate save them."""
+"""Files of the ranks of runs of FSDP2 with our Muon, as verl, accelerate and torch_checkpointing save them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def save_as_verl(rank: int, world: int, model: nn.Module, optimizer: torch.optim
 
 
 def runs(rank: int, world: int, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Save a run of hybrid shards in both ways, and a model of tensor parallelism.
+    """Save a run of hybrid shards in three ways, and a model of tensor parallelism.
 
     Returns what was in them, and the weights after two more steps.
     """
@@ -68,6 +68,10 @@ def runs(rank: int, world: int, folder: Path) -> dict[str, dict[str, torch.Tenso
     (folder / "accelerate").mkdir(exist_ok=True)
     torch.save(get_model_state_dict(model), folder / "accelerate" / f"pytorch_model_fsdp_0_rank{rank}.bin")
     torch.save(get_optimizer_state_dict(model, optimizer), folder / "accelerate" / f"optimizer_0_rank{rank}.bin")
+    keyed = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer), "step": 3}
+    (folder / "torch_checkpointing").mkdir(exist_ok=True)
+    for key, content in keyed.items():
+        torch.save(content, folder / "torch_checkpointing" / f"{key}_{rank}.pt")
     momenta = {name: optimizer.state[param]["momentum_buffer"] for name, param in model.named_parameters()}
     found = {"weights": whole(model.state_dict()), "momenta": whole(momenta)}
     train(model, optimizer, range(3, 5))

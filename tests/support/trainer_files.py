@@ -25,6 +25,17 @@ def of_one_process(folder: Path) -> Path:
     return path
 
 
+def of_deepspeed(folder: Path) -> Path:
+    """A universal folder of a matrix and a vector."""
+    path = folder / "universal"
+    for name, weight in {"up.weight": torch.ones(4, 6), "norm.weight": torch.ones(6)}.items():
+        (path / "zero" / name).mkdir(parents=True)
+        for slot in ("fp32", "exp_avg", "exp_avg_sq"):
+            torch.save({"param": weight}, path / "zero" / name / f"{slot}.pt")
+        torch.save(torch.tensor(3.0), path / "zero" / name / "step.pt")
+    return path
+
+
 NANOCHAT = {
     "lm_head.weight": (64, 32),
     "lambdas": (3,),

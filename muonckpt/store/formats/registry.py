@@ -93,6 +93,19 @@ def _nanochat(path: Location) -> Reader:
     return nanochat_state.reader(path)
 
 
+def _universal(path: Location) -> Reader:
+    from .trainers import universal_state
+
+    return universal_state.reader(path)
+
+
+def _zero(path: Location) -> Reader:
+    raise SourceError(
+        f"{path} holds files of DeepSpeed's ZeRO, flat partitions of each rank, which are not read: make a universal "
+        "checkpoint of them, by ds_to_universal.py of DeepSpeed, which is (docs/formats/trainers.md)"
+    )
+
+
 _NANOCHAT_STEP = re.compile(r"model_([0-9]{6,12})\.pt")
 
 
@@ -116,6 +129,8 @@ ZARR = Format("zarr", _zarr)
 PROCESS_FILES = Format("torch.save's files of one process", _process_files)
 RANK_STATE = Format("torch.save's files of ranks with DTensors", _rank_state)
 NANOCHAT = Format("nanochat's files of ranks", _nanochat)
+UNIVERSAL = Format("DeepSpeed's universal folder", _universal)
+ZERO = Format("DeepSpeed's ZeRO files", _zero)
 LAYER_WISE = Format("Megatron's layer-wise files", _layer_wise)
 
 
@@ -139,6 +154,9 @@ SIGNS: tuple[tuple[str, Format], ...] = (
     ("layer_wise_optimizer_[0-9]*.pt", LAYER_WISE),
     ("pytorch_model*.bin", PROCESS_FILES),
     ("pytorch_model.bin.index.json", PROCESS_FILES),
+    ("*_optim_states.pt", ZERO),
+    ("zero", UNIVERSAL),
+    ("[A-Za-z]*_0.pt", RANK_STATE),
 )
 """Shell patterns of file names by which a directory shows its format; the first match counts.
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from ....box import Index
 from ....errors import SourceError, about
-from ....vocabulary import BEGIN_AS_ZEROS, MASTER, PARAMS, SECOND_MOMENT, STEP
+from ....vocabulary import BEGIN_AS_ZEROS, MASTER, PARAMS, SECOND_MOMENT, STEP, KeyPath
 from ...io.location import Location
 from ...io.regular import read_whole
 from ..signs import NAMES_FILE
 from ..torch_save.inert_pickle import expect
-from .state_tree import mapping
+from .state_tree import is_mapping, key_of_path, mapping
 
 AS_PARAMETER = (BEGIN_AS_ZEROS | {MASTER}) - {STEP, SECOND_MOMENT}
 """Slots that have the shape of their parameter in every program that writes them."""
@@ -102,6 +102,32 @@ def optimizer_with_names(
     regrouped = [{**group, PARAMS: [by_number[number] for number in expect(list, group[PARAMS])]} for group in groups]
     named_state = {by_number[number]: slots for number, slots in state.items()}
     return {**optimizer, "state": named_state, "param_groups": regrouped}, by_number
+
+
+def optimizers_with_names(
+    content: Mapping[object, object], root: KeyPath, names: NamesFile
+) -> tuple[Mapping[object, object], list[str]]:
+    """The content with names for numbers, if it is an optimizer's or has some; and the keys of those without names.
+
+    Optimizers are looked for in the dict itself, in its parts, and in lists that are its parts.
+
+    Raises:
+        SourceError: as in `optimizer_with_names`.
+    """
+    if is_optimizer(content):
+        key = key_of_path(root)
+        content, by_number = optimizer_with_names(content, names.of_optimizers.get(key))
+        return content, [key] if not by_number and has_numbers(content) else []
+    changed, numbered = dict(content), list[str]()
+    for part, value in content.items():
+        if is_mapping(value) and is_optimizer(mapping(value)):
+            changed[part], unnamed = optimizers_with_names(mapping(value), (*root, str(part)), names)
+            numbered += unnamed
+        elif type(value) is list and any(is_mapping(each) and is_optimizer(mapping(each)) for each in value):
+            both = [optimizers_with_names(mapping(each), (*root, str(part), i), names) for i, each in enumerate(value)]
+            changed[part] = [each for each, _ in both]
+            numbered += (key for _, unnamed in both for key in unnamed)
+    return changed, numbered
 
 
 def has_numbers(optimizer: Mapping[object, object]) -> bool:

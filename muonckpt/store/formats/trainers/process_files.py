@@ -28,7 +28,7 @@ from ..safetensors import folder as safetensors
 from ..torch_save.member_payloads import MemberPayloads
 from ..torch_save.torch_file import TorchFile, is_tensor, read_torch_file
 from .dtensor_pickle import is_dtensor
-from .parameter_names import NamesFile, check_shapes, has_numbers, is_optimizer, optimizer_with_names
+from .parameter_names import NamesFile, check_shapes, is_optimizer, optimizers_with_names
 from .state_tree import HeldItems, check_shared, is_mapping, key_of_path, leaves, mapping, whole_record
 
 _OPTIMIZER = re.compile(r"(optimizer(?:_[0-9]{1,4})?)\.(?:pt|bin)")
@@ -126,7 +126,7 @@ def _read(file: TorchFile, root: KeyPath, names: NamesFile, items: HeldItems) ->
         raise SourceError("expected a state dict, found something else; nothing was run")
     if not root and is_optimizer(mapping(content)):
         root = ("optimizer",)
-    content, numbered = _with_names(mapping(content), root, names)
+    content, numbered = optimizers_with_names(mapping(content), root, names)
     tensors = []
     for path, value in leaves(file, content, root):
         if is_dtensor(value):
@@ -139,26 +139,6 @@ def _read(file: TorchFile, root: KeyPath, names: NamesFile, items: HeldItems) ->
         else:
             items.add(path, value)
     return tensors, numbered
-
-
-def _with_names(
-    content: Mapping[object, object], root: KeyPath, names: NamesFile
-) -> tuple[Mapping[object, object], list[str]]:
-    """The content with names for numbers, if it is an optimizer's or has some; and the keys of those without names."""
-    if is_optimizer(content):
-        key = key_of_path(root)
-        content, by_number = optimizer_with_names(content, names.of_optimizers.get(key))
-        return content, [key] if not by_number and has_numbers(content) else []
-    changed, numbered = dict(content), list[str]()
-    for part, value in content.items():
-        if is_mapping(value) and is_optimizer(mapping(value)):
-            changed[part], unnamed = _with_names(mapping(value), (*root, str(part)), names)
-            numbered += unnamed
-        elif type(value) is list and any(is_mapping(each) and is_optimizer(mapping(each)) for each in value):
-            both = [_with_names(mapping(each), (*root, str(part), i), names) for i, each in enumerate(value)]
-            changed[part] = [each for each, _ in both]
-            numbered += (key for _, unnamed in both for key in unnamed)
-    return changed, numbered
 
 
 def _check_names(tensors: Sequence[StateRecord], numbered: Sequence[str]) -> None:

@@ -1,20 +1,24 @@
 """State dicts of which each rank saved its part with ``torch.save``: DTensors, put together by their meshes.
 
 * verl: ``model_world_size_{W}_rank_{r}.pt``, ``optim_…`` and ``extra_state_…``, which is not read;
-* accelerate with FSDP2 and without DCP: ``pytorch_model_fsdp_{i}_rank{r}.bin`` and ``optimizer_{i}_rank{r}.bin``.
+* accelerate with FSDP2 and without DCP: ``pytorch_model_fsdp_{i}_rank{r}.bin`` and ``optimizer_{i}_rank{r}.bin``;
+* torch_checkpointing: ``{key}_{r}.pt`` for each key of what was saved.  Its ``metadata.pkl`` repeats what DTensors say.
 
-Models are under ``model``, optimizers under ``optimizer``; those after the first under ``model_1``, ``optimizer_1``, ….
+Models are under ``model``, optimizers under ``optimizer``; those after the first under ``model_1``, ``optimizer_1``, …;
+torch_checkpointing's keys are kept.
 
 Sources: ``FSDPCheckpointManager`` and ``build_optimizer`` of verl (0.8), ``save_fsdp_model`` and
-``save_fsdp_optimizer`` of accelerate (1.15).
+``save_fsdp_optimizer`` of accelerate (1.15), ``default_layout_info`` of torch_checkpointing (July 2026).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ....box import Index, row_major
 from ....errors import DamageError, SourceError, about
@@ -29,11 +33,13 @@ from ..torch_save.member_payloads import MemberPayloads
 from ..torch_save.tensor_item import is_row_major
 from ..torch_save.torch_file import TorchFile, is_tensor, read_torch_file
 from .dtensor_pickle import RankPart, is_dtensor, rank_part
-from .parameter_names import AS_PARAMETER, NamesFile, has_numbers, is_optimizer, optimizer_with_names
-from .state_tree import HeldItems, check_shared, key_of_path, leaves, mapping, whole_record
+from .parameter_names import AS_PARAMETER, NamesFile, is_optimizer, optimizer_with_names, optimizers_with_names
+from .state_tree import HeldItems, check_shared, is_mapping, key_of_path, leaves, mapping, whole_record
 
 _VERL = re.compile(r"(model|optim)_world_size_([1-9][0-9]{0,5})_rank_(0|[1-9][0-9]{0,5})\.pt")
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)(_[0-9]{1,4})?_rank(0|[1-9][0-9]{0,5})\.bin")
+_TORCH_CHECKPOINTING = re.compile(r"([A-Za-z][A-Za-z0-9_-]{0,99})_(0|[1-9][0-9]{0,5})\.pt")
+_METADATA = "metadata.pkl"
 _ROOTS = {"model": "model", "optim": "optimizer", "pytorch_model_fsdp": "model", "optimizer": "optimizer"}
 
 
@@ -67,36 +73,36 @@ def reader(path: Location) -> LocatedReader:
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error}") from error
     files = [file for name in listed if (file := _rank_file(name))]
+    files = files or [file for name in listed if (file := _keyed_file(name))]
     by_root: defaultdict[str, list[_RankFile]] = defaultdict(list)
     for file in sorted(files, key=lambda file: file.rank):
         by_root[file.root].append(file)
     with about(path):
         world = _world(by_root)
         names = NamesFile.beside(path)
-        names.check_used([root for root in by_root if root.startswith("optimizer")])
         contents = {root: [read_torch_file(path, file.name) for file in own] for root, own in sorted(by_root.items())}
         joined = _Joined([], HeldItems(), {}, [])
         order: dict[str, Index] = {}
-        numbered = []
+        numbered: dict[str, None] = {}
         for root, ranks in contents.items():
             # Models come before optimizers, whose names may come from them.
-            values, unnamed = [], False
+            values = []
             for opened in ranks:
-                content, lacks_names = _named(opened, root, names, order)
-                unnamed |= lacks_names
+                content, unnamed = _named(opened, root, names, order)
+                numbered |= dict.fromkeys(unnamed)
                 values.append(dict(_values(opened, root, content)))
-            numbered += [root] * unnamed
             joined.add(values, [opened.name for opened in ranks])
             joined.add_checksums(ranks)
-            if root == "model":
+            if root == "model" and by_root[root][0].world is not None:
                 order = _parameters(values[0])
+        names.check_used({key_of_path(t.path[:-3]) for t in joined.tensors if "state" in t.path[-3:-2]})
     known = {file.name for file in files}
-    others = [name for name in listed if name not in known and name != signs.NAMES_FILE]
+    others = [name for name in listed if name not in known and name not in (signs.NAMES_FILE, _METADATA)]
     provenance: dict[str, object] = {"ranks": world}
     if others:
         provenance[signs.NOT_READ] = others
     if numbered:
-        provenance[signs.NUMBERED] = numbered
+        provenance[signs.NUMBERED] = [*numbered]
     manifest = Manifest(tuple(joined.tensors), tuple(joined.items.blobs), provenance)
     return LocatedReader(manifest, MemberPayloads(path, joined.items.in_memory, joined.checksums), tuple(joined.faults))
 
@@ -108,6 +114,11 @@ def _rank_file(name: str) -> _RankFile | None:
         number = "" if match[2] in (None, "_0") else match[2]
         return _RankFile(name, f"{_ROOTS[match[1]]}{number}", int(match[3]), None)
     return None
+
+
+def _keyed_file(name: str) -> _RankFile | None:
+    match = _TORCH_CHECKPOINTING.fullmatch(name)
+    return match and _RankFile(name, match[1], int(match[2]), None)
 
 
 def _world(by_root: Mapping[str, Sequence[_RankFile]]) -> int:
@@ -148,17 +159,16 @@ def _values(file: TorchFile, root: str, content: object) -> Iterator[tuple[KeyPa
     check_shared(file, iter(chunks))
 
 
-def _named(file: TorchFile, root: str, names: NamesFile, order: Mapping[str, Index]) -> tuple[object, bool]:
-    """The content of a file with names for the numbers of an optimizer, and whether it still has numbers."""
+def _named(file: TorchFile, root: str, names: NamesFile, order: Mapping[str, Index]) -> tuple[object, list[str]]:
+    """The content of a file with names for the numbers of optimizers, and the keys of optimizers without names."""
     with about(file.name):
+        if not is_mapping(file.content):
+            return file.content, []
         content = mapping(file.content)
-        if not root.startswith("optimizer") or not is_optimizer(content):
-            return content, False
-        listed = names.of_optimizers.get(root)
-        if listed is None and root == "optimizer" and _is_of_whole_model(content, order, file):
-            listed = list(order)
-        content, by_number = optimizer_with_names(content, listed)
-        return content, not by_number and has_numbers(content)
+        asked = order and root not in names.of_optimizers and is_optimizer(content)
+        if asked and _is_of_whole_model(content, order, file):
+            return optimizer_with_names(content, list(order))[0], []
+        return optimizers_with_names(content, (root,), names)
 
 
 def _is_of_whole_model(content: Mapping[object, object], order: Mapping[str, Index], file: TorchFile) -> bool:
@@ -221,7 +231,10 @@ class _Joined:
                     self._add_plain(path, own, files)
                 else:
                     if len({repr(value) for value in own}) > 1:
-                        raise SourceError(f"expected the same value on all ranks, found {own[0]!r:.80} and others")
+                        raise SourceError(
+                            f"expected the same value on all ranks, found {own[0]!r:.80} and others: to read the rest, "
+                            f"move {files[0]} and its siblings away"
+                        )
                     self.items.add(path, own[0])
 
     def add_checksums(self, files: Sequence[TorchFile]) -> None:
@@ -244,6 +257,10 @@ class _Joined:
 
     def _add_sharded(self, path: KeyPath, parts: Sequence[RankPart], files: Sequence[str]) -> None:
         first = parts[0]
+        if math.prod(first.sizes) != len(parts):
+            raise SourceError(
+                f"expected a part of every rank of a mesh of sizes {first.sizes}, found the files of {len(parts)} ranks"
+            )
         holders: dict[Index, int] = {}
         chunks: dict[object, tuple[Chunk, int]] = {}
         for rank, part in enumerate(parts):
@@ -265,8 +282,6 @@ class _Joined:
                             f"{files[rank]} differ"
                         )
                     )
-        if len(holders) != Mesh.of(*first.sizes).ranks[-1] + 1:
-            raise SourceError(f"expected a part of every rank of a mesh of sizes {first.sizes}, found {len(holders)}")
         own = tuple(chunk for chunk, _ in chunks.values())
         self.tensors.append(StateRecord(key_of_path(path), path, first.shape, first.dtype, own))
 
@@ -281,9 +296,15 @@ def _content(value: object) -> object:
     return (value.dtype, value.chunk.box, value.chunk.crc32) if isinstance(value, _Plain) else type(value)
 
 
+@lru_cache(maxsize=64)
+def _mesh(sizes: Index) -> Mesh:
+    """A mesh of these sizes.  Cached: all tensors of a run are on few, which may have many ranks."""
+    return Mesh.of(*sizes)
+
+
 def _placed(part: RankPart) -> Iterator[Chunk]:
     """The chunks of a rank's elements, in the tensor."""
-    mesh = Mesh.of(*part.sizes)
+    mesh = _mesh(part.sizes)
     index = sum(i * step for i, step in zip(part.coordinate, row_major(part.sizes), strict=True))
     expected = local_shape(part.shape, mesh, part.placements, index)
     local, size = part.local, itemsize(part.dtype)
