@@ -23,6 +23,8 @@ def main() -> None:
         parser = fuzzed.parsers(Path(folder))[name]
         corpus = Path(folder) / "corpus"
         corpus.mkdir()
+        for data in parser.seeds:
+            parser.parse(data)  # whatever is imported on first use is imported now
         for number, data in enumerate(parser.inputs(name)):
             (corpus / str(number)).write_bytes(data)
         atheris.Setup([*sys.argv, str(corpus)], lambda data: fuzzed.check(parser, data))

@@ -6,12 +6,14 @@ import io
 import json
 import os
 import pickle
+import pkgutil
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import strategies as st
 
 import muonckpt
-from muonckpt import MuonckptError
+from muonckpt import MuonckptError, store
 from muonckpt.cli.argument_types import ByteCountType, MeshType, RootType, ShardRuleType
 from muonckpt.converters.engine import journal
 from muonckpt.converters.target.topology import ShardRule, Target
@@ -172,6 +174,8 @@ _CHANGES = (_flip, _insert, _repeat, _splice, _json, _json, _json)
 
 def parsers(folder: Path) -> dict[str, Fuzzed]:
     """Every parser, by name; checkpoints lie in the folder."""
+    for module in pkgutil.walk_packages(store.__path__, store.__name__ + "."):
+        import_module(module.name)  # now, and not while somebody watches for code that is run
     values = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.zeros(0), "lr": 0.5, "groups": [{"betas": (0.9, 1.0)}]}
     muonckpt.save(values, folder / "own")
     dcp.save({"w": values["w"], "lr": 0.5}, checkpoint_id=folder / "stock", no_dist=True)
