@@ -6,7 +6,7 @@ costs no time.  Steps alternate; a ratio is taken for every pair of neighbouring
 
 What other Muons needed for the same matrices is printed beside it (dion 0a059a4, XTuner b934f46, VeOmni d977449,
 torchtitan b5bcd76, each with its own defaults).  Those counts are exact and comparable; the times are of another
-machine, and are not.
+machine, and are not.  With ``PEERS`` set to a folder of checkouts, their steps are timed here (`step_beside`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import TypeVar
 
+import step_beside
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -99,7 +100,7 @@ class Layer(nn.Module):
 
 def sharded(case: Case) -> list[nn.Parameter]:
     """The model's matrices, by rows over all ranks, with the same gradients whenever this is called."""
-    mesh = init_device_mesh("cpu", (case.world,))
+    mesh = init_device_mesh("cpu", (case.world,), mesh_dim_names=("dp_shard",))
     layers = [fully_shard(Layer(case.shapes), mesh=mesh) for _ in range(case.layers)]
     matrices = [matrix for layer in layers for matrix in layer.parameters()]
     generator = torch.Generator().manual_seed(0)
@@ -181,6 +182,22 @@ def timed(step: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
+BESIDE = tuple(
+    Case(name, layers, shapes, world, {})
+    for name, layers, shapes in (
+        ("3 matrices, 512 x 512", 1, ((512, 512),) * 3),
+        ("42 matrices, d=256", 6, TRANSFORMER),
+        ("1000 matrices, 64 x 64", 10, ((64, 64),) * 100),
+    )
+    for world in (1, 2, 4)
+)
+
+
+def beside(case: Case) -> step_beside.Rounds:
+    """Our step among those of all others that are at hand."""
+    return step_beside.alternating(lambda: sharded(case), ROUNDS)
+
+
 def on_ranks(case: Case, backend: str, job: Callable[[Case], Answer]) -> Answer:
     """What ``job(case)`` returns on rank 0 of ``case.world`` processes."""
     answers: SimpleQueue[Answer] = mp.get_context("spawn").SimpleQueue()
@@ -193,6 +210,7 @@ def worker(
     rank: int, case: Case, backend: str, job: Callable[[Case], Answer], store: str, answers: SimpleQueue[Answer]
 ) -> None:
     torch.set_num_threads(1)
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     traffic.register()
     dist.init_process_group(backend, store=dist.FileStore(store, case.world), rank=rank, world_size=case.world)
     answer = job(case)
@@ -231,6 +249,8 @@ def main() -> None:
         counts, timing = on_ranks(case, traffic.BACKEND, count), on_ranks(case, "gloo", measure)
         show_table(case, counts, timing)
         show_ratio(counts, timing)
+    for case in BESIDE:
+        step_beside.show(f"{case.name}, {case.world} ranks", on_ranks(case, "gloo", beside))
 
 
 if __name__ == "__main__":

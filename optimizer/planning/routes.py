@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -121,6 +121,10 @@ class Route:
     def bytes(self) -> int:
         """Of both buffers together."""
         return sum(self.send_counts) + sum(self.receive_counts)
+
+    def listed(self) -> Route:
+        """The same, with all strips made, for those who go through them at every step."""
+        return replace(self, sends=dict(self.sends), receives=dict(self.receives))
 
 
 def route(numbers: Mapping[Key, int], messages: Sequence[Message], positions: Mapping[int, int]) -> Route:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...vocabulary import MOMENTUM
-from ..planning.routes import Key, Strip
+from ..planning.routes import Key, Route, Strip
 from ..planning.schedule import Schedule
 from ..planning.units import Spec
 from ..rounding import exact_dtype, rounded_once
@@ -26,13 +26,14 @@ class TorchElementwise:
 
     def __init__(self, schedule: Schedule, specs: Sequence[Spec], device: torch.device) -> None:
         self._schedule, self._specs, self._device = schedule, specs, device
+        self._listed: dict[int, tuple[Route, Route]] = {}
         self._scales = [specs[unit.param].scale(*unit.rows_columns) for unit in schedule.units]
 
     def begin(self, resting: Resting) -> None:
         pass
 
     def send_ahead(self, resting: Resting, stage: int, wire: Tensor) -> None:
-        sends = self._schedule.stages[stage].gather.sends
+        sends = self._routes(stage)[0].sends
         for unit, key in self._active(resting, stage):
             for strip in sends.get(key, ()):
                 strip.on(wire).copy_(self._update(resting, unit, strip, resting.accumulated(self._param(unit), strip)))
@@ -41,13 +42,13 @@ class TorchElementwise:
         resting.accumulate(range(len(self._specs)))
 
     def send(self, resting: Resting, stage: int, wire: Tensor) -> None:
-        sends = self._schedule.stages[stage].gather.sends
+        sends = self._routes(stage)[0].sends
         for unit, key in self._active(resting, stage):
             for strip in sends.get(key, ()):
                 strip.on(wire).copy_(self._update(resting, unit, strip, self._momentum(resting, unit, strip)))
 
     def assemble(self, resting: Resting, stage: int, sizes: Sizes, wire: Tensor) -> Tensor:
-        gather = self._schedule.stages[stage].gather
+        gather, _ = self._routes(stage)
         dtype = self._specs[self._param(next(iter(sizes)))].slots[0].there
         stack = torch.empty(sum(sizes.values()), dtype=dtype, device=self._device)
         for unit, memory in zip(sizes, torch.split(stack, [*sizes.values()]), strict=True):
@@ -58,7 +59,7 @@ class TorchElementwise:
         return stack
 
     def release(self, resting: Resting, stage: int, sizes: Sizes, results: Tensor, wire: Tensor) -> None:
-        scatter = self._schedule.stages[stage].scatter
+        _, scatter = self._routes(stage)
         for unit, memory in zip(sizes, torch.split(results, [*sizes.values()]), strict=True):
             for strip in scatter.sends.get(self._key(unit), ()):
                 strip.on(wire).copy_(strip.of(memory))
@@ -66,10 +67,17 @@ class TorchElementwise:
                 self._apply(resting, unit, target, source.of(memory).to(target.dtype))
 
     def apply(self, resting: Resting, stage: int, wire: Tensor) -> None:
-        receives = self._schedule.stages[stage].scatter.receives
+        receives = self._routes(stage)[1].receives
         for unit, key in self._active(resting, stage):
             for strip in receives.get(key, ()):
                 self._apply(resting, unit, strip, strip.on(wire))
+
+    def _routes(self, stage: int) -> tuple[Route, Route]:
+        """There and back, made by the first step."""
+        if stage not in self._listed:
+            here = self._schedule.stages[stage]
+            self._listed[stage] = here.gather.listed(), here.scatter.listed()
+        return self._listed[stage]
 
     def _active(self, resting: Resting, stage: int) -> Iterator[tuple[int, Key]]:
         """The matrices of a stage that this rank holds parts of, and whose parameters take part."""
