@@ -93,7 +93,7 @@ class JointSave:
 
     Args:
         path: where nothing may exist; the same on all ranks.
-        provenance: goes into the manifest; likewise.
+        provenance: goes into the manifest as the first rank gives it.
         plans: kept from save to save, by each rank for the same process group.
         progress: follows this rank's file.
 
@@ -157,8 +157,7 @@ class JointSave:
             self._destination, self._details = location(self._path, DestinationError), as_json(self._provenance)
             current = {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state().items()}
             made.append(self._planner.local_plan(current))
-            said = {"path": str(self._destination), "provenance": self._details}
-            return said, self._plans.fitting(made[0])
+            return {"path": str(self._destination)}, self._plans.fitting(made[0])
 
         def choose(ranks: list[tuple[Mapping[str, object], list[bytes]]]) -> tuple[bytes, Location] | None:
             refuse_differing(self._group, "save", [said for said, _ in ranks])

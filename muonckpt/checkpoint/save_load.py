@@ -39,13 +39,13 @@ def save(
         state_dict: nested, as for ``dcp.save``; for example
             ``{"model": get_model_state_dict(m), "optimizer": get_optimizer_state_dict(m, opt)}``.
         path: a path or a URL, where nothing may exist yet.
-        provenance: JSON data to keep in the manifest, such as ``{"step": 100}``.
+        provenance: JSON data to keep in the manifest, such as ``{"step": 100}``; the first rank's is kept.
 
     Raises:
         DestinationError: the path exists, or cannot be written.
         LayoutError: a tensor has a hole or an overlap, or replicas differ.
         LostRankError: another rank was lost, or did not answer within the time-out of the process group.
-        ArgumentError: the provenance is not JSON, or it or the path is not the same on all ranks.
+        ArgumentError: the provenance is not JSON, or the path is not the same on all ranks.
     """
     JointSave(path, provenance or {}, process_group, _plans_of(process_group), SaveProgress()).run(lambda: state_dict)
 

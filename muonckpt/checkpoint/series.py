@@ -17,7 +17,7 @@ from ..errors import ArgumentError, DamageError, DestinationError, MuonckptError
 from ..resumption import Extra, Globs, LoadReport
 from ..store.io.location import location
 from ..store.step_folder import Newest, StepFolder, StepName
-from .all_ranks import coordinates, told_by_first
+from .all_ranks import coordinates, judged, refuse_differing, told_by_first
 from .async_saving import AsyncSave, OnError, WhenBusy, saved_along, settle_last
 from .save_load import load, save
 
@@ -114,7 +114,7 @@ class Series:
             LayoutError, ArgumentError, LostRankError: as of `muonckpt.save`.
         """
         settle_last(self._group)
-        name = self._told(lambda: self._begin(step, replace), DestinationError)
+        name = self._begun(step, replace)
         saved = self._saved(name)
         save(state_dict, saved.path, provenance={**(provenance or {}), "step": step}, process_group=self._group)
         self._published(name)
@@ -141,7 +141,7 @@ class Series:
         """
 
         def begin() -> tuple[str, Callable[[], None]]:
-            name = self._told(lambda: self._begin(step, replace), DestinationError)
+            name = self._begun(step, replace)
             return self._saved(name).path, lambda: self._published(name)
 
         wanted, details = f"step {step}", {**(provenance or {}), "step": step}
@@ -243,6 +243,15 @@ class Series:
     def _saved(self, name: StepName) -> SavedStep:
         return SavedStep(name.step, str(self._folder.path(name)))
 
+    def _begun(self, step: int, replace: bool) -> StepName:
+        """The name to save under, once all ranks have asked for the same step."""
+
+        def begin(asked: list[dict[str, object]]) -> StepName:
+            refuse_differing(self._group, "save", asked)
+            return self._asked(lambda: self._begin(step, replace), DestinationError)
+
+        return judged(self._group, DestinationError, lambda: {"step": step, "replace": replace}, begin)
+
     def _begin(self, step: int, replace: bool) -> StepName:
         if step < 0:
             raise ArgumentError(f"a step is 0 or more, got {step}")
@@ -278,19 +287,19 @@ class Series:
             warnings.warn(f"{path} is not whole: {fault}; {instead}", RuntimeWarning, stacklevel=3)
 
     def _told(self, question: Callable[[], _Answer], kind: type[MuonckptError]) -> _Answer:
-        """One rank's answer, or its error, on all ranks.
+        """The first rank's answer, or its error, on all ranks.
 
         Raises:
             kind: the folder cannot be read or written.
             MuonckptError: what the question raises.
         """
+        return told_by_first(self._group, kind, lambda: self._asked(question, kind))
 
-        def answer() -> _Answer:
-            try:
-                return question()
-            except MuonckptError:
-                raise
-            except Exception as error:
-                raise kind(f"{self._folder.place}: {error}") from error
-
-        return told_by_first(self._group, kind, answer)
+    def _asked(self, question: Callable[[], _Answer], kind: type[MuonckptError]) -> _Answer:
+        """The answer to a question about the folder, which an error names."""
+        try:
+            return question()
+        except MuonckptError:
+            raise
+        except Exception as error:
+            raise kind(f"{self._folder.place}: {error}") from error
