@@ -54,8 +54,10 @@ def test_inspect_and_verify_count_the_same(name):
 
 def test_a_file_of_torch_save_is_called_one(tmp_path):
     torch.save({"w": torch.ones(3)}, tmp_path / "model.pt")
-    done = called("inspect", tmp_path / "model.pt")
-    assert done.returncode == 0 and "kind          torch.save's files of one process" in done.stdout
+    assert "torch.save" in called("inspect", tmp_path / "model.pt").stdout
+    (tmp_path / "model.pt").rename(tmp_path / "model.safetensors")
+    done = called("inspect", tmp_path / "model.safetensors")
+    assert done.returncode == 3 and "torch.save" in done.stderr
 
 
 def test_a_manifest_that_lacks_a_field_is_named_with_it(tmp_path):

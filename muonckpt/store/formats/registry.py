@@ -110,14 +110,15 @@ _NANOCHAT_STEP = re.compile(r"model_([0-9]{6,12})\.pt")
 
 
 def _of_file(path: Location) -> Format:
-    """The format of a file: a step of nanochat with state beside it, torch.save's, a plug-in's, or safetensors."""
+    """The format of a file, by its name or its first bytes; safetensors if nothing says another."""
+    if fnmatch.fnmatch(path.name, "*.safetensors"):
+        return SAFETENSORS
     if (match := _NANOCHAT_STEP.fullmatch(path.name)) and (path.parent / f"optim_{match[1]}_rank0.pt").is_file():
         return NANOCHAT
     with open_regular(path) as file:
         if file.read(0, min(file.size, 4)) in signs.TORCH_SAVE:
             return PROCESS_FILES
-    known = fnmatch.fnmatch(path.name, "*.safetensors")
-    return SAFETENSORS if known else plugins.format_of_plugin([path.name]) or SAFETENSORS
+    return plugins.format_of_plugin([path.name]) or SAFETENSORS
 
 
 OWN = Format("muonckpt", _own)
