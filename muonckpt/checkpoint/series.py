@@ -246,11 +246,14 @@ class Series:
     def _begun(self, step: int, replace: bool) -> StepName:
         """The name to save under, once all ranks have asked for the same step."""
 
-        def begin(asked: list[dict[str, object]]) -> StepName:
+        def wanted() -> Mapping[str, object]:
+            return {"step": step, "replace": replace}
+
+        def begin(asked: list[Mapping[str, object]]) -> StepName:
             refuse_differing(self._group, "save", asked)
             return self._asked(lambda: self._begin(step, replace), DestinationError)
 
-        return judged(self._group, DestinationError, lambda: {"step": step, "replace": replace}, begin)
+        return judged(self._group, DestinationError, wanted, begin)
 
     def _begin(self, step: int, replace: bool) -> StepName:
         if step < 0:
