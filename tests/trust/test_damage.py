@@ -1,14 +1,13 @@
 """Random damage to every format that we write: it is found before anything is overwritten, or makes no difference.
 
-``MUONCKPT_DAMAGES=2000`` tries so many, from another seed each; the suite tries a few.
+Each from another seed; the suite tries a few.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -25,14 +24,14 @@ from support.damages import (
     verify_fault,
 )
 from support.sharded import as_stock
+from support.trials import SCALE, count, tally
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import muonckpt
 from muonckpt.optimizer import Muon
 
-MANY = int(os.environ.get("MUONCKPT_DAMAGES", "0"))
-TRIED = MANY or 42
+TRIED = count(42, 200)
 
 FORMATS = {
     "own": {},
@@ -97,7 +96,7 @@ def unjudged(name: str, damage: Damage) -> set[str]:
 def test_no_random_damage_passes(saves, tmp_path):
     held = {name: content(first) for name, (first, _) in saves.items()}
     seen: Counter[str] = Counter()
-    faults: list[str] = []
+    rows = defaultdict[str, list[tuple[str, str | None]]](list)
     for seed in range(TRIED):
         name, damage = [*saves][seed % len(saves)], DAMAGES[seed // len(saves) % len(DAMAGES)]
         first, second = saves[name]
@@ -112,11 +111,14 @@ def test_no_random_damage_passes(saves, tmp_path):
             "reshard": lambda path=path, name=name: reshard_fault(path, held[name], path.with_name("out")),
         }
         for check in sorted(checks.keys() - unjudged(name, damage)):
-            if check != "reshard" or MANY or seed % 3 == 0:
+            if check != "reshard" or SCALE or seed % 3 == 0:
                 verdict, fault = checks[check]()
                 seen[f"{check}: {verdict}"] += 1
-                faults += [f"seed {seed}, {name}, {damage.__name__}: {what}: {check}: {fault}"] if fault else []
+                rows[check].append((f"seed {seed}, {name}, {damage.__name__}: {what}", fault))
         shutil.rmtree(tmp_path / str(seed))
-    assert not faults, f"{len(faults)} of {TRIED}, {dict(seen)}:\n" + "\n".join(faults)
+    for check, found in rows.items():
+        with tally(f"random damages: {check}") as row:
+            for each in found:
+                row.add(*each)
     assert seen["verify: faulty"] > TRIED / 2, seen
     print(dict(seen))
