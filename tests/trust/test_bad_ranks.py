@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
+from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from support import bad_ranks, trials, workers
@@ -145,3 +148,29 @@ def test_a_rank_that_raises_is_killed_or_stopped_ends_all_with_a_clear_error(tmp
     calls = IN_SUITE if SCALE == 0 else tuple(bad_ranks.CALLS)
     told = trials.script(bad_ranks.__file__, tmp_path / "trials", count(2, 40), *calls)
     assert trials.tallied("a bad rank", told) == {*calls}
+
+
+def meeting_nobody(rank: int, world: int, folder: str, how: str) -> str:
+    both = dist.new_group(range(world), timeout=timedelta(seconds=12))  # torch gives it 30 minutes else
+    saving = {"state_dict": {"w": torch.ones(3)}, "path": f"{folder}/{how}"}
+    if how == "when_busy":
+        return raised(lambda: muonckpt.async_save(**saving, when_busy="refuse" if rank == ODD else "wait").result())
+    call = {
+        "save": lambda **group: muonckpt.save(**saving, **group),
+        "load": lambda **group: muonckpt.load({"w": torch.zeros(3)}, f"{folder}/whole", **group),
+        "redistribute": lambda process_group: muonckpt.redistribute(
+            {"w": torch.ones(3)}, {"w": torch.ones(3)}, group=process_group
+        ),
+    }[how]
+    return raised(lambda: call(process_group=both if rank == ODD else None))
+
+
+@pytest.mark.skipif(SCALE == 0, reason="it waits for time-outs")
+@pytest.mark.parametrize("how", ["when_busy", "save", "load", "redistribute"])
+def test_ranks_that_wait_in_different_process_groups_are_lost_to_each_other_when_the_time_is_out(how, tmp_path):
+    muonckpt.save({"w": torch.ones(3)}, tmp_path / "whole")
+    begun = time.monotonic()
+    for error in workers.run(2, meeting_nobody, str(tmp_path), how, timeout=30):
+        assert error.startswith("LostRankError"), error
+    assert time.monotonic() - begun < 30 + workers.START
+    assert [entry.name for entry in tmp_path.iterdir()] == ["whole"]
