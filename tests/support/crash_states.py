@@ -160,14 +160,14 @@ class History:
             parts = [set(pending), set[int](), *({at} for at in pending), *(set(pending) - {at} for at in pending)]
             parts += [{at for at in pending if dice.random() < 0.5} for _ in range(len(pending))]
             for part in parts:
-                for torn in (False, True):
+                for torn in (None, *sorted(part)[-1:]):  # what was safe is not torn
                     tree = self._tree(sorted([*kept, *part]), torn)
                     done = stop == len(self.effects)
                     if (key := (done, *sorted(tree.items(), key=lambda item: item[0]))) not in seen:
                         seen.add(key)
                         yield f"after {stop} of {len(self.effects)} with {sorted(part)}", tree, done
 
-    def _tree(self, effects: Sequence[int], torn: bool) -> Tree:
+    def _tree(self, effects: Sequence[int], torn: int | None) -> Tree:
         names: dict[_Node, dict[str, _Node]] = {self.root: {}}
         content: dict[_Node, bytearray] = {}
         for at in effects:
@@ -182,7 +182,7 @@ class History:
                 if data is None:
                     held[:] = held[:offset].ljust(offset, b"\0")
                 else:
-                    part = data[: len(data) // 2] if torn and at == effects[-1] else data
+                    part = data[: len(data) // 2] if at == torn else data
                     held[:] = held.ljust(offset, b"\0")
                     held[offset : offset + len(part)] = part
         tree: Tree = {}
