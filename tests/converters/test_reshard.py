@@ -164,7 +164,7 @@ def test_columns_of_many_ranks_are_gathered_from_few_reads_of_the_source(threads
     job = make_job(tmp_path / "a", columns)
     before = bytes_read()
     run_job(job, tmp_path / "b", threads=threads)
-    assert bytes_read() - before < (1.3 + threads) * size  # one to check it, and one for each thread
+    assert bytes_read() - before < (2 + threads) * size  # once to check it, once for each thread, and what others read
     loaded = {name: torch.zeros(1500, 1024) for name in "ab"}
     muonckpt.load(loaded, tmp_path / "b")
     assert all(torch.equal(loaded[name], values[name]) for name in "ab")
