@@ -210,7 +210,7 @@ def file_states(payloads: Payloads, manifest: Manifest) -> tuple[object, ...]:
         SourceError: one is missing.
     """
     columns = manifest.columns
-    names = {columns.names[number] for number in np.unique(columns.file).tolist()}
+    names = {columns.names[number] for number in np.flatnonzero(np.bincount(columns.file)).tolist()}
     names |= {blob.item.file for blob in manifest.blobs}
 
     def state(name: str) -> tuple[object, ...]:
