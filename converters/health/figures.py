@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -119,7 +119,7 @@ def stats(
         earlier = stack.enter_context(open(since)) if since is not None else None
         before = first_look(earlier) if earlier else None
         pairs = list(_weights_in_both(known, before, {record.key for _, record in chosen})) if before else []
-        total = sum(_bytes(record) for _, record in chosen) + 2 * sum(_bytes(record) for record, _ in pairs)
+        total = bytes_of_elements(record for _, record in chosen) + 2 * bytes_of_elements(record for record, _ in pairs)
 
         def passed(count: int) -> None:
             progress(count, total)
@@ -202,8 +202,9 @@ def stats_of(
     return CheckpointStats(str(opened.path), since, steps, tensors, updates, tuple(findings_of(tensors, updates)))
 
 
-def _bytes(record: StateRecord) -> int:
-    return math.prod(record.shape) * itemsize(record.dtype)
+def bytes_of_elements(tensors: Iterable[StateRecord]) -> int:
+    """The bytes of all their elements."""
+    return sum(math.prod(tensor.shape) * itemsize(tensor.dtype) for tensor in tensors)
 
 
 def _stored(opened: OpenCheckpoint, records: Sequence[StateRecord]) -> list[StoredSide]:

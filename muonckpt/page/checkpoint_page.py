@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..converters.compare.diff import Difference, diff_of
-from ..converters.health.figures import STATS_MEMORY, CheckpointStats, measurable, measured, stats_of
+from ..converters.health.figures import STATS_MEMORY, CheckpointStats, bytes_of_elements, measurable, measured, stats_of
 from ..converters.health.findings import siblings_of
 from ..converters.inspection import Inspection, inspection_of
 from ..converters.look.contents import Role
@@ -23,7 +23,6 @@ from ..store.audit import Progress
 from ..store.io.location import Remote
 from ..store.io.new_file import write_synced
 from ..store.open_checkpoint import open
-from ..store.reading.dtypes import itemsize
 from ..version import VERSION
 from .self_contained import html_of, plain
 from .shard_columns import by_number, shard_columns
@@ -124,7 +123,7 @@ def report(
         known = first_look(opened)
         inspection = inspection_of(opened, known)
         chosen = [] if stats == "none" else measurable(known, select)
-        to_measure = sum(int(tensor.boxes.numel.sum()) * itemsize(tensor.dtype) for _, tensor in chosen)
+        to_measure = bytes_of_elements(tensor for _, tensor in chosen)
         to_compare = 0
 
         def compared(count: int, total: int) -> None:
