@@ -131,6 +131,14 @@ def test_loading_a_sum_convention_is_refused():
         opt.load_state_dict(state)
 
 
+def test_an_option_of_former_versions_is_left_in_the_checkpoint():
+    opt = Muon([nn.Parameter(torch.randn(4, 3))])
+    state = opt.state_dict()
+    state["param_groups"][0] |= {"blocks": 4, "lr": 0.5}
+    opt.load_state_dict(state)
+    assert opt.param_groups[0]["lr"] == 0.5 and "blocks" not in opt.param_groups[0]
+
+
 def test_load_state_dict_keeps_torchs_keyword_and_step_counters_stay_float32():
     params = [nn.Parameter(torch.randn(4, dtype=torch.bfloat16))]
     opt = Muon([{"params": params, "algorithm": "adamw"}])
