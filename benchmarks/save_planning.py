@@ -1,28 +1,22 @@
-"""What planning and describing a save costs the coordinator: muonckpt against plain DCP, with many small tensors.
+"""What planning and describing a save costs the ranks: muonckpt against plain DCP, with many small tensors.
 
-    save_planning.py [--quick]
+    save_planning.py [--quick] [TENSORSxRANKS ...]
 
-Ranks are threads of one process with a process group of their own each, so both programs run as they are, collectives
-too.  Times are those of the coordinator's thread on the processor, so other ranks and waiting do not count: planning is
-all before the first file is written, the whole is the save without writing.  Bytes are those that the coordinator gets
-and sends, pickled.  Of each rank every tensor is a shard; with more ranks tensors have more rows.  Every save is of the
-same structure and other values; garbage is collected between the rows, as one rank's collection would go through the
-objects of all; the first round warms up.  The programs alternate; a ratio is taken in every round, and the table shows
-medians.
+Ranks are threads (`rank_threads`); times are those of a rank's thread on the processor.  Planning is all before the
+first file is written, the whole is the save without writing; of another rank, the mean of all but the coordinator.
+Bytes are those that the coordinator gets and sends, pickled.  Every rank has a shard of every tensor.  Every save is of
+the same structure and other values; garbage is collected between the rows, as one rank's collection would go through
+the objects of all; the first round warms up.  The programs alternate; the table shows medians.
 """
 
 from __future__ import annotations
 
 import gc
-import os
-import pickle
 import statistics
 import sys
-import tempfile
 import threading
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,10 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from machine import describe
+from rank_threads import Traffic, in_threads, shards
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
 
 from muonckpt.checkpoint import joint_save
 from muonckpt.checkpoint.dcp_writer import SaveProgress
@@ -41,14 +33,16 @@ from muonckpt.checkpoint.joint_save import AgreedPlans, JointSave
 from muonckpt.store.io.location import location
 
 QUICK = "--quick" in sys.argv
-SIZES = [(100, 8)] if QUICK else [(100, 8), (400, 8), (100, 16), (100, 32), (100, 64)]
-ROUNDS = 2 if QUICK else 3
+GIVEN = [tuple(map(int, given.split("x"))) for given in sys.argv[1:] if not given.startswith("-")]
+SIZES = GIVEN or ([(100, 8)] if QUICK else [(500, 8), (2000, 8), (8000, 8), (500, 32), (2000, 32), (500, 64)])
+ROUNDS = 1 if QUICK else 2
 PROGRAMS = ("dcp", "anew", "later")
 """Plain DCP; muonckpt when it plans anew, and when the ranks have agreed on a plan before."""
 
+Seconds = tuple[float, float]
+"""Of a rank: planning, and the whole."""
+
 marks = threading.local()
-traffic: defaultdict[str, int] = defaultdict(int)
-_lock = threading.Lock()
 
 
 def mark(function: Callable) -> Callable:
@@ -70,117 +64,58 @@ class MarkedWriter(dcp.FileSystemWriter):
 joint_save.write_items = mark(joint_save.write_items)
 
 
-def counted() -> None:
-    """Count what collectives of objects carry from now on."""
+def measure(tensors: int, ranks: int) -> tuple[dict[str, list[dict[int, Seconds]]], dict[str, int]]:
+    """Of each program in each round, the seconds of each rank; and the bytes of one save."""
+    found: dict[str, list[dict[int, Seconds]]] = {who: [{} for _ in range(ROUNDS + 1)] for who in PROGRAMS}
 
-    def counting(function: Callable, sizes: Callable[..., int]) -> Callable:
-        def call(*args, **kwargs):
-            if getattr(marks, "who", None):
-                with _lock:
-                    traffic[marks.who] += sizes(*args, **kwargs)
-            return function(*args, **kwargs)
+    def saver(rank: int, folder: Path, traffic: Traffic) -> None:
+        plans = AgreedPlans()
+        for number in range(ROUNDS + 2):
+            counting = number == ROUNDS + 1
+            for who in PROGRAMS if number % 2 else reversed(PROGRAMS):
+                held, place = shards(rank, ranks, tensors, number), folder / f"{who}-{number}"
+                dist.barrier()
+                traffic.counted(who if counting else None)
+                begin = time.thread_time()
+                if who == "dcp":
+                    dcp.save(held, storage_writer=MarkedWriter(place, sync_files=False), planner=DefaultSavePlanner())
+                else:
+                    kept = plans if who == "later" else AgreedPlans()
+                    JointSave(location(place, ValueError), {}, None, kept, SaveProgress()).run(lambda held=held: held)
+                whole = time.thread_time() - begin - marks.writing
+                traffic.counted(None)
+                if not counting:
+                    found[who][number][rank] = marks.planned - begin, whole
+                dist.barrier()
 
-        return call
-
-    def dealt(scatter_object_output_list, scatter_object_input_list=None, **_) -> int:
-        return sum(len(pickle.dumps(each)) for each in scatter_object_input_list or ())
-
-    def told(object_list, **_) -> int:
-        return (dist.get_world_size() - 1) * len(pickle.dumps(object_list[0])) if dist.get_rank() == 0 else 0
-
-    dist.gather_object = counting(dist.gather_object, lambda obj, **_: len(pickle.dumps(obj)))
-    dist.scatter_object_list = counting(dist.scatter_object_list, dealt)
-    dist.broadcast_object_list = counting(dist.broadcast_object_list, told)
-
-
-def state(rank: int, ranks: int, tensors: int, step: int) -> dict[str, DTensor]:
-    mesh = init_device_mesh("cpu", (ranks,))
-    shape, stride = torch.Size((2 * ranks, 4)), (4, 1)
-    return {
-        f"layers.{number}.momentum_buffer": DTensor.from_local(
-            torch.full((2, 4), float(step + number + rank)), mesh, [Shard(0)], run_check=False, shape=shape,
-            stride=stride,
-        )
-        for number in range(tensors)
-    }  # fmt: skip
-
-
-def saver(rank: int, ranks: int, tensors: int, folder: Path, found: dict[str, list[tuple[float, float]]]) -> None:
-    plans = AgreedPlans()
-    for number in range(ROUNDS + 2):
-        counting = number == ROUNDS + 1
-        dist.barrier()
-        if counting and rank == 0:
-            counted()
-        for who in PROGRAMS if number % 2 else reversed(PROGRAMS):
-            held, place = state(rank, ranks, tensors, number), folder / f"{who}-{number}"
-            dist.barrier()
-            marks.who = who if counting else None
-            begin = time.thread_time()
-            if who == "dcp":
-                dcp.save(held, storage_writer=MarkedWriter(place, sync_files=False), planner=DefaultSavePlanner())
-            else:
-                kept = plans if who == "later" else AgreedPlans()
-                JointSave(location(place, ValueError), {}, None, kept, SaveProgress()).run(lambda held=held: held)
-            whole = time.thread_time() - begin - marks.writing
-            marks.who = None
-            if rank == 0 and not counting:
-                found[who].append((marks.planned - begin, whole))
-            dist.barrier()
-
-
-def measure(tensors: int, ranks: int) -> tuple[dict[str, list[tuple[float, float]]], dict[str, int]]:
-    """Of each program the coordinator's seconds (planning, whole) of each save, and the bytes of the last."""
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    _install_threaded_pg()
-    store, errors = dist.HashStore(), []
-    plain = dist.gather_object, dist.scatter_object_list, dist.broadcast_object_list
-    traffic.clear()
-
-    def thread(rank: int, folder: Path) -> None:
-        try:
-            dist.init_process_group("threaded", rank=rank, world_size=ranks, store=store)
-            saver(rank, ranks, tensors, folder, found)
-            dist.destroy_process_group()
-        except BaseException as error:
-            errors.append(error)
-            raise
-
-    with tempfile.TemporaryDirectory(dir=os.environ.get("MUONCKPT_BENCH_DIR")) as folder:
-        threads = [threading.Thread(target=thread, args=(rank, Path(folder)), daemon=True) for rank in range(ranks)]
-        for each in threads:
-            each.start()
-        while any(each.is_alive() for each in threads) and not errors:
-            time.sleep(0.1)
-    dist.gather_object, dist.scatter_object_list, dist.broadcast_object_list = plain
-    _uninstall_threaded_pg()
-    torch._C._distributed_c10d._set_thread_isolation_mode(False)
-    if errors:
-        raise errors[0]
-    return found, dict(traffic)
+    traffic = in_threads(ranks, saver)
+    return {who: rounds[1:] for who, rounds in found.items()}, dict(traffic.bytes)
 
 
 def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     gc.disable()
-    print(f"{describe()}; {ROUNDS} alternating rounds\n")
+    print(f"{describe()}; {ROUNDS} alternating round{'s' * (ROUNDS > 1)}; DCP / planned anew / later saves\n")
     print(
-        "| tensors of a rank | ranks | planning ms: DCP | planned anew | later saves | later / DCP | whole ms: DCP | "
-        "planned anew | later saves | later / DCP | KB exchanged: DCP | planned anew | later saves |"
+        "| tensors | ranks | coordinator, planning ms | to DCP | coordinator, whole ms | to DCP | another rank, whole "
+        "ms | KB exchanged |"
     )
-    print("|---" * 13 + "|")
+    print("|---" * 8 + "|")
     for tensors, ranks in SIZES:
-        found, sent = measure(tensors, ranks)
+        rounds, sent = measure(tensors, ranks)
         gc.collect()
         cells = [str(tensors), str(ranks)]
         for kind in range(2):
-            times = {who: [each[kind] for each in found[who][1:]] for who in PROGRAMS}
-            ratios = [ours / theirs for ours, theirs in zip(times["later"], times["dcp"], strict=True)]
-            cells += [f"{1e3 * statistics.median(times[who]):.1f}" for who in PROGRAMS]
-            cells += [f"{statistics.median(ratios):.2f}"]
-        print(f"| {' | '.join([*cells, *(f'{sent[who] / 1e3:.0f}' for who in PROGRAMS)])} |", flush=True)
+            ms = {who: statistics.median(1e3 * of[0][kind] for of in rounds[who]) for who in PROGRAMS}
+            cells.append(" / ".join(f"{ms[who]:.0f}" for who in PROGRAMS))
+            cells.append(" / ".join(f"{ms[who] / ms['dcp']:.2f}" for who in PROGRAMS[1:]))
+        others = (
+            statistics.median(1e3 * statistics.mean(whole for rank, (_, whole) in of.items() if rank) for of in rounds[who])
+            for who in PROGRAMS
+        )
+        cells.append(" / ".join(f"{ms:.0f}" for ms in others))
+        print(f"| {' | '.join([*cells, ' / '.join(f'{sent[who] / 1e3:.0f}' for who in PROGRAMS)])} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,125 @@
+"""What loading many small tensors costs the ranks: muonckpt against plain DCP, from the same checkpoint.
+
+    load_planning.py [--quick] [TENSORSxRANKS ...]
+
+Ranks are threads (`rank_threads`); times are those of a rank's thread on the processor for the whole load, from opening
+the checkpoint to the last element; of another rank, the mean of all but the coordinator.  Bytes exchanged are those
+that the coordinator gets and sends, pickled; files opened, reads and bytes read are those of all ranks, divided by
+their number, as the system counts them.  Every rank has a shard of every tensor, as when they were saved, and every
+load is into zeros and then compared.  Three rows of figures: DCP of its own checkpoint, muonckpt of the same
+checkpoint, and muonckpt of its own.  The first round warms up.  The programs alternate; the table shows medians.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from machine import describe
+from rank_threads import Traffic, in_threads, shards
+
+import muonckpt
+
+QUICK = "--quick" in sys.argv
+GIVEN = [tuple(map(int, given.split("x"))) for given in sys.argv[1:] if not given.startswith("-")]
+SIZES = GIVEN or ([(100, 8)] if QUICK else [(500, 8), (2000, 8), (8000, 8), (500, 32), (2000, 32), (500, 64)])
+ROUNDS = 1 if QUICK else 2
+PROGRAMS = ("dcp", "stock", "own")
+"""Plain DCP; muonckpt, of a checkpoint of plain DCP; muonckpt, of a checkpoint of muonckpt."""
+
+opened: Counter[str] = Counter()
+"""Files that were opened in folders of checkpoints, by folder."""
+
+
+def count_opening(event: str, args: tuple[object, ...]) -> None:
+    """Count what is opened by Python; an audit hook."""
+    if event == "open" and isinstance(args[0], str | Path):
+        opened[Path(args[0]).parent.name] += 1
+
+
+def system_reads() -> tuple[int, int]:
+    """Calls that read, and bytes that they read, of this process so far."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["syscr"]), int(counts["rchar"])
+
+
+def measure(tensors: int, ranks: int) -> tuple[dict[str, list[dict[int, float]]], dict[str, tuple[float, ...]]]:
+    """Of each program in each round, the seconds of each rank; and opened files, reads, KB read, KB exchanged."""
+    found: dict[str, list[dict[int, float]]] = {who: [{} for _ in range(ROUNDS + 1)] for who in PROGRAMS}
+    counts: dict[str, tuple[float, ...]] = {}
+
+    def loader(rank: int, folder: Path, traffic: Traffic) -> None:
+        dcp.save(held := shards(rank, ranks, tensors, 0), checkpoint_id=folder / "stock")
+        muonckpt.save(held, folder / "own")
+        for number in range(ROUNDS + 2):
+            counting = number == ROUNDS + 1
+            for who in PROGRAMS if number % 2 else reversed(PROGRAMS):
+                into = {key: torch.zeros_like(tensor) for key, tensor in held.items()}
+                place = folder / ("own" if who == "own" else "stock")
+                dist.barrier()
+                traffic.counted(who if counting else None)
+                if rank == 0:
+                    opened.clear()
+                    before = system_reads()
+                dist.barrier()
+                begin = time.thread_time()
+                if who == "dcp":
+                    dcp.load(into, checkpoint_id=place)
+                else:
+                    muonckpt.load(into, place)
+                seconds = time.thread_time() - begin
+                dist.barrier()
+                if rank == 0 and counting:
+                    reads, read = (now - then for now, then in zip(system_reads(), before, strict=True))
+                    counts[who] = opened[place.name] / ranks, reads / ranks, read / 1e3 / ranks
+                traffic.counted(None)
+                if not counting:
+                    found[who][number][rank] = seconds
+                for key, tensor in into.items():
+                    assert torch.equal(tensor.to_local(), held[key].to_local())
+                dist.barrier()
+
+    traffic = in_threads(ranks, loader)
+    every = {who: (*counts[who], traffic.bytes[who] / 1e3) for who in PROGRAMS}
+    return {who: rounds[1:] for who, rounds in found.items()}, every
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    gc.disable()
+    sys.addaudithook(count_opening)
+    print(f"{describe()}; {ROUNDS} alternating round{'s' * (ROUNDS > 1)}; DCP / muonckpt of the same / of its own\n")
+    print(
+        "| tensors | ranks | coordinator, ms | to DCP | another rank, ms | to DCP | files opened by a rank | reads of a "
+        "rank | KB read by a rank | KB exchanged |"
+    )
+    print("|---" * 10 + "|")
+    for tensors, ranks in SIZES:
+        rounds, counts = measure(tensors, ranks)
+        gc.collect()
+        cells = [str(tensors), str(ranks)]
+        for mine in (True, False):
+            ms = {
+                who: statistics.median(
+                    1e3 * statistics.mean(seconds for rank, seconds in of.items() if (rank == 0) == mine)
+                    for of in rounds[who]
+                )
+                for who in PROGRAMS
+            }
+            cells.append(" / ".join(f"{ms[who]:.0f}" for who in PROGRAMS))
+            cells.append(" / ".join(f"{ms[who] / ms['dcp']:.2f}" for who in PROGRAMS[1:]))
+        cells += [" / ".join(f"{counts[who][kind]:.0f}" for who in PROGRAMS) for kind in range(4)]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Ranks as threads of one process, with a process group each: programs run as they are, collectives too.
+
+So one machine shows what work costs each of many ranks, as seconds of its thread on the processor: waiting for others
+and their work do not count.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
+
+_lock = threading.Lock()
+_mine = threading.local()
+
+
+class Traffic:
+    """Bytes, pickled, that the first rank gets and sends, by what its thread says it does."""
+
+    def __init__(self) -> None:
+        self.bytes: defaultdict[str, int] = defaultdict(int)
+        self._plain = dist.gather_object, dist.scatter_object_list, dist.broadcast_object_list
+
+        def dealt(scatter_object_output_list, scatter_object_input_list=None, **_) -> int:
+            return sum(len(pickle.dumps(each)) for each in scatter_object_input_list or ())
+
+        def told(object_list, **_) -> int:
+            return (dist.get_world_size() - 1) * len(pickle.dumps(object_list[0])) if dist.get_rank() == 0 else 0
+
+        dist.gather_object = self._counting(dist.gather_object, lambda obj, *_, **__: len(pickle.dumps(obj)))
+        dist.scatter_object_list = self._counting(dist.scatter_object_list, dealt)
+        dist.broadcast_object_list = self._counting(dist.broadcast_object_list, told)
+
+    def _counting(self, function: Callable, sizes: Callable[..., int]) -> Callable:
+        def call(*args, **kwargs):
+            if who := getattr(_mine, "counted_as", None):
+                with _lock:
+                    self.bytes[who] += sizes(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return call
+
+    def counted(self, who: str | None) -> None:
+        """Count what this thread exchanges from now on as ``who``'s; None: do not count."""
+        _mine.counted_as = who
+
+    def end(self) -> None:
+        dist.gather_object, dist.scatter_object_list, dist.broadcast_object_list = self._plain
+
+
+def shards(rank: int, ranks: int, tensors: int, step: int) -> dict[str, DTensor]:
+    """Tensors of which each rank has two rows of four."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    shape, stride = torch.Size((2 * ranks, 4)), (4, 1)
+    return {
+        f"layers.{number}.momentum_buffer": DTensor.from_local(
+            torch.full((2, 4), float(step + number + rank)), mesh, [Shard(0)], run_check=False, shape=shape,
+            stride=stride,
+        )
+        for number in range(tensors)
+    }  # fmt: skip
+
+
+def in_threads(ranks: int, of_rank: Callable[[int, Path, Traffic], None]) -> Traffic:
+    """Run a function on so many ranks, with a folder that is empty at first; returns what was counted."""
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    _install_threaded_pg()
+    store, errors, traffic = dist.HashStore(), [], Traffic()
+
+    def thread(rank: int, folder: Path) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=ranks, store=store)
+            of_rank(rank, folder, traffic)
+            dist.destroy_process_group()
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    with tempfile.TemporaryDirectory(dir=os.environ.get("MUONCKPT_BENCH_DIR")) as folder:
+        threads = [threading.Thread(target=thread, args=(rank, Path(folder)), daemon=True) for rank in range(ranks)]
+        for each in threads:
+            each.start()
+        while any(each.is_alive() for each in threads) and not errors:
+            time.sleep(0.1)
+    traffic.end()
+    _uninstall_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    if errors:
+        raise errors[0]
+    return traffic
