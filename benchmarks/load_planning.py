@@ -99,8 +99,8 @@ def main() -> None:
     sys.addaudithook(count_opening)
     print(f"{describe()}; {ROUNDS} alternating round{'s' * (ROUNDS > 1)}; DCP / muonckpt of the same / of its own\n")
     print(
-        "| tensors | ranks | coordinator, ms | to DCP | another rank, ms | to DCP | files opened by a rank | reads of a "
-        "rank | KB read by a rank | KB exchanged |"
+        "| tensors | ranks | coordinator, ms | to DCP | another rank, ms | to DCP | files opened by a rank | reads of "
+        "a rank | KB read by a rank | KB exchanged |"
     )
     print("|---" * 10 + "|")
     for tensors, ranks in SIZES:

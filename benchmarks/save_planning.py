@@ -105,16 +105,15 @@ def main() -> None:
     for tensors, ranks in SIZES:
         rounds, sent = measure(tensors, ranks)
         gc.collect()
-        cells = [str(tensors), str(ranks)]
+        cells, others = [str(tensors), str(ranks)], {}
         for kind in range(2):
             ms = {who: statistics.median(1e3 * of[0][kind] for of in rounds[who]) for who in PROGRAMS}
             cells.append(" / ".join(f"{ms[who]:.0f}" for who in PROGRAMS))
             cells.append(" / ".join(f"{ms[who] / ms['dcp']:.2f}" for who in PROGRAMS[1:]))
-        others = (
-            statistics.median(1e3 * statistics.mean(whole for rank, (_, whole) in of.items() if rank) for of in rounds[who])
-            for who in PROGRAMS
-        )
-        cells.append(" / ".join(f"{ms:.0f}" for ms in others))
+        for who in PROGRAMS:
+            means = [statistics.mean(whole for rank, (_, whole) in of.items() if rank) for of in rounds[who]]
+            others[who] = 1e3 * statistics.median(means)
+        cells.append(" / ".join(f"{others[who]:.0f}" for who in PROGRAMS))
         print(f"| {' | '.join([*cells, ' / '.join(f'{sent[who] / 1e3:.0f}' for who in PROGRAMS)])} |", flush=True)
 
 

@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from ..errors import DestinationError
+from ..store.formats.torch_save import tensor_item
 from ..store.formats.torch_save.stored_zip import aligned
 from ..store.formats.torch_save.tensor_item import ItemFrame
 from ..store.io.checksums import Sums, xxh3_128
 from ..store.io.location import Location
 from ..store.io.new_file import Writing, created
-from .bits import bits_of
+from .bits import bits_of, dtype_name
 from .receipt import ItemSums
 from .save_planner import offsets_of, planned_tensor
-from .whole_plan import frame_of
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ def write_items(
     if not items:
         return []
     blobs = [_blob(planner, item) for item in items if item.tensor_data is None]
-    tensors = [(item, frame_of(item)) for item in items[len(blobs) :]]
+    tensors = [(item, _frame(item)) for item in items[len(blobs) :]]
     starts, end = [], 0
     for length in (*map(len, blobs), *(frame.length for _, frame in tensors)):
         starts.append(aligned(end))
@@ -84,6 +84,12 @@ def _put_tensor(
         end = progress.written = output.write(part, end)
     progress.written = output.write(frame.tail(sums.checksum), end)
     return ItemSums(sums.digest, sums.share, frame.length, sums.checksum)
+
+
+def _frame(item: WriteItem) -> ItemFrame:
+    """The bytes around the elements of a planned tensor."""
+    assert item.tensor_data is not None
+    return tensor_item.frame(dtype_name(item.tensor_data.properties.dtype), tuple(item.tensor_data.chunk.sizes))
 
 
 def _tensor(planner: SavePlanner, item: WriteItem) -> Tensor:

@@ -26,6 +26,7 @@ from ..store.io.location import Location, location
 from ..version import PROGRAM
 from .all_ranks import dealt, judged, refuse_differing
 from .dcp_writer import SaveProgress, witness, write_items
+from .offer import Offer
 from .receipt import packed
 from .save_planner import CoveringSavePlanner, LocalPlan
 from .whole_plan import RankItems, WholePlan, rank_file
@@ -175,12 +176,12 @@ class JointSave:
     def _plan_together(self, local: LocalPlan) -> tuple[_Agreed, Location]:
         made: list[WholePlan] = []
 
-        def deal(ranks: list[LocalPlan]) -> list[tuple[bytes, RankItems, Location]]:
-            made.append(WholePlan.of(self._planner, ranks))
+        def deal(ranks: list[Offer]) -> list[tuple[bytes, RankItems, Location]]:
+            made.append(WholePlan.of(ranks))
             name, staged = secrets.token_bytes(16), self._reserve()
             return [(name, share, staged) for share in made[0].shares]
 
-        name, share, staged = dealt(self._group, DestinationError, lambda: local, deal)
+        name, share, staged = dealt(self._group, DestinationError, lambda: local.offer, deal)
         plan = _Agreed(name, local, share)
         self._plans.keep(plan, made[0] if made else None)
         return plan, staged

@@ -1,25 +1,23 @@
-"""What each rank saves: DCP's planning, with every tensor as the boxes that ranks hold, and coverage proved."""
+"""What each rank could save: DCP's planning, with every tensor as the boxes that ranks hold."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TensorMetadata
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-from ..box import Box, Index
-from ..errors import LayoutError, about
-from ..layout import Fragment, TensorLayout, dense
+from ..box import Index
+from ..errors import LayoutError
 from ..layouts.boxed_tensor import all_boxed
 from ..vocabulary import KeyPath
 from .annotation import Annotation, annotations_of
+from .offer import Offer, offer_of
 from .plain_objects import refuse_unloadable
 
 
@@ -37,9 +35,14 @@ class LocalPlan:
     paths: Mapping[str, KeyPath]
     annotations: Mapping[str, Annotation]
 
+    @property
+    def offer(self) -> Offer:
+        """What the coordinator has to know of it."""
+        return offer_of(self.items, self.paths, self.annotations)
+
 
 class CoveringSavePlanner(DefaultSavePlanner):
-    """DCP's planner, which also proves coverage.  Empty shards write nothing."""
+    """DCP's planner of what one rank holds.  Empty shards write nothing; `whole_plan` plans all ranks together."""
 
     annotations: Mapping[KeyPath, Annotation]
 
@@ -70,17 +73,6 @@ class CoveringSavePlanner(DefaultSavePlanner):
         keys = {item.index.fqn for item in items if item.tensor_data is not None}
         notes = {key: self.annotations[path] for key, path in paths.items() if key in keys and path in self.annotations}
         return LocalPlan(items, paths, notes)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        _prove_covered(all_plans)  # before DCP checks, whose error names neither the missing box nor the holders
-        plans, metadata = super().create_global_plan(all_plans)
-        for entry in metadata.state_dict_metadata.values():
-            if isinstance(entry, TensorMetadata):
-                entry.chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
-        items_of_ranks = [[item for item in plan.items if not empty(item)] for plan in plans]
-        return [dataclasses.replace(plan, items=items) for plan, items in zip(plans, items_of_ranks, strict=True)], (
-            metadata
-        )
 
 
 def planned_tensor(planner: SavePlanner, item: WriteItem) -> Tensor:
@@ -114,22 +106,3 @@ def empty(item: WriteItem) -> bool:
 def _hollow(item: WriteItem) -> bool:
     """Whether the whole tensor has no elements."""
     return item.tensor_data is not None and 0 in item.tensor_data.size
-
-
-def _prove_covered(plans: Sequence[SavePlan]) -> None:
-    """Check that all ranks together hold every tensor whole; of replicas one counts, as DCP stores one."""
-    shapes: dict[str, Index] = {}
-    held: defaultdict[str, dict[Index, Fragment]] = defaultdict(dict)
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            if item.tensor_data is not None:
-                shapes.setdefault(item.index.fqn, tuple(item.tensor_data.size))
-                if not empty(item):
-                    box = Box.of(tuple(item.tensor_data.chunk.sizes)).shift(offsets_of(item))
-                    held[item.index.fqn].setdefault(box.lo, dense(box, f"rank {rank}"))
-    for key, shape in shapes.items():
-        with about(f"tensor {key!r}"):
-            TensorLayout(shape, tuple(held[key].values()))
-    planned = {item.index.fqn for plan in plans for item in plan.items}
-    for key in {key for plan in plans for key in plan.planner_data or ()} - planned:
-        raise LayoutError(f"tensor {key!r}: no rank holds any of its elements")

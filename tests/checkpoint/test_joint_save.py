@@ -6,6 +6,7 @@ import pickle
 import resource
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.workers import run
@@ -13,8 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import muonckpt
+from muonckpt.box import Box
 from muonckpt.checkpoint.dcp_writer import SaveProgress
 from muonckpt.checkpoint.joint_save import AgreedPlans, JointSave
+from muonckpt.checkpoint.offer import HeldPart, ItemKind, Offer
+from muonckpt.checkpoint.whole_plan import WholePlan
 from muonckpt.errors import DestinationError, LayoutError
 from muonckpt.store.io.location import location
 
@@ -130,3 +134,42 @@ def test_later_saves_plan_nothing_and_write_what_a_first_save_writes(tmp_path):
     assert "__1_0.distcp: " in unwritable and "File too large" in unwritable and "(rank 1)" in unwritable
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".") or "drifted" in path.name]
     assert not muonckpt.verify(tmp_path / "all go on").findings
+
+
+def part(shape: tuple[int, ...], lo: tuple[int, ...], hi: tuple[int, ...], dtype: str = "float32") -> ItemKind:
+    return ItemKind(lo, HeldPart(dtype, shape, Box(lo, hi)))
+
+
+OBJECT = ItemKind(None, None)
+
+
+def offer(**kinds: ItemKind) -> Offer:
+    paths = {key: (key,) for key in kinds}
+    return Offer(list(kinds), list(range(len(kinds))), list(kinds.values()), paths, {}, [])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([part((4,), (0,), (2,)), part((4,), (3,), (4,))], "tensor 'w': no buffer holds box [2:3]"),
+        ([part((4,), (0,), (3,)), part((4,), (2,), (4,))], "overlap in part"),
+        ([part((4,), (0,), (2,)), part((4,), (2,), (4,), "bfloat16")], "rank 1 bfloat16 of shape (4,)"),
+        ([part((4,), (0,), (2,)), part((8,), (2,), (4,))], "rank 0 says float32 of shape (4,), and rank 1 float32 of"),
+        ([part((4,), (0,), (4,)), part((4,), (0,), (4,), "int32")], "ranks 0 and 1 hold different data"),
+        ([part((4,), (0,), (4,)), OBJECT], "'w' is a tensor on some ranks and another object on others"),
+        ([OBJECT, part((4,), (0,), (4,))], "'w' is a tensor on some ranks and another object on others"),
+    ],
+)
+def test_ranks_that_do_not_hold_one_tensor_are_told_which_and_where(ranks, message):
+    like = [part((4,), (0,), (2,)), part((4,), (2,), (4,))]  # is fine, and comes first
+    with pytest.raises(LayoutError) as refused:
+        WholePlan.of([offer(v=own, w=kind) for own, kind in zip(like, ranks, strict=True)])
+    assert message in str(refused.value)
+
+
+def test_replicas_are_written_by_the_rank_that_has_least_to_write():
+    whole = {f"w{number}": part((4,), (0,), (4,)) for number in range(4)}
+    mine = {"big": part((100,), (0,), (100,))}
+    plan = WholePlan.of([offer(**mine, **whole), offer(**whole, log=OBJECT), offer(**whole)])
+    assert plan.shares == (([0], [1, 2, 3, 4]), ([4, 0, 2], [1, 3]), ([1, 3], [0, 2])), "objects come first"
+    assert sorted(plan.rank.tolist()) == [0, 1, 1, 2, 2] and plan.witnesses.shape == (2, 8)

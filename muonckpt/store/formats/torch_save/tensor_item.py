@@ -101,15 +101,18 @@ class ItemFrame:
         return bytes(after)
 
 
-def frame(dtype: str, shape: Sequence[int]) -> ItemFrame:
+@lru_cache(maxsize=1024)
+def frame(dtype: str, shape: Index) -> ItemFrame:
     """The item of a dense row-major tensor of this dtype (torch's name) and shape (elements), without its payload.
+
+    Cached: the tensors of a model have few shapes.
 
     Raises:
         SourceError: the dtype is not one that torch can save.
     """
     payload_length = math.prod(shape) * itemsize(dtype)
     contents = (
-        ("data.pkl", _data_pickle(dtype, tuple(shape))),
+        ("data.pkl", _data_pickle(dtype, shape)),
         (".format_version", b"1"),
         (".storage_alignment", str(MEMBER_ALIGNMENT).encode()),
         ("byteorder", b"little"),
