@@ -196,7 +196,9 @@ class _Planning:
             for (blobs, boxes), seen in zip(self._written, self._seen, strict=True)
         )
         rows = _Rows(self._ranks, shares)
-        witnesses = np.array([rows.of([pair[which] for pair in self._pairs]) for which in (0, 1)], np.int64)
+        witnesses = np.stack(
+            [rows.of([mine for mine, _, _ in self._pairs]), rows.of([stored for _, stored, _ in self._pairs])]
+        )
         names = {
             row: (self._kind(writer).where(key), self._kind(writer).part is not None)
             for row, (_, writer, key) in zip(witnesses[1].tolist(), self._pairs, strict=True)
