@@ -50,8 +50,8 @@ RULES = {
     "store/formats": "errors box chunks fingerprint record seal vocabulary layouts layouts/buffers store/io "
     "store/reading",
     "store": "errors box chunks columns fingerprint record vocabulary store/io store/reading store/formats",
-    "checkpoint": "errors box chunks columns overlap layout plan fingerprint record resumption version vocabulary layouts store "
-    "store/io store/reading store/formats",
+    "checkpoint": "errors box chunks columns overlap layout plan fingerprint record resumption version vocabulary "
+    "layouts store store/io store/reading store/formats",
     "optimizer/groups": "optimizer optimizer/planning optimizer/step",
     "optimizer/newton_schulz": "coefficients optimizer optimizer/triton",
     "optimizer/triton": "optimizer optimizer/newton_schulz optimizer/step",
