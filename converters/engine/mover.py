@@ -1,6 +1,7 @@
 """Moving the bytes of one job: the part of offline work that touches data.
 
 One thread writes a file from its first byte to its last, in bands of bounded size, and computes checksums on the way.
+A chunk of the source is checked by the checksums of what is copied from it, or before anything is.
 No tensor is ever deserialised.  If every copy of a chunk is one run of bytes on both sides, as for rows, the bytes go
 directly from the source to the file; otherwise bands are assembled in memory.  Both give the same file.
 """
@@ -25,8 +26,8 @@ from ...columns import Row
 from ...errors import DestinationError, Interrupted, SourceError
 from ...layout import Buffer, Fragment, Place
 from ...plan import Copy
-from ...record import Extent
-from ...store.io.checksums import Sums, xxh3_128
+from ...record import Chunk, Extent
+from ...store.io.checksums import Sums, crc32_joined, crc32_of, xxh3_128
 from ...store.io.new_file import Writing, drafted
 from ...store.io.regular import READ_BYTES, open_regular
 from ...store.reading.bands import bands
@@ -35,6 +36,7 @@ from ...store.reading.payloads import Payloads, as_words, check_chunk, payload_o
 from ...store.reading.strided import span
 from ...store.stored_items import check_blob
 from ..translate.conventions import Words
+from .copied_runs import CopiedRuns
 from .elements import bytes_of
 from .journal import ChunkSums, FinishedFile
 from .output_files import OutputChunk, OutputFile, PlacedItem
@@ -72,6 +74,7 @@ class Mover:
         self._staged, self._drafts = staging.place, staging.drafts
         self.unchecked = unchecked
         self._payloads = payloads
+        self._copied = CopiedRuns(payloads, unchecked, progress)
         self._band_bytes = min(band_bytes, LARGEST_BAND)
         self._read_bytes = min(band_bytes // 4, READ_BYTES)  # a thread keeps three of them
         self._stop = stop
@@ -92,8 +95,8 @@ class Mover:
     def write(self, files: Sequence[OutputFile]) -> Iterator[tuple[OutputFile, FinishedFile]]:
         """Write files, and sync each when it is finished: band by band in turn, so that one read serves them all.
 
-        A chunk of the source is checked right before it is copied from.  If all chunks were checked first, the disk
-        would be idle meanwhile, and the source would be read from it twice.
+        A chunk of the source is checked while it is copied, or right before.  If all chunks were checked first, the
+        disk would be idle meanwhile, and the source would be read from it twice.
         """
         writings = [(file, self._write(file)) for file in files]
         with ExitStack() as stack:
@@ -263,26 +266,35 @@ class Mover:
         self, chunk: OutputChunk, put: Callable[[memoryview], None] = lambda raw: None
     ) -> Generator[None, None, ChunkSums]:
         """Compute the sums of a chunk's elements, and pass their bytes on in order; pauses after every band."""
-        for source in sorted(chunk.sources, key=lambda source: (source.file, source.offset)):
-            self.check(source)
         sums = Sums(chunk.frame.checksum_of)
-        parts = self._direct(chunk) if is_direct(chunk) else self._assembled(chunk)
+        direct = is_direct(chunk)
+        for source in _sources(chunk):
+            if not (direct and _adds_up(chunk, source)):
+                self.check(source.item)
+        parts = self._direct(chunk, sums) if direct else self._assembled(chunk)
         for words, origin in parts:
             self._raise_if_stopped()
             put(sums.add(words, origin))
             yield
         return ChunkSums(sums.digest, sums.checksum, sums.share)
 
-    def _direct(self, chunk: OutputChunk) -> Iterator[tuple[Words, Index]]:
-        """The elements of a chunk in order, as views of the source, with the global index of each view's first."""
+    def _direct(self, chunk: OutputChunk, sums: Sums) -> Iterator[tuple[Words, Index]]:
+        """The elements of a chunk in order, as views of the source, with the global index of each view's first.
+
+        Whoever takes them adds them to ``sums``, which tell whether they are what the source should have.
+        """
         size = itemsize(chunk.tensor.dtype)
         for copy in sorted(chunk.copies, key=lambda copy: copy.target.offset):
-            start = copy.source.offset
+            start, before = copy.source.offset, sums.checksum
             for band in bands(copy.box, self._band_numel(copy.box, size)):
                 for box in band.boxes:
                     raw = bytes_of(self._payloads, chunk.output, copy.source.buffer, start, box.numel)
                     yield as_words(raw, chunk.tensor.dtype, box.shape), box.lo
                     start += box.numel
+            source = chunk.output.chunks.get(copy.source.buffer)
+            if source is not None and _adds_up(chunk, source):
+                crc32 = crc32_joined(before, sums.checksum, copy.box.numel * size)
+                self._copied.add(source, copy.source.offset * size, start * size, crc32)
 
     def _assembled(self, chunk: OutputChunk) -> Iterator[tuple[Words, Index]]:
         """The elements of a chunk in order, gathered from wherever they lie."""
@@ -306,6 +318,22 @@ class Mover:
     def _raise_if_stopped(self) -> None:
         if self._stop.is_set():
             raise Interrupted("stopped")
+
+
+def _sources(chunk: OutputChunk) -> list[Chunk]:
+    """The chunks of the source from which a chunk is copied, in the order in which they lie in files."""
+    stored = chunk.output.chunks
+    sources = {
+        stored[copy.source.buffer].item: stored[copy.source.buffer]
+        for copy in chunk.copies
+        if copy.source.buffer in stored
+    }
+    return [sources[item] for item in sorted(sources, key=lambda item: (item.file, item.offset))]
+
+
+def _adds_up(chunk: OutputChunk, source: Chunk) -> bool:
+    """Whether the checksum of a directly copied chunk tells that of what is copied from this source."""
+    return source.crc32 is not None and chunk.frame.checksum_of is crc32_of
 
 
 def is_direct(chunk: OutputChunk) -> bool:

@@ -1,0 +1,55 @@
+"""Chunks of a source are checked by what is copied from them, in whatever runs and order."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from support.sharded import edit
+
+import muonckpt
+from muonckpt.converters.engine.copied_runs import CopiedRuns
+from muonckpt.converters.engine.unchecked_chunks import UncheckedChunks
+from muonckpt.errors import SourceError
+
+
+def runs_of(payload: bytes, random: random.Random) -> list[tuple[int, int, int]]:
+    """The payload cut at random places, in random order, some runs twice."""
+    cuts = sorted(random.sample(range(1, len(payload)), random.choice([0, 1, 2, 9])))
+    runs = [(a, b, zlib.crc32(payload[a:b])) for a, b in zip([0, *cuts], [*cuts, len(payload)], strict=True)]
+    runs += random.sample(runs, len(runs) // 3)
+    random.shuffle(runs)
+    return runs
+
+
+def test_the_runs_of_a_chunk_tell_whether_it_is_whole(tmp_path: Path):
+    muonckpt.save({"a": torch.randn(500), "b": torch.randn(500)}, tmp_path / "c")
+    rng = random.Random(0)
+    with muonckpt.open(tmp_path / "c") as opened:
+        tensors, payloads = opened.manifest.tensors, opened.payloads
+        chunk, other = (tensor.chunks[0] for tensor in tensors)
+        payload = bytes(payloads.view(chunk.payload))
+        for _ in range(40):
+            unchecked, passed = UncheckedChunks(tensors), list[int]()
+            copied, runs = CopiedRuns(payloads, unchecked, passed.append), runs_of(payload, rng)
+            copied.add(other, 4, 8, 0)  # never whole: it stays unchecked
+            for number, run in enumerate(runs):
+                assert (len(unchecked) == 1) is ({*runs[:number]} == {*runs})
+                copied.add(chunk, *run)
+            assert passed == [len(payload)]
+            assert [tensor.key for tensor, _ in unchecked] == ["b"]
+
+        def add_all(of: bytes) -> None:
+            copied = CopiedRuns(payloads, UncheckedChunks(tensors), lambda count: None)
+            for run in runs_of(of, rng):
+                copied.add(chunk, *run)
+
+        flipped = bytes([payload[0] ^ 1, *payload[1:]])
+        with pytest.raises(SourceError, match=r"tensor 'a' box \[0:500\] in .* was written while it was read"):
+            add_all(flipped)
+        edit(tmp_path / "c" / chunk.item.file, chunk.payload.offset)
+        with pytest.raises(SourceError, match="is damaged: digest"):
+            add_all(flipped)
