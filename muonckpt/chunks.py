@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -96,6 +96,9 @@ class Boxes(Sequence[Box]):
             np.array([corner(box) for box in boxes], np.int64).reshape(len(boxes), ndim) for corner in (_lo, _hi)
         )
         return cls.of(*corners)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Boxes.of, (self.lo, self.hi)  # hashes of bytes are of one process
 
     def __hash__(self) -> int:
         return self._hash

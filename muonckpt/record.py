@@ -83,6 +83,9 @@ class StateRecord:
                 f"tensor {self.key!r}: expected at most {MOST_DIMS} dims and {MOST_ELEMENTS} elements, found more"
             )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StateRecord, tuple(map(self.__getattribute__, self.__slots__))  # half the time of a dataclass's own
+
     def chunk_layout(self) -> TensorLayout:
         """The tensor's layout in the checkpoint: buffer ``"3"`` is the payload of chunk 3.
 

@@ -12,7 +12,8 @@ import dataclasses
 import io
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -27,10 +28,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import (
+    _create_chunk_list,
+    _create_read_items,
+    create_read_items_for_chunk_list,
+)
 
 from ..box import Index
+from ..chunks import Boxes
 from ..errors import DamageError, SourceError
 from ..layouts.boxed_tensor import all_boxed, parts_of
+from ..overlap import overlaps
 from ..record import Blob, Chunk, Extent, StateRecord
 from ..resumption import Extra, Globs, LoadReport
 from ..store.io.checksums import crc32
@@ -62,10 +70,12 @@ class CheckingReader:
         place: the checkpoint.
         check: when its bytes are compared with their checksums; None: ``"before"``, but in an object store, from which
             they would be read twice, ``"while"``.
+        opened: the checkpoint, if another rank has opened it for this one.
     """
 
-    def __init__(self, place: Location, check: WhenChecked | None = None) -> None:
+    def __init__(self, place: Location, check: WhenChecked | None = None, opened: OpenCheckpoint | None = None) -> None:
         self.place = place
+        self._opened = opened
         self._checks_before = (check or ("while" if isinstance(place, Remote) else "before")) == "before"
         self._checked: set[Chunk] = set()
         self._raw: list[tuple[ReadItem, bytes]] = []
@@ -73,8 +83,10 @@ class CheckingReader:
         """The runs that this rank has read of chunks that it did not read whole."""
         self.zeros: Sequence[Tensor] = ()
         """What becomes zeros instead of being read."""
+        self._numbers: dict[str, tuple[int, ...]] = {}
+        """The numbers of the chunks that this rank reads, by key."""
         self._chunks: dict[Where, tuple[StateRecord, Chunk]] = {}
-        self._blobs: dict[str, Blob] = {}
+        """Those chunks, with the places of their elements."""
 
     @cached_property
     def checkpoint(self) -> OpenCheckpoint:
@@ -83,46 +95,56 @@ class CheckingReader:
         Raises:
             SourceError: it cannot be read.
         """
-        return open(self.place)
+        return self._opened or open(self.place)
 
-    def describe(self) -> Metadata:
-        """The contents of the checkpoint as DCP's metadata; no item is opened.
+    @cached_property
+    def _tensors(self) -> Mapping[str, StateRecord]:
+        return {tensor.key: tensor for tensor in self.checkpoint.outline.tensors}
+
+    @cached_property
+    def _blobs(self) -> Mapping[str, Blob]:
+        return {blob.key: blob for blob in self.checkpoint.outline.blobs}
+
+    def prove_covered(self) -> None:
+        """Check that the chunks of every tensor are the whole tensor; no item is opened.
 
         Raises:
-            SourceError: it cannot be read.
+            SourceError: the checkpoint cannot be read.
             LayoutError: a tensor has a hole or an overlap.
         """
-        manifest = self.checkpoint.outline
-        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        for tensor in manifest.tensors:
-            tensor.chunk_layout()  # proves coverage
-            chunks = [chunk for chunk in tensor.chunks if chunk.box.numel]
-            self._chunks.update({(tensor.key, chunk.box.lo): (tensor, chunk) for chunk in chunks})
-            entries[tensor.key] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=torch_dtype(tensor.dtype)),
-                size=torch.Size(tensor.shape),
-                chunks=[ChunkStorageMetadata(torch.Size(c.box.lo), torch.Size(c.box.shape)) for c in chunks],
-            )
-        for blob in manifest.blobs:
-            self._blobs[blob.key] = blob
-            entries[blob.key] = BytesStorageMetadata()
-        paths = {tensor.key: tensor.path for tensor in manifest.tensors}
-        paths |= {blob.key: blob.path for blob in manifest.blobs}
-        return Metadata(state_dict_metadata=entries, planner_data=paths)
+        for tensor in self._tensors.values():
+            tensor.chunk_layout()
 
-    def locate(self, items: Sequence[ReadItem]) -> None:
-        """Open the items that this rank is to read, and no others.
+    def reads_of(self, key: str, source: str, value: Any) -> list[ReadItem]:
+        """What this rank is to read for a value of its state dict.
+
+        Args:
+            source: the key in the checkpoint.
+            value: a tensor as `all_boxed` gives it, or any other object.
+        """
+        if source not in self._tensors:
+            return _from(source, _create_read_items(key, BytesStorageMetadata(), value))
+        tensor, local = self._tensors[source], _create_chunk_list(value)
+        numbers = _touched(tensor.boxes, tuple((tuple(part.offsets), tuple(part.sizes)) for part in local))
+        self._numbers[source] = numbers
+        boxes = [tensor.boxes[number] for number in numbers]
+        touched = TensorStorageMetadata(
+            TensorProperties(dtype=torch_dtype(tensor.dtype)),
+            torch.Size(tensor.shape),
+            [ChunkStorageMetadata(torch.Size(box.lo), torch.Size(box.shape)) for box in boxes],
+        )
+        return _from(source, create_read_items_for_chunk_list(key, touched, local))
+
+    def locate(self) -> None:
+        """Open the items that `reads_of` was asked about, and no others.
 
         Raises:
             SourceError: one is damaged, or not what the metadata promise.
         """
-        chunks: defaultdict[str, set[Index]] = defaultdict(set)
-        for item in _of_tensors(items):
-            chunks[item.storage_index.fqn].add(tuple(item.storage_index.offset or ()))
         requested = [
-            dataclasses.replace(tensor, chunks=tuple(c for c in tensor.chunks if c.box.lo in chunks[tensor.key]))
-            for tensor in self.checkpoint.outline.tensors
-            if tensor.key in chunks
+            dataclasses.replace(tensor, chunks=tuple(tensor.chunks[number] for number in self._numbers[key]))
+            for key, tensor in self._tensors.items()
+            if key in self._numbers
         ]
         for tensor in self.checkpoint.locate(requested):
             self._chunks.update({(tensor.key, chunk.box.lo): (tensor, chunk) for chunk in tensor.chunks})
@@ -224,7 +246,10 @@ class CheckingReader:
             verdict = holds(of_chunk)
             if verdict:
                 continue
-            tensor, chunk = self._chunks[where]  # read it whole, also to find out what is wrong
+            key, lo = where
+            tensor = self._tensors[key]
+            (chunk,) = (chunk for chunk in tensor.chunks if chunk.box.lo == lo and chunk.box.numel)
+            # Read it whole, also to find out what is wrong.
             (located,) = self.checkpoint.locate([dataclasses.replace(tensor, chunks=(chunk,))])
             check_chunk(self.checkpoint.payloads, tensor, located.chunks[0])
             if verdict is False:
@@ -251,6 +276,8 @@ class StrictLoadPlanner(DefaultLoadPlanner):
     """Keys of the checkpoint by those of the state dict, of what any rank loads; likewise."""
     matching: Matching
     """What this rank takes."""
+    plan: LoadPlan
+    """What this rank reads for that."""
 
     def __init__(self, reader: CheckingReader, extra: Extra, globs: Globs) -> None:
         super().__init__()
@@ -268,36 +295,34 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self._template = template_of(state_dict, self.state_dict, self.mappings, annotations, self._extra.everything)
 
-    def create_local_plan(self) -> LoadPlan:
-        described = self._reader.describe()
+    def request(self) -> RankRequest:
+        """What this rank asks for, to be told to the coordinator; if it can have it, `plan` has what it is to read.
+
+        Raises:
+            SourceError: the checkpoint cannot be read, or an item is damaged.
+            LayoutError: a tensor of it has a hole or an overlap.
+        """
+        self._reader.prove_covered()
         self._stored = Stored.of(self._reader.checkpoint)
         matching = self.matching = match(self._template, self._stored, self._globs)
-        request = RankRequest(matching, self._template.optimizers, self._globs)
-        if not matching.fits:  # the coordinator refuses them, with those of other ranks
-            return LoadPlan([], planner_data=request)
-        self._reader.zeros = [self._template.values[key] for key in matching.zeros]
-        self.state_dict = all_boxed({key: self._template.values[key] for key in matching.sources})
-        entries = described.state_dict_metadata
-        self.metadata = Metadata({key: entries[source] for key, source in matching.sources.items()})
-        plan = super().create_local_plan()
-        items = [
-            dataclasses.replace(item, storage_index=dataclasses.replace(item.storage_index, fqn=source))
-            for item in plan.items
-            for source in [matching.sources[item.storage_index.fqn]]
-        ]
-        self._reader.locate(items)
-        return dataclasses.replace(plan, items=items, planner_data=request)
+        if matching.fits:
+            self._reader.zeros = [self._template.values[key] for key in matching.zeros]
+            self.state_dict = all_boxed({key: self._template.values[key] for key in matching.sources})
+            reads = (self._reader.reads_of(key, matching.sources[key], value) for key, value in self.state_dict.items())
+            self.plan = LoadPlan(list(chain.from_iterable(reads)))
+            self._reader.locate()
+        return RankRequest(matching, self._template.optimizers, self._globs)
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        matching, self.report = judge([plan.planner_data for plan in global_plan], self._stored, self._extra)
+    def judge(self, requests: Sequence[RankRequest]) -> None:
+        """Decide for all ranks, on the coordinator.
+
+        Raises:
+            SourceError: the checkpoint does not fit; no rank's error in particular.
+        """
+        matching, self.report = judge(requests, self._stored, self._extra)
         self.sources = matching.sources
-        refusal = None if matching.fits else self._refusal(matching)
-        return [dataclasses.replace(plan, planner_data=refusal) for plan in global_plan]
-
-    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        if new_plan.planner_data is not None:  # every rank raises, as the error is no rank's in particular
-            raise SourceError(new_plan.planner_data)
-        return new_plan
+        if not matching.fits:
+            raise SourceError(self._refusal(matching))
 
     def _refusal(self, matching: Matching) -> str:
         path, problems = self._reader.place, misfit(matching, "muonckpt.load(..., {})")
@@ -305,6 +330,30 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         if missing and not self._stored.translated:
             problems += f". What another program wrote is translated first: muonckpt convert {path} NEW --to muonckpt"
         return f"{path} does not fit the state dict: {problems}"
+
+
+def _from(source: str, items: Sequence[ReadItem]) -> list[ReadItem]:
+    """Items that DCP plans for one key of both sides, as reads of another key of the checkpoint."""
+    return [
+        item
+        if item.storage_index.fqn == source
+        else dataclasses.replace(item, storage_index=dataclasses.replace(item.storage_index, fqn=source))
+        for item in items
+    ]
+
+
+@lru_cache(maxsize=1024)
+def _touched(boxes: Boxes, local: tuple[tuple[Index, Index], ...]) -> tuple[int, ...]:
+    """The numbers of the boxes that have elements of local ones, given by first index and shape.
+
+    Cached: the tensors of a model have few geometries.
+    """
+    if not boxes.lo.shape[1]:
+        return tuple(range(len(boxes))) if local else ()
+    lo = np.array([first for first, _ in local], np.int64).reshape(len(local), -1)
+    sizes = np.array([shape for _, shape in local], np.int64).reshape(len(local), -1)
+    _, numbers = overlaps(lo, lo + sizes, boxes.lo, boxes.hi)
+    return tuple(np.unique(numbers).tolist())
 
 
 def _is_tensor(item: ReadItem) -> bool:

@@ -12,17 +12,19 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ..errors import ArgumentError, SourceError
 from ..resumption import Extra, Globs, LoadReport
 from ..store.io.location import location
+from ..store.open_checkpoint import OpenCheckpoint
 from ..vocabulary import KeyPath
-from .all_ranks import coordinates, dealt, judged, refuse_differing, unusable
+from .all_ranks import coordinates, judged, refuse_differing, unusable
 from .attestation import attest_loaded
 from .dcp_reader import CheckingReader, StrictLoadPlanner, WhenChecked, Where
+from .matching import RankRequest
 from .shared_check import PartlyRead
+from .shared_opening import opened_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +58,23 @@ class JointLoad:
             MuonckptError: what made it fail.
         """
         nested: dict[str, Any] = {}
+        opened = opened_together(self._group, lambda: self._begin(None).place)
 
-        def plan() -> tuple[Mapping[str, object], LoadPlan]:
-            said = self._begin()
+        def ask() -> tuple[Mapping[str, object], RankRequest]:
+            self._reader, extra = self._begin(opened), Extra.of(self._arguments.allow_extra)
+            self.planner = StrictLoadPlanner(self._reader, extra, Globs.of(self._arguments.fresh))
             for key in sorted(state_dict):  # in one order on all ranks: some objects communicate when they are asked
                 each = state_dict[key]
                 nested[key] = each.state_dict() if isinstance(each, Stateful) else each
             self.planner.set_up_planner(nested, Metadata({}), coordinates(self._group))
-            return said, self.planner.create_local_plan()
+            return self._said(extra), self.planner.request()
 
-        def deal(ranks: list[tuple[Mapping[str, object], LoadPlan]]) -> list[LoadPlan]:
+        def answer(ranks: list[tuple[Mapping[str, object], RankRequest]]) -> None:
             refuse_differing(self._group, "load", [said for said, _ in ranks])
-            return self.planner.create_global_plan([plan for _, plan in ranks])
+            self.planner.judge([request for _, request in ranks])
 
-        agreed = dealt(self._group, SourceError, plan, deal)
-        mine = self.planner.finish_plan(agreed)
+        judged(self._group, SourceError, ask, answer)
+        mine = self.planner.plan
 
         def check() -> Mapping[Where, PartlyRead]:
             return self._reader.check(mine)
@@ -101,8 +105,11 @@ class JointLoad:
         self._reader.checkpoint.close()
         return report
 
-    def _begin(self) -> Mapping[str, object]:
-        """Make reader and planner; returns what must be the same on all ranks.
+    def _begin(self, opened: OpenCheckpoint | None) -> CheckingReader:
+        """What reads the checkpoint, after the arguments have been checked.
+
+        Args:
+            opened: the checkpoint, if it has been.
 
         Raises:
             ArgumentError: an argument is not what it may be.
@@ -111,11 +118,14 @@ class JointLoad:
         if given.check not in (None, "before", "while"):
             raise ArgumentError(f"check is 'before', 'while' or None; got {given.check!r}")
         try:
-            globs, extra = Globs.of(given.fresh), Extra.of(given.allow_extra)
+            Globs.of(given.fresh), Extra.of(given.allow_extra)
         except TypeError as error:
             raise ArgumentError(str(error)) from error
-        self._reader = CheckingReader(location(given.path, SourceError), given.check)
-        self.planner = StrictLoadPlanner(self._reader, extra, globs)
+        return CheckingReader(location(given.path, SourceError), given.check, opened)
+
+    def _said(self, extra: Extra) -> Mapping[str, object]:
+        """What must be the same on all ranks."""
+        given = self._arguments
         return {
             "path": str(self._reader.place),
             "allow_extra": extra.patterns,

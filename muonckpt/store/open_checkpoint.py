@@ -17,7 +17,7 @@ from .formats.registry import DCP, format_of
 from .io.gc_paused import gc_paused
 from .io.location import Location, Remote, location
 from .reading.payloads import Payloads
-from .reading.reader import Format
+from .reading.reader import Format, Reader
 from .stored_items import Items, Values, read_torch_groups
 from .stored_tensor import StoredTensor, TensorReader
 
@@ -39,6 +39,9 @@ class OpenCheckpoint:
         """Its format; ``format.name`` is what a user calls it."""
         self._reader = self.format.reader(path)
         self._tensors = TensorReader(self._reader)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _told, (self.path, self.format, self._reader)
 
     def __enter__(self) -> OpenCheckpoint:
         return self
@@ -128,6 +131,14 @@ class OpenCheckpoint:
     def values(self) -> Values:
         """Small items and 0-d tensors as plain data."""
         return Values(self.payloads, self._tensors)
+
+
+def _told(path: Location, kind: Format, reader: Reader) -> OpenCheckpoint:
+    """A checkpoint whose metadata another process has read."""
+    checkpoint = OpenCheckpoint.__new__(OpenCheckpoint)
+    checkpoint.path, checkpoint.format, checkpoint._reader = path, kind, reader
+    checkpoint._tensors = TensorReader(reader)
+    return checkpoint
 
 
 def open(path: str | os.PathLike[str] | Remote) -> OpenCheckpoint:

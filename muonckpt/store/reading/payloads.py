@@ -57,6 +57,16 @@ class Payloads:
         self._opening = Lock()
         self._scratch = local()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process needs to read the same: all but open files, and what belongs to threads."""
+        mine = {"_files", "_states", "_opening", "_scratch"}
+        held = {name: bytes(data.view(0, data.size)) for name, data in self._in_memory.items()}
+        return {**{name: value for name, value in self.__dict__.items() if name not in mine}, "_in_memory": held}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        Payloads.__init__(self, state["directory"], state["_in_memory"])
+
     def __enter__(self) -> Payloads:
         return self
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ....box import Box
-from ....chunks import Boxes, stored_items
+from ....chunks import Boxes, in_columns, stored_items
 from ....errors import DamageError, LayoutError, SourceError, about
 from ....record import Blob, Chunk, Extent, Manifest, StateRecord
 from ....vocabulary import KeyPath
@@ -128,8 +128,10 @@ def _manifest(metadata: Metadata) -> Manifest:
     for key, offsets in metadata.storage.keys() - planned:
         raise DamageError(f"expected items of known tensors only, found one for {key!r} at offsets {offsets}")
     optimizers = _optimizers(metadata.paths)
+    tensors = [_record(key, tensor, metadata, optimizers) for key, tensor in metadata.tensors.items()]
+    stored = in_columns([(tensor.chunks, tensor.shape) for tensor in tensors])
     return Manifest(
-        tuple(_record(key, tensor, metadata, optimizers) for key, tensor in metadata.tensors.items()),
+        tuple(replace(tensor, chunks=chunks) for tensor, chunks in zip(tensors, stored, strict=True)),
         tuple(Blob(key, _path(key, metadata), _extent(key, None, metadata)) for key in metadata.blobs),
         {"format": "torch.distributed.checkpoint", "version": metadata.version, "not_kept": list(metadata.extra)},
     )
