@@ -348,10 +348,11 @@ def _touched(boxes: Boxes, local: tuple[tuple[Index, Index], ...]) -> tuple[int,
 
     Cached: the tensors of a model have few geometries.
     """
-    if not boxes.lo.shape[1]:
+    ndim = boxes.lo.shape[1]
+    if not ndim:
         return tuple(range(len(boxes))) if local else ()
-    lo = np.array([first for first, _ in local], np.int64).reshape(len(local), -1)
-    sizes = np.array([shape for _, shape in local], np.int64).reshape(len(local), -1)
+    lo = np.array([first for first, _ in local], np.int64).reshape(len(local), ndim)
+    sizes = np.array([shape for _, shape in local], np.int64).reshape(len(local), ndim)
     _, numbers = overlaps(lo, lo + sizes, boxes.lo, boxes.hi)
     return tuple(np.unique(numbers).tolist())
 

@@ -75,7 +75,8 @@ def load(
 
     Everything that is checked without reading data (keys, coverage, shapes, dtypes, momentum convention, the items of
     a stock checkpoint) is checked on all ranks before any tensor is touched, and so are digests and checksums unless
-    ``check`` says otherwise.  A rank opens only the items that it loads.  Of a chunk of which it needs one run of
+    ``check`` says otherwise.  The first rank reads what describes the checkpoint, for all; each opens only the items
+    that it loads.  Of a chunk of which it needs one run of
     elements, as of rows, it reads only that, and all ranks check the chunk together.
 
     Args:
