@@ -68,8 +68,12 @@ class Places:
         """Each matrix, a view of ``[numel]``."""
         if len(self) == 1:  # as a CPU does them: three operators less
             return [memory.view(self.runs[0][1:])]
+        return [matrix for run in self.of_runs(memory) for matrix in run.unbind()]
+
+    def of_runs(self, memory: Tensor) -> list[Tensor]:
+        """Each run, a view ``[count, rows, columns]`` of ``[numel]``."""
         parts = torch.split(memory, [count * rows * columns for count, rows, columns in self.runs])
-        return [matrix for part, run in zip(parts, self.runs, strict=True) for matrix in part.view(run).unbind()]
+        return [part.view(run) for part, run in zip(parts, self.runs, strict=True)]
 
     def filled_up(self, multiple: int) -> Places:
         """With sides that are the next multiples."""

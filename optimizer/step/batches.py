@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -21,6 +22,9 @@ LARGEST = 1 << 25
 """Elements of a stack: 64 heads of 128 x 4096, or two matrices of 4096 x 4096, which is more than a GPU does at a time.
 In 16 bits they are 64 MiB, and Newton-Schulz takes up to four times that besides."""
 
+TOGETHER = 1 << 18
+"""The same for torch's products: what lies in memory for them, there and back, is then 1 MiB in 16 bits.  How many
+of them are multiplied together is up to `products.STACK`."""
 
 BUSY = 64
 """Tiles of 128 x 128 that keep a large GPU busy: half of its multiprocessors are enough, as tiles can be smaller."""
@@ -33,7 +37,7 @@ def recipe_of(group: ParamGroup) -> Recipe:
     return Recipe(coefficient_set(group["ns"]), group["ns_steps"], dtype, group["eps"], gram)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
     """Matrices that are done by one call, with the numbers of their units; each gets the bits that it has alone.
 
@@ -51,7 +55,7 @@ class Batch:
         if not self.numbers or len(self.numbers) != len(self.places):
             raise ValueError(f"a batch of {len(self.numbers)} matrices, with {len(self.places)} places")
 
-    @property
+    @cached_property
     def sizes(self) -> dict[int, int]:
         """How many elements each unit has, in their order."""
         return {number: rows * columns for number, (rows, columns) in zip(self.numbers, self.places, strict=True)}
@@ -75,8 +79,7 @@ def in_batches(units: Sequence[Unit], numbers: Iterable[int], group_of: Callable
     """The whole matrices ``numbers`` of ``units`` in batches, whose order and members follow from these alone.
 
     Kernels take up to `LARGEST` elements at a time: matrices of one shape if these fill a GPU, else all that do not
-    together, tall ones apart.  torch's products take one matrix after the other, so there a batch would only take
-    memory.
+    together, tall ones apart.  torch's products take up to `TOGETHER` elements, of matrices of one shape.
     """
     alike: defaultdict[tuple[RowsColumns, _Kind], list[int]] = defaultdict(list)
     for number in numbers:
@@ -86,12 +89,13 @@ def in_batches(units: Sequence[Unit], numbers: Iterable[int], group_of: Callable
     together: defaultdict[tuple[RowsColumns | bool, _Kind], list[tuple[int, RowsColumns]]] = defaultdict(list)
     for (shape, kind), members in alike.items():
         rows, columns = shape
-        company = shape if fills_gpu(rows, columns, len(members)) else rows > columns
+        alone = not kind[0].kernels or fills_gpu(rows, columns, len(members))
+        company = shape if alone else rows > columns
         together[company, kind] += [(number, shape) for number in members]
     return [
         Batch(tuple(number for number, _ in cut), Places.of(shape for _, shape in cut), *kind)
         for (_, kind), members in together.items()
-        for cut in _cut(members, LARGEST if kind[0].kernels else 1)
+        for cut in _cut(members, LARGEST if kind[0].kernels else TOGETHER)
     ]
 
 

@@ -10,25 +10,22 @@ This file needs Triton.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ...vocabulary import MOMENTUM
 from ..cuda_graphs import capturing, uploaded
-from ..planning.routes import Key, Route, Strip
 from ..planning.schedule import Schedule
 from ..planning.units import Spec
 from ..triton import updates
 from .elementwise import Sizes
+from .moves import Move, Routed, carried, on_wire, own
 from .resting import Resting
-from .segments import KERNEL_DTYPES, Move, Segments, TensorTable, addresses
-
-Routed = Mapping[Key, tuple[Strip, ...]]
+from .segments import KERNEL_DTYPES, Segments, TensorTable, addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +101,11 @@ class KernelElementwise:
 
     def send(self, resting: Resting, stage: int, wire: Tensor) -> None:
         sends, units = self._schedule.stages[stage].gather.sends, self._schedule.stages[stage].held
-        self._send(("send", stage), lambda: self._on_wire(units, sends), wire)
+        self._send(("send", stage), lambda: on_wire(units, self._entry, sends), wire)
 
     def send_ahead(self, resting: Resting, stage: int, wire: Tensor) -> None:
         sends, units = self._schedule.stages[stage].gather.sends, self._schedule.stages[stage].held
-        self._send(("send", stage), lambda: self._on_wire(units, sends), wire, ahead=True)
+        self._send(("send", stage), lambda: on_wire(units, self._entry, sends), wire, ahead=True)
 
     def take_in(self, resting: Resting) -> None:
         resting.accumulate(param for param in range(len(self._specs)) if param not in self._accumulated)
@@ -117,32 +114,20 @@ class KernelElementwise:
         gather = self._schedule.stages[stage].gather
         dtype = self._kinds[self._entry[next(iter(sizes))]].there
         stack = torch.empty(sum(sizes.values()), dtype=dtype, device=self._device)
-        own = partial(self._own, gather, sizes, stack.element_size(), back=False)
-        self._send(("own", stage, *sizes), own, stack.view(torch.uint8))
+        mine = partial(own, gather, sizes, self._entry, stack.element_size(), back=False)
+        self._send(("own", stage, *sizes), mine, stack.view(torch.uint8))
         self._carry(("arrived", stage, *sizes), sizes, gather.receives, stack, wire, back=True)
         return stack
 
     def release(self, resting: Resting, stage: int, sizes: Sizes, results: Tensor, wire: Tensor) -> None:
         scatter = self._schedule.stages[stage].scatter
-        own = partial(self._own, scatter, sizes, results.element_size(), back=True)
+        mine = partial(own, scatter, sizes, self._entry, results.element_size(), back=True)
         self._carry(("back", stage, *sizes), sizes, scatter.sends, results, wire, back=False)
-        self._apply(("mine", stage, *sizes), own, results.view(torch.uint8))
+        self._apply(("mine", stage, *sizes), mine, results.view(torch.uint8))
 
     def apply(self, resting: Resting, stage: int, wire: Tensor) -> None:
         receives, units = self._schedule.stages[stage].scatter.receives, self._schedule.stages[stage].held
-        self._apply(("apply", stage), lambda: self._on_wire(units, receives), wire)
-
-    def _own(self, route: Route, sizes: Sizes, itemsize: int, *, back: bool) -> Iterator[tuple[int, Move]]:
-        """Between where units rest on this rank and where they lie end to end."""
-        for unit, begin in _begins(sizes):
-            for source, target in route.own.get((unit, MOMENTUM), ()):
-                near, far = (target, source) if back else (source, target)
-                yield unit, Move.to_memory(self._entry[unit], near, far, begin * itemsize)
-
-    def _on_wire(self, units: Iterable[int], routed: Routed) -> Iterator[tuple[int, Move]]:
-        for unit in units:
-            for strip in routed.get((unit, MOMENTUM), ()):
-                yield unit, Move.to_wire(self._entry[unit], strip)
+        self._apply(("apply", stage), lambda: on_wire(units, self._entry, receives), wire)
 
     def _send(
         self, key: Hashable, moves: Callable[[], Iterable[tuple[int, Move]]], buffer: Tensor, *, ahead: bool = False
@@ -159,11 +144,7 @@ class KernelElementwise:
     def _carry(self, key: Hashable, sizes: Sizes, routed: Routed, stack: Tensor, wire: Tensor, *, back: bool) -> None:
         """Between a stack and the wire."""
         if key not in self._segments:
-            moves = [
-                Move.to_wire(0, replace(strip, offset=begin + strip.offset))
-                for unit, begin in _begins(sizes)
-                for strip in routed.get((unit, MOMENTUM), ())
-            ]
+            moves = list(carried(sizes, routed))
             kind = self._kinds[self._entry[next(iter(sizes))]]
             self._segments[key] = [(kind, Segments.of(moves, 1, stack.dtype, self._device))] if moves else []
         for _, segments in self._segments[key]:
@@ -232,11 +213,6 @@ def _sent(schedule: Schedule) -> Counter[int]:
             if slot == MOMENTUM:
                 sent[schedule.units[unit].param] += sum(strip.numel for strip in strips)
     return sent
-
-
-def _begins(sizes: Sizes) -> Iterator[tuple[int, int]]:
-    """Units that lie end to end, and at which element each begins."""
-    return zip(sizes, accumulate(sizes.values(), initial=0), strict=False)
 
 
 def suits(weights: Iterable[Tensor]) -> bool:

@@ -149,4 +149,4 @@ def elementwise(
             if suits(weights):
                 numels = [weight.numel() for weight in weights]
                 return KernelElementwise(schedule, specs, numels, device, guarded=guarded)
-    return TorchElementwise(schedule, specs, device)
+    return TorchElementwise(schedule, specs, [weight.shape for weight in weights], device)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +11,13 @@ from torch import Tensor
 
 from ...layouts.tensors import local_of
 from ...vocabulary import MOMENTUM, ParamGroup
-from ..planning.routes import Strip
-from ..rounding import exact_dtype, rounded_once
+from ..rounding import rounded_once
 
 State = Mapping[Tensor, Mapping[str, Tensor]]
+
+
+LARGEST_PORTION = 1 << 18
+"""Elements of the largest list of momenta that take gradients in together: what is not float32 is copied before."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,43 +28,75 @@ class Resting:
         groups: the parameter group of each.
         weights, gradients: no gradient: the parameter takes no part.
         slots: state by name.
+        momenta: of the slots.
+        copied: of what is not contiguous in its own memory, that and its copy.
     """
 
     groups: Sequence[ParamGroup]
     weights: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
     slots: Sequence[Mapping[str, Tensor]]
+    momenta: Sequence[Tensor]
+    copied: Sequence[tuple[Tensor, Tensor]]
 
     @classmethod
     def of(cls, params: Sequence[Tensor], groups: Sequence[ParamGroup], state: State) -> Resting:
         """These parameters, with the gradients that they have now."""
+        copied: list[tuple[Tensor, Tensor]] = []
+
+        def dense(tensor: Tensor) -> Tensor:
+            local = local_of(tensor)
+            if local.is_contiguous():
+                return local
+            copied.append((local, local.contiguous()))
+            return copied[-1][1]
+
+        slots = [{name: dense(tensor) for name, tensor in state[param].items()} for param in params]
         return cls(
             groups,
-            [local_of(param).contiguous() for param in params],
+            [dense(param) for param in params],
             [local_of(param.grad).contiguous() if param.grad is not None else None for param in params],
-            [{name: local_of(tensor).contiguous() for name, tensor in state[param].items()} for param in params],
+            slots,
+            [held[MOMENTUM] for held in slots],
+            copied,
         )
+
+    def gradient(self, number: int) -> Tensor:
+        """Of a parameter that takes part."""
+        gradient = self.gradients[number]
+        assert gradient is not None, "a parameter that takes part has a gradient"
+        return gradient
 
     def accumulate(self, numbers: Iterable[int]) -> None:
         """Take the gradients of these parameters into their momenta, exponential moving averages."""
+        alike: defaultdict[tuple[int, torch.dtype, torch.device], list[int]] = defaultdict(list)
         for number in numbers:
-            gradient = self.gradients[number]
-            if gradient is not None:
-                with rounded_once([self.slots[number][MOMENTUM]]) as [[momentum]]:
-                    momentum.lerp_(gradient.to(momentum.dtype), 1 - self.groups[number]["momentum"])
+            if self.gradients[number] is not None:
+                momentum = self.momenta[number]
+                alike[id(self.groups[number]), momentum.dtype, momentum.device].append(number)
+        for some in alike.values():
+            rate = 1 - self.groups[some[0]]["momentum"]
+            for portion in self._portions(some):
+                with rounded_once([self.momenta[number] for number in portion]) as [momenta]:
+                    gradients = [self.gradient(number).to(momenta[0].dtype) for number in portion]
+                    # A number for each: torch takes one number for all, or a list of tensors.
+                    rates = [rate] * len(portion) if isinstance(rate, Tensor) else rate
+                    torch._foreach_lerp_(momenta, gradients, rates)
 
-    def accumulated(self, number: int, strip: Strip) -> Tensor:
-        """The momentum at a strip of a parameter as `accumulate` will make it."""
-        gradient = self.gradients[number]
-        assert gradient is not None, "a parameter that takes part has a gradient"
-        momentum = strip.of(self.slots[number][MOMENTUM])
-        exact, rate = exact_dtype(momentum), 1 - self.groups[number]["momentum"]
-        return torch.lerp(momentum.to(exact), strip.of(gradient).to(exact), rate).to(momentum.dtype)
+    def _portions(self, numbers: Sequence[int]) -> Iterator[list[int]]:
+        """Runs of parameters of up to `LARGEST_PORTION` elements, or of one."""
+        portion: list[int] = []
+        held = 0
+        for number in numbers:
+            size = self.momenta[number].numel()
+            if portion and held + size > LARGEST_PORTION:
+                yield portion
+                portion, held = [], 0
+            portion.append(number)
+            held += size
+        yield portion
 
-    def return_to(self, params: Sequence[Tensor], state: State) -> None:
+    def return_to(self) -> None:
         """Copy back what is not contiguous in its own memory."""
-        for param, weight, slots in zip(params, self.weights, self.slots, strict=True):
-            for held, dense in ((param, weight), *((state[param][name], dense) for name, dense in slots.items())):
-                own = local_of(held)
-                if own.data_ptr() != dense.data_ptr():
-                    own.copy_(dense)
+        for own, dense in self.copied:
+            own.copy_(dense)

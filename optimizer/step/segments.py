@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...box import Index, row_major
 from ..cuda_graphs import settled, uploaded
-from ..planning.routes import Strip
+from .moves import Move
 
 BLOCK = 1024
 """Elements that one program works through: with 4096 it needs all registers there are (255 instead of 48)."""
@@ -23,36 +22,6 @@ LONGEST_SEGMENT = 1 << 30
 """Columns of a segment, so that a block's elements are counted in 32 bits."""
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Elements of a tensor and their places in a buffer of another dtype.
-
-    Attributes:
-        tensor: its number.
-        sizes: of the box that moves.
-        near, near_strides: where the box begins in the tensor, and its strides; in elements.
-        far, far_strides: where it begins in the buffer, in bytes; its strides there, in elements.
-    """
-
-    tensor: int
-    sizes: Index
-    near: int
-    near_strides: Index
-    far: int
-    far_strides: Index
-
-    @classmethod
-    def to_wire(cls, tensor: int, strip: Strip) -> Move:
-        """A strip and its place on the wire."""
-        return cls(tensor, strip.sizes, strip.offset, strip.strides, strip.wire_offset, row_major(strip.sizes))
-
-    @classmethod
-    def to_memory(cls, tensor: int, strip: Strip, there: Strip, begin: int) -> Move:
-        """A strip and its place in a memory that begins at a byte of the buffer: what a rank has for itself."""
-        far = begin + there.offset * strip.dtype.itemsize
-        return cls(tensor, strip.sizes, strip.offset, strip.strides, far, there.strides)
 
 
 @dataclass(frozen=True, slots=True)

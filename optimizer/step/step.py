@@ -146,7 +146,7 @@ class Step:
         if failure is not None:
             begun.turn.fail(failure)
         with torch.autocast(self._device.type, enabled=False):
-            self._rest(begun, state)
+            self._rest(begun)
 
     def retire(self, failure: Exception | None) -> None:
         """Take part in this plan for the last time: the first exchange of a step, with notes only.  Collective.
@@ -182,7 +182,7 @@ class Step:
         assert resting is not None, "all ranks stop at the first check if one has failed"
         return Begun(turn, resting, _after([first], wires), forbidden)
 
-    def _rest(self, begun: Begun, state: State) -> None:
+    def _rest(self, begun: Begun) -> None:
         turn, resting = begun.turn, begun.resting
         if self._guarded:
             turn.attempt(lambda: self._elementwise.take_in(resting))
@@ -203,7 +203,7 @@ class Step:
             returning = back
         if returning:
             self._apply(turn, resting, stages[-1], returning)
-            turn.attempt(lambda: resting.return_to(self._params, state))
+            turn.attempt(resting.return_to)
         turn.end()
 
     def _begin(self, groups: Sequence[ParamGroup], state: State) -> Resting:

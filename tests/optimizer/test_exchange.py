@@ -20,7 +20,9 @@ from muonckpt.forecasting.model_tensors import fresh_parameter
 from muonckpt.layouts.mesh import Mesh, mesh_layout
 from muonckpt.layouts.mesh import Shard as Rows
 from muonckpt.optimizer import Muon
+from muonckpt.optimizer.newton_schulz.products import STACK
 from muonckpt.optimizer.planning.routes import NOTE, WIRE_ALIGNMENT
+from muonckpt.optimizer.step import batches, blocks, resting
 
 
 def on_rows(shapes: list[tuple[int, int]], world: int, **options) -> tuple[list[torch.Tensor], Muon]:
@@ -78,13 +80,21 @@ def test_a_stage_is_two_collectives_of_exactly_the_elements_that_must_move_in_16
     assert forecast.sent.sum() == forecast.received.sum()
 
 
-def peak_of_a_step(rank: int, world: int, stages: int) -> tuple[int, list[int], int]:
-    """(most bytes that a step had allocated at a time, bytes of each stage's wires, bytes of the largest matrix)."""
+def peak_of_a_step(rank: int, world: int, stages: int, together: int) -> tuple[int, list[int], int]:
+    """(most bytes that a step had allocated at a time, bytes of each stage's wires, bytes of the largest matrix).
+
+    Args:
+        together: elements of matrices that are orthogonalised by one call.
+    """
     shapes = [(256, 64)] * 24
     _, opt = on_rows(shapes, world, stages=stages)
-    opt.step()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
+    before, batches.TOGETHER = batches.TOGETHER, together
+    try:
         opt.step()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
+            opt.step()
+    finally:
+        batches.TOGETHER = before
     changes = [(e.start_ns(), e.nbytes()) for e in events.profiler.kineto_results.events() if e.name() == "[memory]"]
     live = peak = 0
     for _, change in sorted(changes):
@@ -96,12 +106,50 @@ def peak_of_a_step(rank: int, world: int, stages: int) -> tuple[int, list[int], 
 
 
 def test_a_step_never_holds_more_than_two_stages():
-    """Besides the products of the one matrix that is being orthogonalised."""
-    for stages in (1, 2, 6):
-        for peak, wires, matrix in run(2, peak_of_a_step, stages):
+    """Besides the products of the matrix, or of the small ones together, that are being orthogonalised."""
+    for stages, together in ((1, 1), (2, 1), (6, 1), (6, batches.TOGETHER)):
+        for peak, wires, matrix in run(2, peak_of_a_step, stages, together):
             assert len(wires) == stages
             most = max(a + b for a, b in zip([*wires, 0], [0, *wires], strict=True))
-            assert peak <= most + 8 * matrix
+            assert peak <= most + 8 * max(matrix, STACK if together > 1 else 0)
+
+
+def many_small(rank: int, world: int, dtype: torch.dtype, stages: int | None) -> list[torch.Tensor]:
+    """Three steps of small matrices, most of them equal, of which others take part in every step.
+
+    Args:
+        world: 0: not distributed.
+    """
+    mesh = init_device_mesh("cpu", (world,)) if world else None
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(8, 12), (12, 8), (8, 12), (3, 8, 12), (16, 16)] * 12
+
+    def placed(shape: tuple[int, ...]) -> torch.Tensor:
+        values = torch.randn(shape, generator=generator).to(dtype)
+        return distribute_tensor(values, mesh, [Shard(len(shape) - 2)], src_data_rank=None) if mesh else values
+
+    params = [nn.Parameter(placed(shape)) for shape in shapes]
+    groups = [{"params": params[:45]}, {"params": params[45:], "pieces": (4, 4), "nesterov": False}]
+    groups[1]["params"] = [param for param in params[45:] if param.shape[-2] == 8]
+    opt = Muon(groups, lr=0.02, weight_decay=0.1, stages=stages)
+    taking_part = [param for group in groups for param in group["params"]]
+    for step in range(3):
+        for number, param in enumerate(taking_part):
+            gradient = placed(tuple(param.shape))
+            param.grad = None if step and number % 7 == step else gradient
+        opt.step()
+    return snapshot(taking_part, opt)
+
+
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (3, torch.float32)])
+def test_many_small_matrices_together_have_the_bits_of_each_by_itself(world, dtype, monkeypatch):
+    found = [many_small(0, 0, dtype, None), *run(world, many_small, dtype, 2)]
+    monkeypatch.setattr(batches, "TOGETHER", 1)
+    monkeypatch.setattr(blocks, "LARGEST_BLOCK", 1)
+    monkeypatch.setattr(resting, "LARGEST_PORTION", 1)
+    expected = many_small(0, 0, dtype, None)
+    for mine in found:
+        assert_same_bits(mine, expected)
 
 
 def gathered(rank: int, world: int, grid: tuple[int, ...]) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 from muonckpt.optimizer.newton_schulz import forms, products
 from muonckpt.optimizer.newton_schulz.forms import Form, arithmetic, prefer_kernels
 from muonckpt.optimizer.newton_schulz.places import Places
-from muonckpt.optimizer.newton_schulz.products import LARGE, WORTH, StripProducts, TorchProducts, by_torch
+from muonckpt.optimizer.newton_schulz.products import LARGE, STACK, WORTH, StripProducts, TorchProducts, by_torch
 from muonckpt.optimizer.step.batches import fills_gpu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -86,13 +86,32 @@ def test_torch_products_do_one_matrix_after_the_other() -> None:
     assert seen == [(4, 5), (4, 5), (3, 7), (4, 5)]
 
 
+def test_matrices_are_done_together_where_that_gives_the_bits_that_they_have_alone() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def alike(x: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(x.shape))
+        return x + 1
+
+    def other_in_threes(x: torch.Tensor) -> torch.Tensor:
+        return alike(x) + 2**-20 * (len(x) == 3)
+
+    memory, kind = torch.randn(5 * 20), TorchProducts(FP32, FP32, together=3 * 20)
+    for work, done in ((alike, [(3, 4, 5), (2, 4, 5)]), (other_in_threes, [(4, 5)] * 3 + [(2, 4, 5)])):
+        for _ in range(2):  # the first tries
+            seen.clear()
+            assert torch.equal(kind.over(memory, Places(((5, 5, 4),)), FP32, work), memory + 1)
+        assert seen == done
+
+
 def test_a_cpu_multiplies_16_bits_where_it_has_units_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for units, found in (({"amx_bf16": True}, BF16), ({"avx512_bf16": False}, FP32)):
         products._has_units.cache_clear()
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda units=units: units)
-        assert by_torch(CPU, BF16, 1, WORTH) == TorchProducts(BF16, found)
-        assert by_torch(CPU, FP16, 1, WORTH) == TorchProducts(FP16, FP32)
-        assert by_torch(CPU, BF16, 1, WORTH - 1) == by_torch(CPU, FP32, 1, WORTH) == TorchProducts(FP32, FP32)
+        assert by_torch(CPU, BF16, 1, WORTH) == TorchProducts(BF16, found, STACK // found.itemsize)
+        assert by_torch(CPU, FP16, 1, WORTH) == TorchProducts(FP16, FP32, STACK // 4)
+        small = TorchProducts(FP32, FP32, STACK // 4)
+        assert by_torch(CPU, BF16, 1, WORTH - 1) == by_torch(CPU, FP32, 1, WORTH) == small
         assert by_torch(CPU, BF16, 512, LARGE // 512**2) == StripProducts(BF16, found)
         assert by_torch(CPU, FP32, 512, LARGE // 512**2) == StripProducts(FP32, FP32)
     products._has_units.cache_clear()
