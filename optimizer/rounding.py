@@ -7,7 +7,7 @@ they compute an element alike wherever it lies.  Two 16-bit tensors may be added
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -26,8 +26,15 @@ def rounded_once(*lists: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
     Args:
         lists: in each, tensors of one dtype.
     """
-    exact = [[tensor.to(exact_dtype(tensor)) for tensor in tensors] for tensors in lists]
+    exact = [list(_exactly(tensors)) for tensors in lists]
     yield exact
     for tensors, changed in zip(lists, exact, strict=True):
         if tensors and changed[0] is not tensors[0]:
             torch._foreach_copy_(list(tensors), changed)
+
+
+def _exactly(tensors: Sequence[Tensor]) -> Iterable[Tensor]:
+    """Tensors of one dtype in what they are computed in."""
+    if not tensors or (exact := exact_dtype(tensors[0])) is tensors[0].dtype:
+        return tensors
+    return (tensor.to(exact) for tensor in tensors)

@@ -1,7 +1,7 @@
 """Equal boxes that move together: what is done to a thousand of them takes as few operators as what is done to one.
 
 Boxes that lie equally far apart in a buffer are one strided view of it (`Stretch`).  Boxes that rest in tensors of
-their own are joined into one dense tensor, computed there, and written back (`EqualBoxes`).
+their own are stacked into one dense tensor, computed there, and written back (`EqualBoxes`).
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _cut(moves: Sequence[Move]) -> Iterator[Sequence[Move]]:
     return (moves[first : first + count] for first in range(0, len(moves), count))
 
 
-def joined(boxes: Sequence[Tensor]) -> Tensor:
+def as_one(boxes: Sequence[Tensor]) -> Tensor:
     """Equal boxes as one tensor, ``[count, *sizes]``; a view of a single one."""
     return torch.stack(list(boxes)) if len(boxes) > 1 else boxes[0].unsqueeze(0)
 

@@ -108,7 +108,8 @@ class KernelElementwise:
         self._send(("send", stage), lambda: on_wire(units, self._entry, sends), wire, ahead=True)
 
     def take_in(self, resting: Resting) -> None:
-        resting.accumulate(param for param in range(len(self._specs)) if param not in self._accumulated)
+        others = (param for param in range(len(self._specs)) if param not in self._accumulated)
+        resting.accumulate(resting.portions(others))
 
     def assemble(self, resting: Resting, stage: int, sizes: Sizes, wire: Tensor) -> Tensor:
         gather = self._schedule.stages[stage].gather

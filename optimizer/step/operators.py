@@ -13,7 +13,7 @@ from ..planning.schedule import Schedule
 from ..planning.units import Slot, Spec
 from ..rounding import exact_dtype
 from ..scalar import decay
-from .blocks import Carry, EqualBoxes, blocks_of, carries_of, joined, lent
+from .blocks import Carry, EqualBoxes, as_one, blocks_of, carries_of, lent
 from .elementwise import Sizes
 from .moves import Move, Routed, carried, on_wire, own
 from .resting import Resting
@@ -50,26 +50,28 @@ class TorchElementwise:
         self._params = [unit.param for unit in schedule.units]
         self._active: tuple[bool, ...] = ()
         self._blocks: dict[Hashable, Blocks] = {}
+        self._portions: list[list[int]] = []
         self._carries: dict[Hashable, list[Carry]] = {}
 
     def begin(self, resting: Resting) -> None:
         active = tuple(gradient is not None for gradient in resting.gradients)
         if active != self._active:
             self._active, self._blocks, self._carries = active, {}, {}
+            self._portions = resting.portions(range(len(self._specs)))
 
     def send_ahead(self, resting: Resting, stage: int, wire: Tensor) -> None:
         for _, block in self._leaving(resting, stage):
-            momenta, gradients = joined(block.of(resting.momenta)), self._gradients(resting, block)
+            momenta, gradients = as_one(block.of(resting.momenta)), self._gradients(resting, block)
             exact, rate = exact_dtype(momenta), 1 - resting.groups[block.tensors[0]]["momentum"]
             taken_in = torch.lerp(momenta.to(exact), gradients.to(exact), rate).to(momenta.dtype)
             block.put(wire, self._update(resting, block, taken_in))
 
     def take_in(self, resting: Resting) -> None:
-        resting.accumulate(range(len(self._specs)))
+        resting.accumulate(self._portions)
 
     def send(self, resting: Resting, stage: int, wire: Tensor) -> None:
         for _, block in self._leaving(resting, stage):
-            block.put(wire, self._update(resting, block, joined(block.of(resting.momenta))))
+            block.put(wire, self._update(resting, block, as_one(block.of(resting.momenta))))
 
     def assemble(self, resting: Resting, stage: int, sizes: Sizes, wire: Tensor) -> Tensor:
         gather, first = self._schedule.stages[stage].gather, next(iter(sizes))
@@ -77,7 +79,7 @@ class TorchElementwise:
         stack = torch.empty(sum(sizes.values()), dtype=dtype, device=self._device)
         mine = partial(own, gather, sizes, self._params, dtype.itemsize, back=False)
         for _, block in self._together(("own", stage, first), resting, mine, back=False):
-            block.put(stack.view(torch.uint8), self._update(resting, block, joined(block.of(resting.momenta))))
+            block.put(stack.view(torch.uint8), self._update(resting, block, as_one(block.of(resting.momenta))))
         for here, there in self._carried(("arrived", stage, first), sizes, gather.receives, dtype):
             here.of(stack).copy_(there.of(wire.view(dtype)))
         return stack
@@ -133,7 +135,7 @@ class TorchElementwise:
         return self._specs[self._params[unit]].slots[0]
 
     def _gradients(self, resting: Resting, block: EqualBoxes) -> Tensor:
-        return joined(block.of(cast("Sequence[Tensor]", resting.gradients)))
+        return as_one(block.of(cast("Sequence[Tensor]", resting.gradients)))
 
     def _update(self, resting: Resting, block: EqualBoxes, momenta: Tensor) -> Tensor:
         """Of the momenta of a block; with Nesterov's look ahead."""

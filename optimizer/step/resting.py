@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,40 +60,38 @@ class Resting:
             copied,
         )
 
-    def gradient(self, number: int) -> Tensor:
-        """Of a parameter that takes part."""
-        gradient = self.gradients[number]
-        assert gradient is not None, "a parameter that takes part has a gradient"
-        return gradient
+    def accumulate(self, portions: Iterable[Sequence[int]]) -> None:
+        """Take the gradients of these parameters into their momenta, exponential moving averages.
 
-    def accumulate(self, numbers: Iterable[int]) -> None:
-        """Take the gradients of these parameters into their momenta, exponential moving averages."""
-        alike: defaultdict[tuple[int, torch.dtype, torch.device], list[int]] = defaultdict(list)
+        Args:
+            portions: as `portions` gives them.
+        """
+        for portion in portions:
+            rate = 1 - self.groups[portion[0]]["momentum"]
+            with rounded_once([self.momenta[number] for number in portion]) as [momenta]:
+                dtype = momenta[0].dtype
+                gradients = [
+                    gradient.to(dtype) for gradient in map(self.gradients.__getitem__, portion) if gradient is not None
+                ]
+                # torch takes one number for all, or a list of tensors.
+                torch._foreach_lerp_(momenta, gradients, [rate] * len(portion) if isinstance(rate, Tensor) else rate)
+
+    def portions(self, numbers: Iterable[int]) -> list[list[int]]:
+        """Those of some parameters that take part, in lists of one group, dtype and device and of up to
+        `LARGEST_PORTION` elements, or of one parameter."""
+        alike: dict[Hashable, list[list[int]]] = {}
+        held: dict[Hashable, int] = {}
         for number in numbers:
             if self.gradients[number] is not None:
                 momentum = self.momenta[number]
-                alike[id(self.groups[number]), momentum.dtype, momentum.device].append(number)
-        for some in alike.values():
-            rate = 1 - self.groups[some[0]]["momentum"]
-            for portion in self._portions(some):
-                with rounded_once([self.momenta[number] for number in portion]) as [momenta]:
-                    gradients = [self.gradient(number).to(momenta[0].dtype) for number in portion]
-                    # A number for each: torch takes one number for all, or a list of tensors.
-                    rates = [rate] * len(portion) if isinstance(rate, Tensor) else rate
-                    torch._foreach_lerp_(momenta, gradients, rates)
-
-    def _portions(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Runs of parameters of up to `LARGEST_PORTION` elements, or of one."""
-        portion: list[int] = []
-        held = 0
-        for number in numbers:
-            size = self.momenta[number].numel()
-            if portion and held + size > LARGEST_PORTION:
-                yield portion
-                portion, held = [], 0
-            portion.append(number)
-            held += size
-        yield portion
+                kind = id(self.groups[number]), momentum.dtype, momentum.device
+                size = momentum.numel()
+                if kind not in alike or held[kind] + size > LARGEST_PORTION:
+                    alike.setdefault(kind, []).append([])
+                    held[kind] = 0
+                alike[kind][-1].append(number)
+                held[kind] += size
+        return [portion for some in alike.values() for portion in some]
 
     def return_to(self) -> None:
         """Copy back what is not contiguous in its own memory."""

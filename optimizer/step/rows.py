@@ -24,6 +24,7 @@ class Rows:
 
     def __init__(self, schedule: Schedule, specs: Sequence[Spec], device: torch.device) -> None:
         self._schedule, self._specs, self._device = schedule, specs, device
+        self._held = [[unit for unit in stage.held if self._slots(unit)] for stage in schedule.stages]
 
     def send(self, resting: Resting, stage: int, wire: Tensor) -> None:
         """Write what leaves this rank in a stage."""
@@ -62,7 +63,7 @@ class Rows:
         self, resting: Resting, stage: int, routed: Mapping[Key, Sequence[Strip]]
     ) -> Iterator[tuple[Tensor, Strip]]:
         """Of all matrices of a stage that this rank holds parts of and that take part: where they rest, and strips."""
-        for unit in self._schedule.stages[stage].held:
+        for unit in self._held[stage]:
             if resting.gradients[self._schedule.units[unit].param] is not None:
                 for slot in self._slots(unit):
                     for strip in routed.get((unit, slot.name), ()):
