@@ -22,7 +22,7 @@ from machine import describe
 
 from muonckpt.box import Box
 from muonckpt.fingerprint import as_hex, fingerprint
-from muonckpt.record import Chunk, Extent, Manifest, StateRecord
+from muonckpt.record import Chunk, Chunks, Extent, Manifest, StateRecord
 from muonckpt.store.formats.native import write_native
 from muonckpt.store.formats.torch_save.stored_zip import aligned
 from muonckpt.store.formats.torch_save.tensor_item import frame
@@ -88,7 +88,7 @@ def write(folder: Path, tensors: int, ranks: int) -> None:
         )
         whole = fingerprint(own.reshape(ranks * ROWS, COLUMNS).view(np.uint32), (0, 0))
         return StateRecord(
-            ".".join(path), path, (ranks * ROWS, COLUMNS), "float32", tuple(chunks),
+            ".".join(path), path, (ranks * ROWS, COLUMNS), "float32", Chunks.of(chunks, 2),
             name=path[2] if of_optimizer else None, slot=path[3] if of_optimizer else None,
             convention=Convention.EMA if of_optimizer else None, layout=layout, fingerprint=as_hex(whole),
         )  # fmt: skip

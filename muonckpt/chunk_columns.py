@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from .box import MOST_ELEMENTS
 from .chunk_fields import Geometries
-from .chunks import Boxes, Chunk, Chunks, boxes_of, columns_of, strides_of
-from .columns import UNKNOWN, Column, Columns, ColumnsBuilder
-from .errors import DamageError, SourceError
+from .chunks import Boxes, Chunks, columns_of
+from .columns import UNKNOWN, Column, Columns, ColumnsBuilder, check_name
+from .errors import DamageError
 
 _NUMBERS = ("file", "item", "item_length", "payload", "payload_length", "crc32")
 """The columns of integers, as `Columns` calls them."""
@@ -44,6 +44,8 @@ class ColumnReader:
             raise TypeError(f"expected different names of files, got {names!r:.200}")
         if type(boxes) is not list:
             raise TypeError(f"expected lists of boxes, got {boxes!r:.200}")
+        for name in names:
+            check_name(name)
         self._names = tuple(names)
         self._builder = ColumnsBuilder()
         self._listed = boxes
@@ -109,14 +111,11 @@ class ColumnReader:
             raise DamageError(f"damaged manifest: expected CRC-32 of 32 bits, found {crc32.max()}")
         if ((payload == UNKNOWN) != (payload_length == UNKNOWN)).any():
             raise DamageError("damaged manifest: expected an offset and a length of each payload, found one of them")
-        for offset, length in ((item, item_length), (payload, payload_length)):
-            if len(far := np.flatnonzero(offset + length > MOST_ELEMENTS)):
-                raise SourceError(f"refused byte range {offset[far[0]]}+{length[far[0]]}")
         digest, known = _digests(digests)
         block = Columns(
             self._names, file.astype(np.int32), item, item_length, payload, payload_length, digest, known, crc32
         )
-        self._builder.add_rows(block, 0, len(block))
+        self._builder.add(block, 0, len(block))
         self._begin()
 
 
@@ -160,13 +159,12 @@ class ColumnWriter:
         boxes: the distinct lists of boxes.
     """
 
-    def __init__(self, every: Sequence[tuple[Sequence[Chunk], tuple[int, ...]]]) -> None:
-        self._every = [chunks for chunks, _ in every]
-        self._columns = columns_of(self._every)
+    def __init__(self, every: Sequence[Chunks]) -> None:
+        self._every = every
+        self._columns = columns_of(every)
         self._numbers: dict[Boxes, int] = {}
         self._of_tensor = [
-            (self._numbers.setdefault(boxes, len(self._numbers)), len(boxes))
-            for boxes in (boxes_of(chunks, shape) for chunks, shape in every)
+            (self._numbers.setdefault(chunks.boxes, len(self._numbers)), len(chunks)) for chunks in every
         ]
 
     @property
@@ -190,8 +188,8 @@ class ColumnWriter:
             for chunks, (number, count) in zip(self._every[first:last], self._of_tensor[first:last], strict=True):
                 own = slice(position, position + count)
                 fields = ", ".join(f'"{name}": [{", ".join(column[own])}]' for name, column in columns.items())
-                strides = strides_of(chunks)
-                more = "" if strides is None else f', "strides": {_nulls([s and list(s) for s in strides])}'
+                strides = chunks.strides and [own and list(own) for own in chunks.strides]
+                more = f', "strides": {_nulls(strides)}' if strides else ""
                 yield f'{{"boxes": {number}, {fields}{more}}}'
                 position += count
             start, first = stop, last

@@ -12,15 +12,15 @@ import numpy as np
 
 from .box import MOST_ELEMENTS
 from .chunks import Boxes, Chunks
-from .columns import UNKNOWN, ColumnsBuilder
-from .errors import DamageError, LayoutError, SourceError
+from .columns import UNKNOWN, Columns, ColumnsBuilder
+from .errors import DamageError, LayoutError
 
 _FIELDS = itemgetter("lo", "hi", "file", "item", "payload", "digest", "crc32")
 _HEX = re.compile(r"[0-9a-f]*")
 _BLOCK = 1 << 13
 """Chunks that are read at a time: enough to amortise calls, few enough to be small beside the text."""
 
-_NO_PAYLOAD = [UNKNOWN, UNKNOWN]
+_NO_PAYLOAD = (UNKNOWN, UNKNOWN)
 
 
 class Geometries:
@@ -94,7 +94,8 @@ class ObjectReader:
         fields = zip(*map(_FIELDS, listed), strict=True) if listed else [()] * 7
         los, his, files, items, payloads, digests, crc32s = fields
         start = self._builder.rows
-        self._add_bytes(files, items, payloads, digests, crc32s)
+        columns = _columns(files, items, payloads, digests, crc32s)
+        self._builder.add(columns, 0, len(columns))
         position = 0
         for count, ndim in counts:
             stop = position + count
@@ -102,24 +103,21 @@ class ObjectReader:
             self._places.append((start + position, boxes))
             position = stop
 
-    def _add_bytes(
-        self,
-        files: Sequence[Any],
-        items: Sequence[Any],
-        payloads: Sequence[Any],
-        digests: Sequence[Any],
-        crc32s: Sequence[Any],
-    ) -> None:
-        known = payloads if None not in payloads else [_NO_PAYLOAD if own is None else own for own in payloads]
-        sums = crc32s if None not in crc32s else [UNKNOWN if crc32 is None else crc32 for crc32 in crc32s]
-        _check_numbers(items, 2)
-        _check_numbers(payloads if known is payloads else [own for own in payloads if own is not None], 2)
-        _refuse_far_ends(items)
-        _refuse_far_ends(known)
-        _check_integers(crc32s if sums is crc32s else [crc32 for crc32 in crc32s if crc32 is not None])
-        if set(map(type, files)) - {str}:
-            raise TypeError(f"expected names of files, got {set(map(type, files))}")
-        self._builder.add(files, items, known, sums, _digests(digests))
+
+def _columns(
+    files: Sequence[Any], items: Sequence[Any], payloads: Sequence[Any], digests: Sequence[Any], crc32s: Sequence[Any]
+) -> Columns:
+    """The fields of many chunks as columns."""
+    _check_numbers(items, 2)
+    _check_numbers([own for own in payloads if own is not None], 2)
+    _check_integers([crc32 for crc32 in crc32s if crc32 is not None])
+    _check_digests([digest for digest in digests if digest is not None])
+    if set(map(type, files)) - {str}:
+        raise TypeError(f"expected names of files, got {set(map(type, files))}")
+    known = [_NO_PAYLOAD if own is None else own for own in payloads]
+    sums = [UNKNOWN if crc32 is None else crc32 for crc32 in crc32s]
+    fields = zip(files, items, known, digests, sums, strict=True)
+    return Columns.of((file, *item, *payload, digest, crc32) for file, item, payload, digest, crc32 in fields)
 
 
 def _check_numbers(rows: Iterable[Sequence[object]], width: int) -> None:
@@ -134,12 +132,6 @@ def _check_numbers(rows: Iterable[Sequence[object]], width: int) -> None:
     _check_integers(list(chain.from_iterable(rows)))
 
 
-def _refuse_far_ends(items: Sequence[Sequence[int]]) -> None:
-    for offset, length in items:
-        if offset + length > MOST_ELEMENTS:
-            raise SourceError(f"refused byte range {offset}+{length}")
-
-
 def _check_integers(numbers: Sequence[Any]) -> None:
     if set(map(type, numbers)) - {int} or min(numbers, default=0) < 0:  # a bool is not an integer
         wrong = next(number for number in numbers if type(number) is not int or number < 0)
@@ -148,8 +140,6 @@ def _check_integers(numbers: Sequence[Any]) -> None:
         raise DamageError(f"damaged manifest: expected sizes and offsets up to {MOST_ELEMENTS}, found {max(numbers)}")
 
 
-def _digests(digests: Sequence[Any]) -> Sequence[bytes | None]:
-    known = [digest for digest in digests if digest is not None]
+def _check_digests(known: Sequence[Any]) -> None:
     if set(map(type, known)) - {str} or set(map(len, known)) - {32} or not _HEX.fullmatch("".join(known)):
         raise ValueError(f"expected digests of 32 hexadecimal digits, found {known[:8]!r:.300}")
-    return [None if digest is None else bytes.fromhex(digest) for digest in digests]

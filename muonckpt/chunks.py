@@ -1,9 +1,9 @@
 """Chunks: the stored boxes of tensors and the bytes in which they lie.
 
-A checkpoint can have a million of them.  So the chunks of a manifest are kept as columns (:class:`Columns`), which
-tensors share, and boxes once for all tensors that are cut alike (:class:`Boxes`); a :class:`Chunk` is made when it is
-asked for.  :class:`Chunks` are those of one tensor, :func:`columns_of` those of many, for code that must not visit
-each of them.
+A checkpoint can have a million of them.  So chunks are kept as columns (:class:`Columns`), which tensors share, and
+boxes once for all tensors that are cut alike (:class:`Boxes`).  :class:`Chunks` are those of one tensor; a
+:class:`Chunk` is a view of one of them, made when it is asked for.  Whoever has chunks one by one, as a format
+has, makes columns of them with :func:`in_columns` or :meth:`Chunks.of`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import Any, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .box import MOST_ELEMENTS, Box, Index
 from .columns import UNKNOWN, Column, Columns, ColumnsBuilder, Row, check_name
@@ -71,7 +73,7 @@ class Boxes(Sequence[Box]):
     """The boxes of a tensor's chunks, as arrays ``lo`` and ``hi`` of shape ``[boxes, ndim]``, in elements.
 
     Raises:
-        LayoutError: a range is negative or reversed.
+        LayoutError: a range is negative or reversed, or a box has too many elements.
     """
 
     lo: Column
@@ -91,11 +93,20 @@ class Boxes(Sequence[Box]):
 
     @classmethod
     def of_all(cls, boxes: Sequence[Box], ndim: int) -> Boxes:
-        """These boxes as arrays."""
-        corners = (
-            np.array([corner(box) for box in boxes], np.int64).reshape(len(boxes), ndim) for corner in (_lo, _hi)
-        )
-        return cls.of(*corners)
+        """These boxes of this number of dims as arrays."""
+        for box in boxes:
+            if box.ndim != ndim:
+                raise LayoutError(f"expected boxes of {ndim} dims, found {box}")
+        corners = ([box.lo for box in boxes], [box.hi for box in boxes])
+        return cls.of(*(np.array(corner, np.int64).reshape(len(boxes), ndim) for corner in corners))
+
+    @property
+    def ndim(self) -> int:
+        return int(self.lo.shape[1])
+
+    def taken(self, numbers: NDArray[np.int64]) -> Boxes:
+        """The boxes with these numbers."""
+        return Boxes.of(self.lo[numbers], self.hi[numbers])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Boxes.of, (self.lo, self.hi)  # hashes of bytes are of one process
@@ -116,10 +127,10 @@ class Boxes(Sequence[Box]):
     @overload
     def __getitem__(self, index: int) -> Box: ...
     @overload
-    def __getitem__(self, index: slice) -> tuple[Box, ...]: ...
-    def __getitem__(self, index: int | slice) -> Box | tuple[Box, ...]:
+    def __getitem__(self, index: slice) -> Boxes: ...
+    def __getitem__(self, index: int | slice) -> Box | Boxes:
         if isinstance(index, slice):
-            return tuple(self)[index]
+            return self.taken(np.arange(len(self))[index])
         return Box(tuple(self.lo[index].tolist()), tuple(self.hi[index].tolist()))
 
     def __iter__(self) -> Iterator[Box]:
@@ -132,50 +143,80 @@ def _made(boxes: Boxes) -> tuple[Box, ...]:
     return tuple(Box(tuple(lo), tuple(hi)) for lo, hi in zip(boxes.lo.tolist(), boxes.hi.tolist(), strict=True))
 
 
-def _lo(box: Box) -> Index:
-    return box.lo
-
-
-def _hi(box: Box) -> Index:
-    return box.hi
+Strides = tuple[Index | None, ...]
+"""Of each chunk of a tensor, as `Chunk.strides`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunks(Sequence[Chunk]):
-    """The chunks of one tensor: rows from ``start`` on of columns, one for each box."""
+    """The chunks of one tensor: rows from ``start`` on of columns, one for each box.
+
+    ``strides`` is None if all chunks are row-major.
+    """
 
     columns: Columns
     start: int
     boxes: Boxes
+    strides: Strides | None = None
 
-    def __len__(self) -> int:
-        return len(self.boxes)
+    @classmethod
+    def of(cls, chunks: Iterable[Chunk], ndim: int) -> Chunks:
+        """These chunks of a tensor with this number of dims, on columns of their own.
+
+        Raises:
+            LayoutError: a box has another number of dims.
+        """
+        return in_columns([(tuple(chunks), ndim)])[0]
 
     @property
     def stop(self) -> int:
         return self.start + len(self.boxes)
 
+    @property
+    def rows(self) -> Iterator[Row]:
+        """The row of each chunk."""
+        return self.columns.rows(self.start, self.stop)
+
+    @property
+    def items(self) -> tuple[list[str], list[int], list[int]]:
+        """The items of the chunks: their files, and their offsets and lengths in bytes."""
+        span, columns = slice(self.start, self.stop), self.columns
+        files = map(columns.names.__getitem__, columns.file[span].tolist())
+        return list(files), columns.item[span].tolist(), columns.item_length[span].tolist()
+
+    def only(self, numbers: Sequence[int]) -> Chunks:
+        """The chunks with these numbers, which rise."""
+        if len(numbers) == len(self):
+            return self
+        chosen = np.array(numbers, np.int64)
+        strides = self.strides and tuple(self.strides[number] for number in numbers)
+        return Chunks(self.columns.taken(self.start + chosen), 0, self.boxes.taken(chosen), strides)
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
     @overload
     def __getitem__(self, index: int) -> Chunk: ...
     @overload
-    def __getitem__(self, index: slice) -> tuple[Chunk, ...]: ...
-    def __getitem__(self, index: int | slice) -> Chunk | tuple[Chunk, ...]:
+    def __getitem__(self, index: slice) -> Chunks: ...
+    def __getitem__(self, index: int | slice) -> Chunk | Chunks:
         if isinstance(index, slice):
-            return tuple(self)[index]
-        row = self.start + range(len(self))[index]
-        return next(_chunk(self.boxes[index], fields) for fields in self.columns.rows(row, row + 1))
+            return self.only(range(len(self))[index])
+        number = range(len(self))[index]
+        (row,) = self.columns.rows(self.start + number, self.start + number + 1)
+        return _chunk(self.boxes[number], row, None if self.strides is None else self.strides[number])
 
     def __iter__(self) -> Iterator[Chunk]:
-        return map(_chunk, self.boxes, self.columns.rows(self.start, self.stop))
+        return map(_chunk, self.boxes, self.rows, self.strides or [None] * len(self))
 
     def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, Chunks | tuple) else NotImplemented
+        return tuple(self) == tuple(other) if isinstance(other, Chunks) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(tuple(self))
 
 
-def _chunk(box: Box, row: Row) -> Chunk:
+def _chunk(box: Box, row: Row, strides: Index | None) -> Chunk:
     file, item, length, payload, payload_length, digest, crc32 = row
     return Chunk(
         box,
@@ -183,6 +224,7 @@ def _chunk(box: Box, row: Row) -> Chunk:
         None if payload == UNKNOWN else Extent(file, payload, payload_length),
         digest,
         None if crc32 == UNKNOWN else crc32,
+        strides,
     )
 
 
@@ -193,102 +235,62 @@ def row_of(chunk: Chunk) -> Row:
     return (chunk.item.file, chunk.item.offset, chunk.item.length, *payload, chunk.digest, crc32)
 
 
-def stored_rows(chunks: Sequence[Chunk]) -> Iterable[Row]:
-    """The rows of the chunks of a tensor."""
-    if isinstance(chunks, Chunks):
-        return chunks.columns.rows(chunks.start, chunks.stop)
-    return map(row_of, chunks)
-
-
-def rows_numbered(every: Sequence[Sequence[Chunk]], number: int) -> list[Row]:
-    """The row of the chunk with this number of each of these tensors."""
-    columns = every[0].columns if every and isinstance(every[0], Chunks) else None
-    starts = [own.start for own in every if isinstance(own, Chunks) and own.columns is columns and number < len(own)]
-    if columns is None or len(starts) < len(every):
-        return [row_of(own[number]) for own in every]
-    return list(columns.rows_at([start + number for start in starts]))
-
-
-def stored_items(chunks: Sequence[Chunk]) -> tuple[list[str], list[int], list[int]]:
-    """The items of the chunks of a tensor: their files, and their offsets and lengths in bytes."""
-    if isinstance(chunks, Chunks):
-        span, columns = slice(chunks.start, chunks.stop), chunks.columns
-        files = map(columns.names.__getitem__, columns.file[span].tolist())
-        return list(files), columns.item[span].tolist(), columns.item_length[span].tolist()
-    items = [chunk.item for chunk in chunks]
-    return [item.file for item in items], [item.offset for item in items], [item.length for item in items]
-
-
-def boxes_of(chunks: Sequence[Chunk], shape: Index) -> Boxes:
-    """The boxes of the chunks of a tensor of this shape.
+def in_columns(every: Iterable[tuple[Sequence[Chunk], int]]) -> list[Chunks]:
+    """The chunks of tensors with these numbers of dims, on columns that they share.
 
     Raises:
         LayoutError: a box has another number of dims.
     """
-    if isinstance(chunks, Chunks):
-        return chunks.boxes
-    for chunk in chunks:
-        if chunk.box.ndim != len(shape):
-            raise LayoutError(
-                f"box {chunk.box} has {chunk.box.ndim} dims, the tensor of shape {shape} has {len(shape)}"
-            )
-    return Boxes.of_all([chunk.box for chunk in chunks], len(shape))
+    known, rows = dict[Boxes, Boxes](), list[Row]()
+    places: list[tuple[int, Boxes, Strides | None]] = []
+    for chunks, ndim in every:
+        boxes = Boxes.of_all([chunk.box for chunk in chunks], ndim)
+        strides = tuple(chunk.strides for chunk in chunks)
+        places.append((len(rows), known.setdefault(boxes, boxes), strides if {*strides} - {None} else None))
+        rows += map(row_of, chunks)
+    columns = Columns.of(rows)
+    return [Chunks(columns, *place) for place in places]
 
 
-def strides_of(chunks: Sequence[Chunk]) -> tuple[Index | None, ...] | None:
-    """The strides of each chunk, or None if all are row-major."""
-    if isinstance(chunks, Chunks):
-        return None
-    strides = tuple(chunk.strides for chunk in chunks)
-    return strides if any(own is not None for own in strides) else None
+@lru_cache
+def no_chunks(ndim: int) -> Chunks:
+    """Those of a tensor that is stored nowhere yet."""
+    return Chunks.of((), ndim)
 
 
-def columns_of(every: Sequence[Sequence[Chunk]]) -> Columns:
+def rows_numbered(every: Iterable[Chunks], number: int) -> Iterator[Row]:
+    """The row of the chunk with this number of each of these tensors."""
+    for _, group in groupby(every, key=lambda chunks: id(chunks.columns)):
+        alike = list(group)
+        yield from alike[0].columns.rows_at([chunks.start + number for chunks in alike])
+
+
+def columns_of(every: Iterable[Chunks]) -> Columns:
     """The columns of the chunks of many tensors, one tensor after the other."""
     builder = ColumnsBuilder()
-    run: Columns | None = None  # columns of which rows from `start` to `stop` come next
-    start = stop = 0
+    run, start, stop = Columns.of(()), 0, 0  # rows that come next
     for chunks in every:
-        if isinstance(chunks, Chunks) and chunks.columns is run and chunks.start == stop:
-            stop = chunks.stop
-            continue
-        if run is not None:
-            builder.add_rows(run, start, stop)
-            run = None
-        if isinstance(chunks, Chunks):
-            run, start, stop = chunks.columns, chunks.start, chunks.stop
-            continue
-        builder.add(
-            [chunk.item.file for chunk in chunks],
-            [(chunk.item.offset, chunk.item.length) for chunk in chunks],
-            [(c.payload.offset, c.payload.length) if c.payload else (UNKNOWN, UNKNOWN) for c in chunks],
-            [UNKNOWN if chunk.crc32 is None else chunk.crc32 for chunk in chunks],
-            [None if chunk.digest is None else bytes.fromhex(chunk.digest) for chunk in chunks],
-        )
-    if run is not None and not builder.rows and stop - start == len(run):
+        if chunks.columns is not run or chunks.start != stop:
+            builder.add(run, start, stop)
+            run, start = chunks.columns, chunks.start
+        stop = chunks.stop
+    if not builder.rows and stop - start == len(run):
         return run
-    if run is not None:
-        builder.add_rows(run, start, stop)
+    builder.add(run, start, stop)
     return builder.finished()
 
 
-def in_columns(every: Sequence[tuple[Sequence[Chunk], Index]]) -> list[Chunks]:
-    """The row-major chunks of tensors of these shapes, as columns that they share.
-
-    Raises:
-        LayoutError: a box has another number of dims than the shape.
-    """
-    columns, known, start = columns_of([chunks for chunks, _ in every]), dict[Boxes, Boxes](), 0
-    made = []
-    for chunks, shape in every:
-        boxes = boxes_of(chunks, shape)
-        made.append(Chunks(columns, start, known.setdefault(boxes, boxes)))
-        start += len(boxes)
-    return made
+def on_columns(every: Iterable[Chunks], columns: Columns) -> list[Chunks]:
+    """Chunks of the same boxes and strides whose bytes, one tensor after the other, are in these rows."""
+    moved, start = [], 0
+    for chunks in every:
+        moved.append(Chunks(columns, start, chunks.boxes, chunks.strides))
+        start += len(chunks)
+    return moved
 
 
 @lru_cache(maxsize=1024)
-def layout_in_boxes(shape: Index, boxes: Boxes, strides: tuple[Index | None, ...] | None = None) -> TensorLayout:
+def layout_in_boxes(shape: Index, boxes: Boxes, strides: Strides | None = None) -> TensorLayout:
     """The layout of a tensor in chunks with these boxes: buffer ``"3"`` is the payload of chunk 3.
 
     Cached: the tensors of a model have few geometries.

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .box import MOST_ELEMENTS
 from .errors import SourceError
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
@@ -37,7 +37,7 @@ def check_name(file: str) -> None:
         raise SourceError(f"refused file name {file!r:.300}: expected plain names inside the checkpoint")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Columns:
     """The bytes of many chunks, one row each; a row with `UNKNOWN` has no payload, digest or CRC-32.
 
@@ -48,6 +48,9 @@ class Columns:
         digest: xxh3-128 as 16 bytes, ``[chunks, 16]``.
         has_digest: whether there is one.
         crc32: CRC-32.
+
+    Raises:
+        SourceError: a range of bytes ends too far away.
     """
 
     names: tuple[str, ...]
@@ -60,14 +63,53 @@ class Columns:
     has_digest: NDArray[np.bool_]
     crc32: Column
 
+    def __post_init__(self) -> None:
+        assert {*map(len, self.arrays)} == {len(self.file)}, "a row has a value in each column"
+        for offset, length in ((self.item, self.item_length), (self.payload, self.payload_length)):
+            if len(far := np.flatnonzero(offset + length > MOST_ELEMENTS)):
+                raise SourceError(f"refused byte range {offset[far[0]]}+{length[far[0]]}")
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> Columns:
+        """These rows as columns.
+
+        Raises:
+            SourceError: the name of a file is refused, or a range of bytes ends too far away.
+        """
+        files, *numbers, digests, crc32 = zip(*rows, strict=True) if (rows := list(rows)) else ((),) * 7
+        names = {name: number for number, name in enumerate(dict.fromkeys(files))}
+        for name in names:
+            check_name(name)
+        known = np.array([digest is not None for digest in digests], np.bool_)
+        raw = bytes.fromhex("".join([digest or _NO_DIGEST for digest in digests]))
+        file, digest = np.array([names[name] for name in files], np.int32), np.frombuffer(raw, np.uint8).reshape(-1, 16)
+        item, item_length, payload, payload_length = (np.array(column, np.int64) for column in numbers)
+        sums = np.array(crc32, np.int64)
+        return cls(tuple(names), file, item, item_length, payload, payload_length, digest, known, sums)
+
     def __len__(self) -> int:
         return len(self.file)
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
-        """All columns: numbers first, the digests and whether there is one last."""
-        numbers = (self.item, self.item_length, self.payload, self.payload_length, self.crc32)
-        return (self.file, *numbers, self.digest, self.has_digest)
+        """All columns, in the order of the attributes."""
+        numbers = (self.item, self.item_length, self.payload, self.payload_length)
+        return (self.file, *numbers, self.digest, self.has_digest, self.crc32)
+
+    def taken(self, numbers: slice | Column) -> Columns:
+        """The rows with these numbers."""
+        return Columns(self.names, *(column[numbers] for column in self.arrays))
+
+    def renamed(self, name_of: Callable[[str], str]) -> Columns:
+        """The same rows in files of other names.
+
+        Raises:
+            SourceError: a name is refused.
+        """
+        names = tuple(map(name_of, self.names))
+        for name in names:
+            check_name(name)
+        return replace(self, names=names)
 
     def rows(self, start: int, stop: int) -> Iterator[Row]:
         """The rows from ``start`` to ``stop``."""
@@ -94,82 +136,28 @@ class Columns:
         )
 
 
+_NO_DIGEST = "0" * 32
+
+
 class ColumnsBuilder:
-    """Collects rows for `Columns`.  Values are not checked here, but for the names of files."""
+    """Joins the rows of several columns, whose names of files may differ."""
 
     def __init__(self) -> None:
-        self._names: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
         self._numbers_of: dict[tuple[str, ...], NDArray[np.int32]] = {}
-        self._blocks: list[tuple[NDArray[Any], ...]] = []
-        self._files: list[int] = []
-        self._numbers: list[int] = []
-        self._digests: list[bytes] = []
-        self._known: list[bool] = []
+        self._blocks: list[tuple[NDArray[Any], ...]] = [Columns.of(()).arrays]
         self.rows = 0
 
-    def add(
-        self,
-        files: Sequence[str],
-        items: Iterable[Sequence[int]],
-        payloads: Iterable[Sequence[int]],
-        crc32s: Iterable[int],
-        digests: Iterable[bytes | None],
-    ) -> None:
-        """Add rows; `UNKNOWN` stands for a payload, twice, and a CRC-32 that are not known.
-
-        Raises:
-            SourceError: the name of a file is refused.
-        """
-        self._files += [self._number(name) for name in files]
-        self._numbers += chain.from_iterable(
-            (*item, *payload, crc32) for item, payload, crc32 in zip(items, payloads, crc32s, strict=True)
-        )
-        listed = list(digests)
-        self._digests += [digest or bytes(16) for digest in listed]
-        self._known += [digest is not None for digest in listed]
-        self.rows += len(files)
-        if len(self._files) >= 1 << 14:
-            self._pack()
-
-    def add_rows(self, columns: Columns, start: int, stop: int) -> None:
-        """Add the rows from ``start`` to ``stop`` of columns.
-
-        Raises:
-            SourceError: the name of a file is refused.
-        """
-        self._pack()
+    def add(self, columns: Columns, start: int, stop: int) -> None:
+        """Add the rows from ``start`` to ``stop``."""
         if columns.names not in self._numbers_of:
-            self._numbers_of[columns.names] = np.array([*map(self._number, columns.names)], np.int32)
+            numbers = [self._numbers.setdefault(name, len(self._numbers)) for name in columns.names]
+            self._numbers_of[columns.names] = np.array(numbers, np.int32)
         file, *others = (column[start:stop] for column in columns.arrays)
         self._blocks.append((self._numbers_of[columns.names][file], *others))
         self.rows += stop - start
 
-    def _number(self, name: str) -> int:
-        if name not in self._names:
-            check_name(name)
-            self._names[name] = len(self._names)
-        return self._names[name]
-
-    def _pack(self) -> None:
-        if self._files:
-            numbers = np.array(self._numbers, np.int64).reshape(-1, 5)
-            digests = np.frombuffer(b"".join(self._digests), np.uint8).reshape(-1, 16)
-            known = np.array(self._known, np.bool_)
-            self._blocks.append((np.array(self._files, np.int32), *np.ascontiguousarray(numbers.T), digests, known))
-            self._files, self._numbers, self._digests, self._known = [], [], [], []
-
     def finished(self) -> Columns:
         """All rows, in the order in which they were added."""
-        self._pack()
-        blocks, self._blocks = [_no_rows().arrays, *self._blocks], []
-        file, item, item_length, payload, payload_length, crc32, digest, known = map(
-            np.concatenate, zip(*blocks, strict=True)
-        )
-        return Columns(tuple(self._names), file, item, item_length, payload, payload_length, digest, known, crc32)
-
-
-def _no_rows() -> Columns:
-    none = np.zeros(0, np.int64)
-    return Columns(
-        (), none.astype(np.int32), none, none, none, none, np.zeros((0, 16), np.uint8), none.astype(np.bool_), none
-    )
+        blocks, self._blocks = self._blocks, []
+        return Columns(tuple(self._numbers), *map(np.concatenate, zip(*blocks, strict=True)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
@@ -19,15 +19,15 @@ import numpy as np
 from .box import MOST_DIMS, MOST_ELEMENTS, Index
 from .chunk_columns import ColumnReader, ColumnWriter
 from .chunk_fields import ObjectReader
-from .chunks import Boxes, Chunk, Chunks, Extent, boxes_of, columns_of, layout_in_boxes, strides_of
+from .chunks import Boxes, Chunk, Chunks, Extent, columns_of, layout_in_boxes
 from .columns import Column, Columns
-from .errors import DamageError, SourceError, about
+from .errors import DamageError, LayoutError, SourceError, about
 from .json_fields import compact, free_form, integers, key_path, matching, optional, string, whole_number
 from .layout import TensorLayout
 from .seal import check_seal, sealed_parts
 from .vocabulary import Convention, KeyPath
 
-__all__ = ["MANIFEST_FILE", "MANIFEST_VERSION", "Blob", "Boxes", "Chunk", "Extent", "Manifest", "StateRecord"]
+__all__ = ["MANIFEST_FILE", "MANIFEST_VERSION", "Blob", "Boxes", "Chunk", "Chunks", "Extent", "Manifest", "StateRecord"]
 
 T = TypeVar("T")
 
@@ -63,13 +63,14 @@ class StateRecord:
 
     Raises:
         SourceError: it has more dims or elements than any tensor.
+        LayoutError: the boxes of the chunks have another number of dims than the shape.
     """
 
     key: str
     path: KeyPath
     shape: Index
     dtype: str
-    chunks: Sequence[Chunk]
+    chunks: Chunks
     name: str | None = None
     slot: str | None = None
     convention: Convention | None = None
@@ -82,6 +83,10 @@ class StateRecord:
             raise SourceError(
                 f"tensor {self.key!r}: expected at most {MOST_DIMS} dims and {MOST_ELEMENTS} elements, found more"
             )
+        if self.boxes.ndim != len(self.shape):
+            raise LayoutError(
+                f"tensor {self.key!r}: expected boxes of {len(self.shape)} dims, as its shape, found {self.boxes.ndim}"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StateRecord, tuple(map(self.__getattribute__, self.__slots__))  # half the time of a dataclass's own
@@ -93,16 +98,12 @@ class StateRecord:
             LayoutError: the chunks leave a hole or overlap; names the tensor and the box.
         """
         with about(f"tensor {self.key!r}"):
-            return layout_in_boxes(self.shape, self.boxes, strides_of(self.chunks))
+            return layout_in_boxes(self.shape, self.boxes, self.chunks.strides)
 
     @property
     def boxes(self) -> Boxes:
-        """The boxes of the chunks.
-
-        Raises:
-            LayoutError: a box has another number of dims than the shape.
-        """
-        return boxes_of(self.chunks, self.shape)
+        """The boxes of the chunks."""
+        return self.chunks.boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class Manifest:
     @property
     def columns(self) -> Columns:
         """The chunks of all tensors, one after the other."""
-        return columns_of([tensor.chunks for tensor in self.tensors])
+        return columns_of(tensor.chunks for tensor in self.tensors)
 
     @property
     def elements(self) -> Column:
@@ -140,7 +141,7 @@ class Manifest:
         return sealed_parts(self._json_parts())
 
     def _json_parts(self) -> Iterator[str]:
-        layouts, chunks = _Layouts(), ColumnWriter([(tensor.chunks, tensor.shape) for tensor in self.tensors])
+        layouts, chunks = _Layouts(), ColumnWriter([tensor.chunks for tensor in self.tensors])
         numbers = [layouts.number(tensor.layout) for tensor in self.tensors]
         yield f'{{"format": "muonckpt", "version": {MANIFEST_VERSION},\n "provenance": {compact(self.provenance)},'
         yield f'\n "data_files": {compact(chunks.names)},\n "layouts": [\n  '

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from ...box import Box
-from ...chunks import row_of, rows_numbered, stored_items
+from ...chunks import Chunks, row_of, rows_numbered
 from ...columns import Row
 from ...errors import SourceError, TargetError, about, did_you_mean
 from ...layout import Buffer, Fragment, TensorLayout, dense
@@ -27,7 +27,7 @@ from .elements import gather_elements
 class NumberedChunks(Mapping[Buffer, Chunk]):
     """The chunks of one tensor of the source, by the names that `StateRecord.chunk_layout` gives them."""
 
-    chunks: Sequence[Chunk]
+    chunks: Chunks
 
     def __getitem__(self, buffer: Buffer) -> Chunk:
         if buffer not in self:
@@ -78,7 +78,7 @@ class OutputTensor:
     def places(self) -> tuple[object, ...]:
         """What its elements are made of, as values that two jobs can compare."""
         if isinstance(self.chunks, NumberedChunks):
-            chunks: object = stored_items(self.chunks.chunks)
+            chunks: object = self.chunks.chunks.items
         else:
             chunks = [(buffer, chunk.item) for buffer, chunk in self.chunks.items()]
         return layout_digest(self.layout), chunks, self.in_memory, self.scale, self.held
@@ -128,7 +128,7 @@ def source_rows(outputs: Sequence[OutputTensor], buffer: Buffer) -> list[Row]:
     size, numbered = itemsize(outputs[0].record.dtype), [output.chunks for output in outputs]
     listed = [chunks.chunks for chunks in numbered if isinstance(chunks, NumberedChunks)]
     if len(listed) == len(outputs):
-        rows = rows_numbered(listed, int(buffer))
+        rows = list(rows_numbered(listed, int(buffer)))
     else:
         rows = [row_of(chunks[buffer]) for chunks in numbered]
     expected = numbered[0][buffer].box.numel * size

@@ -281,6 +281,6 @@ def _describe(job: Job, files_done: Mapping[str, FinishedFile]) -> Manifest:
             )
         layout = job.recorded_layouts[tensor.key]
         tensors.append(dataclasses.replace(tensor, fingerprint=fingerprint, layout=layout))
-    written = in_columns([(chunks[tensor.key], tensor.shape) for tensor in tensors])
+    written = in_columns((chunks[tensor.key], len(tensor.shape)) for tensor in tensors)
     tensors = [dataclasses.replace(tensor, chunks=own) for tensor, own in zip(tensors, written, strict=True)]
     return Manifest(tuple(tensors), tuple(blobs), job.provenance)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from ...chunks import on_columns
 from ...layout import Buffer, TensorLayout
 from ...record import Blob, Chunk, Extent, Manifest, StateRecord
 from ...store.io.location import Location
@@ -76,7 +77,7 @@ class JoinedCheckpoints:
     def manifest(self) -> Manifest:
         """The tensors and items of all, under their own keys."""
         return Manifest(
-            tuple(_moved_tensor(tensor, i) for i, part in enumerate(self.parts) for tensor in part.manifest.tensors),
+            tuple(tensor for i, part in enumerate(self.parts) for tensor in _moved_tensors(part.manifest, i)),
             tuple(_moved_blob(blob, i) for i, part in enumerate(self.parts) for blob in part.manifest.blobs),
             self.provenance,
         )
@@ -112,8 +113,10 @@ def _moved_chunk(chunk: Chunk, part: int) -> Chunk:
     return replace(chunk, item=_moved(chunk.item, part), payload=payload)
 
 
-def _moved_tensor(tensor: StateRecord, part: int) -> StateRecord:
-    return replace(tensor, chunks=tuple(_moved_chunk(chunk, part) for chunk in tensor.chunks))
+def _moved_tensors(manifest: Manifest, part: int) -> Iterator[StateRecord]:
+    columns = manifest.columns.renamed(lambda file: f"{part}/{file}")
+    moved = on_columns((tensor.chunks for tensor in manifest.tensors), columns)
+    return (replace(tensor, chunks=chunks) for tensor, chunks in zip(manifest.tensors, moved, strict=True))
 
 
 def _moved_blob(blob: Blob, part: int) -> Blob:

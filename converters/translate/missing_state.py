@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from ...box import Box, Index
+from ...chunks import no_chunks
 from ...errors import SourceError
 from ...layout import Fragment, Place, TensorLayout
 from ...record import StateRecord
@@ -72,9 +73,10 @@ def zero_state(
                 "let the parameter start with fresh=[…] of muonckpt.load, or leave the slot out with --drop"
             )
         weight = weights[name]
+        none = no_chunks(len(weight.shape))
         for common, slot in slots.items():
             path = context.state_path(name, slot, param.chain)
-            record = StateRecord(key_of(path), path, weight.shape, "float32", (), name=name, slot=slot)
+            record = StateRecord(key_of(path), path, weight.shape, "float32", none, name=name, slot=slot)
             if common == _MASTER:
                 held = None if weight.dtype == "float32" else weight.dtype
                 yield context.chunks.output(record, weight.layout, held=held)

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
 from ...box import Box
+from ...chunks import no_chunks
 from ...errors import SourceError
 from ...layout import TensorLayout, dense
 from ...record import StateRecord
@@ -90,19 +91,19 @@ def step_counter(context: Context, param: Param) -> OutputTensor | OutputItem:
         raise SourceError(
             f"parameter {param.name!r}: {context.target.name} stores the number of steps, which is unknown; give --step"
         )
-    record = StateRecord(key_of(path), path, (), "float32", (), name=param.name, slot=slot)
+    record = StateRecord(key_of(path), path, (), "float32", no_chunks(0), name=param.name, slot=slot)
     return OutputTensor(record, _ONE_ELEMENT, in_memory={_COUNTER: scalar_bytes("float32", param.step)})
 
 
 def _under(record: StateRecord, path: KeyPath) -> StateRecord:
     """The record of a tensor that will be stored under this path."""
-    return dataclasses.replace(record, key=key_of(path), path=path, chunks=(), layout=None)
+    return dataclasses.replace(record, key=key_of(path), path=path, chunks=no_chunks(len(record.shape)), layout=None)
 
 
 def _record(context: Context, slot: str | None, tensor: TranslatedTensor, path: KeyPath) -> StateRecord:
     """The record of a target tensor; it keeps the source's fingerprint, pieces and names unless it was restructured."""
     if tensor.restructured:
-        return StateRecord(key_of(path), path, tensor.shape, tensor.dtype, ())
+        return StateRecord(key_of(path), path, tensor.shape, tensor.dtype, no_chunks(len(tensor.shape)))
     return _under(context.roles.tensors[slot, tensor.aliases[0]], path)
 
 

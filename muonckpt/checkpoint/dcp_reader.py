@@ -142,7 +142,7 @@ class CheckingReader:
             SourceError: one is damaged, or not what the metadata promise.
         """
         requested = [
-            dataclasses.replace(tensor, chunks=tuple(tensor.chunks[number] for number in self._numbers[key]))
+            dataclasses.replace(tensor, chunks=tensor.chunks.only(self._numbers[key]))
             for key, tensor in self._tensors.items()
             if key in self._numbers
         ]
@@ -248,10 +248,11 @@ class CheckingReader:
                 continue
             key, lo = where
             tensor = self._tensors[key]
-            (chunk,) = (chunk for chunk in tensor.chunks if chunk.box.lo == lo and chunk.box.numel)
+            (number,) = (n for n, box in enumerate(tensor.boxes) if box.lo == lo and box.numel)
             # Read it whole, also to find out what is wrong.
-            (located,) = self.checkpoint.locate([dataclasses.replace(tensor, chunks=(chunk,))])
-            check_chunk(self.checkpoint.payloads, tensor, located.chunks[0])
+            (located,) = self.checkpoint.locate([dataclasses.replace(tensor, chunks=tensor.chunks.only([number]))])
+            (chunk,) = located.chunks
+            check_chunk(self.checkpoint.payloads, tensor, chunk)
             if verdict is False:
                 raise DamageError(
                     f"tensor {tensor.key!r} box {chunk.box}: a rank read other bytes than {chunk.item.file} has"

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ..box import Box
+from ..chunks import no_chunks
 from ..errors import LayoutError, about
 from ..layouts.boxed_tensor import Parts, parts_of, whole_shape
 from ..record import Blob, Extent, StateRecord
@@ -137,7 +138,7 @@ class LiveState:
             path,
             whole_shape(value),
             dtype_name(value.dtype),
-            (),
+            no_chunks(len(whole_shape(value))),
             note.name,
             note.slot,
             note.convention,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..chunks import Boxes, Chunks
+from ..chunks import Boxes, Chunks, no_chunks
 from ..columns import Column, Columns
 from ..errors import LayoutError, about
 from ..fingerprint import as_hex
@@ -225,7 +225,7 @@ class _Planning:
     def _record(self, key: str, held: Sequence[_Held], part: HeldPart) -> StateRecord:
         note = next((note for rank, _, _ in held if (note := self._ranks[rank].note(key))), Annotation())
         told = {each.name: getattr(note, each.name) for each in fields(note)}
-        return StateRecord(key, self._path(key), part.shape, part.dtype, (), **told)
+        return StateRecord(key, self._path(key), part.shape, part.dtype, no_chunks(len(part.shape)), **told)
 
     def _stored_object(self, key: str, held: Sequence[_Held]) -> _Held:
         for other in held:

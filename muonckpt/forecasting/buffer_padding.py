@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..box import Index
+from ..chunks import no_chunks
 from ..converters.target.buffer_layouts import cut_parts, placed_in
 from ..converters.target.topology import LAYOUTS, ROWS, AxisCut, Target
 from ..layouts.buffers.balanced import newton_schulz
@@ -44,7 +45,8 @@ def buffer_padding(parameters: Sequence[ModelParameter], target: Target) -> Iter
     """
     groups: defaultdict[tuple[AxisCut, ...], list[ModelParameter]] = defaultdict(list)
     for parameter in parameters:
-        record = StateRecord(parameter.name, (parameter.name,), parameter.shape, parameter.dtype, ())
+        none = no_chunks(len(parameter.shape))
+        record = StateRecord(parameter.name, (parameter.name,), parameter.shape, parameter.dtype, none)
         groups[target.cuts(record, ())].append(parameter)
     by_axes: defaultdict[tuple[str, ...], list[tuple[ModelParameter, tuple[AxisCut, ...]]]] = defaultdict(list)
     for cuts, members in groups.items():

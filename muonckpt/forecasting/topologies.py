@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..box import Index
+from ..chunks import no_chunks
 from ..converters.look.holders import balance_of
 from ..converters.target.topology import AxisCut, ShardRule, Target
 from ..layout import TensorLayout
@@ -121,7 +122,7 @@ class _Layouts:
     def __call__(self, parameter: ModelParameter, shape: Index) -> TensorLayout:
         if not shape:
             return owned_layout((), 0)
-        record = StateRecord(parameter.name, (parameter.name,), shape, parameter.dtype, ())
+        record = StateRecord(parameter.name, (parameter.name,), shape, parameter.dtype, no_chunks(len(shape)))
         return self._laid_out(shape, self.target.cuts(record, self._default))
 
     def _lay_out(self, shape: Index, cuts: tuple[AxisCut, ...]) -> TensorLayout:

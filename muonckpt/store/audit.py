@@ -11,7 +11,7 @@ from typing import Literal
 from ..box import Index
 from ..errors import DamageError, LayoutError, MuonckptError, SourceError
 from ..fingerprint import as_hex, combine
-from ..record import MANIFEST_FILE, Blob, Chunk, Extent, Manifest, StateRecord
+from ..record import MANIFEST_FILE, Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 from .descriptions import Finding, description_faults
 from .formats.dcp.directory import METADATA_FILE
 from .formats.registry import DCP, OWN
@@ -190,8 +190,10 @@ def _located(
             return checkpoint.locate([tensor])[0]
         except SourceError as error:
             if len(tensor.chunks) > 1:  # one of them: find out which
-                parts = (located(replace(tensor, chunks=(chunk,))) for chunk in tensor.chunks)
-                return replace(tensor, chunks=tuple(chunk for part in parts for chunk in part.chunks))
+                numbers = range(len(tensor.chunks))
+                parts = (located(replace(tensor, chunks=tensor.chunks.only([number]))) for number in numbers)
+                every = (chunk for part in parts for chunk in part.chunks)
+                return replace(tensor, chunks=Chunks.of(every, len(tensor.shape)))
             where = f"tensor {tensor.key!r} box {tensor.chunks[0].box} in {tensor.chunks[0].item.file}"
             finding = Finding("unreadable", tensor.key, f"{where}: {error}")
             unlocated[tensor.key, tensor.chunks[0].box.lo] = _ChunkResult(where, None, 0, (finding,))

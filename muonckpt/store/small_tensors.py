@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from ..box import Index
-from ..chunks import Boxes, Extent, stored_rows, strides_of
+from ..chunks import Boxes, Extent
 from ..columns import UNKNOWN
 from ..errors import MuonckptError
 from ..fingerprint import as_hex, fingerprint
@@ -37,12 +37,12 @@ def sound_fingerprint(payloads: Payloads, tensor: StateRecord) -> str | None:
     there once, and none is infinite or NaN.
     """
     kind, shape = dtype(tensor.dtype), tensor.shape
-    if strides_of(tensor.chunks) or kind.itemsize > 8 or tensor.boxes.numel.sum() * kind.itemsize > BAND_BYTES:
+    if tensor.chunks.strides or kind.itemsize > 8 or tensor.boxes.numel.sum() * kind.itemsize > BAND_BYTES:
         return None
     words = np.empty(shape, kind.bits)
     try:
         tensor.chunk_layout()
-        for row, (places, part, numel) in zip(stored_rows(tensor.chunks), _places(tensor.boxes), strict=True):
+        for row, (places, part, numel) in zip(tensor.chunks.rows, _places(tensor.boxes), strict=True):
             file, item, item_length, offset, length, digest, recorded = row
             if not numel:
                 continue
@@ -120,7 +120,7 @@ def _frames_agree(manifest: Manifest, payloads: Payloads) -> bool:
     for tensor in manifest.tensors:
         templates = _templates(tensor.dtype, tensor.boxes)
         for (file, item, length, payload, _, _, crc32_of_payload), own in zip(
-            stored_rows(tensor.chunks), templates, strict=True
+            tensor.chunks.rows, templates, strict=True
         ):
             if own is None or (own.length, item + len(own.head)) != (length, payload):
                 return False

@@ -59,11 +59,11 @@ class TensorReader:
 
     def _chunks(self, tensor: StateRecord, box: Box) -> list[Chunk]:
         """The located chunks that have elements of a box."""
-        chunks = [chunk for chunk in tensor.chunks if chunk.box & box]
-        fresh = tuple(chunk for chunk in chunks if (tensor.key, chunk.box.lo) not in self._located)
+        needed = [(number, own.lo) for number, own in enumerate(tensor.boxes) if own & box]
+        fresh = tensor.chunks.only([number for number, lo in needed if (tensor.key, lo) not in self._located])
         (located,) = self._reader.locate((replace(tensor, chunks=fresh),))
         self._located.update({(tensor.key, chunk.box.lo): chunk for chunk in located.chunks})
-        return [self._located[tensor.key, chunk.box.lo] for chunk in chunks]
+        return [self._located[tensor.key, lo] for _, lo in needed]
 
     def _elements(self, tensor: StateRecord, chunk: Chunk, box: Box) -> NDArray[Any]:
         """The elements of a box of a chunk, which is checked if it has not been."""

@@ -9,15 +9,19 @@ import pytest
 from support.manifest_json import spread
 
 from muonckpt.box import MOST_ELEMENTS, Box
+from muonckpt.chunks import no_chunks
 from muonckpt.errors import LayoutError, SourceError
-from muonckpt.record import Blob, Chunk, Extent, Manifest, StateRecord
+from muonckpt.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 from muonckpt.vocabulary import Convention
 
 SCHEMA = json.loads(files("muonckpt").joinpath("manifest.schema.json").read_text())
 
-CHUNKS = (
-    Chunk(Box((0, 0), (2, 3)), Extent("__0_0.distcp", 0, 900), Extent("__0_0.distcp", 704, 24), "0" * 32, 7),
-    Chunk(Box((2, 0), (4, 3)), Extent("__1_0.distcp", 0, 900), None, None, None),
+CHUNKS = Chunks.of(
+    [
+        Chunk(Box((0, 0), (2, 3)), Extent("__0_0.distcp", 0, 900), Extent("__0_0.distcp", 704, 24), "0" * 32, 7),
+        Chunk(Box((2, 0), (4, 3)), Extent("__1_0.distcp", 0, 900), None, None, None),
+    ],
+    2,
 )
 TENSOR = StateRecord(
     key="o.state.w.momentum_buffer",
@@ -33,7 +37,7 @@ TENSOR = StateRecord(
     fingerprint="00112233445566ff",
 )
 MANIFEST = Manifest(
-    (TENSOR, StateRecord("s", ("s",), (), "int64", ())),
+    (TENSOR, StateRecord("s", ("s",), (), "int64", no_chunks(0))),
     (Blob("lr", ("lr",), Extent("__0_0.distcp", 900, 10), "f" * 32),),
     {"step": 3, "note": "ünïcode"},
 )

@@ -17,6 +17,7 @@ from support.resharded import contents, make_job, saved
 from support.sharded import elements_of, manifest_edited
 
 import muonckpt
+from muonckpt.chunks import no_chunks
 from muonckpt.converters.engine.mover import is_direct
 from muonckpt.converters.engine.outputs import OutputItem, Outputs, OutputTensor
 from muonckpt.converters.engine.run import run_job
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def tensor(key: str, *shape: int, slot: str | None = None) -> StateRecord:
-    return StateRecord(key, (key,), shape, "float32", (), slot=slot)
+    return StateRecord(key, (key,), shape, "float32", no_chunks(len(shape)), slot=slot)
 
 
 # --- which rank gets what ---------------------------------------------------------------------------------------------

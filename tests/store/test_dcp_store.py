@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 import muonckpt
 from muonckpt.box import Box, flat_boxes
 from muonckpt.errors import DestinationError, LayoutError, SourceError
-from muonckpt.record import Blob, Chunk, Extent, Manifest, StateRecord
+from muonckpt.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 from muonckpt.store.formats import native
 from muonckpt.store.formats.dcp import directory as dcp
 from muonckpt.store.formats.torch_save import stored_zip
@@ -132,7 +132,9 @@ def write(path: Path, boxes: dict[str, list[Box]], tensors: dict[str, Tensor], g
             ends[file] = item.end
             place = Extent(item.file, start + made.payload_offset, made.payload_length)
             chunks.append(Chunk(box, item, place, crc32=isal_zlib.crc32(payload)))
-        records.append(StateRecord(key, ("a", key.removeprefix("a.")), tuple(tensor.shape), name, tuple(chunks)))
+        records.append(
+            StateRecord(key, ("a", key.removeprefix("a.")), tuple(tensor.shape), name, Chunks.of(chunks, tensor.dim()))
+        )
     return Manifest(tuple(records))
 
 
@@ -180,11 +182,11 @@ def test_blobs_and_metadata_survive_a_rewrite(saved: Path, tmp_path: Path) -> No
 
 def test_ambiguous_manifests_are_not_written() -> None:
     chunk = Chunk(Box((0,), (2,)), Extent("f", 0, 1))
-    tensor = StateRecord("w", ("w",), (2,), "float32", (chunk,))
+    tensor = StateRecord("w", ("w",), (2,), "float32", Chunks.of([chunk], 1))
     for manifest in (
         Manifest((tensor, tensor)),
         Manifest((tensor,), (Blob("w", ("w",), Extent("f", 1, 1)),)),
-        Manifest((replace(tensor, chunks=(chunk, chunk)),)),
+        Manifest((replace(tensor, chunks=Chunks.of([chunk, chunk], 1)),)),
     ):
         with pytest.raises(LayoutError, match="twice"):
             list(dcp.metadata_parts(manifest))

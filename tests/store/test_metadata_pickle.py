@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan
 
 from muonckpt.box import Box
+from muonckpt.chunks import no_chunks
 from muonckpt.errors import SourceError
-from muonckpt.record import Blob, Chunk, Extent, Manifest, StateRecord
+from muonckpt.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 from muonckpt.store.formats.dcp.directory import metadata_parts
 from muonckpt.store.formats.dcp.metadata_pickle import (
     OUR_MARK,
@@ -172,7 +173,9 @@ def test_opcodes_that_are_written_again_say_what_each_object_says() -> None:
         corners = [((lo, 0), (min(lo + 10, shape[0]), 64)) if shape else ((), ()) for lo in starts]
         chunks = [Chunk(Box(*c), Extent(f"__{r}_0.distcp", number << 28, r + 1)) for r, c in enumerate(corners)]
         name = key.format(number)
-        tensors.append(StateRecord(name, ("optimizer", "state", name, number), shape, dtype, tuple(chunks)))
+        tensors.append(
+            StateRecord(name, ("optimizer", "state", name, number), shape, dtype, Chunks.of(chunks, len(shape)))
+        )
     blobs = tuple(Blob(name, ("g", name), Extent("__0_0.distcp", 1 << 40, 9)) for name in ("lr", "mu"))
     data = b"".join(metadata_parts(Manifest(tuple(tensors), blobs)))
     items = [((blob.key, None), blob.item) for blob in blobs]
@@ -192,7 +195,7 @@ def test_opcodes_that_are_written_again_say_what_each_object_says() -> None:
 
 def test_what_cannot_be_read_is_not_written() -> None:
     with pytest.raises(SourceError, match="float31"):
-        list(metadata_parts(Manifest((StateRecord("w", ("w",), (), "float31", ()),))))
+        list(metadata_parts(Manifest((StateRecord("w", ("w",), (), "float31", no_chunks(0)),))))
 
 
 class Call:

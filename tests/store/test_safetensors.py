@@ -22,6 +22,7 @@ from support.whole import assemble, record, write, write_values
 
 import muonckpt
 from muonckpt.box import Box
+from muonckpt.chunks import no_chunks
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.safetensors_files import SafetensorsFile, SafetensorsFolder
 from muonckpt.converters.target.topology import Target
@@ -145,13 +146,13 @@ def test_nothing_that_is_known_of_a_tensor_is_lost(tmp_path):
 @pytest.mark.parametrize("name", sorted(DTYPES.keys() - CODE_OF_DTYPE.keys()))
 def test_what_the_format_cannot_say_is_refused_by_name(name):
     with pytest.raises(SourceError, match=rf"'x': safetensors has no dtype {name}; it has F64|.*{name}"):
-        safetensors.refuse([StateRecord("x", ("x",), (2,), name, ())])
+        safetensors.refuse([StateRecord("x", ("x",), (2,), name, no_chunks(1))])
 
 
 @pytest.mark.parametrize("key", ["__metadata__", "\ud800"])
 def test_names_that_the_format_cannot_say_are_refused(key):
     with pytest.raises(SourceError, match="name"):
-        safetensors.refuse([StateRecord(key, ("x",), (2,), "float32", ())])
+        safetensors.refuse([StateRecord(key, ("x",), (2,), "float32", no_chunks(1))])
 
 
 # --- damaged and hostile files ----------------------------------------------------------------------------------------

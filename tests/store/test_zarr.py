@@ -15,6 +15,7 @@ from support.whole import assemble, write, write_values
 
 import muonckpt
 from muonckpt.box import Box
+from muonckpt.chunks import no_chunks
 from muonckpt.converters.target.zarr_files import ZarrFiles
 from muonckpt.errors import SourceError
 from muonckpt.record import StateRecord
@@ -113,7 +114,9 @@ def test_what_zarr_has_keeps_its_type_and_the_rest_its_bits():
 def test_nothing_that_is_known_of_a_tensor_is_lost(tmp_path):
     facts = {"name": "w", "slot": "momentum_buffer", "convention": Convention.SUM, "pieces": (3, 1)}
     path = ("optimizer", "state", "w", "momentum_buffer")
-    tensor = StateRecord("o.w", path, (4, 3), "bfloat16", (), **facts, layout={"algorithm": "mesh", "version": 1})
+    tensor = StateRecord(
+        "o.w", path, (4, 3), "bfloat16", no_chunks(2), **facts, layout={"algorithm": "mesh", "version": 1}
+    )
     write(tmp_path / "a", ZarrFiles(), [(tensor, np.ones(12, "<u2").tobytes())])
     (found,) = muonckpt.open(tmp_path / "a").manifest.tensors
     for field in ("key", "path", "shape", "dtype", "name", "slot", "convention", "pieces", "layout"):
@@ -194,7 +197,7 @@ def test_an_array_at_the_root_is_a_checkpoint_of_one_tensor(tmp_path):
 
 
 def place(*path: str | int, slot: str | None = None) -> StateRecord:
-    return StateRecord(".".join(map(str, path)), path, (1,), "uint8", (), slot=slot)
+    return StateRecord(".".join(map(str, path)), path, (1,), "uint8", no_chunks(1), slot=slot)
 
 
 def test_a_slot_lies_in_the_group_of_its_parameter_and_any_name_has_a_place(tmp_path):

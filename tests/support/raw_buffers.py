@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from muonckpt.chunks import no_chunks
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.formats import container_of
 from muonckpt.converters.target.topology import ShardRule, Target
@@ -69,7 +70,9 @@ def with_version(path: Path, version: int) -> None:
 def dumped(path: Path, buffers: list[GroupBuffer], values: dict[str, np.ndarray]) -> Path:
     """What somebody else would write who has these buffers in memory: no chunks, no sums."""
     held = [each.parameter for buffer in buffers for each in buffer.layout.parameters]
-    tensors = [StateRecord(p.name, (p.name,), values[p.name].shape, p.dtype, (), slot="momentum_buffer") for p in held]
+    tensors = [
+        StateRecord(p.name, (p.name,), p.shape, p.dtype, no_chunks(len(p.shape)), slot="momentum_buffer") for p in held
+    ]
     records = [each.to_json() for each in flat_buffers.place(buffers)]
     index = spread(json.loads(Manifest(tuple(tensors), (), {"program": "another", "buffers": records}).to_json()))
     path.mkdir()

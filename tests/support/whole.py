@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from muonckpt.box import Box
+from muonckpt.chunks import no_chunks
 from muonckpt.converters.engine.outputs import Outputs, OutputTensor
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.container import Container
@@ -25,7 +26,8 @@ from support.sharded import bits
 
 
 def record(key: str, value: torch.Tensor, **facts) -> StateRecord:
-    return StateRecord(key, (key,), tuple(value.shape), str(value.dtype).removeprefix("torch."), (), **facts)
+    dtype = str(value.dtype).removeprefix("torch.")
+    return StateRecord(key, (key,), tuple(value.shape), dtype, no_chunks(value.dim()), **facts)
 
 
 def write(path: Path, container: Container, tensors: Iterable[tuple[StateRecord, bytes]], **how: Any) -> Manifest:

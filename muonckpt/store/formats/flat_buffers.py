@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...box import Box
+from ...chunks import in_columns
 from ...errors import DamageError, LayoutError, SourceError
 from ...layouts.buffers.buffer_layout import rank_of
 from ...layouts.buffers.group_buffer import GroupBuffer
@@ -160,7 +161,8 @@ def _placed(tensors: Sequence[StateRecord], stored: Sequence[StoredBuffer]) -> t
             if dtypes.get(key) != dtype:
                 raise SourceError(f"a buffer of {dtype} holds tensor {key!r}; the index lists it as {dtypes.get(key)}")
             chunks[key].setdefault(chunk.box, chunk)
-    return tuple(replace(tensor, chunks=_with_sums(tensor, chunks[tensor.key])) for tensor in tensors)
+    placed = in_columns((_with_sums(tensor, chunks[tensor.key]), len(tensor.shape)) for tensor in tensors)
+    return tuple(replace(tensor, chunks=own) for tensor, own in zip(tensors, placed, strict=True))
 
 
 def _with_sums(tensor: StateRecord, expected: Mapping[Box, Chunk]) -> tuple[Chunk, ...]:

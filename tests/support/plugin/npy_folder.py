@@ -12,7 +12,7 @@ from numpy.lib import format as npy
 
 from muonckpt.box import Box
 from muonckpt.errors import DamageError
-from muonckpt.record import Chunk, Extent, Manifest, StateRecord
+from muonckpt.record import Chunk, Chunks, Extent, Manifest, StateRecord
 from muonckpt.store.io.location import Location
 from muonckpt.store.io.regular import open_regular
 from muonckpt.store.reading.payloads import Payloads
@@ -45,7 +45,8 @@ def record(file: Location) -> StateRecord:
         size = dtype.itemsize * Box.of(shape).numel
         if fortran_order or payload.length != size:
             raise DamageError(f"{file}: expected {size} bytes of elements row by row, found {payload.length}")
-    return StateRecord(key, (key,), shape, dtype.name, (Chunk(Box.of(shape), payload, payload),))
+    chunks = Chunks.of([Chunk(Box.of(shape), payload, payload)], len(shape))
+    return StateRecord(key, (key,), shape, dtype.name, chunks)
 
 
 FORMAT = Format("a folder of .npy files", reader, ("*.npy",))

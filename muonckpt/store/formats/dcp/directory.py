@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ....box import Box
-from ....chunks import Boxes, in_columns, stored_items
+from ....chunks import Boxes, in_columns
 from ....errors import DamageError, LayoutError, SourceError, about
 from ....record import Blob, Chunk, Extent, Manifest, StateRecord
 from ....vocabulary import KeyPath
@@ -80,9 +80,7 @@ def metadata_parts(manifest: Manifest) -> Iterator[bytes]:
 
 
 def _entry(tensor: StateRecord) -> TensorEntry:
-    return TensorEntry(
-        tensor.key, tensor.path, tensor.dtype, tensor.shape, tensor.boxes, lambda: stored_items(tensor.chunks)
-    )
+    return TensorEntry(tensor.key, tensor.path, tensor.dtype, tensor.shape, tensor.boxes, lambda: tensor.chunks.items)
 
 
 def _check_offsets(key: str, boxes: Boxes) -> None:
@@ -128,16 +126,22 @@ def _manifest(metadata: Metadata) -> Manifest:
     for key, offsets in metadata.storage.keys() - planned:
         raise DamageError(f"expected items of known tensors only, found one for {key!r} at offsets {offsets}")
     optimizers = _optimizers(metadata.paths)
-    tensors = [_record(key, tensor, metadata, optimizers) for key, tensor in metadata.tensors.items()]
-    stored = in_columns([(tensor.chunks, tensor.shape) for tensor in tensors])
     return Manifest(
-        tuple(replace(tensor, chunks=chunks) for tensor, chunks in zip(tensors, stored, strict=True)),
+        tuple(_records(metadata, optimizers)),
         tuple(Blob(key, _path(key, metadata), _extent(key, None, metadata)) for key in metadata.blobs),
         {"format": "torch.distributed.checkpoint", "version": metadata.version, "not_kept": list(metadata.extra)},
     )
 
 
-def _record(key: str, tensor: TensorMeta, metadata: Metadata, optimizers: Collection[KeyPath]) -> StateRecord:
+def _records(metadata: Metadata, optimizers: Collection[KeyPath]) -> Iterator[StateRecord]:
+    listed = [(_chunks(key, tensor, metadata), len(tensor.size)) for key, tensor in metadata.tensors.items()]
+    for (key, tensor), chunks in zip(metadata.tensors.items(), in_columns(listed), strict=True):
+        path = _path(key, metadata)
+        name, slot = _optimizer_state(path, optimizers)
+        yield StateRecord(key, path, tensor.size, tensor.dtype, chunks, name=name, slot=slot)
+
+
+def _chunks(key: str, tensor: TensorMeta, metadata: Metadata) -> list[Chunk]:
     chunks = []
     for offsets, sizes in tensor.chunks:
         if not len(offsets) == len(sizes) == len(tensor.size):
@@ -146,9 +150,7 @@ def _record(key: str, tensor: TensorMeta, metadata: Metadata, optimizers: Collec
         if any(hi > size for hi, size in zip(box.hi, tensor.size, strict=True)):
             raise DamageError(f"tensor {key!r}: expected boxes within shape {tensor.size}, found {box}")
         chunks.append(Chunk(box, _extent(key, offsets, metadata)))
-    path = _path(key, metadata)
-    name, slot = _optimizer_state(path, optimizers)
-    return StateRecord(key, path, tensor.size, tensor.dtype, tuple(chunks), name=name, slot=slot)
+    return chunks
 
 
 def _extent(key: str, offsets: tuple[int, ...] | None, metadata: Metadata) -> Extent:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from ....chunks import in_columns
 from ....errors import SourceError
 from ....record import Chunk, Extent, StateRecord
 from ...io.location import Location, at_each
@@ -39,7 +40,8 @@ def located(path: Location, tensors: Sequence[StateRecord]) -> tuple[StateRecord
                     raise SourceError(f"{where}: {error}") from error
 
     at_each(path, read_items, [list(own_chunks) for _, own_chunks in groupby(jobs, key=lambda job: job[0].file)])
-    return tuple(replace(tensor, chunks=tuple(own_chunks)) for tensor, own_chunks in zip(tensors, chunks, strict=True))
+    found = in_columns((own, len(tensor.shape)) for tensor, own in zip(tensors, chunks, strict=True))
+    return tuple(replace(tensor, chunks=own) for tensor, own in zip(tensors, found, strict=True))
 
 
 _READ_WHOLE = 4096

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from ....chunks import on_columns
 from ....errors import SourceError
-from ....record import Blob, Chunk, Extent, Manifest, StateRecord
+from ....record import Blob, Manifest, StateRecord
 from ....vocabulary import KeyPath
 from ...io.location import Location
 from ...reading.payloads import Payloads
@@ -91,18 +92,19 @@ def _holds_both(outline: Manifest) -> bool:
 def _moved(outline: Manifest, folder: str, named: bool) -> Manifest:
     """The outline with files, and keys if they are ``named``, as they are seen from the folder above."""
 
-    def item(extent: Extent) -> Extent:
-        return replace(extent, file=f"{folder}/{extent.file}")
-
-    def chunk(stored: Chunk) -> Chunk:
-        return replace(stored, item=item(stored.item))
+    def file(name: str) -> str:
+        return f"{folder}/{name}"
 
     def key(entry: StateRecord | Blob) -> tuple[str, KeyPath]:
         return (f"{folder}.{entry.key}", (folder, *entry.path)) if named else (entry.key, entry.path)
 
+    moved = on_columns((tensor.chunks for tensor in outline.tensors), outline.columns.renamed(file))
     tensors = tuple(
-        replace(tensor, key=key(tensor)[0], path=key(tensor)[1], chunks=tuple(map(chunk, tensor.chunks)))
-        for tensor in outline.tensors
+        replace(tensor, key=key(tensor)[0], path=key(tensor)[1], chunks=chunks)
+        for tensor, chunks in zip(outline.tensors, moved, strict=True)
     )
-    blobs = tuple(replace(blob, key=key(blob)[0], path=key(blob)[1], item=item(blob.item)) for blob in outline.blobs)
+    blobs = tuple(
+        replace(blob, key=key(blob)[0], path=key(blob)[1], item=replace(blob.item, file=file(blob.item.file)))
+        for blob in outline.blobs
+    )
     return replace(outline, tensors=tensors, blobs=blobs)

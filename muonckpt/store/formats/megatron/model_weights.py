@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ....box import Box, Index
 from ....errors import SourceError
-from ....record import Chunk, StateRecord
+from ....record import Chunk, Chunks, StateRecord
 from ....vocabulary import MASTER
 from ...io.location import Location
 from ...reading.payloads import Payloads, as_words, elements
@@ -98,7 +98,7 @@ def whole_tensor(path: tuple[str, ...], tensor: SavedTensor) -> StateRecord:
     """The record of a tensor that is stored as one chunk."""
     box = Box((0,) * len(tensor.shape), tensor.shape)
     chunk = Chunk(box, tensor.payload, tensor.payload, crc32=tensor.crc32)
-    return StateRecord(".".join(path), path, tensor.shape, tensor.dtype, (chunk,))
+    return StateRecord(".".join(path), path, tensor.shape, tensor.dtype, Chunks.of([chunk], box.ndim))
 
 
 def _rounded(words: NDArray[Any], dtype: str) -> NDArray[Any]:

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 
 from ....box import Box
 from ....errors import SourceError
-from ....record import Chunk, Extent, StateRecord
+from ....record import Chunk, Chunks, Extent, StateRecord
 from ...io.checksums import crc32
 from ...io.location import Location
 from ...reading.payloads import Payloads, compare
@@ -119,7 +119,7 @@ class TensorParallelism:
             lo, hi = [0] * len(shape), [*shape]
             lo[cut.dim], hi[cut.dim] = lies_at, lies_at + length
             chunks.append(_range(chunk, Box(tuple(lo), tuple(hi)), start, cut))
-        return replace(first, shape=tuple(shape), chunks=tuple(chunks), layout=None)
+        return replace(first, shape=tuple(shape), chunks=Chunks.of(chunks, len(shape)), layout=None)
 
     def check_masters(self, rank: int, states: Mapping[str, ParameterState]) -> None:
         """Compare the cuts with what masters in the files of a rank say of themselves.

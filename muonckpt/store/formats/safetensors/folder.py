@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....box import Box
+from ....chunks import in_columns
 from ....errors import DamageError, DestinationError, SourceError, about
 from ....fingerprint import as_hex
 from ....record import Chunk, Extent, Manifest, StateRecord
@@ -102,13 +103,17 @@ def front(tensors: Sequence[StateRecord], provenance: Mapping[str, Any], sums: S
         DestinationError: the header would be longer than readers accept.
     """
     none = Sums()
-    entries, described, start = {}, [], 0
-    for tensor, (digest, share) in zip(tensors, sums or [(none.digest, none.share)] * len(tensors), strict=True):
+    entries, chunks, start = {}, [], 0
+    sums = sums or [(none.digest, none.share)] * len(tensors)
+    for tensor, (digest, _) in zip(tensors, sums, strict=True):
         place = Extent(_DATA, start, length_of(tensor))
         entries[tensor.key] = HeaderEntry(tensor.dtype, tensor.shape, start, place.end)
-        chunk = Chunk(Box.of(tensor.shape), place, place, digest)
-        described.append(dataclasses.replace(tensor, chunks=(chunk,), fingerprint=as_hex(share)))
+        chunks.append(([Chunk(Box.of(tensor.shape), place, place, digest)], len(tensor.shape)))
         start = place.end
+    described = (
+        dataclasses.replace(tensor, chunks=own, fingerprint=as_hex(share))
+        for tensor, own, (_, share) in zip(tensors, in_columns(chunks), sums, strict=True)
+    )
     # "format" tells Hugging Face libraries whose tensors these are; some refuse a file without it.
     manifest = Manifest(tuple(described), (), provenance).to_json()
     head = Header(entries, {"format": "pt", MANIFEST_KEY: manifest}).encode()
@@ -227,18 +232,20 @@ def _read_file(file: Location, index: _Index | None) -> tuple[Mapping[str, Any],
     lost = sorted(known.keys() - file_header.entries.keys())
     if lost:
         raise DamageError(f"expected tensor {lost[0]!r}, which {METADATA_KEY} describes; found none")
-    tensors = []
+    stored = []
     for key, entry in file_header.entries.items():
-        place = Extent(file.name, start + entry.start, entry.stop - entry.start)
-        chunk = Chunk(Box.of(entry.shape), place, place)
+        place, box = Extent(file.name, start + entry.start, entry.stop - entry.start), Box.of(entry.shape)
         tensor = known.get(key)
-        if tensor is None:
-            tensors.append(StateRecord(key, (key,), entry.shape, entry.dtype, (chunk,)))
-            continue
-        if (tensor.dtype, tensor.shape, [c.box for c in tensor.chunks]) != (entry.dtype, entry.shape, [chunk.box]):
+        if tensor and (tensor.dtype, tensor.shape, [*tensor.boxes]) != (entry.dtype, entry.shape, [box]):
             raise DamageError(
                 f"tensor {key!r}: {entry.dtype} of shape {entry.shape}, but {METADATA_KEY} says otherwise"
             )
-        digest = tensor.chunks[0].digest
-        tensors.append(dataclasses.replace(tensor, chunks=(dataclasses.replace(chunk, digest=digest),)))
+        digest = None if tensor is None else tensor.chunks[0].digest
+        stored.append(([Chunk(box, place, place, digest)], len(entry.shape)))
+    tensors = [
+        dataclasses.replace(known[key], chunks=chunks)
+        if key in known
+        else StateRecord(key, (key,), entry.shape, entry.dtype, chunks)
+        for (key, entry), chunks in zip(file_header.entries.items(), in_columns(stored), strict=True)
+    ]
     return recorded.provenance, tensors

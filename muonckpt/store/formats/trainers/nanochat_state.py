@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from ....box import Box, Index
 from ....errors import DamageError, SourceError, about
-from ....record import Chunk, Extent, Manifest, StateRecord
+from ....record import Chunk, Chunks, Extent, Manifest, StateRecord
 from ....vocabulary import MOMENTUM, PARAMS, Convention, KeyPath
 from ...io.location import Location
 from ...reading.dtypes import itemsize
@@ -237,7 +237,7 @@ def _rows(name: str, slot: str, parts: Sequence[_Part], weight: Index | None) ->
     return _record(name, slot, cut, dtype, chunks)
 
 
-def _record(name: str, slot: str, shape: Index, dtype: str, chunks: tuple[Chunk, ...]) -> StateRecord:
+def _record(name: str, slot: str, shape: Index, dtype: str, chunks: Sequence[Chunk]) -> StateRecord:
     path = (_OPTIMIZER, "state", name, slot)
     convention = Convention.EMA if slot == MOMENTUM else None
-    return StateRecord(key_of_path(path), path, shape, dtype, chunks, name, slot, convention)
+    return StateRecord(key_of_path(path), path, shape, dtype, Chunks.of(chunks, len(shape)), name, slot, convention)

@@ -23,7 +23,7 @@ from functools import lru_cache
 from ....box import Index, row_major
 from ....errors import DamageError, SourceError, about
 from ....layouts.mesh import Mesh, fragments_on, local_shape
-from ....record import Chunk, Extent, Manifest, StateRecord
+from ....record import Chunk, Chunks, Extent, Manifest, StateRecord
 from ....vocabulary import KeyPath
 from ...io.location import Location
 from ...reading.dtypes import itemsize
@@ -282,7 +282,7 @@ class _Joined:
                             f"{files[rank]} differ"
                         )
                     )
-        own = tuple(chunk for chunk, _ in chunks.values())
+        own = Chunks.of((chunk for chunk, _ in chunks.values()), len(first.shape))
         self.tensors.append(StateRecord(key_of_path(path), path, first.shape, first.dtype, own))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ....errors import SourceError, about
-from ....record import Blob, Chunk, Extent, StateRecord
+from ....record import Blob, Chunk, Chunks, Extent, StateRecord
 from ....vocabulary import KeyPath
 from ...io import limits
 from ..torch_save.inert_pickle import Record, expect
@@ -49,7 +49,7 @@ def key_of_path(path: KeyPath) -> str:
 
 def whole_record(path: KeyPath, dtype: str, chunk: Chunk) -> StateRecord:
     """A tensor in one chunk."""
-    return StateRecord(key_of_path(path), path, chunk.box.shape, dtype, (chunk,))
+    return StateRecord(key_of_path(path), path, chunk.box.shape, dtype, Chunks.of([chunk], chunk.box.ndim))
 
 
 def leaves(file: TorchFile, content: object, root: KeyPath) -> Iterator[tuple[KeyPath, object]]:

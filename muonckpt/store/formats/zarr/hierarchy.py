@@ -16,7 +16,7 @@ import numpy as np
 
 from ....box import Box
 from ....errors import DamageError, SourceError, about
-from ....record import Chunk, Extent, Manifest, StateRecord
+from ....record import Chunk, Chunks, Extent, Manifest, StateRecord
 from ....seal import check_digest
 from ...io import limits
 from ...io.location import Location
@@ -133,10 +133,11 @@ def _nodes(path: Location) -> tuple[Mapping[str, Any], list[ZarrArray]]:
 
 def _record(path: Location, array: ZarrArray) -> StateRecord:
     with about(path / array.node):
-        chunks = tuple(_chunks(path, array)) if 0 not in array.shape else ()
+        chunks = list(_chunks(path, array)) if 0 not in array.shape else []
         if MANIFEST_ATTRIBUTE not in array.attributes:
             parts = tuple(array.node.split("/"))
-            return StateRecord(array.node or path.name, parts, array.shape, array.dtype, chunks)
+            stored = Chunks.of(chunks, len(array.shape))
+            return StateRecord(array.node or path.name, parts, array.shape, array.dtype, stored)
         entry = array.attributes[MANIFEST_ATTRIBUTE]
         if not isinstance(entry, dict):
             raise DamageError(f"damaged attribute {MANIFEST_ATTRIBUTE!r}")
@@ -150,8 +151,8 @@ def _record(path: Location, array: ZarrArray) -> StateRecord:
         digests = entry.get("digests", [None] * len(chunks))
         if len(digests) != len(chunks):
             raise DamageError(f"expected {len(digests)} chunks, as attribute {MANIFEST_ATTRIBUTE!r} says")
-        sealed = zip(chunks, digests, strict=True)
-        return dataclasses.replace(tensor, chunks=tuple(dataclasses.replace(c, digest=digest) for c, digest in sealed))
+        sealed = (dataclasses.replace(c, digest=digest) for c, digest in zip(chunks, digests, strict=True))
+        return dataclasses.replace(tensor, chunks=Chunks.of(sealed, len(tensor.shape)))
 
 
 def _check_root(path: Location, attributes: Mapping[str, Any], arrays: Sequence[ZarrArray]) -> None:
