@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from .box import MOST_DIMS, MOST_ELEMENTS, Index
 from .chunk_columns import ColumnReader, ColumnWriter
 from .chunk_fields import ObjectReader
-from .chunks import Boxes, Chunk, Chunks, Extent, columns_of, layout_in_boxes
+from .chunks import Boxes, Chunk, Chunks, Extent, columns_of, layout_in_boxes, no_chunks, on_columns
 from .columns import Column, Columns
 from .errors import DamageError, LayoutError, SourceError, about
 from .json_fields import compact, free_form, integers, key_path, matching, optional, string, whole_number
@@ -27,7 +27,18 @@ from .layout import TensorLayout
 from .seal import check_seal, sealed_parts
 from .vocabulary import Convention, KeyPath
 
-__all__ = ["MANIFEST_FILE", "MANIFEST_VERSION", "Blob", "Boxes", "Chunk", "Chunks", "Extent", "Manifest", "StateRecord"]
+__all__ = [
+    "MANIFEST_FILE",
+    "MANIFEST_VERSION",
+    "Blob",
+    "Boxes",
+    "Chunk",
+    "Chunks",
+    "Extent",
+    "Manifest",
+    "StateRecord",
+    "no_chunks",
+]
 
 T = TypeVar("T")
 
@@ -128,6 +139,17 @@ class Manifest:
     def elements(self) -> Column:
         """The number of elements of each chunk, in the order of `columns`."""
         return np.concatenate([np.zeros(0, np.int64), *(tensor.boxes.numel for tensor in self.tensors)])
+
+    def moved(self, name_of: Callable[[str], str]) -> Manifest:
+        """The same tensors and items in files of other names.
+
+        Raises:
+            SourceError: a name is refused.
+        """
+        chunks = on_columns((tensor.chunks for tensor in self.tensors), self.columns.renamed(name_of))
+        tensors = (replace(tensor, chunks=own) for tensor, own in zip(self.tensors, chunks, strict=True))
+        blobs = (replace(blob, item=replace(blob.item, file=name_of(blob.item.file))) for blob in self.blobs)
+        return replace(self, tensors=tuple(tensors), blobs=tuple(blobs))
 
     def to_json(self) -> str:
         """The text of the manifest file: one line per tensor and blob, so that it can be read and compared.

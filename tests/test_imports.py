@@ -36,7 +36,7 @@ RULES = {
     "vocabulary": "",
     "seal": "errors",
     "wording": "",
-    "columns": "errors",
+    "columns": "errors box",
     "chunks": "errors box columns layout",
     "chunk_fields": "errors box chunks columns",
     "chunk_columns": "errors box chunks chunk_fields columns",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
-from ...chunks import on_columns
 from ...layout import Buffer, TensorLayout
-from ...record import Blob, Chunk, Extent, Manifest, StateRecord
+from ...record import Blob, Chunk, Extent, Manifest
 from ...store.io.location import Location
 from ...store.io.regular import FileBytes
 from ...store.open_checkpoint import OpenCheckpoint
@@ -76,11 +75,9 @@ class JoinedCheckpoints:
     @cached_property
     def manifest(self) -> Manifest:
         """The tensors and items of all, under their own keys."""
-        return Manifest(
-            tuple(tensor for i, part in enumerate(self.parts) for tensor in _moved_tensors(part.manifest, i)),
-            tuple(_moved_blob(blob, i) for i, part in enumerate(self.parts) for blob in part.manifest.blobs),
-            self.provenance,
-        )
+        moved = [part.manifest.moved(partial(_name, number)) for number, part in enumerate(self.parts)]
+        tensors = tuple(tensor for manifest in moved for tensor in manifest.tensors)
+        return Manifest(tensors, tuple(blob for manifest in moved for blob in manifest.blobs), self.provenance)
 
 
 def joined_tensor(tensor: OutputTensor, part: int) -> OutputTensor:
@@ -104,19 +101,18 @@ def joined_item(item: OutputItem, part: int) -> OutputItem:
     return item if item.source is None else replace(item, source=_moved_blob(item.source, part))
 
 
+def _name(part: int, file: str) -> str:
+    """What a file of a part is called here."""
+    return f"{part}/{file}"
+
+
 def _moved(extent: Extent, part: int) -> Extent:
-    return replace(extent, file=f"{part}/{extent.file}")
+    return replace(extent, file=_name(part, extent.file))
 
 
 def _moved_chunk(chunk: Chunk, part: int) -> Chunk:
     payload = None if chunk.payload is None else _moved(chunk.payload, part)
     return replace(chunk, item=_moved(chunk.item, part), payload=payload)
-
-
-def _moved_tensors(manifest: Manifest, part: int) -> Iterator[StateRecord]:
-    columns = manifest.columns.renamed(lambda file: f"{part}/{file}")
-    moved = on_columns((tensor.chunks for tensor in manifest.tensors), columns)
-    return (replace(tensor, chunks=chunks) for tensor, chunks in zip(manifest.tensors, moved, strict=True))
 
 
 def _moved_blob(blob: Blob, part: int) -> Blob:

@@ -11,10 +11,9 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from ...box import Box, Index
-from ...chunks import no_chunks
 from ...errors import SourceError
 from ...layout import Fragment, Place, TensorLayout
-from ...record import StateRecord
+from ...record import StateRecord, no_chunks
 from ...vocabulary import Convention
 from ..engine.checklist import Action, Findings
 from ..engine.outputs import OutputTensor

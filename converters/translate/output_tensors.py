@@ -7,10 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
 from ...box import Box
-from ...chunks import no_chunks
 from ...errors import SourceError
 from ...layout import TensorLayout, dense
-from ...record import StateRecord
+from ...record import StateRecord, no_chunks
 from ...store.stored_items import scalar_bytes
 from ...vocabulary import Convention, KeyPath
 from ..engine.outputs import OutputItem, OutputTensor

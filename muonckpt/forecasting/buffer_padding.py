@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 
 from ..box import Index
-from ..chunks import no_chunks
 from ..converters.target.buffer_layouts import cut_parts, placed_in
 from ..converters.target.topology import LAYOUTS, ROWS, AxisCut, Target
 from ..layouts.buffers.balanced import newton_schulz
 from ..layouts.buffers.buffer_layout import BufferLayout, rank_of
 from ..layouts.buffers.parameters import GroupSizes, Parameter
 from ..layouts.buffers.placements import ToPlace
-from ..record import StateRecord
+from ..record import StateRecord, no_chunks
 from .model_tensors import ModelParameter
 from .rank_memory import Shares
 

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 
 from ..box import Index
-from ..chunks import no_chunks
 from ..converters.look.holders import balance_of
 from ..converters.target.topology import AxisCut, ShardRule, Target
 from ..layout import TensorLayout
 from ..layouts.mesh import AxisPlacement, Replicate, Shard, mesh_layout
 from ..layouts.owned import owned_layout
-from ..record import StateRecord
+from ..record import StateRecord, no_chunks
 from .buffer_padding import buffer_padding
 from .durations import Rates, StepSeconds, step_seconds
 from .exchange_bytes import Counts, MuonOptions, StepPlan, step_plan

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
-from ....chunks import on_columns
 from ....errors import SourceError
 from ....record import Blob, Manifest, StateRecord
 from ....vocabulary import KeyPath
@@ -91,20 +91,12 @@ def _holds_both(outline: Manifest) -> bool:
 
 def _moved(outline: Manifest, folder: str, named: bool) -> Manifest:
     """The outline with files, and keys if they are ``named``, as they are seen from the folder above."""
+    moved = outline.moved(lambda file: f"{folder}/{file}")
+    if not named:
+        return moved
 
-    def file(name: str) -> str:
-        return f"{folder}/{name}"
+    def key(entry: StateRecord | Blob) -> dict[str, Any]:
+        return {"key": f"{folder}.{entry.key}", "path": (folder, *entry.path)}
 
-    def key(entry: StateRecord | Blob) -> tuple[str, KeyPath]:
-        return (f"{folder}.{entry.key}", (folder, *entry.path)) if named else (entry.key, entry.path)
-
-    moved = on_columns((tensor.chunks for tensor in outline.tensors), outline.columns.renamed(file))
-    tensors = tuple(
-        replace(tensor, key=key(tensor)[0], path=key(tensor)[1], chunks=chunks)
-        for tensor, chunks in zip(outline.tensors, moved, strict=True)
-    )
-    blobs = tuple(
-        replace(blob, key=key(blob)[0], path=key(blob)[1], item=replace(blob.item, file=file(blob.item.file)))
-        for blob in outline.blobs
-    )
-    return replace(outline, tensors=tensors, blobs=blobs)
+    tensors = tuple(replace(tensor, **key(tensor)) for tensor in moved.tensors)
+    return replace(moved, tensors=tensors, blobs=tuple(replace(blob, **key(blob)) for blob in moved.blobs))
