@@ -1,7 +1,7 @@
 """Moving the bytes of one job: the part of offline work that touches data.
 
 One thread writes a file from its first byte to its last, in bands of bounded size, and computes checksums on the way.
-A chunk of the source is checked by the checksums of what is copied from it, or before anything is.
+A chunk of the source is checked by the CRC-32s of what is read of it, or if it has none, before anything is copied.
 No tensor is ever deserialised.  If every copy of a chunk is one run of bytes on both sides, as for rows, the bytes go
 directly from the source to the file; otherwise bands are assembled in memory.  Both give the same file.
 """
@@ -74,6 +74,7 @@ class Mover:
         self._staged, self._drafts = staging.place, staging.drafts
         self.unchecked = unchecked
         self._payloads = payloads
+        self._gathered = threading.local()
         self._copied = CopiedRuns(payloads, unchecked, progress)
         self._band_bytes = min(band_bytes, LARGEST_BAND)
         self._read_bytes = min(band_bytes // 4, READ_BYTES)  # a thread keeps three of them
@@ -267,11 +268,10 @@ class Mover:
     ) -> Generator[None, None, ChunkSums]:
         """Compute the sums of a chunk's elements, and pass their bytes on in order; pauses after every band."""
         sums = Sums(chunk.frame.checksum_of)
-        direct = is_direct(chunk)
         for source in _sources(chunk):
-            if not (direct and _adds_up(chunk, source)):
+            if source.crc32 is None:
                 self.check(source.item)
-        parts = self._direct(chunk, sums) if direct else self._assembled(chunk)
+        parts = self._direct(chunk, sums) if is_direct(chunk) else self._assembled(chunk)
         for words, origin in parts:
             self._raise_if_stopped()
             put(sums.add(words, origin))
@@ -283,16 +283,17 @@ class Mover:
 
         Whoever takes them adds them to ``sums``, which tell whether they are what the source should have.
         """
-        size = itemsize(chunk.tensor.dtype)
+        size, adds_up = itemsize(chunk.tensor.dtype), chunk.frame.checksum_of is crc32_of
         for copy in sorted(chunk.copies, key=lambda copy: copy.target.offset):
-            start, before = copy.source.offset, sums.checksum
+            start, before, source = copy.source.offset, sums.checksum, chunk.output.chunks.get(copy.source.buffer)
             for band in bands(copy.box, self._band_numel(copy.box, size)):
                 for box in band.boxes:
                     raw = bytes_of(self._payloads, chunk.output, copy.source.buffer, start, box.numel)
+                    if source is not None and not adds_up:
+                        self._copied.read(source, start * size, raw)
                     yield as_words(raw, chunk.tensor.dtype, box.shape), box.lo
                     start += box.numel
-            source = chunk.output.chunks.get(copy.source.buffer)
-            if source is not None and _adds_up(chunk, source):
+            if adds_up and source is not None and source.crc32 is not None:
                 crc32 = crc32_joined(before, sums.checksum, copy.box.numel * size)
                 self._copied.add(source, copy.source.offset * size, start * size, crc32)
 
@@ -304,7 +305,15 @@ class Mover:
         numel = max(min(self._band_numel(chunk.stored.box, size), one_read), 1)
         for band in bands(chunk.stored.box, numel):
             for box in band.boxes:
-                yield chunk.output.elements(self._payloads, fragments, box), box.lo
+                yield chunk.output.elements(self._payloads, fragments, box, self._copied.read, self._room), box.lo
+
+    def _room(self, shape: Index, bits: str) -> Words:
+        """Memory of this thread, which the next band overwrites: fresh memory has to be cleared by the system."""
+        length = math.prod(shape) * np.dtype(bits).itemsize
+        if len(getattr(self._gathered, "bytes", b"")) < length:
+            self._gathered.bytes = np.empty(length, np.uint8)
+        memory: NDArray[np.uint8] = self._gathered.bytes
+        return memory[:length].view(bits).reshape(shape)
 
     def _numel_of_a_read(self, copy: Copy, size: int) -> int:
         """How many elements of a copy one read of its source can gather."""
@@ -329,11 +338,6 @@ def _sources(chunk: OutputChunk) -> list[Chunk]:
         if copy.source.buffer in stored
     }
     return [sources[item] for item in sorted(sources, key=lambda item: (item.file, item.offset))]
-
-
-def _adds_up(chunk: OutputChunk, source: Chunk) -> bool:
-    """Whether the checksum of a directly copied chunk tells that of what is copied from this source."""
-    return source.crc32 is not None and chunk.frame.checksum_of is crc32_of
 
 
 def is_direct(chunk: OutputChunk) -> bool:

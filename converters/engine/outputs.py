@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
+import numpy as np
+
 from ...box import Box
 from ...chunks import Chunks, row_of, rows_numbered
 from ...columns import Row
@@ -20,7 +22,7 @@ from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Payloads, payload_of
 from ..translate.conventions import Words, scaled
 from .checklist import Check
-from .elements import gather_elements
+from .elements import ChunkReads, Room, gather_elements, unseen
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +91,19 @@ class OutputTensor:
             return id(self.chunks.chunks), buffer
         return self.chunks[buffer].item
 
-    def elements(self, payloads: Payloads, fragments: Iterable[Fragment], box: Box) -> Words:
-        """The elements of a box to write, dense.  ``fragments`` must cover the box, without overlaps."""
-        words = gather_elements(payloads, self, fragments, box)
+    def elements(
+        self,
+        payloads: Payloads,
+        fragments: Iterable[Fragment],
+        box: Box,
+        reads: ChunkReads = unseen,
+        room: Room = np.empty,
+    ) -> Words:
+        """The elements of a box to write, dense.  ``fragments`` must cover the box, without overlaps.
+
+        ``reads`` sees what is read of the source; the elements may be in memory of ``room``.
+        """
+        words = gather_elements(payloads, self, fragments, box, reads, room)
         if not self.computed:
             return words
         by = 1.0 if self.scale is None else self.scale

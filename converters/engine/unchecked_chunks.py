@@ -51,6 +51,13 @@ class UncheckedChunks:
         answer: list[bool] = taken.tolist()
         return answer
 
+    def waits(self, item: Extent) -> bool:
+        """Whether the chunk in an item is still to be checked; False for items that are not the source's."""
+        if item.file not in self._by_file:
+            return False
+        rows, found = self._rows(item.file, [item.offset])
+        return bool(found[0] and self._waiting[rows[0]])
+
     def at(self, item: Extent) -> tuple[StateRecord, Chunk]:
         """The chunk in an item that is one of the source's."""
         rows, _ = self._rows(item.file, [item.offset])

@@ -25,7 +25,7 @@ from ...store.reading.payloads import Payloads, check_chunk
 from ...store.stored_items import checked_blob
 from ..compare.numeric import F64, as_float64
 from ..compare.plain_items import same_value
-from ..engine.elements import gather_elements
+from ..engine.elements import ChunkReads, Room, gather_elements, unseen
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from ..translate.conventions import Words
 from ..translate.detection import detect
@@ -62,7 +62,14 @@ class AveragedTensor(OutputTensor):
         of_terms = [term.copies(boxes) for term in self.terms]
         return tuple(tuple(copy for copies in of_box for copy in copies) for of_box in zip(*of_terms, strict=True))
 
-    def elements(self, payloads: Payloads, fragments: Iterable[Fragment], box: Box) -> Words:
+    def elements(
+        self,
+        payloads: Payloads,
+        fragments: Iterable[Fragment],
+        box: Box,
+        reads: ChunkReads = unseen,
+        room: Room = np.empty,
+    ) -> Words:
         owners = {buffer: i for i, term in enumerate(self.terms) for buffer in (*term.chunks, *term.in_memory)}
         own: defaultdict[int, list[Fragment]] = defaultdict(list)
         for fragment in fragments:
@@ -70,11 +77,11 @@ class AveragedTensor(OutputTensor):
         scales = [1 if term.scale is None else Fraction(term.scale) for term in self.terms]
         coefficients = AverageWeights.of([w * scale for w, scale in zip(self.weights, scales, strict=True)])
         significand = max(SIGNIFICAND[term.source_record.dtype] for term in self.terms)
-        words = np.empty(box.shape, dtype(self.record.dtype).bits)
+        words = room(box.shape, dtype(self.record.dtype).bits)
 
         def numbers(i: int, part: Box) -> F64:
             term = self.terms[i]
-            values = as_float64(gather_elements(payloads, term, own[i], part), term.source_record.dtype)
+            values = as_float64(gather_elements(payloads, term, own[i], part, reads), term.source_record.dtype)
             assert values is not None, "only tensors of numbers are averaged"
             return values
 

@@ -23,7 +23,7 @@ from ..io.location import Location
 from ..io.regular import FileBytes, Held, open_regular
 from .dtypes import dtype, itemsize
 from .strided import batches, blocks, span, strided
-from .windows import Windows
+from .windows import Reads, Windows
 
 BAND_BYTES = 2 << 20
 """Bytes that are read and checked at a time: enough to amortise calls, few enough to stay in cache in between."""
@@ -102,26 +102,38 @@ class Payloads:
         self.gather_into(gathered, payload, name, place, shape)
         return gathered
 
-    def gather_into(self, out: NDArray[Any], payload: Extent, name: str, place: Place, shape: Index) -> None:
+    def gather_into(
+        self,
+        out: NDArray[Any],
+        payload: Extent,
+        name: str,
+        place: Place,
+        shape: Index,
+        reads: Reads = lambda offset, raw: None,
+    ) -> None:
         """Copy the elements of a box of this shape at a place in a payload; ``out`` has them as `as_words` does.
 
-        Only the blocks that the box needs are read, with the gaps that are too small to skip.
+        Only the blocks that the box needs are read, with the gaps that are too small to skip.  ``reads`` sees what is
+        read.
         """
         size = itemsize(name)
         start, reach = payload.offset + place.offset * size, size * span(shape, place.strides)
         file = self.reaching(payload.file, start + reach)
         if reach == math.prod(shape) * size:
             if place.strides == row_major(shape) and out.flags.c_contiguous and out.dtype == dtype(name).bits:
-                file.fill(out.reshape(-1).view(np.uint8).data, start)
+                raw = out.reshape(-1).view(np.uint8).data
+                file.fill(raw, start)
+                reads(start, raw)
             else:
                 raw = self._memory(reach)
                 file.fill(raw, start)
+                reads(start, raw)
                 out[...] = _strided_words(raw, name, place.strides, shape)
             return
         parts = list(blocks(shape, place.strides, file.gap // size, file.most // size))
         for batch in batches(parts, place.strides, file.most // size):
             ranges = [(start + block.start(place.strides) * size, block.span(place.strides) * size) for block in batch]
-            for block, raw in zip(batch, self._views(file, payload, ranges), strict=True):
+            for block, raw in zip(batch, self._views(file, payload, ranges, reads), strict=True):
                 out[block.slices] = _strided_words(raw, name, place.strides, block.shape)
 
     def glance(self, extent: Extent) -> memoryview:
@@ -177,12 +189,17 @@ class Payloads:
         with open_regular(self.place(name)) as opened:
             return opened.on_disk
 
-    def _views(self, file: FileBytes, payload: Extent, ranges: Sequence[tuple[int, int]]) -> Iterable[memoryview]:
+    def _views(
+        self, file: FileBytes, payload: Extent, ranges: Sequence[tuple[int, int]], reads: Reads
+    ) -> Iterable[memoryview]:
         """The bytes of several ranges of a payload; of one, in memory of this thread that the next call overwrites."""
         if len(ranges) > 1:
-            return file.views(ranges)
+            views = file.views(ranges)
+            for (offset, _), raw in zip(ranges, views, strict=True):
+                reads(offset, raw)
+            return views
         windows: Windows = self._scratch.__dict__.setdefault("windows", Windows())
-        return [windows.view(file, payload, *span) for span in ranges]
+        return [windows.view(file, payload, *span, reads) for span in ranges]
 
     def _memory(self, length: int) -> memoryview:
         """Memory of this thread, used again and again unless it is very large."""

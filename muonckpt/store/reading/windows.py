@@ -8,10 +8,15 @@ writes outputs in step finds in it what the next one needs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ...record import Extent
 from ..io.regular import FileBytes
+
+Reads = Callable[[int, memoryview], None]
+"""Receives bytes as they were read from this byte of a file on."""
 
 _MOST = 3
 """Windows of a thread: a band of an output may lie in several chunks of the source."""
@@ -23,13 +28,19 @@ class Windows:
     def __init__(self) -> None:
         self._windows: list[_Window] = []
 
-    def view(self, file: FileBytes, payload: Extent, offset: int, length: int) -> memoryview:
-        """The bytes of a range of a payload, in memory that the next call may overwrite."""
+    def view(self, file: FileBytes, payload: Extent, offset: int, length: int, reads: Reads) -> memoryview:
+        """The bytes of a range of a payload, in memory that the next call may overwrite.
+
+        ``reads`` sees what is read, in memory that it must not keep.
+        """
         window = next((window for window in self._windows if window.has(file, offset, length)), None)
         if window is None:
-            window = self._windows[-1] if len(self._windows) == _MOST else _Window()
             beyond = min(file.gap, length)
-            window.read(file, max(offset - beyond, payload.offset), min(offset + length + beyond, payload.end))
+            start, stop = max(offset - beyond, payload.offset), min(offset + length + beyond, payload.end)
+            window = next((window for window in self._windows if window.reaches(file, start)), None)
+            if window is None:
+                window = self._windows[-1] if len(self._windows) == _MOST else _Window()
+            window.read(file, start, stop, reads)
         self._windows = [window, *(other for other in self._windows if other is not window)]
         return window.view(offset, length)
 
@@ -43,11 +54,20 @@ class _Window:
     def has(self, file: FileBytes, offset: int, length: int) -> bool:
         return self._file is file and self._start <= offset and offset + length <= self._stop
 
-    def read(self, file: FileBytes, start: int, stop: int) -> None:
+    def reaches(self, file: FileBytes, start: int) -> bool:
+        """Whether there is nothing between this window and another that begins at ``start``."""
+        return self._file is file and self._start <= start <= self._stop
+
+    def read(self, file: FileBytes, start: int, stop: int, reads: Reads) -> None:
+        """Move to ``start:stop`` of a file.  What it has of this already is not read again."""
+        kept = self._memory[start - self._start : self._stop - self._start] if self.reaches(file, start) else b""
+        read_from = start + len(kept)
         self._file = None  # until it has been read
         if len(self._memory) < stop - start:
             self._memory = np.empty(stop - start, np.uint8).data
-        file.fill(self._memory[: stop - start], start)
+        self._memory[: len(kept)] = kept
+        file.fill(self._memory[len(kept) : stop - start], read_from)
+        reads(read_from, self._memory[len(kept) : stop - start])
         self._file, self._start, self._stop = file, start, stop
 
     def view(self, offset: int, length: int) -> memoryview:
