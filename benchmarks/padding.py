@@ -15,10 +15,10 @@ from dataclasses import replace
 import numpy as np
 from models import Model, Weight, deepseek_v3, llama3_8b, llama3_70b, qwen3_235b
 
-from muonckpt.layouts.buffers.balanced import balanced, newton_schulz
+from muonckpt.layouts.buffers.balanced import balanced
 from muonckpt.layouts.buffers.buffer_layout import BufferLayout
 from muonckpt.layouts.buffers.megatron_padded import padded_nscost, padded_numel
-from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter, numel
+from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter, newton_schulz, numel
 
 MODELS = (llama3_8b, llama3_70b, qwen3_235b, deepseek_v3)
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import click
 import click.shell_completion
 
-from ..converters.target.topology import AxisCut
-from ..converters.translate.key_forms import ROOTS
 from ..errors import did_you_mean
-from ..layouts.buffers.placements import FORMER
 from ..store.io.location import Location, location
+
+if TYPE_CHECKING:
+    from ..converters.target.topology import AxisCut
 
 
 class CheckpointType(click.ParamType):  # type: ignore[type-arg]  # generic in new releases of click only
@@ -142,25 +143,3 @@ class WordType(click.Choice):  # type: ignore[type-arg]
             close = did_you_mean(str(value), words)
             self.fail(f"{value!r} is not one of {', '.join(map(repr, words))}{close}", param, context)
         return str(value)
-
-
-class RootType(click.ParamType):  # type: ignore[type-arg]
-    """Where a state dict has its model or its optimizer, such as optimizer=app.optimizer."""
-
-    name = "what=path"
-
-    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> tuple[str, str]:
-        what, equals, path = str(value).partition("=")
-        if what not in ROOTS or not equals:
-            self.fail(f"expected {' or '.join(f'{root}=PATH' for root in ROOTS)}, found {value!r}", param, context)
-        return what, path
-
-
-class LayoutType(WordType):
-    """The name of a layout; a former name is accepted with a warning."""
-
-    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> str:
-        name = str(value)
-        if name in FORMER:
-            click.echo(f"warning: --layout {name} is called {FORMER[name]} now", err=True)
-        return super().convert(FORMER.get(name, name), param, context)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..converters.buffer_summary import LabelledBuffer
 from ..wording import size
 from .printing import print_section
+
+if TYPE_CHECKING:
+    from ..converters.buffer_summary import LabelledBuffer
 
 _FEW_RANKS = 24
 """The most ranks that are listed unless all are asked for."""

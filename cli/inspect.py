@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from ..converters.buffer_summary import labelled_buffers
 from ..converters.inspection import Inspection, inspection_of
 from ..converters.look.group_code import groups_as_code, groups_as_data
 from ..converters.look.holders import cut_in_words
@@ -145,7 +144,10 @@ def _show_summary(
         shares = inspection.bytes_of_ranks() if held else {}
         print_section(("rank", "bytes", "of the mean"), [_share(rank, n, held) for rank, n in shares.items()])
     if tensors or sort:
-        buffer_tables.print_parameters(labelled_buffers(inspection.manifest.provenance))
+        if inspection.buffers:
+            from ..converters.buffer_summary import labelled_buffers  # imports all of flat buffers
+
+            buffer_tables.print_parameters(labelled_buffers(inspection.manifest.provenance))
         headers = ("tensor", "shape", "dtype", "convention", "chunks", "fingerprint")
         print_section(headers, list(map(_row, listed)))
     return None

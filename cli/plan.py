@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..converters.target.topology import AxisCut
 from ..errors import TargetError
 from ..wording import counted, size
 from .argument_types import CHECKPOINT, ByteCountType, MeshType, ShardRuleType, first_cuts
 from .printing import print_duration, print_json, print_table, printable
 
 if TYPE_CHECKING:
+    from ..converters.target.topology import AxisCut
     from ..forecasting.prospects import Prospect
     from ..forecasting.topologies import Topology
 

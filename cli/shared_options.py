@@ -17,20 +17,42 @@ from ..converters.target.topology import LAYOUTS, ROWS
 from ..converters.translate.conventions import STATE_DTYPES, WeightsFrom
 from ..converters.translate.dialects import DIALECTS
 from ..converters.translate.key_forms import FORMS as KEY_FORMS
+from ..converters.translate.key_forms import ROOTS
+from ..layouts.buffers.placements import FORMER
 from ..vocabulary import Convention
 from .argument_types import (
     CHECKPOINT,
     JOBS,
     LEAST_MEMORY,
     ByteCountType,
-    LayoutType,
     MeshType,
-    RootType,
     RulesType,
     ShardRuleType,
     WordType,
     first_cuts,
 )
+
+
+class RootType(click.ParamType):  # type: ignore[type-arg]
+    """Where a state dict has its model or its optimizer, such as optimizer=app.optimizer."""
+
+    name = "what=path"
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> tuple[str, str]:
+        what, equals, path = str(value).partition("=")
+        if what not in ROOTS or not equals:
+            self.fail(f"expected {' or '.join(f'{root}=PATH' for root in ROOTS)}, found {value!r}", param, context)
+        return what, path
+
+
+class LayoutType(WordType):
+    """The name of a layout; a former name is accepted with a warning."""
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> str:
+        name = str(value)
+        if name in FORMER:
+            click.echo(f"warning: --layout {name} is called {FORMER[name]} now", err=True)
+        return super().convert(FORMER.get(name, name), param, context)
 
 
 class RareOption(click.Option):

@@ -6,13 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..layouts.buffers.balanced import newton_schulz
 from ..layouts.buffers.buffer_layout import rank_of
 from ..layouts.buffers.group_buffer import GroupBuffer, recorded, recorded_run
+from ..layouts.buffers.parameters import newton_schulz
 from ..store.reading.dtypes import itemsize
-
-NO_STATE = "(not optimizer state)"
-"""The label of tensors that are in no slot of optimizer state."""
+from .look.contents import NO_STATE
 
 RUN = "(the run that saved)"
 """The label of buffers of a training run: those of its parameters and gradients."""
@@ -30,14 +28,6 @@ def labelled_buffers(provenance: Mapping[str, Any]) -> tuple[LabelledBuffer, ...
     """
     state = tuple((buffer.slot or NO_STATE, buffer) for buffer in recorded(provenance))
     return state or tuple((RUN, buffer) for buffer in recorded_run(provenance))
-
-
-def without_buffers(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """Provenance without its records of buffers, which are long."""
-    short = {name: value for name, value in provenance.items() if name != "buffers"}
-    if run := short.get("layer_wise"):
-        short["layer_wise"] = {name: value for name, value in run.items() if name not in ("buffers", "ranks")}
-    return short
 
 
 def buffer_summary(buffers: Sequence[LabelledBuffer]) -> list[dict[str, Any]]:

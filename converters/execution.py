@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..store.audit import Progress
 from ..store.io.location import Location
+from ..store.reading.payloads import Progress
 from .engine.job import Job
 from .engine.run import MEMORY, THREADS, run_job
 from .engine.workers import Workers

@@ -19,8 +19,7 @@ from ..store.io.gc_paused import gc_paused
 from ..store.io.location import Remote
 from ..store.open_checkpoint import OpenCheckpoint, open
 from ..store.reading.dtypes import itemsize
-from .buffer_summary import NO_STATE, buffer_summary, labelled_buffers, without_buffers
-from .look.contents import Contents, Role
+from .look.contents import NO_STATE, Contents, Role
 from .look.first_look import FirstLook, first_look
 from .look.holders import (
     StoredShard,
@@ -183,7 +182,7 @@ def inspection_of(checkpoint: OpenCheckpoint, known: FirstLook | None = None) ->
         checkpoint=str(checkpoint.path),
         kind=checkpoint.format.name,
         dialect=_dialect(known.program),
-        provenance=without_buffers(manifest.provenance),
+        provenance=_without_buffers(manifest.provenance),
         tensors=len(manifest.tensors),
         chunks=len(elements) - empty,
         empty_chunks=empty,
@@ -205,7 +204,7 @@ def inspection_of(checkpoint: OpenCheckpoint, known: FirstLook | None = None) ->
             {"cut": cut, "tensors": count} for cut, count in Counter(map(cut_in_words, manifest.tensors)).most_common()
         ),
         balance=_balance(manifest, contents),
-        buffers=tuple(buffer_summary(labelled_buffers(manifest.provenance))),
+        buffers=_buffers(manifest.provenance),
         slots=tuple(_slot(name, manifest.tensors) for name in dict.fromkeys(t.slot for t in manifest.tensors)),
         checks=_checks(manifest),
         symptoms=tuple(
@@ -215,6 +214,23 @@ def inspection_of(checkpoint: OpenCheckpoint, known: FirstLook | None = None) ->
         notes=groups.notes,
         manifest=manifest,
     )
+
+
+def _without_buffers(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """Provenance without its records of buffers, which are long."""
+    short = {name: value for name, value in provenance.items() if name != "buffers"}
+    if run := short.get("layer_wise"):
+        short["layer_wise"] = {name: value for name, value in run.items() if name not in ("buffers", "ranks")}
+    return short
+
+
+def _buffers(provenance: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """The summary of flat buffers, which most checkpoints have none of."""
+    if not provenance.keys() & {"buffers", "layer_wise"}:
+        return ()
+    from .buffer_summary import buffer_summary, labelled_buffers  # imports all of flat buffers
+
+    return tuple(buffer_summary(labelled_buffers(provenance)))
 
 
 def _layouts(manifest: Manifest) -> Counter[str]:

@@ -11,9 +11,9 @@ from typing import Any
 
 from ..errors import DestinationError, TargetError
 from ..layouts.buffers.placements import present_name
-from ..store.audit import Progress
 from ..store.io.location import Location, Remote, location
 from ..store.open_checkpoint import OpenCheckpoint, open
+from ..store.reading.payloads import Progress
 from .engine.job import check_destination, make_job
 from .engine.launch import TIMEOUT, joined
 from .engine.run import MEMORY, THREADS

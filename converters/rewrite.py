@@ -11,12 +11,12 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..errors import DestinationError, TargetError
 from ..layouts.buffers.placements import present_name
-from ..store.audit import Progress
 from ..store.formats.registry import BUFFERS
 from ..store.formats.signs import NOT_READ, is_torch_dist
 from ..store.io.location import Remote, location
 from ..store.io.side_file import items_beside
 from ..store.open_checkpoint import OpenCheckpoint, open
+from ..store.reading.payloads import Progress
 from ..vocabulary import Convention
 from .engine.job import check_destination, make_job
 from .engine.launch import TIMEOUT, joined

@@ -14,11 +14,11 @@ from functools import cache, partial
 from typing import Any
 
 from ...errors import TargetError, did_you_mean
-from ...store.audit import Progress
 from ...store.io.gc_paused import gc_paused
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, open
 from ...store.reading.dtypes import itemsize
+from ...store.reading.payloads import Progress
 from ...store.stored_items import checked_blob
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from ..look.contents import Role

@@ -14,10 +14,10 @@ from typing import Any
 
 from ...errors import SourceError, TargetError, did_you_mean
 from ...record import StateRecord
-from ...store.audit import Progress
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, open
 from ...store.reading.dtypes import itemsize
+from ...store.reading.payloads import Progress
 from ..compare.pair import StoredSide, compare_elements
 from ..compare.statistics import Tolerance
 from ..engine.outputs import OutputTensor

@@ -15,6 +15,9 @@ from ...record import Manifest, StateRecord
 from ..translate.dialect import Dialect, StoredMethod
 from ..translate.dialects import DIALECTS
 
+NO_STATE = "(not optimizer state)"
+"""The label of tensors that are in no slot of optimizer state."""
+
 
 class Role(StrEnum):
     """What a tensor is for."""

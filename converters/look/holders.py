@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...box import Box, Index
-from ...layouts.buffers.balanced import newton_schulz
-from ...layouts.buffers.parameters import Parameter
+from ...layouts.buffers.parameters import Parameter, newton_schulz
 from ...record import Boxes, Manifest, StateRecord
 from ...store.reading.dtypes import itemsize
 from .contents import Contents, Role

@@ -12,9 +12,9 @@ from ...box import Box
 from ...layout import Buffer
 from ...plan import Copy
 from ...record import Chunk, Extent, Manifest
-from ...store.formats import native
-from ...store.formats.dcp.directory import COMMON_FILE
+from ...store.formats import native_writer
 from ...store.formats.megatron import torch_dist
+from ...store.formats.signs import COMMON_FILE
 from ...store.formats.torch_save import tensor_item
 from ...store.formats.torch_save.stored_zip import aligned
 from ...store.io.location import Location
@@ -98,7 +98,7 @@ class DcpFiles(RankFiles):
         return Filled(tuple(files), tuple(buffer.to_json() for buffer in buffers))
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
-        native.write_native(manifest, folder)
+        native_writer.write_native(manifest, folder)
 
 
 class TorchDistFiles(DcpFiles):

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...box import Index
 from ...errors import SourceError
-from ...store.formats.dcp.directory import COMMON_FILE
+from ...store.formats.signs import COMMON_FILE
 from ...vocabulary import Convention, KeyPath
 from .codings import Coding
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ...store.formats.dcp.directory import COMMON_FILE
-from ...store.formats.megatron.torch_dist import COMMON_STATE, item_key
+from ...store.formats.signs import COMMON_FILE, COMMON_STATE, item_key
 from ...vocabulary import MASTER, MUON_CONVENTION, Convention
 from .dialect import Dialect, Template
 from .program_methods import DION, MOONLIGHT, OURS, PLAIN, TITAN, TORCH, UNFUSED, VEOMNI, XTUNER, megatron

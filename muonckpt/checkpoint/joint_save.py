@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ..errors import ArgumentError, DestinationError
-from ..store.formats import native
+from ..store.formats import native_writer
 from ..store.io import publish
 from ..store.io.location import Location, location
 from ..version import PROGRAM
@@ -195,7 +195,7 @@ class JointSave:
 
     def _publish(self, plan: _Agreed, staged: Location, receipts: list[bytes]) -> None:
         provenance = {**_provenance(self._group), **self._details}
-        native.write_native(self._plans.whole(plan.name).manifest(receipts, provenance), staged)
+        native_writer.write_native(self._plans.whole(plan.name).manifest(receipts, provenance), staged)
         publish.publish(staged, self._destination)
         self._staged = None  # whatever happens now, it is there
 

@@ -14,9 +14,8 @@ import numpy as np
 from ..box import Index
 from ..converters.target.buffer_layouts import cut_parts, placed_in
 from ..converters.target.topology import LAYOUTS, ROWS, AxisCut, Target
-from ..layouts.buffers.balanced import newton_schulz
 from ..layouts.buffers.buffer_layout import BufferLayout, rank_of
-from ..layouts.buffers.parameters import GroupSizes, Parameter
+from ..layouts.buffers.parameters import GroupSizes, Parameter, newton_schulz
 from ..layouts.buffers.placements import ToPlace
 from ..record import StateRecord, no_chunks
 from .model_tensors import ModelParameter

@@ -19,10 +19,10 @@ from ..converters.look.first_look import FirstLook, first_look
 from ..converters.look.holders import newton_schulz_by_rank
 from ..converters.overview import description
 from ..errors import DestinationError, LayoutError, SourceError
-from ..store.audit import Progress
 from ..store.io.location import Remote
 from ..store.io.new_file import write_synced
 from ..store.open_checkpoint import open
+from ..store.reading.payloads import Progress
 from ..version import VERSION
 from .self_contained import html_of, plain
 from .shard_columns import by_number, shard_columns

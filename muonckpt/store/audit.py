@@ -13,9 +13,8 @@ from ..errors import DamageError, LayoutError, MuonckptError, SourceError
 from ..fingerprint import as_hex, combine
 from ..record import MANIFEST_FILE, Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 from .descriptions import Finding, description_faults
-from .formats.dcp.directory import METADATA_FILE
 from .formats.registry import DCP, OWN
-from .formats.signs import MEGATRON_FILE
+from .formats.signs import MEGATRON_FILE, METADATA_FILE
 from .io.checksums import Sums, crc32
 from .io.location import Location, Remote, location
 from .io.regular import open_regular
@@ -23,7 +22,7 @@ from .open_checkpoint import OpenCheckpoint
 from .reading.bands import bands
 from .reading.dtypes import itemsize
 from .reading.finite import nonfinite
-from .reading.payloads import BAND_BYTES, Payloads, as_words, payload_of
+from .reading.payloads import BAND_BYTES, Payloads, Progress, as_words, payload_of
 from .small_tensors import sound_fingerprint
 from .stored_items import check_blob
 
@@ -32,9 +31,6 @@ _BATCH = 1 << 11
 whoever watches the progress should not wait for the opening of all."""
 
 Verdict = Literal["whole", "readable, unchecked", "faulty"]
-
-Progress = Callable[[int, int], None]
-"""Called from several threads with the bytes that were read since the last call, and with the total."""
 
 
 @dataclass(frozen=True, slots=True)

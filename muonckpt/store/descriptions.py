@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from ..errors import MuonckptError, SourceError
 from ..record import MANIFEST_FILE, Blob, Manifest, StateRecord
-from .formats.dcp.directory import METADATA_FILE, DcpReader
 from .formats.registry import DCP, OWN, SAFETENSORS, ZARR
+from .formats.signs import METADATA_FILE
 from .io.checksums import xxh3_128
 from .io.location import Location
 from .io.regular import read_whole
@@ -91,6 +91,8 @@ def _against_metadata(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
 
 def _against(checkpoint: OpenCheckpoint) -> list[Finding]:
     """What is wrong with DCP's metadata, which were not found to be those of the manifest."""
+    from .formats.dcp.directory import DcpReader  # not needed where nothing is wrong
+
     recorded = checkpoint.outline.files.get(METADATA_FILE)
     try:
         reader = DcpReader(checkpoint.path)

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from ..errors import SourceError
 from ..record import MANIFEST_FILE, Blob, Manifest, StateRecord
-from .formats.dcp.directory import lacks_manifest
 from .formats.registry import DCP, format_of
+from .formats.signs import OUR_MARK
 from .io.gc_paused import gc_paused
 from .io.location import Location, Remote, location
 from .reading.payloads import Payloads
@@ -98,7 +98,7 @@ class OpenCheckpoint:
     @property
     def lacks_manifest(self) -> bool:
         """Whether it is what is left of a checkpoint of ours without `muonckpt.json`."""
-        return self.format is DCP and lacks_manifest(self.outline)
+        return self.format is DCP and OUR_MARK in self.outline.provenance.get("not_kept", ())
 
     @property
     def outline(self) -> Manifest:

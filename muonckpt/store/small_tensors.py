@@ -16,8 +16,8 @@ from ..columns import UNKNOWN
 from ..errors import MuonckptError
 from ..fingerprint import as_hex, fingerprint
 from ..record import Manifest, StateRecord
-from .formats.dcp.directory import METADATA_FILE
-from .formats.native import stock_metadata
+from .formats.native_writer import stock_metadata
+from .formats.signs import METADATA_FILE
 from .formats.torch_save.tensor_item import ItemTemplate, template
 from .io.checksums import crc32, xxh3_128
 from .io.location import Location, at_each

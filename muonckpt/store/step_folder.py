@@ -13,7 +13,8 @@ from typing import NamedTuple
 from ..errors import DamageError, DestinationError
 from ..record import MANIFEST_FILE
 from .formats import native
-from .formats.dcp.directory import METADATA_FILE, named_items
+from .formats.dcp.directory import named_items
+from .formats.signs import METADATA_FILE
 from .io import removal
 from .io.bounds import check_extents
 from .io.gc_paused import gc_paused

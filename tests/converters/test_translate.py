@@ -36,7 +36,7 @@ from muonckpt.converters.translate.tables import READY_MADE, ready_made
 from muonckpt.converters.translate.translator import translate
 from muonckpt.errors import SourceError, TargetError
 from muonckpt.optimizer.muon import Muon
-from muonckpt.store.formats.megatron.torch_dist import COMMON_STATE
+from muonckpt.store.formats.signs import COMMON_STATE
 from muonckpt.vocabulary import Convention
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -14,7 +14,7 @@ from muonckpt.converters.translate.conventions import Overrides
 from muonckpt.converters.translate.tables import ready_made
 from muonckpt.errors import SourceError, TargetError
 from muonckpt.optimizer import LayerWise, Muon
-from muonckpt.store.formats.megatron.torch_dist import COMMON_STATE
+from muonckpt.store.formats.signs import COMMON_STATE
 from muonckpt.vocabulary import Convention
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

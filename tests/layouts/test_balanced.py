@@ -8,9 +8,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from muonckpt.layouts.buffers.balanced import ALIGNMENT, TOLERANCE, balanced, balanced_owners, newton_schulz
+from muonckpt.layouts.buffers.balanced import ALIGNMENT, TOLERANCE, balanced, balanced_owners
 from muonckpt.layouts.buffers.megatron_padded import padded_nscost, padded_numel
-from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter
+from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter, newton_schulz
 
 
 def transformer(layers: int, hidden: int = 256, experts: int = 0) -> list[Parameter]:

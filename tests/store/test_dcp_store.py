@@ -27,8 +27,8 @@ import muonckpt
 from muonckpt.box import Box, flat_boxes
 from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
-from muonckpt.store.formats import native
-from muonckpt.store.formats.dcp import directory as dcp
+from muonckpt.store.formats import native_writer
+from muonckpt.store.formats.dcp.metadata_writer import metadata_parts
 from muonckpt.store.formats.torch_save import stored_zip
 from muonckpt.store.formats.torch_save import tensor_item as torch_zip
 from muonckpt.store.reading.dtypes import DTYPES
@@ -156,7 +156,7 @@ def test_what_we_write_torch_loads(tmp_path: Path, gap: int) -> None:
         values = torch.frombuffer(bytearray(rng.randbytes(count)), dtype=torch.uint8)
         tensors[f"a.{number}é"] = values.view(getattr(torch, name)).reshape(shape)
     manifest = write(tmp_path / "ckpt", {k: cut(rng, tuple(t.shape)) for k, t in tensors.items()}, tensors, gap=gap)
-    (tmp_path / "ckpt" / ".metadata").write_bytes(unmarked(b"".join(dcp.metadata_parts(manifest))))
+    (tmp_path / "ckpt" / ".metadata").write_bytes(unmarked(b"".join(metadata_parts(manifest))))
     target = {"a": {key.removeprefix("a."): torch.zeros_like(value) for key, value in tensors.items()}}
     stock.load(target, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     assert {f"a.{key}": bits(value) for key, value in target["a"].items()} == {k: bits(t) for k, t in tensors.items()}
@@ -168,7 +168,7 @@ def test_blobs_and_metadata_survive_a_rewrite(saved: Path, tmp_path: Path) -> No
     copy = tmp_path / "copy"
     copy.mkdir()
     (copy / "__0_0.distcp").write_bytes((saved / "__0_0.distcp").read_bytes())
-    (copy / ".metadata").write_bytes(unmarked(b"".join(dcp.metadata_parts(manifest))))
+    (copy / ".metadata").write_bytes(unmarked(b"".join(metadata_parts(manifest))))
     assert muonckpt.open(copy).outline == manifest
     target = example()
     target["model"]["layer.weight"].zero_()
@@ -177,7 +177,7 @@ def test_blobs_and_metadata_survive_a_rewrite(saved: Path, tmp_path: Path) -> No
     assert target["epoch"] == 7 and target["optimizer"]["param_groups"][0]["lr"] == 0.5
     assert torch.equal(target["model"]["layer.weight"], example()["model"]["layer.weight"])
     with pytest.raises(DestinationError, match="exists"):
-        native.write_native(manifest, copy)
+        native_writer.write_native(manifest, copy)
 
 
 def test_ambiguous_manifests_are_not_written() -> None:
@@ -189,7 +189,7 @@ def test_ambiguous_manifests_are_not_written() -> None:
         Manifest((replace(tensor, chunks=Chunks.of([chunk, chunk], 1)),)),
     ):
         with pytest.raises(LayoutError, match="twice"):
-            list(dcp.metadata_parts(manifest))
+            list(metadata_parts(manifest))
 
 
 # Golden checkpoints.

@@ -27,14 +27,14 @@ from muonckpt.box import Box
 from muonckpt.chunks import no_chunks
 from muonckpt.errors import SourceError
 from muonckpt.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
-from muonckpt.store.formats.dcp.directory import metadata_parts
 from muonckpt.store.formats.dcp.metadata_pickle import (
-    OUR_MARK,
     Metadata,
     StoredItem,
     TensorMeta,
     parse_metadata,
 )
+from muonckpt.store.formats.dcp.metadata_writer import metadata_parts
+from muonckpt.store.formats.signs import OUR_MARK
 from muonckpt.store.formats.torch_save import inert_pickle
 from muonckpt.store.formats.torch_save.inert_pickle import unpickle
 from muonckpt.store.reading.dtypes import DTYPES

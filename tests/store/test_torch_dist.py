@@ -21,10 +21,8 @@ import muonckpt
 from muonckpt.cli.main import run
 from muonckpt.converters.translate.detection import with_slots
 from muonckpt.errors import SourceError
-from muonckpt.store.formats.dcp.directory import COMMON_FILE
 from muonckpt.store.formats.dcp.metadata_pickle import parse_metadata
-from muonckpt.store.formats.megatron.torch_dist import COMMON_STATE
-from muonckpt.store.formats.signs import MEGATRON_FILE
+from muonckpt.store.formats.signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

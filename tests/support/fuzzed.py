@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 
 import muonckpt
 from muonckpt import MuonckptError, store
-from muonckpt.cli.argument_types import ByteCountType, MeshType, RootType, ShardRuleType
+from muonckpt.cli.argument_types import ByteCountType, MeshType, ShardRuleType
+from muonckpt.cli.shared_options import RootType
 from muonckpt.converters.engine import journal
 from muonckpt.converters.target.topology import ShardRule, Target
 from muonckpt.converters.translate.names import NameRules

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from .buffer_layout import BufferLayout
-from .parameters import GroupSizes, Parameter, in_buckets, reaching, split
+from .parameters import GroupSizes, Parameter, in_buckets, newton_schulz, reaching, split
 from .ranges import end_to_end, owned
 
 ALIGNMENT = 64
@@ -21,18 +21,6 @@ ALIGNMENT = 64
 
 TOLERANCE = 1.02
 """The busiest rank may work this many times as long as with a fresh assignment if parameters then keep their owners."""
-
-
-def newton_schulz(parameter: Parameter) -> int:
-    """Floating-point operations of one iteration on each matrix of the last two dims; for a vector its elements.
-
-    With short side s and long side l: the Gram product (``2 s² l``), its square (``2 s³``), the product (``2 s² l``).
-    """
-    if len(parameter.shape) < 2:
-        return parameter.numel
-    *stack, rows, columns = parameter.shape
-    short, long = sorted((rows * parameter.fold, columns))
-    return math.prod(stack) * (4 * short * short * long + 2 * short**3)
 
 
 def balanced(

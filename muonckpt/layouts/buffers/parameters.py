@@ -49,6 +49,18 @@ class Parameter:
         return math.prod(self.shape)
 
 
+def newton_schulz(parameter: Parameter) -> int:
+    """Floating-point operations of one iteration on each matrix of the last two dims; for a vector its elements.
+
+    With short side s and long side l: the Gram product (``2 s² l``), its square (``2 s³``), the product (``2 s² l``).
+    """
+    if len(parameter.shape) < 2:
+        return parameter.numel
+    *stack, rows, columns = parameter.shape
+    short, long = sorted((rows * parameter.fold, columns))
+    return math.prod(stack) * (4 * short * short * long + 2 * short**3)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSizes:
     """Sizes of the data-parallel groups of dense and of expert parameters, context parallelism included.

@@ -16,12 +16,22 @@ from ..io.regular import open_regular
 from ..reading.payloads import Payloads
 from ..reading.reader import Format, LocatedReader, Reader
 from . import native, plugins, signs
-from .dcp import directory as dcp
-from .dcp import siblings
 
 
 def _own(path: Location) -> Reader:
     return LocatedReader(native.read_native(path), Payloads(path))
+
+
+def _dcp(path: Location) -> Reader:
+    from .dcp import directory
+
+    return directory.DcpReader(path)
+
+
+def _siblings(path: Location) -> Reader:
+    from .dcp import siblings
+
+    return siblings.SiblingsReader(path)
 
 
 def _flat_buffers(path: Location) -> Reader:
@@ -122,8 +132,8 @@ def _of_file(path: Location) -> Format:
 
 
 OWN = Format("muonckpt", _own)
-DCP = Format("stock DCP", dcp.DcpReader)
-SIBLINGS = Format("stock DCP in sibling folders", siblings.SiblingsReader)
+DCP = Format("stock DCP", _dcp)
+SIBLINGS = Format("stock DCP in sibling folders", _siblings)
 BUFFERS = Format("flat buffers", _flat_buffers)
 SAFETENSORS = Format("safetensors", _safetensors)
 ZARR = Format("zarr", _zarr)
@@ -138,7 +148,7 @@ LAYER_WISE = Format("Megatron's layer-wise files", _layer_wise)
 SIGNS: tuple[tuple[str, Format], ...] = (
     (record.MANIFEST_FILE, OWN),
     *((name, LAYER_WISE) for name in signs.LAYER_WISE_FILES),
-    (dcp.METADATA_FILE, DCP),
+    (signs.METADATA_FILE, DCP),
     (signs.FLAT_BUFFERS_FILE, BUFFERS),
     (signs.ZARR_FILE, ZARR),
     ("model_world_size_[0-9]*_rank_[0-9]*.pt", RANK_STATE),
@@ -181,7 +191,7 @@ def format_of(path: Location) -> Format:
         found = next((kind for sign, kind in SIGNS if fnmatch.filter(names, sign)), None)
         if found is None and names:
             found = plugins.format_of_plugin(names)
-        if found is None and names and len(siblings.folders_below(path)) > 1:
+        if found is None and names and len(signs.folders_of_dcp(path)) > 1:
             return SIBLINGS
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error}") from error

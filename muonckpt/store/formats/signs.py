@@ -1,4 +1,4 @@
-"""Names of files by which formats are told apart, apart from the readers, which are slow to import."""
+"""Names of files and items by which formats are told apart; readers and writers, slow to import, are elsewhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ import json
 
 from ..io.location import Location
 from ..io.regular import open_regular
+
+METADATA_FILE = ".metadata"
+"""Name of DCP's description of a checkpoint."""
+
+OUR_MARK = "muonckpt"
+"""The attribute of the ``Metadata`` that this package writes there: a manifest of ours was written beside it."""
+
+COMMON_FILE = "common.pt"
+"""The file in which Megatron's ``torch_dist`` before core 0.19 keeps everything that is not a tensor, as one item."""
+
+COMMON_STATE = "common_state/shard_0_1"
+"""Megatron's key of that item since core 0.19."""
 
 FLAT_BUFFERS_FILE = "flat_buffers.json"
 """Name of the index of raw flat buffers."""
@@ -30,6 +42,16 @@ NOT_READ = "not_read"
 
 LAYER_WISE_FILES = ("layer_wise.toml", "layer_wise.json")
 """Names of a description of Megatron's per-rank optimizer files."""
+
+
+def item_key(key: str) -> str:
+    """Megatron's key of an item, which ends with its shard's number and the number of shards for strict loads."""
+    return key if "/shard_" in key or key == COMMON_FILE else f"{key}/shard_0_1"
+
+
+def folders_of_dcp(path: Location) -> list[str]:
+    """The names of the folders in a folder that are checkpoints of DCP, sorted."""
+    return sorted(entry.name for entry in path.iterdir() if (entry / METADATA_FILE).exists())
 
 
 def is_torch_dist(path: Location) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -184,6 +183,8 @@ def at_each(place: Location, function: Callable[[T], R], things: Iterable[T]) ->
     """The results of a function, in order.  A store is slow to answer, so there many calls run at once."""
     if not isinstance(place, Remote):
         return list(map(function, things))
+    from concurrent.futures import ThreadPoolExecutor  # imports logging, which few commands need
+
     with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
         return list(pool.map(function, things))
 

@@ -25,6 +25,9 @@ from .dtypes import dtype, itemsize
 from .strided import batches, blocks, span, strided
 from .windows import Reads, Windows
 
+Progress = Callable[[int, int], None]
+"""Called from several threads with the bytes that were read since the last call, and with the total."""
+
 BAND_BYTES = 2 << 20
 """Bytes that are read and checked at a time: enough to amortise calls, few enough to stay in cache in between."""
 

@@ -8,14 +8,12 @@ and without running any code in them.
 from __future__ import annotations
 
 import fnmatch
-from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 from ....box import Box
-from ....chunks import Boxes, in_columns
-from ....errors import DamageError, LayoutError, SourceError, about
+from ....chunks import in_columns
+from ....errors import DamageError, SourceError, about
 from ....record import Blob, Chunk, Extent, Manifest, StateRecord
 from ....vocabulary import KeyPath
 from ...io import limits
@@ -24,15 +22,9 @@ from ...io.checksums import xxh3_128
 from ...io.location import Location
 from ...io.regular import open_regular
 from ...reading.payloads import Payloads
+from ..signs import COMMON_FILE, METADATA_FILE
 from .items import located
-from .metadata_pickle import OUR_MARK, Metadata, TensorMeta, parse_metadata
-from .metadata_writer import TensorEntry, pickled_parts
-
-METADATA_FILE = ".metadata"
-"""Name of DCP's description of a checkpoint."""
-
-COMMON_FILE = "common.pt"
-"""The file in which Megatron's ``torch_dist`` before core 0.19 keeps everything that is not a tensor, as one item."""
+from .metadata_pickle import Metadata, TensorMeta, parse_metadata
 
 
 class DcpReader:
@@ -63,50 +55,6 @@ class DcpReader:
             return located(self.payloads.directory, tensors)
         except OSError as error:
             raise SourceError(f"cannot read {self.payloads.directory}: {error}") from error
-
-
-def metadata_parts(manifest: Manifest) -> Iterator[bytes]:
-    """The ``.metadata`` with which stock DCP reads the items of this manifest, in parts; its mark says that there is
-    one.
-
-    Raises:
-        LayoutError: a key occurs twice, or two chunks of a tensor begin at the same place.
-    """
-    entries: tuple[StateRecord | Blob, ...] = (*manifest.tensors, *manifest.blobs)
-    _refuse_twice("key", (entry.key for entry in entries))
-    for tensor in manifest.tensors:
-        _check_offsets(tensor.key, tensor.boxes)
-    return pickled_parts(list(map(_entry, manifest.tensors)), manifest.blobs)
-
-
-def _entry(tensor: StateRecord) -> TensorEntry:
-    return TensorEntry(tensor.key, tensor.path, tensor.dtype, tensor.shape, tensor.boxes, lambda: tensor.chunks.items)
-
-
-def _check_offsets(key: str, boxes: Boxes) -> None:
-    if len(boxes) > 1 and not _differ(boxes):
-        _refuse_twice(f"offset of the boxes of {key!r}", map(tuple, boxes.lo.tolist()))
-
-
-@lru_cache(maxsize=1024)
-def _differ(boxes: Boxes) -> bool:
-    """Whether no two boxes begin at the same place.  Cached: the tensors of a model have few geometries."""
-    return len(set(map(tuple, boxes.lo.tolist()))) == len(boxes)
-
-
-def _refuse_twice(what: str, values: Iterable[Hashable]) -> None:
-    """Refuse what DCP would keep one of.
-
-    Raises:
-        LayoutError: a value occurs twice.
-    """
-    if twice := [value for value, count in Counter(values).items() if count > 1]:
-        raise LayoutError(f"expected each {what} once; found {twice[0]!r} twice")
-
-
-def lacks_manifest(manifest: Manifest) -> bool:
-    """Whether a ``.metadata`` that this was read from was written beside a manifest of ours."""
-    return OUR_MARK in manifest.provenance.get("not_kept", ())
 
 
 def common_file(path: Location) -> tuple[Blob, ...]:

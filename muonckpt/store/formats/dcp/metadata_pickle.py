@@ -19,33 +19,9 @@ from ....vocabulary import KeyPath
 from ...io.gc_paused import gc_paused
 from ...reading.dtypes import DTYPES
 from ..torch_save.inert_pickle import Global, Record, expect, sequence, sizes_of, unpickle
-
-METADATA = "torch.distributed.checkpoint.metadata"
-FILESYSTEM = "torch.distributed.checkpoint.filesystem"
-"""The modules of the classes in the file."""
-
-OUR_MARK = "muonckpt"
-"""The attribute of the ``Metadata`` that this package writes: a manifest of ours was written beside it."""
+from .class_names import FILESYSTEM, KNOWN, METADATA
 
 _ATTRIBUTES = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
-
-_NAMES = {
-    "torch": ("Size", *DTYPES),
-    "torch.serialization": ("_get_layout",),
-    FILESYSTEM: ("_StorageInfo",),
-    METADATA: (
-        *("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex"),
-        *("BytesStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-    ),
-    # Megatron-LM's torch_dist adds the save plans of all ranks.
-    "torch.distributed.checkpoint.planner": (
-        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
-    ),
-    # StorageMeta holds the directory of the save; Python 3.13 moved the classes.
-    "pathlib": (_PATHS := ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")),
-    "pathlib._local": _PATHS,
-}
-_KNOWN = frozenset(f"{module} {name}" for module, names in _NAMES.items() for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +71,7 @@ def parse_metadata(data: bytes) -> Metadata:
             has a size that is not an integer >= 0, or an item twice.  File names are not checked here.
     """
     with gc_paused():
-        content = unpickle(data, _KNOWN)
+        content = unpickle(data, KNOWN)
         try:
             return _metadata(content)
         except (KeyError, ValueError) as error:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ....box import Index
 from ....chunks import Boxes
-from ....errors import SourceError
-from ....record import Blob
+from ....errors import LayoutError, SourceError
+from ....record import Blob, Manifest, StateRecord
 from ....vocabulary import KeyPath
 from ...reading.dtypes import DTYPES
+from ..signs import OUR_MARK
 from ..torch_save.inert_pickle import Global, Pickler, Record, integer
-from .metadata_pickle import FILESYSTEM, METADATA, OUR_MARK
+from .class_names import FILESYSTEM, METADATA
 
 
 @dataclass(frozen=True, slots=True)
-class TensorEntry:
+class _TensorEntry:
     """A tensor to describe; ``items`` gives three lists: of each box the item's file, offset and length in bytes."""
 
     key: str
@@ -28,7 +31,46 @@ class TensorEntry:
     items: Callable[[], tuple[list[str], list[int], list[int]]]
 
 
-def pickled_parts(tensors: Sequence[TensorEntry], blobs: Sequence[Blob]) -> Iterator[bytes]:
+def metadata_parts(manifest: Manifest) -> Iterator[bytes]:
+    """The ``.metadata`` with which stock DCP reads the items of this manifest, in parts; its mark says that there is
+    one.
+
+    Raises:
+        LayoutError: a key occurs twice, or two chunks of a tensor begin at the same place.
+    """
+    entries: tuple[StateRecord | Blob, ...] = (*manifest.tensors, *manifest.blobs)
+    _refuse_twice("key", (entry.key for entry in entries))
+    for tensor in manifest.tensors:
+        _check_offsets(tensor.key, tensor.boxes)
+    return _pickled_parts(list(map(_entry, manifest.tensors)), manifest.blobs)
+
+
+def _entry(tensor: StateRecord) -> _TensorEntry:
+    return _TensorEntry(tensor.key, tensor.path, tensor.dtype, tensor.shape, tensor.boxes, lambda: tensor.chunks.items)
+
+
+def _check_offsets(key: str, boxes: Boxes) -> None:
+    if len(boxes) > 1 and not _differ(boxes):
+        _refuse_twice(f"offset of the boxes of {key!r}", map(tuple, boxes.lo.tolist()))
+
+
+@lru_cache(maxsize=1024)
+def _differ(boxes: Boxes) -> bool:
+    """Whether no two boxes begin at the same place.  Cached: the tensors of a model have few geometries."""
+    return len(set(map(tuple, boxes.lo.tolist()))) == len(boxes)
+
+
+def _refuse_twice(what: str, values: Iterable[Hashable]) -> None:
+    """Refuse what DCP would keep one of.
+
+    Raises:
+        LayoutError: a value occurs twice.
+    """
+    if twice := [value for value, count in Counter(values).items() if count > 1]:
+        raise LayoutError(f"expected each {what} once; found {twice[0]!r} twice")
+
+
+def _pickled_parts(tensors: Sequence[_TensorEntry], blobs: Sequence[Blob]) -> Iterator[bytes]:
     """The ``.metadata`` file of these tensors and items, as stock DCP reads it, in parts of bounded size.
 
     It names no directory of a save (``storage_meta`` is None, which DCP accepts), and has `OUR_MARK`, which DCP
@@ -51,7 +93,7 @@ def pickled_parts(tensors: Sequence[TensorEntry], blobs: Sequence[Blob]) -> Iter
     writer.out += pickle.SETITEMS
     writer.put("planner_data")
     writer.out += _DICT
-    entries: tuple[TensorEntry | Blob, ...] = (*tensors, *blobs)
+    entries: tuple[_TensorEntry | Blob, ...] = (*tensors, *blobs)
     for entry in entries:
         writer.put(entry.key)
         writer.put(entry.path)
@@ -111,7 +153,7 @@ class _MetadataWriter(Pickler):
         if len(self.memo) == known:
             self._pickled[name] = bytes(self.out[start:])
 
-    def tensor(self, tensor: TensorEntry) -> None:
+    def tensor(self, tensor: _TensorEntry) -> None:
         """Write the ``TensorStorageMetadata`` of a tensor."""
         if tensor.dtype not in DTYPES:
             raise SourceError(f"expected a dtype of torch, found {tensor.dtype!r}")
@@ -130,7 +172,7 @@ class _MetadataWriter(Pickler):
         self.again("length", lambda: self.put("length"))
         self.out += integer(length) + _END
 
-    def places(self, tensor: TensorEntry) -> None:
+    def places(self, tensor: _TensorEntry) -> None:
         """Write ``MetadataIndex`` and ``_StorageInfo`` of each chunk."""
         files, offsets, lengths = tensor.items()
         if tensor.boxes in self._offsets and self._files.keys() >= set(files):
@@ -146,7 +188,7 @@ class _MetadataWriter(Pickler):
         if self._pickled.keys() >= set(numbered):
             self._offsets[tensor.boxes] = tuple(map(self._pickled.__getitem__, numbered))
 
-    def _repeat(self, tensor: TensorEntry, files: list[str], offsets: list[int], lengths: list[int]) -> None:
+    def _repeat(self, tensor: _TensorEntry, files: list[str], offsets: list[int], lengths: list[int]) -> None:
         """Write the places of a tensor of which all but the key and the numbers has been written before."""
         start = len(self.out)
         self._index(tensor.key)
@@ -180,7 +222,7 @@ def _size(sizes: Index) -> Record:
     return Record(Global("torch Size"), (sizes,))
 
 
-def _tensor_record(tensor: TensorEntry) -> Record:
+def _tensor_record(tensor: _TensorEntry) -> Record:
     layout = Record(Global("torch.serialization _get_layout"), ("torch.strided",))
     contiguous = Record(Global(f"{METADATA} _MEM_FORMAT_ENCODING"), (0,))
     properties = (Global(f"torch {tensor.dtype}"), layout, False, contiguous, False)

@@ -15,15 +15,11 @@ from ....record import Blob, Manifest, StateRecord
 from ....vocabulary import KeyPath
 from ...io.location import Location
 from ...reading.payloads import Payloads
-from .directory import METADATA_FILE, DcpReader
+from ..signs import folders_of_dcp
+from .directory import DcpReader
 from .items import located
 
 _MOST_NAMES = 8
-
-
-def folders_below(path: Location) -> list[str]:
-    """The names of the folders in a folder that are checkpoints of DCP, sorted."""
-    return sorted(entry.name for entry in path.iterdir() if (entry / METADATA_FILE).exists())
 
 
 class SiblingsReader:
@@ -37,7 +33,7 @@ class SiblingsReader:
 
     def __init__(self, path: Location) -> None:
         self.payloads = Payloads(path)
-        readers = {name: DcpReader(path / name) for name in folders_below(path)}
+        readers = {name: DcpReader(path / name) for name in folders_of_dcp(path)}
         outlines = {name: reader.outline for name, reader in readers.items()}
         kinds = {_holds_only_optimizers(outline) for outline in outlines.values()}
         if kinds != {True, False} or any(map(_holds_both, outlines.values())):

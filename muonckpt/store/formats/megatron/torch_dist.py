@@ -15,19 +15,11 @@ from ...io.checksums import xxh3_128
 from ...io.location import Location
 from ...io.new_file import write_synced
 from ..dcp import directory as dcp
-from ..dcp.directory import COMMON_FILE
-from ..native import write_native
-from ..signs import MEGATRON_FILE
+from ..native_writer import write_native
+from ..signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE
 from ..torch_save.plain_item import plain_item
 
 _BACKEND = b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
-
-COMMON_STATE = "common_state/shard_0_1"
-
-
-def item_key(key: str) -> str:
-    """Megatron's key of an item, which ends with its shard's number and the number of shards for strict loads."""
-    return key if "/shard_" in key or key == COMMON_FILE else f"{key}/shard_0_1"
 
 
 def write_torch_dist(manifest: Manifest, directory: Location) -> None:

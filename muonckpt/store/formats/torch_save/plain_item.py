@@ -17,8 +17,7 @@ from typing import Any
 from ....errors import SourceError
 from ...io import limits
 from .inert_pickle import Global, Record, unpickle
-from .stored_zip import MEMBER_ALIGNMENT, directory, read_members, store
-from .tensor_item import SERIALIZATION_ID
+from .stored_zip import MEMBER_ALIGNMENT, SERIALIZATION_ID, directory, read_members, store
 
 _NUMBERS = ("numpy._core.multiarray scalar", "numpy.core.multiarray scalar")
 """The functions of numpy 2 and 1 that make a scalar: learning rates computed by schedules may be such scalars."""

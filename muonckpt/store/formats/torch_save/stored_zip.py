@@ -24,6 +24,9 @@ MEMBER_ALIGNMENT = 64
 """Members' data begins at multiples of this many bytes of the archive.  We begin archives at such multiples of the file
 too, so that payloads can be mapped as arrays."""
 
+SERIALIZATION_ID = b"0" * 40
+"""Stands in for torch's hash of the item's names and checksums."""
+
 _BIG = 0xFFFFFFFF
 _HEAD, _TAIL = 1024, 2048
 _FOLDER = 0x10  # of the external attributes

@@ -36,6 +36,7 @@ from ...reading.dtypes import DTYPES, itemsize
 from .inert_pickle import PERSISTENT, Global, Record, expect, integer, sizes_of, unpickle
 from .stored_zip import (
     MEMBER_ALIGNMENT,
+    SERIALIZATION_ID,
     Read,
     ZipEntry,
     descriptor,
@@ -46,9 +47,6 @@ from .stored_zip import (
     store,
     window,
 )
-
-SERIALIZATION_ID = b"0" * 40
-"""Stands in for torch's hash of the item's names and checksums."""
 
 _PAYLOAD = "data/0"
 _LARGEST_PICKLE = 1 << 12
