@@ -35,13 +35,13 @@ def assignment(job: Job, worker: Worker, finished: Collection[str] = ()) -> Assi
         files = [file for file in job.files if (file.name in finished) is is_finished]
         ends = (0, *part_ends([file.length for file in files], worker.world))
         file_names.update(file.name for file in files[ends[worker.rank] : ends[worker.rank + 1]])
-    checked = _sources(file for file in job.files if file.name in file_names)
-    if worker.coordinates:
-        checked_by_others = _sources(file for file in job.files if file.name not in file_names)
-        checked |= {chunk.item for tensor in job.manifest.tensors for chunk in tensor.chunks} - checked_by_others
-    chosen = (chunk.item in checked for tensor in job.manifest.tensors for chunk in tensor.chunks)
+    own = _sources(file for file in job.files if file.name in file_names)
+    of_others = _sources(file for file in job.files if file.name not in file_names)
+    items = (chunk.item for tensor in job.manifest.tensors for chunk in tensor.chunks)
+    copied_by = np.fromiter(((item in own) + 2 * (item in of_others) for item in items), np.uint8)
+    chosen = (copied_by == 1) | (copied_by == 3) | ((copied_by == 0) & worker.coordinates)
     return Assignment(
-        UncheckedChunks(job.manifest.tensors, np.fromiter(chosen, np.bool_)),
+        UncheckedChunks(job.manifest.tensors, chosen, shared=copied_by == 3),
         tuple(file for file in job.files if file.name in file_names),
     )
 

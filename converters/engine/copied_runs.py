@@ -40,8 +40,7 @@ class CopiedRuns:
     """Runs of chunks that have not been read whole yet; safe to use from several threads.
 
     Neighbours are joined at once, so a chunk has few of them however many files it is copied to.  Chunks stay unchecked
-    if runs do not tile them: some bytes are copied by other processes, or not at all, or threads read runs that
-    overlap.
+    if runs do not tile them: some bytes are not copied, or threads read runs that overlap.
 
     Args:
         unchecked: the chunks to check; those that have been are taken out of it.

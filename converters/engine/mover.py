@@ -268,8 +268,8 @@ class Mover:
     ) -> Generator[None, None, ChunkSums]:
         """Compute the sums of a chunk's elements, and pass their bytes on in order; pauses after every band."""
         sums = Sums(chunk.frame.checksum_of)
-        for source in _sources(chunk):
-            if source.crc32 is None:
+        for source in _sources(chunk):  # of what is shared, no process reads all to copy it
+            if source.crc32 is None or self.unchecked.is_shared(source.item):
                 self.check(source.item)
         parts = self._direct(chunk, sums) if is_direct(chunk) else self._assembled(chunk)
         for words, origin in parts:

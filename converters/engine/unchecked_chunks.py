@@ -19,13 +19,20 @@ class UncheckedChunks:
     Args:
         tensors: all tensors of the source.
         chosen: which of their chunks, one after the other, are to be checked; chunks without elements never are.
+        shared: which of them other processes copy from as well.
     """
 
-    def __init__(self, tensors: Sequence[StateRecord], chosen: NDArray[np.bool_] | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[StateRecord],
+        chosen: NDArray[np.bool_] | None = None,
+        shared: NDArray[np.bool_] | None = None,
+    ) -> None:
         self._tensors = tensors
         columns = columns_of([tensor.chunks for tensor in tensors])
         elements = np.concatenate([np.zeros(0, np.int64), *(tensor.boxes.numel for tensor in tensors)])
         self._waiting = elements > 0 if chosen is None else (elements > 0) & chosen
+        self._shared = np.zeros(len(elements), np.bool_) if shared is None else shared
         self._ends = np.cumsum([len(tensor.chunks) for tensor in tensors])
         self._by_file: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
         order = np.lexsort((columns.item, columns.file))
@@ -53,10 +60,11 @@ class UncheckedChunks:
 
     def waits(self, item: Extent) -> bool:
         """Whether the chunk in an item is still to be checked; False for items that are not the source's."""
-        if item.file not in self._by_file:
-            return False
-        rows, found = self._rows(item.file, [item.offset])
-        return bool(found[0] and self._waiting[rows[0]])
+        return self._says(self._waiting, item)
+
+    def is_shared(self, item: Extent) -> bool:
+        """Whether other processes copy from the chunk in an item as well."""
+        return self._says(self._shared, item)
 
     def at(self, item: Extent) -> tuple[StateRecord, Chunk]:
         """The chunk in an item that is one of the source's."""
@@ -67,6 +75,12 @@ class UncheckedChunks:
         known, rows = self._by_file[file]
         at = np.minimum(np.searchsorted(known, offsets), len(known) - 1)
         return rows[at], known[at] == offsets
+
+    def _says(self, column: NDArray[np.bool_], item: Extent) -> bool:
+        if item.file not in self._by_file:
+            return False
+        rows, found = self._rows(item.file, [item.offset])
+        return bool(found[0] and column[rows[0]])
 
     def _chunk(self, row: int) -> tuple[StateRecord, Chunk]:
         number = int(np.searchsorted(self._ends, row, side="right"))

@@ -37,10 +37,15 @@ def test_every_file_has_one_worker_and_every_chunk_is_checked_by_all_who_copy_fr
     def checked(part: Assignment) -> set:
         return {chunk.item for _, chunk in part.chunks}
 
+    def copied(part: Assignment) -> set:
+        chunks = [chunk for file in part.files for chunk in file.chunks]
+        return {c.output.chunks[copy.source.buffer].item for c in chunks for copy in c.copies}
+
     assert set().union(*map(checked, parts)) == everything
     for part in parts:
-        chunks = [chunk for file in part.files for chunk in file.chunks]
-        assert {c.output.chunks[copy.source.buffer].item for c in chunks for copy in c.copies} <= checked(part)
+        others = set().union(*(copied(other) for other in parts if other is not part))
+        assert copied(part) <= checked(part)
+        assert {item for item in everything if part.chunks.is_shared(item)} == copied(part) & others
     for these in (set(finished), {file.name for file in job.files} - set(finished)):
         loads = [sum(file.length for file in part.files if file.name in these) for part in parts]
         assert max(loads) <= sum(loads) / world + max(file.length for file in job.files)
