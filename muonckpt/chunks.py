@@ -300,7 +300,7 @@ def layout_in_boxes(shape: Index, boxes: Boxes, strides: Strides | None = None) 
     """
     each = strides or (None,) * len(boxes)
     fragments = (_stored(box, own, str(i)) for i, (box, own) in enumerate(zip(boxes, each, strict=True)) if box.numel)
-    return TensorLayout(shape, tuple(fragments))
+    return TensorLayout.of(shape, tuple(fragments))
 
 
 def _stored(box: Box, strides: Index | None, buffer: Buffer) -> Fragment:

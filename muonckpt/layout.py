@@ -9,10 +9,10 @@ All offsets, strides and sizes are in elements.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -61,63 +61,160 @@ class Fragment:
         return f"box {self.box} in buffer {self.place.buffer!r} at {self.place.offset}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class TensorLayout:
-    """Every fragment of one tensor of the given logical shape.
+    """Every fragment of one tensor of the given logical shape, as columns: thousands of ranks may hold parts of it.
+
+    `of` makes one of fragments, `of_columns` of arrays; ``fragments``, ``holders`` and ``held`` are made of the columns
+    when they are first asked for, `fragments_of` and `boxes_of` for one buffer alone.
 
     Proved on construction: all boxes lie in the shape; two boxes are either equal (replicas, in different buffers)
     or disjoint; together they cover the tensor exactly.  Padding is not in the index space, so it cannot appear.
 
-    Derived fields serve code that must not visit every fragment: ``holders`` are the replicas of each distinct box, in
-    order of first appearance; ``starts`` and ``stops`` those boxes as arrays ``[boxes, max(ndim, 1)]``; ``held`` the
-    numbers of the boxes that each buffer holds.
+    Attributes:
+        starts, stops: the corners of each distinct box, ``[boxes, max(ndim, 1)]``, in order of first appearance; a 0-d
+            tensor counts as one element of one dim.
+        buffers: those that hold anything, in order of first appearance.
+        box, buffer: for each fragment the numbers of its box and of its buffer, ``[fragments]``.
+        offset, strides: of each fragment's place, ``[fragments]`` and ``[fragments, ndim]``.
 
     Raises:
         LayoutError: names the box, its buffer, and what is missing or covered twice.
     """
 
     shape: Index
-    fragments: tuple[Fragment, ...]
-    holders: tuple[tuple[Fragment, ...], ...] = field(init=False, repr=False, compare=False)
-    held: Mapping[Buffer, tuple[int, ...]] = field(init=False, repr=False, compare=False)
-    starts: IntArray = field(init=False, repr=False, compare=False)
-    stops: IntArray = field(init=False, repr=False, compare=False)
-    _hash: int = field(init=False, repr=False, compare=False)
+    starts: IntArray
+    stops: IntArray
+    buffers: tuple[Buffer, ...]
+    box: IntArray
+    buffer: IntArray
+    offset: IntArray
+    strides: IntArray
+
+    @classmethod
+    def of(cls, shape: Index, fragments: Iterable[Fragment]) -> TensorLayout:
+        """The layout of these fragments, in their order."""
+        listed = tuple(fragments)
+        boxes: dict[Box, int] = {}
+        buffers: dict[Buffer, int] = {}
+        box = [boxes.setdefault(fragment.box, len(boxes)) for fragment in listed]
+        buffer = [buffers.setdefault(fragment.place.buffer, len(buffers)) for fragment in listed]
+        starts, stops = _corners(shape, list(boxes))
+        offset, strides = [f.place.offset for f in listed], [f.place.strides for f in listed]
+        number, holder, begin = (np.array(column, np.int64) for column in (box, buffer, offset))
+        along = np.array(strides, np.int64).reshape(len(listed), len(shape))
+        return cls(shape, starts, stops, tuple(buffers), number, holder, begin, along)
+
+    @classmethod
+    def of_columns(
+        cls,
+        shape: Index,
+        corners: tuple[IntArray, IntArray],
+        buffers: tuple[Buffer, ...],
+        buffer: IntArray,
+        offset: IntArray,
+        strides: IntArray,
+    ) -> TensorLayout:
+        """The layout of fragments that are rows of arrays; ``corners`` are those of the box of each fragment."""
+        rows = np.concatenate(corners, axis=1)
+        boxes: dict[Hashable, int] = {}
+        keys = rows.view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).ravel().tolist()
+        box = np.array([boxes.setdefault(key, len(boxes)) for key in keys], np.int64)
+        first = np.flatnonzero(np.diff(np.maximum.accumulate(box), prepend=-1))
+        lo, hi = (corner[first] for corner in corners)
+        return cls(shape, lo, hi, buffers, box, buffer, offset, strides)
 
     def __post_init__(self) -> None:
-        replicas: defaultdict[Box, list[Fragment]] = defaultdict(list)
-        for fragment in self.fragments:
-            replicas[fragment.box].append(fragment)
-        held: defaultdict[Buffer, list[int]] = defaultdict(list)
-        for number, holders in enumerate(replicas.values()):
-            for fragment in holders:
-                held[fragment.place.buffer].append(number)
-        starts, stops = _corners(self.shape, list(replicas))
-        object.__setattr__(self, "holders", tuple(map(tuple, replicas.values())))
-        object.__setattr__(self, "held", {buffer: tuple(numbers) for buffer, numbers in held.items()})
-        object.__setattr__(self, "starts", starts)
-        object.__setattr__(self, "stops", stops)
-        object.__setattr__(self, "_hash", hash((self.shape, starts.tobytes(), stops.tobytes(), tuple(held))))
+        for array in self._arrays:
+            array.flags.writeable = False
+        _prove_rows(self)
         _prove_tiling(self)
+
+    @property
+    def _arrays(self) -> tuple[IntArray, ...]:
+        return self.starts, self.stops, self.box, self.buffer, self.offset, self.strides
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, TensorLayout):
+            return NotImplemented
+        return (self.shape, self.buffers) == (other.shape, other.buffers) and all(
+            map(np.array_equal, self._arrays, other._arrays)
+        )
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.starts.tobytes(), self.stops.tobytes(), self.buffers))
 
     def __hash__(self) -> int:
         return self._hash
 
+    @cached_property
+    def fragments(self) -> tuple[Fragment, ...]:
+        """All fragments, as they were given."""
+        return tuple(self._fragments(slice(None)))
+
+    @cached_property
+    def holders(self) -> tuple[tuple[Fragment, ...], ...]:
+        """The replicas of each distinct box, in the order of ``starts``."""
+        rows, first = self.by_box
+        return tuple(
+            tuple(self.fragments[row] for row in rows[begin:end].tolist()) for begin, end in pairwise(first.tolist())
+        )
+
+    @cached_property
+    def held(self) -> Mapping[Buffer, tuple[int, ...]]:
+        """The numbers of the boxes that each buffer holds."""
+        held: dict[Buffer, list[int]] = {buffer: [] for buffer in self.buffers}
+        rows, _ = self.by_box
+        for box, buffer in zip(self.box[rows].tolist(), self.buffer[rows].tolist(), strict=True):
+            held[self.buffers[buffer]].append(box)
+        return {buffer: tuple(boxes) for buffer, boxes in held.items()}
+
+    @cached_property
+    def by_box(self) -> tuple[IntArray, IntArray]:
+        """The numbers of all fragments, box by box, and where each box's begin among them: the last is how many."""
+        rows = np.argsort(self.box, kind="stable")
+        return rows, np.searchsorted(self.box[rows], np.arange(len(self.starts) + 1))
+
+    def boxes_of(self, buffer: Buffer) -> IntArray:
+        """The numbers of the boxes that a buffer holds, ascending; none if it holds nothing."""
+        return np.sort(self.box[self._rows_of(buffer)])
+
+    def fragments_of(self, buffer: Buffer) -> tuple[Fragment, ...]:
+        """The fragments in a buffer, in the order of all."""
+        return tuple(self._fragments(self._rows_of(buffer)))
+
+    def _rows_of(self, buffer: Buffer) -> IntArray:
+        return np.flatnonzero(self.buffer == self.buffers.index(buffer)) if buffer in self.buffers else _NONE
+
+    def _fragments(self, rows: IntArray | slice) -> Iterator[Fragment]:
+        box, ndim = self.box[rows], len(self.shape)
+        buffers = map(self.buffers.__getitem__, self.buffer[rows].tolist())
+        corners = (map(tuple, corner[box, :ndim].tolist()) for corner in (self.starts, self.stops))
+        strides = map(tuple, self.strides[rows].tolist())
+        return map(Fragment, map(Box, *corners), map(Place, buffers, self.offset[rows].tolist(), strides))
+
     @property
-    def buffers(self) -> tuple[Buffer, ...]:
-        """The buffers that hold anything."""
-        return tuple(self.held)
+    def numel_held(self) -> int:
+        """Elements in all buffers together, replicas counted."""
+        return int((self.stops - self.starts).prod(axis=1)[self.box].sum())
 
     def digest(self) -> bytes:
         """16 bytes of shape and fragments: the same in every process, unlike a hash."""
         from hashlib import blake2b  # loads OpenSSL, which few programs need
 
-        where = np.array([(f.place.offset, *f.place.strides) for f in self.fragments], np.int64)
-        names = [(number, fragment.place.buffer) for number, box in enumerate(self.holders) for fragment in box]
+        rows, _ = self.by_box
+        buffers = map(self.buffers.__getitem__, self.buffer[rows].tolist())
+        names = list(zip(self.box[rows].tolist(), buffers, strict=True))
         whole = blake2b(repr((self.shape, names)).encode(), digest_size=16)
-        for array in (self.starts, self.stops, where):
+        for array in (self.starts, self.stops, np.column_stack((self.offset, self.strides))):
             whole.update(array.tobytes())
         return whole.digest()
+
+
+_NONE = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +254,7 @@ def through(pieces: tuple[Piece, ...], layout: TensorLayout) -> TensorLayout:
         moved = common.shift([new - old for new, old in zip(piece.origin, piece.box.lo, strict=True)])
         fragments += [Fragment(moved, fragment.place_at(common.lo)) for fragment in layout.holders[j]]
     ends = [piece.box.shift([o - lo for o, lo in zip(piece.origin, piece.box.lo, strict=True)]).hi for piece in pieces]
-    return TensorLayout(tuple(map(max, zip(*ends, strict=True))), tuple(fragments))
+    return TensorLayout.of(tuple(map(max, zip(*ends, strict=True))), fragments)
 
 
 def dense(box: Box, buffer: Buffer, offset: int = 0) -> Fragment:
@@ -177,6 +274,18 @@ def _corners(shape: Index, boxes: Sequence[Box]) -> tuple[IntArray, IntArray]:
     return lo, hi
 
 
+def _prove_rows(layout: TensorLayout) -> None:
+    """One number for each box and buffer, in order of first appearance, and no place before its buffer's beginning."""
+    for numbers, count in ((layout.box, len(layout.starts)), (layout.buffer, len(layout.buffers))):
+        highest = np.maximum.accumulate(np.append(-1, numbers))
+        if numbers.min(initial=0) < 0 or np.diff(highest).max(initial=0) > 1 or highest[-1] + 1 != count:
+            raise LayoutError(f"{count} boxes or buffers, numbered {numbers}: not in order of first appearance")
+    if len(layout.strides) != len(layout.box) or layout.strides.shape[1] != len(layout.shape):
+        raise LayoutError(f"strides of shape {layout.strides.shape}: a place needs one stride per dim")
+    if layout.offset.min(initial=0) < 0 or (layout.stops <= layout.starts).any():
+        raise LayoutError(f"a fragment of a tensor of shape {layout.shape} is empty, or begins before its buffer")
+
+
 def _prove_tiling(layout: TensorLayout) -> None:
     """Disjoint or equal boxes inside the shape whose volumes add up to the tensor's cover it exactly."""
     lo, hi = layout.starts, layout.stops
@@ -193,7 +302,7 @@ def _prove_tiling(layout: TensorLayout) -> None:
         hole = next(holes_in(whole, [replicas[0].box for replicas in layout.holders]))
         holders = ", ".join(map(repr, layout.buffers[:8])) or "none"
         raise LayoutError(f"no buffer holds box {hole} of the tensor of shape {layout.shape} (buffers: {holders})")
-    if any(len(set(numbers)) != len(numbers) for numbers in layout.held.values()):
+    if len(np.unique(layout.box * len(layout.buffers) + layout.buffer)) != len(layout.box):
         raise LayoutError("one buffer holds the same box twice; replicas must lie in different buffers")
 
 

@@ -11,6 +11,15 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int64]
 
 
+def expanded(first: IntArray, count: IntArray) -> tuple[IntArray, IntArray]:
+    """Ranges of numbers, end to end: for each number that of its range, and itself.
+
+    Range ``k`` is ``first[k]`` and the ``count[k] - 1`` numbers after it.
+    """
+    which = np.repeat(np.arange(len(count)), count)
+    return which, np.arange(len(which)) + (first - np.cumsum(count) + count)[which]
+
+
 def _candidates(a_lo: IntArray, a_hi: IntArray, b_lo: IntArray, b_hi: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     """Along one dim: the order that sorts ``b`` by start, and for each ``a`` the range of it that may overlap.
 
@@ -33,10 +42,8 @@ def overlaps(a_lo: IntArray, a_hi: IntArray, b_lo: IntArray, b_hi: IntArray) -> 
         return np.empty(0, np.int64), np.empty(0, np.int64)
     joins = [_candidates(a_lo[:, d], a_hi[:, d], b_lo[:, d], b_hi[:, d]) for d in range(a_lo.shape[1])]
     order, first, last = min(joins, key=lambda join: int((join[2] - join[1]).sum()))
-    count = last - first
-    i = np.repeat(np.arange(len(a_lo)), count)
-    within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    j = order[np.repeat(first, count) + within]
+    i, number = expanded(first, last - first)
+    j = order[number]
     common = (np.maximum(a_lo[i], b_lo[j]) < np.minimum(a_hi[i], b_hi[j])).all(axis=1)
     i, j = i[common], j[common]
     by_pair = np.lexsort((j, i))

@@ -76,7 +76,7 @@ def make_plan(source: TensorLayout, target: TensorLayout) -> Plan:
     _check_shapes(source, target)
     pairs = overlaps(target.starts, target.stops, source.starts, source.stops)
     copies = _copies(source, target, zip(*(index.tolist() for index in pairs), strict=True))
-    return Plan(source.shape, tuple(copies), sum(f.box.numel for f in target.fragments))
+    return Plan(source.shape, tuple(copies), target.numel_held)
 
 
 def make_share(source: TensorLayout, target: TensorLayout, buffer: Buffer) -> Share:
@@ -86,17 +86,17 @@ def make_share(source: TensorLayout, target: TensorLayout, buffer: Buffer) -> Sh
         LayoutError: the shapes differ, or what the buffer takes is not all that it holds of the target.
     """
     _check_shapes(source, target)
-    ours, theirs = list(source.held.get(buffer, ())), list(target.held.get(buffer, ()))
+    ours, theirs = source.boxes_of(buffer), target.boxes_of(buffer)
     t, s = overlaps(target.starts, target.stops, source.starts[ours], source.stops[ours])
-    gives = _copies(source, target, ((i, ours[j]) for i, j in zip(t.tolist(), s.tolist(), strict=True)))
+    gives = _copies(source, target, zip(t.tolist(), ours[s].tolist(), strict=True))
     t, s = overlaps(target.starts[theirs], target.stops[theirs], source.starts, source.stops)
-    takes = _copies(source, target, ((theirs[i], j) for i, j in zip(t.tolist(), s.tolist(), strict=True)))
+    takes = _copies(source, target, zip(theirs[t].tolist(), s.tolist(), strict=True))
     share = Share(
         tuple(copy for copy in gives if copy.source.buffer == buffer),
         tuple(copy for copy in takes if copy.target.buffer == buffer),
     )
     taken = sum(copy.box.numel for copy in share.takes)
-    expected = sum(target.holders[number][0].box.numel for number in theirs)
+    expected = int((target.stops - target.starts)[theirs].prod(axis=1).sum())
     if taken != expected:
         raise LayoutError(f"the plan writes {taken} of the {expected} elements that {buffer!r} holds of the target")
     return share

@@ -157,7 +157,7 @@ def attach(optimizer: Muon, model: Model) -> Attached:
 def _describe(value: DTensor, layout: TensorLayout) -> None:
     """Say which box the local tensor is, or that it is empty."""
     rank = value.device_mesh.get_rank()
-    boxes = [fragment.box for fragment in layout.fragments if fragment.place.buffer == rank]
+    boxes = [fragment.box for fragment in layout.fragments_of(rank)]
     if len(boxes) > 1:
         raise LayoutError(f"rank {rank} holds {len(boxes)} boxes of a tensor of shape {layout.shape}, DCP takes one")
     declare_boxes(value, boxes)
@@ -176,7 +176,7 @@ def _layout(param: Any, group: Any, index: Any) -> TensorLayout:
             raise LayoutError(f"the mesh cuts buffers into {cuts.shards} shards, their group {buffer.dp_world_size}")
     layout = uneven_layout(tuple(param.shape), start, size, cuts)
     rank = param.device_mesh.get_rank()
-    held = sum(fragment.box.numel for fragment in layout.fragments if fragment.place.buffer == rank)
+    held = sum(fragment.box.numel for fragment in layout.fragments_of(rank))
     if held != local.numel():
         raise LayoutError(
             f"rank {rank} holds {local.numel()} elements of a parameter of shape {tuple(param.shape)}, but the buffer "

@@ -124,7 +124,7 @@ def layout_digest(layout: TensorLayout) -> bytes:
 @lru_cache(maxsize=1024)
 def _copies(source: TensorLayout, boxes: tuple[Box, ...]) -> tuple[tuple[Copy, ...], ...]:
     """Cached, because tensors of the same geometry share their copies."""
-    target = TensorLayout(source.shape, tuple(dense(box, number) for number, box in enumerate(boxes)))
+    target = TensorLayout.of(source.shape, tuple(dense(box, number) for number, box in enumerate(boxes)))
     copies: defaultdict[Buffer, list[Copy]] = defaultdict(list)
     for copy in make_plan(source, target).copies:
         copies[copy.target.buffer].append(copy)

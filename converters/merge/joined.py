@@ -90,7 +90,7 @@ def joined_tensor(tensor: OutputTensor, part: int) -> OutputTensor:
     places = (replace(f, place=replace(f.place, buffer=moved(f.place.buffer))) for f in fragments)
     return replace(
         tensor,
-        layout=TensorLayout(tensor.layout.shape, tuple(places)),
+        layout=TensorLayout.of(tensor.layout.shape, tuple(places)),
         chunks={moved(buffer): _moved_chunk(chunk, part) for buffer, chunk in tensor.chunks.items()},
         in_memory={moved(buffer): data for buffer, data in tensor.in_memory.items()},
     )

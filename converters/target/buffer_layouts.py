@@ -63,7 +63,7 @@ def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenanc
     for buffer in buffers:
         for key, fragment in buffer.fragments():
             fragments[key].append(fragment)
-    layouts = {tensor.key: TensorLayout(tensor.shape, tuple(fragments[tensor.key])) for tensor in tensors}
+    layouts = {tensor.key: TensorLayout.of(tensor.shape, tuple(fragments[tensor.key])) for tensor in tensors}
     return LaidOut(layouts, recorded, tuple(buffers))
 
 

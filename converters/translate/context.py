@@ -49,7 +49,7 @@ class SourceChunks:
         """
         stored = zip(self.buffers[tensor.key], tensor.chunks, strict=True)
         with about(f"tensor {tensor.key!r}"):
-            return TensorLayout(
+            return TensorLayout.of(
                 tensor.shape, tuple(chunk.stored(buffer) for buffer, chunk in stored if chunk.box.numel)
             )
 

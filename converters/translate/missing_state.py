@@ -87,7 +87,7 @@ def zero_state(
             box = Box.of(shape)
             fragments = (Fragment(box, Place(_ZERO, 0, (0,) * box.ndim)),) if box.numel else ()
             record = replace(record, shape=shape, dtype=dtype, convention=convention)
-            yield OutputTensor(record, TensorLayout(shape, fragments), in_memory={_ZERO: bytes(16)})
+            yield OutputTensor(record, TensorLayout.of(shape, fragments), in_memory={_ZERO: bytes(16)})
     if stateless:
         reason = "written as zeros; masters, where there are, as the weights"
         findings.check(Action.SET, "state that was missing", *sorted(stateless), reason=reason)

@@ -21,7 +21,7 @@ from .source_parameters import AS_THE_PARAMETER, Param, SlotTensors
 from .structure import TranslatedTensor, apply_rules
 
 _COUNTER = "counter"
-_ONE_ELEMENT = TensorLayout((), (dense(Box((), ()), _COUNTER),))
+_ONE_ELEMENT = TensorLayout.of((), (dense(Box((), ()), _COUNTER),))
 
 
 def tensors_by_slot(context: Context, rules: NameRules) -> SlotTensors:

@@ -157,7 +157,7 @@ def _join(rule: NameRule, parts: Sequence[TranslatedTensor]) -> TranslatedTensor
     shape = _replaced(layouts[0].shape, rule.dim, sum(lengths))
     boxes = _boxes(shape, rule.dim, rule.shares or tuple(lengths), rule.interleaved)
     moved = (_moved(layout, part, rule.dim) for layout, part in zip(layouts, boxes, strict=True))
-    layout = TensorLayout(shape, tuple(chain.from_iterable(moved)))
+    layout = TensorLayout.of(shape, tuple(chain.from_iterable(moved)))
     own = len(parts) > 1 and rule.dim == 0 and len(shape) == 2 and not (rule.stacked or rule.keeps_groups)
     fused = (tuple(length // rule.interleaved for length in lengths), rule.interleaved) if own else None
     return TranslatedTensor(parts[0].dtype, layout, "", aliases, True, fused)
@@ -204,7 +204,7 @@ def _without(layout: TensorLayout, dim: int) -> TensorLayout:
     def drop(values: Index) -> Index:
         return values[:dim] + values[dim + 1 :]
 
-    return TensorLayout(
+    return TensorLayout.of(
         drop(layout.shape),
         tuple(
             Fragment(Box(drop(f.box.lo), drop(f.box.hi)), replace(f.place, strides=drop(f.place.strides)))
@@ -219,7 +219,7 @@ def _with(layout: TensorLayout, dim: int) -> TensorLayout:
     def add(values: Index, value: int) -> Index:
         return (*values[:dim], value, *values[dim:])
 
-    return TensorLayout(
+    return TensorLayout.of(
         add(layout.shape, 1),
         tuple(
             Fragment(

@@ -100,7 +100,7 @@ def boxes_of_all(ranks: Iterable[Sequence[HeldBox]]) -> BoxesOfAll:
             else:
                 replicated += len(copies) > 1
         with about(f"tensor {key!r}"):
-            TensorLayout(
+            TensorLayout.of(
                 holders[0].shape, tuple(dense(box, f"rank {copies[0].rank}") for box, copies in by_box.items())
             )
         share = combine(*(copies[0].share for copies in by_box.values()))

@@ -70,7 +70,7 @@ def source_layout(shape: Index, held: tuple[RankBoxes, ...]) -> TensorLayout:
     Raises:
         LayoutError: nobody holds some elements, or boxes overlap in part.
     """
-    return TensorLayout(shape, tuple(_fragments(held)))
+    return TensorLayout.of(shape, tuple(_fragments(held)))
 
 
 @lru_cache(maxsize=65536)
@@ -88,7 +88,7 @@ def target_layouts(shape: Index, held: tuple[RankBoxes, ...]) -> tuple[TensorLay
         for box in rest:
             fragments.append(dense(box, NOBODY, start))
             start += box.numel
-        layouts.append(TensorLayout(shape, tuple(fragments)))
+        layouts.append(TensorLayout.of(shape, tuple(fragments)))
     return tuple(layouts)
 
 

@@ -91,12 +91,11 @@ class BoxedTensor(Tensor):
         Args:
             memory: of that buffer; of one dim and dense.
         """
-        held = [fragment for fragment in layout.fragments if fragment.place.buffer == buffer]
         parts = {
             fragment.box.lo: memory.as_strided(
                 fragment.box.shape, fragment.place.strides, memory.storage_offset() + fragment.place.offset
             )
-            for fragment in held
+            for fragment in layout.fragments_of(buffer)
         }
         return cls(layout.shape, parts, memory.dtype, memory.device)
 

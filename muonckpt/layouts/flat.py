@@ -48,4 +48,4 @@ def flat_layout(shape: Index, start: int, shards: tuple[FlatShard, ...]) -> Tens
         for box in flat_boxes(shape, lo - start, hi - start) if lo < hi else ():
             fragments.append(dense(box, shard.buffer, offset))
             offset += box.numel
-    return TensorLayout(shape, tuple(fragments))
+    return TensorLayout.of(shape, tuple(fragments))

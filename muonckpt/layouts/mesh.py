@@ -1,26 +1,78 @@
 """Meshes of ranks, with one placement per mesh axis (the vocabulary of torch's DTensor), to layouts.
 
 Placements apply from the first mesh axis to the last.  Along each tensor dim a rank's share is a list of *runs*,
-``(start, stop)`` ranges of global indices in local order; a placement selects from the runs that the axes before it
+``(start, stop)`` ranges of global indices in local order; a placement cuts the runs that the axes before it
 left.  So strided shards, uneven splits and any number of axes on one dim need no special case: the local tensor is
-the row-major product of its runs.
+the row-major product of its runs.  The shares of all ranks are computed together, as arrays.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
-from itertools import accumulate, product
-from operator import mul
-from typing import Protocol
+from functools import cached_property, lru_cache
+
+import numpy as np
 
 from ..box import Box, Index, row_major
 from ..errors import LayoutError
 from ..layout import Fragment, Place, TensorLayout
+from ..overlap import IntArray, expanded
 
-Runs = tuple[tuple[int, int], ...]
+
+@dataclass(frozen=True)
+class Shares:
+    """What each of some shares holds of one dim.
+
+    Attributes:
+        count: of shares.
+        share: for each run the number of its share, ascending; within a share runs are in local order.
+        start, stop: of each run; none is empty.
+    """
+
+    count: int
+    share: IntArray
+    start: IntArray
+    stop: IntArray
+
+    @cached_property
+    def first(self) -> IntArray:
+        """The number of each share's first run, and how many runs there are."""
+        return np.searchsorted(self.share, np.arange(self.count + 1))
+
+    @cached_property
+    def before(self) -> IntArray:
+        """Indices of the runs before each one in its share."""
+        sums = _from_zero(np.cumsum(self.stop - self.start))
+        before: IntArray = sums[:-1] - sums[self.first[self.share]]
+        return before
+
+    @cached_property
+    def length(self) -> IntArray:
+        """Indices of each share."""
+        length: IntArray = np.diff(_from_zero(np.cumsum(self.stop - self.start))[self.first])
+        return length
+
+    def cut(self, parts: int) -> Shares:
+        """Each share in parts of ``ceil(length / parts)`` indices; the last ones may be short or empty."""
+        before, length = self.before, self.stop - self.start
+        size = -(-self.length // parts)[self.share]
+        begin = before // size  # the first part that has some of a run
+        pieces = (before + length - 1) // size - begin + 1
+        run, part = expanded(begin, pieces)
+        lo, hi = np.maximum(part * size[run], before[run]), np.minimum((part + 1) * size[run], (before + length)[run])
+        shift = (self.start - before)[run]
+        return Shares(self.count * parts, self.share[run] * parts + part, lo + shift, hi + shift)
+
+    def joined(self) -> Shares:
+        """The same, adjacent runs merged, so that a contiguous share is one box."""
+        apart = np.ones(len(self.share), np.bool_)
+        apart[1:] = (self.share[1:] != self.share[:-1]) | (self.start[1:] != self.stop[:-1])
+        return Shares(self.count, self.share[apart], self.start[apart], self.stop[np.roll(apart, -1)])
+
+
+def _from_zero(sums: IntArray) -> IntArray:
+    return np.append(0, sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +97,6 @@ class Mesh:
         return cls(shape, tuple(range(math.prod(shape))))
 
 
-class AxisPlacement(Protocol):
-    """How one mesh axis cuts a tensor: the runs of ``dim`` that the rank at ``index`` of ``parts`` keeps."""
-
-    @property
-    def dim(self) -> int | None: ...
-
-    def take(self, runs: Runs, parts: int, index: int) -> Runs: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Contiguous parts of ``ceil(n / parts)`` elements; the last ones may be short or empty (``torch.chunk``)."""
@@ -63,10 +106,9 @@ class Shard:
     def __str__(self) -> str:
         return f"Shard({self.dim})"
 
-    def take(self, runs: Runs, parts: int, index: int) -> Runs:
-        numel = sum([stop - start for start, stop in runs])
-        size = -(-numel // parts)
-        return _slice(runs, min(size * index, numel), min(size * (index + 1), numel))
+    def cut(self, shares: Shares, parts: int) -> Shares:
+        """Each share over the ranks of an axis: part ``k`` of share ``n`` becomes share ``n * parts + k``."""
+        return shares.cut(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +124,12 @@ class StridedShard:
     def __str__(self) -> str:
         return f"StridedShard({self.dim}, split={self.split})"
 
-    def take(self, runs: Runs, parts: int, index: int) -> Runs:
-        inner = Shard(self.dim)
-        return tuple(
-            run for part in range(self.split) for run in inner.take(inner.take(runs, self.split, part), parts, index)
-        )
+    def cut(self, shares: Shares, parts: int) -> Shares:
+        """As `Shard.cut`."""
+        fine = shares.cut(self.split).cut(parts)
+        share = fine.share // (self.split * parts) * parts + fine.share % parts
+        order = np.argsort(share, kind="stable")
+        return Shares(shares.count * parts, share[order], fine.start[order], fine.stop[order])
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +141,9 @@ class Replicate:
     def __str__(self) -> str:
         return "Replicate"
 
-    def take(self, runs: Runs, parts: int, index: int) -> Runs:
-        return runs
+
+AxisPlacement = Shard | StridedShard | Replicate
+"""How one mesh axis cuts a tensor, if it does."""
 
 
 @lru_cache(maxsize=65536)
@@ -110,13 +154,10 @@ def mesh_layout(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...])
         LayoutError: not one placement per mesh axis, or a placement of a dim that the tensor does not have.
     """
     _check_placements(shape, mesh, placements)
-    runs_of = [_runs_along(dim, shape, mesh, placements) for dim in range(len(shape))]
-    fragments = (
-        fragment
-        for rank, coordinate in zip(mesh.ranks, product(*map(range, mesh.shape)), strict=True)
-        for fragment in _local_fragments(rank, [along(coordinate) for along in runs_of])
-    )
-    return TensorLayout(shape, tuple(fragments))
+    corners, position, offset, strides = _rows(shape, mesh, placements, np.arange(len(mesh.ranks)))
+    holding, buffer = np.unique(position, return_inverse=True)
+    buffers = tuple(mesh.ranks[rank] for rank in holding.tolist())
+    return TensorLayout.of_columns(shape, corners, buffers, buffer, offset, strides)
 
 
 @lru_cache(maxsize=65536)
@@ -129,12 +170,17 @@ def fragments_on(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...]
     _check_placements(shape, mesh, placements)
     if rank not in mesh.ranks:
         return ()
-    return tuple(_local_fragments(rank, _runs_on(shape, mesh, placements, rank)))
+    corners, _, offset, strides = _rows(shape, mesh, placements, np.array([mesh.ranks.index(rank)]))
+    boxes = map(Box, *(map(tuple, corner[:, : len(shape)].tolist()) for corner in corners))
+    places = (Place(rank, start, tuple(along)) for start, along in zip(offset.tolist(), strides.tolist(), strict=True))
+    return tuple(map(Fragment, boxes, places))
 
 
 def local_shape(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], rank: int) -> Index:
     """Shape of the local tensor on ``rank``, if the layout describes it."""
-    return tuple(share.length for share in _runs_on(shape, mesh, placements, rank))
+    position = np.array([mesh.ranks.index(rank)])
+    along = (_along(dim, shape, mesh, placements, position) for dim in range(len(shape)))
+    return tuple(int(shares.length[number[0]]) for shares, number in along)
 
 
 def _check_placements(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...]) -> None:
@@ -145,72 +191,49 @@ def _check_placements(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement,
             raise LayoutError(f"{placement} does not fit a tensor of shape {shape}")
 
 
-def _runs_on(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], rank: int) -> tuple[_Share, ...]:
-    """What a rank of the mesh holds of each dim."""
-    position = mesh.ranks.index(rank)
-    coordinate = tuple(position // step % size for size, step in zip(mesh.shape, row_major(mesh.shape), strict=True))
-    return tuple(_runs_along(dim, shape, mesh, placements)(coordinate) for dim in range(len(shape)))
+def _rows(
+    shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], positions: IntArray
+) -> tuple[tuple[IntArray, IntArray], IntArray, IntArray, IntArray]:
+    """The fragments of the ranks at some positions of the mesh: corners of the boxes, the positions, offsets, strides.
+
+    A rank holds the product of its runs along each dim, the last dim's changing fastest.
+    """
+    along = [_along(dim, shape, mesh, placements, positions) for dim in range(len(shape))]
+    runs = [np.diff(shares.first)[number] for shares, number in along]
+    count = np.prod(runs, axis=0, dtype=np.int64) if runs else np.ones(len(positions), np.int64)
+    holder, within = expanded(np.zeros_like(count), count)
+    lo, hi = np.zeros((2, len(holder), max(len(shape), 1)), np.int64)
+    hi[:, len(shape) :] = 1
+    offset, strides = np.zeros(len(holder), np.int64), np.zeros((len(holder), len(shape)), np.int64)
+    step = np.ones(len(holder), np.int64)
+    for dim in reversed(range(len(shape))):
+        shares, number = along[dim][0], along[dim][1][holder]
+        run = shares.first[number] + within % runs[dim][holder]
+        within //= runs[dim][holder]
+        lo[:, dim], hi[:, dim], strides[:, dim] = shares.start[run], shares.stop[run], step
+        offset += shares.before[run] * step
+        step = step * shares.length[number]
+    return (lo, hi), positions[holder], offset, strides
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """Runs of one dim, each with the number of indices before it in local order, and how many they are together."""
-
-    runs: tuple[tuple[int, int, int], ...]
-    length: int
-
-    @classmethod
-    def of(cls, runs: Runs) -> _Share:
-        lengths = [stop - start for start, stop in runs]
-        before = accumulate(lengths, initial=0)
-        return cls(tuple([(start, stop, n) for (start, stop), n in zip(runs, before, strict=False)]), sum(lengths))
-
-
-def _runs_along(
-    dim: int, shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...]
-) -> Callable[[tuple[int, ...]], _Share]:
-    """The share of one dim by mesh coordinate.  Only the axes that cut the dim matter; each share is computed once."""
-    axes = [axis for axis, placement in enumerate(placements) if placement.dim == dim]
-
-    @cache
-    def share(*indices: int) -> _Share:
-        runs: Runs = ((0, shape[dim]),) if shape[dim] else ()
-        for axis, index in zip(axes, indices, strict=True):
-            runs = placements[axis].take(runs, mesh.shape[axis], index)
-        return _Share.of(_joined(runs))
-
-    return lambda coordinate: share(*[coordinate[axis] for axis in axes])
+def _along(
+    dim: int, shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], positions: IntArray
+) -> tuple[Shares, IntArray]:
+    """The shares of one dim, and the numbers of those of the ranks at some positions of the mesh."""
+    cuts: list[tuple[Shard | StridedShard, int]] = []
+    number = np.zeros(len(positions), np.int64)
+    for placement, parts, step in zip(placements, mesh.shape, row_major(mesh.shape), strict=True):
+        if not isinstance(placement, Replicate) and placement.dim == dim:
+            cuts.append((placement, parts))
+            number = number * parts + positions // step % parts
+    return _shares(shape[dim], tuple(cuts)), number
 
 
-def _local_fragments(rank: int, shares: Sequence[_Share]) -> Iterator[Fragment]:
-    """The boxes of a rank that holds the product of these shares."""
-    strides = _row_major(tuple([share.length for share in shares]))
-    for corner in product(*[share.runs for share in shares]):
-        lo, hi, before = zip(*corner, strict=True) if corner else ((), (), ())
-        yield Fragment(Box(lo, hi), Place(rank, sum(map(mul, before, strides)), strides))
-
-
-_row_major = lru_cache(maxsize=4096)(row_major)
-"""Of all ranks whose local tensors have one shape."""
-
-
-def _slice(runs: Runs, lo: int, hi: int) -> Runs:
-    """Local indices ``lo:hi`` of the concatenated runs."""
-    kept = []
-    for start, stop in runs:
-        begin, end = start + max(lo, 0), min(stop, start + hi)
-        if begin < end:
-            kept.append((begin, end))
-        lo, hi = lo - (stop - start), hi - (stop - start)
-    return tuple(kept)
-
-
-def _joined(runs: Runs) -> Runs:
-    """Merge adjacent runs, so that a contiguous share is one box."""
-    joined: list[tuple[int, int]] = []
-    for start, stop in runs:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return tuple(joined)
+@lru_cache(maxsize=256)
+def _shares(size: int, cuts: tuple[tuple[Shard | StridedShard, int], ...]) -> Shares:
+    """A dim of this size after it was cut, over so many ranks at a time.  Cached: many tensors have equal dims."""
+    whole = np.arange(min(size, 1))
+    shares = Shares(1, whole, whole, whole + size)
+    for placement, parts in cuts:
+        shares = placement.cut(shares, parts)
+    return shares.joined()

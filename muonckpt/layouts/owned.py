@@ -12,4 +12,4 @@ from ..layout import Buffer, TensorLayout, dense
 def owned_layout(shape: Index, owner: Buffer) -> TensorLayout:
     """The tensor lies dense and whole in the buffer of ``owner``."""
     box = Box.of(shape)
-    return TensorLayout(shape, (dense(box, owner),) if box.numel else ())
+    return TensorLayout.of(shape, (dense(box, owner),) if box.numel else ())

@@ -70,8 +70,7 @@ def rows_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
     """
     if not isinstance(tensor, DTensor):
         return [(0, tensor.shape[0])]
-    layout = layout_of(tensor)
-    boxes = [layout.holders[number][0].box for number in layout.held.get(torch.distributed.get_rank(), ())]
+    boxes = [fragment.box for fragment in fragments_here(tensor)]
     # No placement reverses rows.
     return sorted({(box.lo[0], box.hi[0]) for box in boxes})
 

@@ -96,4 +96,4 @@ def uneven_layout(shape: Index, start: int, buffer: int, cuts: Cuts) -> TensorLa
         for part, shards in held.items()
         for fragment in flat_layout(part.shape, 0, tuple(shards)).fragments
     )
-    return TensorLayout(shape, tuple(fragments))
+    return TensorLayout.of(shape, tuple(fragments))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 
@@ -66,12 +66,12 @@ def assign(work: Sequence[Work], ranks: Sequence[int], node: int = 8) -> list[in
     owners = [0] * len(work)
     for numbers in (alike[key] for key in sorted(alike)):
         matrix = work[numbers[0]]
-        home = books.queue(matrix)
+        home, rest = books.queue(matrix), books.least_loaded(matrix)
         held = dict(zip(matrix.holders.tolist(), matrix.held.tolist(), strict=True))
         for index in numbers:
             owner = books.first(home, matrix)
             if owner is None or books.load[owner] + matrix.cost > SLACK * best:
-                least = books.least(matrix)
+                least = next(rest)
                 owner = least if owner is None or books.load[least] < books.load[owner] else owner
             books.give(owner, matrix, held.get(owner, 0))
             owners[index] = owner
@@ -93,8 +93,10 @@ class _Books:
 
     def queue(self, matrix: Work) -> list[Candidate]:
         """The holders of a matrix, by load and then by what makes one better than another; a heap."""
-        holders = zip(matrix.holders.tolist(), matrix.held.tolist(), strict=True)
-        candidates = [self._candidate(rank, held, matrix) for rank, held in holders]
+        ranks = matrix.holders
+        new, far = ~self.shapes[matrix.shape][ranks], self.nodes[ranks] != self._node(matrix)
+        columns = (self.load[ranks], -matrix.held, new, far, ranks)
+        candidates = list(zip(*(column.tolist() for column in columns), strict=True))
         heapify(candidates)
         return candidates
 
@@ -114,12 +116,19 @@ class _Books:
                 return rank
         return None
 
-    def least(self, matrix: Work) -> int:
-        """The least loaded of all ranks that may receive all of a matrix."""
-        loads = np.where(self.received + matrix.numel <= self.cap, self.load, np.iinfo(np.int64).max)
-        equal = np.flatnonzero(loads == loads.min())
-        far, new = self.nodes[equal] != self._node(matrix), ~self.shapes[matrix.shape][equal]
-        return int(equal[np.lexsort((far, new))[0]])
+    def least_loaded(self, matrix: Work) -> Iterator[int]:
+        """Without end: the least loaded of all ranks that may then receive all of a matrix, whatever has been given.
+
+        Ranks are sorted only once all of the same load have been given more: loads never sink.
+        """
+        while True:
+            loads = np.where(self.received + matrix.numel <= self.cap, self.load, np.iinfo(np.int64).max)
+            least = loads.min()
+            equal = np.flatnonzero(loads == least)
+            far, new = self.nodes[equal] != self._node(matrix), ~self.shapes[matrix.shape][equal]
+            for rank in equal[np.lexsort((far, new))].tolist():
+                while self.load[rank] == least and self.received[rank] + matrix.numel <= self.cap:
+                    yield rank
 
     def give(self, rank: int, matrix: Work, held: int) -> None:
         self.load[rank] += matrix.cost

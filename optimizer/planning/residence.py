@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -11,7 +12,7 @@ import numpy as np
 
 from ...box import Index, row_major
 from ...layout import Buffer, TensorLayout
-from ...overlap import overlaps
+from ...overlap import expanded, overlaps
 from .matrices import Fused, matrices_of, shapes_of
 from .owners import Int
 
@@ -36,61 +37,80 @@ class MatrixPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MatrixParts:
-    """All parts of a parameter's matrices, as arrays: a stack of experts on many ranks has hundreds of thousands.
+    """All parts of a parameter's matrices, as arrays.
+
+    A stack of experts on thousands of ranks has millions.  But experts between two cuts of the stack have like parts,
+    one stride apart, so those of the first of them are listed: it stands for them all.
 
     Attributes:
         pieces: of the matrices in their order: first and last corner in the parameter, what to add for the corner in
             the matrix, and the strides of the matrix; each ``[pieces, dims]``.
+        first_piece: for each matrix the number of its first piece, and at the end the number of all pieces.
+        stands: for each matrix the number of the one that stands for it.
         piece, box: numbers of the piece and of the layout's box that have a part in common, in this order.
-        first: for each matrix the number of its first part, and at the end the number of all parts.
+        first: for each matrix the number of its first part, and at the end the number of all parts; none are listed of
+            those for which another one stands.
     """
 
     layout: TensorLayout
     pieces: tuple[Int, Int, Int, Int]
+    first_piece: Int
+    stands: Int
     piece: Int
     box: Int
     first: Int
 
+    def numbers(self, index: int) -> Int:
+        """The numbers of a matrix's parts, or of those of the one that stands for it."""
+        return np.arange(*self.first[self.stands[index] :][:2])
+
+    def volumes(self, numbers: Int) -> Int:
+        """Elements of each of some parts."""
+        volumes: Int = self._sizes(self.piece[numbers], self.box[numbers]).prod(axis=1)
+        return volumes
+
+    def holders(self, numbers: Int) -> tuple[Int, Int]:
+        """For each who holds one of some parts: the part's position among them, and the number of the fragment; the
+        holders of a part are in the layout's order.
+        """
+        rows, first = self.layout.by_box
+        part, within = expanded(first[self.box[numbers]], np.diff(first)[self.box[numbers]])
+        return part, rows[within]
+
     def of_matrix(self, index: int) -> list[MatrixPart]:
-        return self._parts(index, np.arange(self.first[index], self.first[index + 1]))
+        return self._parts(index, self.numbers(index))
 
     def of_rank(self, rank: int) -> Mapping[int, list[MatrixPart]]:
         """What a rank has, by matrix."""
-        rows = np.flatnonzero(np.isin(self.box, self.layout.held.get(rank, ())))
-        matrices = np.searchsorted(self.first, rows, side="right") - 1
-        present, begin = np.unique(matrices, return_index=True)
-        cuts = [*begin.tolist(), len(rows)]
-        return {
-            index: self._parts(index, rows[start:stop])
-            for index, (start, stop) in zip(present.tolist(), pairwise(cuts), strict=True)
-        }
+        rows = np.flatnonzero(np.isin(self.box, self.layout.boxes_of(rank)))
+        present, begin = np.unique(np.searchsorted(self.first, rows, side="right") - 1, return_index=True)
+        cuts = pairwise([*begin.tolist(), len(rows)])
+        rows_of = {matrix: rows[start:stop] for matrix, (start, stop) in zip(present.tolist(), cuts, strict=True)}
+        indices = np.flatnonzero(np.isin(self.stands, present))
+        standing = self.stands[indices].tolist()
+        return {i: self._parts(i, rows_of[stands]) for i, stands in zip(indices.tolist(), standing, strict=True)}
 
-    def _parts(self, index: int, rows: Int) -> list[MatrixPart]:
-        """Some parts of a matrix."""
-        i, j = self.piece[rows], self.box[rows]
-        begin, end, shift, strides = (array[i] for array in self.pieces)
-        lo, corner = np.maximum(begin, self.layout.starts[j]), self.layout.starts[j]
-        sizes = np.minimum(end, self.layout.stops[j]) - lo
-        columns = (
-            rows - self.first[index],
-            sizes.prod(axis=1),
-            sizes,
-            ((lo + shift) * strides).sum(axis=1),
-            lo - corner,
-        )
-        listed = zip(*(column.tolist() for column in columns), j.tolist(), strict=True)
+    def _sizes(self, i: Int, j: Int) -> Int:
+        """Of what pieces and boxes have in common."""
+        begin, end, _, _ = self.pieces
+        return np.minimum(end[i], self.layout.stops[j]) - np.maximum(begin[i], self.layout.starts[j])
+
+    def _parts(self, index: int, numbers: Int) -> list[MatrixPart]:
+        """Some parts of a matrix, by their numbers in the one that stands for it."""
+        stands, layout = self.stands[index], self.layout
+        i, j = self.piece[numbers] + (self.first_piece[index] - self.first_piece[stands]), self.box[numbers]
+        begin, _, shift, strides = (array[i] for array in self.pieces)
+        lo, sizes = np.maximum(begin, layout.starts[j]), self._sizes(i, j)
+        part, row = self.holders(numbers)
+        offsets = layout.offset[row] + ((lo - layout.starts[j])[part] * layout.strides[row]).sum(axis=1)
+        buffers = map(layout.buffers.__getitem__, layout.buffer[row].tolist())
+        places = list(zip(buffers, offsets.tolist(), map(tuple, layout.strides[row].tolist()), strict=True))
+        cuts = pairwise(np.searchsorted(part, np.arange(len(numbers) + 1)).tolist())
+        columns = (numbers - self.first[stands], sizes.prod(axis=1), sizes, ((lo + shift) * strides).sum(axis=1))
         return [
-            MatrixPart(number, numel, tuple(shape), inside, self._holders(box, offset))
-            for number, numel, shape, inside, offset, box in listed
+            MatrixPart(number, numel, tuple(shape), inside, tuple(places[start:stop]))
+            for number, numel, shape, inside, (start, stop) in zip(*(c.tolist() for c in columns), cuts, strict=True)
         ]
-
-    def _holders(self, box: int, corner: Sequence[int]) -> tuple[tuple[Buffer, int, Index], ...]:
-        """Who has the part of a box that begins at this corner of it, and where."""
-        places = [fragment.place for fragment in self.layout.holders[box]]
-        return tuple(
-            (place.buffer, place.offset + sum(map(int.__mul__, corner, place.strides)), place.strides)
-            for place in places
-        )
 
 
 @lru_cache(maxsize=256)
@@ -108,9 +128,15 @@ def matrix_parts(layout: TensorLayout, fused: Fused) -> MatrixParts:
             [along for _, along in pieces],
         )
     )
-    i, j = overlaps(lo, hi, layout.starts, layout.stops)
-    ends = np.cumsum([0, *map(len, matrices)])  # of the matrices, in pieces
-    return MatrixParts(layout, (lo, hi, origin - lo, strides), i, j, np.searchsorted(i, ends))
+    first_piece = np.cumsum([0, *map(len, matrices)])
+    expert, cut = np.divmod(np.arange(len(matrices)), max(len(matrices) // max(math.prod(layout.shape[:-2]), 1), 1))
+    # In a tiling, a box ends only where others begin.  In two dims the only expert is before the second cut.
+    between = np.searchsorted(np.unique(layout.starts[:, 0]), expert, side="right")
+    _, standing, kind = np.unique(between * len(matrices) + cut, return_index=True, return_inverse=True)
+    _, chosen = expanded(first_piece[standing], np.diff(first_piece)[standing])
+    i, j = overlaps(lo[chosen], hi[chosen], layout.starts, layout.stops)
+    first = np.searchsorted(chosen[i], first_piece)
+    return MatrixParts(layout, (lo, hi, origin - lo, strides), first_piece, standing[kind], chosen[i], j, first)
 
 
 @lru_cache(maxsize=4096)
@@ -120,34 +146,24 @@ def residence(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...]) -> tup
     Matrices that lie alike have the same two arrays.
     """
     parts = matrix_parts(layout, fused)
-    count = len(parts.first) - 1
-    if not count:
-        return ()
-    i, j = parts.piece, parts.box
-    lo, hi, _, _ = parts.pieces
-    volume = (np.minimum(hi[i], layout.stops[j]) - np.maximum(lo[i], layout.starts[j])).prod(axis=1)
-    matrix = np.repeat(np.arange(count), np.diff(parts.first))
-
+    numbers = np.arange(len(parts.piece))
+    part, fragment = parts.holders(numbers)
     position = {rank: index for index, rank in enumerate(ranks)}
-    replicas = np.array([len(holders) for holders in layout.holders], np.int64)
-    holders = np.array([position[f.place.buffer] for all_ in layout.holders for f in all_], np.int64)  # type: ignore[index]
-    begin = np.cumsum(replicas) - replicas
-    copies = replicas[j]
-    within = np.arange(copies.sum()) - np.repeat(np.cumsum(copies) - copies, copies)
-    holder = holders[np.repeat(begin[j], copies) + within]
+    positions = np.array([position[buffer] for buffer in layout.buffers], np.int64)  # type: ignore[index]
+    matrix = np.searchsorted(parts.first, part, side="right") - 1
 
-    pairs, pair_of = np.unique(np.repeat(matrix, copies) * len(ranks) + holder, return_inverse=True)
+    standing = np.unique(parts.stands)
+    pairs, pair_of = np.unique(matrix * len(ranks) + positions[layout.buffer[fragment]], return_inverse=True)
     held = np.zeros(len(pairs), np.int64)
-    np.add.at(held, pair_of, np.repeat(volume, copies))
-    cuts = np.searchsorted(pairs, np.arange(1, count) * len(ranks))
+    np.add.at(held, pair_of, parts.volumes(numbers)[part])
+    cuts = np.searchsorted(pairs, standing[1:] * len(ranks))
     alike: dict[tuple[bytes, bytes], tuple[Int, Int]] = {}
-    homes = []
-    for who, much in zip(np.split(pairs % len(ranks), cuts), np.split(held, cuts), strict=True):
-        key = who.tobytes(), much.tobytes()
-        if key not in alike:
-            alike[key] = who.copy(), much.copy()  # not views, which would keep the arrays of all matrices
-        homes.append(alike[key])
-    return tuple(homes)
+    homes = {}
+    splits = zip(standing.tolist(), np.split(pairs % len(ranks), cuts), np.split(held, cuts), strict=False)
+    for index, who, much in splits:
+        # Not views, which would keep the arrays of all matrices.
+        homes[index] = alike.setdefault((who.tobytes(), much.tobytes()), (who.copy(), much.copy()))
+    return tuple(homes[index] for index in parts.stands.tolist())
 
 
 @lru_cache(maxsize=4096)
@@ -165,8 +181,10 @@ def held(layout: TensorLayout, fused: Fused, rank: int) -> Mapping[int, list[Mat
 @lru_cache(maxsize=4096)
 def first_replicas(layout: TensorLayout, fused: Fused, index: int) -> Mapping[Buffer, int]:
     """For each rank that holds anything of a matrix, which replica of its first part that is."""
-    firsts: dict[Buffer, int] = {}
-    for part in matrix_parts(layout, fused).of_matrix(index):
-        for replica, (holder, _, _) in enumerate(part.holders):
-            firsts.setdefault(holder, replica)
-    return firsts
+    parts = matrix_parts(layout, fused)
+    if (standing := int(parts.stands[index])) != index:
+        return first_replicas(layout, fused, standing)
+    part, fragment = parts.holders(parts.numbers(index))
+    replica = np.arange(len(part)) - np.searchsorted(part, part)
+    buffers, first = np.unique(layout.buffer[fragment], return_index=True)
+    return dict(zip(map(layout.buffers.__getitem__, buffers.tolist()), replica[first].tolist(), strict=True))

@@ -87,7 +87,7 @@ def first_replica(layout: TensorLayout, fused: Fused, index: int, owner: int) ->
 
     Where nothing has replicas, it is the only one, whoever asks.
     """
-    replicated = len(layout.fragments) > len(layout.holders)
+    replicated = len(layout.box) > len(layout.starts)
     return first_replicas(layout, fused, index).get(owner) if replicated else 0
 
 

@@ -13,7 +13,7 @@ from muonckpt.errors import LayoutError
 from muonckpt.layout import Fragment, Place, TensorLayout, dense
 from muonckpt.plan import Copy, Plan
 
-ROWS = TensorLayout((4, 3), (dense(Box((0, 0), (2, 3)), 0), dense(Box((2, 0), (4, 3)), 1, 7)))
+ROWS = TensorLayout.of((4, 3), (dense(Box((0, 0), (2, 3)), 0), dense(Box((2, 0), (4, 3)), 1, 7)))
 
 
 def test_a_place_fits_its_box():
@@ -25,15 +25,15 @@ def test_a_place_fits_its_box():
 
 def test_a_box_has_as_many_dims_as_the_tensor():
     with pytest.raises(LayoutError, match=r"box \[0:4\] has 1 dims, the tensor of shape \(4, 1\) has 2"):
-        TensorLayout((4, 1), (dense(Box((0,), (4,)), 0),))
+        TensorLayout.of((4, 1), (dense(Box((0,), (4,)), 0),))
 
 
 def test_equal_layouts_are_one_key_and_have_one_digest_in_every_process():
-    again = TensorLayout(ROWS.shape, ROWS.fragments)
+    again = TensorLayout.of(ROWS.shape, ROWS.fragments)
     assert again == ROWS and {ROWS: 1}[again] == 1 and again.digest() == ROWS.digest()
     code = (
         "from muonckpt.box import Box; from muonckpt.layout import TensorLayout, dense\n"
-        "rows = TensorLayout((4, 3), (dense(Box((0, 0), (2, 3)), 0), dense(Box((2, 0), (4, 3)), 1, 7)))\n"
+        "rows = TensorLayout.of((4, 3), (dense(Box((0, 0), (2, 3)), 0), dense(Box((2, 0), (4, 3)), 1, 7)))\n"
         "print(rows.digest().hex())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -44,7 +44,7 @@ def variants() -> dict[str, TensorLayout]:
     first, second = ROWS.fragments
 
     def moved(**changes) -> TensorLayout:
-        return TensorLayout((4, 3), (first, replace(second, place=replace(second.place, **changes))))
+        return TensorLayout.of((4, 3), (first, replace(second, place=replace(second.place, **changes))))
 
     return {
         "the same": ROWS,
@@ -52,11 +52,11 @@ def variants() -> dict[str, TensorLayout]:
         "a buffer of another type": moved(buffer="1"),
         "another offset": moved(offset=8),
         "other strides": moved(strides=(1, 2)),
-        "a replica": TensorLayout((4, 3), (*ROWS.fragments, replace(second, place=replace(second.place, buffer=2)))),
-        "another cut": TensorLayout((4, 3), (dense(Box((0, 0), (3, 3)), 0), dense(Box((3, 0), (4, 3)), 1, 7))),
-        "another order": TensorLayout((4, 3), (second, first)),
-        "another shape": TensorLayout((0, 3), ()),
-        "another empty shape": TensorLayout((3, 0), ()),
+        "a replica": TensorLayout.of((4, 3), (*ROWS.fragments, replace(second, place=replace(second.place, buffer=2)))),
+        "another cut": TensorLayout.of((4, 3), (dense(Box((0, 0), (3, 3)), 0), dense(Box((3, 0), (4, 3)), 1, 7))),
+        "another order": TensorLayout.of((4, 3), (second, first)),
+        "another shape": TensorLayout.of((0, 3), ()),
+        "another empty shape": TensorLayout.of((3, 0), ()),
     }
 
 

@@ -45,7 +45,7 @@ class Stored:
                 part = array[tuple(slice(lo, hi) for lo, hi in zip(box.lo, box.hi, strict=True))]
                 self.buffers[buffer] = part.reshape(-1).copy()
                 fragments.append(dense(box, buffer))
-            layout = TensorLayout(array.shape, tuple(fragments))
+            layout = TensorLayout.of(array.shape, tuple(fragments))
             self.tensors[name] = TranslatedTensor(str(array.dtype), layout, name, (name,))
 
     def read(self, tensor: TranslatedTensor) -> np.ndarray:
@@ -159,7 +159,7 @@ def test_a_layout_with_holders_in_many_buffers_is_followed():
     stored.buffers = {0: whole[:, :2].reshape(-1).copy(), 1: whole[:, 2:].reshape(-1).copy()}
     made = apply_rules(
         NameRules((NameRule(("w",), ("a", "b"), shares=(1, 2)),)),
-        {"w": TranslatedTensor("int64", TensorLayout((6, 4), fragments), "w", ("w",))},
+        {"w": TranslatedTensor("int64", TensorLayout.of((6, 4), fragments), "w", ("w",))},
     )
     assert np.array_equal(stored.read(made["b"]), whole[2:])
 

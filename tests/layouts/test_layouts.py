@@ -127,11 +127,11 @@ def test_a_buffer_reads_its_own_replica_and_strangers_go_round():
     onto_holders = make_plan(source, row_layout((8, 4), 4))
     assert onto_holders.moved() == 0
     front, back = Box((0,), (2,)), Box((2,), (4,))
-    chained = TensorLayout((4,), (dense(front, 0), dense(front, 1), dense(back, 1, 2), dense(back, 2)))
+    chained = TensorLayout.of((4,), (dense(front, 0), dense(front, 1), dense(back, 1, 2), dense(back, 2)))
     assert make_plan(chained, owned_layout((4,), 1)).moved() == 0  # the second of one box, the first of the other
     far = make_plan(
         source,
-        TensorLayout((8, 4), tuple(dense(f.box, f"file{f.place.buffer}") for f in row_layout((8, 4), 4).fragments)),
+        TensorLayout.of((8, 4), tuple(dense(f.box, f"file{f.place.buffer}") for f in row_layout((8, 4), 4).fragments)),
     )
     assert sorted(copy.source.buffer for copy in far.copies) == [0, 1, 2, 3]
     hybrid = mesh_layout((8, 4), Mesh.of(2, 4), (Replicate(), Shard(0)))  # ranks 0-3 and 4-7 are replicas
@@ -141,23 +141,23 @@ def test_a_buffer_reads_its_own_replica_and_strangers_go_round():
 
 def test_a_hole_names_tensor_box_and_holders():
     with pytest.raises(LayoutError, match=r"no buffer holds box \[2:4, 0:3\].*buffers: 7"):
-        TensorLayout((4, 3), (dense(Box((0, 0), (2, 3)), 7),))
+        TensorLayout.of((4, 3), (dense(Box((0, 0), (2, 3)), 7),))
 
 
 def test_a_partial_overlap_names_both_boxes_and_holders():
     with pytest.raises(LayoutError, match=r"\[0:3\] in buffer 0.*\[2:4\] in buffer 1.*overlap in part"):
-        TensorLayout((4,), (dense(Box((0,), (3,)), 0), dense(Box((2,), (4,)), 1)))
+        TensorLayout.of((4,), (dense(Box((0,), (3,)), 0), dense(Box((2,), (4,)), 1)))
 
 
 def test_a_box_out_of_bounds_is_refused():
     with pytest.raises(LayoutError, match=r"\[0:5\] in buffer 0.*outside.*\(4,\)"):
-        TensorLayout((4,), (dense(Box((0,), (5,)), 0),))
+        TensorLayout.of((4,), (dense(Box((0,), (5,)), 0),))
 
 
 def test_one_buffer_cannot_hold_a_box_twice():
     box = Box((0,), (4,))
     with pytest.raises(LayoutError, match="twice"):
-        TensorLayout((4,), (dense(box, 0), dense(box, 0, 4)))
+        TensorLayout.of((4,), (dense(box, 0), dense(box, 0, 4)))
 
 
 def test_shapes_must_agree():

@@ -58,7 +58,7 @@ def random_padded_layout(rng, shape):
     padded = tuple(int(n + rng.integers(0, 4)) for n in shape)
     inside = Box.of(shape)
     parts = ((fragment, fragment.box & inside) for fragment in random_mesh_layout(rng, padded).fragments)
-    return TensorLayout(shape, tuple(Fragment(box, fragment.place_at(box.lo)) for fragment, box in parts if box))
+    return TensorLayout.of(shape, tuple(Fragment(box, fragment.place_at(box.lo)) for fragment, box in parts if box))
 
 
 READERS = [random_mesh_layout, random_flat_layout, random_owned_layout, random_padded_layout]
