@@ -271,7 +271,7 @@ class _Planning:
         boxes = [parts[replicas[0]].box for replicas in stored]
         with about(f"tensor {key!r}"):
             first_holders = [held[replicas[0]][0] for replicas in stored]
-            TensorLayout(
+            TensorLayout.of(
                 whole.shape, tuple(dense(box, f"rank {rank}") for box, rank in zip(boxes, first_holders, strict=True))
             )
         frames = [tensor_item.frame(whole.dtype, box.shape) for box in boxes]
