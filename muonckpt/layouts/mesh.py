@@ -21,7 +21,7 @@ from ..overlap import IntArray, expanded
 
 
 @dataclass(frozen=True)
-class Shares:
+class DimShares:
     """What each of some shares holds of one dim.
 
     Attributes:
@@ -53,7 +53,7 @@ class Shares:
         length: IntArray = np.diff(_from_zero(np.cumsum(self.stop - self.start))[self.first])
         return length
 
-    def cut(self, parts: int) -> Shares:
+    def cut(self, parts: int) -> DimShares:
         """Each share in parts of ``ceil(length / parts)`` indices; the last ones may be short or empty."""
         before, length = self.before, self.stop - self.start
         size = -(-self.length // parts)[self.share]
@@ -62,13 +62,13 @@ class Shares:
         run, part = expanded(begin, pieces)
         lo, hi = np.maximum(part * size[run], before[run]), np.minimum((part + 1) * size[run], (before + length)[run])
         shift = (self.start - before)[run]
-        return Shares(self.count * parts, self.share[run] * parts + part, lo + shift, hi + shift)
+        return DimShares(self.count * parts, self.share[run] * parts + part, lo + shift, hi + shift)
 
-    def joined(self) -> Shares:
+    def joined(self) -> DimShares:
         """The same, adjacent runs merged, so that a contiguous share is one box."""
         apart = np.ones(len(self.share), np.bool_)
         apart[1:] = (self.share[1:] != self.share[:-1]) | (self.start[1:] != self.stop[:-1])
-        return Shares(self.count, self.share[apart], self.start[apart], self.stop[np.roll(apart, -1)])
+        return DimShares(self.count, self.share[apart], self.start[apart], self.stop[np.roll(apart, -1)])
 
 
 def _from_zero(sums: IntArray) -> IntArray:
@@ -106,7 +106,7 @@ class Shard:
     def __str__(self) -> str:
         return f"Shard({self.dim})"
 
-    def cut(self, shares: Shares, parts: int) -> Shares:
+    def cut(self, shares: DimShares, parts: int) -> DimShares:
         """Each share over the ranks of an axis: part ``k`` of share ``n`` becomes share ``n * parts + k``."""
         return shares.cut(parts)
 
@@ -124,12 +124,12 @@ class StridedShard:
     def __str__(self) -> str:
         return f"StridedShard({self.dim}, split={self.split})"
 
-    def cut(self, shares: Shares, parts: int) -> Shares:
+    def cut(self, shares: DimShares, parts: int) -> DimShares:
         """As `Shard.cut`."""
         fine = shares.cut(self.split).cut(parts)
         share = fine.share // (self.split * parts) * parts + fine.share % parts
         order = np.argsort(share, kind="stable")
-        return Shares(shares.count * parts, share[order], fine.start[order], fine.stop[order])
+        return DimShares(shares.count * parts, share[order], fine.start[order], fine.stop[order])
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ def _rows(
 
 def _along(
     dim: int, shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], positions: IntArray
-) -> tuple[Shares, IntArray]:
+) -> tuple[DimShares, IntArray]:
     """The shares of one dim, and the numbers of those of the ranks at some positions of the mesh."""
     cuts: list[tuple[Shard | StridedShard, int]] = []
     number = np.zeros(len(positions), np.int64)
@@ -230,10 +230,10 @@ def _along(
 
 
 @lru_cache(maxsize=256)
-def _shares(size: int, cuts: tuple[tuple[Shard | StridedShard, int], ...]) -> Shares:
+def _shares(size: int, cuts: tuple[tuple[Shard | StridedShard, int], ...]) -> DimShares:
     """A dim of this size after it was cut, over so many ranks at a time.  Cached: many tensors have equal dims."""
     whole = np.arange(min(size, 1))
-    shares = Shares(1, whole, whole, whole + size)
+    shares = DimShares(1, whole, whole, whole + size)
     for placement, parts in cuts:
         shares = placement.cut(shares, parts)
     return shares.joined()
