@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..layouts.tensors import is_first_copy, local_of
 from .planning.schedule import Ranks
 from .rounding import rounded_once
-from .state import check_gradient
+from .state import check_gradients
 from .step.exchange import add_in_order, add_up
 from .step.process_groups import group_of, groups_of_mesh, in_order, ranks_of
 
@@ -59,8 +59,7 @@ def clip_grad_norm_(
             were; or a gradient is not laid out as its parameter.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    for param in params:
-        check_gradient(param, param.grad)
+    check_gradients(params, [param.grad for param in params])
     squares = _sum_over_ranks(params)
     if pipeline is not None:
         squares = add_in_order(squares, pipeline)

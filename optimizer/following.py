@@ -7,8 +7,9 @@ one holds is copied to where its elements lie now.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -24,21 +25,24 @@ from .state import placing
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """A parameter as it was when its state was made."""
+    """The parameters of a group as they were when their state was made: each with its shape, dtype and device."""
 
-    param: Tensor
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
+    params: Sequence[Tensor]
+    kinds: Sequence[tuple[torch.Size, torch.dtype, torch.device]]
 
     @classmethod
-    def of(cls, param: Tensor) -> Seen:
-        return cls(param, param.shape, param.dtype, param.device)
+    def of(cls, params: Iterable[Tensor]) -> Seen:
+        params = tuple(params)
+        return cls(params, _kinds(params))
 
-    @property
-    def unchanged(self) -> bool:
-        param = self.param
-        return param.shape == self.shape and param.dtype is self.dtype and param.device == self.device
+    def still(self, params: Sequence[Tensor]) -> bool:
+        """Whether these are the parameters, as they were."""
+        same = len(params) == len(self.params) and all(map(is_, params, self.params))
+        return same and _kinds(params) == self.kinds
+
+
+def _kinds(params: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
+    return [(param.shape, param.dtype, param.device) for param in params]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +55,7 @@ class Change:
     current: Tensor
 
 
-def changes(seen: Sequence[Sequence[Seen]], groups: Sequence[Mapping[str, Any]]) -> list[Change]:
+def changes(seen: Sequence[Seen], groups: Sequence[Mapping[str, Any]]) -> list[Change]:
     """What has become of the parameters that state was made for.
 
     Replaced ones are matched by their order among those of their group that were replaced.
@@ -66,22 +70,22 @@ def changes(seen: Sequence[Sequence[Seen]], groups: Sequence[Mapping[str, Any]])
     ]
 
 
-def _changes(number: int, seen: Sequence[Seen], group: Mapping[str, Any]) -> Iterator[Change]:
+def _changes(number: int, seen: Seen, group: Mapping[str, Any]) -> Iterator[Change]:
     params = group["params"]
-    if len(seen) == len(params) and all(a.param is b and a.unchanged for a, b in zip(seen, params, strict=True)):
+    if seen.still(params):
         return
-    if len(seen) != len(params):
+    if len(seen.params) != len(params):
         raise ValueError(
-            f"group {number} had {len(seen)} parameters, and now it has {len(params)}: add parameters with "
+            f"group {number} had {len(seen.params)} parameters, and now it has {len(params)}: add parameters with "
             "add_param_group(), and keep those that are not to be trained, with requires_grad_(False)"
         )
-    known, current = {id(former.param): former for former in seen}, {id(param) for param in params}
-    replaced = iter([former for former in seen if id(former.param) not in current])
-    for index, param in enumerate(params):
-        former = known.get(id(param)) or next(replaced)
-        if former.param is not param or not former.unchanged:
+    kinds, current = dict(zip(map(id, seen.params), seen.kinds, strict=True)), set(map(id, params))
+    replaced = iter([former for former in seen.params if id(former) not in current])
+    for index, (param, kind) in enumerate(zip(params, _kinds(params), strict=True)):
+        former = param if id(param) in kinds else next(replaced)
+        if former is not param or kinds[id(param)] != kind:
             name = repr(group["param_names"][index]) if "param_names" in group else f"{index} of group {number}"
-            yield Change(number, f"parameter {name}", former.param, param)
+            yield Change(number, f"parameter {name}", former, param)
 
 
 def carry_over(change: Change, former: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> None:

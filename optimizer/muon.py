@@ -44,7 +44,7 @@ from .planning.schedule import Ranks, Schedule
 from .restoration import load_fitting
 from .scalar import SCALARS
 from .scales import Scale, Scales
-from .state import as_numbers, check_gradient, check_state, check_values, fresh_state
+from .state import as_numbers, check_gradients, check_state, check_values, fresh_state
 from .step.exchange import LINKS
 from .step.methods import MATRICES
 from .step.planner import Planner
@@ -151,7 +151,7 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         self._nonfinite = NonFinite(nonfinite, most_skipped) if nonfinite is not None else None
         self._scales, self._steps = Scales(), Steps()
         self._fixed: list[dict[str, Any]] = []
-        self._seen: list[tuple[Seen, ...]] = []
+        self._seen: list[Seen] = []
         self._used = False  # whether any state may differ from how it began
         self._inheriting: str | None = None  # the algorithm of a group that does not say its rate
         self._matrices = {
@@ -203,7 +203,7 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
             self.state[param].update(slots)
         self._steps.plan_anew()
         self._fixed.append(fixed(group))
-        self._seen.append(tuple(map(Seen.of, group["params"])))
+        self._seen.append(Seen.of(group["params"]))
         self._inheriting = inheriting
 
     @property
@@ -292,9 +292,8 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         if self._doubts:
             doubt_idle(self.param_groups, stacklevel=6)
         for group in self.param_groups:
-            for param in group["params"]:
-                check_values(param)
-                check_gradient(param, param.grad)
+            check_values(group["params"])
+            check_gradients(group["params"], [param.grad for param in group["params"]])
         self._used = True
         if self._take_part(None):
             for group in self.param_groups:
@@ -318,7 +317,7 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         for change in changed:
             del self.state[change.former]
         self.state.update(made)
-        self._seen = [tuple(map(Seen.of, group["params"])) for group in self.param_groups]
+        self._seen = [Seen.of(group["params"]) for group in self.param_groups]
         self._steps.plan_anew()
 
     def _begin_anew(self) -> None:
@@ -327,7 +326,7 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 self.state[param] = fresh_state(param, self._resting(param, (0,)), group)
-        self._seen = [tuple(map(Seen.of, group["params"])) for group in self.param_groups]
+        self._seen = [Seen.of(group["params"]) for group in self.param_groups]
         self._steps.plan_anew()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

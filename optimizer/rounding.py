@@ -7,11 +7,14 @@ they compute an element alike wherever it lies.  Two 16-bit tensors may be added
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+Tensors = list[Tensor] | tuple[Tensor, ...]
+"""What torch's ``_foreach_`` operators take."""
 
 
 def exact_dtype(tensor: Tensor) -> torch.dtype:
@@ -19,22 +22,20 @@ def exact_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
+def in_dtype(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    """The tensors, all of one dtype, in another: the very list if it is theirs."""
+    return tensors if not tensors or tensors[0].dtype == dtype else [tensor.to(dtype) for tensor in tensors]
+
+
 @contextmanager
-def rounded_once(*lists: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
+def rounded_once(*lists: Tensors) -> Iterator[list[Tensors]]:
     """Change tensors in place: lends the very tensors, or float32 copies that are rounded into them at the end.
 
     Args:
         lists: in each, tensors of one dtype.
     """
-    exact = [list(_exactly(tensors)) for tensors in lists]
+    exact = [in_dtype(tensors, exact_dtype(tensors[0])) if tensors else tensors for tensors in lists]
     yield exact
     for tensors, changed in zip(lists, exact, strict=True):
-        if tensors and changed[0] is not tensors[0]:
-            torch._foreach_copy_(list(tensors), changed)
-
-
-def _exactly(tensors: Sequence[Tensor]) -> Iterable[Tensor]:
-    """Tensors of one dtype in what they are computed in."""
-    if not tensors or (exact := exact_dtype(tensors[0])) is tensors[0].dtype:
-        return tensors
-    return (tensor.to(exact) for tensor in tensors)
+        if changed is not tensors:
+            torch._foreach_copy_(list(tensors), list(changed))

@@ -1,9 +1,9 @@
 """Algorithms that work element by element, for every parameter that is not a matrix: AdamW and Lion.
 
 No element needs another, so a sharded parameter is stepped where it rests, without communication.  All arithmetic is
-torch's: its AdamW kernels and its ``_foreach_`` operators, in float32 at least (`rounding`).  Those compute an element
-alike wherever a shard begins or ends, so the bits do not depend on the layout.  torch's fused AdamW does not on the CPU
-(the last elements of a tensor are rounded otherwise than the vectors before them), so it is not used.
+torch's operators, in float32 at least (`rounding`).  Those compute an element alike wherever a shard begins or ends, so
+the bits do not depend on the layout, nor on which tensors are computed together (`portions`).  torch's fused AdamW does
+not on the CPU (the last elements of a tensor are rounded otherwise than the vectors before them), so it is not used.
 
 Each algorithm has two forms: with rates and counts of steps on the host, and, for devices whose steps can be captured
 (`cuda_graphs.capturable`), with all of them on the device, where a CUDA graph finds today's at every replay.  torch's
@@ -16,21 +16,18 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
-from ..layouts.tensors import local_of
+from ..layouts.tensors import locals_of
 from ..vocabulary import ADAMW, EXP_AVG, EXP_AVG_SQ, LION, STEP, ParamGroup
 from .cuda_graphs import capturable, capturing, refuse_absent, refuse_host
-from .rounding import exact_dtype, rounded_once
+from .portions import in_portions
+from .rounding import Tensors, in_dtype, rounded_once
 
-Tensors = list[Tensor] | tuple[Tensor, ...]
-Slots = Mapping[str, list[Tensor]]
-Update = Callable[[list[Tensor], list[Tensor], Slots, ParamGroup], None]
+Slots = Mapping[str, Tensors]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +38,14 @@ class Scalar:
         slots: the state of a parameter: by name, what makes it for a new parameter.
         defaults: options of its groups besides ``lr``, ``weight_decay`` and ``cautious``.
         on_host, on_device: one step of local tensors of one device and dtype, of at least 32 bits: parameters,
-            gradients, state by slot, all in the same order, and the group.  On a device nothing is read back.
+            gradients, state by slot, all in the same order, and the group.  On the host all have stepped as often, if
+            the state counts it, and what the group says are numbers; on a device nothing is read back.
     """
 
     slots: Mapping[str, Callable[[Tensor], Tensor]]
     defaults: Mapping[str, Any]
-    on_host: Update
-    on_device: Update
+    on_host: Callable[[Tensors, Tensors, Slots, float, ParamGroup], None]
+    on_device: Callable[[Tensors, Tensors, Slots, ParamGroup], None]
 
     def fresh(self, param: Tensor) -> dict[str, Tensor]:
         """State of a parameter that has not been stepped."""
@@ -70,24 +68,44 @@ class Scalar:
         Raises:
             RuntimeError: a CUDA graph is being captured, and a parameter has no gradient or is not on a GPU.
         """
-        active = [param.grad is not None for param in group["params"]]
+        params = [param for param in group["params"] if param.grad is not None]
         if capturing():
-            refuse_absent([tuple(param.shape) for param in group["params"]], active)
-        alike: defaultdict[tuple[torch.device, torch.dtype], list[Any]] = defaultdict(list)
-        for param in compress(group["params"], active):
+            refuse_absent([tuple(p.shape) for p in group["params"]], [p.grad is not None for p in group["params"]])
+        alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for param in params:
             alike[param.device, param.dtype].append(param)
         for (device, _), params in alike.items():
-            if not capturable(device):
+            states = [state[param] for param in params]
+            held = {slot: locals_of([slots[slot] for slots in states]) for slot in self.slots}
+            weights, gradients = locals_of(params), locals_of(p.grad for p in params if p.grad is not None)
+            if capturable(device):
+                with rounded_once(weights, *held.values()) as (exact, *changed):
+                    # A gradient may have a dtype of its own (`Tensor.grad_dtype`).
+                    given = [gradient.to(exact[0].dtype) for gradient in gradients]
+                    self.on_device(exact, given, dict(zip(held, changed, strict=True)), group)
+            else:
                 refuse_host(group["algorithm"], device)
-            update = self.on_device if capturable(device) else self.on_host
-            # A gradient may have a dtype of its own (`Tensor.grad_dtype`).
-            gradients = [local_of(param.grad).to(exact_dtype(param)) for param in params]
-            held = [[local_of(state[param][slot]) for param in params] for slot in self.slots]
-            with rounded_once(list(map(local_of, params)), *held) as (weights, *changed):
-                update(weights, gradients, dict(zip(self.slots, changed, strict=True)), group)
+                self._step_on_host(weights, gradients, held, group)
+
+    def _step_on_host(self, weights: list[Tensor], gradients: list[Tensor], held: Slots, group: ParamGroup) -> None:
+        lr, weight_decay, *betas = map(float, (group["lr"], group["weight_decay"], *group["betas"]))
+        numbers = {**group, "lr": lr, "weight_decay": weight_decay, "betas": betas}
+        counts = [0.0] * len(weights)
+        if STEP in held:
+            _add_number(held[STEP], 1)
+            counts = [counter.item() for counter in held[STEP]]
+        moments = {slot: tensors for slot, tensors in held.items() if slot != STEP}
+        alike: defaultdict[tuple[torch.dtype, float], list[list[Tensor]]] = defaultdict(list)
+        for count, *tensors in zip(counts, gradients, weights, *moments.values(), strict=True):
+            alike[tensors[0].dtype, count].append(tensors)
+        for (_, count), parallel in alike.items():
+            for given, *changing in in_portions(list(zip(*parallel, strict=True))):
+                with rounded_once(*changing) as (exact, *changed):
+                    given = in_dtype(given, exact[0].dtype)
+                    self.on_host(exact, given, dict(zip(moments, changed, strict=True)), count, numbers)
 
 
-def decay(params: list[Tensor], updates: Tensors, rate: float, cautious: bool) -> None:
+def decay(params: Tensors, updates: Tensors, rate: float, cautious: bool) -> None:
     """Decoupled weight decay in place: ``p -= rate * p`` (Loshchilov & Hutter 2019, arXiv 1711.05101).
 
     If ``cautious``, only where the update, which will be subtracted, does not move the element away from zero, that is
@@ -99,11 +117,21 @@ def decay(params: list[Tensor], updates: Tensors, rate: float, cautious: bool) -
     """
     if cautious:
         torch._foreach_add_(params, _unopposed(params, updates), alpha=-rate)
-    else:
-        torch._foreach_mul_(params, 1 - rate)
+    elif rate:
+        torch._foreach_mul_(params, _number(1 - rate, params))
 
 
-def _unopposed(params: list[Tensor], updates: Tensors) -> tuple[Tensor, ...]:
+def _number(value: float, like: Tensors) -> Tensor:
+    """0-d, in the tensors' dtype.  On the host torch would make a tensor of a number anew for each tensor of a list."""
+    return torch.tensor(value, dtype=like[0].dtype)
+
+
+def _add_number(tensors: Tensors, value: float) -> None:
+    # Without ``alpha`` torch takes it for a number all the same.
+    torch._foreach_add_(tensors, _number(value, tensors), alpha=1)
+
+
+def _unopposed(params: Tensors, updates: Tensors) -> tuple[Tensor, ...]:
     """Parameters where their update does not move them away from zero, and zeros elsewhere; exact."""
     # Signs, as a product of small numbers may vanish.
     signs = torch._foreach_sign(updates)
@@ -116,47 +144,34 @@ def _unopposed(params: list[Tensor], updates: Tensors) -> tuple[Tensor, ...]:
 # Numbers on the host.
 
 
-def _adamw_on_host(params: list[Tensor], gradients: list[Tensor], slots: Slots, group: ParamGroup) -> None:
-    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101), as `torch.optim.AdamW` with its defaults does it."""
-    # Numbers, as torch's foreach kernels take neither a rate nor betas as tensors.
-    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
-    beta1, beta2 = map(float, group["betas"])
-    if group["cautious"]:
-        # The sign of Adam's update is the one of its first moment as the kernel will have it.
-        decay(params, torch._foreach_lerp(slots[EXP_AVG], gradients, 1 - beta1), lr * weight_decay, cautious=True)
-        weight_decay = 0.0
-    adamw(
-        params,
-        gradients,
-        slots[EXP_AVG],
-        slots[EXP_AVG_SQ],
-        [],
-        slots[STEP],
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=lr,
-        weight_decay=weight_decay,
-        eps=group["eps"],
-        maximize=False,
-    )
+def _adamw_on_host(params: Tensors, gradients: Tensors, slots: Slots, count: float, group: ParamGroup) -> None:
+    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101): the operators of `torch.optim.AdamW` with its defaults."""
+    means, squares, lr, (beta1, beta2) = slots[EXP_AVG], slots[EXP_AVG_SQ], group["lr"], group["betas"]
+    torch._foreach_lerp_(means, gradients, 1 - beta1)
+    # The sign of Adam's update is the one of its first moment.
+    decay(params, means, lr * group["weight_decay"], group["cautious"])
+    torch._foreach_mul_(squares, _number(beta2, squares))
+    torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+    divisors = torch._foreach_sqrt(squares)
+    torch._foreach_div_(divisors, _number((1 - beta2**count) ** 0.5, divisors))
+    _add_number(divisors, group["eps"])
+    torch._foreach_addcdiv_(params, means, divisors, -(lr / (1 - beta1**count)))
 
 
-def _lion_on_host(params: list[Tensor], gradients: list[Tensor], slots: Slots, group: ParamGroup) -> None:
+def _lion_on_host(params: Tensors, gradients: Tensors, slots: Slots, count: float, group: ParamGroup) -> None:
     """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2): the sign of a mean of momentum and gradient."""
-    lr = float(group["lr"])
-    beta1, beta2 = map(float, group["betas"])
-    updates = torch._foreach_lerp(slots[EXP_AVG], gradients, 1 - beta1)
+    momenta, lr, (beta1, beta2) = slots[EXP_AVG], group["lr"], group["betas"]
+    updates = torch._foreach_lerp(momenta, gradients, 1 - beta1)
     torch._foreach_sign_(updates)
-    torch._foreach_lerp_(slots[EXP_AVG], gradients, 1 - beta2)
-    decay(params, updates, lr * float(group["weight_decay"]), group["cautious"])
+    torch._foreach_lerp_(momenta, gradients, 1 - beta2)
+    decay(params, updates, lr * group["weight_decay"], group["cautious"])
     torch._foreach_add_(params, updates, alpha=-lr)
 
 
 # Numbers on the device.  Every operator rounds once, so the bits do not depend on which of its kernels torch takes.
 
 
-def _adamw_on_device(params: list[Tensor], gradients: list[Tensor], slots: Slots, group: ParamGroup) -> None:
+def _adamw_on_device(params: Tensors, gradients: Tensors, slots: Slots, group: ParamGroup) -> None:
     """As `_adamw_on_host`.  A list is one launch, but for two a tensor, each of which has its own count of steps."""
     lr, weight_decay, beta1, beta2 = _live(group, params[0].device)
     means, squares = slots[EXP_AVG], slots[EXP_AVG_SQ]
@@ -173,7 +188,7 @@ def _adamw_on_device(params: list[Tensor], gradients: list[Tensor], slots: Slots
     torch._foreach_addcdiv_(params, means, divisors, -1)
 
 
-def _lion_on_device(params: list[Tensor], gradients: list[Tensor], slots: Slots, group: ParamGroup) -> None:
+def _lion_on_device(params: Tensors, gradients: Tensors, slots: Slots, group: ParamGroup) -> None:
     """As `_lion_on_host`."""
     lr, weight_decay, beta1, beta2 = _live(group, params[0].device)
     updates = _times(slots[EXP_AVG], beta1)
@@ -184,7 +199,7 @@ def _lion_on_device(params: list[Tensor], gradients: list[Tensor], slots: Slots,
     torch._foreach_sub_(params, _times(updates, lr))
 
 
-def _decay_on_device(params: list[Tensor], updates: Tensors, rate: Tensor, cautious: bool) -> None:
+def _decay_on_device(params: Tensors, updates: Tensors, rate: Tensor, cautious: bool) -> None:
     """As `decay`."""
     decaying = _unopposed(params, updates) if cautious else params
     torch._foreach_sub_(params, _times(decaying, rate))
@@ -201,7 +216,7 @@ def _live(group: ParamGroup, device: torch.device) -> list[Tensor]:
     ]
 
 
-def _mix(means: list[Tensor], values: Tensors, beta: Tensor) -> None:
+def _mix(means: Tensors, values: Tensors, beta: Tensor) -> None:
     """Exponential moving averages, in place: ``beta * mean + (1 - beta) * value``."""
     torch._foreach_mul_(means, beta.to(means[0].dtype))
     torch._foreach_add_(means, _times(values, 1 - beta))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -98,25 +98,31 @@ def placing(value: Any) -> str:
     return f"{shape}, not distributed" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def check_values(param: Tensor) -> None:
+def check_values(params: Iterable[Tensor]) -> None:
     """Refuse a parameter without values: it would never be trained.
 
     Raises:
-        RuntimeError: the parameter is on the meta device.
+        RuntimeError: a parameter is on the meta device.
     """
-    if param.is_meta:
-        raise RuntimeError(
-            f"a parameter of shape {tuple(param.shape)} is on the meta device and has no values. A model that is "
-            "materialised (to_empty) has other parameters: build the optimizer after that"
-        )
+    for param in params:
+        if param.is_meta:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} is on the meta device and has no values. A model that is "
+                "materialised (to_empty) has other parameters: build the optimizer after that"
+            )
 
 
-def check_gradient(param: Tensor, gradient: Tensor | None) -> None:
-    """Refuse a gradient that is not laid out exactly as its parameter; elements would go to wrong places."""
-    if gradient is None:
-        return
-    if gradient.is_sparse:
-        raise RuntimeError(f"Muon does not take sparse gradients (parameter of shape {tuple(param.shape)})")
-    if not laid_out_alike(gradient, param):
-        actual, expected = placing(gradient), placing(param)
-        raise RuntimeError(f"a gradient is {actual}, its parameter {expected}; redistribute the gradient first")
+def check_gradients(params: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
+    """Refuse a gradient that is not laid out exactly as its parameter; elements would go to wrong places.
+
+    Raises:
+        RuntimeError: a gradient is sparse, or laid out otherwise.
+    """
+    for param, gradient in zip(params, gradients, strict=True):
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            raise RuntimeError(f"Muon does not take sparse gradients (parameter of shape {tuple(param.shape)})")
+        if not laid_out_alike(gradient, param):
+            actual, expected = placing(gradient), placing(param)
+            raise RuntimeError(f"a gradient is {actual}, its parameter {expected}; redistribute the gradient first")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -41,10 +41,18 @@ def layout_of(tensor: torch.Tensor, replicas: tuple[int, ...] = (0,)) -> TensorL
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of ``tensor``, which shares its memory and is detached from autograd."""
-    local: torch.Tensor = tensor
-    if isinstance(tensor, DTensor):  # a plain local tensor as it is: to_local() makes a view for autograd first
-        local = tensor._local_tensor if type(tensor._local_tensor) is torch.Tensor else tensor.to_local()
-    return local.detach()
+    local: torch.Tensor = _local(tensor) if isinstance(tensor, DTensor) else tensor
+    return local.detach() if local.requires_grad else local
+
+
+def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's parts of ``tensors``, as `local_of`, but not detached: for what autograd does not record."""
+    return [_local(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def _local(tensor: DTensor) -> torch.Tensor:
+    # A plain local tensor as it is: to_local() makes a view for autograd first.
+    return tensor._local_tensor if type(tensor._local_tensor) is torch.Tensor else tensor.to_local()
 
 
 def is_first_copy(tensor: torch.Tensor) -> bool:

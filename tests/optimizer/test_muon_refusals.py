@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from muonckpt.errors import LayoutError
 from muonckpt.optimizer import Muon
-from muonckpt.optimizer.state import check_gradient
+from muonckpt.optimizer.state import check_gradients
 
 
 def test_a_refused_group_leaves_the_optimizer_usable():
@@ -90,7 +90,7 @@ def unfitting_gradient(rank: int, world: int) -> list[str]:
     messages = []
     for param, gradient in ((torch.ones(4, 4), shard), (shard, other), (shard, torch.ones(4, 4))):
         try:
-            check_gradient(param, gradient)
+            check_gradients([param], [gradient])
         except RuntimeError as error:
             messages.append(str(error))
     return messages

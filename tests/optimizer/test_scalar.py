@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from muonckpt.optimizer import Muon, restoration, scalar
+from muonckpt.optimizer import Muon, portions, restoration, scalar
+from muonckpt.optimizer.portions import in_portions
 from muonckpt.optimizer.scalar import SCALARS, decay
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -43,14 +44,14 @@ def group_of(params: list[torch.Tensor], algorithm: str, **options) -> dict:
     }
 
 
-def stepped(starts: list[torch.Tensor], gradients: list[list[torch.Tensor]], algorithm: str, **options):
-    """Parameters and states after one step per list of gradients."""
+def stepped(starts: list[torch.Tensor], gradients: list[list[torch.Tensor | None]], algorithm: str, **options):
+    """Parameters and states after one step per list of gradients, of which some may be missing."""
     params = [nn.Parameter(start.clone()) for start in starts]
     group = group_of(params, algorithm, **options)
     state = {p: SCALARS[algorithm].fresh(p) for p in params}
     for step in gradients:
         for p, gradient in zip(params, step, strict=True):
-            p.grad = gradient.clone()
+            p.grad = None if gradient is None else gradient.clone()
         with torch.no_grad():
             SCALARS[algorithm].step(group, state)
     return [p.detach() for p in params], [state[p] for p in params]
@@ -59,14 +60,21 @@ def stepped(starts: list[torch.Tensor], gradients: list[list[torch.Tensor]], alg
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_adamw_is_torchs_bit_for_bit_and_16_bits_are_its_float32_rounded_once(dtype):
     exact = torch.promote_types(dtype, torch.float32)
-    starts = [noise(count, count, dtype) for count in (1, 7, 41, 1000)]
-    gradients = [[noise(p.numel(), 100 * step + i, dtype) for i, p in enumerate(starts)] for step in range(4)]
+    """In steps of different numbers, as a parameter without a gradient sits out, and with one that has no elements."""
+    starts = [noise(count, count, dtype) for count in (1, 7, 0, 41, 1000)]
+    gradients = [
+        [
+            None if step and (step + i) % 4 == 3 else noise(p.numel(), 100 * step + i, dtype)
+            for i, p in enumerate(starts)
+        ]
+        for step in range(4)
+    ]
     found, states = stepped(starts, gradients, "adamw")
     params = [nn.Parameter(start.to(exact)) for start in starts]
     theirs = torch.optim.AdamW(params, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
     for step in gradients:
         for p, gradient in zip(params, step, strict=True):
-            p.grad = gradient.to(exact)
+            p.grad = None if gradient is None else gradient.to(exact)
         theirs.step()
         for p in params:
             for tensor in (p, theirs.state[p]["exp_avg"], theirs.state[p]["exp_avg_sq"]):
@@ -153,6 +161,35 @@ def test_bits_do_not_depend_on_where_a_shard_ends(algorithm, cautious, dtype, nu
             assert torch.equal(torch.cat(parts), whole), (count, split)
             for slot in slots.keys() - {"step"}:
                 assert torch.equal(torch.cat([state[slot] for state in states]), slots[slot]), (slot, count, split)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("algorithm", "cautious"), KINDS)
+def test_bits_do_not_depend_on_what_is_computed_together(algorithm, cautious, dtype, monkeypatch):
+    """In portions of all parameters, of a few, of one each, and of parts of one, contiguous or not."""
+    starts = [noise(n, n, dtype).view(shape) for n, shape in ((60, (6, 10)), (7, (7,)), (0, (0, 3)), (41, (41,)))]
+    starts.append(noise(90, 90, dtype).view(9, 10).t())
+    gradients = [[noise(s.numel(), 9 + s.numel() + step, dtype).view(s.shape) for s in starts] for step in range(3)]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    expected, slots = stepped(starts, gradients, algorithm, cautious=cautious)
+    for elements in (1, 13, 64, 101):
+        monkeypatch.setattr(portions, "ELEMENTS", elements)
+        found, states = stepped(starts, gradients, algorithm, cautious=cautious)
+        assert all(map(torch.equal, found, expected)), elements
+        for state, slot in zip(states, slots, strict=True):
+            assert all(torch.equal(state[name], slot[name]) for name in slot), elements
+
+
+def test_portions_are_every_tensor_once_and_no_larger_than_asked_for(monkeypatch):
+    monkeypatch.setattr(portions, "ELEMENTS", 20)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    sizes = [7, 40, 41, 0, 30, 10, 1, 200, 0, 3]
+    tensors = [torch.arange(size) + 1000 * number for number, size in enumerate(sizes)]
+    both = list(in_portions([tensors, tensors]))
+    assert all(torch.equal(a, b) for mine, others in both for a, b in zip(mine, others, strict=True))
+    seen = [mine for mine, _ in both]
+    assert torch.equal(torch.cat([t for portion in seen for t in portion]), torch.cat(tensors))
+    assert [sum(t.numel() for t in portion) for portion in seen] == [7, 40, 40, 1, 40, 1, *[40] * 5, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
