@@ -199,15 +199,19 @@ ROW = 1 << 16
 UNITS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 """What a CPU must have one of, to multiply 16 bits faster than fp32."""
 
-STACK = 1 << 18
-"""Bytes of the largest stack on a CPU, whose matrices are to stay in its cache between products.  All of Newton-Schulz
-on an AMD EPYC, one thread, us a matrix alone, in such a stack, and in one four times as large: 46, 4 and 4 for 16 x 16
-in fp32; 58, 17 and 28 for 32 x 32; 141, 109 and 115 for 64 x 64; 620, 380 and 360 for 128 x 128 in bf16."""
+STACK = {2: 1 << 18, 4: 1 << 16, 8: 1 << 15}
+"""Elements of the largest stack on a CPU, by the bytes of one: its matrices are to stay in the cache between products,
+and a call for 16 bits costs more.  All of Newton-Schulz on an AMD EPYC, one thread, us a matrix alone, in such a stack,
+and in one four times as large: in fp32 46, 4 and 4 for 16 x 16, 58, 17 and 28 for 32 x 32, 141, 109 and 115 for
+64 x 64; in bf16 356, 56 and 60 for 64 x 64, and 620, 345 and 360 for 128 x 128."""
 
-WORTH = 1 << 21
-"""Multiply-adds of a product from which they are used, and from which fp32 is rounded where there are none.  Measured
-on an AMD EPYC with avx512_bf16, one thread, all of Newton-Schulz: 64 x 64 takes 410 us in bf16, 430 in rounded fp32 and
-220 in fp32 as it is; 64 x 256 takes 510, 670 and 420; 128 x 128 takes 710, 930 and 890."""
+WORTH = 1 << 18
+"""Multiply-adds of a product from which they are used.  Alone, a 64 x 64 matrix takes longer in bf16 than in fp32, and
+in a stack half as long; what it is computed in may not depend on its company, and few small ones take no time."""
+
+ROUNDED = 1 << 21
+"""Multiply-adds of a product from which fp32 is rounded where there are no such units: there rounding costs less than
+the product.  Alone, 64 x 64 takes 430 us in rounded fp32 and 220 as it is, 128 x 128 930 and 890."""
 
 
 def by_torch(device: torch.device, dtype: torch.dtype, side: int, length: int) -> TorchProducts:
@@ -220,10 +224,10 @@ def by_torch(device: torch.device, dtype: torch.dtype, side: int, length: int) -
     if device.type != "cpu":
         return TorchProducts(dtype, dtype)
     work = side * side * length
-    if dtype.itemsize == 2 and work < WORTH:
+    if dtype.itemsize == 2 and (work < WORTH or (work < ROUNDED and not _has_units(dtype))):
         dtype = torch.float32
     held = dtype if dtype.itemsize > 2 or _has_units(dtype) else torch.float32
-    return StripProducts(dtype, held) if work >= LARGE else TorchProducts(dtype, held, STACK // held.itemsize)
+    return StripProducts(dtype, held) if work >= LARGE else TorchProducts(dtype, held, STACK[held.itemsize])
 
 
 @lru_cache(maxsize=2)
@@ -240,13 +244,14 @@ def widened(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def frobenius(x: Tensor) -> Tensor:
-    """The Frobenius norm of a contiguous matrix, without dims; ``[count, 1, 1]`` of a stack of small ones."""
-    if x.ndim == 3:
-        norms: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1)
-        return norms[:, None, None]
+    """The Frobenius norm of a contiguous matrix, without dims; ``[count, 1, 1]`` of a stack."""
     # Row by row: torch's CPU kernel keeps plain running fp32 sums, and over 2**27 elements they are 4 % off.
-    norm: Tensor = torch.linalg.vector_norm(x if x.numel() <= ROW else torch.linalg.vector_norm(x, dim=1))
-    return norm
+    parts = x if x.shape[-2] * x.shape[-1] <= ROW else torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    if x.ndim == 2:
+        norm: Tensor = torch.linalg.vector_norm(parts)
+        return norm
+    norms: Tensor = torch.linalg.vector_norm(parts.flatten(1), dim=1)
+    return norms[:, None, None]
 
 
 def bounded(norm: Tensor, eps: float | Tensor, scale: float) -> Tensor:

@@ -111,7 +111,7 @@ def test_a_step_never_holds_more_than_two_stages():
         for peak, wires, matrix in run(2, peak_of_a_step, stages, together):
             assert len(wires) == stages
             most = max(a + b for a, b in zip([*wires, 0], [0, *wires], strict=True))
-            assert peak <= most + 8 * max(matrix, STACK if together > 1 else 0)
+            assert peak <= most + 8 * max(matrix, 2 * STACK[2] if together > 1 else 0)
 
 
 def many_small(rank: int, world: int, dtype: torch.dtype, stages: int | None) -> list[torch.Tensor]:

@@ -10,7 +10,15 @@ import torch
 from muonckpt.optimizer.newton_schulz import forms, products
 from muonckpt.optimizer.newton_schulz.forms import Form, arithmetic, prefer_kernels
 from muonckpt.optimizer.newton_schulz.places import Places
-from muonckpt.optimizer.newton_schulz.products import LARGE, STACK, WORTH, StripProducts, TorchProducts, by_torch
+from muonckpt.optimizer.newton_schulz.products import (
+    LARGE,
+    ROUNDED,
+    STACK,
+    WORTH,
+    StripProducts,
+    TorchProducts,
+    by_torch,
+)
 from muonckpt.optimizer.step.batches import fills_gpu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -108,10 +116,12 @@ def test_a_cpu_multiplies_16_bits_where_it_has_units_for_them(monkeypatch: pytes
     for units, found in (({"amx_bf16": True}, BF16), ({"avx512_bf16": False}, FP32)):
         products._has_units.cache_clear()
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda units=units: units)
-        assert by_torch(CPU, BF16, 1, WORTH) == TorchProducts(BF16, found, STACK // found.itemsize)
-        assert by_torch(CPU, FP16, 1, WORTH) == TorchProducts(FP16, FP32, STACK // 4)
-        small = TorchProducts(FP32, FP32, STACK // 4)
-        assert by_torch(CPU, BF16, 1, WORTH - 1) == by_torch(CPU, FP32, 1, WORTH) == small
+        assert by_torch(CPU, BF16, 1, ROUNDED) == TorchProducts(BF16, found, STACK[found.itemsize])
+        assert by_torch(CPU, FP16, 1, ROUNDED) == TorchProducts(FP16, FP32, STACK[4])
+        small = TorchProducts(FP32, FP32, STACK[4])
+        assert by_torch(CPU, FP16, 1, ROUNDED - 1) == by_torch(CPU, FP32, 1, ROUNDED) == small
+        assert by_torch(CPU, BF16, 1, WORTH - 1) == small
+        assert by_torch(CPU, BF16, 1, WORTH) == (TorchProducts(BF16, BF16, STACK[2]) if found is BF16 else small)
         assert by_torch(CPU, BF16, 512, LARGE // 512**2) == StripProducts(BF16, found)
         assert by_torch(CPU, FP32, 512, LARGE // 512**2) == StripProducts(FP32, FP32)
     products._has_units.cache_clear()
