@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..layouts.tensors import is_first_copy, local_of
 from .planning.schedule import Ranks
+from .portions import in_portions
 from .rounding import rounded_once
 from .state import check_gradients
 from .step.exchange import add_in_order, add_up
@@ -76,9 +77,13 @@ def clip_with(gradients: Sequence[Tensor], squares: Tensor, max_norm: float, err
             "error_if_nonfinite=False to scale them by it anyway"
         )
     factor = (max_norm / (norm + NORM_EPS)).clamp(max=1.0)
+    alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
-        with rounded_once([gradient]) as [[exact]]:
-            exact.mul_(factor.to(gradient.device))
+        alike[gradient.device, gradient.dtype].append(gradient)
+    for (device, _), some in alike.items():
+        for portion in in_portions([some]):
+            with rounded_once(*portion) as [exact]:
+                torch._foreach_mul_(exact, factor.to(device, exact[0].dtype))
     return norm
 
 

@@ -51,7 +51,7 @@ class Guarded:
 
     @property
     def unfit(self) -> bool:
-        return not bool(_largest([self.gradient])[0] <= self.largest)
+        return not bool((_sizes([self.gradient]) <= self.largest).all())
 
 
 class NonFinite:
@@ -131,7 +131,7 @@ def _any_unfit(held: Iterable[Guarded]) -> Tensor:
     if not by_kind:
         return torch.zeros((), dtype=torch.bool)
     # Written so that NaN fails the test.
-    fine = [(_largest(some) <= largest).all() for (*_, largest), some in by_kind.items()]
+    fine = [(_sizes(some) <= largest).all() for (*_, largest), some in by_kind.items()]
     return ~torch.stack([each.to(fine[0].device) for each in fine]).all()
 
 
@@ -139,9 +139,14 @@ def guarded(groups: Iterable[ParamGroup], state: State) -> Iterator[Guarded]:
     """The parameters that take part in a step, of which this rank holds elements."""
     for number, group in enumerate(groups):
         names = group.get("param_names", [f"{index} of group {number}" for index in range(len(group["params"]))])
+        limits: dict[tuple[torch.dtype, ...], float] = {}  # a group's parameters have the same slots
         for param, name in zip(group["params"], names, strict=False):
-            if param.grad is not None and local_of(param.grad).numel():
-                yield Guarded(local_of(param.grad), largest(state[param]), name)
+            if param.grad is not None and (gradient := local_of(param.grad)).numel():
+                slots = state[param]
+                dtypes = tuple([value.dtype for value in slots.values()])
+                if dtypes not in limits:
+                    limits[dtypes] = largest(slots)
+                yield Guarded(gradient, limits[dtypes], name)
 
 
 def largest(slots: Mapping[str, Tensor]) -> float:
@@ -157,13 +162,12 @@ def largest(slots: Mapping[str, Tensor]) -> float:
     return min([end / 2 for end in ends] + squared)
 
 
-def _largest(tensors: Sequence[Tensor]) -> Tensor:
-    """The largest size of an element of each tensor, float32 at least; NaN if there is one."""
+def _sizes(tensors: Sequence[Tensor]) -> Tensor:
+    """Sizes of elements, the largest of each tensor among them, float32 at least; NaN if there is one."""
     if tensors[0].device.type == "cpu":  # torch's norm of this kind takes ten times as long there
-        ends = [torch.stack(torch.aminmax(tensor)).abs_().amax() for tensor in tensors]
+        found = torch.stack([end for tensor in tensors for end in torch.aminmax(tensor)]).abs_()
     else:
-        ends = list(torch._foreach_norm(list(tensors), math.inf))
-    found = torch.stack(ends)
+        found = torch.stack(torch._foreach_norm(list(tensors), math.inf))
     return found.to(torch.promote_types(found.dtype, torch.float32))
 
 

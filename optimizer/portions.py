@@ -16,15 +16,21 @@ from .rounding import Tensors
 ELEMENTS = 2**16
 """Of a portion, for each thread: five times as many float32 fit into the second cache of today's processors."""
 
+LAUNCHED = 2**26
+"""Of a portion on another device, where to launch an operation costs more than its cache would save."""
+
 
 def in_portions(lists: Sequence[Tensors]) -> Iterator[list[Tensors]]:
-    """Cut parallel lists of tensors, of equal shapes at equal places, to portions of at most `ELEMENTS` a thread.
+    """Cut parallel lists of tensors of one device, of equal shapes at equal places, to portions of at most `ELEMENTS` a
+    thread, or `LAUNCHED`.
 
     Yields:
         of each list the same tensors; or of one that is larger a flat part, or all of it where it is not contiguous in
         every list.
     """
-    most = ELEMENTS * torch.get_num_threads()
+    if not lists[0]:
+        return
+    most = ELEMENTS * torch.get_num_threads() if lists[0][0].device.type == "cpu" else LAUNCHED
     begin = size = 0
     for number, tensor in enumerate(lists[0]):
         numel = tensor.numel()

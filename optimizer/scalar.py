@@ -176,8 +176,11 @@ def _adamw_on_device(params: Tensors, gradients: Tensors, slots: Slots, group: P
     lr, weight_decay, beta1, beta2 = _live(group, params[0].device)
     means, squares = slots[EXP_AVG], slots[EXP_AVG_SQ]
     torch._foreach_add_(slots[STEP], 1)
-    _mix(means, gradients, beta1)
-    _mix(squares, torch._foreach_mul(gradients, gradients), beta2)
+    _mix(means, _times(gradients, 1 - beta1), beta1)
+    squared = torch._foreach_mul(gradients, gradients)
+    torch._foreach_mul_(squared, (1 - beta2).to(squared[0].dtype))
+    _mix(squares, squared, beta2)
+    del squared
     _decay_on_device(params, means, lr * weight_decay, group["cautious"])
     count = torch.stack(slots[STEP]).double()
     divisors = torch._foreach_sqrt(squares)
@@ -194,7 +197,7 @@ def _lion_on_device(params: Tensors, gradients: Tensors, slots: Slots, group: Pa
     updates = _times(slots[EXP_AVG], beta1)
     torch._foreach_add_(updates, _times(gradients, 1 - beta1))
     torch._foreach_sign_(updates)
-    _mix(slots[EXP_AVG], gradients, beta2)
+    _mix(slots[EXP_AVG], _times(gradients, 1 - beta2), beta2)
     _decay_on_device(params, updates, lr * weight_decay, group["cautious"])
     torch._foreach_sub_(params, _times(updates, lr))
 
@@ -216,10 +219,10 @@ def _live(group: ParamGroup, device: torch.device) -> list[Tensor]:
     ]
 
 
-def _mix(means: Tensors, values: Tensors, beta: Tensor) -> None:
-    """Exponential moving averages, in place: ``beta * mean + (1 - beta) * value``."""
+def _mix(means: Tensors, shares: Tensors, beta: Tensor) -> None:
+    """Exponential moving averages, in place: ``beta * mean + share``, where a share is ``(1 - beta) * value``."""
     torch._foreach_mul_(means, beta.to(means[0].dtype))
-    torch._foreach_add_(means, _times(values, 1 - beta))
+    torch._foreach_add_(means, shares)
 
 
 def _times(tensors: Tensors, factor: Tensor) -> tuple[Tensor, ...]:
