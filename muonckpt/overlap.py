@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 
+_AT_ONCE = 1 << 16
+"""Candidates that are filtered together: a few arrays of this length stay in a cache, those of a large grid do not."""
+
 
 def expanded(first: IntArray, count: IntArray) -> tuple[IntArray, IntArray]:
     """Ranges of numbers, end to end: for each number that of its range, and itself.
@@ -42,9 +45,14 @@ def overlaps(a_lo: IntArray, a_hi: IntArray, b_lo: IntArray, b_hi: IntArray) -> 
         return np.empty(0, np.int64), np.empty(0, np.int64)
     joins = [_candidates(a_lo[:, d], a_hi[:, d], b_lo[:, d], b_hi[:, d]) for d in range(a_lo.shape[1])]
     order, first, last = min(joins, key=lambda join: int((join[2] - join[1]).sum()))
-    i, number = expanded(first, last - first)
-    j = order[number]
-    common = (np.maximum(a_lo[i], b_lo[j]) < np.minimum(a_hi[i], b_hi[j])).all(axis=1)
-    i, j = i[common], j[common]
+    count = last - first
+    ends = np.cumsum(count)
+    pairs = []
+    for rows in np.split(np.arange(len(a_lo)), np.searchsorted(ends, np.arange(_AT_ONCE, ends[-1], _AT_ONCE))):
+        which, number = expanded(first[rows], count[rows])
+        i, j = rows[which], order[number]
+        common = (np.maximum(a_lo[i], b_lo[j]) < np.minimum(a_hi[i], b_hi[j])).all(axis=1)
+        pairs.append((i[common], j[common]))
+    i, j = map(np.concatenate, zip(*pairs, strict=True))
     by_pair = np.lexsort((j, i))
     return i[by_pair], j[by_pair]

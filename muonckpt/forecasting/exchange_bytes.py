@@ -81,8 +81,9 @@ def step_plan(
     for unit in schedule.units:
         [slot], owner = specs[unit.param].slots, unit.owner
         work[unit.stage, owner] += unit.cost
-        replica = first_replica(slot.layout, slot.fused, unit.index, owner)
-        alike[id(specs[unit.param]), unit.index, unit.stage, replica].append(owner)
+        standing = int(matrix_parts(slot.layout, slot.fused).stands[unit.index])
+        replica = first_replica(slot.layout, slot.fused, standing, owner)
+        alike[id(specs[unit.param]), standing, unit.stage, replica].append(owner)
     slots = {id(spec): spec.slots[0] for spec in specs}
     for (spec, index, stage, replica), owners in alike.items():
         slot = slots[spec]
@@ -147,20 +148,15 @@ class Holders:
 
 @lru_cache(maxsize=4096)
 def _holders(layout: TensorLayout, fused: Fused, index: int) -> Holders:
-    parts = matrix_parts(layout, fused).of_matrix(index)
-    replicas = np.array([len(part.holders) for part in parts], np.int64)
+    parts = matrix_parts(layout, fused)
+    numbers = parts.numbers(index)
+    part, fragment = parts.holders(numbers)
+    replicas = np.bincount(part, minlength=len(numbers))
+    ranks = np.array(layout.buffers, np.int64)[layout.buffer[fragment]]
     held: defaultdict[int, list[int]] = defaultdict(list)
-    for number, part in enumerate(parts):
-        for rank, _, _ in part.holders:
-            held[rank].append(number)  # type: ignore[index]
-    return Holders(
-        np.array([part.numel for part in parts], np.int64),
-        np.cumsum(replicas) - replicas,
-        replicas,
-        np.array([holder for part in parts for holder, _, _ in part.holders], np.int64),
-        np.repeat(np.arange(len(parts)), replicas),
-        dict(held),
-    )
+    for rank, number in zip(ranks.tolist(), part.tolist(), strict=True):
+        held[rank].append(number)
+    return Holders(parts.volumes(numbers), np.cumsum(replicas) - replicas, replicas, ranks, part, dict(held))
 
 
 def leaving_bytes(schedule: Schedule, rank: int) -> int:

@@ -45,11 +45,11 @@ def bytes_on_ranks(parameters: Sequence[ModelParameter], layout_of: LayoutOf, ra
     written = np.zeros(ranks)
     for (what, layout, size), count in times.items():
         held, share = np.zeros(ranks), np.zeros(ranks)
-        for fragments in layout.holders:
-            for fragment in fragments:
-                numel = fragment.box.numel
-                held[fragment.place.buffer] += numel  # type: ignore[index]
-                share[fragment.place.buffer] += numel / len(fragments)  # type: ignore[index]
+        rows, first = layout.by_box
+        numel, replicas = (layout.stops - layout.starts).prod(axis=1), np.diff(first)
+        holders, box = np.array(layout.buffers, np.int64)[layout.buffer[rows]], layout.box[rows]
+        np.add.at(held, holders, numel[box])
+        np.add.at(share, holders, numel[box] / replicas[box])
         totals[what] += held * size * count
         written += share * size * count
     return RankBytes(totals["weights"], totals["weights"], totals["state"], written)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from muonckpt.box import Box
@@ -63,6 +64,25 @@ def variants() -> dict[str, TensorLayout]:
 def test_layouts_that_differ_in_anything_are_different_and_have_other_digests():
     layouts = variants()
     assert len(set(layouts.values())) == len({layout.digest() for layout in layouts.values()}) == len(layouts)
+
+
+def test_columns_are_numbered_in_order_of_first_appearance_and_fragments_are_not_empty():
+    layout = TensorLayout.of((4, 3), (*ROWS.fragments, *(dense(f.box, 9, 5) for f in ROWS.fragments)))
+    assert layout.held == {0: (0,), 1: (1,), 9: (0, 1)} and layout.fragments_of(9) == layout.fragments[2:]
+    assert layout.boxes_of(9).tolist() == [0, 1] and not len(layout.boxes_of(3)) and layout.numel_held == 24
+    for name, wrong in [
+        ("box", [1, 0, 1, 0]),
+        ("buffer", [0, 2, 1, 1]),
+        ("box", [0, 0, 0, 0]),
+        ("buffer", [0, 1, -1, 2]),
+    ]:
+        with pytest.raises(LayoutError, match="not in order of first appearance"):
+            replace(layout, **{name: np.array(wrong)})
+    for name, wrong in [("offset", layout.offset - 1), ("stops", layout.starts.copy())]:
+        with pytest.raises(LayoutError, match="is empty, or begins before its buffer"):
+            replace(layout, **{name: wrong})
+    with pytest.raises(LayoutError, match="one stride per dim"):
+        replace(layout, strides=layout.strides[:, :1].copy())
 
 
 def test_a_plan_writes_all_of_its_target():

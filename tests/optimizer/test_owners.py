@@ -19,7 +19,7 @@ from muonckpt.optimizer.newton_schulz.forms import Form
 from muonckpt.optimizer.planning.collector import paused_collector
 from muonckpt.optimizer.planning.matrices import Fused, matrices_of, one_column, one_row, shapes_of
 from muonckpt.optimizer.planning.owners import Work, assign, in_stages
-from muonckpt.optimizer.planning.residence import residence
+from muonckpt.optimizer.planning.residence import matrix_parts, residence
 from muonckpt.optimizer.planning.routes import NOTE
 from muonckpt.optimizer.planning.schedule import Schedule, make_schedule, worthwhile_stages
 from muonckpt.optimizer.planning.trips import OWNER, End, Trip, first_replica, trips_of_holder, trips_of_owner
@@ -252,6 +252,14 @@ def test_trips_to_any_owner_and_back_are_shares_of_the_plans(seed):
                     else trips_of_holder(layout, fused, index, rank, first)
                 )
                 assert [by_peer(trip, owner) for trip in found] == [by_peer(trip, owner) for trip in expected]
+
+
+def test_experts_between_two_cuts_are_planned_once():
+    """What is listed grows with the boxes, not with experts times ranks."""
+    layout = mesh_layout((384, 2048, 8), Mesh.of(128, 8), (Shard(1), Shard(0)))
+    parts = matrix_parts(layout, Fused((1024, 1024)))
+    assert len(parts.piece) == 1024 and len(set(parts.stands.tolist())) == 2 * 8
+    assert len({id(home) for home in residence(layout, Fused((1024, 1024)), tuple(range(1024)))}) == 2 * 8
 
 
 def trip_of(share: Share, rank: int) -> Trip:
