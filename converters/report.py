@@ -17,6 +17,7 @@ from ..store.io.side_file import items_beside
 from ..store.reading.dtypes import itemsize
 from .engine.checklist import Check
 from .engine.job import Job
+from .engine.output_files import OutputFile
 
 _UNEVEN = 2.0
 """A rank that gets this many times the mean is worth a note …"""
@@ -149,11 +150,17 @@ def _unbalanced(job: Job) -> Iterator[str]:
     mean, most = sum(held) / ranks, max(held, default=0)
     if most < _MUCH or most < _UNEVEN * mean:
         return
-    parts = Counter(chunk.tensor.key for file in job.files for chunk in file.chunks if chunk.stored.box.numel)
+    parts = Counter(key for file in job.files for key in _with_elements(file))
     sizes = {tensor.key: math.prod(tensor.shape) * itemsize(tensor.dtype) for tensor in job.tensors}
     few = max((key for key in sizes if parts[key] < ranks), key=sizes.__getitem__, default=None)
     why = f"; {few!r} has {parts[few]} parts for {ranks} ranks: cut it over more dims, with --shard" if few else ""
     yield f"unbalanced: a rank gets up to {most / 2**20:.3g} MiB of tensors, {most / mean:.3g} times the mean{why}"
+
+
+def _with_elements(file: OutputFile) -> Iterator[str]:
+    """The key of the tensor of each chunk that has elements."""
+    chunks = file.chunks
+    return (output.key for output, plan in zip(chunks.outputs, chunks.plans, strict=True) if plan.box.numel)
 
 
 def _summary(buffers: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:

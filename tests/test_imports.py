@@ -69,12 +69,12 @@ RULES = {
     "integrations": "errors store checkpoint optimizer optimizer/groups",
     "converters/engine": "errors box chunks columns layout plan fingerprint record store store/io store/reading "
     "store/formats converters/target converters/translate",
-    "converters/target": "errors box layout plan record seal version vocabulary layouts layouts/buffers store store/io "
+    "converters/target": "errors box layout record seal version vocabulary layouts layouts/buffers store store/io "
     "store/reading store/formats converters/engine",
     "converters/translate": "errors box coefficients layout record vocabulary store store/formats converters/engine",
     "converters/compare": "errors box store store/io store/reading store/formats converters/engine converters/look "
     "converters/translate",
-    "converters/merge": "errors box fingerprint layout plan record store store/io store/reading converters/compare "
+    "converters/merge": "errors box fingerprint layout record store store/io store/reading converters/compare "
     "converters/engine converters/translate",
     "converters/health": "box errors record store store/io store/reading converters/compare converters/engine "
     "converters/look",

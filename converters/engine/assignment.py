@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from ...record import Extent
 from .job import Job
+from .output_chunks import SourceItems
 from .output_files import OutputFile
 from .unchecked_chunks import UncheckedChunks
 from .workers import Worker
@@ -28,22 +26,21 @@ def assignment(job: Job, worker: Worker, finished: Collection[str] = ()) -> Assi
 
     Every worker checks the chunks that it copies from; the coordinator also checks those that no worker copies from.
     """
+    source = UncheckedChunks(job.manifest.tensors)
     if worker.world == 1:  # no need to visit a million chunks
-        return Assignment(UncheckedChunks(job.manifest.tensors), job.files)
+        return Assignment(source, job.files)
     file_names: set[str] = set()
     for is_finished in (True, False):
         files = [file for file in job.files if (file.name in finished) is is_finished]
         ends = (0, *part_ends([file.length for file in files], worker.world))
         file_names.update(file.name for file in files[ends[worker.rank] : ends[worker.rank + 1]])
-    own = _sources(file for file in job.files if file.name in file_names)
-    of_others = _sources(file for file in job.files if file.name not in file_names)
-    items = (chunk.item for tensor in job.manifest.tensors for chunk in tensor.chunks)
-    copied_by = np.fromiter(((item in own) + 2 * (item in of_others) for item in items), np.uint8)
-    chosen = (copied_by == 1) | (copied_by == 3) | ((copied_by == 0) & worker.coordinates)
-    return Assignment(
-        UncheckedChunks(job.manifest.tensors, chosen, shared=copied_by == 3),
-        tuple(file for file in job.files if file.name in file_names),
-    )
+    own, others = (tuple(file for file in job.files if (file.name in file_names) is is_own) for is_own in (True, False))
+    checked, of_others = source.numbered(_sources(own)), source.numbered(_sources(others))
+    shared = checked & of_others
+    if worker.coordinates:
+        checked |= ~of_others
+    source.keep(checked, shared)
+    return Assignment(source, own)
 
 
 def part_ends(sizes: Sequence[int], world: int) -> tuple[int, ...]:
@@ -69,6 +66,6 @@ def _filled(sizes: Sequence[int], limit: int) -> list[int]:
     return [*ends, len(sizes)]
 
 
-def _sources(files: Iterable[OutputFile]) -> set[Extent]:
+def _sources(files: Iterable[OutputFile]) -> Iterator[SourceItems]:
     """The items of the source that these files are copied from."""
-    return {source for file in files for chunk in file.chunks for source in chunk.sources}
+    return (items for file in files for items in file.chunks.sources())

@@ -9,24 +9,25 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from ...record import Extent
-from .mover import is_direct
+from .output_chunks import ChunkPlan, is_direct
 from .output_files import OutputFile
+from .outputs import OutputTensor
+from .unchecked_chunks import UncheckedChunks
 
 _MOST = 8
 """Files that a thread writes in step.  If it is interrupted, they all are unfinished."""
 
 
-def in_step(files: Sequence[OutputFile], threads: int) -> list[tuple[OutputFile, ...]]:
+def in_step(files: Sequence[OutputFile], source: UncheckedChunks, threads: int) -> list[tuple[OutputFile, ...]]:
     """All files in order, in groups to write in step; files that share nothing are groups of their own.
 
     There are no fewer groups than can be computed at once, and not many more, because each reads the source again.
     """
     runs: list[list[OutputFile]] = []
-    before: set[Extent] = set()
+    before = source.numbered([])
     for file in files:
-        gathered = {source for chunk in file.chunks if not is_direct(chunk) for source in chunk.sources}
-        if gathered & before:
+        gathered = source.numbered(file.chunks.sources(_gathers))
+        if (gathered & before).any():
             runs[-1].append(file)
         else:
             runs.append([file])
@@ -38,3 +39,7 @@ def in_step(files: Sequence[OutputFile], threads: int) -> list[tuple[OutputFile,
         for run, size in zip(runs, sizes, strict=True)
         for start in range(0, len(run), size)
     ]
+
+
+def _gathers(output: OutputTensor, plan: ChunkPlan) -> bool:
+    return not is_direct(output, plan)

@@ -7,6 +7,7 @@ has a file, by the layouts of the target.  One plan per tensor then lists the by
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -16,7 +17,7 @@ import numpy as np
 from ...columns import UNKNOWN
 from ...errors import DestinationError, SourceError
 from ...layout import Buffer
-from ...record import Manifest, StateRecord
+from ...record import Manifest, StateRecord, record_fields
 from ...store.formats.signs import NAMES_FILE, NUMBERED
 from ...store.io import publish
 from ...store.io.checksums import xxh3_128
@@ -29,8 +30,9 @@ from ..target.container import Container
 from ..target.item_file import ItemFile
 from ..target.topology import Target
 from .checklist import Check
-from .output_files import OutputChunk, OutputFile, WriteRequest
-from .outputs import Outputs
+from .output_chunks import ChunkPlan
+from .output_files import OutputFile, WriteRequest
+from .outputs import Outputs, OutputTensor
 
 
 class Source(Protocol):
@@ -60,7 +62,7 @@ class Job:
         state: the state of the source's files, which shows whether they change later.
         container: the kind of the files to write.
         select: the shell patterns by which tensors and items were chosen.
-        tensors: the tensors to write, without their chunks.
+        outputs: the tensors to write.
         recorded_layouts, provenance: for the manifest: each tensor's layout as JSON data, by key; and the provenance.
         left_out, notes, checklist: those of the `Outputs`.
         items: the file of non-tensor items, beside a destination that cannot hold them.
@@ -72,7 +74,7 @@ class Job:
     target: Target
     container: Container
     select: tuple[str, ...]
-    tensors: tuple[StateRecord, ...]
+    outputs: tuple[OutputTensor, ...]
     recorded_layouts: Mapping[str, Mapping[str, Any] | None]
     provenance: Mapping[str, Any]
     files: tuple[OutputFile, ...]
@@ -80,6 +82,11 @@ class Job:
     notes: tuple[str, ...] = ()
     checklist: tuple[Check, ...] = ()
     items: ItemFile | None = None
+
+    @property
+    def tensors(self) -> tuple[StateRecord, ...]:
+        """The tensors to write, without their chunks."""
+        return tuple(output.record for output in self.outputs)
 
     @property
     def bytes_to_check(self) -> int:
@@ -105,44 +112,58 @@ class Job:
     @property
     def reads_avoided(self) -> int:
         """Bytes that a reader of whole chunks, such as stock DCP, would read in addition."""
-        whole = 0
-        known: dict[tuple[int, int, bool], tuple[int, dict[Buffer, int]]] = {}
+        avoided = 0
+        known: dict[ChunkPlan, tuple[int, dict[Buffer, int]]] = {}
         for file in self.files:
             touched: dict[object, int] = {}
-            for written in file.chunks:
-                output = written.output
-                key = id(written.copies), itemsize(output.source_record.dtype), bool(output.in_memory)
-                if key not in known:  # chunks of equal tensors that are filled alike share their copies
-                    known[key] = _amounts(written)
-                read, of_chunks = known[key]
+            for output, plan in zip(file.chunks.outputs, file.chunks.plans, strict=True):
+                if plan not in known:
+                    known[plan] = _amounts(output, plan)
+                read, of_chunks = known[plan]
                 touched |= {output.source_of(buffer): amount for buffer, amount in of_chunks.items()}
-                whole -= read
-            whole += sum(touched.values())
-        return whole
+                avoided -= read
+            avoided += sum(touched.values())
+        return avoided
 
     def digest(self) -> str:
         """Equal for two jobs that would write the same files from the same source."""
-        return xxh3_128(text.encode(errors="surrogatepass") for text in self._described())
+        return xxh3_128(self._described())
 
-    def _described(self) -> Iterator[str]:
+    def _described(self) -> Iterator[bytes]:
         """Everything in which two jobs can differ, in parts."""
-        yield from self.manifest.json_parts()
-        yield from Manifest(self.tensors, (), self.provenance).json_parts()
-        yield repr((self.state, self.target, self.container.name, self.select, self.items))
-        for output in {id(chunk.output): chunk.output for file in self.files for chunk in file.chunks}.values():
-            yield repr((output.key, output.places))
+        task = self.state, self.target, self.container.name, self.select, self.items
+        yield _text(*task, json.dumps(self.provenance), json.dumps(self.manifest.provenance))
+        columns, blobs = self.manifest.columns, self.manifest.blobs
+        yield _text(columns.names, blobs, [(tensor.key, len(tensor.chunks)) for tensor in self.manifest.tensors])
+        yield from (column.tobytes() for column in columns.arrays)
+        tensors = {output.key: number for number, output in enumerate(self.outputs)}
+        plans: dict[ChunkPlan, int] = {}
+        for output in self.outputs:
+            yield _text(_described(output.record), output.places)
         for file in self.files:
-            yield repr((file.name, file.length, file.items))
-            for chunk in file.chunks:
-                item, payload = chunk.stored.item, chunk.stored.payload
-                places = (item.offset, item.length, payload and (payload.offset, payload.length))
-                yield repr((chunk.tensor.key, chunk.stored.box.lo, chunk.stored.box.hi, places))
+            for plan in file.chunks.plans:
+                if plan not in plans:
+                    plans[plan] = len(plans)
+                    yield _text(plan.box.lo, plan.box.hi, plan.frame.payload_offset, plan.frame.length)
+            yield _text(file.name, file.length, file.items, len(file.chunks))
+            yield file.chunks.offsets.tobytes()
+            yield np.array([tensors[output.key] for output in file.chunks.outputs], np.int64).tobytes()
+            yield np.array([plans[plan] for plan in file.chunks.plans], np.int64).tobytes()
 
 
-def _amounts(written: OutputChunk) -> tuple[int, dict[Buffer, int]]:
+def _described(record: StateRecord) -> tuple[object, ...]:
+    """A tensor without its chunks, and without the layout that it had, which nobody uses."""
+    return tuple(value for name, value in record_fields(record).items() if name != "layout")
+
+
+def _text(*values: object) -> bytes:
+    return repr(values).encode(errors="surrogatepass")
+
+
+def _amounts(output: OutputTensor, plan: ChunkPlan) -> tuple[int, dict[Buffer, int]]:
     """The bytes that a chunk is copied from, and those of each whole chunk of the source that they lie in."""
-    chunks, size = written.output.chunks, itemsize(written.output.source_record.dtype)
-    read = [copy for copy in written.copies if copy.source.buffer in chunks]
+    chunks, size = output.chunks, itemsize(output.source_record.dtype)
+    read = [copy for copy in plan.copies if copy.source.buffer in chunks]
     whole = {copy.source.buffer: chunks[copy.source.buffer].box.numel * size for copy in read}
     return sum(copy.box.numel * size for copy in read), whole
 
@@ -181,7 +202,7 @@ def make_job(
         target,
         container,
         tuple(select),
-        tuple(output.record for output in outputs.tensors),
+        tuple(outputs.tensors),
         arranged.recorded_layouts,
         arranged.provenance,
         arranged.files,

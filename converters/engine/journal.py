@@ -8,34 +8,45 @@ begins.
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from collections.abc import Iterable
 from threading import Lock
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...store.io.checksums import xxh3_128
 from ...store.io.lines import new_lines
 from ...store.io.location import Location
 
+SUMS = np.dtype([("digest", "V16"), ("checksum", "<u4"), ("share", "<u8")])
+"""Sums of the elements of a chunk, computed while they were written: xxh3-128, the checksum that the frame stores, and
+the share of the tensor's fingerprint."""
 
-class ChunkSums(NamedTuple):
-    """Sums of the elements of a chunk, computed while they were written: xxh3-128, the checksum that the frame stores,
-    and the share of the tensor's fingerprint."""
-
-    digest: str
-    checksum: int
-    share: int
+ChunkSums = NDArray[np.void]
+"""An array of `SUMS`, one for each chunk."""
 
 
 class FinishedFile(NamedTuple):
-    """A finished file: the digest of each item and the sums of each chunk, in the order of the job."""
+    """A finished file: digests of its items in hex, and `SUMS` of its chunks as bytes, in the order of the job."""
 
     items: tuple[str, ...]
-    chunks: tuple[ChunkSums, ...]
+    sums: bytes
+
+    @property
+    def chunks(self) -> ChunkSums:
+        """The sums of each chunk."""
+        return np.frombuffer(self.sums, SUMS)
 
     @classmethod
-    def of(cls, items: Iterable[str], chunks: Iterable[Iterable[Any]]) -> FinishedFile:
-        """A finished file from JSON data."""
-        return cls(tuple(items), tuple(ChunkSums(*sums) for sums in chunks))
+    def of(cls, items: Iterable[str], sums: str) -> FinishedFile:
+        """A finished file from its JSON data."""
+        return cls(tuple(items), b64decode(sums))
+
+    def to_json(self) -> list[Any]:
+        """JSON data: the arguments of `of`."""
+        return [self.items, b64encode(self.sums).decode()]
 
 
 class Journal:
@@ -48,7 +59,7 @@ class Journal:
 
     def add(self, file: str, finished_file: FinishedFile) -> None:
         """Record a file that is finished and synced."""
-        line = sealed(self._job, {"file": file, "blobs": finished_file.items, "items": finished_file.chunks})
+        line = sealed(self._job, {"file": file, "finished": finished_file.to_json()})
         with self._adding:
             self._lines.add(line)
 
@@ -56,7 +67,7 @@ class Journal:
 def finished(lines: Iterable[bytes], job: str) -> dict[str, FinishedFile]:
     """The finished files that journal lines name; of several lines about one file the last counts."""
     entries = (unsealed(job, line) for line in lines)
-    return {entry["file"]: FinishedFile.of(entry["blobs"], entry["items"]) for entry in entries if entry is not None}
+    return {entry["file"]: FinishedFile.of(*entry["finished"]) for entry in entries if entry is not None}
 
 
 def sealed(seal: str, entry: Any) -> bytes:

@@ -19,14 +19,13 @@ from pathlib import PurePosixPath
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
-from ...box import Box, Index, row_major
+from ...box import Box, Index
 from ...columns import Row
 from ...errors import DestinationError, Interrupted, SourceError
-from ...layout import Buffer, Fragment, Place
+from ...layout import Buffer, Fragment
 from ...plan import Copy
-from ...record import Chunk, Extent
+from ...record import Extent
 from ...store.io.checksums import Sums, crc32_joined, crc32_of, xxh3_128
 from ...store.io.new_file import Writing, drafted
 from ...store.io.regular import READ_BYTES, open_regular
@@ -38,10 +37,11 @@ from ...store.stored_items import check_blob
 from ..translate.conventions import Words
 from .copied_runs import CopiedRuns
 from .elements import bytes_of
-from .journal import ChunkSums, FinishedFile
-from .output_files import OutputChunk, OutputFile, PlacedItem
-from .outputs import source_rows
-from .small_chunks import alike, copied, is_small, rows, sums_of, windows
+from .journal import SUMS, ChunkSums, FinishedFile
+from .output_chunks import ChunkPlan, OutputChunk, OutputChunks, is_direct
+from .output_files import OutputFile, PlacedItem
+from .outputs import OutputTensor, source_rows
+from .small_chunks import Bytes, copied, is_small, rows, sums_of, windows
 from .staging import Staging
 from .unchecked_chunks import UncheckedChunks
 
@@ -93,6 +93,11 @@ class Mover:
             check_chunk(self._payloads, tensor, chunk)
             self._progress(payload_of(tensor, chunk).length)
 
+    def check_all(self, sources: Iterable[Extent]) -> None:
+        """Check these chunks of the source, as `check` does."""
+        for source in sources:
+            self.check(source)
+
     def write(self, files: Sequence[OutputFile]) -> Iterator[tuple[OutputFile, FinishedFile]]:
         """Write files, and sync each when it is finished: band by band in turn, so that one read serves them all.
 
@@ -119,21 +124,21 @@ class Mover:
         for folder in reversed(PurePosixPath(file.name).parents[:-1]):  # the staging directory itself exists
             (self._staged / str(folder)).mkdir(exist_ok=True)
         with drafted(self._staged / file.name, file.length, self._drafts) as output:
-            first_sums: list[ChunkSums] | None = None
+            first_sums: ChunkSums | None = None
             if (
                 file.header and not output.rewinds
             ):  # the header with the sums is written first, so they need a pass of their own
-                first_sums = []
-                for chunk in file.chunks:
-                    first_sums += [(yield from self._pass(chunk))]
+                first_sums = np.empty(len(file.chunks), SUMS)
+                for number, chunk in enumerate(file.chunks):
+                    first_sums[number] = yield from self._pass(chunk)
                 output.write(file.header(first_sums), 0)
             items = tuple(self._write_item(output, item) for item in file.items)
             sums = yield from self._written(output, file.chunks)
-            if first_sums not in (None, sums):
+            if first_sums is not None and not np.array_equal(first_sums, sums):
                 raise SourceError(f"the source of {file.name} changed between two reads; nothing was published")
             if file.header and output.rewinds:
                 output.write(file.header(sums), 0)
-        return FinishedFile(items, tuple(sums))
+        return FinishedFile(items, sums.tobytes())
 
     def is_finished(self, file: OutputFile, finished: FinishedFile | None) -> bool:
         """Whether a file that the journal names still holds, in every byte, what was written."""
@@ -184,57 +189,55 @@ class Mover:
 
         return xxh3_128(written())
 
-    def _written(self, output: Writing, chunks: Sequence[OutputChunk]) -> Generator[None, None, list[ChunkSums]]:
+    def _written(self, output: Writing, chunks: OutputChunks) -> Generator[None, None, ChunkSums]:
         """Write chunks in order; pauses after every band, or small chunks."""
-        sums: list[ChunkSums] = []
-        known: dict[tuple[int, int], bool] = {}
+        sums = np.empty(len(chunks), SUMS)
+        known: dict[ChunkPlan, bool] = {}
 
-        def fits(chunk: OutputChunk) -> bool:
-            if chunk.output.computed or chunk.output.in_memory:
+        def fits(tensor: OutputTensor, plan: ChunkPlan) -> bool:
+            if tensor.computed or tensor.in_memory:
                 return False
-            key = id(chunk.copies), id(chunk.frame)  # shared by the chunks of equal tensors that are copied alike
-            if key not in known:
-                known[key] = is_direct(chunk) and is_small(chunk)
-            return known[key]
+            if plan not in known:
+                known[plan] = plan.in_runs and is_small(plan, tensor.chunks)
+            return known[plan]
 
         for window in windows(chunks, self._band_bytes // 4, fits):
             if len(window) > 1:
-                sums += self._write_window(output, window)
+                self._write_window(output, chunks, window, sums)
                 yield
             else:
-                sums += [(yield from self._write_chunk(output, window[0]))]
+                sums[window[0]] = yield from self._write_chunk(output, chunks[window[0]])
         return sums
 
-    def _write_window(self, output: Writing, window: Sequence[OutputChunk]) -> Iterable[ChunkSums]:
+    def _write_window(self, output: Writing, chunks: OutputChunks, window: Sequence[int], sums: ChunkSums) -> None:
         """Write small chunks together."""
         self._raise_if_stopped()
-        start = window[0].stored.item.offset
-        whole = bytearray(window[-1].stored.item.end - start)
-        sums: dict[int, ChunkSums] = {}
-        for numbers in alike(window):
-            members = [window[number] for number in numbers]
-            elements = self._elements(members)
-            for number, raw, own in zip(numbers, elements, sums_of(members[0], elements), strict=True):
-                place, frame = window[number].stored.item.offset - start, window[number].frame
-                whole[place : place + frame.length] = b"".join((frame.head, raw.data, frame.tail(own.checksum)))
-                sums[number] = own
+        start = chunks[window[0]].offset
+        whole = bytearray(chunks[window[-1]].item.end - start)
+        for plan, numbers in chunks.alike(window).items():
+            elements = self._elements(plan, [chunks.outputs[number] for number in numbers])
+            sums[numbers] = sums_of(plan, elements)
+            places, checksums = (chunks.offsets[numbers] - start).tolist(), sums["checksum"][numbers].tolist()
+            for place, raw, checksum in zip(places, elements, checksums, strict=True):
+                item = b"".join((plan.frame.head, raw.data, plan.frame.tail(checksum)))
+                whole[place : place + len(item)] = item
         output.write(memoryview(whole), start)
-        self._progress(sum(chunk.frame.payload_length for chunk in window))
-        return [sums[number] for number in range(len(window))]
+        self._progress(sum(chunks.plans[number].frame.payload_length for number in window))
 
-    def _elements(self, chunks: Sequence[OutputChunk]) -> NDArray[np.uint8]:
-        """The elements of small chunks that are alike, from sources that are checked."""
+    def _elements(self, plan: ChunkPlan, outputs: Sequence[OutputTensor]) -> Bytes:
+        """The elements of small chunks of one plan, from sources that are checked."""
         sources = {}
-        for buffer in dict.fromkeys(copy.source.buffer for copy in chunks[0].copies):
-            stored = source_rows([chunk.output for chunk in chunks], buffer)
-            extents = [Extent(file, offset, length) for file, _, _, offset, length, _, _ in stored]
-            sources[buffer] = rows(self._payloads, extents)
-            self._check_rows(chunks, buffer, stored, sources[buffer])
-        return copied(chunks[0], sources)
+        for buffer in plan.buffers:
+            stored = source_rows(outputs, buffer)
+            length = outputs[0].chunks[buffer].box.numel * itemsize(plan.dtype)
+            for output, row in zip(outputs, stored, strict=True):
+                if row[4] != length:
+                    payload_of(output.record, output.chunks[buffer])  # says what is wrong
+            sources[buffer] = rows(self._payloads, stored, length)
+            self._check_rows(outputs, buffer, stored, sources[buffer])
+        return copied(plan, sources)
 
-    def _check_rows(
-        self, chunks: Sequence[OutputChunk], buffer: Buffer, stored: Sequence[Row], read: NDArray[np.uint8]
-    ) -> None:
+    def _check_rows(self, outputs: Sequence[OutputTensor], buffer: Buffer, stored: Sequence[Row], read: Bytes) -> None:
         """Check chunks of the source, one buffer of each of these outputs, of which the bytes have been read."""
         items: defaultdict[str, list[int]] = defaultdict(list)
         for number, (file, *_) in enumerate(stored):
@@ -245,14 +248,15 @@ class Mover:
             for number in compress(numbers, taken):
                 digest = stored[number][5]
                 if digest is None or xxhash.xxh3_128_hexdigest(read[number]) != digest:
-                    output = chunks[number].output
+                    output = outputs[number]
                     check_chunk(self._payloads, output.source_record, output.chunks[buffer])
                 checked += read.shape[1]
         if checked:
             self._progress(checked)
 
-    def _write_chunk(self, output: Writing, chunk: OutputChunk) -> Generator[None, None, ChunkSums]:
-        position = output.write(chunk.frame.head, chunk.stored.item.offset)
+    def _write_chunk(self, output: Writing, chunk: OutputChunk) -> Generator[None, None, tuple[bytes, int, int]]:
+        frame = chunk.plan.frame
+        position = output.write(frame.head, chunk.offset)
 
         def put(raw: memoryview) -> None:
             nonlocal position
@@ -260,38 +264,39 @@ class Mover:
             self._progress(len(raw))
 
         sums = yield from self._pass(chunk, put)
-        output.write(chunk.frame.tail(sums.checksum), position)
+        output.write(frame.tail(sums[1]), position)
         return sums
 
     def _pass(
         self, chunk: OutputChunk, put: Callable[[memoryview], None] = lambda raw: None
-    ) -> Generator[None, None, ChunkSums]:
-        """Compute the sums of a chunk's elements, and pass their bytes on in order; pauses after every band."""
-        sums = Sums(chunk.frame.checksum_of)
-        for source in _sources(chunk):  # of what is shared, no process reads all to copy it
+    ) -> Generator[None, None, tuple[bytes, int, int]]:
+        """Compute the `SUMS` of a chunk's elements, and pass their bytes on in order; pauses after every band."""
+        sums = Sums(chunk.plan.frame.checksum_of)
+        for source in chunk.sources:  # of what is shared, no process reads all to copy it
             if source.crc32 is None or self.unchecked.is_shared(source.item):
                 self.check(source.item)
-        parts = self._direct(chunk, sums) if is_direct(chunk) else self._assembled(chunk)
+        parts = self._direct(chunk, sums) if is_direct(chunk.output, chunk.plan) else self._assembled(chunk)
         for words, origin in parts:
             self._raise_if_stopped()
             put(sums.add(words, origin))
             yield
-        return ChunkSums(sums.digest, sums.checksum, sums.share)
+        return bytes.fromhex(sums.digest), sums.checksum, sums.share
 
     def _direct(self, chunk: OutputChunk, sums: Sums) -> Iterator[tuple[Words, Index]]:
         """The elements of a chunk in order, as views of the source, with the global index of each view's first.
 
         Whoever takes them adds them to ``sums``, which tell whether they are what the source should have.
         """
-        size, adds_up = itemsize(chunk.tensor.dtype), chunk.frame.checksum_of is crc32_of
-        for copy in sorted(chunk.copies, key=lambda copy: copy.target.offset):
+        plan, name = chunk.plan, chunk.plan.dtype
+        size, adds_up = itemsize(name), plan.frame.checksum_of is crc32_of
+        for copy in sorted(plan.copies, key=lambda copy: copy.target.offset):
             start, before, source = copy.source.offset, sums.checksum, chunk.output.chunks.get(copy.source.buffer)
             for band in bands(copy.box, self._band_numel(copy.box, size)):
                 for box in band.boxes:
                     raw = bytes_of(self._payloads, chunk.output, copy.source.buffer, start, box.numel)
                     if source is not None and not adds_up:
                         self._copied.read(source, start * size, raw)
-                    yield as_words(raw, chunk.tensor.dtype, box.shape), box.lo
+                    yield as_words(raw, name, box.shape), box.lo
                     start += box.numel
             if adds_up and source is not None and source.crc32 is not None:
                 crc32 = crc32_joined(before, sums.checksum, copy.box.numel * size)
@@ -299,11 +304,12 @@ class Mover:
 
     def _assembled(self, chunk: OutputChunk) -> Iterator[tuple[Words, Index]]:
         """The elements of a chunk in order, gathered from wherever they lie."""
-        fragments = [Fragment(copy.box, copy.source) for copy in chunk.copies]
-        size = itemsize(chunk.tensor.dtype)
-        one_read = min((self._numel_of_a_read(copy, size) for copy in chunk.copies), default=1)
-        numel = max(min(self._band_numel(chunk.stored.box, size), one_read), 1)
-        for band in bands(chunk.stored.box, numel):
+        plan = chunk.plan
+        fragments = [Fragment(copy.box, copy.source) for copy in plan.copies]
+        size = itemsize(plan.dtype)
+        one_read = min((self._numel_of_a_read(copy, size) for copy in plan.copies), default=1)
+        numel = max(min(self._band_numel(plan.box, size), one_read), 1)
+        for band in bands(plan.box, numel):
             for box in band.boxes:
                 yield chunk.output.elements(self._payloads, fragments, box, self._copied.read, self._room), box.lo
 
@@ -329,28 +335,6 @@ class Mover:
             raise Interrupted("stopped")
 
 
-def _sources(chunk: OutputChunk) -> list[Chunk]:
-    """The chunks of the source from which a chunk is copied, in the order in which they lie in files."""
-    stored = chunk.output.chunks
-    sources = {
-        stored[copy.source.buffer].item: stored[copy.source.buffer]
-        for copy in chunk.copies
-        if copy.source.buffer in stored
-    }
-    return [sources[item] for item in sorted(sources, key=lambda item: (item.file, item.offset))]
-
-
-def is_direct(chunk: OutputChunk) -> bool:
-    """Whether elements are moved as they are, and each copy is one run of elements in both the source and the file."""
-    return not chunk.output.computed and all(
-        _is_run(copy.source, copy.box.shape) and _is_run(copy.target, copy.box.shape) for copy in chunk.copies
-    )
-
-
-def _is_run(place: Place, shape: Index) -> bool:
-    return all(n == 1 or a == b for n, a, b in zip(shape, place.strides, row_major(shape), strict=True))
-
-
 def expected_parts(file: OutputFile, finished: FinishedFile) -> Iterator[tuple[Extent, str]]:
     """A written file from its first byte to its last, with the digest of each part."""
     end = 0
@@ -366,15 +350,15 @@ def expected_parts(file: OutputFile, finished: FinishedFile) -> Iterator[tuple[E
         yield from _zeros(file.name, end, item.blob.item.offset)
         yield item.blob.item, digest
         end = item.blob.item.end
-    for chunk, sums in zip(file.chunks, finished.chunks, strict=True):
-        payload = payload_of(chunk.tensor, chunk.stored)
-        yield from _zeros(file.name, end, chunk.stored.item.offset)
-        end = chunk.stored.item.offset
-        yield known(chunk.frame.head)
-        yield payload, sums.digest
+    for chunk, (digest, checksum, _) in zip(file.chunks, finished.chunks.tolist(), strict=True):
+        frame, payload = chunk.plan.frame, chunk.payload
+        yield from _zeros(file.name, end, chunk.offset)
+        end = chunk.offset
+        yield known(frame.head)
+        yield payload, digest.hex()
         end = payload.end
-        yield known(chunk.frame.tail(sums.checksum))
-        end = chunk.stored.item.end
+        yield known(frame.tail(checksum))
+        end = chunk.item.end
     yield from _zeros(file.name, end, file.length)
 
 

@@ -4,90 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
-from ...plan import Copy
-from ...record import Blob, Chunk, Extent, StateRecord
+from ...record import Blob, Extent
 from ...store.formats.torch_save.stored_zip import aligned
-from ...store.io.checksums import Checksum, crc32_of
 from ...store.reading.payloads import Payloads
 from ..target.item_file import ItemFile
 from ..target.topology import Target
 from .journal import ChunkSums
-from .outputs import OutputItem, Outputs, OutputTensor
-
-
-class PayloadFrame(Protocol):
-    """The bytes around the elements of a stored chunk; lengths and offsets are in bytes."""
-
-    @property
-    def head(self) -> bytes: ...
-
-    @property
-    def payload_offset(self) -> int: ...
-
-    @property
-    def payload_length(self) -> int: ...
-
-    @property
-    def length(self) -> int: ...
-
-    @property
-    def checksum_of(self) -> Checksum:
-        """The checksum of the elements that the tail contains."""
-        ...
-
-    def tail(self, checksum: int) -> bytes:
-        """The bytes after elements with this checksum."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class NoFrame:
-    """The frame of elements that are stored with nothing around them."""
-
-    payload_length: int
-    head: ClassVar[bytes] = b""
-    payload_offset: ClassVar[int] = 0
-
-    @property
-    def length(self) -> int:
-        return self.payload_length
-
-    @property
-    def checksum_of(self) -> Checksum:
-        return crc32_of
-
-    def tail(self, checksum: int) -> bytes:
-        return b""
-
-
-@dataclass(frozen=True, slots=True)
-class OutputChunk:
-    """A chunk of a tensor to write: where it goes (``stored``), its frame, and the copies that fill it.
-
-    The copies go from buffers of ``output`` to the payload of this chunk.
-    """
-
-    output: OutputTensor
-    stored: Chunk
-    frame: PayloadFrame
-    copies: tuple[Copy, ...]
-
-    @property
-    def tensor(self) -> StateRecord:
-        return self.output.record
-
-    @property
-    def sources(self) -> set[Extent]:
-        """The items of the source that this chunk is copied from."""
-        chunks = self.output.chunks
-        return {chunks[copy.source.buffer].item for copy in self.copies if copy.source.buffer in chunks}
-
-    def written(self, sums: ChunkSums) -> Chunk:
-        """The chunk with the checksums of its elements."""
-        crc32 = sums.checksum if self.frame.checksum_of is crc32_of else None
-        return Chunk(self.stored.box, self.stored.item, self.stored.payload, sums.digest, crc32)
+from .output_chunks import OutputChunks
+from .outputs import OutputItem, Outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +34,9 @@ class OutputFile:
 
     name: str
     items: tuple[PlacedItem, ...]
-    chunks: tuple[OutputChunk, ...]
+    chunks: OutputChunks
     length: int
-    header: Callable[[Sequence[ChunkSums]], bytes] | None = None
+    header: Callable[[ChunkSums], bytes] | None = None
 
     @property
     def count(self) -> int:
@@ -120,7 +46,7 @@ class OutputFile:
     @property
     def payload(self) -> int:
         """Bytes of elements in this file."""
-        return sum(chunk.frame.payload_length for chunk in self.chunks)
+        return sum(plan.frame.payload_length for plan in self.chunks.plans)
 
 
 def place_items(name: str, items: Sequence[OutputItem]) -> tuple[tuple[PlacedItem, ...], int]:

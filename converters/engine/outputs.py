@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 
@@ -18,8 +19,7 @@ from ...errors import SourceError, TargetError, about, did_you_mean
 from ...layout import Buffer, Fragment, TensorLayout, dense
 from ...plan import Copy, make_plan
 from ...record import Blob, Chunk, Manifest, StateRecord
-from ...store.reading.dtypes import itemsize
-from ...store.reading.payloads import Payloads, payload_of
+from ...store.reading.payloads import Payloads
 from ..translate.conventions import Words, scaled
 from .checklist import Check
 from .elements import ChunkReads, Room, gather_elements, unseen
@@ -27,8 +27,12 @@ from .elements import ChunkReads, Room, gather_elements, unseen
 
 @dataclass(frozen=True, slots=True)
 class NumberedChunks(Mapping[Buffer, Chunk]):
-    """The chunks of one tensor of the source, by the names that `StateRecord.chunk_layout` gives them."""
+    """The chunks of a tensor of the source, by the names that `StateRecord.chunk_layout` gives them.
 
+    ``tensor`` is its key.
+    """
+
+    tensor: str
     chunks: Chunks
 
     def __getitem__(self, buffer: Buffer) -> Chunk:
@@ -80,16 +84,19 @@ class OutputTensor:
     def places(self) -> tuple[object, ...]:
         """What its elements are made of, as values that two jobs can compare."""
         if isinstance(self.chunks, NumberedChunks):
-            chunks: object = self.chunks.chunks.items
+            chunks: object = self.chunks.tensor
         else:
             chunks = [(buffer, chunk.item) for buffer, chunk in self.chunks.items()]
         return layout_digest(self.layout), chunks, self.in_memory, self.scale, self.held
 
     def source_of(self, buffer: Buffer) -> object:
         """What tells the chunk of the source that is called ``buffer`` from all others."""
-        if isinstance(self.chunks, NumberedChunks):
-            return id(self.chunks.chunks), buffer
-        return self.chunks[buffer].item
+        return (self.chunks.tensor, buffer) if isinstance(self.chunks, NumberedChunks) else self.chunks[buffer].item
+
+    @property
+    def layouts(self) -> tuple[TensorLayout, ...]:
+        """The layouts that each element is copied from."""
+        return (self.layout,)
 
     def elements(
         self,
@@ -112,7 +119,7 @@ class OutputTensor:
     def copies(self, boxes: Sequence[Box]) -> tuple[tuple[Copy, ...], ...]:
         """The copies that fill each of these boxes, which tile the tensor; each box is dense from element 0."""
         with about(f"tensor {self.key!r}"):
-            return _copies(self.layout, tuple(boxes))
+            return copies_into(tuple(boxes), self.layouts)
 
 
 @lru_cache(maxsize=1024)
@@ -121,33 +128,29 @@ def layout_digest(layout: TensorLayout) -> bytes:
     return layout.digest()
 
 
+def copies_into(boxes: tuple[Box, ...], sources: Iterable[TensorLayout]) -> tuple[tuple[Copy, ...], ...]:
+    """The copies that fill each of these boxes, as `OutputTensor.copies`, from all of these layouts."""
+    of_sources = [_copies(source, boxes) for source in sources if boxes]
+    return tuple(tuple(chain.from_iterable(copies)) for copies in zip(*of_sources, strict=True))
+
+
 @lru_cache(maxsize=1024)
 def _copies(source: TensorLayout, boxes: tuple[Box, ...]) -> tuple[tuple[Copy, ...], ...]:
     """Cached, because tensors of the same geometry share their copies."""
-    target = TensorLayout.of(source.shape, tuple(dense(box, number) for number, box in enumerate(boxes)))
+    filled = tuple(dense(box, number) for number, box in enumerate(boxes) if box.numel)
     copies: defaultdict[Buffer, list[Copy]] = defaultdict(list)
-    for copy in make_plan(source, target).copies:
+    for copy in make_plan(source, TensorLayout.of(source.shape, filled)).copies:
         copies[copy.target.buffer].append(copy)
     return tuple(tuple(copies[number]) for number in range(len(boxes)))
 
 
 def source_rows(outputs: Sequence[OutputTensor], buffer: Buffer) -> list[Row]:
-    """The row of the chunk of the source that each of these outputs calls ``buffer``.
-
-    Raises:
-        SourceError: a payload has another length than its box.
-    """
-    size, numbered = itemsize(outputs[0].record.dtype), [output.chunks for output in outputs]
+    """The row of the chunk of the source that each of these outputs calls ``buffer``."""
+    numbered = [output.chunks for output in outputs]
     listed = [chunks.chunks for chunks in numbered if isinstance(chunks, NumberedChunks)]
-    if len(listed) == len(outputs):
-        rows = list(rows_numbered(listed, int(buffer)))
-    else:
-        rows = [row_of(chunks[buffer]) for chunks in numbered]
-    expected = numbered[0][buffer].box.numel * size
-    for output, row in zip(outputs, rows, strict=True):
-        if row[4] != expected:
-            payload_of(output.record, output.chunks[buffer])  # says what is wrong
-    return rows
+    if listed and len(listed) == len(outputs):
+        return list(rows_numbered(listed, int(buffer)))
+    return [row_of(chunks[buffer]) for chunks in numbered]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +222,7 @@ class Outputs:
     def used(self, manifest: Manifest) -> Manifest:
         """The part of the source's manifest that these outputs are made from."""
         every = [tensor.chunks for tensor in self.tensors]
-        whole = {id(chunks.chunks) for chunks in every if isinstance(chunks, NumberedChunks)}
+        whole = {chunks.tensor for chunks in every if isinstance(chunks, NumberedChunks)}
         parts = [chunks for chunks in every if not isinstance(chunks, NumberedChunks)]
         items = {chunk.item for chunks in parts for chunk in chunks.values()}
         blobs = {item.source for item in self.items}
@@ -228,7 +231,7 @@ class Outputs:
             tensors=tuple(
                 t
                 for t in manifest.tensors
-                if len(t.chunks) and (id(t.chunks) in whole or any(c.item in items for c in t.chunks if items))
+                if len(t.chunks) and (t.key in whole or any(c.item in items for c in t.chunks if items))
             ),
             blobs=tuple(blob for blob in manifest.blobs if blob in blobs),
         )

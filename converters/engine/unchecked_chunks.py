@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from threading import Lock
 from typing import Any
 
@@ -12,27 +12,24 @@ from numpy.typing import NDArray
 from ...chunks import columns_of
 from ...record import Chunk, Extent, StateRecord
 
+_NOTHING = np.array([-1]), np.array([0])
+"""A file in which no item begins."""
+
 
 class UncheckedChunks:
     """Chunks with their tensors; safe to use from several threads.
 
     Args:
-        tensors: all tensors of the source.
-        chosen: which of their chunks, one after the other, are to be checked; chunks without elements never are.
-        shared: which of them other processes copy from as well.
+        tensors: all tensors of the source.  Their chunks, one after the other, have numbers; all that have elements
+            are to be checked.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[StateRecord],
-        chosen: NDArray[np.bool_] | None = None,
-        shared: NDArray[np.bool_] | None = None,
-    ) -> None:
+    def __init__(self, tensors: Sequence[StateRecord]) -> None:
         self._tensors = tensors
         columns = columns_of([tensor.chunks for tensor in tensors])
         elements = np.concatenate([np.zeros(0, np.int64), *(tensor.boxes.numel for tensor in tensors)])
-        self._waiting = elements > 0 if chosen is None else (elements > 0) & chosen
-        self._shared = np.zeros(len(elements), np.bool_) if shared is None else shared
+        self._waiting: NDArray[np.bool_] = elements > 0
+        self._shared = np.zeros(len(elements), np.bool_)
         self._ends = np.cumsum([len(tensor.chunks) for tensor in tensors])
         self._by_file: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
         order = np.lexsort((columns.item, columns.file))
@@ -47,10 +44,27 @@ class UncheckedChunks:
     def __iter__(self) -> Iterator[tuple[StateRecord, Chunk]]:
         return map(self._chunk, np.flatnonzero(self._waiting).tolist())
 
+    def numbered(self, items: Iterable[tuple[str, Sequence[int]]]) -> NDArray[np.bool_]:
+        """Whether each chunk is in one of these items: files of the source, and offsets in bytes."""
+        wanted = np.zeros(len(self._waiting), np.bool_)
+        for file, offsets in items:
+            rows, found = self._rows(file, offsets)
+            wanted[rows[found]] = True
+        return wanted
+
+    def keep(self, chosen: NDArray[np.bool_], shared: NDArray[np.bool_]) -> None:
+        """Leave only the chosen chunks to be checked; other processes copy from the shared ones as well."""
+        self._waiting &= chosen
+        self._shared = shared
+
+    def shared_out(self, most: int) -> Iterator[Iterator[Extent]]:
+        """The items that are still to be checked, in at most so many parts."""
+        waiting = np.flatnonzero(self._waiting)
+        for numbers in np.array_split(waiting, max(min(most, len(waiting)), 1)):
+            yield (self._chunk(number)[1].item for number in numbers.tolist())
+
     def take(self, file: str, offsets: Sequence[int]) -> list[bool]:
         """Which of the items at these offsets of a file, in bytes, were still to be checked; now they are not."""
-        if file not in self._by_file:
-            return [False] * len(offsets)
         rows, found = self._rows(file, offsets)
         with self._taking:
             taken: NDArray[np.bool_] = self._waiting[rows] & found
@@ -72,7 +86,8 @@ class UncheckedChunks:
         return self._chunk(int(rows[0]))
 
     def _rows(self, file: str, offsets: Sequence[int]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        known, rows = self._by_file[file]
+        """The numbers of the chunks in these items, and whether there is one."""
+        known, rows = self._by_file.get(file, _NOTHING)
         at = np.minimum(np.searchsorted(known, offsets), len(known) - 1)
         return rows[at], known[at] == offsets
 

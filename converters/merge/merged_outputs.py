@@ -16,8 +16,7 @@ import numpy as np
 
 from ...box import Box
 from ...errors import SourceError, TargetError
-from ...layout import Fragment
-from ...plan import Copy
+from ...layout import Fragment, TensorLayout
 from ...record import Blob, Extent, Manifest, StateRecord
 from ...store.reading.bands import bands, within
 from ...store.reading.dtypes import dtype
@@ -58,9 +57,9 @@ class AveragedTensor(OutputTensor):
     def places(self) -> tuple[object, ...]:
         return tuple(term.places for term in self.terms), self.weights
 
-    def copies(self, boxes: Sequence[Box]) -> tuple[tuple[Copy, ...], ...]:
-        of_terms = [term.copies(boxes) for term in self.terms]
-        return tuple(tuple(copy for copies in of_box for copy in copies) for of_box in zip(*of_terms, strict=True))
+    @property
+    def layouts(self) -> tuple[TensorLayout, ...]:
+        return tuple(term.layout for term in self.terms)
 
     def elements(
         self,

@@ -6,6 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
+import numpy as np
+
+from ...box import Box, Index
 from ...layouts.buffers.buffer_layout import BufferLayout
 from ...layouts.buffers.group_buffer import GroupBuffer
 from ...layouts.buffers.parameters import Parameter
@@ -14,9 +17,10 @@ from ...record import Manifest
 from ...store.formats import flat_buffers
 from ...store.formats.flat_buffers import ITEMS, RANK_FILE
 from ...store.io.location import Location
-from ..engine.output_files import NoFrame, OutputChunk, OutputFile, place_items
+from ..engine.output_chunks import OutputChunks, PayloadFrame, bare
+from ..engine.output_files import OutputFile, place_items
 from ..engine.outputs import OutputItem
-from .rank_files import Filled, LocalBox, RankFiles
+from .rank_files import Filled, LocalBoxes, RankFiles
 
 
 class BufferFiles(RankFiles):
@@ -27,35 +31,35 @@ class BufferFiles(RankFiles):
 
     name: ClassVar[str] = "buffers"
 
-    def fill(
-        self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[Sequence[LocalBox]]
-    ) -> Filled:
+    def frame(self, dtype: str, shape: Index) -> PayloadFrame:
+        return bare(dtype, shape)
+
+    def fill(self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[LocalBoxes]) -> Filled:
         stored = flat_buffers.place(buffers or tuple(_end_to_end(boxes)))
         ends = flat_buffers.ends(stored)
-        places = {(rank, key, chunk.box): chunk for buffer in stored for rank, key, chunk in buffer.chunks()}
+        places = {(rank, key, chunk.box): chunk.item.offset for own in stored for rank, key, chunk in own.chunks()}
         placed, length = place_items(ITEMS, items)
-        files = [OutputFile(ITEMS, placed, (), length)]
-        for rank, local_boxes in enumerate(boxes):
-            chunks = []
-            for local in local_boxes:
-                place = places[rank, local.output.key, local.box]
-                chunks.append(OutputChunk(local.output, place, NoFrame(place.item.length), local.copies))
-            chunks.sort(key=lambda chunk: chunk.stored.item.offset)
-            files.append(OutputFile(RANK_FILE(rank), (), tuple(chunks), ends.get(RANK_FILE(rank), 0)))
+        files = [OutputFile(ITEMS, placed, OutputChunks.end_to_end(ITEMS, (), ()), length)]
+        for rank, local in enumerate(boxes):
+            name, columns = RANK_FILE(rank), list(zip(local.outputs, local.plans, strict=True))
+            offsets = np.array([places[rank, output.key, plan.box] for output, plan in columns], np.int64)
+            order = np.argsort(offsets, kind="stable")
+            outputs, plans = ([column[i] for i in order.tolist()] for column in (local.outputs, local.plans))
+            files.append(OutputFile(name, (), OutputChunks(name, outputs, plans, offsets[order]), ends.get(name, 0)))
         return Filled(tuple(files), tuple(buffer.to_json() for buffer in stored))
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
         flat_buffers.write_buffer_index(manifest, folder)
 
 
-def _end_to_end(boxes: Sequence[Sequence[LocalBox]]) -> Iterator[GroupBuffer]:
+def _end_to_end(boxes: Sequence[LocalBoxes]) -> Iterator[GroupBuffer]:
     """Buffers of each rank's own, with its boxes end to end, for layouts that have no buffers, such as rows."""
-    for rank, local_boxes in enumerate(boxes):
-        members: defaultdict[tuple[str | None, str], list[LocalBox]] = defaultdict(list)
-        for local in local_boxes:
-            members[local.output.record.slot, local.output.record.dtype].append(local)
+    for rank, local in enumerate(boxes):
+        members: defaultdict[tuple[str | None, str], list[tuple[str, Box]]] = defaultdict(list)
+        for output, plan in zip(local.outputs, local.plans, strict=True):
+            members[output.record.slot, plan.dtype].append((output.key, plan.box))
         for (slot, dtype), group in members.items():
-            parameters = [Parameter(local.output.key, local.box.shape, dtype) for local in group]
+            parameters = [Parameter(key, box.shape, dtype) for key, box in group]
             ranges, buckets = end_to_end([parameters])
             layout = BufferLayout("end-to-end", 1, 1, tuple(ranges.values()), buckets, divided(buckets, 1))
-            yield GroupBuffer(slot, rank, (rank,), tuple(local.box.lo for local in group), layout)
+            yield GroupBuffer(slot, rank, (rank,), tuple(box.lo for _, box in group), layout)

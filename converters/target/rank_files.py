@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...box import Box
+from ...box import Index
 from ...layout import Buffer
-from ...plan import Copy
-from ...record import Chunk, Extent, Manifest
+from ...record import Manifest
 from ...store.formats import native_writer
 from ...store.formats.megatron import torch_dist
 from ...store.formats.signs import COMMON_FILE
 from ...store.formats.torch_save import tensor_item
-from ...store.formats.torch_save.stored_zip import aligned
+from ...store.formats.torch_save.stored_zip import MEMBER_ALIGNMENT, aligned
 from ...store.io.location import Location
 from ...store.reading.dtypes import itemsize
-from ..engine.output_files import Arranged, OutputChunk, OutputFile, WriteRequest, place_items
+from ..engine.output_chunks import ChunkPlan, FrameOf, OutputChunks, PayloadFrame, chunk_plans
+from ..engine.output_files import Arranged, OutputFile, WriteRequest, place_items
 from ..engine.outputs import OutputItem, OutputTensor
 from .container import Container, extended_provenance
 from .layouts import lay_out
@@ -32,12 +32,11 @@ _frame = lru_cache(maxsize=1024)(tensor_item.frame)  # there are few dtypes and 
 
 
 @dataclass(frozen=True, slots=True)
-class LocalBox:
-    """A box of a tensor on a rank, and the copies that fill it."""
+class LocalBoxes:
+    """The boxes that a rank writes, in columns: the tensor of each, and its plan."""
 
-    output: OutputTensor
-    box: Box
-    copies: tuple[Copy, ...]
+    outputs: list[OutputTensor] = field(default_factory=list)
+    plans: list[ChunkPlan] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class RankFiles(Container):
     def arrange(self, request: WriteRequest) -> Arranged:
         outputs, target = request.outputs, request.target
         laid = lay_out(target, [output.record for output in outputs.tensors], request.provenance)
-        filled = self.fill(laid.buffers, outputs.items, _by_rank(outputs.tensors, laid, target.ranks))
+        filled = self.fill(laid.buffers, outputs.items, _by_rank(outputs.tensors, laid, target.ranks, self.frame))
         step = {
             "mesh": dict(target.mesh),
             "layout": target.layout,
@@ -68,9 +67,11 @@ class RankFiles(Container):
         return Arranged(files, laid.recorded, extended_provenance(request, "resharded", step, earlier, filled.buffers))
 
     @abstractmethod
-    def fill(
-        self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[Sequence[LocalBox]]
-    ) -> Filled:
+    def frame(self, dtype: str, shape: Index) -> PayloadFrame:
+        """What is stored around elements of this dtype (torch's name) in a box of this shape."""
+
+    @abstractmethod
+    def fill(self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[LocalBoxes]) -> Filled:
         """Decide on the files.
 
         Args:
@@ -88,9 +89,10 @@ class DcpFiles(RankFiles):
 
     name: ClassVar[str] = "dcp"
 
-    def fill(
-        self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[Sequence[LocalBox]]
-    ) -> Filled:
+    def frame(self, dtype: str, shape: Index) -> PayloadFrame:
+        return _frame(dtype, shape)
+
+    def fill(self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[LocalBoxes]) -> Filled:
         files = (
             _dcp_file(f"__{rank}_0.distcp", () if rank else items, local_boxes)
             for rank, local_boxes in enumerate(boxes)
@@ -109,43 +111,36 @@ class TorchDistFiles(DcpFiles):
 
     name: ClassVar[str] = "torch_dist"
 
-    def fill(
-        self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[Sequence[LocalBox]]
-    ) -> Filled:
+    def fill(self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[LocalBoxes]) -> Filled:
         filled = super().fill(buffers, [item for item in items if item.key != COMMON_FILE], boxes)
         common = [item for item in items if item.key == COMMON_FILE]
-        files = (OutputFile(COMMON_FILE, place_items(COMMON_FILE, [item])[0], (), item.length) for item in common)
+        none = OutputChunks.end_to_end(COMMON_FILE, (), ())
+        files = (OutputFile(COMMON_FILE, place_items(COMMON_FILE, [item])[0], none, item.length) for item in common)
         return Filled((*filled.files, *files), filled.buffers)
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
         torch_dist.write_torch_dist(manifest, folder)
 
 
-def _dcp_file(name: str, items: Sequence[OutputItem], boxes: Sequence[LocalBox]) -> OutputFile:
+def _dcp_file(name: str, items: Sequence[OutputItem], boxes: LocalBoxes) -> OutputFile:
     """A file of items end to end, each aligned; non-tensor items come first, as in DCP."""
-    placed, end = place_items(name, items)
-    chunks = []
-    for local in boxes:
-        frame = _frame(local.output.record.dtype, local.box.shape)
-        item = Extent(name, end, frame.length)
-        payload = Extent(name, item.offset + frame.payload_offset, frame.payload_length)
-        chunks.append(OutputChunk(local.output, Chunk(local.box, item, payload), frame, local.copies))
-        end = aligned(item.end)
-    return OutputFile(name, placed, tuple(chunks), end)
+    placed, start = place_items(name, items)
+    chunks = OutputChunks.end_to_end(name, boxes.outputs, boxes.plans, start, MEMBER_ALIGNMENT)
+    return OutputFile(name, placed, chunks, max(aligned(chunks.end), start))
 
 
-def _by_rank(tensors: Sequence[OutputTensor], laid: LaidOut, ranks: int) -> list[list[LocalBox]]:
+def _by_rank(tensors: Sequence[OutputTensor], laid: LaidOut, ranks: int, frame_of: FrameOf) -> list[LocalBoxes]:
     """The boxes that each rank writes.  Of replicas, the rank with the least to write so far writes one."""
-    boxes: list[list[LocalBox]] = [[] for _ in range(ranks)]
+    boxes = [LocalBoxes() for _ in range(ranks)]
     written = [0] * ranks
     for output in tensors:
         holders = laid.layouts[output.key].holders
-        copies = output.copies([replicas[0].box for replicas in holders])
-        for replicas, box_copies in zip(holders, copies, strict=True):
-            box = replicas[0].box
+        plans = chunk_plans(output, [replicas[0].box for replicas in holders], frame_of)
+        for replicas, plan in zip(holders, plans, strict=True):
             rank = min((written[_rank(f.place.buffer)], _rank(f.place.buffer)) for f in replicas)[1]
-            written[rank] += box.numel * itemsize(output.record.dtype)
-            boxes[rank].append(LocalBox(output, box, box_copies))
+            written[rank] += plan.box.numel * itemsize(plan.dtype)
+            boxes[rank].outputs.append(output)
+            boxes[rank].plans.append(plan)
     return boxes
 
 

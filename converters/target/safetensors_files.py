@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from ...box import Box
-from ...record import Chunk, Extent, Manifest
+from ...record import Manifest
 from ...store.formats.safetensors import folder as safetensors
 from ...store.io import publish
 from ...store.io.location import Location
-from ..engine.journal import ChunkSums
-from ..engine.output_files import NoFrame, OutputChunk, OutputFile
+from ..engine.journal import SUMS, ChunkSums
+from ..engine.output_chunks import OutputChunks, bare, chunk_plans
+from ..engine.output_files import OutputFile
 from ..engine.outputs import OutputTensor
 from .whole_files import WholeFiles
 
@@ -61,15 +64,12 @@ def _file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any
     by_key = {output.key: output for output in tensors}
     records = safetensors.by_element_size([output.record for output in tensors])
 
-    def header(chunk_sums: Sequence[ChunkSums]) -> bytes:
-        return safetensors.front(records, recorded, [(sums.digest, sums.share) for sums in chunk_sums])
+    def header(chunk_sums: ChunkSums) -> bytes:
+        sums = [(digest.hex(), share) for digest, _, share in chunk_sums.tolist()]
+        return safetensors.front(records, recorded, sums)
 
-    end = len(header(()))
-    chunks = []
-    for record in records:
-        output, box = by_key[record.key], Box.of(record.shape)
-        place = Extent(name, end, safetensors.length_of(record))
-        [copies] = output.copies([box]) if box.numel else [()]
-        chunks.append(OutputChunk(output, Chunk(box, place, place), NoFrame(place.length), copies))
-        end = place.end
-    return OutputFile(name, (), tuple(chunks), end, header)
+    listed = [by_key[record.key] for record in records]
+    plans = [chunk_plans(output, [Box.of(output.record.shape)], bare)[0] for output in listed]
+    start = len(header(np.empty(0, SUMS)))
+    chunks = OutputChunks.end_to_end(name, listed, plans, start)
+    return OutputFile(name, (), chunks, chunks.end if listed else start, header)

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...record import Chunk, Extent, Manifest, StateRecord
+from ...record import Manifest, StateRecord
 from ...store.formats.zarr import writer as zarr_writer
 from ...store.formats.zarr.array import ZarrArray
 from ...store.io.location import Location
 from ...store.reading.dtypes import itemsize
-from ..engine.output_files import OutputChunk, OutputFile
+from ..engine.output_chunks import ChunkPlan, OutputChunks
+from ..engine.output_files import OutputFile
 from ..engine.outputs import OutputTensor
 from .whole_files import WholeFiles
 
@@ -35,18 +36,15 @@ class ZarrFiles(WholeFiles):
 
 
 def _files(output: OutputTensor, array: ZarrArray) -> Iterator[OutputFile]:
+    dtype = output.record.dtype
     files = [(name, list(array.chunks(box))) for name, box in array.files()]
-    boxes = [box for _, chunks in files for _, box in chunks]
-    copies = iter(output.copies(boxes) if boxes else ())
+    copies = iter(output.copies([box for _, chunks in files for _, box in chunks]))
     for name, chunks in files:
         index = zarr_writer.index_of(array, [number for number, _ in chunks])
-        written: list[OutputChunk] = []
-        end = 0
+        plans = []
         for number, box in chunks:
             suffix = index if number == chunks[-1][0] else b""
-            payload = Extent(name, end, box.numel * itemsize(array.dtype))
-            frame = zarr_writer.ChunkFrame(payload.length, array.chunk_bytes, suffix)
-            stored = Chunk(box, Extent(name, end, frame.length), payload)
-            written.append(OutputChunk(output, stored, frame, next(copies)))
-            end += frame.length
-        yield OutputFile(name, (), tuple(written), end)
+            frame = zarr_writer.ChunkFrame(box.numel * itemsize(dtype), array.chunk_bytes, suffix)
+            plans.append(ChunkPlan(box, dtype, frame, next(copies)))
+        written = OutputChunks.end_to_end(name, [output] * len(plans), plans)
+        yield OutputFile(name, (), written, written.end)

@@ -68,6 +68,6 @@ def unchanged(source: OpenCheckpoint) -> Outputs:
     recorded = any(tensor.slot is not None for tensor in manifest.tensors)
     tensors = (manifest if recorded else with_slots(manifest)).tensors
     return Outputs(
-        [OutputTensor(t, t.chunk_layout(), NumberedChunks(t.chunks)) for t in tensors],
+        [OutputTensor(t, t.chunk_layout(), NumberedChunks(t.key, t.chunks)) for t in tensors],
         [OutputItem(blob.key, blob.path, blob) for blob in manifest.blobs],
     )

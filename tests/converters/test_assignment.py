@@ -39,7 +39,7 @@ def test_every_file_has_one_worker_and_every_chunk_is_checked_by_all_who_copy_fr
 
     def copied(part: Assignment) -> set:
         chunks = [chunk for file in part.files for chunk in file.chunks]
-        return {c.output.chunks[copy.source.buffer].item for c in chunks for copy in c.copies}
+        return {c.output.chunks[copy.source.buffer].item for c in chunks for copy in c.plan.copies}
 
     assert set().union(*map(checked, parts)) == everything
     for part in parts:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from muonckpt.converters.engine.journal import ChunkSums, FinishedFile, Journal, finished, sealed, unsealed
+from muonckpt.converters.engine.journal import SUMS, FinishedFile, Journal, finished, sealed, unsealed
 from muonckpt.store.io import lock
 from muonckpt.store.io.lines import read_lines
 from muonckpt.store.io.location import location
 
-DONE = FinishedFile(("ab" * 16,), (ChunkSums("cd" * 16, 7, 2**64 - 1), ChunkSums("ef" * 16, 0, 5)))
+SUMS_DONE = np.array([(b"\xcd" * 16, 7, 2**64 - 1), (bytes(16), 0, 5)], SUMS)
+DONE = FinishedFile(("ab" * 16,), SUMS_DONE.tobytes())
 
 
 @pytest.fixture(params=["directory", "object store"])
@@ -22,15 +24,16 @@ def test_what_is_noted_is_read_whole(place):
     journal = Journal(place / "0", "job")
     for number in range(12):
         journal.add(f"file {number}\n", DONE)
-    journal.add("file 3\n", FinishedFile((), ()))
+    journal.add("file 3\n", FinishedFile((), b""))
     journal.close()
     told = finished(read_lines(place / "0"), "job")
-    assert told == {f"file {number}\n": DONE for number in range(12)} | {"file 3\n": FinishedFile((), ())}
+    assert told == {f"file {number}\n": DONE for number in range(12)} | {"file 3\n": FinishedFile((), b"")}
+    assert np.array_equal(told["file 0\n"].chunks, SUMS_DONE) and not len(told["file 3\n"].chunks)
     assert finished(read_lines(place / "0"), "another job") == {}
 
 
 def test_every_damaged_byte_of_a_line_costs_that_line_and_no_other():
-    lines = [sealed("job", {"file": name, "blobs": DONE.items, "items": DONE.chunks}) for name in "abc"]
+    lines = [sealed("job", {"file": name, "finished": DONE.to_json()}) for name in "abc"]
     for position in range(len(lines[1])):
         damaged = lines[1][:position] + bytes([lines[1][position] ^ 1]) + lines[1][position + 1 :]
         told = finished([line for part in (lines[0], damaged, lines[2]) for line in part.splitlines()], "job")

@@ -18,7 +18,7 @@ from support.sharded import elements_of, manifest_edited
 
 import muonckpt
 from muonckpt.chunks import no_chunks
-from muonckpt.converters.engine.mover import is_direct
+from muonckpt.converters.engine.output_chunks import is_direct
 from muonckpt.converters.engine.outputs import OutputItem, Outputs, OutputTensor
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.layouts import lay_out
@@ -153,8 +153,8 @@ def test_copying_runs_and_assembling_bands_write_the_same_bytes(name, tmp_path):
     rules = tuple(rule for rule in TARGETS[name].rules if rule.glob == "*")
     target = Target(TARGETS[name].mesh, rules, TARGETS[name].layout)
     copied, assembled = make_job(runs, target), make_job(columns, target)
-    assert any(is_direct(chunk) for file in copied.files for chunk in file.chunks)
-    assert not all(is_direct(chunk) for file in assembled.files for chunk in file.chunks)
+    assert any(is_direct(chunk.output, chunk.plan) for file in copied.files for chunk in file.chunks)
+    assert not all(is_direct(chunk.output, chunk.plan) for file in assembled.files for chunk in file.chunks)
     run_job(copied, tmp_path / "copied")
     run_job(assembled, tmp_path / "assembled", memory=1)
     written = [contents(tmp_path / "copied"), contents(tmp_path / "assembled")]
@@ -186,7 +186,7 @@ def test_buffers_are_recorded_with_their_owners_and_those_have_the_tensors(tmp_p
 def test_replicas_are_written_once_and_spread_over_their_holders(tmp_path):
     job = make_job(saved("own rows3"), TARGETS["replicas"])
     sizes = [file.payload for file in job.files]
-    largest = max(chunk.frame.payload_length for file in job.files for chunk in file.chunks)
+    largest = max(chunk.plan.frame.payload_length for file in job.files for chunk in file.chunks)
     assert len(sizes) == 6 and max(sizes) - min(sizes) <= 2 * largest
     assert sum(sizes) == sum(map(len, elements_of(saved("own rows3")).values()))
 
@@ -253,7 +253,7 @@ def test_verify_reads_back_what_was_written_and_publishes_nothing_that_differs(t
         """Damage the first file when the last byte of the second is about to be written."""
         told.append(count)
         if sum(told) == job.bytes_to_check + job.payload_to_write:
-            sharded.edit(tmp_path / ".out.reshard.tmp" / first.name, first.chunks[-1].stored.payload.end - 1)
+            sharded.edit(tmp_path / ".out.reshard.tmp" / first.name, first.chunks[-1].payload.end - 1)
 
     with pytest.raises(DestinationError, match=r"__0_0\.distcp does not hold what was written"):
         run_job(job, tmp_path / "out", threads=1, verify=True, progress=spoil)

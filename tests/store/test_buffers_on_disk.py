@@ -41,6 +41,7 @@ import muonckpt
 from muonckpt.cli.main import run as command
 from muonckpt.converters.engine.journal import FinishedFile
 from muonckpt.converters.engine.mover import LARGEST_BAND, expected_parts
+from muonckpt.converters.engine.output_chunks import OutputChunks
 from muonckpt.converters.engine.output_files import OutputFile
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.formats import container_of
@@ -173,7 +174,8 @@ def test_what_lies_in_padding_is_ignored(layout, stored, values, tmp_path):
 
 def test_padding_is_read_back_in_bounded_parts():
     """A padded buffer may be mostly zeros."""
-    parts = [extent for extent, _ in expected_parts(OutputFile("rank_0.bin", (), (), 1 << 30), FinishedFile((), ()))]
+    empty = OutputFile("rank_0.bin", (), OutputChunks.end_to_end("rank_0.bin", (), ()), 1 << 30)
+    parts = [extent for extent, _ in expected_parts(empty, FinishedFile((), b""))]
     assert max(extent.length for extent in parts) <= LARGEST_BAND
     assert [extent.offset for extent in parts[1:]] == [extent.end for extent in parts[:-1]] and parts[-1].end == 1 << 30
 
