@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from .output_chunks import ChunkPlan, is_direct
+from .output_chunks import OutputChunks, is_direct
 from .output_files import OutputFile
-from .outputs import OutputTensor
 from .unchecked_chunks import UncheckedChunks
 
 _MOST = 8
@@ -26,7 +25,7 @@ def in_step(files: Sequence[OutputFile], source: UncheckedChunks, threads: int) 
     runs: list[list[OutputFile]] = []
     before = source.numbered([])
     for file in files:
-        gathered = source.numbered(file.chunks.sources(_gathers))
+        gathered = source.numbered(file.chunks.sources(_gathering(file.chunks)))
         if (gathered & before).any():
             runs[-1].append(file)
         else:
@@ -41,5 +40,7 @@ def in_step(files: Sequence[OutputFile], source: UncheckedChunks, threads: int) 
     ]
 
 
-def _gathers(output: OutputTensor, plan: ChunkPlan) -> bool:
-    return not is_direct(output, plan)
+def _gathering(chunks: OutputChunks) -> list[int]:
+    """The numbers of the chunks whose elements do not lie in runs of bytes."""
+    columns = zip(chunks.outputs, chunks.plans, strict=True)
+    return [number for number, (output, plan) in enumerate(columns) if not is_direct(output, plan)]

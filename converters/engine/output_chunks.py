@@ -217,12 +217,10 @@ class OutputChunks(Sequence[OutputChunk]):
             groups[self.plans[number]].append(number)
         return groups
 
-    def sources(
-        self, wanted: Callable[[OutputTensor, ChunkPlan], bool] = lambda output, plan: True
-    ) -> Iterator[SourceItems]:
-        """The items of the source that the wanted chunks are copied from; some of them several times."""
-        for plan, numbers in self.alike().items():
-            outputs = [own for own in map(self.outputs.__getitem__, numbers) if wanted(own, plan)]
+    def sources(self, numbers: Iterable[int] | None = None) -> Iterator[SourceItems]:
+        """The items of the source that chunks are copied from, all of them or these; some items several times."""
+        for plan, alike in self.alike(numbers).items():
+            outputs = [self.outputs[number] for number in alike]
             for buffer in plan.buffers:
                 offsets: defaultdict[str, list[int]] = defaultdict(list)
                 for file, offset, *_ in source_rows([own for own in outputs if buffer in own.chunks], buffer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -265,3 +266,20 @@ def test_words_of_a_layout_that_is_given_up_do_not_stay_in_the_manifest(tmp_path
     manifest_edited(tmp_path / "padded-nscost", lambda entries: entries["t.cube"].update(layout={"algorithm": "old"}))
     done = run_job(make_job(tmp_path / "padded-nscost", Target({"dp": 2})), tmp_path / "rows")
     assert {t.layout["algorithm"] for t in done.tensors if t.layout} == {"mesh"}
+
+
+def test_a_chunk_to_write_takes_a_few_words_of_memory(tmp_path):
+    """So that the plan of a million of them fits beside the buffers; an object for each takes hundreds of bytes."""
+    muonckpt.save({f"t{number}": torch.arange(64.0) for number in range(200)}, tmp_path / "source")
+
+    def planned(ranks: int) -> int:
+        """Bytes that a job of 200 chunks for each of these ranks takes."""
+        make_job(tmp_path / "source", Target({"dp": ranks}))  # what is cached counts for neither
+        tracemalloc.start()
+        job = make_job(tmp_path / "source", Target({"dp": ranks}))
+        taken = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert sum(len(file.chunks) for file in job.files) == 200 * ranks
+        return taken
+
+    assert planned(64) - planned(16) < 200 * (64 - 16) * 40
