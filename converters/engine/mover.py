@@ -318,7 +318,7 @@ class Mover:
         length = math.prod(shape) * np.dtype(bits).itemsize
         if len(getattr(self._gathered, "bytes", b"")) < length:
             self._gathered.bytes = np.empty(length, np.uint8)
-        memory: NDArray[np.uint8] = self._gathered.bytes
+        memory: Bytes = self._gathered.bytes
         return memory[:length].view(bits).reshape(shape)
 
     def _numel_of_a_read(self, copy: Copy, size: int) -> int:
