@@ -92,8 +92,6 @@ class UncheckedChunks:
         return rows[at], known[at] == offsets
 
     def _says(self, column: NDArray[np.bool_], item: Extent) -> bool:
-        if item.file not in self._by_file:
-            return False
         rows, found = self._rows(item.file, [item.offset])
         return bool(found[0] and column[rows[0]])
 
