@@ -56,7 +56,9 @@ class CopiedRuns:
 
     def read(self, chunk: Chunk, start: int, raw: memoryview) -> None:
         """Add bytes that were read from byte ``start`` of a chunk's payload, as `add` does; if there is a CRC-32."""
-        if chunk.crc32 is not None and self._unchecked.waits(chunk.item):
+        known = self._runs.get((chunk.item.file, chunk.item.offset))
+        another_thread_did = known is not None and start < known.reached
+        if chunk.crc32 is not None and not another_thread_did and self._unchecked.waits(chunk.item):
             self.add(chunk, start, start + len(raw), crc32_of(raw, 0))
 
     def add(self, chunk: Chunk, start: int, stop: int, crc32: int) -> None:
