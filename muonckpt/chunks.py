@@ -80,6 +80,8 @@ class Boxes(Sequence[Box]):
     hi: Column
     numel: Column
     """The number of elements of each box."""
+    elements: int
+    """The number of elements of all."""
     _hash: int
 
     @classmethod
@@ -89,7 +91,8 @@ class Boxes(Sequence[Box]):
             Box(tuple(lo[wrong[0]].tolist()), tuple(hi[wrong[0]].tolist()))  # says what is wrong
         if ((hi - lo).prod(axis=1, dtype=np.float64) > MOST_ELEMENTS).any():
             raise LayoutError(f"expected boxes of at most {MOST_ELEMENTS} elements, found more")
-        return cls(lo, hi, (hi - lo).prod(axis=1), hash((lo.shape, lo.tobytes(), hi.tobytes())))
+        numel = (hi - lo).prod(axis=1)
+        return cls(lo, hi, numel, int(numel.sum()), hash((lo.shape, lo.tobytes(), hi.tobytes())))
 
     @classmethod
     def of_all(cls, boxes: Sequence[Box], ndim: int) -> Boxes:

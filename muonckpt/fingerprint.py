@@ -67,8 +67,10 @@ def fingerprint(values: NDArray[np.unsignedinteger], origin: Index) -> int:
 def box_shares(values: NDArray[np.unsignedinteger], origin: Index) -> list[int]:
     """The shares of boxes of one shape and origin, of different tensors: each of ``values`` as `fingerprint` takes it.
 
-    Faster than a call for each if boxes are small; they must have at most `_COLUMNS` elements.
+    Faster than a call for each if boxes are small.
     """
+    if values[:1].size > _COLUMNS:
+        return [fingerprint(own, origin) for own in values]
     if values.ndim == 1:
         values, origin = values[:, np.newaxis], (0,)
     if values.itemsize == 8:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import Literal
 
 from ..box import Index
@@ -23,10 +24,10 @@ from .reading.bands import bands
 from .reading.dtypes import itemsize
 from .reading.finite import nonfinite
 from .reading.payloads import BAND_BYTES, Payloads, Progress, as_words, payload_of
-from .small_tensors import sound_fingerprint
+from .small_tensors import Examined, examined
 from .stored_items import check_blob
 
-_BATCH = 1 << 11
+_BATCHES = 1 << 11, 1 << 14
 """Chunks that are opened, and distributed to threads, at a time: there may be too many to have an object for each, and
 whoever watches the progress should not wait for the opening of all."""
 
@@ -72,19 +73,19 @@ def payload_bytes(manifest: Manifest) -> int:
 
 
 def _payload_bytes(tensor: StateRecord) -> int:
-    return int(tensor.boxes.numel.sum()) * itemsize(tensor.dtype)
+    return tensor.boxes.elements * itemsize(tensor.dtype)
 
 
 def _batches(tensors: Sequence[StateRecord]) -> Iterator[Sequence[StateRecord]]:
-    """Tensors in order, `_BATCH` chunks or a little more at a time."""
+    """Tensors in order, with at least so many chunks as `_BATCHES` has, at first the fewer."""
     batch: list[StateRecord] = []
-    count = 0
+    count, enough = 0, _BATCHES[0]
     for tensor in tensors:
         batch.append(tensor)
         count += len(tensor.chunks)
-        if count >= _BATCH:
+        if count >= enough:
             yield batch
-            batch, count = [], 0
+            batch, count, enough = [], 0, min(2 * enough, _BATCHES[1])
     yield batch
 
 
@@ -116,16 +117,16 @@ def verify(
 def _audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int) -> AuditReport:
     path, payloads = checkpoint.path, checkpoint.payloads
     manifest = checkpoint.outline
-    findings = list(description_faults(checkpoint))
+    findings: list[Finding] = []
     strangers = _orphans(path, manifest) if checkpoint.format in (OWN, DCP) else []
     notes = [f"{name} belongs to no item of this checkpoint" for name in strangers]
     fingerprints: dict[str, str] = {}
     unchecked = 0
     unlocated: dict[tuple[str, Index], _ChunkResult] = {}
-    suspects: set[str] = set()
+    framed = True
 
-    def sound(tensors: Sequence[StateRecord]) -> list[str | None]:
-        return [None if t.key in suspects else sound_fingerprint(payloads, t) for t in tensors]
+    def examined_part(tensors: Sequence[StateRecord]) -> Examined:
+        return examined(payloads, tensors, checkpoint.format is OWN)
 
     def audited(stored: tuple[StateRecord, Chunk]) -> _ChunkResult:
         return unlocated.get((stored[0].key, stored[1].box.lo)) or _audit_chunk(payloads, *stored, passed)
@@ -134,14 +135,12 @@ def _audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int)
         for opening in _batches(manifest.tensors):
             batch, lost = _located(checkpoint, opening)
             unlocated |= lost
-            suspects |= {key for key, _ in lost}
             unchecked += _unchecked(payloads, batch)
-            parts = [batch[start::jobs] for start in range(jobs)]
-            known: dict[int, str | None] = {}
-            for part, computed in zip(parts, pool.map(sound, parts), strict=True):
-                known |= zip(map(id, part), computed, strict=True)
-            for tensor in batch:
-                fingerprint = known[id(tensor)]
+            bounds = [len(batch) * part // jobs for part in range(jobs + 1)]
+            parts = list(pool.map(examined_part, (batch[slice(*bound)] for bound in pairwise(bounds))))
+            framed = framed and all(part.framed for part in parts)
+            known = chain.from_iterable(part.fingerprints for part in parts)
+            for tensor, fingerprint in zip(batch, known, strict=True):
                 if fingerprint is None:
                     chunks = [(tensor, chunk) for chunk in tensor.chunks if chunk.box.numel]
                     results = list(pool.map(audited, chunks))
@@ -161,7 +160,7 @@ def _audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int)
         payload_bytes=payload_bytes(manifest),
         unchecked=unchecked,
         fingerprints=fingerprints,
-        findings=tuple(findings),
+        findings=(*description_faults(checkpoint, framed), *findings),
         notes=tuple(notes),
     )
 

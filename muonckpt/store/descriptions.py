@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from ..errors import MuonckptError, SourceError
 from ..record import MANIFEST_FILE, Blob, Manifest, StateRecord
+from .formats.native_writer import stock_metadata
 from .formats.registry import DCP, OWN, SAFETENSORS, ZARR
 from .formats.signs import METADATA_FILE
 from .io.checksums import xxh3_128
-from .io.location import Location
-from .io.regular import read_whole
+from .io.location import Location, at_each
+from .io.regular import open_regular, read_whole
 from .io.side_file import items_beside
 from .open_checkpoint import OpenCheckpoint
-from .small_tensors import is_as_written
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +28,12 @@ class Finding:
     message: str
 
 
-def description_faults(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
-    """What the descriptions, and the names and sizes of the files, show to be damaged."""
+def description_faults(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Finding]:
+    """What the descriptions, and the names and sizes of the files, show to be damaged.
+
+    Args:
+        framed: whether the items of a checkpoint of ours are known to be what its manifest says.
+    """
     yield from (Finding("files", None, str(fault)) for fault in checkpoint.faults)
     if checkpoint.lacks_manifest:
         message = f"{checkpoint.path} was saved with a {MANIFEST_FILE}, which is missing; restore it from a copy"
@@ -35,7 +41,7 @@ def description_faults(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
     if checkpoint.format is DCP:
         yield from _strange_keys(checkpoint.outline)
     if checkpoint.format is OWN:
-        yield from _against_metadata(checkpoint)
+        yield from _against_metadata(checkpoint, framed)
     digest = _digest_of_items(checkpoint)
     if digest is not None:
         yield from _items_faults(items_beside(checkpoint.path), digest)
@@ -74,10 +80,10 @@ def _strange_keys(manifest: Manifest) -> Iterator[Finding]:
             yield Finding("key", key, f"{key!r} in {METADATA_FILE} has the path of {joined!r}; expected the same")
 
 
-def _against_metadata(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
+def _against_metadata(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Finding]:
     """Compare what describes the checkpoint to other programs, as DCP's metadata, with the manifest."""
     others = dict(checkpoint.outline.files)
-    if not is_as_written(checkpoint.manifest, checkpoint.payloads):
+    if not (framed and _is_as_written(checkpoint.manifest, checkpoint.path)):
         yield from _against(checkpoint)
     for name in sorted(others.keys() - {METADATA_FILE}):
         try:
@@ -87,6 +93,48 @@ def _against_metadata(checkpoint: OpenCheckpoint) -> Iterator[Finding]:
         if actual != others[name]:
             message = f"{checkpoint.path / name}: digest {actual}, expected {others[name]}, as {MANIFEST_FILE} has it"
             yield Finding("metadata", None, message)
+
+
+def _is_as_written(manifest: Manifest, directory: Location) -> bool:
+    """Whether DCP's metadata say what the manifest says, in the very bytes that this package writes, and nothing in the
+    files overlaps or reaches beyond their ends."""
+    try:
+        return _lie_in_files(manifest, directory) and _is_metadata_of(manifest, read_whole(directory / METADATA_FILE))
+    except (MuonckptError, OSError):
+        return False  # `_against` finds out what is wrong
+
+
+def _lie_in_files(manifest: Manifest, directory: Location) -> bool:
+    """Whether items follow one another in their files."""
+    columns = manifest.columns
+    numbers = {name: number for number, name in enumerate(columns.names)}
+    of_blobs = [(numbers.setdefault(b.item.file, len(numbers)), b.item.offset, b.item.end) for b in manifest.blobs]
+    of_chunks = np.stack([columns.file, columns.item, columns.item + columns.item_length], axis=1)
+    extents = np.concatenate([of_chunks, np.array(of_blobs, np.int64).reshape(-1, 3)])
+    extents = extents[np.lexsort((extents[:, 1], extents[:, 0]))]
+    following = extents[1:]
+    same_file = extents[:-1, 0] == following[:, 0]
+    if (extents[:-1, 2] > following[:, 1])[same_file].any():
+        return False
+    ends = np.zeros(len(numbers), np.int64)
+    np.maximum.at(ends, extents[:, 0], extents[:, 2])
+
+    def size(name: str) -> int:
+        with open_regular(directory / name) as file:
+            return file.size
+
+    return bool((np.array(at_each(directory, size, numbers), np.int64) >= ends).all())
+
+
+def _is_metadata_of(manifest: Manifest, data: bytes) -> bool:
+    """Whether these are the bytes of the ``.metadata`` that is written for a manifest."""
+    position = 0
+    for part in stock_metadata(manifest):
+        if data[position : position + len(part)] != part:
+            return False
+        position += len(part)
+    recorded = manifest.files.get(METADATA_FILE)
+    return position == len(data) and recorded in (None, xxh3_128([data]))
 
 
 def _against(checkpoint: OpenCheckpoint) -> list[Finding]:

@@ -1,141 +1,276 @@
-"""Tensors in small chunks, checked whole: few calls a chunk, where `audit` and `descriptions` make many.
+"""Tensors in small chunks, checked whole: many chunks at a time, each read once, where `audit` makes calls for each.
 
-Everything is compared that they compare.  What is not as it should be is not reported here, but left to them.
+Everything is compared that `audit` and `descriptions` compare.  What is not as it should be is not reported here, but
+left to them.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
-from ..box import Index
-from ..chunks import Boxes, Extent
-from ..columns import UNKNOWN
+from ..box import Box, Index
+from ..chunks import Boxes, columns_of
+from ..columns import UNKNOWN, Column, Columns
 from ..errors import MuonckptError
-from ..fingerprint import as_hex, fingerprint
-from ..record import Manifest, StateRecord
-from .formats.native_writer import stock_metadata
-from .formats.signs import METADATA_FILE
+from ..fingerprint import as_hex, box_shares
+from ..record import Extent, StateRecord
 from .formats.torch_save.tensor_item import ItemTemplate, template
-from .io.checksums import crc32, xxh3_128
-from .io.location import Location, at_each
-from .io.regular import open_regular, read_whole
+from .io.checksums import crc32_of
 from .reading.dtypes import dtype
 from .reading.finite import nonfinite
 from .reading.payloads import BAND_BYTES, Payloads
 
-_READ_WHOLE = 4096
-"""The longest item, in bytes, that is read with its payload rather than in two parts."""
+_MOST = 4 * BAND_BYTES
+"""Bytes that are read at a time."""
+
+_GAP = 512
+"""Bytes between two ranges of a file that are read along, because a call costs as much."""
+
+_FRAME = 2048
+"""More bytes than an item has besides its elements."""
+
+Bytes = NDArray[np.uint8]
+Flags = NDArray[np.bool_]
 
 
-def sound_fingerprint(payloads: Payloads, tensor: StateRecord) -> str | None:
-    """The fingerprint of a tensor of small chunks if nothing at all is wrong with it; None for others.
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What was found of tensors that were read whole.
 
-    The bytes of each chunk agree with its checksums, and those of the tensor with its fingerprint; every element is
-    there once, and none is infinite or NaN.
+    Attributes:
+        fingerprints: of each tensor if nothing at all is wrong with it: the bytes of each chunk agree with its
+            checksums, and those of the tensor with its fingerprint; every element is there once, and none is infinite
+            or NaN.  None of others, which may be large.
+        framed: whether the items are those of their boxes, and have elements and CRC-32 where the manifest says.
     """
-    kind, shape = dtype(tensor.dtype), tensor.shape
-    if tensor.chunks.strides or kind.itemsize > 8 or tensor.boxes.numel.sum() * kind.itemsize > BAND_BYTES:
-        return None
-    words = np.empty(shape, kind.bits)
-    try:
-        tensor.chunk_layout()
-        for row, (places, part, numel) in zip(tensor.chunks.rows, _places(tensor.boxes), strict=True):
-            file, item, item_length, offset, length, digest, recorded = row
-            if not numel:
-                continue
-            if length != numel * kind.itemsize:
-                return None
-            raw = payloads.glance(Extent(file, offset, length))
-            payloads.check_inside(Extent(file, item, item_length))
-            if digest is not None and xxhash.xxh3_128_hexdigest(raw) != digest:
-                return None
-            if recorded not in (UNKNOWN, crc32([raw])):
-                return None
-            words[places] = np.frombuffer(raw, kind.bits).reshape(part)
-    except MuonckptError:
-        return None  # `audit` finds out what is wrong
-    computed = as_hex(fingerprint(words, (0,) * len(shape)))
-    return None if nonfinite(words, tensor.dtype) or tensor.fingerprint not in (None, computed) else computed
+
+    fingerprints: tuple[str | None, ...]
+    framed: bool
+
+
+def examined(payloads: Payloads, tensors: Sequence[StateRecord], ours: bool) -> Examined:
+    """Read those of these tensors that are small, and compare them with what is recorded of them.
+
+    Args:
+        ours: whether chunks are in items that this package writes, of which all bytes are compared.
+    """
+    prints: dict[int, str | None] = {}
+    framed = True
+    for run in _runs(tensors):
+        for alike in _examined_run(payloads, [tensors[number] for number in run], ours):
+            prints |= {run[number]: own for number, own in zip(alike.numbers, alike.fingerprints, strict=True)}
+            framed &= alike.framed
+    if ours and framed:
+        framed = all(_is_framed(payloads, tensor) for tensor in tensors if not _is_small(tensor))
+    return Examined(tuple(prints.get(number) for number in range(len(tensors))), framed)
+
+
+def _is_small(tensor: StateRecord) -> bool:
+    size = dtype(tensor.dtype).itemsize
+    return tensor.chunks.strides is None and size <= 8 and tensor.boxes.elements * size <= BAND_BYTES
+
+
+def _runs(tensors: Sequence[StateRecord]) -> Iterator[list[int]]:
+    """The numbers of small tensors, as many as are read at a time."""
+    run: list[int] = []
+    length = 0
+    for number, tensor in enumerate(tensors):
+        if _is_small(tensor):
+            run.append(number)
+            length += tensor.boxes.elements * dtype(tensor.dtype).itemsize + _FRAME * len(tensor.boxes)
+            if length > _MOST:
+                yield run
+                run, length = [], 0
+    if run:
+        yield run
+
+
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """What was found of the tensors of a run with these numbers, which have one dtype and are cut alike."""
+
+    numbers: Sequence[int]
+    fingerprints: Sequence[str | None]
+    framed: bool
+
+
+def _examined_run(payloads: Payloads, tensors: Sequence[StateRecord], ours: bool) -> Iterator[_Alike]:
+    columns = columns_of(tensor.chunks for tensor in tensors)
+    starts = np.cumsum([0, *(len(tensor.boxes) for tensor in tensors)])
+    groups: defaultdict[tuple[str, Index, Boxes], list[int]] = defaultdict(list)
+    for number, tensor in enumerate(tensors):
+        groups[tensor.dtype, tensor.shape, tensor.boxes].append(number)
+    rows = {key: starts[numbers][:, np.newaxis] + np.arange(len(key[2])) for key, numbers in groups.items()}
+    fits = np.zeros(len(columns), np.bool_)
+    for (name, _, boxes), own in rows.items():
+        fits[own] = _fits(columns, own, _places(name, boxes, ours))
+    read = _Bytes.of(payloads, columns, fits, ours)
+    for (name, shape, boxes), numbers in groups.items():
+        own = rows[name, shape, boxes]
+        sound, framed, shares = _judged(payloads, columns, own, read, _places(name, boxes, ours), name)
+        try:
+            tensors[numbers[0]].chunk_layout()
+        except MuonckptError:  # `audit` says what is wrong
+            sound[:] = False
+        prints = map(as_hex, shares.sum(axis=1, dtype=np.uint64).tolist())
+        expected = (tensors[number].fingerprint for number in numbers)
+        found = zip(np.all(sound, axis=1).tolist(), prints, expected, strict=True)
+        yield _Alike(numbers, [own if good and known in (None, own) else None for good, own, known in found], framed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where in the bytes that are read of a chunk its elements are; ``around`` is the template of the item, if whole
+    items are read."""
+
+    box: Box
+    head: int
+    elements: int
+    length: int
+    around: ItemTemplate | None
 
 
 @lru_cache(maxsize=64)
-def _places(boxes: Boxes) -> tuple[tuple[tuple[slice, ...], Index, int], ...]:
-    """The slices of each box, its shape and the number of its elements.  Cached for tensors that are cut alike."""
-    return tuple((tuple(map(slice, box.lo, box.hi)), box.shape, box.numel) for box in boxes)
+def _places(name: str, boxes: Boxes, ours: bool) -> tuple[_Place, ...]:
+    """Those of each box.  Cached for tensors that are cut alike."""
+    places = []
+    for box in boxes:
+        elements = box.numel * dtype(name).itemsize
+        around = template(name, box.shape) if ours else None
+        head, length = (len(around.head), around.length) if around else (0, elements)
+        places.append(_Place(box, head, elements, length, around))
+    return tuple(places)
 
 
-def is_as_written(manifest: Manifest, payloads: Payloads) -> bool:
-    """Whether DCP's metadata and the items say what the manifest says, in the very bytes that this package writes.
+def _fits(columns: Columns, rows: Column, places: Sequence[_Place]) -> Flags:
+    """Which chunks have elements, and these in as many bytes, and at the place in their items, as their boxes say."""
+    elements, head, length = np.array([(p.elements, p.head, p.length) for p in places], np.int64).reshape(-1, 3).T
+    fits: Flags = (columns.payload_length[rows] == elements) & (elements > 0)
+    if any(place.around for place in places):
+        items = columns.item[rows]
+        fits &= (columns.item_length[rows] == length) & (columns.payload[rows] == items + head)
+    return fits
 
-    Also that nothing in the files overlaps or reaches beyond their ends.
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    """Bytes that were read of files, and where those of each row begin in them; `UNKNOWN` where they were not read."""
+
+    raw: Bytes
+    at: Column
+
+    @classmethod
+    def of(cls, payloads: Payloads, columns: Columns, wanted: Flags, ours: bool) -> _Bytes:
+        """The items of rows if they are ``ours``, or else the payloads; neighbours in a file are read together."""
+        at = np.full(len(columns), UNKNOWN, np.int64)
+        offset, length = (columns.item, columns.item_length) if ours else (columns.payload, columns.payload_length)
+        rows = np.flatnonzero(wanted)
+        if not len(rows):
+            return cls(np.zeros(0, np.uint8), at)
+        rows = rows[np.lexsort((offset[rows], columns.file[rows]))]
+        file, start, end = columns.file[rows], offset[rows], (offset + length)[rows]
+        apart = np.append(True, (file[1:] != file[:-1]) | (start[1:] > end[:-1] + _GAP))
+        first, window = np.flatnonzero(apart), np.cumsum(apart) - 1
+        begin, end = start[first], np.maximum.reduceat(end, first)
+        bounds = np.append(0, np.cumsum(end - begin))
+        raw = np.empty(int(bounds[-1]), np.uint8)
+        at[rows] = bounds[window] + start - begin[window]
+        places = zip(file[first].tolist(), begin.tolist(), end.tolist(), bounds.tolist(), strict=False)
+        for number, (named, lo, hi, here) in enumerate(places):
+            try:
+                payloads.reaching(columns.names[named], hi).fill(raw[here : here + hi - lo].data, lo)
+            except MuonckptError:
+                at[rows[window == number]] = UNKNOWN
+        return cls(raw, at)
+
+    def taken(self, rows: Column, length: int) -> Bytes:
+        """The bytes of rows, ``[rows, length]``."""
+        every = np.lib.stride_tricks.as_strided(self.raw, (len(self.raw) - length + 1, length), (1, 1))
+        taken: Bytes = every[self.at[rows]]
+        return taken
+
+
+def _judged(
+    payloads: Payloads, columns: Columns, rows: Column, read: _Bytes, places: Sequence[_Place], name: str
+) -> tuple[Flags, bool, NDArray[np.uint64]]:
+    """Which chunks of tensors that are cut alike are sound, whether all are framed, and their shares of fingerprints.
+
+    Args:
+        rows: ``[tensors, boxes]``.
     """
-    try:
-        return (
-            _lie_in_files(manifest, payloads.directory)
-            and _is_metadata_of(manifest, read_whole(payloads.directory / METADATA_FILE))
-            and _frames_agree(manifest, payloads)
-        )
-    except (MuonckptError, OSError):
-        return False  # `descriptions` finds out what is wrong
+    kind = dtype(name)
+    sound, framed = np.ones(rows.shape, np.bool_), True
+    shares = np.zeros(rows.shape, np.uint64)
+    for number, place in enumerate(places):
+        if not place.elements:
+            framed = False
+            continue
+        every = rows[:, number]
+        is_read = read.at[every] != UNKNOWN
+        own = every[is_read]
+        sound[:, number] = is_read
+        if not len(own):
+            framed = False
+            continue
+        raw = read.taken(own, place.length)
+        elements = np.ascontiguousarray(raw[:, place.head : place.head + place.elements])
+        words = elements.view(kind.bits).reshape(len(own), *place.box.shape)
+        good = _sums_agree(columns, own, elements)
+        if nonfinite(words, name):
+            good &= [not nonfinite(part, name) for part in words]
+        if place.around:
+            alike, recorded = place.around.recorded(raw)
+            framed &= bool(is_read.all() and alike.all() and (recorded == columns.crc32[own]).all())
+        else:
+            good &= _hold_inside(payloads, columns, own)
+        sound[is_read, number] = good
+        shares[is_read, number] = box_shares(words, place.box.lo)
+    return sound, framed, shares
 
 
-def _lie_in_files(manifest: Manifest, directory: Location) -> bool:
-    """Whether items follow one another in their files."""
-    columns = manifest.columns
-    numbers = {name: number for number, name in enumerate(columns.names)}
-    of_blobs = [(numbers.setdefault(b.item.file, len(numbers)), b.item.offset, b.item.end) for b in manifest.blobs]
-    of_chunks = np.stack([columns.file, columns.item, columns.item + columns.item_length], axis=1)
-    extents = np.concatenate([of_chunks, np.array(of_blobs, np.int64).reshape(-1, 3)])
-    extents = extents[np.lexsort((extents[:, 1], extents[:, 0]))]
-    following = extents[1:]
-    same_file = extents[:-1, 0] == following[:, 0]
-    if (extents[:-1, 2] > following[:, 1])[same_file].any():
-        return False
-    ends = np.zeros(len(numbers), np.int64)
-    np.maximum.at(ends, extents[:, 0], extents[:, 2])
-
-    def size(name: str) -> int:
-        with open_regular(directory / name) as file:
-            return file.size
-
-    return bool((np.array(at_each(directory, size, numbers), np.int64) >= ends).all())
+def _sums_agree(columns: Columns, rows: Column, elements: Bytes) -> Flags:
+    """Whether the elements of each row have the digest and the CRC-32 that are recorded, if they are."""
+    length, raw = elements.shape[1], elements.reshape(-1).data
+    parts = [raw[start : start + length] for start in range(0, len(raw), length)]
+    digests, sums = columns.digest[rows], columns.crc32[rows]
+    actual = np.frombuffer(b"".join(map(xxhash.xxh3_128_digest, parts)), np.uint8).reshape(-1, 16)
+    agree: Flags = (digests == actual).all(axis=1) | ~columns.has_digest[rows]
+    agree &= (sums == UNKNOWN) | (sums == np.array([crc32_of(part, 0) for part in parts], np.int64))
+    return agree
 
 
-def _is_metadata_of(manifest: Manifest, data: bytes) -> bool:
-    """Whether these are the bytes of the ``.metadata`` that is written for a manifest."""
-    position = 0
-    for part in stock_metadata(manifest):
-        if data[position : position + len(part)] != part:
+def _hold_inside(payloads: Payloads, columns: Columns, rows: Column) -> list[bool]:
+    """Whether the checksums that formats keep inside items hold."""
+
+    def holds(item: Extent) -> bool:
+        try:
+            payloads.check_inside(item)
+        except MuonckptError:
             return False
-        position += len(part)
-    recorded = manifest.files.get(METADATA_FILE)
-    return position == len(data) and recorded in (None, xxh3_128([data]))
+        return True
+
+    return [holds(Extent(file, offset, length)) for file, offset, length, *_ in columns.rows_at(rows.tolist())]
 
 
-def _frames_agree(manifest: Manifest, payloads: Payloads) -> bool:
+def _is_framed(payloads: Payloads, tensor: StateRecord) -> bool:
     """Whether each item is that of its box, and has its elements and their CRC-32 where the manifest says."""
-    for tensor in manifest.tensors:
-        templates = _templates(tensor.dtype, tensor.boxes)
-        for (file, item, length, payload, _, _, crc32_of_payload), own in zip(
-            tensor.chunks.rows, templates, strict=True
-        ):
+    places = _places(tensor.dtype, tensor.boxes, True)
+    try:
+        for (file, item, length, payload, _, _, crc32), place in zip(tensor.chunks.rows, places, strict=True):
+            own = place.around
             if own is None or (own.length, item + len(own.head)) != (length, payload):
                 return False
-            if length <= _READ_WHOLE:
-                whole = bytes(payloads.glance(Extent(file, item, length)))
-                head, tail = whole[: len(own.head)], whole[own.tail_offset :]
-            else:
-                head = bytes(payloads.glance(Extent(file, item, len(own.head))))
-                tail = bytes(payloads.glance(Extent(file, item + own.tail_offset, length - own.tail_offset)))
-            if own.crc32_of(head, tail) != crc32_of_payload:
+            head = bytes(payloads.glance(Extent(file, item, len(own.head))))
+            tail = bytes(payloads.glance(Extent(file, item + own.tail_offset, length - own.tail_offset)))
+            if own.crc32_of(head, tail) != crc32:
                 return False
+    except MuonckptError:
+        return False
     return True
-
-
-@lru_cache(maxsize=64)
-def _templates(dtype: str, boxes: Boxes) -> tuple[ItemTemplate | None, ...]:
-    """The template of the item of each box.  Cached for tensors that are cut alike."""
-    return tuple(template(dtype, box.shape) for box in boxes)

@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ....box import Index, row_major
 from ....errors import SourceError
@@ -164,6 +165,17 @@ class ItemTemplate:
         crc32, *others = [tail[where] for where in self.crc32_at]
         alike = all(other == crc32 for other in others) and all(tail[where] == data for where, data in self.fixed)
         return int.from_bytes(crc32, "little") if alike else None
+
+    def recorded(self, items: NDArray[np.uint8]) -> tuple[NDArray[np.bool_], NDArray[np.uint32]]:
+        """Of whole items, ``[items, length]``: which are of this kind, and the CRC-32s that they record."""
+        tails = items[:, self.tail_offset :]
+        crc32, *others = (np.ascontiguousarray(tails[:, where]).view("<u4")[:, 0] for where in self.crc32_at)
+        alike = (items[:, : len(self.head)] == np.frombuffer(self.head, np.uint8)).all(axis=1)
+        for other in others:
+            alike &= other == crc32
+        for where, data in self.fixed:
+            alike &= (tails[:, where] == np.frombuffer(data, np.uint8)).all(axis=1)
+        return alike, crc32
 
 
 @lru_cache(maxsize=4096)
