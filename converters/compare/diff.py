@@ -248,11 +248,7 @@ class _Side:
         tensors = [self.tensors[key] for key in keys]
         if not self.located:
             records = self.opened.locate([tensor.record for tensor in tensors])
-            tensors = [
-                replace(tensor, record=record, chunks={str(i): chunk for i, chunk in enumerate(record.chunks)})
-                for tensor, record in zip(tensors, records, strict=True)
-            ]
-            tensors = [replace(tensor, layout=tensor.record.chunk_layout()) for tensor in tensors]
+            tensors = list(map(OutputTensor.copy_of, records))
         return [StoredSide(tensor, self.opened.payloads) for tensor in tensors]
 
     def raw(self, key: str) -> bytes:

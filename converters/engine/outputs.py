@@ -66,6 +66,15 @@ class OutputTensor:
     scale: float | None = None
     held: str | None = None
 
+    @classmethod
+    def copy_of(cls, record: StateRecord) -> OutputTensor:
+        """A tensor of the source as it is.
+
+        Raises:
+            LayoutError: its chunks leave a hole or overlap.
+        """
+        return cls(record, record.chunk_layout(), NumberedChunks(record.key, record.chunks))
+
     @property
     def computed(self) -> bool:
         """Whether elements are computed, and not copied."""

@@ -209,13 +209,7 @@ def bytes_of_elements(tensors: Iterable[StateRecord]) -> int:
 
 def _stored(opened: OpenCheckpoint, records: Sequence[StateRecord]) -> list[StoredSide]:
     """Tensors with the places of their elements."""
-    return [
-        StoredSide(
-            OutputTensor(record, record.chunk_layout(), {str(i): chunk for i, chunk in enumerate(record.chunks)}),
-            opened.payloads,
-        )
-        for record in opened.locate(records)
-    ]
+    return [StoredSide(OutputTensor.copy_of(record), opened.payloads) for record in opened.locate(records)]
 
 
 def _weights_in_both(known: FirstLook, before: FirstLook, keys: set[str]) -> Iterator[tuple[StateRecord, StateRecord]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from ...store.open_checkpoint import OpenCheckpoint
-from ..engine.outputs import NumberedChunks, OutputItem, Outputs, OutputTensor
+from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from .conventions import Overrides
 from .detection import with_slots
 from .dialect import Dialect
@@ -68,6 +68,6 @@ def unchanged(source: OpenCheckpoint) -> Outputs:
     recorded = any(tensor.slot is not None for tensor in manifest.tensors)
     tensors = (manifest if recorded else with_slots(manifest)).tensors
     return Outputs(
-        [OutputTensor(t, t.chunk_layout(), NumberedChunks(t.key, t.chunks)) for t in tensors],
+        [OutputTensor.copy_of(t) for t in tensors],
         [OutputItem(blob.key, blob.path, blob) for blob in manifest.blobs],
     )
