@@ -357,9 +357,17 @@ def test_a_dtype_that_nobody_knows_is_damage_where_we_wrote_it(ours, format, fil
             muonckpt.verify(tmp_path / "b")
 
 
-def test_items_are_opened_while_the_progress_goes_on(tmp_path):
+def bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+def test_small_items_are_read_once_and_opened_while_the_progress_goes_on(tmp_path):
     """Not all of them before it: a file that goes away at the first news is missed by the items that come later."""
     muonckpt.save({f"{number:04}": torch.ones(2) for number in range(2100)}, tmp_path / "run")
+    assert muonckpt.verify(tmp_path / "run").verdict == "whole"
+    before = bytes_read()
+    assert muonckpt.verify(tmp_path / "run").verdict == "whole"
+    assert bytes_read() - before < 1.3 * sum(file.stat().st_size for file in (tmp_path / "run").iterdir())
     [file] = as_stock(tmp_path / "run").glob("*.distcp")
     told: list[int] = []
 
