@@ -28,16 +28,16 @@ from .reading.finite import nonfinite
 from .reading.payloads import BAND_BYTES, Payloads
 
 _MOST = 4 * BAND_BYTES
-"""Bytes that are read at a time."""
+"""_Raw that are read at a time."""
 
 _GAP = 512
-"""Bytes between two ranges of a file that are read along, because a call costs as much."""
+"""_Raw between two ranges of a file that are read along, because a call costs as much."""
 
 _FRAME = 2048
 """More bytes than an item has besides its elements."""
 
-Bytes = NDArray[np.uint8]
-Flags = NDArray[np.bool_]
+_Raw = NDArray[np.uint8]
+_Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +149,10 @@ def _places(name: str, boxes: Boxes, ours: bool) -> tuple[_Place, ...]:
     return tuple(places)
 
 
-def _fits(columns: Columns, rows: Column, places: Sequence[_Place]) -> Flags:
+def _fits(columns: Columns, rows: Column, places: Sequence[_Place]) -> _Flags:
     """Which chunks have elements, and these in as many bytes, and at the place in their items, as their boxes say."""
     elements, head, length = np.array([(p.elements, p.head, p.length) for p in places], np.int64).reshape(-1, 3).T
-    fits: Flags = (columns.payload_length[rows] == elements) & (elements > 0)
+    fits: _Flags = (columns.payload_length[rows] == elements) & (elements > 0)
     if any(place.around for place in places):
         items = columns.item[rows]
         fits &= (columns.item_length[rows] == length) & (columns.payload[rows] == items + head)
@@ -161,13 +161,13 @@ def _fits(columns: Columns, rows: Column, places: Sequence[_Place]) -> Flags:
 
 @dataclass(frozen=True, slots=True)
 class _Bytes:
-    """Bytes that were read of files, and where those of each row begin in them; `UNKNOWN` where they were not read."""
+    """_Raw that were read of files, and where those of each row begin in them; `UNKNOWN` where they were not read."""
 
-    raw: Bytes
+    raw: _Raw
     at: Column
 
     @classmethod
-    def of(cls, payloads: Payloads, columns: Columns, wanted: Flags, ours: bool) -> _Bytes:
+    def of(cls, payloads: Payloads, columns: Columns, wanted: _Flags, ours: bool) -> _Bytes:
         """The items of rows if they are ``ours``, or else the payloads; neighbours in a file are read together."""
         at = np.full(len(columns), UNKNOWN, np.int64)
         offset, length = (columns.item, columns.item_length) if ours else (columns.payload, columns.payload_length)
@@ -190,16 +190,16 @@ class _Bytes:
                 at[rows[window == number]] = UNKNOWN
         return cls(raw, at)
 
-    def taken(self, rows: Column, length: int) -> Bytes:
+    def taken(self, rows: Column, length: int) -> _Raw:
         """The bytes of rows, ``[rows, length]``."""
         every = np.lib.stride_tricks.as_strided(self.raw, (len(self.raw) - length + 1, length), (1, 1))
-        taken: Bytes = every[self.at[rows]]
+        taken: _Raw = every[self.at[rows]]
         return taken
 
 
 def _judged(
     payloads: Payloads, columns: Columns, rows: Column, read: _Bytes, places: Sequence[_Place], name: str
-) -> tuple[Flags, bool, NDArray[np.uint64]]:
+) -> tuple[_Flags, bool, NDArray[np.uint64]]:
     """Which chunks of tensors that are cut alike are sound, whether all are framed, and their shares of fingerprints.
 
     Args:
@@ -235,13 +235,13 @@ def _judged(
     return sound, framed, shares
 
 
-def _sums_agree(columns: Columns, rows: Column, elements: Bytes) -> Flags:
+def _sums_agree(columns: Columns, rows: Column, elements: _Raw) -> _Flags:
     """Whether the elements of each row have the digest and the CRC-32 that are recorded, if they are."""
     length, raw = elements.shape[1], elements.reshape(-1).data
     parts = [raw[start : start + length] for start in range(0, len(raw), length)]
     digests, sums = columns.digest[rows], columns.crc32[rows]
     actual = np.frombuffer(b"".join(map(xxhash.xxh3_128_digest, parts)), np.uint8).reshape(-1, 16)
-    agree: Flags = (digests == actual).all(axis=1) | ~columns.has_digest[rows]
+    agree: _Flags = (digests == actual).all(axis=1) | ~columns.has_digest[rows]
     agree &= (sums == UNKNOWN) | (sums == np.array([crc32_of(part, 0) for part in parts], np.int64))
     return agree
 
