@@ -64,8 +64,8 @@ _CALLS, _WIDE = (pickle.NEWOBJ[0], pickle.REDUCE[0]), (_BININT2, _BININT)
 _BUILD, _STOP = pickle.BUILD[0], pickle.STOP[0]
 _MARK, _TUPLE, _APPENDS, _SETITEMS = pickle.MARK[0], pickle.TUPLE[0], pickle.APPENDS[0], pickle.SETITEMS[0]
 _EMPTY_DICT, _TUPLE1, _TUPLE2 = pickle.EMPTY_DICT[0], pickle.TUPLE1[0], pickle.TUPLE2[0]
-_CONSTANTS = {pickle.NONE: None, pickle.NEWTRUE: True, pickle.NEWFALSE: False, pickle.EMPTY_TUPLE: ()}
-_TEXT_LENGTHS = {pickle.SHORT_BINUNICODE: 1, pickle.BINUNICODE: 4}
+_EMPTY_TUPLE, _SHORT_TEXT = pickle.EMPTY_TUPLE[0], pickle.SHORT_BINUNICODE[0]
+_CONSTANTS = {pickle.NONE: None, pickle.NEWTRUE: True, pickle.NEWFALSE: False}
 _PUTS = {pickle.BINPUT: 1, pickle.LONG_BINPUT: 4}
 _SKIPS = {pickle.PROTO: 1, pickle.FRAME: 8}
 _SCALARS = (str, int, float, bool, type(None))
@@ -151,6 +151,13 @@ def _run(data: bytes, allowed: Container[str], most: int) -> object:
                 args = stack.pop()
                 stack[-1] = Record(expect(Global, stack[-1]), args)
                 made += 1
+            elif code == _EMPTY_TUPLE:
+                stack.append(())
+                made += 1
+            elif code == _SHORT_TEXT:
+                start, position = position + 1, position + 1 + data[position]
+                stack.append(data[start:position].decode("utf-8", "surrogatepass"))
+                made += 1
             elif code == _TUPLE1:
                 stack[-1] = (stack[-1],)
                 made += 1
@@ -201,8 +208,8 @@ def _run_one(
     """Run one of the rarer opcodes, whose argument starts at byte ``position``.  Returns the position behind it."""
     if opcode in _CONSTANTS:
         stack.append(_CONSTANTS[opcode])
-    elif opcode in _TEXT_LENGTHS:
-        start = position + _TEXT_LENGTHS[opcode]
+    elif opcode == pickle.BINUNICODE:
+        start = position + 4
         position = start + int.from_bytes(data[position:start], "little")
         stack.append(data[start:position].decode("utf-8", "surrogatepass"))
     elif opcode in _PUTS:
