@@ -292,6 +292,25 @@ def on_columns(every: Iterable[Chunks], columns: Columns) -> list[Chunks]:
     return moved
 
 
+def some_of(every: Sequence[tuple[Chunks, tuple[int, ...]]]) -> list[Chunks]:
+    """Of the chunks of many tensors those with these numbers, which rise, on columns that they share."""
+    starts = np.cumsum([0, *(len(chunks) for chunks, _ in every)])
+    rows = np.concatenate([[0], *(start + np.array(own) for start, (_, own) in zip(starts, every, strict=False))])
+    columns = columns_of(chunks for chunks, _ in every).taken(rows[1:].astype(np.int64))
+    taken, start = [], 0
+    for chunks, numbers in every:
+        strides = chunks.strides and tuple(chunks.strides[number] for number in numbers)
+        taken.append(Chunks(columns, start, _some_boxes(chunks.boxes, numbers), strides))
+        start += len(numbers)
+    return taken
+
+
+@lru_cache(maxsize=1024)
+def _some_boxes(boxes: Boxes, numbers: tuple[int, ...]) -> Boxes:
+    """Cached: the tensors of a model have few geometries."""
+    return boxes.taken(np.array(numbers, np.int64))
+
+
 @lru_cache(maxsize=1024)
 def layout_in_boxes(shape: Index, boxes: Boxes, strides: Strides | None = None) -> TensorLayout:
     """The layout of a tensor in chunks with these boxes: buffer ``"3"`` is the payload of chunk 3.

@@ -47,7 +47,7 @@ RULES = {
     "layouts/buffers": "errors box layout layouts",
     "store/io": "errors box fingerprint record",
     "store/reading": "errors box layout record store/io",
-    "store/formats": "errors box chunks fingerprint record seal vocabulary layouts layouts/buffers store/io "
+    "store/formats": "errors box chunks columns fingerprint record seal vocabulary layouts layouts/buffers store/io "
     "store/reading",
     "store": "errors box chunks columns fingerprint record vocabulary store/io store/reading store/formats",
     "checkpoint": "errors box chunks columns overlap layout plan fingerprint record resumption version vocabulary "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zlib
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -37,12 +38,12 @@ def opened_together(process_group: dist.ProcessGroup | None, place: Callable[[],
 
 def _packed(checkpoint: OpenCheckpoint) -> bytes | None:
     try:
-        return pickle.dumps(checkpoint)
+        return zlib.compress(pickle.dumps(checkpoint), 1)  # columns are mostly zeros, or alike
     except (pickle.PicklingError, TypeError, AttributeError):  # which of them depends on what cannot be pickled
         return None
 
 
 def _unpacked(told: bytes) -> OpenCheckpoint:
-    checkpoint = pickle.loads(told)
+    checkpoint = pickle.loads(zlib.decompress(told))
     assert isinstance(checkpoint, OpenCheckpoint)
     return checkpoint

@@ -114,6 +114,26 @@ def test_without_payloads_items_stay_closed(saved: Path) -> None:
     assert closed.blobs == opened.blobs
 
 
+def test_items_are_opened_many_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {f"s{number}": torch.full((number + 1,), float(number)) for number in range(40)}
+    large = {f"x{number}": torch.full((100_000,), float(number)) for number in range(5)}
+    stock.save({**small, "t": torch.ones(300, 200).T, **large}, checkpoint_id=tmp_path)
+    reads, pread = list[int](), os.pread
+
+    def counted(handle: int, length: int, offset: int) -> bytes:
+        reads.append(length)
+        return pread(handle, length, offset)
+
+    with muonckpt.open(tmp_path) as opened, monkeypatch.context() as patch:
+        patch.setattr(os, "pread", counted)
+        located = {tensor.key: tensor.chunks[0] for tensor in opened.manifest.tensors}
+        assert opened.tensors["s7"].numpy().tolist() == [7.0] * 8 and (opened.tensors["x3"].numpy() == 3).all()
+    assert located["t"].strides == (1, 200) and not located["x1"].strides
+    assert None not in {chunk.crc32 for chunk in located.values()}
+    # One for all small items and the first head; one between two payloads each; "t" is read by itself.
+    assert sum(length < 200_000 for length in reads) == len(reads) < 20
+
+
 def write(path: Path, boxes: dict[str, list[Box]], tensors: dict[str, Tensor], gap: int) -> Manifest:
     """The items of a checkpoint of our own: each box of each tensor, in turn in one of two files, with gaps."""
     path.mkdir()

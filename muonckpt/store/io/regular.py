@@ -48,7 +48,10 @@ class FileBytes(Protocol):
 
 
 class File(Protocol):
-    """An open file."""
+    """An open file; ``gap`` and ``most`` as those of its bytes."""
+
+    gap: int
+    most: int
 
     @property
     def size(self) -> int: ...
@@ -78,6 +81,8 @@ class File(Protocol):
 
 class LocalFile:
     """An open local file."""
+
+    gap, most = _GAP, READ_BYTES
 
     def __init__(self, path: Path, handle: int) -> None:
         self._path = path

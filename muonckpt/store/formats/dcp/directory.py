@@ -12,9 +12,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ....box import Box
-from ....chunks import in_columns
+from ....chunks import Boxes, Chunks
+from ....columns import UNKNOWN, Columns, Row
 from ....errors import DamageError, SourceError, about
-from ....record import Blob, Chunk, Extent, Manifest, StateRecord
+from ....record import Blob, Extent, Manifest, StateRecord
 from ....vocabulary import KeyPath
 from ...io import limits
 from ...io.bounds import extent_faults
@@ -24,7 +25,7 @@ from ...io.regular import open_regular
 from ...reading.payloads import Payloads
 from ..signs import COMMON_FILE, METADATA_FILE
 from .items import located
-from .metadata_pickle import Metadata, TensorMeta, parse_metadata
+from .metadata_pickle import Metadata, StoredItem, TensorMeta, parse_metadata
 
 
 class DcpReader:
@@ -76,39 +77,53 @@ def _manifest(metadata: Metadata) -> Manifest:
     optimizers = _optimizers(metadata.paths)
     return Manifest(
         tuple(_records(metadata, optimizers)),
-        tuple(Blob(key, _path(key, metadata), _extent(key, None, metadata)) for key in metadata.blobs),
+        tuple(_blob(key, metadata) for key in metadata.blobs),
         {"format": "torch.distributed.checkpoint", "version": metadata.version, "not_kept": list(metadata.extra)},
     )
 
 
 def _records(metadata: Metadata, optimizers: Collection[KeyPath]) -> Iterator[StateRecord]:
-    listed = [(_chunks(key, tensor, metadata), len(tensor.size)) for key, tensor in metadata.tensors.items()]
-    for (key, tensor), chunks in zip(metadata.tensors.items(), in_columns(listed), strict=True):
+    rows, places = list[Row](), list[tuple[int, Boxes]]()
+    known: dict[object, Boxes] = {}
+    for key, tensor in metadata.tensors.items():
+        cut = tensor.size, tensor.chunks
+        if cut not in known:
+            known[cut] = _boxes(key, tensor)
+        places.append((len(rows), known[cut]))
+        for offsets, _ in tensor.chunks:
+            item = _item(key, offsets, metadata)
+            rows.append((item.file, item.offset, item.length, UNKNOWN, UNKNOWN, None, UNKNOWN))
+    columns = Columns.of(rows)
+    for (key, tensor), place in zip(metadata.tensors.items(), places, strict=True):
         path = _path(key, metadata)
         name, slot = _optimizer_state(path, optimizers)
-        yield StateRecord(key, path, tensor.size, tensor.dtype, chunks, name=name, slot=slot)
+        yield StateRecord(key, path, tensor.size, tensor.dtype, Chunks(columns, *place), name=name, slot=slot)
 
 
-def _chunks(key: str, tensor: TensorMeta, metadata: Metadata) -> list[Chunk]:
-    chunks = []
+def _boxes(key: str, tensor: TensorMeta) -> Boxes:
+    boxes = []
     for offsets, sizes in tensor.chunks:
         if not len(offsets) == len(sizes) == len(tensor.size):
             raise DamageError(f"tensor {key!r}: expected {len(tensor.size)} dims, found {offsets} and {sizes}")
-        box = Box(offsets, tuple(map(int.__add__, offsets, sizes)))
-        if any(hi > size for hi, size in zip(box.hi, tensor.size, strict=True)):
-            raise DamageError(f"tensor {key!r}: expected boxes within shape {tensor.size}, found {box}")
-        chunks.append(Chunk(box, _extent(key, offsets, metadata)))
-    return chunks
+        boxes.append(Box(offsets, tuple(map(int.__add__, offsets, sizes))))
+        if any(hi > size for hi, size in zip(boxes[-1].hi, tensor.size, strict=True)):
+            raise DamageError(f"tensor {key!r}: expected boxes within shape {tensor.size}, found {boxes[-1]}")
+    return Boxes.of_all(boxes, len(tensor.size))
 
 
-def _extent(key: str, offsets: tuple[int, ...] | None, metadata: Metadata) -> Extent:
+def _item(key: str, offsets: tuple[int, ...] | None, metadata: Metadata) -> StoredItem:
     item = metadata.storage.get((key, offsets))
     where = "" if offsets is None else f" at offsets {offsets}"
     if item is None:
         raise DamageError(f"expected a stored item for {key!r}{where}, found none: its writer did not finish")
     if item.transforms:
         raise SourceError(f"expected a plain item for {key!r}{where}, found one encoded with {item.transforms}")
-    return Extent(item.file, item.offset, item.length)
+    return item
+
+
+def _blob(key: str, metadata: Metadata) -> Blob:
+    item = _item(key, None, metadata)
+    return Blob(key, _path(key, metadata), Extent(item.file, item.offset, item.length))
 
 
 def _path(key: str, metadata: Metadata) -> KeyPath:
