@@ -38,7 +38,10 @@ def located(path: Location, tensors: Sequence[StateRecord]) -> tuple[StateRecord
 
     def read_items(rows: NDArray[np.int64]) -> None:
         name = columns.names[columns.file[rows[0]]]
-        items = [(row, offsets[row], _template(*stored[row], lengths[row])) for row in rows.tolist()]
+        items = [
+            (row, offsets[row], _template(stored[row][0].dtype, stored[row][1].shape, lengths[row]))
+            for row in rows.tolist()
+        ]
         with open_regular(path / name) as file:
             around = _Surroundings(file, ((each, offset) for _, offset, each in items if each is not None))
             for row, offset, template in items:
@@ -108,9 +111,9 @@ class _Surroundings:
         return self._data[start - self._start : stop - self._start]
 
 
-def _template(tensor: StateRecord, box: Box, length: int) -> ItemTemplate | None:
+def _template(dtype: str, shape: Index, length: int) -> ItemTemplate | None:
     """The template of an item of this length, if there is one."""
-    template = tensor_item.template(tensor.dtype, box.shape)
+    template = tensor_item.template(dtype, shape)
     return template if template is not None and template.length == length else None
 
 
