@@ -292,7 +292,7 @@ def on_columns(every: Iterable[Chunks], columns: Columns) -> list[Chunks]:
     return moved
 
 
-def some_of(every: Sequence[tuple[Chunks, tuple[int, ...]]]) -> list[Chunks]:
+def chunks_numbered(every: Sequence[tuple[Chunks, tuple[int, ...]]]) -> list[Chunks]:
     """Of the chunks of many tensors those with these numbers, which rise, on columns that they share."""
     starts = np.cumsum([0, *(len(chunks) for chunks, _ in every)])
     rows = np.concatenate([[0], *(start + np.array(own) for start, (_, own) in zip(starts, every, strict=False))])

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner_helpers import (
 )
 
 from ..box import Index
-from ..chunks import Boxes, some_of
+from ..chunks import Boxes, chunks_numbered
 from ..errors import DamageError, SourceError
 from ..layouts.boxed_tensor import all_boxed, parts_of
 from ..overlap import overlaps
@@ -142,7 +142,7 @@ class CheckingReader:
             SourceError: one is damaged, or not what the metadata promise.
         """
         tensors = [tensor for key, tensor in self._tensors.items() if key in self._numbers]
-        chunks = some_of([(tensor.chunks, self._numbers[tensor.key]) for tensor in tensors])
+        chunks = chunks_numbered([(tensor.chunks, self._numbers[tensor.key]) for tensor in tensors])
         requested = zip(tensors, chunks, strict=True)
         for tensor in self.checkpoint.locate([dataclasses.replace(each, chunks=own) for each, own in requested]):
             self._chunks.update({(tensor.key, chunk.box.lo): (tensor, chunk) for chunk in tensor.chunks})
