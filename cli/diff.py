@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -123,17 +124,21 @@ def _short(value: object) -> str:
 def _summary(found: Difference) -> Iterator[str]:
     yield from (f"note: {note}" for note in found.notes if "note:" in note)
     counts = found.counts
-    by_print = sum(tensor.by == "fingerprint" for tensor in found.tensors)
+    ways = Counter(tensor.by for tensor in found.tensors)
     words = {"same": "same", "moved": "moved only", "close": "within the tolerance", "changed": "changed"}
     parts = ", ".join(
         f"{counts[status]} {word}" for status, word in words.items() if counts[status] or status == "same"
     )
-    how = f"{by_print} by fingerprint, {size(found.read)} read"
+    how = ", ".join(
+        [f"{ways[way]} by {way}" for way in ("fingerprint", "elements", "shape") if ways[way]]
+        + [f"{size(found.read)} read" if found.read else "nothing read"]
+    )
     yield f"{counted(len(found.tensors), 'tensor')} in both: {parts} ({how})"
     bad = [tensor.key for tensor in found.tensors if tensor.statistics and tensor.statistics.nonfinite_b]
     if bad:
         yield f"infinite or NaN in B: {some_of(bad)}"
-    yield f"{counted(found.same_items + len(found.items), 'other item')} in both: {len(found.items)} changed"
+    if items := found.same_items + len(found.items):
+        yield f"{counted(items, 'other item')} in both: {len(found.items) or 'none'} changed"
     if found.only_a or found.only_b:
         yield f"keys on one side: {len(found.only_a)} only in A, {len(found.only_b)} only in B"
     if found.unmoved:

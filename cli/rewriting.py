@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -78,9 +78,20 @@ def _would_do(report: Report) -> str:
 def _done(report: Report) -> str:
     where = counted(len(report.files), "file") if report.ranks is None else counted(report.ranks, "rank")
     spread = f"whole in {where}" if report.ranks is None else f"over {where}"
-    comparison = f"{size(report.checked)} of the source checked by checksums; no fingerprints to compare"
-    if report.unchecked:
-        comparison = "not all of the source has checksums"
+    written = f"{report.destination}: {counted(report.tensors, 'tensor')} {spread}, {size(report.written)}"
+    return "; ".join((written, *_compared(report)))
+
+
+def _compared(report: Report) -> Iterator[str]:
+    """What was compared with what the source records, what could not be, and where to look then."""
     if report.compared:
-        comparison = f"{counted(report.compared, 'fingerprint')} compared with the source's, all equal"
-    return f"{report.destination}: {counted(report.tensors, 'tensor')} {spread}, {size(report.written)}; {comparison}"
+        yield f"{counted(report.compared, 'fingerprint')} compared with the source's, all equal"
+    rest = report.tensors - report.compared
+    if not rest:
+        return
+    bare = counted(report.unchecked, "source chunk")
+    yield f"{bare} without a checksum" if report.unchecked else f"all {size(report.checked)} read match their checksums"
+    yield (
+        f"for {counted(rest, 'tensor')} the source has no fingerprint to compare with (saved without, or computed, "
+        f"joined or cut here): `muonckpt stats {report.destination}` shows the numbers"
+    )

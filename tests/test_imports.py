@@ -71,7 +71,8 @@ RULES = {
     "store/formats converters/target converters/translate",
     "converters/target": "errors box layout record seal version vocabulary layouts layouts/buffers store store/io "
     "store/reading store/formats converters/engine",
-    "converters/translate": "errors box coefficients layout record vocabulary store store/formats converters/engine",
+    "converters/translate": "errors box coefficients layout record vocabulary wording store store/formats "
+    "converters/engine",
     "converters/compare": "errors box store store/io store/reading store/formats converters/engine converters/look "
     "converters/translate",
     "converters/merge": "errors box fingerprint layout record store store/io store/reading converters/compare "

@@ -86,6 +86,7 @@ def calls() -> Iterator[Callable[[], object]]:
     two_words = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
     live = {"optimizer": momentum({"convention": "ema"}, momentum_buffer=torch.ones(4, 4))}
     summed = saved("sum", momentum({"convention": "sum"}, momentum_buffer=torch.ones(4, 4)))
+    of_torch = saved("of_torch", momentum({"ns_coefficients": (2.0, -1.5, 0.5)}, momentum_buffer=torch.ones(4, 4)))
     unknown = saved("unknown", momentum({"momentum": 0.95}, momentum_buffer=torch.ones(4, 4)))
     Path("empty").mkdir()
     yield under_torchrun
@@ -95,6 +96,7 @@ def calls() -> Iterator[Callable[[], object]]:
     yield lambda: muonckpt.open("empty")
     yield lambda: muonckpt.load({**WEIGHT, "b": torch.ones(2)}, "run")
     yield lambda: muonckpt.load({}, "run")
+    yield lambda: muonckpt.load(live, of_torch)
     yield lambda: muonckpt.load({"w": torch.ones(4, 4)}, "run")
     yield lambda: muonckpt.load({"w": torch.ones(8, 4, dtype=torch.bfloat16)}, "run")
     yield lambda: muonckpt.load(live, summed)

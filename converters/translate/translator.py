@@ -14,6 +14,7 @@ from ...errors import SourceError, TargetError
 from ...record import Blob, Manifest, StateRecord
 from ...store.stored_items import Values
 from ...vocabulary import MASTER
+from ...wording import counted
 from ..engine.checklist import Action, Findings, sorted_checks
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
 from .context import Context, SourceChunks
@@ -210,15 +211,16 @@ def _check_off(
     slots = Counter((t.record.slot or "weights and others", t.scale, t.held, t.record.dtype) for t in tensors)
     carried = Counter(tensor.record.slot or "weights and others" for tensor in tensors if not tensor.computed)
     for slot, count in carried.items():
-        findings.check(Action.CARRIED, slot, _tensors(count))
+        findings.check(Action.CARRIED, slot, counted(count, "tensor"))
     for (slot, scale, held, dtype), count in slots.items():
         if scale is not None:
-            findings.check(Action.RESCALED, slot, _tensors(count), f"times {scale!r}", reason="; ".join(momenta))
+            number = counted(count, "tensor")
+            findings.check(Action.RESCALED, slot, number, f"times {scale!r}", reason="; ".join(momenta))
         if held is not None:
             findings.check(
                 Action.RESCALED,
                 slot,
-                _tensors(count),
+                counted(count, "tensor"),
                 f"from {held} to {dtype}",
                 reason="" if slot == MASTER else "--state-dtype",
             )
@@ -237,19 +239,20 @@ def _slots(manifest: Manifest, dialect: Dialect, keys: Collection[str]) -> Itera
             yield (dialect.state.read(entry.path) or {"slot": "weights"})["slot"]
 
 
-def _tensors(count: int) -> str:
-    return f"{count} tensor{'s' * (count != 1)}"
-
-
 def _sentences(tensors: list[OutputTensor], items: list[OutputItem]) -> Iterator[str]:
     """Sentences that say what happens to elements and items."""
-    counters = [tensor.key for tensor in tensors if tensor.in_memory]
+    made = [tensor.key for tensor in tensors if tensor.in_memory]
     scales = Counter(tensor.scale for tensor in tensors if tensor.scale is not None)
-    moved, copied = len(tensors) - len(counters), sum(item.source is not None for item in items)
-    yield f"{moved} tensors, {moved - sum(tensor.computed for tensor in tensors)} of them bit for bit"
+    moved, copied = len(tensors) - len(made), sum(item.source is not None for item in items)
+    exact = moved - sum(tensor.computed for tensor in tensors)
+    some = f"{exact} of them " if exact < moved else ""
+    yield counted(moved, "tensor") + (f", {some}bit for bit" if exact else "")
     for scale, count in scales.items():
         noun = "momentum is" if count == 1 else "momenta are"
         yield f"{count} {noun} multiplied by {scale!r}, each element rounded once"
-    if counters:
-        yield f"{len(counters)} counters are new, such as {counters[0]}"
-    yield f"{copied} other items are copied as they are, {len(items) - copied} options are new"
+    if made:
+        yield f"{counted(len(made), 'tensor')} not in the source, such as {made[0]}"
+    if copied:
+        yield f"{counted(copied, 'item')} other than tensors, byte for byte"
+    if options := len(items) - copied:
+        yield f"{counted(options, 'option')} of parameter groups, written in the words of the target"

@@ -325,9 +325,12 @@ class StrictLoadPlanner(DefaultLoadPlanner):
 
     def _refusal(self, matching: Matching) -> str:
         path, problems = self._reader.place, misfit(matching, "muonckpt.load(..., {})")
-        missing = matching.differences or matching.faults[0].startswith("missing")
-        if missing and not self._stored.translated:
-            problems += f". What another program wrote is translated first: muonckpt convert {path} NEW --to muonckpt"
+        other_keys = matching.differences or matching.extra_state or matching.faults[0].startswith("missing")
+        if other_keys and not self._stored.translated:
+            problems += (
+                ". State of another program or optimizer, such as torch.optim.Muon, is translated first: muonckpt "
+                f"convert {path} NEW --to muonckpt (muonckpt inspect {path} says whose keys these are)"
+            )
         return f"{path} does not fit the state dict: {problems}"
 
 

@@ -76,6 +76,7 @@ class Matching:
         own_options: options that stay as the running optimizer has them, as the checkpoint does not say them; as text.
         added: options that only the checkpoint has and that are added to the state dict, by their paths in it.
         differences: why the state of a parameter cannot be loaded, by name.
+        extra_state: keys that only the checkpoint has, of state and options of an optimizer that the template has.
         faults: what else does not fit.
     """
 
@@ -90,6 +91,7 @@ class Matching:
     own_options: tuple[str, ...] = ()
     added: Mapping[KeyPath, Any] = field(default_factory=dict)
     differences: Mapping[str, str] = field(default_factory=dict)
+    extra_state: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
 
     @property
@@ -116,6 +118,7 @@ class Matching:
             tuple(dict.fromkeys(chain.from_iterable(part.own_options for part in parts))),
             dict(chain.from_iterable(part.added.items() for part in parts)),
             dict(chain.from_iterable(part.differences.items() for part in parts)),
+            tuple(chain.from_iterable(part.extra_state for part in parts)),
             tuple(dict.fromkeys(chain.from_iterable(part.faults for part in parts))),
         )
 

@@ -85,7 +85,8 @@ def judge(requests: Sequence[RankRequest], stored: Stored, extra: Extra) -> tupl
         for entry in entries
         if isinstance(entry, StateRecord) and entry.slot is None and globs.match(str(entry.path[-1]))
     }
-    faults = _extra_keys([e for e in entries if e.key not in weights and not extra.match(e.key)], ranks.sources)
+    extras = [entry for entry in entries if entry.key not in weights and not extra.match(entry.key)]
+    faults = _extra_keys(extras, ranks.sources)
     faults += [
         f"fresh={pattern!r} matches no parameter with state, and no weight that only one side has"
         for pattern in globs.idle((*ranks.names, *dropped, *differences, *ranks.kept.values(), *weights.values()))
@@ -98,7 +99,10 @@ def judge(requests: Sequence[RankRequest], stored: Stored, extra: Extra) -> tupl
         tuple(sorted(ranks.kept)),
         ranks.own_options,
     )
-    return Matching.joined([ranks, Matching(differences=differences, faults=tuple(faults))]), report
+    owned = tuple(prefix for optimizer in optimizers for prefix in (optimizer.state, optimizer.options))
+    extra_state = tuple(entry.key for entry in extras if entry.key.startswith(owned))
+    unfit = Matching(differences=differences, extra_state=extra_state, faults=tuple(faults))
+    return Matching.joined([ranks, unfit]), report
 
 
 def _extra_keys(entries: Sequence[StateRecord | Blob], template: Iterable[str]) -> list[str]:

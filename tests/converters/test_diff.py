@@ -83,7 +83,7 @@ def test_a_run_on_another_mesh_has_only_moved_and_nothing_is_read(run, tmp_path)
     found = muonckpt.diff(run, tmp_path / "three")
     assert not found.differs and found.read == 0 and found.counts == {"same": 0, "moved": 5, "close": 0, "changed": 0}
     done = called("diff", run, tmp_path / "three", "--summary")
-    assert done.returncode == 0 and "5 moved only (5 by fingerprint, 0 B read)" in done.stdout
+    assert done.returncode == 0 and "5 moved only (5 by fingerprint, nothing read)" in done.stdout
 
 
 def test_formats_without_fingerprints_are_read(run, tmp_path):
