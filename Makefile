@@ -70,7 +70,7 @@ check: install .venv/.site
 	$(MAKE) test
 
 bench: install
-	for name in planner checkpoint reshard step step_plan padding layer_wise; do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in planner checkpoint reshard step step_alone step_plan padding layer_wise; do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 # What only a GPU can show, in little more than eight minutes.  Nothing is installed: a bare machine with torch, Triton, NumPy and
 # pytest will do, by its own Python.
