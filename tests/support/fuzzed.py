@@ -200,7 +200,7 @@ def parsers(folder: Path) -> dict[str, Fuzzed]:
     array["attributes"]["muonckpt"].pop("digest")
     weights = (folder / "weights.safetensors").read_bytes()
     pickled = [pickle.dumps({"a": [1, 2.5, "x", (None, True)], 3: "y"}, protocol) for protocol in (2, 4)]
-    line = journal.sealed("job", {"file": "a", "blobs": [], "items": [["0", 1, 2]]})
+    line = journal.sealed("job", {"file": "a", "finished": journal.FinishedFile(("0",), bytes(28)).to_json()})
 
     def file(name: str, description: str) -> Parse:
         return lambda data: _looked_at(folder / name, folder / name / description if description else None, data)
