@@ -61,7 +61,7 @@ class JointLoad:
         opened = opened_together(self._group, lambda: self._begin(None).place)
 
         def ask() -> tuple[Mapping[str, object], RankRequest]:
-            self._reader, extra = self._begin(opened), Extra.of(self._arguments.allow_extra)
+            self._reader, extra = self._begin(opened()), Extra.of(self._arguments.allow_extra)
             self.planner = StrictLoadPlanner(self._reader, extra, Globs.of(self._arguments.fresh))
             for key in sorted(state_dict):  # in one order on all ranks: some objects communicate when they are asked
                 each = state_dict[key]

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
+from safetensors.torch import save_file
 from support import store_server
 from support.workers import run
 from torch.distributed.device_mesh import init_device_mesh
@@ -247,3 +248,28 @@ def test_an_item_that_one_rank_finds_damaged_is_refused_before_any_rank_has_chan
         file.write(b"?")
     for message, untouched in run(2, refused, str(tmp_path / "c")):
         assert untouched and "tensor 'model.w' box [7:14, 0:6]" in message and chunk.item.file in message
+
+
+def in_sight_of_its_own(rank, world, folder):
+    """What loading a file of the same name in a folder of each rank's own gives."""
+    before = Path.cwd()
+    os.chdir(f"{folder}/{rank}")
+    try:
+        state = {key: torch.zeros_like(value) for key, value in VALUES.items()}
+        muonckpt.load(state, "c.safetensors")
+    except SourceError as error:
+        return str(error)
+    finally:
+        os.chdir(before)
+    return state
+
+
+def test_a_rank_that_sees_another_file_without_checksums_reads_it_by_its_own_header_or_all_refuse(tmp_path):
+    for rank, note in enumerate(({}, {"written": "by another program, after a longer header"})):
+        (tmp_path / str(rank)).mkdir()
+        save_file(VALUES, tmp_path / str(rank) / "c.safetensors", metadata=note)
+    states = run(2, in_sight_of_its_own, str(tmp_path))
+    assert all(torch.equal(state[key], value) for state in states for key, value in VALUES.items())
+    (tmp_path / "1" / "c.safetensors").unlink()
+    first, second = run(2, in_sight_of_its_own, str(tmp_path))
+    assert first == second and "c.safetensors" in first and "(rank 1)" in first and "UNUSABLE" not in first
