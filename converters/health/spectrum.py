@@ -43,8 +43,7 @@ def spectrum_of(columns: int, bands: Callable[[], Iterator[F64]], norm: float, l
     if largest == 0 or not columns:
         return Spectrum((), norm)
     width = min(SKETCH, columns)
-    start = np.random.default_rng(0).normal(size=(columns, width))
-    basis = np.eye(columns) if width == columns else _orthonormal(start)
+    basis = np.eye(columns) if width == columns else _orthonormal(_start(columns))
     for _ in range(_PASSES if width < columns else 0):
         turned = np.zeros_like(basis)
         for rows in bands():
@@ -57,6 +56,11 @@ def spectrum_of(columns: int, bands: Callable[[], Iterator[F64]], norm: float, l
         gram += image.T @ image
     squares = np.linalg.eigvalsh(gram)[::-1]
     return Spectrum(tuple((np.sqrt(np.maximum(squares, 0)) * largest).tolist()), norm)
+
+
+def _start(columns: int) -> F64:
+    """Where the iteration begins: seeded numbers.  Drawing them makes numpy import its generators."""
+    return np.random.default_rng(0).normal(size=(columns, SKETCH))
 
 
 def _orthonormal(columns: F64) -> F64:
