@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 from operator import itemgetter
 from typing import Any
 
@@ -28,7 +29,7 @@ _BLOCK = 1 << 14
 
 
 class ColumnReader:
-    """Reads the columns of one tensor after another; they are checked, and joined, thousands of chunks at a time.
+    """Reads the columns of tensors; they are checked, and joined, thousands of chunks at a time.
 
     Args:
         names: JSON data: the names of the files with data.
@@ -59,23 +60,31 @@ class ColumnReader:
     def _begin(self) -> None:
         self._lists = tuple([] for _ in ("digest", *_NUMBERS))
 
-    def read(self, columns: Any, ndim: int) -> None:
-        """Read the JSON data of the chunks of a tensor with this number of dims.
+    def read(self, every: Sequence[Any], ndims: Sequence[int]) -> None:
+        """Read the JSON data of the chunks of tensors with these numbers of dims.
 
         Raises:
-            DamageError, KeyError, TypeError, ValueError: a field is missing, or not what it should be, in this or in an
-                earlier tensor.
+            DamageError, KeyError, TypeError, ValueError: a field is missing, or not what it should be, in these or in
+                earlier tensors.
         """
-        number, *lists = _FIELDS(columns)
-        if len(columns) > len(lists) + 1:  # strides, above all, could reach outside the payload
-            raise DamageError(f"damaged manifest: expected boxes, digest, {', '.join(_NUMBERS)}, found {[*columns]}")
-        boxes = self._boxes(number, ndim)
-        if {*map(type, lists)} != {list} or {*map(len, lists)} != {len(boxes)}:
-            raise TypeError(f"expected a value for each of {len(boxes)} boxes in each column, got {columns!r:.200}")
-        for column, own in zip(self._lists, lists, strict=True):
-            column += own
-        self._places.append((self._rows, boxes))
-        self._rows += len(boxes)
+        numbers, *columns = zip(*map(_FIELDS, every), strict=True)
+        for fields in every:
+            if len(fields) > len(_NUMBERS) + 2:  # strides, above all, could reach outside the payload
+                raise DamageError(f"damaged manifest: expected boxes, digest, {', '.join(_NUMBERS)}, found {[*fields]}")
+        boxes = list(map(self._boxes, numbers, ndims))
+        counts = list(map(len, boxes))
+        for column, lists in zip(self._lists, columns, strict=True):
+            if {*map(type, lists)} != {list} or list(map(len, lists)) != counts:
+                wrong = next(
+                    number for number, own in enumerate(lists) if type(own) is not list or len(own) != counts[number]
+                )
+                raise TypeError(
+                    f"expected a value for each of {counts[wrong]} boxes in each column, got {every[wrong]!r:.200}"
+                )
+            column += chain.from_iterable(lists)
+        ends = accumulate(counts, initial=self._rows)
+        self._places += zip(ends, boxes, strict=False)
+        self._rows += sum(counts)
         if len(self._lists[0]) >= _BLOCK:
             self._flush()
 

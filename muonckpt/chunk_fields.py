@@ -61,20 +61,21 @@ class ObjectReader:
         self._counts: list[tuple[int, int]] = []
         self._listed: list[Any] = []
 
-    def read(self, listed: object, ndim: int) -> None:
-        """Read the JSON data of the chunks of a tensor with this number of dims.
+    def read(self, every: Sequence[Any], ndims: Sequence[int]) -> None:
+        """Read the JSON data of the chunks of tensors with these numbers of dims.
 
         Raises:
-            DamageError, KeyError, TypeError, ValueError: a field is missing, or not what it should be, in this or in an
-                earlier tensor.
+            DamageError, KeyError, TypeError, ValueError: a field is missing, or not what it should be, in these or in
+                earlier tensors.
             SourceError: a file is not inside the checkpoint.
         """
-        if not isinstance(listed, list):
-            raise TypeError(f"expected a list of chunks, got {listed!r:.200}")
-        self._counts.append((len(listed), ndim))
-        self._listed += listed
-        if len(self._listed) >= _BLOCK:
-            self._flush()
+        for listed, ndim in zip(every, ndims, strict=True):
+            if not isinstance(listed, list):
+                raise TypeError(f"expected a list of chunks, got {listed!r:.200}")
+            self._counts.append((len(listed), ndim))
+            self._listed += listed
+            if len(self._listed) >= _BLOCK:
+                self._flush()
 
     def finished(self) -> list[Chunks]:
         """The chunks of each tensor.

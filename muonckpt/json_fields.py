@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence, Set
+from itertools import chain
 from typing import Any, TypeVar
 
 from .box import Index
@@ -70,6 +71,31 @@ def key_path(value: Any) -> KeyPath:
     if not isinstance(value, list):
         raise TypeError(f"expected a path, got {value!r:.200}")
     return tuple(part if isinstance(part, str) else whole_number(part) for part in value)
+
+
+def all_strings(values: Sequence[Any], kinds: Set[type] = frozenset({str})) -> Sequence[Any]:
+    """Strings; None as well if it is one of these kinds.  Like the others that take many values, faster than each."""
+    if not kinds >= {*map(type, values)}:
+        return [None if value is None and type(None) in kinds else string(value) for value in values]
+    return values
+
+
+def all_integers(values: Sequence[Any]) -> Iterable[Index]:
+    """Lists of integers >= 0."""
+    return map(tuple, values) if _are_lists(values, int) and _least(values) >= 0 else map(integers, values)
+
+
+def all_key_paths(values: Sequence[Any]) -> Iterable[KeyPath]:
+    """Paths in a nested state dict."""
+    return map(tuple, values) if _are_lists(values, str) else map(key_path, values)
+
+
+def _are_lists(values: Sequence[Any], kind: type) -> bool:
+    return {list} >= {*map(type, values)} and {kind} >= {*map(type, chain.from_iterable(values))}
+
+
+def _least(values: Sequence[list[int]]) -> int:
+    return min(chain.from_iterable(values), default=0)
 
 
 def matching(pattern: re.Pattern[str]) -> Callable[[Any], str]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar, cast
+from operator import itemgetter
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,7 +23,19 @@ from .chunk_fields import ObjectReader
 from .chunks import Boxes, Chunk, Chunks, Extent, columns_of, layout_in_boxes, no_chunks, on_columns
 from .columns import Column, Columns
 from .errors import DamageError, LayoutError, SourceError, about
-from .json_fields import compact, free_form, integers, key_path, matching, optional, string, whole_number
+from .json_fields import (
+    all_integers,
+    all_key_paths,
+    all_strings,
+    compact,
+    free_form,
+    integers,
+    key_path,
+    matching,
+    optional,
+    string,
+    whole_number,
+)
 from .layout import TensorLayout
 from .seal import check_seal, sealed_parts
 from .vocabulary import Convention, KeyPath
@@ -202,7 +215,7 @@ class Manifest:
     def _of_lines(cls, text: bytes) -> Manifest | None:
         """The manifest in a text with a line for each tensor; None, or `JSONDecodeError`, if it is laid out otherwise.
 
-        One line after another becomes columns, because all of them as objects can take more memory than there is.
+        Some lines after others become columns, because all of them as objects can take more memory than there is.
         """
         start, end = text.find(_TENSORS), text.find(_BLOBS)
         if not 0 < start < end:
@@ -210,10 +223,10 @@ class Manifest:
         fields = json.loads(text[: start + len(_TENSORS)] + text[end:])
         if fields.get("tensors") != []:
             return None
-        return cls._of_fields(text, fields, _lines(text, start + len(_TENSORS), end))
+        return cls._of_fields(text, fields, _blocks(text, start + len(_TENSORS), end))
 
     @classmethod
-    def _of_fields(cls, text: bytes, data: Any, lines: Iterator[bytes] | None) -> Manifest:
+    def _of_fields(cls, text: bytes, data: Any, blocks: Iterator[list[Any]] | None) -> Manifest:
         check_seal(text, data)
         if data["format"] != "muonckpt" or data["version"] not in (1, MANIFEST_VERSION):
             raise SourceError(
@@ -221,7 +234,7 @@ class Manifest:
                 f"'muonckpt' version 1 and {MANIFEST_VERSION}"
             )
         return cls(
-            tensors=_tensors(data["tensors"] if lines is None else map(json.loads, lines), *_parts(data)),
+            tensors=_tensors([data["tensors"]] if blocks is None else blocks, *_parts(data)),
             blobs=tuple(map(_blob, data["blobs"])),
             provenance=free_form(data["provenance"]),
             files={string(name): matching(_DIGEST)(digest) for name, digest in data.get("files", {}).items()},
@@ -232,12 +245,16 @@ _TENSORS = b'\n "tensors": [\n  '
 _BLOBS = b'\n ],\n "blobs": [\n  '
 
 
-def _lines(text: bytes, start: int, end: int) -> Iterator[bytes]:
-    """The lines of a part of a text, without the commas between them."""
+_BLOCK = 1 << 16
+"""Bytes of a text that are parsed at a time: many lines, which take a fraction of the memory of all."""
+
+
+def _blocks(text: bytes, start: int, end: int) -> Iterator[list[Any]]:
+    """The entries in the lines of a part of a text, those of many lines at a time."""
     while start < end:
-        stop = text.find(b",\n  ", start, end)
+        stop = text.find(b",\n  ", start + _BLOCK, end)
         stop = end if stop < 0 else stop
-        yield text[start:stop]
+        yield json.loads(b"[" + text[start:stop] + b"]")
         start = stop + 4
 
 
@@ -298,9 +315,9 @@ def _blob_json(blob: Blob) -> dict[str, Any]:
 
 
 class _ChunkReader(Protocol):
-    """Reads the JSON data of the chunks of one tensor after another."""
+    """Reads the JSON data of the chunks of tensors with these numbers of dims, some tensors after others."""
 
-    def read(self, listed: Any, ndim: int) -> None: ...
+    def read(self, every: Sequence[Any], ndims: Sequence[int]) -> None: ...
 
     def finished(self) -> list[Chunks]: ...
 
@@ -324,43 +341,44 @@ def _parts(data: Mapping[str, Any]) -> tuple[_ChunkReader, Callable[[Any], Mappi
     return ColumnReader(data["data_files"], data["boxes"]), numbered
 
 
+_FIELDS = itemgetter(
+    *("shape", "chunks", "key", "path", "dtype", "name", "slot", "convention", "pieces", "layout", "fingerprint")
+)
+
+
 def _tensors(
-    entries: Iterable[Any], reader: _ChunkReader, layout_of: Callable[[Any], Mapping[str, Any] | None]
+    blocks: Iterable[Iterable[Any]], reader: _ChunkReader, layout_of: Callable[[Any], Mapping[str, Any] | None]
 ) -> tuple[StateRecord, ...]:
     """The tensors with these fields; values that many of them have are kept once."""
-    known = _Once()
+    known: dict[Any, Any] = {None: None}
 
-    def fields_of(data: Any) -> tuple[Any, ...]:
-        shape = known(integers(data["shape"]))
-        reader.read(data["chunks"], len(shape))
-        return (
-            known(string(data["key"])),
-            known(tuple(map(known, key_path(data["path"])))),
-            shape,
-            known(string(data["dtype"])),
-            known(optional(string, data["name"])),
-            known(optional(string, data["slot"])),
-            optional(Convention, data["convention"]),
-            known(optional(integers, data["pieces"])),
-            layout_of(data["layout"]),
-            optional(matching(_FINGERPRINT), data["fingerprint"]),
-        )
+    def once(values: Iterable[T]) -> list[T]:
+        values = list(values)
+        return list(map(known.setdefault, values, values))
 
-    fields = list(map(fields_of, entries))
+    read: list[tuple[Any, ...]] = []
+    for block in blocks:
+        for columns in [zip(*entries, strict=True)] if (entries := list(map(_FIELDS, block))) else []:
+            listed, chunks, keys, paths, dtypes, names, slots, conventions, pieces, layouts, prints = columns
+            shapes = once(all_integers(listed))
+            reader.read(chunks, list(map(len, shapes)))
+            read += zip(
+                once(all_strings(keys)),
+                once(tuple(once(path)) for path in all_key_paths(paths)),
+                shapes,
+                once(all_strings(dtypes)),
+                once(all_strings(names, {str, type(None)})),
+                once(all_strings(slots, {str, type(None)})),
+                [optional(Convention, convention) for convention in conventions],
+                once(optional(integers, own) for own in pieces),
+                map(layout_of, layouts),
+                [optional(matching(_FINGERPRINT), own) for own in prints],
+                strict=True,
+            )
     return tuple(
         StateRecord(key, path, shape, dtype, chunks, *rest)
-        for (key, path, shape, dtype, *rest), chunks in zip(fields, reader.finished(), strict=True)
+        for (key, path, shape, dtype, *rest), chunks in zip(read, reader.finished(), strict=True)
     )
-
-
-class _Once:
-    """Gives of equal values the first, so that a million of them take the memory of few."""
-
-    def __init__(self) -> None:
-        self._values: dict[Any, Any] = {}
-
-    def __call__(self, value: T) -> T:
-        return cast(T, self._values.setdefault(value, value))
 
 
 def _blob(data: dict[str, Any]) -> Blob:
