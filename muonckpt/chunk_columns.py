@@ -75,16 +75,12 @@ class ColumnReader:
         counts = list(map(len, boxes))
         for column, lists in zip(self._lists, columns, strict=True):
             if {*map(type, lists)} != {list} or list(map(len, lists)) != counts:
-                wrong = next(
-                    number for number, own in enumerate(lists) if type(own) is not list or len(own) != counts[number]
-                )
-                raise TypeError(
-                    f"expected a value for each of {counts[wrong]} boxes in each column, got {every[wrong]!r:.200}"
-                )
+                wrong = [type(own) is not list or len(own) != count for own, count in zip(lists, counts, strict=True)]
+                count, own = counts[wrong.index(True)], every[wrong.index(True)]
+                raise TypeError(f"expected a value for each of {count} boxes in each column, got {own!r:.200}")
             column += chain.from_iterable(lists)
-        ends = accumulate(counts, initial=self._rows)
-        self._places += zip(ends, boxes, strict=False)
-        self._rows += sum(counts)
+        *starts, self._rows = accumulate(counts, initial=self._rows)
+        self._places += zip(starts, boxes, strict=True)
         if len(self._lists[0]) >= _BLOCK:
             self._flush()
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import itemgetter
 from typing import Any, Protocol, TypeVar
 
@@ -26,8 +27,10 @@ from .errors import DamageError, LayoutError, SourceError, about
 from .json_fields import (
     all_integers,
     all_key_paths,
+    all_optional,
     all_strings,
     compact,
+    field_of_all,
     free_form,
     integers,
     key_path,
@@ -215,7 +218,7 @@ class Manifest:
     def _of_lines(cls, text: bytes) -> Manifest | None:
         """The manifest in a text with a line for each tensor; None, or `JSONDecodeError`, if it is laid out otherwise.
 
-        Some lines after others become columns, because all of them as objects can take more memory than there is.
+        Many lines at a time become columns, because all of them as objects can take more memory than there is.
         """
         start, end = text.find(_TENSORS), text.find(_BLOBS)
         if not 0 < start < end:
@@ -245,17 +248,19 @@ _TENSORS = b'\n "tensors": [\n  '
 _BLOBS = b'\n ],\n "blobs": [\n  '
 
 
+_NEXT = b",\n  "
 _BLOCK = 1 << 16
 """Bytes of a text that are parsed at a time: many lines, which take a fraction of the memory of all."""
 
 
 def _blocks(text: bytes, start: int, end: int) -> Iterator[list[Any]]:
     """The entries in the lines of a part of a text, those of many lines at a time."""
-    while start < end:
-        stop = text.find(b",\n  ", start + _BLOCK, end)
+    stop = start
+    while stop < end:
+        stop = text.find(_NEXT, start + _BLOCK, end)
         stop = end if stop < 0 else stop
-        yield json.loads(b"[" + text[start:stop] + b"]")
-        start = stop + 4
+        yield json.loads(b"[null," + text[start:stop] + b"]")[1:]  # null, so that JSON refuses to have nothing after it
+        start = stop + len(_NEXT)
 
 
 def _listed(texts: Iterable[str]) -> Iterator[str]:
@@ -341,40 +346,37 @@ def _parts(data: Mapping[str, Any]) -> tuple[_ChunkReader, Callable[[Any], Mappi
     return ColumnReader(data["data_files"], data["boxes"]), numbered
 
 
-_FIELDS = itemgetter(
-    *("shape", "chunks", "key", "path", "dtype", "name", "slot", "convention", "pieces", "layout", "fingerprint")
-)
-
-
 def _tensors(
     blocks: Iterable[Iterable[Any]], reader: _ChunkReader, layout_of: Callable[[Any], Mapping[str, Any] | None]
 ) -> tuple[StateRecord, ...]:
     """The tensors with these fields; values that many of them have are kept once."""
-    known: dict[Any, Any] = {None: None}
+    known: dict[Any, Any] = {}
 
     def once(values: Iterable[T]) -> list[T]:
         values = list(values)
         return list(map(known.setdefault, values, values))
 
+    readers: Mapping[str, Callable[[Sequence[Any]], Iterable[Any]]] = {
+        "key": lambda keys: once(all_strings(keys)),
+        "path": lambda paths: once(map(tuple, map(once, all_key_paths(paths)))),
+        "shape": lambda shapes: once(all_integers(shapes)),
+        "dtype": lambda dtypes: once(all_strings(dtypes)),
+        "name": lambda names: once(all_optional(string, names)),
+        "slot": lambda slots: once(all_optional(string, slots)),
+        "convention": partial(all_optional, Convention),
+        "pieces": lambda pieces: once(all_optional(integers, pieces)),
+        "layout": lambda layouts: map(layout_of, layouts),
+        "fingerprint": partial(all_optional, matching(_FINGERPRINT)),
+    }
+    fields_of = itemgetter("chunks", *readers)
     read: list[tuple[Any, ...]] = []
     for block in blocks:
-        for columns in [zip(*entries, strict=True)] if (entries := list(map(_FIELDS, block))) else []:
-            listed, chunks, keys, paths, dtypes, names, slots, conventions, pieces, layouts, prints = columns
-            shapes = once(all_integers(listed))
-            reader.read(chunks, list(map(len, shapes)))
-            read += zip(
-                once(all_strings(keys)),
-                once(tuple(once(path)) for path in all_key_paths(paths)),
-                shapes,
-                once(all_strings(dtypes)),
-                once(all_strings(names, {str, type(None)})),
-                once(all_strings(slots, {str, type(None)})),
-                [optional(Convention, convention) for convention in conventions],
-                once(optional(integers, own) for own in pieces),
-                map(layout_of, layouts),
-                [optional(matching(_FINGERPRINT), own) for own in prints],
-                strict=True,
-            )
+        if entries := list(map(fields_of, block)):
+            chunks, *columns = zip(*entries, strict=True)
+            listed = zip(readers, columns, strict=True)
+            values = {name: field_of_all(name, readers[name], own, columns[0]) for name, own in listed}
+            reader.read(chunks, list(map(len, values["shape"])))
+            read += zip(*values.values(), strict=True)
     return tuple(
         StateRecord(key, path, shape, dtype, chunks, *rest)
         for (key, path, shape, dtype, *rest), chunks in zip(read, reader.finished(), strict=True)

@@ -53,12 +53,27 @@ def test_a_manifest_survives_json_and_fits_the_schema():
 
 
 def test_a_manifest_that_was_laid_out_anew_is_read_alike():
-    """Lines are read one by one; any other JSON, such as that of an editor, as a whole."""
+    """Lines are read many at a time; any other JSON, such as that of an editor, as a whole."""
     data = json.loads(MANIFEST.to_json())
     del data["digest"]
     for text in (json.dumps(data), json.dumps(data, indent=1)):
         assert Manifest.from_json(text) == MANIFEST
     assert Manifest.from_json(MANIFEST.to_json()).to_json() == MANIFEST.to_json()
+
+
+def test_long_manifests_are_no_more_lenient_than_json():
+    """Lines are read many at a time, and nothing may hide between those of one time and those of the next."""
+    first, *rest = [replace(TENSOR, key=f"{number}{'k' * 70_000}") for number in range(3)]
+    manifest = Manifest((first, *rest, TENSOR))
+    text = manifest.to_json()
+    assert Manifest.from_json(text) == manifest
+    text = f"{text[: text.rindex(',')]}}}"  # without its own digest
+    assert Manifest.from_json(text) == manifest
+    for mark in (',\n  {"key": "1', '\n ],\n "blobs"'):
+        for more in (",\n  ", ",\n  " + " " * 70_000):
+            assert text.count(mark) == 1
+            with pytest.raises(SourceError, match="damaged manifest"):
+                Manifest.from_json(text.replace(mark, more + mark))
 
 
 VERSION_1 = """{"format": "muonckpt", "version": 1,
@@ -173,7 +188,9 @@ def test_damage_is_refused_by_the_reader_and_by_the_schema(changes):
         ({"tensors__0__chunks__item": [0, 1 << 70]}, "up to"),
         ({"tensors__0__chunks__item": [0, MOST_ELEMENTS]}, "refused byte range"),
         ({"tensors__0__chunks__payload": [704, 0]}, "one of them"),
-        ({"tensors__0__layout": 1}, "of 1 layouts"),
+        ({"tensors__0__layout": 1}, r"o\.state\.w\.momentum_buffer': layout: expected the number of one of 1 layouts"),
+        ({"tensors__1__shape": [True]}, "tensor 's': shape: expected an integer >= 0, got True"),
+        ({"tensors__1__name": 3}, "tensor 's': name: expected a string, got 3"),
     ],
     ids=str,
 )
