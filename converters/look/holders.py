@@ -8,12 +8,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...box import Box, Index
+from ...chunks import columns_of
 from ...layouts.buffers.parameters import Parameter, newton_schulz
 from ...record import Boxes, Manifest, StateRecord
 from ...store.reading.dtypes import itemsize
@@ -135,23 +137,30 @@ def newton_schulz_by_rank(contents: Contents, ranks: Sequence[int]) -> dict[int,
 
     None unless every matrix is whole on a rank: otherwise the training program decides who orthogonalises it.
     """
-    work = dict.fromkeys(ranks, 0)
     matrices = [tensor for tensor in contents.tensors.get(Role.MOMENTUM, ()) if len(tensor.shape) >= 2]
-    for tensor in matrices:
-        boxes = tensor.boxes
-        if ((boxes.hi - boxes.lo)[:, -2:] != tensor.shape[-2:]).any():
+    amounts = [_newton_schulz(tensor.shape, tensor.dtype, tensor.boxes) for tensor in matrices]
+    if not matrices or None in amounts:
+        return None
+    columns = columns_of(tensor.chunks for tensor in matrices)
+    of_files = [0] * len(columns.names)
+    for file, amount in zip(columns.file.tolist(), chain.from_iterable(filter(None, amounts)), strict=True):
+        of_files[file] += amount  # more than 64 bits hold, for many large matrices
+    work = dict.fromkeys(ranks, 0)
+    for file in np.unique(columns.file).tolist():
+        rank = rank_in_name(columns.names[file])
+        if rank is None:
             return None
-        for chunk, shape in zip(tensor.chunks, map(tuple, (boxes.hi - boxes.lo).tolist()), strict=True):
-            rank = rank_in_name(chunk.item.file)
-            if rank is None:
-                return None
-            work[rank] += _newton_schulz(shape, tensor.dtype) if math.prod(shape) else 0
-    return work if matrices else None
+        work[rank] += of_files[file]
+    return work
 
 
 @lru_cache(maxsize=1024)
-def _newton_schulz(shape: Index, dtype: str) -> int:
-    return newton_schulz(Parameter("", shape, dtype))
+def _newton_schulz(shape: Index, dtype: str, boxes: Boxes) -> tuple[int, ...] | None:
+    """FLOPs of one iteration on the matrices in each box; None if a matrix is cut.  Cached: see `_cut`."""
+    sizes = boxes.hi - boxes.lo
+    if (sizes[:, -2:] != shape[-2:]).any():
+        return None
+    return tuple(newton_schulz(Parameter("", tuple(own), dtype)) if math.prod(own) else 0 for own in sizes.tolist())
 
 
 def _by_rank(held: Mapping[str, int]) -> dict[int, int]:
