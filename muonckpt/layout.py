@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .box import Box, Index, row_major
+from .box import MOST_ELEMENTS, Box, Index, row_major
 from .errors import LayoutError
 from .overlap import IntArray, overlaps
 
@@ -298,6 +298,8 @@ def _prove_tiling(layout: TensorLayout) -> None:
         one, other = (layout.holders[pair[twice[0]]][0] for pair in (i, j))
         raise LayoutError(f"{one} and {other} overlap in part; boxes must be equal (replicas) or disjoint")
     whole = Box.of(layout.shape)
+    if whole.numel > MOST_ELEMENTS:  # volumes would not fit into 64 bits
+        raise LayoutError(f"a tensor of shape {layout.shape} has more than {MOST_ELEMENTS} elements")
     if int((hi - lo).prod(axis=1).sum()) != whole.numel:
         hole = next(holes_in(whole, [replicas[0].box for replicas in layout.holders]))
         holders = ", ".join(map(repr, layout.buffers[:8])) or "none"

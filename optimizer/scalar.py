@@ -122,8 +122,8 @@ def decay(params: Tensors, updates: Tensors, rate: float, cautious: bool) -> Non
 
 
 def _number(value: float, like: Tensors) -> Tensor:
-    """0-d, in the tensors' dtype.  On the host torch would make a tensor of a number anew for each tensor of a list."""
-    return torch.tensor(value, dtype=like[0].dtype)
+    """0-d, as the tensors in dtype and device.  torch would make one of a number anew for each tensor of a list."""
+    return torch.tensor(value, dtype=like[0].dtype, device=like[0].device)
 
 
 def _add_number(tensors: Tensors, value: float) -> None:

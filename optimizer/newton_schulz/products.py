@@ -167,20 +167,23 @@ def in_stacks(run: Tensor, most: int, work: Callable[[Tensor], Tensor]) -> Itera
         return
     for stack in torch.split(run, most):
         count, rows, columns = stack.shape
-        if count > 1 and same_as_alone(work, count, rows, columns, run.dtype):
+        if count > 1 and same_as_alone(work, count, rows, columns, run.dtype, torch.get_num_threads()):
             yield stack
         else:
             yield from stack.unbind()
 
 
 @lru_cache(maxsize=1024)
-def same_as_alone(work: Callable[[Tensor], Tensor], count: int, rows: int, columns: int, dtype: torch.dtype) -> bool:
-    """Whether ``count`` matrices in a stack get the bits that ``work`` gives each alone, on this CPU: tried once.
+def same_as_alone(
+    work: Callable[[Tensor], Tensor], count: int, rows: int, columns: int, dtype: torch.dtype, threads: int
+) -> bool:
+    """Whether ``count`` matrices in a stack get the bits that ``work`` gives each alone, on this CPU and by so many
+    threads as torch has now: tried once.
 
-    A library may take other instructions for a product in a batch, or in a batch of another size.  In which order it
-    adds up does not depend on values, so one matrix at every place of the stack shows it.
+    A library may take other instructions for a product in a batch, in a batch of another size, or by more threads.  In
+    which order it adds up does not depend on values, so one matrix at every place of the stack shows it.
     """
-    matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
+    matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0), device="cpu").to(dtype)
     stack = matrix.expand(count, rows, columns).contiguous()
     if rows > columns:
         matrix, stack = matrix.mT, stack.mT

@@ -109,7 +109,7 @@ class KernelElementwise:
 
     def take_in(self, resting: Resting) -> None:
         others = (param for param in range(len(self._specs)) if param not in self._accumulated)
-        resting.accumulate(resting.portions(others))
+        resting.accumulate(resting.alike(others))
 
     def assemble(self, resting: Resting, stage: int, sizes: Sizes, wire: Tensor) -> Tensor:
         gather = self._schedule.stages[stage].gather

@@ -50,14 +50,14 @@ class TorchElementwise:
         self._params = [unit.param for unit in schedule.units]
         self._active: tuple[bool, ...] = ()
         self._blocks: dict[Hashable, Blocks] = {}
-        self._portions: list[list[int]] = []
+        self._alike: list[list[int]] = []
         self._carries: dict[Hashable, list[Carry]] = {}
 
     def begin(self, resting: Resting) -> None:
         active = tuple(gradient is not None for gradient in resting.gradients)
         if active != self._active:
             self._active, self._blocks, self._carries = active, {}, {}
-            self._portions = resting.portions(range(len(self._specs)))
+            self._alike = resting.alike(range(len(self._specs)))
 
     def send_ahead(self, resting: Resting, stage: int, wire: Tensor) -> None:
         for _, block in self._leaving(resting, stage):
@@ -67,7 +67,7 @@ class TorchElementwise:
             block.put(wire, self._update(resting, block, taken_in))
 
     def take_in(self, resting: Resting) -> None:
-        resting.accumulate(self._portions)
+        resting.accumulate(self._alike)
 
     def send(self, resting: Resting, stage: int, wire: Tensor) -> None:
         for _, block in self._leaving(resting, stage):

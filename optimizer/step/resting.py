@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,13 +11,10 @@ from torch import Tensor
 
 from ...layouts.tensors import local_of
 from ...vocabulary import MOMENTUM, ParamGroup
+from ..portions import in_portions
 from ..rounding import rounded_once
 
 State = Mapping[Tensor, Mapping[str, Tensor]]
-
-
-LARGEST_PORTION = 1 << 18
-"""Elements of the largest list of momenta that take gradients in together: what is not float32 is copied before."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,38 +58,29 @@ class Resting:
             copied,
         )
 
-    def accumulate(self, portions: Iterable[Sequence[int]]) -> None:
+    def accumulate(self, lists: Iterable[Sequence[int]]) -> None:
         """Take the gradients of these parameters into their momenta, exponential moving averages.
 
         Args:
-            portions: as `portions` gives them.
+            lists: as `alike` gives them.
         """
-        for portion in portions:
-            rate = 1 - self.groups[portion[0]]["momentum"]
-            with rounded_once([self.momenta[number] for number in portion]) as [momenta]:
-                dtype = momenta[0].dtype
-                gradients = [
-                    gradient.to(dtype) for gradient in map(self.gradients.__getitem__, portion) if gradient is not None
-                ]
-                # torch takes one number for all, or a list of tensors.
-                torch._foreach_lerp_(momenta, gradients, [rate] * len(portion) if isinstance(rate, Tensor) else rate)
+        for numbers in lists:
+            rate = 1 - self.groups[numbers[0]]["momentum"]
+            gradients = [gradient for gradient in map(self.gradients.__getitem__, numbers) if gradient is not None]
+            for momenta, taken in in_portions([[self.momenta[number] for number in numbers], gradients]):
+                with rounded_once(momenta) as [exact]:
+                    given = [gradient.to(exact[0].dtype) for gradient in taken]
+                    # torch takes one number for all, or a list of tensors.
+                    torch._foreach_lerp_(exact, given, [rate] * len(exact) if isinstance(rate, Tensor) else rate)
 
-    def portions(self, numbers: Iterable[int]) -> list[list[int]]:
-        """Those of some parameters that take part, in lists of one group, dtype and device and of up to
-        `LARGEST_PORTION` elements, or of one parameter."""
-        alike: dict[Hashable, list[list[int]]] = {}
-        held: dict[Hashable, int] = {}
+    def alike(self, numbers: Iterable[int]) -> list[list[int]]:
+        """Those of some parameters that take part, in lists of one group, dtype and device."""
+        lists: defaultdict[Hashable, list[int]] = defaultdict(list)
         for number in numbers:
             if self.gradients[number] is not None:
                 momentum = self.momenta[number]
-                kind = id(self.groups[number]), momentum.dtype, momentum.device
-                size = momentum.numel()
-                if kind not in alike or held[kind] + size > LARGEST_PORTION:
-                    alike.setdefault(kind, []).append([])
-                    held[kind] = 0
-                alike[kind][-1].append(number)
-                held[kind] += size
-        return [portion for some in alike.values() for portion in some]
+                lists[id(self.groups[number]), momentum.dtype, momentum.device].append(number)
+        return list(lists.values())
 
     def return_to(self) -> None:
         """Copy back what is not contiguous in its own memory."""

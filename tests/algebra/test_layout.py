@@ -29,6 +29,12 @@ def test_a_box_has_as_many_dims_as_the_tensor():
         TensorLayout.of((4, 1), (dense(Box((0,), (4,)), 0),))
 
 
+def test_a_tensor_whose_elements_cannot_be_counted_in_64_bits_has_no_layout():
+    shape = (1 << 32, 1 << 32)
+    with pytest.raises(LayoutError, match="more than 1152921504606846976 elements"):
+        TensorLayout.of(shape, (dense(Box.of(shape), 0),))
+
+
 def test_equal_layouts_are_one_key_and_have_one_digest_in_every_process():
     again = TensorLayout.of(ROWS.shape, ROWS.fragments)
     assert again == ROWS and {ROWS: 1}[again] == 1 and again.digest() == ROWS.digest()

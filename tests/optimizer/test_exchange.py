@@ -19,10 +19,10 @@ from muonckpt.forecasting.exchange_bytes import MuonOptions, step_plan
 from muonckpt.forecasting.model_tensors import fresh_parameter
 from muonckpt.layouts.mesh import Mesh, mesh_layout
 from muonckpt.layouts.mesh import Shard as Rows
-from muonckpt.optimizer import Muon
+from muonckpt.optimizer import Muon, portions
 from muonckpt.optimizer.newton_schulz.products import STACK
 from muonckpt.optimizer.planning.routes import NOTE, WIRE_ALIGNMENT
-from muonckpt.optimizer.step import batches, blocks, resting
+from muonckpt.optimizer.step import batches, blocks
 
 
 def on_rows(shapes: list[tuple[int, int]], world: int, **options) -> tuple[list[torch.Tensor], Muon]:
@@ -146,7 +146,7 @@ def test_many_small_matrices_together_have_the_bits_of_each_by_itself(world, dty
     found = [many_small(0, 0, dtype, None), *run(world, many_small, dtype, 2)]
     monkeypatch.setattr(batches, "TOGETHER", 1)
     monkeypatch.setattr(blocks, "LARGEST_BLOCK", 1)
-    monkeypatch.setattr(resting, "LARGEST_PORTION", 1)
+    monkeypatch.setattr(portions, "ELEMENTS", 20)
     expected = many_small(0, 0, dtype, None)
     for mine in found:
         assert_same_bits(mine, expected)

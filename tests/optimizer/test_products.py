@@ -104,12 +104,21 @@ def test_matrices_are_done_together_where_that_gives_the_bits_that_they_have_alo
     def other_in_threes(x: torch.Tensor) -> torch.Tensor:
         return alike(x) + 2**-20 * (len(x) == 3)
 
+    def other_by_two_threads(x: torch.Tensor) -> torch.Tensor:
+        return alike(x) + 2**-20 * (x.ndim == 3 and torch.get_num_threads() == 2)
+
     memory, kind = torch.randn(5 * 20), TorchProducts(FP32, FP32, together=3 * 20)
+    places = Places(((5, 5, 4),))
     for work, done in ((alike, [(3, 4, 5), (2, 4, 5)]), (other_in_threes, [(4, 5)] * 3 + [(2, 4, 5)])):
         for _ in range(2):  # the first tries
             seen.clear()
-            assert torch.equal(kind.over(memory, Places(((5, 5, 4),)), FP32, work), memory + 1)
+            with torch.device("meta"):  # a user's default device has no part in it
+                assert torch.equal(kind.over(memory, places, FP32, work), memory + 1)
         assert seen == done
+    assert torch.get_num_threads() == 1
+    for threads in (1, 2, 1):
+        torch.set_num_threads(threads)
+        assert torch.equal(kind.over(memory, places, FP32, other_by_two_threads), memory + 1)
 
 
 def test_a_cpu_multiplies_16_bits_where_it_has_units_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

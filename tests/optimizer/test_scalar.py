@@ -204,8 +204,9 @@ def test_cautious_decay_is_only_where_it_does_not_oppose_the_update(algorithm, d
         p = nn.Parameter(before.clone())
         p.grad = gradients[1][0]
         group = group_of([p], algorithm, weight_decay=rate, cautious=True)
-        with torch.no_grad():
-            SCALARS[algorithm].step(group, {p: {slot: value.clone() for slot, value in state.items()}})
+        held = {p: {slot: value.clone() for slot, value in state.items()}}
+        with torch.no_grad(), torch.device("meta"):  # a user's default device has no part in it
+            SCALARS[algorithm].step(group, held)
         after[rate] = p.detach()
     beta1 = SCALARS[algorithm].defaults["betas"][0]
     update = state["exp_avg"].double() * beta1 + gradients[1][0].double() * (1 - beta1)
