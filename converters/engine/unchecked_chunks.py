@@ -32,10 +32,12 @@ class UncheckedChunks:
         self._shared = np.zeros(len(elements), np.bool_)
         self._ends = np.cumsum([len(tensor.chunks) for tensor in tensors])
         self._by_file: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
-        order = np.lexsort((columns.item, columns.file))
+        full = np.flatnonzero(self._waiting)  # an item without elements can begin where one with elements does
+        order = full[np.lexsort((columns.item[full], columns.file[full]))]
         bounds = np.searchsorted(columns.file[order], np.arange(len(columns.names) + 1))
         for name, start, stop in zip(columns.names, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-            self._by_file[name] = columns.item[order[start:stop]], order[start:stop]
+            if start < stop:
+                self._by_file[name] = columns.item[order[start:stop]], order[start:stop]
         self._taking = Lock()
 
     def __len__(self) -> int:

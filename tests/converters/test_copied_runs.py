@@ -53,3 +53,14 @@ def test_the_runs_of_a_chunk_tell_whether_it_is_whole(tmp_path: Path):
         edit(tmp_path / "c" / chunk.item.file, chunk.payload.offset)
         with pytest.raises(SourceError, match="is damaged: digest"):
             add_all(flipped)
+
+
+def test_a_chunk_is_checked_whose_item_begins_where_one_without_elements_does(tmp_path: Path):
+    muonckpt.save({"empty": torch.zeros(0, 3), "full": torch.arange(50.0)}, tmp_path / "own")
+    muonckpt.convert(tmp_path / "own", tmp_path / "c.safetensors", format="safetensors")
+    with muonckpt.open(tmp_path / "c.safetensors") as opened:
+        empty, full = (tensor.chunks[0] for tensor in opened.manifest.tensors)
+    assert (empty.item.offset, empty.item.length) == (full.item.offset, 0)
+    edit(tmp_path / "c.safetensors", -5)
+    with pytest.raises(SourceError, match=r"tensor 'full' box \[0:50\] in .* is damaged: digest"):
+        muonckpt.reshard(tmp_path / "c.safetensors", tmp_path / "out", mesh={"dp": 2})
