@@ -180,15 +180,20 @@ def same_as_alone(
     """Whether ``count`` matrices in a stack get the bits that ``work`` gives each alone, on this CPU and by so many
     threads as torch has now: tried once.
 
-    A library may take other instructions for a product in a batch, in a batch of another size, or by more threads.  In
-    which order it adds up does not depend on values, so one matrix at every place of the stack shows it.
+    A library may take other instructions for a product in a batch, in a batch of another size, or by more threads.  A
+    sum in another order may have the same bits by chance, so there are several matrices, the more the fewer sums each
+    has, at changing places of several stacks.
     """
-    matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0), device="cpu").to(dtype)
-    stack = matrix.expand(count, rows, columns).contiguous()
-    if rows > columns:
-        matrix, stack = matrix.mT, stack.mT
-    alone = work(matrix)
-    return torch.equal(work(stack), alone.expand(count, *alone.shape))
+    different = max(8, 256 // max(1, min(rows, columns)) ** 2)
+    noise = torch.randn(different, rows, columns, generator=torch.Generator().manual_seed(0), device="cpu").to(dtype)
+    turned = noise.mT if rows > columns else noise
+    alone = torch.stack([work(matrix) for matrix in turned])
+    for first in range(0, different, count):
+        numbers = torch.arange(first, first + count, device="cpu") % different
+        stack = noise[numbers]
+        if not torch.equal(work(stack.mT if rows > columns else stack), alone[numbers]):
+            return False
+    return True
 
 
 STRIPS, LEAST, LARGE = 4, 128, 3 << 23

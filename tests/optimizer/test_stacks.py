@@ -25,6 +25,13 @@ def by_kernels() -> Form:
     return Form(kernels=True, gram=True)
 
 
+def test_sums_that_are_alike_by_chance_do_not_make_a_stack() -> None:
+    rows = torch.randn(20, 2, 1, 33, dtype=torch.float64)
+    for pair in rows:
+        for found, row in zip(orthogonalize(pair, dtype=torch.float64), pair, strict=True):
+            assert torch.equal(found, orthogonalize(row, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("gram", [None, (2,)])
 @pytest.mark.parametrize(("m", "n"), SHAPES)
