@@ -79,8 +79,7 @@ RULES = {
     "converters/engine converters/translate",
     "converters/health": "box errors record store store/io store/reading converters/compare converters/engine "
     "converters/look",
-    "converters/look": "box chunks errors record vocabulary layouts/buffers store store/io store/reading "
-    "converters/translate",
+    "converters/look": "errors box record vocabulary layouts/buffers store store/io store/reading converters/translate",
     "converters": "errors columns record vocabulary wording layouts/buffers store store/io store/reading "
     "store/formats "
     "converters/engine converters/look converters/merge converters/target converters/translate",

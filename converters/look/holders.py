@@ -8,14 +8,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...box import Box, Index
-from ...chunks import columns_of
 from ...layouts.buffers.parameters import Parameter, newton_schulz
 from ...record import Boxes, Manifest, StateRecord
 from ...store.reading.dtypes import itemsize
@@ -141,16 +139,17 @@ def newton_schulz_by_rank(contents: Contents, ranks: Sequence[int]) -> dict[int,
     amounts = [_newton_schulz(tensor.shape, tensor.dtype, tensor.boxes) for tensor in matrices]
     if not matrices or None in amounts:
         return None
-    columns = columns_of(tensor.chunks for tensor in matrices)
-    of_files = [0] * len(columns.names)
-    for file, amount in zip(columns.file.tolist(), chain.from_iterable(filter(None, amounts)), strict=True):
-        of_files[file] += amount  # more than 64 bits hold, for many large matrices
+    of_files: defaultdict[str, int] = defaultdict(int)
+    for tensor, of_chunks in zip(matrices, amounts, strict=True):
+        chunks, columns = tensor.chunks, tensor.chunks.columns
+        for file, own in zip(columns.file[chunks.start : chunks.stop].tolist(), of_chunks or (), strict=True):
+            of_files[columns.names[file]] += own
     work = dict.fromkeys(ranks, 0)
-    for file in np.unique(columns.file).tolist():
-        rank = rank_in_name(columns.names[file])
+    for name, amount in of_files.items():
+        rank = rank_in_name(name)
         if rank is None:
             return None
-        work[rank] += of_files[file]
+        work[rank] += amount
     return work
 
 
