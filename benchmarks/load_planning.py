@@ -1,7 +1,5 @@
 """What loading many small tensors costs the ranks: muonckpt against plain DCP, from the same checkpoint.
 
-    load_planning.py [--quick] [TENSORSxRANKS ...]
-
 Ranks are threads (`rank_threads`); times are those of a rank's thread on the processor for the whole load, from opening
 the checkpoint to the last element; of another rank, the mean of all but the coordinator.  Bytes exchanged are those
 that the coordinator gets and sends, pickled; files opened, reads and bytes read are those of all ranks, divided by
@@ -24,14 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from machine import describe
-from rank_threads import Traffic, in_threads, shards
+from rank_threads import Traffic, asked, in_threads, shards
 
 import muonckpt
 
-QUICK = "--quick" in sys.argv
-GIVEN = [tuple(map(int, given.split("x"))) for given in sys.argv[1:] if not given.startswith("-")]
-SIZES = GIVEN or ([(100, 8)] if QUICK else [(500, 8), (2000, 8), (8000, 8), (500, 32), (2000, 32), (500, 64)])
-ROUNDS = 1 if QUICK else 2
 PROGRAMS = ("dcp", "stock", "own")
 """Plain DCP; muonckpt, of a checkpoint of plain DCP; muonckpt, of a checkpoint of muonckpt."""
 
@@ -51,16 +45,18 @@ def system_reads() -> tuple[int, int]:
     return int(counts["syscr"]), int(counts["rchar"])
 
 
-def measure(tensors: int, ranks: int) -> tuple[dict[str, list[dict[int, float]]], dict[str, tuple[float, ...]]]:
+def measure(
+    tensors: int, ranks: int, rounds: int
+) -> tuple[dict[str, list[dict[int, float]]], dict[str, tuple[float, ...]]]:
     """Of each program in each round, the seconds of each rank; and opened files, reads, KB read, KB exchanged."""
-    found: dict[str, list[dict[int, float]]] = {who: [{} for _ in range(ROUNDS + 1)] for who in PROGRAMS}
+    found: dict[str, list[dict[int, float]]] = {who: [{} for _ in range(rounds + 1)] for who in PROGRAMS}
     counts: dict[str, tuple[float, ...]] = {}
 
     def loader(rank: int, folder: Path, traffic: Traffic) -> None:
         dcp.save(held := shards(rank, ranks, tensors, 0), checkpoint_id=folder / "stock")
         muonckpt.save(held, folder / "own")
-        for number in range(ROUNDS + 2):
-            counting = number == ROUNDS + 1
+        for number in range(rounds + 2):
+            counting = number == rounds + 1
             for who in PROGRAMS if number % 2 else reversed(PROGRAMS):
                 into = {key: torch.zeros_like(tensor) for key, tensor in held.items()}
                 place = folder / ("own" if who == "own" else "stock")
@@ -93,18 +89,19 @@ def measure(tensors: int, ranks: int) -> tuple[dict[str, list[dict[int, float]]]
 
 
 def main() -> None:
+    sizes, count = asked(__doc__)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     gc.disable()
     sys.addaudithook(count_opening)
-    print(f"{describe()}; {ROUNDS} alternating round{'s' * (ROUNDS > 1)}; DCP / muonckpt of the same / of its own\n")
+    print(f"{describe()}; {count} alternating round{'s' * (count > 1)}; DCP / muonckpt of the same / of its own\n")
     print(
         "| tensors | ranks | coordinator, ms | to DCP | another rank, ms | to DCP | files opened by a rank | reads of "
         "a rank | KB read by a rank | KB exchanged |"
     )
     print("|---" * 10 + "|")
-    for tensors, ranks in SIZES:
-        rounds, counts = measure(tensors, ranks)
+    for tensors, ranks in sizes:
+        rounds, counts = measure(tensors, ranks, count)
         gc.collect()
         cells = [str(tensors), str(ranks)]
         for mine in (True, False):

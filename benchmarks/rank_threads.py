@@ -6,6 +6,7 @@ and their work do not count.
 
 from __future__ import annotations
 
+import argparse
 import os
 import pickle
 import tempfile
@@ -23,6 +24,19 @@ from torch.testing._internal.distributed.multi_threaded_pg import _install_threa
 
 _lock = threading.Lock()
 _mine = threading.local()
+
+
+SIZES = ("500x8", "2000x8", "8000x8", "500x32", "2000x32", "500x64")
+
+
+def asked(doc: str | None) -> tuple[list[tuple[int, int]], int]:
+    """Numbers of tensors and of ranks, and the number of rounds, from the command line."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sizes", nargs="*", default=SIZES, metavar="TENSORSxRANKS")
+    parser.add_argument("--rounds", type=int, default=2, help="alternating ones, after one that warms up")
+    chosen = parser.parse_args()
+    sizes = [size.split("x") for size in chosen.sizes]
+    return [(int(tensors), int(ranks)) for tensors, ranks in sizes], chosen.rounds
 
 
 class Traffic:

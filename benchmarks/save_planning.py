@@ -1,7 +1,5 @@
 """What planning and describing a save costs the ranks: muonckpt against plain DCP, with many small tensors.
 
-    save_planning.py [--quick] [TENSORSxRANKS ...]
-
 Ranks are threads (`rank_threads`); times are those of a rank's thread on the processor.  Planning is all before the
 first file is written, the whole is the save without writing; of another rank, the mean of all but the coordinator.
 Bytes are those that the coordinator gets and sends, pickled.  Every rank has a shard of every tensor.  Every save is of
@@ -13,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import sys
 import threading
 import time
 import warnings
@@ -24,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from machine import describe
-from rank_threads import Traffic, in_threads, shards
+from rank_threads import Traffic, asked, in_threads, shards
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from muonckpt.checkpoint import joint_save
@@ -32,10 +29,6 @@ from muonckpt.checkpoint.dcp_writer import SaveProgress
 from muonckpt.checkpoint.joint_save import AgreedPlans, JointSave
 from muonckpt.store.io.location import location
 
-QUICK = "--quick" in sys.argv
-GIVEN = [tuple(map(int, given.split("x"))) for given in sys.argv[1:] if not given.startswith("-")]
-SIZES = GIVEN or ([(100, 8)] if QUICK else [(500, 8), (2000, 8), (8000, 8), (500, 32), (2000, 32), (500, 64)])
-ROUNDS = 1 if QUICK else 2
 PROGRAMS = ("dcp", "anew", "later")
 """Plain DCP; muonckpt when it plans anew, and when the ranks have agreed on a plan before."""
 
@@ -64,14 +57,14 @@ class MarkedWriter(dcp.FileSystemWriter):
 joint_save.write_items = mark(joint_save.write_items)
 
 
-def measure(tensors: int, ranks: int) -> tuple[dict[str, list[dict[int, Seconds]]], dict[str, int]]:
+def measure(tensors: int, ranks: int, rounds: int) -> tuple[dict[str, list[dict[int, Seconds]]], dict[str, int]]:
     """Of each program in each round, the seconds of each rank; and the bytes of one save."""
-    found: dict[str, list[dict[int, Seconds]]] = {who: [{} for _ in range(ROUNDS + 1)] for who in PROGRAMS}
+    found: dict[str, list[dict[int, Seconds]]] = {who: [{} for _ in range(rounds + 1)] for who in PROGRAMS}
 
     def saver(rank: int, folder: Path, traffic: Traffic) -> None:
         plans = AgreedPlans()
-        for number in range(ROUNDS + 2):
-            counting = number == ROUNDS + 1
+        for number in range(rounds + 2):
+            counting = number == rounds + 1
             for who in PROGRAMS if number % 2 else reversed(PROGRAMS):
                 held, place = shards(rank, ranks, tensors, number), folder / f"{who}-{number}"
                 dist.barrier()
@@ -93,17 +86,18 @@ def measure(tensors: int, ranks: int) -> tuple[dict[str, list[dict[int, Seconds]
 
 
 def main() -> None:
+    sizes, count = asked(__doc__)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     gc.disable()
-    print(f"{describe()}; {ROUNDS} alternating round{'s' * (ROUNDS > 1)}; DCP / planned anew / later saves\n")
+    print(f"{describe()}; {count} alternating round{'s' * (count > 1)}; DCP / planned anew / later saves\n")
     print(
         "| tensors | ranks | coordinator, planning ms | to DCP | coordinator, whole ms | to DCP | another rank, whole "
         "ms | KB exchanged |"
     )
     print("|---" * 8 + "|")
-    for tensors, ranks in SIZES:
-        rounds, sent = measure(tensors, ranks)
+    for tensors, ranks in sizes:
+        rounds, sent = measure(tensors, ranks, count)
         gc.collect()
         cells, others = [str(tensors), str(ranks)], {}
         for kind in range(2):
