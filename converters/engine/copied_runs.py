@@ -1,6 +1,8 @@
 """Checking chunks of the source by what is read of them to be copied.
 
-So each is read once, and the bytes that are checked are the bytes that are copied.
+So each is read once, and the bytes that are checked are the bytes that are copied.  Where a second thread reads bytes
+once more, for other files, its reading is not checked anew: a file that changes in between is found by the tensor's
+fingerprint, if the source has one.
 
 The CRC-32 of a chunk follows from those of the runs of bytes that tile it, in whatever order and by whichever thread
 they are read.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import pickle
@@ -12,13 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
 from isal import isal_zlib
-from support.golden import golden
 from support.sharded import unmarked
+from support.stored_bytes import assemble, raw
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -29,40 +27,16 @@ from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
 from muonckpt.store.formats import native_writer
 from muonckpt.store.formats.dcp.metadata_writer import metadata_parts
-from muonckpt.store.formats.torch_save import stored_zip
 from muonckpt.store.formats.torch_save import tensor_item as torch_zip
 from muonckpt.store.reading.dtypes import DTYPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 State = dict[str, Any]
-KeyPath = tuple[str | int, ...]
 
 
 def bits(tensor: Tensor) -> bytes:
     return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
-
-
-def raw(path: Path, extent: Extent) -> bytes:
-    with (path / extent.file).open("rb") as stream:
-        stream.seek(extent.offset)
-        return stream.read(extent.length)
-
-
-def assemble(path: Path, tensor: StateRecord) -> bytes:
-    """The whole tensor in row-major order, put together from its payloads, each checked with its CRC-32."""
-    kind = DTYPES[tensor.dtype]
-    whole = np.zeros((*tensor.shape, kind.itemsize), np.uint8)
-    seen = np.zeros(tensor.shape, np.uint8)
-    for chunk in tensor.chunks:
-        assert chunk.payload is not None
-        payload = raw(path, chunk.payload)
-        assert isal_zlib.crc32(payload) == chunk.crc32
-        window = tuple(map(slice, chunk.box.lo, chunk.box.hi))
-        whole[window] = np.frombuffer(payload, np.uint8).reshape(*chunk.box.shape, kind.itemsize)
-        seen[window] += 1
-    assert (seen == 1).all()
-    return whole.tobytes()
 
 
 def example() -> State:
@@ -213,66 +187,6 @@ def test_ambiguous_manifests_are_not_written() -> None:
 
 
 # Golden checkpoints.
-
-
-def safetensors(file: Path) -> dict[str, bytes]:
-    """Name to raw bytes."""
-    data = file.read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:start])
-    header.pop("__metadata__", None)
-    ranges = {name: entry["data_offsets"] for name, entry in header.items()}
-    return {name: data[start + lo : start + hi] for name, (lo, hi) in ranges.items()}
-
-
-def contents(path: Path) -> dict[KeyPath, bytes]:
-    manifest = manifest_of(path)
-    for blob in manifest.blobs:
-        data = raw(path, blob.item)
-        for member in stored_zip.read_members(lambda at, n, data=data: data[at : at + n], len(data)):
-            assert isal_zlib.crc32(data[member.offset : member.offset + member.length]) == member.crc32
-    return {tensor.path: assemble(path, tensor) for tensor in manifest.tensors}
-
-
-@pytest.mark.parametrize("name", ["torch_fsdp4", "torch_hsdp2x2", "dion_fsdp4", "xtuner_fsdp4", "titan_fsdp4"])
-def test_golden_optimizer_states_are_read_exactly(name: str) -> None:
-    actual = contents(golden(name) / "ckpt")
-    truth = safetensors(golden(name) / "truth.safetensors")
-    compared = 0
-    for key, value in truth.items():
-        kind, _, rest = key.partition("/")
-        parameter, _, slot = rest.partition("/")
-        if kind == "param":
-            places: list[KeyPath] = [("model", parameter), (parameter,)]
-        else:
-            places = [("optimizer", "state", parameter, slot), ("optimizer", f"state.{parameter}.{slot}")]
-        stored = [actual[place] for place in places if place in actual]
-        if stored:  # some programs keep small numbers as plain objects
-            assert stored == [value], key
-            compared += 1
-    assert compared >= len(actual) - 4 and compared > 30
-
-
-@pytest.mark.parametrize("name", ["torch_fsdp4", "torch_hsdp2x2", "dion_fsdp4", "xtuner_fsdp4"])
-def test_golden_optimizer_slots_are_recognised(name: str) -> None:
-    manifest = muonckpt.open(golden(name) / "ckpt").outline
-    slots = {(t.name, t.slot) for t in manifest.tensors if t.slot is not None}
-    assert slots == {(t.path[2], t.path[3]) for t in manifest.tensors if t.path[:2] == ("optimizer", "state")}
-    expected = {"torch": "momentum_buffer", "dion_": "momentum", "xtune": "momentum"}[name[:5]]
-    assert ("layers.0.mlp.down.weight", expected) in slots
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("fsdp_dtensor/dp4/iter_0000010", "fsdp_dtensor/dp4tp2ep2/iter_0000010"),
-        *("layer_wise/ws4_padded/torch_dist", "layer_wise/ws4_pingpong/torch_dist"),
-    ],
-)
-def test_golden_megatron_checkpoints_are_read_exactly(name: str) -> None:
-    path = golden("megatron") / name
-    actual = {".".join(map(str, key)): value for key, value in contents(path).items()}
-    assert actual == safetensors(path.parent / "truth.safetensors")
 
 
 # What is refused.
