@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import torch
 from machine import describe
 
-from muonckpt.checkpoint.bits import bits_of
-from muonckpt.checkpoint.device_fingerprint import share_by_torch, share_of, unsigned
+from muonckpt.checkpoint.bits import bits_of, share_by_torch, share_of, unsigned
 from muonckpt.fingerprint import fingerprint
 
 ROUNDS = 7

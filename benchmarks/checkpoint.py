@@ -4,8 +4,8 @@
 
 First 4 ranks save and load what they saved; then 8 ranks load what 4 saved.  Both sides sync their files.  A ratio is
 taken for every pair of neighbouring runs; the table shows medians, with the smallest and largest ratio seen.  Loads are
-warm (the page cache holds what was just written).  "Bytes" are those of items that all ranks read, each rank its own,
-over those that they need.
+warm (the page cache holds what was just written).  "Bytes" are those that read calls of all ranks return in a load, as
+the system counts them, over those that the ranks need.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from machine import describe
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from machine import bytes_read, describe
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import muonckpt
-from muonckpt.store.reading.payloads import Payloads
 
 RANKS, MORE_RANKS = 4, 8
 ROUNDS, LAYERS = (2, 1) if "--quick" in sys.argv else (9, 8)
@@ -103,10 +102,9 @@ def loader(rank: int, folder: str, port: int) -> None:
         for who in alternating(number):
             seconds[who].append(timed(LOADERS[who], blank, Path(folder) / who))
     assert all(torch.equal(blank[name].to_local(), tensor.to_local()) for name, tensor in tensors.items())
-    count = {"dcp": count_slices(), "ours": count_views()}
-    for who, load in LOADERS.items():
-        load(blank, Path(folder) / who)
-    read = torch.tensor([need, count["dcp"](), count["ours"]()])
+    read = torch.tensor(
+        [need, *(bytes_read(partial(load, blank, Path(folder) / who), need) for who, load in LOADERS.items())]
+    )
     dist.all_reduce(read)
     if rank == 0:
         report(f"load {RANKS} -> {MORE_RANKS}", seconds["dcp"], seconds["ours"], 0.80)
@@ -115,41 +113,6 @@ def loader(rank: int, folder: str, port: int) -> None:
             f"\nBytes read / needed, {RANKS} -> {MORE_RANKS}: DCP {theirs / needed:.3f}, muonckpt {ours / needed:.4f}"
         )
     dist.destroy_process_group()
-
-
-def count_slices() -> Callable[[], int]:
-    """Bytes of the slices of files that DCP's reader opens from now on."""
-    lengths: list[int] = []
-    slice_file = FileSystemReader._slice_file
-
-    def counted(self, file, info):
-        lengths.append(info.length)
-        return slice_file(self, file, info)
-
-    FileSystemReader._slice_file = counted
-    return lambda: sum(lengths)
-
-
-def count_views() -> Callable[[], int]:
-    """Bytes of files that our reader looks at from now on, each counted once."""
-    seen: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-    view = Payloads.view
-
-    def counted(self, extent):
-        seen[extent.file].append((extent.offset, extent.end))
-        return view(self, extent)
-
-    Payloads.view = counted
-    return lambda: sum(map(covered, seen.values()))
-
-
-def covered(ranges: Iterable[tuple[int, int]]) -> int:
-    """Length of the union."""
-    at = total = 0
-    for start, stop in sorted(ranges):
-        total += max(stop - max(start, at), 0)
-        at = max(at, stop)
-    return total
 
 
 def start(rank: int, ranks: int, port: int) -> None:

@@ -28,8 +28,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from muonckpt.layouts.buffers.balanced import balanced
-from muonckpt.layouts.buffers.megatron_compact import decoupled_total_order, legacy_pingpong
-from muonckpt.layouts.buffers.megatron_padded import padded_nscost, padded_numel
+from muonckpt.layouts.buffers.megatron import decoupled_total_order, legacy_pingpong, padded_nscost, padded_numel
 from muonckpt.layouts.buffers.parameters import Parameter, newton_schulz, numel
 from muonckpt.optimizer.layer_wise.optimizer import LayerWise
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from machine import describe
+from machine import at_least, describe, system_reads
 from rank_threads import Traffic, asked, in_threads, shards
 
 import muonckpt
@@ -37,12 +37,6 @@ def count_opening(event: str, args: tuple[object, ...]) -> None:
     """Count what is opened by Python; an audit hook."""
     if event == "open" and isinstance(args[0], str | Path):
         opened[Path(args[0]).parent.name] += 1
-
-
-def system_reads() -> tuple[int, int]:
-    """Calls that read, and bytes that they read, of this process so far."""
-    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(counts["syscr"]), int(counts["rchar"])
 
 
 def measure(
@@ -75,7 +69,9 @@ def measure(
                 dist.barrier()
                 if rank == 0 and counting:
                     reads, read = (now - then for now, then in zip(system_reads(), before, strict=True))
-                    counts[who] = opened[place.name] / ranks, reads / ranks, read / 1e3 / ranks
+                    needed = ranks * sum(tensor.to_local().nbytes for tensor in held.values())
+                    files = at_least(ranks, opened[place.name], "files opened")
+                    counts[who] = files / ranks, reads / ranks, at_least(needed, read, "bytes read") / 1e3 / ranks
                 traffic.counted(None)
                 if not counting:
                     found[who][number][rank] = seconds

@@ -23,7 +23,7 @@ from machine import describe
 from muonckpt.box import Box
 from muonckpt.fingerprint import as_hex, fingerprint
 from muonckpt.record import Chunk, Chunks, Extent, Manifest, StateRecord
-from muonckpt.store.formats.native_writer import write_native
+from muonckpt.store.formats.native import write_native
 from muonckpt.store.formats.torch_save.stored_zip import aligned
 from muonckpt.store.formats.torch_save.tensor_item import frame
 from muonckpt.store.io.checksums import crc32

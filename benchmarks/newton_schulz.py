@@ -26,13 +26,12 @@ from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from muonckpt.coefficients import COEFFICIENTS
-from muonckpt.optimizer.cuda_graphs import replayed
-from muonckpt.optimizer.newton_schulz import gram as gram_form
+from muonckpt.optimizer.ground.cuda_graphs import replayed
+from muonckpt.optimizer.ground.places import Places
 from muonckpt.optimizer.newton_schulz.costs import CostTable, measure
-from muonckpt.optimizer.newton_schulz.forms import Choice, Form, prefer_kernels
 from muonckpt.optimizer.newton_schulz.iterations import orthogonalize_all
-from muonckpt.optimizer.newton_schulz.places import Places
-from muonckpt.optimizer.newton_schulz.recipe import Recipe
+from muonckpt.optimizer.newton_schulz.products import Choice, Form, prefer_kernels
+from muonckpt.optimizer.newton_schulz.recipe import Recipe, flops
 
 Method = Callable[[Tensor, Places], Tensor]
 """Of matrices end to end in one memory."""
@@ -256,7 +255,7 @@ def row(
 def show(found: Mapping[str, object]) -> None:
     """One case as lines."""
     shapes, lowest = found["shapes"], found["floor"]
-    gflop = sum(count * gram_form.cost(m, n, STEPS) for count, m, n in shapes) / 1e9  # type: ignore[attr-defined]
+    gflop = sum(count * flops(m, n, STEPS) for count, m, n in shapes) / 1e9  # type: ignore[attr-defined]
     named = " and ".join(f"{count} x {m} x {n}" for count, m, n in shapes)  # type: ignore[attr-defined]
     print(f"\n{named}, {gflop:.3g} GFLOP" + (f", floor {lowest * 1e3:.4g} ms" if lowest else ""))  # type: ignore[operator]
     replays = found["replayed"]

@@ -25,8 +25,7 @@ import numpy as np
 from models import Matrix
 
 from muonckpt.layouts.buffers.buffer_layout import BufferLayout
-from muonckpt.layouts.buffers.megatron_compact import decoupled_total_order
-from muonckpt.layouts.buffers.megatron_padded import padded_nscost
+from muonckpt.layouts.buffers.megatron import decoupled_total_order, padded_nscost
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter
 
 HALF, FULL = 2, 4

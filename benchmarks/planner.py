@@ -5,13 +5,12 @@ Each model runs in a fresh process, so that its peak memory is its own and no ca
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 
-from machine import describe
+from machine import describe, peak_memory
 
 from muonckpt.layouts.mesh import AxisPlacement, Mesh, Shard, mesh_layout
 from muonckpt.plan import make_plan
@@ -94,7 +93,7 @@ def measure(name: str) -> None:
     plans = {key: make_plan(sources[key], target) for key, target in targets.items()}
     planned = time.perf_counter()
     copies = sum(len(plan.copies) for plan in plans.values())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak = peak_memory() / 1024
     print(
         f"| {name} | {len(shapes)} | {copies} | {laid_out - begin:.3f} | {planned - laid_out:.3f} | "
         f"{planned - begin:.3f} | {aim} | {peak:.0f} |",

@@ -25,14 +25,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from muonckpt.forecasting.exchange_bytes import most_wires
 from muonckpt.layouts.tensors import layout_of
-from muonckpt.optimizer.newton_schulz.costs import flops
-from muonckpt.optimizer.planning.collector import paused_collector
-from muonckpt.optimizer.planning.matrices import Fused
-from muonckpt.optimizer.planning.precision import PRECISIONS
+from muonckpt.optimizer.newton_schulz.recipe import flops
+from muonckpt.optimizer.planning.matrices import PRECISIONS, Fused, Slot, Spec
 from muonckpt.optimizer.planning.residence import residence
-from muonckpt.optimizer.planning.routes import NOTE
-from muonckpt.optimizer.planning.schedule import Schedule, Stage, make_schedule
-from muonckpt.optimizer.planning.units import Slot, Spec
+from muonckpt.optimizer.planning.schedule import NOTE, Schedule, Stage, make_schedule, paused_collector
 
 
 @dataclass(frozen=True, slots=True)

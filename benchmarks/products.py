@@ -18,8 +18,8 @@ import torch
 from machine import describe
 from torch import Tensor
 
-from muonckpt.optimizer.cuda_graphs import replayed
-from muonckpt.optimizer.newton_schulz.places import Places, Stack
+from muonckpt.optimizer.ground.cuda_graphs import replayed
+from muonckpt.optimizer.ground.places import Places, Stack
 
 STACKS: tuple[tuple[int, int, int], ...] = (
     (1, 1024, 1024),

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from torch.testing._internal.distributed.multi_threaded_pg import _install_threa
 _lock = threading.Lock()
 _mine = threading.local()
 
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "recv", "reduce", "scatter", "send")
+"""How the names begin of what exchanges something; a barrier exchanges nothing."""
 
 SIZES = ("500x8", "2000x8", "8000x8", "500x32", "2000x32", "500x64")
 
@@ -44,7 +47,8 @@ class Traffic:
 
     def __init__(self) -> None:
         self.bytes: defaultdict[str, int] = defaultdict(int)
-        self._plain = dist.gather_object, dist.scatter_object_list, dist.broadcast_object_list
+        named = {name: getattr(dist, name) for name in dir(dist) if name.startswith(COLLECTIVES)}
+        self._plain = {name: function for name, function in named.items() if type(function) is FunctionType}
 
         def dealt(scatter_object_output_list, scatter_object_input_list=None, **_) -> int:
             return sum(len(pickle.dumps(each)) for each in scatter_object_input_list or ())
@@ -52,13 +56,23 @@ class Traffic:
         def told(object_list, **_) -> int:
             return (dist.get_world_size() - 1) * len(pickle.dumps(object_list[0])) if dist.get_rank() == 0 else 0
 
-        dist.gather_object = self._counting(dist.gather_object, lambda obj, *_, **__: len(pickle.dumps(obj)))
-        dist.scatter_object_list = self._counting(dist.scatter_object_list, dealt)
-        dist.broadcast_object_list = self._counting(dist.broadcast_object_list, told)
+        def shared(object_list, obj, *_, **__) -> int:
+            return len(pickle.dumps(obj)) * (dist.get_world_size() - 1 if dist.get_rank() == 0 else 1)
 
-    def _counting(self, function: Callable, sizes: Callable[..., int]) -> Callable:
+        sizes = {
+            "all_gather_object": shared,
+            "gather_object": lambda obj, *_, **__: len(pickle.dumps(obj)),
+            "scatter_object_list": dealt,
+            "broadcast_object_list": told,
+        }
+        for name, function in self._plain.items():
+            setattr(dist, name, self._counting(function, sizes.get(name)))
+
+    def _counting(self, function: Callable, sizes: Callable[..., int] | None) -> Callable:
         def call(*args, **kwargs):
             if who := getattr(_mine, "counted_as", None):
+                if sizes is None:
+                    raise RuntimeError(f"{function.__name__} is not counted: say here what it sends")
                 with _lock:
                     self.bytes[who] += sizes(*args, **kwargs)
             return function(*args, **kwargs)
@@ -70,7 +84,8 @@ class Traffic:
         _mine.counted_as = who
 
     def end(self) -> None:
-        dist.gather_object, dist.scatter_object_list, dist.broadcast_object_list = self._plain
+        for name, function in self._plain.items():
+            setattr(dist, name, function)
 
 
 def shards(rank: int, ranks: int, tensors: int, step: int) -> dict[str, DTensor]:

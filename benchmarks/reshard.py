@@ -29,7 +29,7 @@ from machine import describe
 
 import muonckpt
 from muonckpt.converters.engine.job import Job, make_job
-from muonckpt.converters.target.formats import container_of
+from muonckpt.converters.target.container import container_of
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.request import unchanged
 
@@ -104,6 +104,8 @@ def command(*arguments: object) -> Run:
     wall, after = time.perf_counter() - begin, os.times()
     if code:
         raise SystemExit(f"{' '.join(map(str, arguments))} failed with {code}")
+    if not most:
+        raise SystemExit(f"{' '.join(map(str, arguments))} ended before its memory could be looked at")
     busy = after.children_user + after.children_system - before.children_user - before.children_system
     return Run(wall, busy, most / 1024)
 

@@ -24,9 +24,10 @@ from machine import describe
 from rank_threads import Traffic, asked, in_threads, shards
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from muonckpt.checkpoint import joint_save
-from muonckpt.checkpoint.dcp_writer import SaveProgress
-from muonckpt.checkpoint.joint_save import AgreedPlans, JointSave
+from muonckpt.checkpoint import saving
+from muonckpt.checkpoint.live_state import LiveState
+from muonckpt.checkpoint.rank_file import SaveProgress
+from muonckpt.checkpoint.saving import AgreedPlans, JointSave
 from muonckpt.store.io.location import location
 
 PROGRAMS = ("dcp", "anew", "later")
@@ -54,7 +55,7 @@ class MarkedWriter(dcp.FileSystemWriter):
     write_data = mark(dcp.FileSystemWriter.write_data)
 
 
-joint_save.write_items = mark(joint_save.write_items)
+saving.write_items = mark(saving.write_items)
 
 
 def measure(tensors: int, ranks: int, rounds: int) -> tuple[dict[str, list[dict[int, Seconds]]], dict[str, int]]:
@@ -74,7 +75,9 @@ def measure(tensors: int, ranks: int, rounds: int) -> tuple[dict[str, list[dict[
                     dcp.save(held, storage_writer=MarkedWriter(place, sync_files=False), planner=DefaultSavePlanner())
                 else:
                     kept = plans if who == "later" else AgreedPlans()
-                    JointSave(location(place, ValueError), {}, None, kept, SaveProgress()).run(lambda held=held: held)
+                    JointSave(location(place, ValueError), {}, None, kept, SaveProgress()).run(
+                        lambda held=held: LiveState.of(held, "to save")
+                    )
                 whole = time.thread_time() - begin - marks.writing
                 traffic.counted(None)
                 if not counting:

@@ -30,7 +30,7 @@ class CheckpointType(click.ParamType):  # type: ignore[type-arg]  # generic in n
     def shell_complete(
         self, context: click.Context, param: click.Parameter, incomplete: str
     ) -> list[click.shell_completion.CompletionItem]:
-        """The shell completes paths itself."""
+        """Leave paths to the shell."""
         return [click.shell_completion.CompletionItem(incomplete, type="file")]
 
 
@@ -45,8 +45,7 @@ class RulesType(click.ParamType):  # type: ignore[type-arg]
     def shell_complete(
         self, context: click.Context, param: click.Parameter, incomplete: str
     ) -> list[click.shell_completion.CompletionItem]:
-        """The names of tables, or else paths."""
-        from ..converters.translate.tables import READY_MADE  # not needed to parse
+        from ..converters.translate.names import READY_MADE  # not needed to parse
 
         tables = (f"{prefix}{table}" for prefix in ("", "inverse:") for table in READY_MADE)
         named = [click.shell_completion.CompletionItem(table) for table in tables if table.startswith(incomplete)]
@@ -56,13 +55,12 @@ class RulesType(click.ParamType):  # type: ignore[type-arg]
 CHECKPOINT = CheckpointType()
 
 LEAST_MEMORY = 64_000
-"""Bytes below which buffers would hold single rows, and a run take for ever."""
+"""Bytes below which buffers would hold single rows."""
 
 JOBS = click.IntRange(1, 1024)
 
 _UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _MAX_SIZE_DIGITS = 6
-"""A mesh axis has fewer than a million ranks."""
 
 
 class ByteCountType(click.ParamType):  # type: ignore[type-arg]  # generic in new releases of click only
@@ -108,7 +106,7 @@ class MeshType(click.ParamType):  # type: ignore[type-arg]
 
 
 class ShardRuleType(click.ParamType):  # type: ignore[type-arg]
-    """A pattern for keys, and which axes cut which dims of matching tensors: '*experts*=ep:0,dp:1'; none: '*='."""
+    """Which axes cut which dims of tensors that match: '*experts*=ep:0,dp:1'; none: '*='."""
 
     name = "glob=axis:dim,..."
 
@@ -127,7 +125,7 @@ class ShardRuleType(click.ParamType):  # type: ignore[type-arg]
 def first_cuts(
     _: click.Context, __: click.Parameter, rules: Sequence[tuple[str, tuple[AxisCut, ...]]]
 ) -> Mapping[str, tuple[AxisCut, ...]]:
-    """Rules by pattern, in the order in which they were given; of equal patterns the first counts."""
+    """Return rules by pattern, in their order; of equal patterns the first counts."""
     cuts: dict[str, tuple[AxisCut, ...]] = {}
     for pattern, axes in rules:
         cuts.setdefault(pattern, axes)
@@ -135,7 +133,7 @@ def first_cuts(
 
 
 class WordType(click.Choice):  # type: ignore[type-arg]
-    """One of some words; another is answered with those that come close."""
+    """One of some words; another one is answered with those that come close."""
 
     def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> str:
         words = list(map(str, self.choices))
@@ -143,3 +141,13 @@ class WordType(click.Choice):  # type: ignore[type-arg]
             close = did_you_mean(str(value), words)
             self.fail(f"{value!r} is not one of {', '.join(map(repr, words))}{close}", param, context)
         return str(value)
+
+
+class ProgramType(WordType):
+    """A program, built in (those among the choices) or of a plug-in."""
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> str:
+        from ..converters.programs.registry import DIALECTS, with_plugins  # not needed to parse others
+
+        plugins = with_plugins().keys() - DIALECTS.keys() if str(value) not in DIALECTS else ()
+        return str(value) if str(value) in plugins else super().convert(value, param, context)

@@ -7,8 +7,7 @@ from typing import Any
 import click
 
 from ..converters.rewrite import convert
-from .rewriting import rewrite
-from .shared_options import SHARED_OPTIONS, SOURCE_AND_DESTINATION, RewriteCommand
+from .rewriting import SHARED_OPTIONS, SOURCE_AND_DESTINATION, RewriteCommand, rewrite
 
 
 @click.command("convert", cls=RewriteCommand)

@@ -9,16 +9,15 @@ from typing import Any
 import click
 
 from ..converters.compare.diff import DIFF_MEMORY, Difference, diff
-from ..converters.compare.pair import TensorDifference
-from ..converters.translate.dialects import DIALECTS
+from ..converters.compare.elements import TensorDifference
+from ..converters.programs.registry import DIALECTS
 from ..errors import TargetError
 from ..store.io.location import Location
 from ..wording import counted, size
-from .argument_types import CHECKPOINT, JOBS, LEAST_MEMORY, ByteCountType, WordType
-from .printing import print_duration, print_json, print_section, printable, progress, some_of
+from .argument_types import CHECKPOINT, JOBS, LEAST_MEMORY, ByteCountType, ProgramType
+from .printing import print_duration, print_json, print_line, print_section, progress, some_of
 
 _MOST_ROWS = 20
-"""The most tensors that are listed unless all are asked for."""
 
 _WRITABLE = [dialect.name for dialect in DIALECTS.values() if dialect.writable]
 
@@ -31,9 +30,10 @@ _WRITABLE = [dialect.name for dialect in DIALECTS.values() if dialect.writable]
 @click.option("--all", "every", is_flag=True, help="List every tensor that changed.")
 @click.option("--rtol", type=click.FloatRange(0), metavar="NUMBER", help="Take as equal: |a-b| <= RTOL max(|a|, |b|).")
 @click.option("--atol", type=click.FloatRange(0), metavar="NUMBER", help="The same with an absolute bound.")
-@click.option("--to", "to_dialect", type=WordType(_WRITABLE), metavar="PROGRAM", help="Compare as it has them.")
-@click.option("--from-a", type=WordType(list(DIALECTS)), metavar="PROGRAM", help="Program that wrote A, if unclear.")
-@click.option("--from-b", type=WordType(list(DIALECTS)), metavar="PROGRAM", help="Program that wrote B, if unclear.")
+@click.option("--to", "to_dialect", type=ProgramType(_WRITABLE), metavar="PROGRAM", help="Compare as it has them.")
+@click.option("--from-a", type=ProgramType(list(DIALECTS)), metavar="PROGRAM", help="Program that wrote A, if unclear.")
+@click.option("--from-b", type=ProgramType(list(DIALECTS)), metavar="PROGRAM", help="Program that wrote B, if unclear.")
+@click.option("--read", is_flag=True, help="Read both whole, and check everything against what was recorded.")
 @click.option(
     "--memory", type=ByteCountType(LEAST_MEMORY), default=f"{DIFF_MEMORY >> 20}MiB", show_default=True, help="Memory."
 )
@@ -44,7 +44,8 @@ def command(
 ) -> int:
     """Say what differs between the checkpoints A and B, of any formats and meshes; exit with 1 if anything does.
 
-    Where both have fingerprints, tensors that are equal are not read.
+    Every file's presence and size are looked at; a fault exits with 3.  Where both have fingerprints, tensors that are
+    equal are not read without --read, so flipped bytes are not found.
 
     \b
     muonckpt diff run/step-00001000 run/step-00001100 '*momentum*'
@@ -63,7 +64,7 @@ def command(
     if not summary:
         _print_details(found, every)
     for line in _summary(found):
-        click.echo(printable(line))
+        print_line(line)
     print_duration()
     return int(found.differs)
 
@@ -74,18 +75,18 @@ def _print_details(found: Difference, every: bool) -> None:
     headers = ("tensor", "changed", "max abs", "max rel", "cosine", "norm A", "norm B", "RMS change")
     print_section(headers, [_row(tensor) for tensor in (changed if every else changed[:_MOST_ROWS])])
     if len(changed) > _MOST_ROWS and not every:
-        click.echo(f"and {len(changed) - _MOST_ROWS} more that changed less (--all)")
+        print_line(f"and {len(changed) - _MOST_ROWS} more that changed less (--all)")
     print_section(("item", "A", "B"), [(item.key, *_both(item.a, item.b)) for item in found.items])
     for name, keys in (("A", found.only_a), ("B", found.only_b)):
         print_section((f"only in {name}",), [(key,) for key in (keys if every else keys[:_MOST_ROWS])])
         if len(keys) > _MOST_ROWS and not every:
-            click.echo(f"and {len(keys) - _MOST_ROWS} more (--all)")
+            print_line(f"and {len(keys) - _MOST_ROWS} more (--all)")
     if changed or found.items or found.only_a or found.only_b:
-        click.echo()
+        print_line()
 
 
 def _change(tensor: TensorDifference) -> float:
-    """The norm of the change in terms of the norms; what has no numbers comes first."""
+    """Return the norm of the change, divided by the norms; what has no numbers comes first."""
     if tensor.statistics is None:
         return float("inf")
     largest = max(tensor.statistics.norm_a, tensor.statistics.norm_b)
@@ -109,7 +110,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _both(a: object, b: object) -> tuple[str, str]:
-    """Two values in short; of lists, what only one of them has."""
+    """Return two values in short; of lists, what only one of them has."""
     if isinstance(a, list) and isinstance(b, list):
         only = [value for value in a if value not in b], [value for value in b if value not in a]
         return (f"also {_short(only[0])}", f"also {_short(only[1])}") if any(only) else ("the same", "in another order")
@@ -147,4 +148,13 @@ def _summary(found: Difference) -> Iterator[str]:
             f"look at: {counted(len(found.unmoved), 'tensor')} of weights and state identical although the steps "
             f"differ ({steps}): stale, frozen or without gradients: {some_of(found.unmoved)}"
         )
-    yield f"{found.a} and {found.b}: {'different' if found.differs else 'the same'}"
+    yield f"{found.a} and {found.b}: {_verdict(found)}"
+
+
+def _verdict(found: Difference) -> str:
+    """Say what is known: equal records say what was written, not what the files hold now."""
+    if found.differs or not found.unread:
+        return "different" if found.differs else "the same"
+    if not found.read:
+        return "the same as recorded; nothing was read"
+    return f"the same; of that {found.unread} tensors and items as recorded, which were not read"

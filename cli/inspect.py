@@ -5,26 +5,31 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
 
-from ..converters.inspection import Inspection, inspection_of
-from ..converters.look.group_code import groups_as_code, groups_as_data
-from ..converters.look.holders import cut_in_words
-from ..converters.look.hyper_parameters import plain_items
-from ..converters.overview import overview
+from ..converters.look.contents import groups_as_code, groups_as_data, plain_items
+from ..converters.look.holders import Branch, StoredShard, cut_in_words
+from ..converters.look.inspection import Inspection, inspection_of, overview
 from ..errors import TargetError
 from ..record import StateRecord
 from ..store.io.location import Location
 from ..store.open_checkpoint import OpenCheckpoint, open
 from ..store.reading.dtypes import itemsize
-from ..wording import size
-from . import buffer_tables
+from ..wording import counted, size
 from .argument_types import CHECKPOINT, WordType
-from .printing import print_duration, print_json, print_labelled, print_section, print_table, printable
-from .shard_pictures import print_rank, print_tensor, print_tree
+from .printing import (
+    print_buffer_parameters,
+    print_buffers,
+    print_duration,
+    print_json,
+    print_labelled,
+    print_line,
+    print_section,
+    print_table,
+)
 
 _VIEWS = ("--tensor", "--rank", "--tree", "--items", "--groups")
 _SORTS: Mapping[str, Callable[[StateRecord], Any]] = {
@@ -106,7 +111,7 @@ def _show_groups(opened: OpenCheckpoint, inspection: Inspection, as_json: bool, 
     groups = groups_as_data(opened.outline, opened.values)
     if not as_json:
         for line in groups_as_code(groups).splitlines():
-            click.echo(printable(line))
+            print_line(line)
     return {"param_groups": groups}
 
 
@@ -138,16 +143,16 @@ def _show_summary(
     print_labelled(overview(inspection))
     roles = ("contents", "slots", "tensors", "elements", "bytes", "dtypes")
     print_section(roles, list(map(_role_row, inspection.roles)))
-    buffer_tables.print_summary(inspection.buffers, ranks)
+    print_buffers(inspection.buffers, ranks)
     if ranks and not inspection.buffers:
         held = inspection.balance["bytes"]
         shares = inspection.bytes_of_ranks() if held else {}
         print_section(("rank", "bytes", "of the mean"), [_share(rank, n, held) for rank, n in shares.items()])
     if tensors or sort:
         if inspection.buffers:
-            from ..converters.buffer_summary import labelled_buffers  # imports all of flat buffers
+            from ..converters.look.buffer_summary import labelled_buffers  # imports all of flat buffers
 
-            buffer_tables.print_parameters(labelled_buffers(inspection.manifest.provenance))
+            print_buffer_parameters(labelled_buffers(inspection.manifest.provenance))
         headers = ("tensor", "shape", "dtype", "convention", "chunks", "fingerprint")
         print_section(headers, list(map(_row, listed)))
     return None
@@ -207,3 +212,62 @@ def _row(tensor: StateRecord) -> tuple[object, ...]:
         len(tensor.chunks),
         tensor.fingerprint or "-",
     )
+
+
+_WIDTH = 24
+
+
+def print_tensor(tensor: StateRecord, shards: Sequence[StoredShard]) -> None:
+    """Print who holds which indices of a tensor, with a bar of each along every dim that is cut."""
+    shape = " x ".join(map(str, tensor.shape)) or "scalar"
+    print_line(f"{tensor.key}: {shape}, {tensor.dtype}, {cut_in_words(tensor)}")
+    shards = [shard for shard in shards if shard.box.numel]
+    dims = range(len(tensor.shape))
+    cut = [dim for dim in dims if any(shard.box.shape[dim] != tensor.shape[dim] for shard in shards)]
+    headers = ("rank", "file", *(_dim(dim, len(dims)) for dim in dims), "bytes", *(_dim(d, len(dims)) for d in cut))
+    rows = [
+        (
+            "-" if shard.rank is None else shard.rank,
+            shard.file,
+            *(f"{lo}:{hi}" for lo, hi in zip(shard.box.lo, shard.box.hi, strict=True)),
+            size(shard.bytes),
+            *(_bar(shard.box.lo[dim], shard.box.hi[dim], tensor.shape[dim]) for dim in cut),
+        )
+        for shard in shards
+    ]
+    print_section(headers, rows)
+
+
+def print_rank(inspection: Inspection, rank: int) -> None:
+    held = inspection.on_rank(rank)
+    total = sum(shard.bytes for shards in held.values() for shard in shards)
+    files = sorted({shard.file for shards in held.values() for shard in shards})
+    print_line(f"rank {rank}: {counted(len(held), 'tensor')}, {size(total)} in {', '.join(files)}")
+    rows = [(key, str(shard.box), size(shard.bytes)) for key, shards in held.items() for shard in shards]
+    print_section(("tensor", "box", "bytes"), rows)
+
+
+def print_tree(branches: Sequence[Branch]) -> None:
+    """Print modules and tensors with their sizes; what is alike is one line, with its count."""
+    rows = list(_branch_rows(branches, 0))
+    print_table(("module", "tensors", "bytes", "shape", "dtype"), rows)
+
+
+def _branch_rows(branches: Sequence[Branch], depth: int) -> Iterator[tuple[object, ...]]:
+    for branch in branches:
+        count = f" ({branch.alike} alike)" if branch.alike > 1 else ""
+        shape = "" if branch.shape is None else " x ".join(map(str, branch.shape)) or "scalar"
+        each = " each" if branch.alike > 1 else ""
+        name = f"{'  ' * depth}{branch.name}{count}"
+        yield name, branch.tensors, f"{size(branch.bytes)}{each}", shape, branch.dtype or ""
+        yield from _branch_rows(branch.branches, depth + 1)
+
+
+def _dim(dim: int, dims: int) -> str:
+    return ("rows", "columns")[dim - dims + 2] if dims >= 2 and dim >= dims - 2 else f"dim {dim}"
+
+
+def _bar(lo: int, hi: int, length: int) -> str:
+    start = lo * _WIDTH // length
+    stop = max(-(-hi * _WIDTH // length), start + 1)
+    return "." * start + "#" * (stop - start) + "." * (_WIDTH - stop)

@@ -1,7 +1,7 @@
 """The entry point: finds the command, and turns errors into one clear paragraph and an exit code.
 
-Exit codes: 0 success; 1 damage or a difference was found; 2 usage; 3 the source is unreadable, corrupt or refused;
-4 the destination or its file system failed; 5 interrupted, and can be resumed; 70 a bug in muonckpt; 130 interrupted,
+Exit codes: 0 success; 1 damage or a difference was found; 2 usage; 3 the source is unreadable, corrupt or refused; 4
+the destination or its file system failed; 5 interrupted, and can be resumed; 70 a bug in muonckpt; 130 interrupted,
 nothing to resume; 141 standard output was closed.  (70 is from BSD's sysexits; shells use 130 and 141.)
 """
 
@@ -17,14 +17,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from io import TextIOWrapper
+from io import StringIO, TextIOWrapper
 from types import FrameType
 
 import click
 
 from ..errors import DestinationError, Interrupted, LayoutError, MuonckptError, SourceError, did_you_mean
 from ..version import VERSION
-from .printing import BEGAN
+from .printing import BEGAN, printable
 
 COMMANDS = {
     "inspect": "Say what is in a checkpoint, who holds it, and what looks sick.",
@@ -40,9 +40,6 @@ COMMANDS = {
 }
 """The commands, each with a line for `--help`, which imports none of them."""
 
-_RENAMED = {"export": "convert"}
-"""Former names of commands, with the present ones, which take the same options."""
-
 _EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (SourceError, 3),
     (LayoutError, 3),
@@ -52,12 +49,12 @@ _EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
 )
 
 _LONGEST = 20_000
-"""Most characters of a message, which may quote what a hostile file contains."""
+"""Most characters of a message, which may quote a hostile file."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _taken: list[int] = []
-"""The signals that have told this process to end."""
+"""Signals that have told this process to end."""
 
 
 class _Commands(click.Group):
@@ -76,9 +73,6 @@ class _Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name in _RENAMED:
-            _complain(f"`{name}` is called `{_RENAMED[name]}` now")
-            name = _RENAMED[name]
         if name not in COMMANDS:
             return None
         command: click.Command = import_module(f".{name}", __package__).command
@@ -87,9 +81,9 @@ class _Commands(click.Group):
     def resolve_command(
         self, context: click.Context, arguments: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that is named; an unknown name is answered with those that come close."""
+        """Find the named command; answer an unknown name with those that come close."""
         name = arguments[0]
-        if name not in COMMANDS and name not in _RENAMED and not name.startswith("-"):
+        if name not in COMMANDS and not name.startswith("-"):
             context.fail(f"no such command {name!r}{did_you_mean(name, [*COMMANDS])}")
         return super().resolve_command(context, arguments)
 
@@ -119,7 +113,8 @@ def run(arguments: Sequence[str]) -> int:
         result = cli.main(args=list(arguments), prog_name="muonckpt", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
-        error.show()
+        error.show(text := StringIO())
+        _print_error(text.getvalue())
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         _complain("interrupted")
@@ -149,16 +144,21 @@ def run(arguments: Sequence[str]) -> int:
 def _complain(text: str) -> None:
     shown = text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
     with suppress(OSError):  # standard error may be closed
-        click.echo(f"muonckpt: {shown}", err=True)
+        _print_error(f"muonckpt: {shown}\n")
+
+
+def _print_error(text: str) -> None:
+    """Print on standard error, without what could control a terminal."""
+    click.echo("\n".join(map(printable, text.split("\n"))), err=True, nl=False)
 
 
 def _discard_output() -> None:
-    """Redirect standard output to nowhere, so that what is still buffered does not fail again at exit."""
+    """Redirect standard output to nowhere, so that buffered text does not fail again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main() -> None:
-    """The console script.  SIGTERM, which schedulers send, is treated as Ctrl-C; a second signal ends the process."""
+    """Run the console script.  SIGTERM, which schedulers send, counts as Ctrl-C; a second signal ends the process."""
     # numpy's BLAS would start a thread for each core when it is imported, and no command uses it.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # our own messages say what failed in torch

@@ -7,11 +7,10 @@ from typing import Any
 
 import click
 
-from ..converters.merging import merge
+from ..converters.merging import Average, merge
 from ..store.io.location import Location
 from .argument_types import CHECKPOINT
-from .rewriting import rewrite
-from .shared_options import LAYOUT_OPTIONS, MERGE_OPTIONS, RewriteCommand, decorated_by
+from .rewriting import LAYOUT_OPTIONS, MERGE_OPTIONS, RewriteCommand, decorated_by, rewrite
 
 
 @click.command("merge", cls=RewriteCommand)
@@ -28,6 +27,9 @@ from .shared_options import LAYOUT_OPTIONS, MERGE_OPTIONS, RewriteCommand, decor
 def command(
     sources: Sequence[Location],
     proportions: str | None,
+    ema: str | None,
+    others_from: str | None,
+    model_only: bool,
     **options: Any,
 ) -> None:
     """Write the average of the checkpoints SOURCE, of any formats and meshes, as DESTINATION.
@@ -40,4 +42,5 @@ def command(
     muonckpt merge run-a run-b both --proportions 3,1 --others-from last --mesh dp=8
     """
     numbers = None if proportions is None else proportions.split(",")
-    rewrite(merge, "merge", sources=sources, proportions=numbers, **options)
+    average = Average(numbers, ema, others_from, model_only)
+    rewrite(merge, "merge", sources=sources, average=average, **options)

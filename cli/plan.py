@@ -12,7 +12,7 @@ import click
 from ..errors import TargetError
 from ..wording import counted, size
 from .argument_types import CHECKPOINT, ByteCountType, MeshType, ShardRuleType, first_cuts
-from .printing import print_duration, print_json, print_table, printable
+from .printing import print_duration, print_json, print_line, print_table
 
 if TYPE_CHECKING:
     from ..converters.target.topology import AxisCut
@@ -76,40 +76,35 @@ def command(
 
 
 def _progress() -> Any:
-    """Lines on standard error, from the first second on."""
+    """Return a function that prints lines on standard error, from the first second on."""
     begin = time.monotonic()
 
     def line(done: int, total: int) -> None:
         if time.monotonic() - begin >= 1 or sys.stderr.isatty():
-            click.echo(f"plan: mesh {done + 1} of {total}", err=True)
+            print_line(f"plan: mesh {done + 1} of {total}", err=True)
 
     return line
 
 
 def _print(found: Prospect) -> None:
-    click.echo(
-        printable(
-            f"{found.source}: {counted(found.parameters, 'parameter')}, {found.elements:,} elements; "
-            f"{found.matrices} by Muon"
-        )
+    print_line(
+        f"{found.source}: {counted(found.parameters, 'parameter')}, {found.elements:,} elements; "
+        f"{found.matrices} by Muon"
     )
-    click.echo()
+    print_line()
     columns = [list(_column(topology)) for topology in found.topologies]
     headers = ("", *(topology.name for topology in found.topologies))
     rows = [(row[0][0], *(value for _, value in row)) for row in zip(*columns, strict=True)]
     print_table(headers, [row for row in rows if set(row[1:]) != {"-"}])
-    click.echo()
+    print_line()
     for topology in found.topologies:
         for rule in topology.unused_rules:
-            click.echo(
-                printable(f"note: {topology.name} has not all axes of the rule {rule}, which does not count there")
-            )
+            print_line(f"note: {topology.name} has not all axes of the rule {rule}, which does not count there")
     if len(found.topologies) > 1:
-        click.echo(f"cheapest: {found.topologies[found.cheapest].name}, {found.why}")
+        print_line(f"cheapest: {found.topologies[found.cheapest].name}, {found.why}")
 
 
 def _column(t: Topology) -> Iterator[tuple[str, str]]:
-    """What one mesh costs, with labels."""
     yield "ranks", str(t.ranks)
     yield "matrices", str(t.matrices)
     yield "stages", str(t.stages)

@@ -1,4 +1,4 @@
-"""Tables and progress: rich on a terminal, plain lines elsewhere."""
+"""Printing: tables, rich on a terminal and plain lines elsewhere, JSON, and progress."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..wording import size
 
+if TYPE_CHECKING:
+    from ..converters.look.buffer_summary import LabelledBuffer
+
+
 BEGAN = "muonckpt.began"
-"""Where a command's context keeps the moment when it began."""
 
 _MOST_NAMES = 8
 _NARROW = 56
-"""Characters of a line of a row that is too wide for the terminal."""
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table.  Off a terminal: aligned columns, nothing wrapped or cut, so that it can be searched."""
+    """Print a table; off a terminal as aligned columns, nothing wrapped or cut, so that it can be searched."""
     cells = [[printable(str(cell)) for cell in row] for row in rows]
     if sys.stdout.isatty():
         from rich.console import Console
@@ -43,62 +45,66 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
         return
     widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
     for line in ([*headers], *cells):
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print_line("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def _print_narrow(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print each row as its first cell, and below it the others with their headers."""
     for first, *others in rows:
-        click.echo(first)
+        print_line(first)
         known = [f"{header} {cell}" for header, cell in zip(headers[1:], others, strict=True) if cell not in ("", "-")]
         line = ""
         for part in known:
             if line and len(line) + len(part) > _NARROW:
-                click.echo(f"    {line.rstrip(', ')}")
+                print_line(f"    {line.rstrip(', ')}")
                 line = ""
             line += f"{part}, "
         if line:
-            click.echo(f"    {line.rstrip(', ')}")
+            print_line(f"    {line.rstrip(', ')}")
 
 
 def print_section(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print an empty line and a table; nothing if it has no rows."""
     if rows:
-        click.echo()
+        print_line()
         print_table(headers, rows)
 
 
 def print_labelled(lines: Iterable[tuple[str, str]]) -> None:
-    """Print lines with a label each; an empty label goes on with the one above."""
+    """Print labelled lines; an empty label goes on with the one above."""
     for label, value in lines:
-        click.echo(printable(f"{label:<13} {value}"))
+        print_line(f"{label:<13} {value}")
+
+
+def print_line(text: str = "", *, err: bool = False) -> None:
+    """Print a line that may have names of files and tensors in it."""
+    click.echo(printable(text), err=err)
 
 
 def printable(text: str) -> str:
-    """Text from a file, with characters that could control a terminal or break a line escaped."""
+    """Escape characters that could control a terminal or break a line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def some_of(names: Sequence[str]) -> str:
-    """The first names of a list, and the number of the others."""
+    """Return the first names of a list, and the number of the others."""
     return ", ".join(names[:_MOST_NAMES]) + f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES)
 
 
 def print_json(result: Any) -> None:
-    """Print the result of a command as JSON; an object also says how many `seconds` the command has taken."""
+    """Print a result as JSON; an object also says how many `seconds` the command has taken."""
     timed = {**result, "seconds": round(_seconds(), 3)} if isinstance(result, Mapping) else result
     click.echo(json.dumps(timed, indent=1, default=str))
 
 
 def print_duration() -> None:
-    """Say how long the command has taken, if that was over a second: beside the result, which stays the same text."""
+    """Say on standard error how long the command has taken, if over a second."""
     if (seconds := _seconds()) >= 1:
         with suppress(OSError):  # a closed standard error must not stop the work
             click.echo(f"took {seconds:.1f} s", err=True)
 
 
 def _seconds() -> float:
-    """Since the command began; 0 for a function that was called otherwise."""
     context = click.get_current_context(silent=True)
     began = None if context is None else context.meta.get(BEGAN)
     return 0.0 if began is None else time.monotonic() - began
@@ -134,3 +140,60 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
                     )
 
     yield advance
+
+
+_FEW_RANKS = 24
+
+_SIZES = ("buffers of", "placed by", "ranks", "buckets", "elements", "padding")
+_HEADERS = (*_SIZES, "busiest by elements", "by Newton-Schulz")
+_RANK_HEADERS = ("rank", "buffers of", "placed by", "elements", "Newton-Schulz", "of the mean")
+_PARAMETER_HEADERS = ("parameter", "buffers of", "placed by", "bucket", "elements", "owner")
+
+
+def print_buffers(summary: Sequence[Mapping[str, Any]], every_rank: bool = False) -> None:
+    """Print a summary of flat buffers, with a line for each rank if there are few or all are asked for."""
+    rank_rows = list(_rank_rows(summary))
+    print_section(_HEADERS, list(_buffer_rows(summary)))
+    print_section(_RANK_HEADERS, rank_rows if every_rank or len(rank_rows) <= _FEW_RANKS else ())
+
+
+def print_buffer_parameters(buffers: Iterable[LabelledBuffer]) -> None:
+    """Print where each parameter of each buffer lies, and which rank owns it."""
+    print_section(_PARAMETER_HEADERS, list(_parameter_rows(buffers)))
+
+
+def _buffer_rows(summary: Iterable[Mapping[str, Any]]) -> Iterator[tuple[object, ...]]:
+    for entry in summary:
+        padding = f"{entry['padding']} ({entry['padding_percent']:g} %, {size(entry['padding_bytes'])})"
+        busiest = (_or_dash(entry["busiest"][measure]) for measure in ("elements", "newton_schulz"))
+        sizes = len(entry["ranks"]), entry["buckets"], entry["elements"]
+        yield entry["of"], _placed_by(entry), *sizes, padding, *busiest
+
+
+def _rank_rows(summary: Iterable[Mapping[str, Any]]) -> Iterator[tuple[object, ...]]:
+    """Yield shares, compared with the mean Newton-Schulz work, or of elements if no rank owns any."""
+    for entry in summary:
+        measure = "elements" if entry["ranks"][0]["newton_schulz"] is None else "newton_schulz"
+        mean = sum(share[measure] for share in entry["ranks"]) / len(entry["ranks"])
+        for share in entry["ranks"]:
+            ratio = f"{share[measure] / mean:.3f}" if mean else "-"
+            cost = _or_dash(share["newton_schulz"])
+            yield share["rank"], entry["of"], _placed_by(entry), share["elements"], cost, ratio
+
+
+def _parameter_rows(buffers: Iterable[LabelledBuffer]) -> Iterator[tuple[object, ...]]:
+    for label, buffer in buffers:
+        layout, owners = buffer.layout, buffer.layout.owners
+        for placed in layout.parameters:
+            owner = owners[placed.name]
+            name, span = placed.name, f"{placed.start}:{placed.stop}"
+            placed_by = f"{layout.algorithm} v{layout.version}"
+            yield name, label, placed_by, placed.bucket, span, "-" if owner is None else buffer.group[owner]
+
+
+def _placed_by(entry: Mapping[str, Any]) -> str:
+    return f"{entry['algorithm']} v{entry['version']}"
+
+
+def _or_dash(value: object) -> object:
+    return "-" if value is None else value

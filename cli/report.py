@@ -8,13 +8,13 @@ from typing import Any, get_args
 
 import click
 
-from ..converters.health.figures import STATS_MEMORY
+from ..converters.compare.stats import STATS_MEMORY
 from ..errors import TargetError
 from ..page.checkpoint_page import StatsChoice, report
 from ..store.io.location import Location
 from ..wording import counted
 from .argument_types import CHECKPOINT, JOBS, LEAST_MEMORY, ByteCountType
-from .printing import print_duration, print_json, printable, progress
+from .printing import print_duration, print_json, print_line, progress
 
 
 @click.command("report")
@@ -63,5 +63,5 @@ def command(
         print_json({"page": str(output), "bytes": written, "findings": page.findings})
         return
     found = counted(page.findings, "finding") if page.findings else "nothing odd"
-    click.echo(printable(f"{output}: {found} in {checkpoint}"))
+    print_line(f"{output}: {found} in {checkpoint}")
     print_duration()

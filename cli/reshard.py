@@ -7,8 +7,7 @@ from typing import Any
 import click
 
 from ..converters.rewrite import reshard
-from .rewriting import rewrite
-from .shared_options import LAYOUT_OPTIONS, SHARED_OPTIONS, SOURCE_AND_DESTINATION, RewriteCommand, decorated_by
+from .rewriting import LAYOUT_OPTIONS, SHARED_OPTIONS, SOURCE_AND_DESTINATION, RewriteCommand, decorated_by, rewrite
 
 
 @click.command("reshard", cls=RewriteCommand)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
+from ..converters.programs.registry import DIALECTS
 from ..converters.target.topology import LAYOUTS
-from ..converters.translate.dialects import DIALECTS
-from ..converters.translate.tables import READY_MADE, ready_made
+from ..converters.translate.names import READY_MADE, ready_made
 from ..errors import TargetError
 from .argument_types import RulesType
 from .printing import print_table

@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
-from ..converters.health.figures import STATS_MEMORY, CheckpointStats, stats
+from ..converters.compare.stats import STATS_MEMORY, CheckpointStats, stats
 from ..errors import TargetError
 from ..store.io.location import Location
 from ..wording import counted
 from .argument_types import CHECKPOINT, JOBS, LEAST_MEMORY, ByteCountType
-from .printing import print_duration, print_json, print_section, print_table, printable, progress
+from .printing import print_duration, print_json, print_line, print_section, print_table, progress
 
 
 @click.command("stats")
@@ -56,11 +56,11 @@ def command(
         return
     _print_tensors(found, every)
     _print_updates(found)
-    click.echo()
+    print_line()
     for finding in found.health:
-        click.echo(printable(f"look at: {finding.message}"))
-        click.echo(printable(f"         usually {finding.means}"))
-    click.echo(f"{checkpoint}: {counted(len(found.tensors), 'tensor')} measured, {_odd(len(found.health))}")
+        print_line(f"look at: {finding.message}")
+        print_line(f"         usually {finding.means}")
+    print_line(f"{checkpoint}: {counted(len(found.tensors), 'tensor')} measured, {_odd(len(found.health))}")
     print_duration()
 
 

@@ -10,7 +10,7 @@ from ..store.audit import verify
 from ..store.io.location import Location
 from ..wording import counted, size
 from .argument_types import CHECKPOINT, JOBS
-from .printing import print_duration, print_json, printable, progress
+from .printing import print_duration, print_json, print_line, progress
 
 
 @click.command("verify")
@@ -30,14 +30,15 @@ def command(checkpoint: Location, jobs: int, as_json: bool) -> int:
     with progress("verify") as advance:
         report = verify(checkpoint, jobs=jobs, progress=advance)
     if as_json:
-        print_json({**dataclasses.asdict(report), "verdict": report.verdict})
+        findings = [{"kind": f.kind, "key": f.key, "message": f.message} for f in report.findings]
+        print_json({**dataclasses.asdict(report), "findings": findings, "verdict": report.verdict})
         return 1 if report.findings else 0
     for finding in report.findings:
-        click.echo(printable(f"{finding.kind}: {finding.message}"))
+        print_line(f"{finding.kind}: {finding.message}")
     for note in report.notes:
-        click.echo(printable(f"note: {note}"))
+        print_line(f"note: {note}")
     if report.unchecked:
-        click.echo(
+        print_line(
             f"unchecked: {report.unchecked} of {counted(report.chunks, 'chunk')} without a checksum, "
             "where damage cannot be noticed"
         )
@@ -46,6 +47,6 @@ def command(checkpoint: Location, jobs: int, as_json: bool) -> int:
         f"{counted(report.blobs, 'other item')}, {size(report.payload_bytes)}"
     )
     verdict = counted(len(report.findings), "finding") if report.findings else report.verdict
-    click.echo(f"{checkpoint}: {summary}: {verdict}")
+    print_line(f"{checkpoint}: {summary}: {verdict}")
     print_duration()
     return 1 if report.findings else 0

@@ -12,12 +12,12 @@ import numpy as np
 
 from ..columns import UNKNOWN
 from ..record import Manifest
+from ..store.formats.signs import items_beside
 from ..store.io.location import Location
-from ..store.io.side_file import items_beside
 from ..store.reading.dtypes import itemsize
-from .engine.checklist import Check
 from .engine.job import Job
 from .engine.output_files import OutputFile
+from .engine.outputs import Check
 
 _UNEVEN = 2.0
 """A rank that gets this many times the mean is worth a note …"""
@@ -28,7 +28,7 @@ _MUCH = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class FileReport:
-    """A file of the destination: its name, the number of chunks and items, the bytes of elements, and all bytes."""
+    """A file of the destination: the number of its chunks and items, the bytes of elements, and all bytes."""
 
     file: str
     items: int
@@ -41,21 +41,18 @@ class Report:
     """What was done, or would be done; sizes are in bytes.
 
     Attributes:
-        source, destination: where they are.
-        format: of the destination.
         ranks, mesh, layout: of the destination; None if tensors are written whole.
-        buffers: a summary of the flat buffers that ranks share: sizes, padding, and what each rank holds.
-        files: the files of the destination, without those that only describe the others.
+        buffers: `buffer_summary` of the flat buffers that ranks share.
+        files: those of the destination, without those that only describe others.
         tensors: the number of tensors that are written.
         checked: bytes of the source that are checked against their checksums before they are used.
         read: bytes of elements that are read to be written.
         avoided: bytes that a reader of whole chunks would read in addition.
         written: bytes of all files.
         unchecked: the number of source chunks without a checksum.
-        items_file: the file of non-tensor items, if the format cannot hold them.
-        decoded: the number of items whose values are in that file.
-        undecoded: the keys of items that it only lists, because they are not plain data.
-        left_out: the keys of the source's tensors and items that are not in the destination.
+        items_file: the file of non-tensor items, if the format cannot hold them; ``decoded`` of them have values there,
+            ``undecoded`` ones are only listed, because they are not plain data.
+        left_out: keys of the source's tensors and items that are not in the destination.
         notes: sentences about what was decided.
         checklist: what became of each thing, and what the user must set in code, with the values found.
         compared: the number of tensors whose fingerprints are compared with the source's.
@@ -86,16 +83,15 @@ class Report:
     fingerprints: Mapping[str, str | None] | None = None
 
     def finished(self, manifest: Manifest) -> Report:
-        """The report when everything has been written."""
+        """Return the report when everything has been written."""
         return replace(self, fingerprints={tensor.key: tensor.fingerprint for tensor in manifest.tensors})
 
     def to_json(self) -> dict[str, Any]:
-        """JSON data: the attributes under their names."""
         return asdict(self)
 
 
 def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> Report:
-    """What a job will do; ``notes`` are added before its own."""
+    """Say what a job will do; ``notes`` come before its own."""
     of_ranks = job.container.of_ranks
     balance = tuple(_unbalanced(job)) if of_ranks else ()
     return Report(
@@ -132,7 +128,6 @@ def report_of(job: Job, destination: Location, notes: tuple[str, ...] = ()) -> R
 
 
 def _unchecked(job: Job) -> int:
-    """The number of chunks of the source without a checksum of any kind."""
     tensors, columns = job.manifest.tensors, job.manifest.columns
     bare = (job.manifest.elements > 0) & ~columns.has_digest & (columns.crc32 == UNKNOWN)
     ends = np.cumsum([len(tensor.chunks) for tensor in tensors])
@@ -145,7 +140,7 @@ def _unchecked(job: Job) -> int:
 
 
 def _unbalanced(job: Job) -> Iterator[str]:
-    """A note if some ranks get much more than others, and the largest tensor that has too few parts for all ranks."""
+    """Note if some ranks get much more than others, and the largest tensor that has too few parts for all ranks."""
     ranks, held = job.target.ranks, [file.payload for file in job.files]
     mean, most = sum(held) / ranks, max(held, default=0)
     if most < _MUCH or most < _UNEVEN * mean:
@@ -158,7 +153,6 @@ def _unbalanced(job: Job) -> Iterator[str]:
 
 
 def _with_elements(file: OutputFile) -> Iterator[str]:
-    """The key of the tensor of each chunk that has elements."""
     chunks = file.chunks
     return (output.key for output, plan in zip(chunks.outputs, chunks.plans, strict=True) if plan.box.numel)
 
@@ -166,6 +160,6 @@ def _with_elements(file: OutputFile) -> Iterator[str]:
 def _summary(buffers: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
     if not buffers:
         return ()
-    from .buffer_summary import buffer_summary, labelled_buffers  # not needed for rows
+    from .look.buffer_summary import buffer_summary, labelled_buffers  # not needed for rows
 
     return tuple(buffer_summary(labelled_buffers({"buffers": buffers})))

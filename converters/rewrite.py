@@ -4,37 +4,24 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import update_wrapper
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from ..errors import DestinationError, TargetError
-from ..layouts.buffers.placements import present_name
 from ..store.formats.registry import BUFFERS
-from ..store.formats.signs import NOT_READ, is_torch_dist
+from ..store.formats.signs import NOT_READ, is_torch_dist, items_beside
 from ..store.io.location import Remote, location
-from ..store.io.side_file import items_beside
 from ..store.open_checkpoint import OpenCheckpoint, open
-from ..store.reading.payloads import Progress
-from ..vocabulary import Convention
 from .engine.job import check_destination, make_job
-from .engine.launch import TIMEOUT, joined
-from .engine.run import MEMORY, THREADS
-from .execution import Execution
+from .engine.launch import joined
+from .options import AS_THE_SOURCE_SAYS, IN_ONE_GO, Execution, Translation
+from .programs.dialect import Dialect
 from .report import Report
-from .target.container import Container
-from .target.formats import container_of
+from .target.container import Container, container_of
 from .target.topology import ROWS, AxisCut, ShardRule, Target
-from .translate.conventions import STATE_DTYPES, Overrides, WeightsFrom
 from .translate.detection import momentum_note, with_slots
-from .translate.dialect import Dialect
-from .translate.dialects import DIALECTS
-from .translate.group_template import GroupTemplate
-from .translate.key_forms import placed
-from .translate.names import NameRules
-from .translate.request import Request
-from .translate.tables import load_rules
 
 _ONE_RANK = MappingProxyType({"dp": 1})
 
@@ -48,29 +35,10 @@ def reshard(
     layout: str = ROWS,
     format: str | None = None,
     shard_size: int | None = None,
-    tensors_only: bool = False,
     select: Sequence[str] = (),
-    from_dialect: str | None = None,
     to_dialect: str | None = None,
-    keys: str | None = None,
-    roots: Mapping[str, str] = MappingProxyType({}),
-    rules: str | NameRules | Iterable[str | NameRules] = (),
-    convention: str | None = None,
-    target_convention: str | None = None,
-    mu: float | None = None,
-    step: int | None = None,
-    drop: Collection[str] = (),
-    fill_missing: bool = False,
-    weights: str | None = None,
-    state_dtype: str | None = None,
-    like: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-    memory: int = MEMORY,
-    jobs: int = THREADS,
-    resume: bool = False,
-    verify: bool = False,
-    dry_run: bool = False,
-    timeout: float = TIMEOUT,
-    progress: Progress = lambda count, total: None,
+    translation: Translation = AS_THE_SOURCE_SAYS,
+    execution: Execution = IN_ONE_GO,
 ) -> Report | None:
     """Rewrite a checkpoint for another mesh, layout, format or program, without torch; nothing in it is executed.
 
@@ -87,35 +55,10 @@ def reshard(
         format: the format to write, one of :data:`.formats.FORMATS`.  None means the one that ``to_dialect`` needs, or
             the source's if that is flat buffers or torch_dist, or else dcp.
         shard_size: the most bytes of tensors in a file of safetensors or zarr.
-        tensors_only: leave out items that are not tensors.
         select: shell patterns; tensors and items whose key matches none of them are neither read nor written.
-        from_dialect: the program whose keys the source has; None means that the keys tell.
         to_dialect: the program to write for: its keys, slots, groups and momentum convention.
-        keys: the form of the optimizer's keys, ``"nested"`` or ``"flat"``; None means that of ``to_dialect``.
-        roots: where the target has its model and its optimizer in the state dict, if not where ``to_dialect`` has
-            them: ``{"optimizer": "app.optimizer", "model": "app.model"}``; an empty path is the top.
-        rules: tables of names and structure, applied in order: names of ready-made ones, TOML files, or `NameRules`;
-            ``inverse:`` before a name means the opposite direction.
-        convention: of the source's momentum, if it is not recorded: ``"ema"`` or ``"sum"``.
-        target_convention: the convention to write, if the target's program has none of its own.
-        mu: the momentum coefficient, if the source's groups have none.
-        step: the number of steps taken, if the target stores it and the source does not.
-        drop: slots of optimizer state to leave out.
-        fill_missing: write zeros as the state of parameters in groups that have none, as they never had a gradient.
-        weights: what weights are made of where the source has float32 masters as well: ``"masters"``, or ``"model"``;
-            the other is left out.  None: both are written, which only programs with masters can load.
-        state_dtype: the dtype of momentum and moments, ``"float32"`` or ``"bfloat16"``, each element rounded once;
-            None: the source's.
-        like: the groups of the run that the result is for, as ``Muon.describe()`` returns them, or a file of JSON with
-            that.  The result has these groups, in this order, and takes from them what the source does not say.
-        memory: bytes of all buffers together.
-        jobs: threads that check and write files.
-        resume: continue an interrupted run with the same arguments.
-        verify: read everything back and compare before it is published.
-        dry_run: plan only; nothing is written.
-        timeout: seconds without an answer after which another process counts as lost, which ends all of them, if
-            several processes share the work (under torchrun).
-        progress: receives the bytes done since its last call and the total.
+        translation: names, structure and conventions, where checkpoint and program do not say them.
+        execution: memory, threads, checks, and whether to continue an interrupted run or only to plan.
 
     Returns:
         What was done, or would be.  If several processes share the work: None in all but the coordinator, rank 0.
@@ -128,26 +71,9 @@ def reshard(
         Interrupted: the work can be resumed.
         LaunchError: the environment contradicts itself about the processes, or they do different work.
     """
-    with joined(os.environ, timeout) as workers:
-        request = Request(
-            named_dialect("--from", from_dialect),
-            with_keys(named_dialect("--to", to_dialect), keys, roots),
-            rule_tables(rules),
-            Overrides(
-                as_convention(convention),
-                as_convention(target_convention),
-                mu,
-                step,
-                fill_missing,
-                _weights(weights),
-                _state_dtype(state_dtype),
-            ),
-            frozenset(drop),
-            tensors_only,
-            None if like is None else GroupTemplate.read(like),
-        )
-        shard_rules = tuple(ShardRule(glob, tuple(cuts)) for glob, cuts in shard.items())
-        target = Target(mesh or _ONE_RANK, shard_rules, present_name(layout))
+    with joined(os.environ, execution.timeout) as workers:
+        request = translation.request(to_dialect)
+        target = target_of(mesh or _ONE_RANK, shard, layout)
         place = location(destination, DestinationError)
         with open(source) as opened:
             container = container_of(format or default_format(opened, request.target), shard_size)
@@ -156,7 +82,6 @@ def reshard(
             job = make_job(opened, target, select, request.outputs, container)
             momentum = () if request.translates else momentum_note(with_slots(opened.outline))
             notes = (*_unused(container, mesh), *_unread(opened), *momentum)
-            execution = Execution(memory, jobs, resume, verify, dry_run, progress)
             return execution.run(job, place, notes, workers)
 
 
@@ -182,63 +107,13 @@ def convert(*places: Any, **options: Any) -> Report | None:
     return reshard(*places, **{"mesh": _ONE_RANK, **options})
 
 
-def named_dialect(option: str, name: str | None) -> Dialect | None:
-    """The program of this name; ``option`` is the one that gave it.
+def target_of(mesh: Mapping[str, int], shard: Mapping[str, Sequence[AxisCut]], layout: str) -> Target:
+    """Return the target that these arguments of `reshard` describe.
 
     Raises:
-        TargetError: there is none.
+        TargetError: they contradict each other.
     """
-    if name is None:
-        return None
-    if name not in DIALECTS:
-        raise TargetError(f"{option}: unknown program {name!r}; expected one of {', '.join(DIALECTS)}")
-    return DIALECTS[name]
-
-
-def with_keys(dialect: Dialect | None, form: str | None, roots: Mapping[str, str]) -> Dialect | None:
-    """The target in this form of keys, and under these roots.
-
-    Raises:
-        TargetError: there is no target, or it has no such form.
-    """
-    if form is None and not roots:
-        return dialect
-    if dialect is None:
-        raise TargetError("--keys and --root have no meaning without --to; leave them out, and keys stay as they are")
-    return placed(dialect, form, roots)
-
-
-def as_convention(name: str | None) -> Convention | None:
-    """The momentum convention of this name.
-
-    Raises:
-        TargetError: there is none.
-    """
-    if name is None:
-        return None
-    if name not in set(Convention):
-        raise TargetError(f"unknown momentum convention {name!r}; expected one of {', '.join(Convention)}")
-    return Convention(name)
-
-
-def _weights(name: str | None) -> WeightsFrom | None:
-    if name is None:
-        return None
-    if name not in set(WeightsFrom):
-        raise TargetError(f"--weights {name!r}: expected one of {', '.join(WeightsFrom)}")
-    return WeightsFrom(name)
-
-
-def _state_dtype(name: str | None) -> str | None:
-    if name not in (None, *STATE_DTYPES):
-        raise TargetError(f"--state-dtype {name!r}: expected one of {', '.join(STATE_DTYPES)}")
-    return name
-
-
-def rule_tables(tables: str | NameRules | Iterable[str | NameRules]) -> NameRules:
-    """One table of all these, in order."""
-    sequence = [tables] if isinstance(tables, str | NameRules) else tables
-    return sum((load_rules(table) if isinstance(table, str) else table for table in sequence), NameRules())
+    return Target(mesh, tuple(ShardRule(glob, tuple(cuts)) for glob, cuts in shard.items()), layout)
 
 
 def default_format(source: OpenCheckpoint, target: Dialect | None) -> str:

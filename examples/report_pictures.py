@@ -1,4 +1,4 @@
-"""The pictures of the report in README and docs: a small run that is unwell, shown by a headless Chromium.
+"""The pictures of the report in docs: a small run that is unwell, shown by a headless Chromium.
 
 ``python examples/report_pictures.py`` writes ``docs/pictures/report_*.png``.  It needs selenium
 (``pip install '.[browser]'``) and Debian's chromium and chromium-driver.

@@ -29,15 +29,16 @@ from .version import VERSION as __version__
 
 if TYPE_CHECKING:
     from .checkpoint.async_saving import AsyncSave, async_save
-    from .checkpoint.attestation import Attestation, attest, fingerprints
+    from .checkpoint.attestation import Attestation, Fingerprints, attest, fingerprints
+    from .checkpoint.loading import load
     from .checkpoint.redistribution import Redistribution, redistribute
-    from .checkpoint.save_load import load, save
+    from .checkpoint.saving import save
     from .checkpoint.series import Restored, SavedStep, Series
-    from .checkpoint.tensor_prints import Fingerprints
     from .converters.compare.diff import Difference, diff
-    from .converters.health.figures import CheckpointStats, stats
-    from .converters.inspection import Inspection, inspect
-    from .converters.merging import merge
+    from .converters.compare.stats import CheckpointStats, stats
+    from .converters.look.inspection import Inspection, inspect
+    from .converters.merging import Average, merge
+    from .converters.options import Execution, Translation
     from .converters.report import Report
     from .converters.rewrite import convert, reshard
     from .forecasting.prospects import Prospect, forecast
@@ -52,11 +53,13 @@ __all__ = [
     "AttestError",
     "Attestation",
     "AuditReport",
+    "Average",
     "BoxedTensor",
     "CheckpointStats",
     "DamageError",
     "DestinationError",
     "Difference",
+    "Execution",
     "Fingerprints",
     "Inspection",
     "Interrupted",
@@ -73,6 +76,7 @@ __all__ = [
     "Series",
     "SourceError",
     "TargetError",
+    "Translation",
     "__version__",
     "async_save",
     "attest",
@@ -96,11 +100,13 @@ _HOMES = {
     "AsyncSave": ".checkpoint.async_saving",
     "Attestation": ".checkpoint.attestation",
     "AuditReport": ".store.audit",
+    "Average": ".converters.merging",
     "BoxedTensor": ".layouts.boxed_tensor",
-    "CheckpointStats": ".converters.health.figures",
+    "CheckpointStats": ".converters.compare.stats",
     "Difference": ".converters.compare.diff",
-    "Fingerprints": ".checkpoint.tensor_prints",
-    "Inspection": ".converters.inspection",
+    "Execution": ".converters.options",
+    "Fingerprints": ".checkpoint.attestation",
+    "Inspection": ".converters.look.inspection",
     "OpenCheckpoint": ".store.open_checkpoint",
     "Page": ".page.checkpoint_page",
     "Prospect": ".forecasting.prospects",
@@ -109,21 +115,22 @@ _HOMES = {
     "Restored": ".checkpoint.series",
     "SavedStep": ".checkpoint.series",
     "Series": ".checkpoint.series",
+    "Translation": ".converters.options",
     "async_save": ".checkpoint.async_saving",
     "attest": ".checkpoint.attestation",
     "convert": ".converters.rewrite",
     "diff": ".converters.compare.diff",
     "fingerprints": ".checkpoint.attestation",
     "forecast": ".forecasting.prospects",
-    "inspect": ".converters.inspection",
-    "load": ".checkpoint.save_load",
+    "inspect": ".converters.look.inspection",
+    "load": ".checkpoint.loading",
     "merge": ".converters.merging",
     "open": ".store.open_checkpoint",
     "redistribute": ".checkpoint.redistribution",
     "report": ".page.checkpoint_page",
     "reshard": ".converters.rewrite",
-    "save": ".checkpoint.save_load",
-    "stats": ".converters.health.figures",
+    "save": ".checkpoint.saving",
+    "stats": ".converters.compare.stats",
     "verify": ".store.audit",
 }
 

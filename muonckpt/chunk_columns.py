@@ -1,4 +1,4 @@
-"""The chunks of tensors in a manifest of version 2: a list for each column, and boxes once for all tensors."""
+"""The chunks of tensors as a manifest has them: a list for each column, and boxes once for all tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .box import MOST_ELEMENTS
-from .chunk_fields import Geometries
 from .chunks import Boxes, Chunks, columns_of
 from .columns import UNKNOWN, Column, Columns, ColumnsBuilder, check_name
-from .errors import DamageError
+from .errors import DamageError, LayoutError
 
 _NUMBERS = ("file", "item", "item_length", "payload", "payload_length", "crc32")
 """The columns of integers, as `Columns` calls them."""
@@ -50,7 +49,6 @@ class ColumnReader:
         self._names = tuple(names)
         self._builder = ColumnsBuilder()
         self._listed = boxes
-        self._known = Geometries()
         self._geometries: dict[tuple[int, int], Boxes] = {}
         self._places: list[tuple[int, Boxes]] = []
         self._rows = 0
@@ -103,7 +101,7 @@ class ColumnReader:
             los, his = itemgetter("lo", "hi")(self._listed[number])
             if type(los) is not list or type(his) is not list or len(los) != len(his):
                 raise TypeError(f"expected as many corners lo as hi, got {self._listed[number]!r:.200}")
-            known = self._geometries[number, ndim] = self._known.boxes(los, his, ndim)
+            known = self._geometries[number, ndim] = _boxes(los, his, ndim)
         return known
 
     def _flush(self) -> None:
@@ -122,6 +120,24 @@ class ColumnReader:
         )
         self._builder.add(block, 0, len(block))
         self._begin()
+
+
+def _boxes(los: list[Any], his: list[Any], ndim: int) -> Boxes:
+    """Return the boxes with these corners, which are JSON data."""
+    if set(map(type, [*los, *his])) - {list} or {*map(len, [*los, *his])} - {ndim}:
+        raise DamageError(
+            f"damaged manifest: expected boxes of {ndim} dims, found {los[:8]!r:.200} to {his[:8]!r:.200}"
+        )
+    numbers = [*chain.from_iterable(los), *chain.from_iterable(his)]
+    if set(map(type, numbers)) - {int} or min(numbers, default=0) < 0:  # a bool is not an integer
+        wrong = next(number for number in numbers if type(number) is not int or number < 0)
+        raise TypeError(f"expected an integer >= 0, got {wrong!r:.200}")
+    if max(numbers, default=0) > MOST_ELEMENTS:
+        raise DamageError(f"damaged manifest: expected sizes and offsets up to {MOST_ELEMENTS}, found {max(numbers)}")
+    try:
+        return Boxes.of(*np.array(numbers, np.int64).reshape(2, len(los), ndim))
+    except LayoutError as error:
+        raise DamageError(f"damaged manifest: {error}") from error
 
 
 def _numbers(name: str, listed: list[Any]) -> Column:

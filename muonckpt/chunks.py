@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 from typing import Any, overload
 
 import numpy as np
@@ -181,6 +180,19 @@ class Chunks(Sequence[Chunk]):
         return self.columns.rows(self.start, self.stop)
 
     @property
+    def place(self) -> tuple[int, int]:
+        """What tells the chunks of one tensor, if it has any, from those of all others in this process."""
+        return id(self.columns), self.start
+
+    def payload(self, number: int) -> Extent | None:
+        """Return the extent of the elements of one chunk; None while it has not been opened."""
+        row, columns = self.start + number, self.columns
+        if columns.payload[row] == UNKNOWN:
+            return None
+        name = columns.names[columns.file[row]]
+        return Extent(name, int(columns.payload[row]), int(columns.payload_length[row]))
+
+    @property
     def items(self) -> tuple[list[str], list[int], list[int]]:
         """The items of the chunks: their files, and their offsets and lengths in bytes."""
         span, columns = slice(self.start, self.stop), self.columns
@@ -261,13 +273,6 @@ def no_chunks(ndim: int) -> Chunks:
     return Chunks.of((), ndim)
 
 
-def rows_numbered(every: Iterable[Chunks], number: int) -> Iterator[Row]:
-    """The row of the chunk with this number of each of these tensors."""
-    for _, group in groupby(every, key=lambda chunks: id(chunks.columns)):
-        alike = list(group)
-        yield from alike[0].columns.rows_at([chunks.start + number for chunks in alike])
-
-
 def columns_of(every: Iterable[Chunks]) -> Columns:
     """The columns of the chunks of many tensors, one tensor after the other."""
     builder = ColumnsBuilder()
@@ -313,7 +318,7 @@ def _some_boxes(boxes: Boxes, numbers: tuple[int, ...]) -> Boxes:
 
 @lru_cache(maxsize=1024)
 def layout_in_boxes(shape: Index, boxes: Boxes, strides: Strides | None = None) -> TensorLayout:
-    """The layout of a tensor in chunks with these boxes: buffer ``"3"`` is the payload of chunk 3.
+    """Return the layout of a tensor in chunks with these boxes: buffer 3 is the payload of chunk 3.
 
     Cached: the tensors of a model have few geometries.
 
@@ -321,7 +326,7 @@ def layout_in_boxes(shape: Index, boxes: Boxes, strides: Strides | None = None) 
         strides: those of each chunk; None if all are row-major.
     """
     each = strides or (None,) * len(boxes)
-    fragments = (_stored(box, own, str(i)) for i, (box, own) in enumerate(zip(boxes, each, strict=True)) if box.numel)
+    fragments = (_stored(box, own, i) for i, (box, own) in enumerate(zip(boxes, each, strict=True)) if box.numel)
     return TensorLayout.of(shape, tuple(fragments))
 
 

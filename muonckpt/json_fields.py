@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -21,8 +22,9 @@ _DEEPEST = 32
 
 
 def compact(value: Any) -> str:
-    """The JSON text of a value, on one line."""
-    return json.dumps(value, ensure_ascii=False)
+    """The JSON text of a value, on one line; lone surrogates, which UTF-8 cannot hold, are escaped as JSON has them."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 def optional(read: Callable[[Any], T], value: Any) -> T | None:
@@ -32,6 +34,8 @@ def optional(read: Callable[[Any], T], value: Any) -> T | None:
 
 def free_form(value: Any) -> dict[str, Any]:
     """A JSON object of any content, which is not nested so deeply that it could not be written again."""
+    if not isinstance(value, dict):
+        raise TypeError(f"expected an object, got {value!r:.200}")
     level: list[Any] = [value]
     for _ in range(_DEEPEST):
         level = [
@@ -43,6 +47,42 @@ def free_form(value: Any) -> dict[str, Any]:
         if not level:
             return dict(value)
     raise ValueError(f"expected JSON of at most {_DEEPEST} levels")
+
+
+def list_of(read: Callable[[Any], T]) -> Callable[[Any], list[T]]:
+    """Return a reader of lists of what another one reads."""
+
+    def read_list(value: Any) -> list[T]:
+        if not isinstance(value, list):
+            raise TypeError(f"expected a list, got {value!r:.200}")
+        return list(map(read, value))
+
+    return read_list
+
+
+def provenance(value: Any) -> dict[str, Any]:
+    """Return free-form JSON whose entries with a meaning, as docs/formats/manifest.md has them, have its forms."""
+    return _checked(value, _PROVENANCE)
+
+
+def layout(value: Any) -> dict[str, Any]:
+    """Return the layout of a tensor, likewise."""
+    checked = _checked(value, _LAYOUT)
+    axes = checked.get("axes")
+    if axes is not None and len(axes) != len(checked.get("mesh", axes)):
+        raise ValueError(f"expected an axis for each of the sizes {checked['mesh']!r:.200}, got {axes!r:.200}")
+    return checked
+
+
+def _checked(value: Any, readers: Mapping[str, Callable[[Any], object]]) -> dict[str, Any]:
+    """Check the entries that have readers; carry all."""
+    entries = free_form(value)
+    for name in readers.keys() & entries.keys():
+        try:
+            readers[name](entries[name])
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from error
+    return entries
 
 
 def string(value: Any) -> str:
@@ -130,3 +170,29 @@ def matching(pattern: re.Pattern[str]) -> Callable[[Any], str]:
         return str(value)
 
     return read
+
+
+def _cut(value: Any) -> tuple[str, int]:
+    """An axis, and the dim that it cuts."""
+    axis, dim = list_of(lambda part: part)(value)
+    return string(axis), whole_number(dim)
+
+
+_PROVENANCE: Mapping[str, Callable[[Any], object]] = {
+    "buffers": list_of(free_form),
+    "exported": free_form,
+    "folders": list_of(string),
+    "layer_wise": free_form,
+    "merged": list_of(free_form),
+    "not_kept": list_of(string),
+    "not_read": list_of(string),
+    "numbered_parameters": list_of(string),
+    "resharded": list_of(free_form),
+}
+
+_LAYOUT: Mapping[str, Callable[[Any], object]] = {
+    "axes": partial(optional, list_of(partial(optional, string))),
+    "cuts": list_of(_cut),
+    "mesh": integers,
+    "placements": list_of(string),
+}

@@ -18,7 +18,7 @@ import numpy as np
 
 from .box import MOST_ELEMENTS, Box, Index, row_major
 from .errors import LayoutError
-from .overlap import IntArray, overlaps
+from .overlap import IntArray, first_fault, overlaps, tile
 
 Buffer = int | str
 """Names a buffer: the number of the rank that holds it, or any string."""
@@ -178,6 +178,20 @@ class TensorLayout:
         rows = np.argsort(self.box, kind="stable")
         return rows, np.searchsorted(self.box[rows], np.arange(len(self.starts) + 1))
 
+    def held_by(self, box: IntArray, buffer: IntArray) -> tuple[IntArray, IntArray]:
+        """Return a mask of the buffers (by number; -1 for none) that hold these boxes, and the fragments."""
+        keys, fragments = self._by_holder
+        asked = box * len(self.buffers) + buffer
+        at = np.minimum(np.searchsorted(keys, asked), len(keys) - 1)
+        return (buffer >= 0) & (keys[at] == asked), fragments[at]
+
+    @cached_property
+    def _by_holder(self) -> tuple[IntArray, IntArray]:
+        """Keys of boxes and their buffers, ascending, and the fragments."""
+        keys = self.box * len(self.buffers) + self.buffer
+        fragments = np.argsort(keys)
+        return keys[fragments], fragments
+
     def boxes_of(self, buffer: Buffer) -> IntArray:
         """The numbers of the boxes that a buffer holds, ascending; none if it holds nothing."""
         return np.sort(self.box[self._rows_of(buffer)])
@@ -287,25 +301,28 @@ def _prove_rows(layout: TensorLayout) -> None:
 
 
 def _prove_tiling(layout: TensorLayout) -> None:
-    """Disjoint or equal boxes inside the shape whose volumes add up to the tensor's cover it exactly."""
-    lo, hi = layout.starts, layout.stops
-    outside = np.flatnonzero((hi > np.array(layout.shape or (1,))).any(axis=1))
+    """Boxes inside the shape that hold each element exactly once are disjoint and cover it."""
+    lo, hi, shape = layout.starts, layout.stops, np.array(layout.shape or (1,))
+    outside = np.flatnonzero((hi > shape).any(axis=1))
     if len(outside):
-        raise LayoutError(f"{layout.holders[outside[0]][0]} reaches outside the tensor of shape {layout.shape}")
-    i, j = overlaps(lo, hi, lo, hi)
-    twice = np.flatnonzero(i != j)
-    if len(twice):
-        one, other = (layout.holders[pair[twice[0]]][0] for pair in (i, j))
-        raise LayoutError(f"{one} and {other} overlap in part; boxes must be equal (replicas) or disjoint")
-    whole = Box.of(layout.shape)
-    if whole.numel > MOST_ELEMENTS:  # volumes would not fit into 64 bits
+        raise LayoutError(f"{_replica(layout, outside[0])} reaches outside the tensor of shape {layout.shape}")
+    if Box.of(layout.shape).numel > MOST_ELEMENTS:
         raise LayoutError(f"a tensor of shape {layout.shape} has more than {MOST_ELEMENTS} elements")
-    if int((hi - lo).prod(axis=1).sum()) != whole.numel:
-        hole = next(holes_in(whole, [replicas[0].box for replicas in layout.holders]))
+    if not tile(shape, lo, hi):
+        start, stop, held = first_fault(shape, lo, hi)
+        if len(held):
+            one, other = (_replica(layout, box) for box in held)
+            raise LayoutError(f"{one} and {other} overlap in part; boxes must be equal (replicas) or disjoint")
+        hole = Box(*(tuple(corner[: len(layout.shape)].tolist()) for corner in (start, stop)))
         holders = ", ".join(map(repr, layout.buffers[:8])) or "none"
         raise LayoutError(f"no buffer holds box {hole} of the tensor of shape {layout.shape} (buffers: {holders})")
     if len(np.unique(layout.box * len(layout.buffers) + layout.buffer)) != len(layout.box):
         raise LayoutError("one buffer holds the same box twice; replicas must lie in different buffers")
+
+
+def _replica(layout: TensorLayout, box: int) -> Fragment:
+    """The first fragment of a box, of perhaps a million."""
+    return next(layout._fragments(np.flatnonzero(layout.box == box)[:1]))
 
 
 def holes_in(whole: Box, boxes: Sequence[Box]) -> Iterator[Box]:

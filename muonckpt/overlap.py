@@ -1,9 +1,11 @@
-"""Which boxes of two lists have elements in common, without comparing every pair.
+"""Which boxes of two lists have elements in common, and whether boxes tile a shape, without comparing every pair.
 
 Boxes are rows of two integer arrays, ``lo`` and ``hi``, both of shape ``[n, d]`` (``d >= 1``).
 """
 
 from __future__ import annotations
+
+import os
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +14,12 @@ IntArray = NDArray[np.int64]
 
 _AT_ONCE = 1 << 16
 """Candidates that are filtered together: a few arrays of this length stay in a cache, those of a large grid do not."""
+
+_PRIME = (1 << 31) - 1
+"""Products of two numbers below it fit into 64 bits."""
+
+_LANES = 4
+"""Fields in which volumes are compared: all together have 124 bits."""
 
 
 def expanded(first: IntArray, count: IntArray) -> tuple[IntArray, IntArray]:
@@ -56,3 +64,49 @@ def overlaps(a_lo: IntArray, a_hi: IntArray, b_lo: IntArray, b_hi: IntArray) -> 
     i, j = map(np.concatenate, zip(*pairs, strict=True))
     by_pair = np.lexsort((j, i))
     return i[by_pair], j[by_pair]
+
+
+def tile(shape: IntArray, lo: IntArray, hi: IntArray) -> bool:
+    """Return whether boxes inside a shape hold each of its elements exactly once, in time ``O(n log n)`` for each dim.
+
+    Volumes add up for many boxes that do not tile, but for those that do they add up whatever the distances between
+    cuts are; and only for those, but for a chance of at most ``(d / 2 ** 31) ** 4`` if the distances are random.
+    They are secret, too: nobody can choose boxes for which they would add up.
+    """
+    volumes = np.ones((_LANES, len(lo) + 1), np.uint64)
+    for d, size in enumerate(shape.tolist()):
+        cuts, at = np.unique(np.concatenate((lo[:, d], [0], hi[:, d], [size])), return_inverse=True)
+        places = np.frombuffer(os.urandom(4 * _LANES * len(cuts)), np.uint32).reshape(_LANES, -1) % np.uint32(_PRIME)
+        begin, end = places[:, at.reshape(2, -1)].astype(np.uint64).transpose(1, 0, 2)
+        volumes = volumes * (end + (np.uint64(_PRIME) - begin)) % np.uint64(_PRIME)
+    return bool((volumes[:, :-1].sum(axis=1) % np.uint64(_PRIME) == volumes[:, -1]).all())
+
+
+def first_fault(shape: IntArray, lo: IntArray, hi: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Return the corners of a box that no box holds, or several do, and the numbers of two of these; none if none does.
+
+    The boxes, inside the shape and none of them empty, do not `tile` it.  Halves what is searched again and again.
+    """
+    begin, end, rows = np.zeros_like(shape), shape, np.arange(len(lo))
+    while True:
+        lo, hi = np.maximum(lo, begin), np.minimum(hi, end)
+        inside = (lo < hi).all(axis=1)
+        lo, hi, rows = lo[inside], hi[inside], rows[inside]
+        whole = ((lo == begin) & (hi == end)).all(axis=1)
+        if not len(rows) or whole.any():
+            one = np.flatnonzero(whole)[:1]
+            two = np.concatenate((np.delete(np.arange(len(rows)), one)[:1], one))
+            if len(two):
+                begin, end = lo[two[0]], hi[two[0]]
+            return begin, end, np.sort(rows[two])
+        cuts = np.concatenate((lo, hi))
+        within = (cuts > begin) & (cuts < end)
+        d = int(within.sum(axis=0).argmax())
+        cut = np.sort(cuts[within[:, d], d])[within[:, d].sum() // 2]
+        middle = np.where(np.arange(len(shape)) == d, cut, end)
+        low, high = np.minimum(lo, middle), np.minimum(hi, middle)
+        below = (low < high).all(axis=1)
+        if tile(middle - begin, low[below] - begin, high[below] - begin):
+            begin = np.where(np.arange(len(shape)) == d, cut, begin)
+        else:
+            end = middle

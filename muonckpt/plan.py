@@ -1,53 +1,143 @@
 """Plans: the copies that turn one layout of a tensor into another.
 
-A plan is the intersection of two layouts.  The same plan drives collectives (the optimizer's exchange) and file IO
-(resharding, loading).  It is derived data: cheap, the same on every rank without talking, and never saved.
+A plan is the intersection of two layouts: one table of copies, in columns.  The same table drives collectives (the
+optimizer's exchange), file IO (resharding, loading) and live state that moves from one mesh to another.  It is derived
+data: cheap, the same on every rank without talking, and never saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .box import Box, Index
 from .errors import LayoutError
 from .layout import Buffer, Place, TensorLayout
-from .overlap import overlaps
+from .overlap import IntArray, expanded, overlaps
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """A table of copies: each row moves a box of elements from its place in a source to its place in a target.
+
+    Element ``k`` of a box, counted per dim, lies at ``offset + (k * strides).sum()`` of its buffer, in elements (on a
+    wire, offsets are in bytes).  All columns are int64.
+
+    Attributes:
+        sizes: of the boxes, ``[n, d]``.
+        source, target: numbers of the buffers, ``[n]``.
+        source_offset, target_offset: where the boxes begin there, ``[n]``.
+        source_strides, target_strides: ``[n, d]``.
+    """
+
+    sizes: IntArray
+    source: IntArray
+    source_offset: IntArray
+    source_strides: IntArray
+    target: IntArray
+    target_offset: IntArray
+    target_strides: IntArray
+
+    @classmethod
+    def joined(cls, tables: Sequence[Copies]) -> Copies:
+        """Return the rows of several tables, one table after the other; boxes get leading dims of size 1."""
+        ndim = max(table.sizes.shape[1] for table in tables)
+        columns = zip(*(table._filled_up(ndim).columns for table in tables), strict=True)
+        return cls(*map(np.concatenate, columns))
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def numel(self) -> IntArray:
+        """Elements of each box, ``[n]``."""
+        numel: IntArray = self.sizes.prod(axis=1)
+        return numel
+
+    def rows(self, chosen: IntArray | NDArray[np.bool_] | slice) -> Copies:
+        """Return some rows: by number, by a mask, or a range."""
+        return Copies(*(column[chosen] for column in self.columns))
+
+    def turned(self) -> Copies:
+        """Return the copies back, from the target to the source."""
+        sizes, *columns = self.columns
+        return Copies(sizes, *columns[3:], *columns[:3])
+
+    @property
+    def columns(self) -> tuple[IntArray, ...]:
+        """All columns, in the order of the attributes."""
+        source = self.source, self.source_offset, self.source_strides
+        return self.sizes, *source, self.target, self.target_offset, self.target_strides
+
+    def _filled_up(self, ndim: int) -> Copies:
+        missing = ndim - self.sizes.shape[1]
+        if not missing:
+            return self
+        columns = (np.pad(c, ((0, 0), (missing, 0)), constant_values=1) if c.ndim > 1 else c for c in self.columns)
+        return Copies(*columns)
+
+
+def dense_strides(sizes: IntArray) -> IntArray:
+    """Return the strides of dense row-major boxes of these sizes, ``[n, d]``."""
+    strides = np.ones_like(sizes)
+    strides[:, :-1] = np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1]
+    return strides
+
+
+NO_COPIES = Copies(*(np.empty((0, 0) if wide else 0, np.int64) for wide in (1, 0, 0, 1, 0, 0, 1)))
+"""A table without rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Move the elements of ``box`` from ``source`` to ``target`` (places of the box's first element)."""
+    """One row with its buffers' names: the elements of ``box`` go from ``source`` to ``target``, where it begins."""
 
     box: Box
     source: Place
     target: Place
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """Copies that write every fragment of the target exactly once, in the order of the target's boxes.
 
     Both layouts are proved tilings, so it suffices that the copies' volumes add up to what the target holds.
+
+    Attributes:
+        sources, targets: the buffers that the table numbers.
+        starts: the first index of each copy's box in the tensor, ``[n, d]``.
+        target_numel: elements that the target's buffers hold, replicas counted.
 
     Raises:
         LayoutError: they do not.
     """
 
     shape: Index
-    copies: tuple[Copy, ...]
+    sources: tuple[Buffer, ...]
+    targets: tuple[Buffer, ...]
+    starts: IntArray
+    table: Copies
     target_numel: int
-    """Elements that the target's buffers hold, replicas counted."""
 
     def __post_init__(self) -> None:
-        written = sum(copy.box.numel for copy in self.copies)
+        written = int(self.table.numel.sum())
         if written != self.target_numel:
             raise LayoutError(f"the plan writes {written} of the {self.target_numel} elements of the target")
 
+    @cached_property
+    def copies(self) -> tuple[Copy, ...]:
+        """The rows of the table as objects."""
+        return tuple(_listed(self.sources, self.targets, self.starts, self.table))
+
     def moved(self) -> int:
-        """Elements that change buffer."""
-        return sum(copy.box.numel for copy in self.copies if copy.source.buffer != copy.target.buffer)
+        """Return how many elements change buffer."""
+        numbers = {buffer: number for number, buffer in enumerate(self.targets)}
+        same = np.array([numbers.get(buffer, -1) for buffer in self.sources], np.int64)[self.table.source]
+        return int(self.table.numel[same != self.table.target].sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +153,7 @@ class Share:
 
 @lru_cache(maxsize=65536)
 def make_plan(source: TensorLayout, target: TensorLayout) -> Plan:
-    """The copies that fill ``target`` from ``source``.
+    """Return the copies that fill ``target`` from ``source``.
 
     Where replicas hold the same box, the target's own buffer is read if it is one of them.  A buffer that holds
     other boxes reads the replica with the number that it has among the holders of its own first box (so it stays in
@@ -75,12 +165,12 @@ def make_plan(source: TensorLayout, target: TensorLayout) -> Plan:
     """
     _check_shapes(source, target)
     pairs = overlaps(target.starts, target.stops, source.starts, source.stops)
-    copies = _copies(source, target, zip(*(index.tolist() for index in pairs), strict=True))
-    return Plan(source.shape, tuple(copies), target.numel_held)
+    starts, table = _intersection(source, target, *pairs)
+    return Plan(source.shape, source.buffers, target.buffers, starts, table, target.numel_held)
 
 
 def make_share(source: TensorLayout, target: TensorLayout, buffer: Buffer) -> Share:
-    """The share of ``buffer`` in ``make_plan(source, target)``, without making the whole plan.
+    """Return the share of ``buffer`` in ``make_plan(source, target)``, without making the whole plan.
 
     Raises:
         LayoutError: the shapes differ, or what the buffer takes is not all that it holds of the target.
@@ -88,18 +178,17 @@ def make_share(source: TensorLayout, target: TensorLayout, buffer: Buffer) -> Sh
     _check_shapes(source, target)
     ours, theirs = source.boxes_of(buffer), target.boxes_of(buffer)
     t, s = overlaps(target.starts, target.stops, source.starts[ours], source.stops[ours])
-    gives = _copies(source, target, zip(t.tolist(), ours[s].tolist(), strict=True))
+    starts, table = _intersection(source, target, t, ours[s])
+    given = table.source == (source.buffers.index(buffer) if len(ours) else -1)
+    gives = _listed(source.buffers, target.buffers, starts[given], table.rows(given))
     t, s = overlaps(target.starts[theirs], target.stops[theirs], source.starts, source.stops)
-    takes = _copies(source, target, zip(theirs[t].tolist(), s.tolist(), strict=True))
-    share = Share(
-        tuple(copy for copy in gives if copy.source.buffer == buffer),
-        tuple(copy for copy in takes if copy.target.buffer == buffer),
-    )
-    taken = sum(copy.box.numel for copy in share.takes)
-    expected = int((target.stops - target.starts)[theirs].prod(axis=1).sum())
+    starts, table = _intersection(source, target, theirs[t], s)
+    asked = table.target == (target.buffers.index(buffer) if len(theirs) else -1)
+    taken, expected = int(table.numel[asked].sum()), int((target.stops - target.starts)[theirs].prod(axis=1).sum())
     if taken != expected:
         raise LayoutError(f"the plan writes {taken} of the {expected} elements that {buffer!r} holds of the target")
-    return share
+    takes = _listed(source.buffers, target.buffers, starts[asked], table.rows(asked))
+    return Share(tuple(gives), tuple(takes))
 
 
 def _check_shapes(source: TensorLayout, target: TensorLayout) -> None:
@@ -107,26 +196,53 @@ def _check_shapes(source: TensorLayout, target: TensorLayout) -> None:
         raise LayoutError(f"cannot copy a tensor of shape {source.shape} into one of shape {target.shape}")
 
 
-def _copies(source: TensorLayout, target: TensorLayout, pairs: Iterable[tuple[int, int]]) -> Iterator[Copy]:
-    """Copies to every holder of a target box from the holder of the source box that it reads, pair by pair."""
-    for t, s in pairs:
-        common = target.holders[t][0].box & source.holders[s][0].box
-        assert common is not None, "overlaps() returned a pair of disjoint boxes"
-        for turn, receiver in enumerate(target.holders[t], t):
-            giver = source.holders[s][_replica(source, s, turn, receiver.place.buffer)]
-            yield Copy(common, giver.place_at(common.lo), receiver.place_at(common.lo))
+def _intersection(source: TensorLayout, target: TensorLayout, t: IntArray, s: IntArray) -> tuple[IntArray, Copies]:
+    """Return the copies to every holder of a target box from the holder of the source box that it reads, pair by pair,
+    and the first index of each.
+    """
+    ndim = len(source.shape)
+    fragments, first = target.by_box
+    pair, number = expanded(first[t], np.diff(first)[t])
+    receiver, turn = fragments[number], number - first[t][pair] + t[pair]
+    t, s = t[pair], s[pair]
+    giver = _givers(source, target, s, receiver, turn)
+    lo = np.maximum(target.starts[t], source.starts[s])
+    sizes = (np.minimum(target.stops[t], source.stops[s]) - lo)[:, :ndim]
+
+    def places(layout: TensorLayout, box: IntArray, fragment: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        strides = layout.strides[fragment]
+        offset = layout.offset[fragment] + ((lo - layout.starts[box])[:, :ndim] * strides).sum(axis=1)
+        return layout.buffer[fragment], offset, strides
+
+    return lo[:, :ndim], Copies(sizes, *places(source, s, giver), *places(target, t, receiver))
 
 
-def _replica(source: TensorLayout, s: int, turn: int, reader: Buffer) -> int:
-    """Which holder of the source box ``s`` a buffer reads.
+def _givers(source: TensorLayout, target: TensorLayout, s: IntArray, receiver: IntArray, turn: IntArray) -> IntArray:
+    """Return the fragment of each source box ``s`` that a receiver (a fragment of the target) reads.
 
     Args:
-        turn: tells readers apart that hold nothing.
+        turn: tells receivers apart that hold nothing of the source.
     """
-    holders = [fragment.place.buffer for fragment in source.holders[s]]
-    if reader in holders:
-        return holders.index(reader)
-    own = source.held.get(reader)
-    if own is None:
-        return (s + turn) % len(holders)
-    return [fragment.place.buffer for fragment in source.holders[own[0]]].index(reader) % len(holders)
+    fragments, first = source.by_box
+    if len(fragments) == len(source.starts):
+        return fragments[s]
+    numbers = {buffer: number for number, buffer in enumerate(source.buffers)}
+    reader = np.array([numbers.get(buffer, -1) for buffer in target.buffers], np.int64)[target.buffer[receiver]]
+    replica = np.arange(len(fragments)) - first[source.box[fragments]]
+    _, of_first_box = np.unique(source.buffer[fragments], return_index=True)
+    chosen = np.where(reader < 0, s + turn, replica[of_first_box][reader]) % np.diff(first)[s]
+    own, its_fragment = source.held_by(s, reader)
+    return np.where(own, its_fragment, fragments[first[s] + chosen])
+
+
+def _listed(sources: Sequence[Buffer], targets: Sequence[Buffer], starts: IntArray, table: Copies) -> Iterator[Copy]:
+    def places(names: Sequence[Buffer], buffer: IntArray, offset: IntArray, strides: IntArray) -> Iterator[Place]:
+        return map(Place, map(names.__getitem__, buffer.tolist()), offset.tolist(), map(tuple, strides.tolist()))
+
+    boxes = map(Box, map(tuple, starts.tolist()), map(tuple, (starts + table.sizes).tolist()))
+    return map(
+        Copy,
+        boxes,
+        places(sources, table.source, table.source_offset, table.source_strides),
+        places(targets, table.target, table.target_offset, table.target_strides),
+    )

@@ -14,13 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from .box import MOST_DIMS, MOST_ELEMENTS, Index
 from .chunk_columns import ColumnReader, ColumnWriter
-from .chunk_fields import ObjectReader
 from .chunks import Boxes, Chunk, Chunks, Extent, columns_of, layout_in_boxes, no_chunks, on_columns
 from .columns import Column, Columns
 from .errors import DamageError, LayoutError, SourceError, about
@@ -31,11 +30,12 @@ from .json_fields import (
     all_strings,
     compact,
     field_of_all,
-    free_form,
     integers,
     key_path,
+    layout,
     matching,
     optional,
+    provenance,
     string,
     whole_number,
 )
@@ -62,7 +62,7 @@ MANIFEST_FILE = "muonckpt.json"
 """Name of the manifest in a checkpoint directory."""
 
 MANIFEST_VERSION = 2
-"""Version of the manifest format that this package writes.  It also reads version 1, with an object for each chunk."""
+"""Version of the manifest format that this package reads and writes."""
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}")
@@ -119,7 +119,7 @@ class StateRecord:
         return StateRecord, tuple(map(self.__getattribute__, self.__slots__))  # half the time of a dataclass's own
 
     def chunk_layout(self) -> TensorLayout:
-        """The tensor's layout in the checkpoint: buffer ``"3"`` is the payload of chunk 3.
+        """The tensor's layout in the checkpoint: buffer 3 is the payload of chunk 3.
 
         Raises:
             LayoutError: the chunks leave a hole or overlap; names the tensor and the box.
@@ -196,7 +196,7 @@ class Manifest:
     def from_json(cls, text: str | bytes) -> Manifest:
         """Read and check a manifest; ``bytes`` are UTF-8.
 
-        Manifests of earlier releases have no digest of their own, and no ``files``.
+        What other programs write has no digest of its own, and no ``files``.
 
         Raises:
             DamageError: it is not JSON, its text is not the one that was written, or a field is missing or not what it
@@ -231,15 +231,19 @@ class Manifest:
     @classmethod
     def _of_fields(cls, text: bytes, data: Any, blocks: Iterator[list[Any]] | None) -> Manifest:
         check_seal(text, data)
-        if data["format"] != "muonckpt" or data["version"] not in (1, MANIFEST_VERSION):
+        if data["format"] != "muonckpt" or data["version"] != MANIFEST_VERSION:
             raise SourceError(
                 f"manifest of format {data['format']!r} version {data['version']!r}; this program reads "
-                f"'muonckpt' version 1 and {MANIFEST_VERSION}"
+                f"'muonckpt' version {MANIFEST_VERSION}"
             )
         return cls(
-            tensors=_tensors([data["tensors"]] if blocks is None else blocks, *_parts(data)),
+            tensors=_tensors(
+                [data["tensors"]] if blocks is None else blocks,
+                ColumnReader(data["data_files"], data["boxes"]),
+                _numbered_layouts(data["layouts"]),
+            ),
             blobs=tuple(map(_blob, data["blobs"])),
-            provenance=free_form(data["provenance"]),
+            provenance=provenance(data["provenance"]),
             files={string(name): matching(_DIGEST)(digest) for name, digest in data.get("files", {}).items()},
         )
 
@@ -319,35 +323,20 @@ def _blob_json(blob: Blob) -> dict[str, Any]:
     }
 
 
-class _ChunkReader(Protocol):
-    """Reads the JSON data of the chunks of tensors with these numbers of dims, some tensors after others."""
-
-    def read(self, every: Sequence[Any], ndims: Sequence[int]) -> None: ...
-
-    def finished(self) -> list[Chunks]: ...
-
-
-def _parts(data: Mapping[str, Any]) -> tuple[_ChunkReader, Callable[[Any], Mapping[str, Any] | None]]:
-    """How the chunks and the layouts of tensors are read."""
-    if data["version"] == 1:
-        known = dict[str, Any]()
-
-        def own(layout: Any) -> Mapping[str, Any] | None:
-            return None if layout is None else known.setdefault(compact(layout), free_form(layout))
-
-        return ObjectReader(), own
-    layouts = [free_form(layout) for layout in data["layouts"]]
+def _numbered_layouts(listed: Iterable[Any]) -> Callable[[Any], Mapping[str, Any] | None]:
+    """Return a reader of the numbers by which tensors refer to these layouts."""
+    layouts = list(map(layout, listed))
 
     def numbered(number: Any) -> Mapping[str, Any] | None:
         if number is not None and whole_number(number) >= len(layouts):
             raise ValueError(f"expected the number of one of {len(layouts)} layouts, got {number}")
         return None if number is None else layouts[number]
 
-    return ColumnReader(data["data_files"], data["boxes"]), numbered
+    return numbered
 
 
 def _tensors(
-    blocks: Iterable[Iterable[Any]], reader: _ChunkReader, layout_of: Callable[[Any], Mapping[str, Any] | None]
+    blocks: Iterable[Iterable[Any]], reader: ColumnReader, layout_of: Callable[[Any], Mapping[str, Any] | None]
 ) -> tuple[StateRecord, ...]:
     """The tensors with these fields; values that many of them have are kept once."""
     known: dict[Any, Any] = {}

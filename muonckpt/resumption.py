@@ -13,10 +13,7 @@ from fnmatch import fnmatchcase
 from glob import escape
 from typing import Any
 
-from .vocabulary import PARAMS
-
-OF_THE_RUN = frozenset({"lr", "weight_decay", "momentum", "betas"})
-"""Options that schedules change during a run, so that no other run can stand in for a checkpoint that lacks them."""
+from .vocabulary import FUSION, PARAMS, SECOND_MOMENT
 
 NAMES_OF_GROUPS = frozenset({PARAMS, "param_names", "name"})
 """What a parameter group consists of and is called; the rest are its options."""
@@ -24,8 +21,11 @@ NAMES_OF_GROUPS = frozenset({PARAMS, "param_names", "name"})
 NEW = "new, without state in the checkpoint"
 GONE = "only in the checkpoint"
 
-SAID = ("algorithm", "pieces", "columns", "interleaved")
-"""Options of a parameter group that say what its parameters' state means."""
+
+def meaning(slots: Collection[str]) -> tuple[str, ...]:
+    """Return the options of a parameter group that say what state in these slots means."""
+    return ("algorithm", *(FUSION if SECOND_MOMENT in slots else ()))
+
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -38,7 +38,7 @@ class Globs:
 
     @classmethod
     def of(cls, patterns: Iterable[str]) -> Globs:
-        """What a user has given as ``fresh=``.
+        """Check what a user has given as ``fresh=``.
 
         Raises:
             TypeError: it is no list of strings; one string is none either.
@@ -52,7 +52,7 @@ class Globs:
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
     def idle(self, names: Iterable[str]) -> list[str]:
-        """The globs that match none of these names."""
+        """Return the globs that match none of these names."""
         names = list(names)
         return [pattern for pattern in self.patterns if not any(fnmatchcase(name, pattern) for name in names)]
 
@@ -65,7 +65,7 @@ class Extra:
 
     @classmethod
     def of(cls, given: bool | Iterable[str]) -> Extra:
-        """What a user has given as ``allow_extra=``: everything, nothing, or globs.
+        """Check what a user has given as ``allow_extra=``: everything, nothing, or globs.
 
         Raises:
             TypeError: it is neither a bool nor a list of strings.
@@ -89,7 +89,7 @@ class Extra:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load has done with parameters, by name, on all ranks together.
+    """The result of a load: what was done with parameters, by name, on all ranks together.
 
     Attributes:
         loaded: those whose state was loaded.
@@ -125,7 +125,7 @@ class LoadReport:
 
 
 def in_globs(names: Collection[str], others: Iterable[str]) -> list[str]:
-    """Names as globs that ``fresh=`` takes: those that differ in numbers only become one, unless it matches others."""
+    """Return names as globs for ``fresh=``: one for names that differ in numbers only, unless it matches others."""
     others = list(others)
     alike: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
@@ -137,13 +137,17 @@ def in_globs(names: Collection[str], others: Iterable[str]) -> list[str]:
     return globs
 
 
-def differences_listed(differences: Mapping[str, str], names: Collection[str], cure: str) -> str:
-    """What differs, by reason and name, and what to do.
+KEPT = "Their state is kept where names, groups and rules are those of the saved run"
+
+
+def differences_listed(differences: Mapping[str, str], names: Collection[str], cure: str, kept: str = KEPT) -> str:
+    """Return what differs, by reason and name, and what to do.
 
     Args:
         differences: the reason, by parameter.
         names: of all parameters on both sides.
         cure: where ``fresh`` is given, such as ``"muonckpt.load(..., {})"``.
+        kept: what keeps their state, which is said first.
     """
     of_reason: defaultdict[str, list[str]] = defaultdict(list)
     for name, reason in differences.items():
@@ -152,26 +156,68 @@ def differences_listed(differences: Mapping[str, str], names: Collection[str], c
         f"{reason}: {', '.join(in_globs(members, set(names) - {*members}))}" for reason, members in of_reason.items()
     ]
     globs = in_globs(differences, set(names) - differences.keys())
+    wrapped = inserted_parts(of_reason[NEW], of_reason[GONE])
     parameters = "1 parameter differs" if len(differences) == 1 else f"{len(differences)} parameters differ"
-    return f"{parameters}: {'; '.join(parts)}. To go on without their state: {cure.format(f'fresh={globs!r}')}"
+    return (
+        f"{parameters}: {'; '.join(parts)}{f'. {wrapped}' if wrapped else ''}. {kept}. "
+        f"To go on without their state: {cure.format(f'fresh={globs!r}')}"
+    )
+
+
+IN_A_TRAINER = " (in a trainer, to muon(...), MuonckptStrategy(...) or MuonckptManager.Config(...))"
+"""Where ``fresh`` is given to what loads without being asked by the user."""
+
+
+def inserted_parts(mine: Collection[str], theirs: Collection[str]) -> str | None:
+    """Return what wrappers have put into the names of one side, and what takes it out, if that is why names differ.
+
+    Args:
+        mine, theirs: the names that only the program, and only the checkpoint has.
+    """
+    for longer, shorter, where in ((theirs, mine, "checkpoint"), (mine, theirs, "program")):
+        if inserted := _inserted({*longer}, {*shorter}):
+            prefix, word = inserted
+            long, short = (f"{prefix}{{p*}}", "{p*}") if prefix else (f"{{a*}}.{word}.{{b*}}", "{a*}.{b*}")
+            what = f"begin with {prefix!r}" if prefix else f"contain {f'{word}.'!r}"
+            old, new = (long, short) if longer is theirs else (short, long)
+            rule = f"muonckpt convert OLD NEW --to-format dcp --rules FILE, with [[rule]] from = {old!r}, to = {new!r}"
+            unwrapped = "get_state_dict, and the names of the model without its wrapper, do not have it"
+            cure = f"{unwrapped}; or {rule}" if prefix else unwrapped
+            return f"names in the {where} {what}, the others do not: {rule if longer is theirs else cure}"
+    return None
+
+
+def _inserted(longer: set[str], shorter: set[str]) -> tuple[str, str] | None:
+    """Return the prefix, or else the part inside, without which the longer names are all of the shorter ones."""
+    first = min(shorter, default=None)
+    if first is None:
+        return None
+    for prefix in sorted(name.removesuffix(first) for name in longer if name.endswith(f".{first}")):
+        if all(f"{prefix}{name}" in longer for name in shorter):
+            return prefix, ""
+    parts = [{part for name in names for part in name.split(".")} for names in (longer, shorter)]
+    for word in sorted(parts[0] - parts[1]):
+        if {".".join(part for part in name.split(".") if part != word) for name in longer} >= shorter:
+            return "", word
+    return None
 
 
 def said_otherwise(option: str, then: Any, now: Any) -> str:
-    """Why state does not fit, where groups say different things of it (`SAID`)."""
+    """Return why state does not fit whose groups have different values of an option."""
     if option == "algorithm":
         return f"moved from {then!r} to {now!r}"
     return f"{option}={then!r} in the checkpoint, {now!r} now"
 
 
 def as_tuples(value: Any) -> Any:
-    """An option with lists as tuples: a format may keep either."""
+    """Return an option with lists as tuples: a format may keep either."""
     return tuple(map(as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def origin_groups(
     live: Sequence[Sequence[str]], home: Mapping[str, int], options: Callable[[int], Mapping[str, Any]]
 ) -> tuple[list[int | None], dict[str, str]]:
-    """For each group, the saved one whose options it takes: that of its parameters whose state is loaded.
+    """Return for each group the saved one whose options it takes: where its parameters with loaded state were.
 
     Args:
         live: the names of the parameters of each group.
@@ -194,6 +240,25 @@ def origin_groups(
                 if differing:
                     differences[name] = f"from a group with other options than the rest of theirs ({differing})"
     return sources, differences
+
+
+def scheduler_misfit(saved: Sequence[Any], now: Sequence[Any]) -> str | None:
+    """Return why the state of a saved run's scheduler does not fit these groups, None if it does or there was none.
+
+    Args:
+        saved: the ``initial_lr`` of each saved group, None where it has none; a scheduler writes it.
+        now: that of each group when the saved state has been loaded, None where it is not known.
+    """
+    then, here = ([None if rate is None else float(rate) for rate in rates] for rates in (saved, now))
+    alike = len(then) == len(here) and all(None in pair or pair[0] == pair[1] for pair in zip(then, here, strict=True))
+    if alike or set(then) == {None}:
+        return None
+    return (
+        f"schedulers know groups by their numbers: the saved run has groups with initial_lr {then}, this optimizer "
+        f"{here}, so that the scheduler of the saved run would give groups rates of others, or fail. Build the groups "
+        "of the saved run, by the same rules and kinds=; or load the optimizer before a scheduler is made, and then "
+        "make a new one for these groups (last_epoch=...) instead of loading its state"
+    )
 
 
 def _differing(mine: Mapping[str, Any], common: Mapping[str, Any]) -> str:

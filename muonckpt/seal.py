@@ -34,7 +34,7 @@ def sealed_parts(parts: Iterable[str]) -> Iterator[str]:
 
 
 def check_seal(text: bytes, fields: Mapping[str, Any]) -> None:
-    """Check a JSON object that `sealed_text` closed; earlier releases wrote it without a ``digest``.
+    """Check a JSON object that `sealed_text` closed; other programs write it without a ``digest``.
 
     Args:
         text: its text as UTF-8.

@@ -1,12 +1,12 @@
 """Words that several rooms share: slots of optimizer state, momentum conventions, and the defaults of our optimizer.
 
-A *slot* is a tensor that an optimizer keeps for a parameter.  Other programs' words are in `converters.translate`.
+A *slot* is a tensor that an optimizer keeps for a parameter.  Other programs' words are in `converters.programs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
@@ -37,6 +37,8 @@ PARAMS = "params"
 
 SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 """What torch's schedulers write to parameter groups for themselves."""
+OF_THE_RUN = frozenset({"lr", "weight_decay", "momentum", "betas"})
+"""Options that schedules change during a run, so that no other run can stand in for a checkpoint that lacks them."""
 
 ELEMENTWISE = frozenset({EXP_AVG, EXP_AVG_SQ})
 """Slots of which no rank needs a whole tensor, because no element's update depends on another element."""
@@ -68,8 +70,8 @@ class MuonDefaults:
     cautious: bool = False
     momentum: float = 0.95
     nesterov: bool = True
-    adjust_lr: str = "original"
-    ns: str = "quintic"
+    adjust_lr_fn: str = "original"
+    ns_coefficients: str = "quintic"
     ns_steps: int = 5
     ns_dtype: str = "bfloat16"
     gram: tuple[int, ...] | None = None
@@ -93,3 +95,20 @@ ADAMW: Mapping[str, object] = MappingProxyType({"betas": (0.9, 0.95), "eps": 1e-
 
 LION: Mapping[str, object] = MappingProxyType({"betas": (0.9, 0.99)})
 """Options of a Lion group besides the same three."""
+
+_EVERY = {name: asdict(MUON)[name] for name in ("lr", "weight_decay", "cautious")}
+_MATRIX = {**asdict(MUON), "convention": MUON_CONVENTION.value}
+
+GROUP_OPTIONS: Mapping[str, Mapping[str, object]] = MappingProxyType(
+    {
+        "muon": MappingProxyType(_MATRIX),
+        "normuon": MappingProxyType({**_MATRIX, **NORMUON}),
+        "adamw": MappingProxyType({**_EVERY, **ADAMW}),
+        "lion": MappingProxyType({**_EVERY, **LION}),
+    }
+)
+"""All options of a group of `muonckpt.optimizer.Muon` besides its parameters and ``algorithm``, with their defaults, by
+algorithm.  A state dict has every one, so whatever stock DCP loads into it must have them."""
+
+FUSION = ("pieces", "columns", "interleaved")
+"""Options that say which matrices are fused in a parameter.  NorMuon's second moment depends on them, momentum not."""

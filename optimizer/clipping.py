@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..layouts.tensors import is_first_copy, local_of
+from .ground.cuda_graphs import capturing
+from .ground.foreach import in_portions, rounded_once
 from .planning.schedule import Ranks
-from .portions import in_portions
-from .rounding import rounded_once
 from .state import check_gradients
-from .step.exchange import add_in_order, add_up
-from .step.process_groups import group_of, groups_of_mesh, in_order, ranks_of
+from .step.exchange import gather_numbers
+from .step.rank_sets import group_of, groups_of_mesh, in_order, ranks_of
 
 NORM_EPS = 1e-6
 """Added to the norm that clipping divides by, as `torch.nn.utils.clip_grad_norm_` does."""
@@ -41,7 +41,8 @@ def clip_grad_norm_(
     Collective: one sum of one number over every set of ranks that share a parameter.  All ranks that hold a parameter
     must call it, whether they have its gradient or not.
 
-    All ranks get the same bits.  Squares are added up in float64 and the norm is rounded to float32, so another
+    All ranks get the same bits, or an error: where some have parameters of their own, these are on a mesh that says so.
+    Squares are added up in float64 and the norm is rounded to float32, so another
     sharding of the same gradients gives the same norm but for one rounding in about ten million, and then its
     neighbour; the gradients are scaled alike wherever they lie, 16-bit ones in float32 and rounded once.
 
@@ -56,14 +57,32 @@ def clip_grad_norm_(
         The norm before clipping, float32, 0-d.
 
     Raises:
+        ValueError: ranks that share a parameter do not have the same norm, as parameters that differ between them are
+            on a mesh of some of them only; or their sets of ranks overlap in part, so that this cannot be seen.
+        RuntimeError: ``max_norm`` is not the same on all ranks.
         RuntimeError: the norm is not finite and ``error_if_nonfinite``, on all ranks alike, with the gradients as they
             were; or a gradient is not laid out as its parameter.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     check_gradients(params, [param.grad for param in params])
-    squares = _sum_over_ranks(params)
+    squares, differs, limits, widest = _sum_over_ranks(params, max_norm)
     if pipeline is not None:
-        squares = add_in_order(squares, pipeline)
+        received = gather_numbers([squares, differs.to(squares), *limits], pipeline)
+        squares, differs, limits = (
+            received[:, 0].sum(),
+            received[:, 1].any(),
+            [received[:, 2].amin(), received[:, 3].amax()],
+        )
+    if (pipeline is not None or any(widest)) and not capturing():
+        refuse_other_limits(max_norm, torch.stack(limits))
+    if any(widest) and not capturing() and differs:
+        shared = " and ".join(f"ranks {[*ranks]}" for ranks in widest if ranks) or "another pipeline stage"
+        raise ValueError(
+            f"ranks would scale gradients by different norms, and what they share would drift apart: of {shared} some "
+            "have gradients that others have not (experts of their own on a part of the mesh, say), or other values of "
+            "what is on all of them. Put such parameters on a mesh of all these ranks, sharded on the axis along which "
+            "they differ, or reduce the gradients first"
+        )
     gradients = [local_of(param.grad) for param in params if param.grad is not None]
     return clip_with(gradients, squares, max_norm, error_if_nonfinite)
 
@@ -87,36 +106,69 @@ def clip_with(gradients: Sequence[Tensor], squares: Tensor, max_norm: float, err
     return norm
 
 
+def refuse_other_limits(max_norm: float, limits: Tensor) -> None:
+    """Refuse to clip if ranks, whose ``max_norm`` are told or what is between them, do not give the same.
+
+    Raises:
+        RuntimeError: they do not.
+    """
+    if others := sorted({*limits.tolist()} - {float(max_norm)}):
+        raise RuntimeError(
+            f"gradients are not clipped: max_norm is {float(max_norm)} on rank {dist.get_rank()}, and {others[0]} on "
+            "others. Every rank must give the same; the gradients are as they were"
+        )
+
+
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Of all elements of tensors: float64, 0-d, on ``device``."""
+    """Return the sum of the squares of all elements of tensors: float64, 0-d, on ``device``."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
     return torch.stack([norm.to(device) for norm in norms]).square().sum()
 
 
-def _sum_over_ranks(params: Sequence[Tensor]) -> Tensor:
-    """The sum of the squares of all gradients, on the device of the first parameter."""
+def _sum_over_ranks(params: Sequence[Tensor], max_norm: float) -> tuple[Tensor, Tensor, list[Tensor], list[Ranks]]:
+    """Add up the squares of all gradients over ranks.  Collective.
+
+    Returns:
+        The sum, on the device of the first parameter; whether some rank that has a part of it has another sum; the
+        least and the greatest ``max_norm``; and the widest sets of ranks that share parameters with this one.
+    """
     by_mesh: defaultdict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
     for param in params:
         by_mesh[param.device_mesh if isinstance(param, DTensor) else None].append(param)
     sharing: defaultdict[Ranks, list[Tensor]] = defaultdict(list)
     for members in by_mesh.values():
         sharing[ranks_of(members[0], None)] += members
+    widest = [ranks for ranks in sharing if not any({*ranks} < {*others} for others in sharing)]
     device = params[0].device if params else torch.device("cpu")
     terms = [torch.zeros((), dtype=torch.float64, device=device)]
+    differs = torch.zeros((), dtype=torch.bool, device=device)
+    limits = [terms[0] + max_norm] * 2
     # Sorted: every rank uses the groups that it shares with others in one global order.
     for ranks, members in sorted(sharing.items(), key=lambda item: in_order(item[0])):
         squares = sum_of_squares(list(_counted(members)), members[0].device)
         mesh = members[0].device_mesh if isinstance(members[0], DTensor) else None
-        add_up(squares, group_of(ranks, *groups_of_mesh(mesh)))
+        if (group := group_of(ranks, *groups_of_mesh(mesh))) is not None:
+            # What others have in smaller sets has been added up, if all of those are in this one.
+            mine = [squares, _in_any_order(terms), squares.new_tensor(len(widest)), *limits]
+            received = gather_numbers([number.to(squares) for number in mine], group)
+            squares, sums = received[:, 0].sum(), received[:, 1]
+            limits = [received[:, 3].amin().to(device), received[:, 4].amax().to(device)]
+            if ranks in widest:
+                alike = ((sums == sums[0]) | (sums.isnan() & sums[0].isnan())) & (received[:, 2] == 1)
+                differs = differs | ~alike.all().to(device)
         terms.append(squares.to(device))
-    # From the smallest to the largest: ranks that share this list may have its parts with other ranks.
-    return torch.stack(terms).sort().values.sum()
+    return _in_any_order(terms), differs, limits, widest
+
+
+def _in_any_order(terms: Sequence[Tensor]) -> Tensor:
+    """Add up from the smallest to the largest: ranks that share this list may have its parts with other ranks."""
+    return torch.stack([*terms]).sort().values.sum()
 
 
 def _counted(params: Iterable[Tensor]) -> Iterator[Tensor]:
-    """What this rank holds of gradients, where it is the first to hold it."""
+    """Yield what this rank holds of gradients, where it is the first to hold it."""
     for param in params:
         if param.grad is not None and is_first_copy(param.grad):
             yield local_of(param.grad)

@@ -1,14 +1,31 @@
-"""Optimizers whose step is collective: an error on one rank reaches the others, wherever in ``step()`` it is raised."""
+"""Steps that ranks take together: an error on one reaches the others, and so does a gradient that forbids the step.
+
+Each rank looks at the gradients that it holds, before anything is changed.  A gradient that is not finite, or so large
+that it would make a momentum that is not, is one bit in the first notes that ranks exchange anyway (`step.agreement`),
+so all of them decide alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
-from .cuda_graphs import capturing
+from ..layouts.tensors import local_of
+from ..vocabulary import EXP_AVG_SQ, ParamGroup
+from .ground.cuda_graphs import capturing
+from .step.agreement import Facts, Task, refusal
+from .step.exchange import gather_texts
+from .step.local_tensors import State
 
 
 class CollectiveOptimizer(Optimizer):
@@ -20,6 +37,21 @@ class CollectiveOptimizer(Optimizer):
 
     _awaited = False
     """Whether the other ranks wait for this one's part in the step under way."""
+
+    _stepped, _dropped = True, 0
+    """Whether a step has taken the gradients since they were zeroed, and how often they were zeroed without one."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero gradients as any torch optimizer does, and count those that no step has taken."""
+        if not self._stepped and any(p.grad is not None for group in self.param_groups for p in group["params"]):
+            self._dropped += 1
+        self._stepped = False
+        super().zero_grad(set_to_none)
+
+    def _gradients_taken(self) -> Facts:
+        """Begin to count anew; returns what ranks compare: one that alone drops gradients has left out a step."""
+        dropped, self._stepped, self._dropped = self._dropped, True, 0
+        return {"the number of times that gradients were dropped without a step": str(dropped)}
 
     def _take_part(self, failure: Exception | None) -> bool:
         """Do what a step does together with the other ranks.  Collective.
@@ -53,3 +85,160 @@ class CollectiveOptimizer(Optimizer):
                 self._awaited = False
 
         return step
+
+
+ACTIONS = ("skip", "raise")
+
+MOST_SKIPPED = 10
+"""Steps in a row: a spike is over by then, and a run that has diverged has lost minutes, not days."""
+
+TRAVELS = torch.finfo(torch.float32).max
+"""The end of what updates travel in: float32, or bfloat16, whose end is nearly the same."""
+
+NAMED = 4
+"""Parameters that a rank names; the others are counted."""
+
+REFUSED = Task(
+    "the optimizer does not step: gradients are not finite, or too large for their state",
+    "Parameters and state are as they were before, on all ranks that share parameters: look at the batch and the loss, "
+    "or go on from a checkpoint before them",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """A parameter with a gradient: what this rank holds of it, how large an element may be, and what it is called."""
+
+    gradient: Tensor
+    largest: float
+    name: str
+
+    @property
+    def unfit(self) -> bool:
+        return not bool((_sizes([self.gradient]) <= self.largest).all())
+
+
+class NonFinite:
+    """Skip steps, or raise, where gradients are not finite, and count.
+
+    Args:
+        action: "skip" or "raise".
+        most_in_a_row: of skipped steps: the next one raises.
+
+    Attributes:
+        policy: what it does, in words.
+        skipped: how many steps were, of all.
+        in_a_row: how many of the last ones.
+    """
+
+    def __init__(self, action: str, most_in_a_row: int) -> None:
+        if action not in ACTIONS:
+            raise ValueError(f"nonfinite={action!r}: expected None, 'skip' or 'raise'")
+        if most_in_a_row < 0:
+            raise ValueError(f"most_skipped={most_in_a_row!r}: expected a number of steps, at least 0")
+        self._most = most_in_a_row if action == "skip" else 0
+        self.policy = f"{action!r}, with most_skipped={most_in_a_row}"
+        self.skipped, self.in_a_row = 0, 0
+
+    def look(self, held: Iterable[Guarded], failure: Exception | None) -> tuple[Tensor, Exception | None]:
+        """Return whether a gradient on this rank forbids the step: a bool on the device, which nothing waits for.
+
+        Args:
+            held: what this rank has of gradients.
+            failure: what keeps this rank from the step anyway.
+
+        Returns:
+            It, and the failure, or that of looking.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured.
+        """
+        if capturing():
+            raise RuntimeError(
+                "nonfinite lets the host decide whether a step is taken, and a CUDA graph does what was captured: "
+                "build the optimizer with nonfinite=None, and look at the norm of the gradients between replays"
+            )
+        unfit = torch.zeros((), dtype=torch.bool)
+        try:
+            return (unfit, failure) if failure is not None else (_any_unfit(held), None)
+        except Exception as error:
+            return unfit, error
+
+    def settle(self, taken: bool, held: Iterable[Guarded], together: dist.ProcessGroup | None) -> None:
+        """Count a step that was taken, or not on any rank of a process group.
+
+        Warns:
+            RuntimeWarning: it was skipped; names what this rank has found.
+
+        Raises:
+            RuntimeError: the same on all ranks: steps are not to be skipped, or too many were.  Collective then.
+        """
+        if taken:
+            self.in_a_row = 0
+            return
+        named = _named([mine.name for mine in held if mine.unfit])
+        self.in_a_row += 1
+        if self.in_a_row > self._most:
+            before = f" ({self._most} steps before this one were skipped)" if self._most else ""
+            raise refusal(replace(REFUSED, failure=REFUSED.failure + before), gather_texts(named, together))
+        self.skipped += 1
+        warnings.warn(
+            f"a step was skipped, number {self.skipped} of this run and {self.in_a_row} in a row: "
+            f"{named or 'other ranks have gradients that are not finite, or too large for their state'}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _any_unfit(held: Iterable[Guarded]) -> Tensor:
+    by_kind: defaultdict[tuple[torch.device, torch.dtype, float], list[Tensor]] = defaultdict(list)
+    for mine in held:
+        by_kind[mine.gradient.device, mine.gradient.dtype, mine.largest].append(mine.gradient)
+    if not by_kind:
+        return torch.zeros((), dtype=torch.bool)
+    # Written so that NaN fails the test.
+    fine = [(_sizes(some) <= largest).all() for (*_, largest), some in by_kind.items()]
+    return ~torch.stack([fit.to(fine[0].device) for fit in fine]).all()
+
+
+def guarded(groups: Iterable[ParamGroup], state: State) -> Iterator[Guarded]:
+    """Yield the parameters that take part in a step, of which this rank holds elements."""
+    for number, group in enumerate(groups):
+        names = group.get("param_names", [f"{index} of group {number}" for index in range(len(group["params"]))])
+        limits: dict[tuple[torch.dtype, ...], float] = {}  # a group's parameters have the same slots
+        for param, name in zip(group["params"], names, strict=False):
+            if param.grad is not None and (gradient := local_of(param.grad)).numel():
+                slots = state[param]
+                dtypes = tuple([value.dtype for value in slots.values()])
+                if dtypes not in limits:
+                    limits[dtypes] = largest(slots)
+                yield Guarded(gradient, limits[dtypes], name)
+
+
+def largest(slots: Mapping[str, Tensor]) -> float:
+    """Return how large an element of a gradient may be, so that what is computed of it is finite.
+
+    An exponential moving average of numbers up to some size is no larger.  So momenta stay below half of the end of
+    their range, and what is between two such numbers can be computed; and averages of squares stay within theirs.
+    A finite matrix has a finite update then: singular values begin below 1, and no published set makes more than 2 of
+    them at any step, which is what `recipe.HOLD` has room for.
+    """
+    ends = [TRAVELS, *(torch.finfo(value.dtype).max for value in slots.values() if value.ndim)]
+    squared = [math.sqrt(torch.finfo(value.dtype).max) for slot, value in slots.items() if slot == EXP_AVG_SQ]
+    return min([end / 2 for end in ends] + squared)
+
+
+def _sizes(tensors: Sequence[Tensor]) -> Tensor:
+    """Sizes of elements, the largest of each tensor among them, float32 at least; NaN if there is one."""
+    if tensors[0].device.type == "cpu":  # torch's norm of this kind takes ten times as long there
+        largest = torch.stack([end for tensor in tensors for end in torch.aminmax(tensor)]).abs_()
+    else:
+        largest = torch.stack(torch._foreach_norm(list(tensors), math.inf))
+    return largest.to(torch.promote_types(largest.dtype, torch.float32))
+
+
+def _named(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"gradients that are not finite, or too large for their state: {', '.join(names[:NAMED])}{more}"

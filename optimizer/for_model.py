@@ -1,19 +1,73 @@
-"""`Muon.for_model`: the optimizer of a whole model in one line, over `sort_parameters`."""
+"""The optimizer of a whole model: `Muon.for_model` makes it in one line, and ``describe`` says what its groups are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..resumption import in_globs
 from .groups.rules import Rule
-from .groups.sorting import sort_parameters
+from .groups.sorting import WRAPPERS, sort_parameters
+from .state import as_numbers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupsOfModel:
+    """How the groups of a model are made: the model, which is not kept alive, and what `Muon.for_model` was given."""
+
+    model: weakref.ref[nn.Module]
+    layers: Sequence[Sequence[Rule]]
+    adamw: Mapping[str, Any]
+    kinds: Mapping[str, Mapping[str, Any]]
+    named: bool
+
+    def of(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Sort the parameters of the model as it is now.
+
+        Raises:
+            ValueError: as `sort_parameters`.
+        """
+        decisions = sort_parameters(model, *self.layers)
+        groups = decisions.groups(adamw=self.adamw, kinds=self.kinds)
+        if self.named:
+            names = {decision.parameter: decision.names[0] for decision in decisions}
+            for group in groups:
+                # torch takes a group without parameters for one without names, unless it is told.
+                group["param_names"] = [names[param] for param in group["params"]]
+        return groups
+
+    def to_add(self, model: nn.Module, left: Mapping[nn.Parameter, str]) -> Iterator[str]:
+        """Yield the lines to write for parameters that no group has, given with their names in the model."""
+        try:
+            groups = self.of(model)
+        except ValueError:  # no rule says what they are
+            groups = [{"params": [*left], "param_names": [*left.values()], "algorithm": "adamw", **self.adamw}]
+        for group in groups:
+            names = group.pop("param_names", None) if self.named else None
+            params = group.pop("params")
+            places = {param: f"model.get_parameter({left[param]!r})" for param in params if param in left}
+            if names is not None:
+                places = {p: f"({name!r}, {places[p]})" for p, name in zip(params, names, strict=True) if p in places}
+            if places:
+                options = ", ".join(f"{key!r}: {as_numbers(value)!r}" for key, value in group.items())
+                yield f"optimizer.add_param_group({{'params': [{', '.join(places.values())}], {options}}})"
 
 
 class ForModel:
-    """What makes an optimizer of parameter groups one of a whole model."""
+    """A mixin that makes an optimizer of a whole model."""
+
+    param_groups: list[dict[str, Any]]
+
+    _groups_of_model: GroupsOfModel | None = None
+    _warned: frozenset[str] = frozenset()
+    """The names of parameters that no group has, of which a warning has been given."""
 
     @classmethod
     def for_model(
@@ -27,7 +81,7 @@ class ForModel:
         named: bool = False,
         **options: Any,
     ) -> Self:
-        """The optimizer of a whole model: matrices by Muon, the rest by AdamW, sorted by rules.
+        """Return the optimizer of a whole model: matrices by Muon, the rest by AdamW, sorted by rules.
 
         Rates of matrices and of AdamW differ by two orders of magnitude with the default ``adjust_lr_fn``, so one
         number never means both unless you say so.  There are two ways, and no third::
@@ -35,7 +89,8 @@ class ForModel:
             Muon.for_model(model, rules=LLAMA, lr=0.02, adamw_lr=3e-4)
             Muon.for_model(model, rules=LLAMA, lr=3e-4, adjust_lr_fn="match_rms_adamw")  # AdamW's rate serves both
 
-        Frozen parameters (``requires_grad=False``) are in no group; what is unfrozen later needs `add_param_group`.
+        Frozen parameters (``requires_grad=False``) are in no group; what is unfrozen later needs `add_param_group`, of
+        which a step warns that finds a gradient of it.
 
         Args:
             model: may be sharded, compiled or wrapped.  If it is a DistributedDataParallel, ``replicas`` is its process
@@ -57,9 +112,73 @@ class ForModel:
         layers: Any = [rules] if all(isinstance(rule, Rule) for rule in rules) else rules
         rate = {} if adamw_lr is None else {"lr": adamw_lr}
         replicas = {"replicas": model.process_group} if isinstance(model, DistributedDataParallel) else {}
-        decisions = sort_parameters(model, *layers)
-        groups = decisions.groups(adamw=rate, kinds=kinds or {})
-        if named:
-            names = {decision.parameter: decision.names[0] for decision in decisions}
-            groups = [{**group, "params": [(names[param], param) for param in group["params"]]} for group in groups]
-        return cls(groups, lr=lr, **{**replicas, **options})  # type: ignore[call-arg]
+        sorter = GroupsOfModel(weakref.ref(model), layers, rate, kinds or {}, named)
+        optimizer = cls(sorter.of(model), lr=lr, **{**replicas, **options})  # type: ignore[call-arg]
+        optimizer._groups_of_model = sorter
+        return optimizer
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _doubt_left_out(self, stacklevel: int) -> None:
+        """Warn once of each parameter of the model that has a gradient and is in no group.
+
+        Args:
+            stacklevel: of the warning, counted from here.
+        """
+        model = self._groups_of_model.model() if self._groups_of_model is not None else None
+        if self._groups_of_model is None or model is None:
+            return
+        own = {id(param) for group in self.param_groups for param in group["params"]}
+        if all(id(param) in own or param.grad is None for param in model.parameters()):
+            return
+        names = {param: name for name, param in model.named_parameters()}
+        if own.isdisjoint(map(id, names)):
+            return  # the model has other parameters than it had; `doubt_idle` tells of that
+        left = {p: name for p, name in names.items() if id(p) not in own and p.grad is not None}
+        left = {param: name for param, name in left.items() if name not in self._warned}
+        if left:
+            self._warned |= {*left.values()}
+            shown = in_globs([*left.values()], {*names.values()} - {*left.values()})
+            warnings.warn(
+                "parameters have gradients and are in no group, so no step changes them (they were frozen when the "
+                f"optimizer was made, or came later): {', '.join(shown)}. To train them, write this on all ranks, and "
+                f"make a scheduler anew: {'; '.join(self._groups_of_model.to_add(model, left))}",
+                RuntimeWarning,
+                stacklevel=stacklevel,
+            )
+
+
+class DescribesGroups:
+    """A mixin that describes an optimizer's groups."""
+
+    param_groups: list[dict[str, Any]]
+
+    def describe(self, model: nn.Module | None = None) -> dict[str, Any]:
+        """Return the groups with their parameters' names and all options, as JSON data.
+
+        `muonckpt convert OLD NEW --to muonckpt --like FILE`, with this in FILE, makes what fits this optimizer::
+
+            json.dump(optimizer.describe(model), open("template.json", "w"))
+
+        Args:
+            model: has the names; not needed by an optimizer of named parameters.
+
+        Raises:
+            ValueError: a parameter has no name.
+        """
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        names = {} if inner is None else {param: _plain(name) for name, param in inner.named_parameters()}
+        groups = []
+        for number, group in enumerate(self.param_groups):
+            own = group.get("param_names") or [names.get(param) for param in group["params"]]
+            if None in own:
+                raise ValueError(
+                    f"group {number}: parameter {own.index(None)} has no name; give describe() the model that has "
+                    "all parameters, or make the optimizer of named_parameters()"
+                )
+            options = {key: as_numbers(value) for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({"params": list(own), **options})
+        return {"param_groups": groups}
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)

@@ -26,17 +26,19 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import LayoutError
 from ..layout import TensorLayout
+from ..layouts.flat import Cuts, uneven_layout
 from ..layouts.mesh import Mesh
 from ..layouts.tensors import local_of
-from ..layouts.uneven import Cuts, uneven_layout
-from .held_boxes import declare_boxes
+from .ground.held_boxes import declare_boxes
+from .methods.matrix import MATRICES
 from .muon import Muon
-from .step.methods import MATRICES
 
 
 class Model(Protocol):
-    """What is used of a ``megatron_fsdp.MegatronFSDP``; ``microbatch_count`` are the backward passes since the last
-    ``finish_grad_sync()``."""
+    """The part of a ``megatron_fsdp.MegatronFSDP`` that is used here.
+
+    ``microbatch_count`` are the backward passes since the last ``finish_grad_sync()``.
+    """
 
     param_and_grad_buffer: Any
     microbatch_count: int
@@ -47,7 +49,7 @@ class Model(Protocol):
 
 
 def layouts(model: Model) -> Callable[[Tensor], TensorLayout]:
-    """What says where a parameter of the model lies, on every rank of its mesh, for ``Muon(..., layout=...)``.
+    """Return what says where a parameter of the model lies, on every rank of its mesh, for ``Muon(..., layout=...)``.
 
     Pure data and no communication: FSDP and hybrid FSDP (outer axis replicated or sharded) at any ZeRO stage, dense
     parameters and experts on their own meshes, tensor parallelism outside of that.  Under expert parallelism a
@@ -92,11 +94,11 @@ def finish_gradients(model: Model) -> None:
         model.finish_grad_sync()
     flat = model.param_and_grad_buffer
     for name, param in flat.optimizer_named_parameters:
-        made = flat.dist_main_grad.get(name)
+        created = flat.dist_main_grad.get(name)
         # zero_grad_buffer() takes gradients away by taking the local tensor out of these.
-        local = None if made is None else made._local_tensor
+        local = None if created is None else created._local_tensor
         if param.grad is None and local is not None and local.numel() == 0:
-            param.grad = made
+            param.grad = created
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,6 @@ def attach(optimizer: Muon, model: Model) -> Attached:
 
 
 def _describe(value: DTensor, layout: TensorLayout) -> None:
-    """Say which box the local tensor is, or that it is empty."""
     rank = value.device_mesh.get_rank()
     boxes = [fragment.box for fragment in layout.fragments_of(rank)]
     if len(boxes) > 1:
@@ -164,7 +165,7 @@ def _describe(value: DTensor, layout: TensorLayout) -> None:
 
 
 def _layout(param: Any, group: Any, index: Any) -> TensorLayout:
-    """The layout of one parameter of a parameter group; the index names the mesh axes."""
+    """Return the layout of one parameter of a parameter group; the index names the mesh axes."""
     cuts = _cuts(param, index)
     local = local_of(param)
     start, size = 0, local.numel()

@@ -19,36 +19,22 @@ from ..layout import TensorLayout
 from ..layouts.tensors import layout_of
 from ..resumption import Globs, LoadReport
 from ..vocabulary import MUON, MUON_CONVENTION
-from .collective import CollectiveOptimizer
-from .description import DescribesGroups
-from .doubts import doubt_idle, doubt_plain
-from .following import Seen, carry_over, changes
-from .for_model import ForModel
-from .muon_report import MuonReport, muon_report
-from .newton_schulz.costs import Cost, flops
-from .newton_schulz.forms import Choice, prefer_kernels
-from .nonfinite import MOST_SKIPPED, NonFinite, guarded
-from .options import (
-    CYCLED,
-    TORCH_NAMES,
-    as_plain,
-    check,
-    cycled,
-    fixed,
-    in_our_names,
-    refuse_shared_rate,
-    refuse_unknown,
-    renamed,
-)
+from .collective import MOST_SKIPPED, CollectiveOptimizer, NonFinite, guarded
+from .for_model import DescribesGroups, ForModel
+from .methods.matrix import MATRICES, Scale, Scales
+from .methods.scalar import SCALARS
+from .newton_schulz.costs import Cost
+from .newton_schulz.products import Choice, prefer_kernels
+from .newton_schulz.recipe import flops
+from .options import CYCLED, as_plain, check, cycled, refuse_shared_rate, refuse_unknown
 from .planning.schedule import Ranks, Schedule
+from .report import MuonReport, doubt_idle, doubt_plain, muon_report
 from .restoration import load_fitting
-from .scalar import SCALARS
-from .scales import Scale, Scales
-from .state import as_numbers, check_gradients, check_state, check_values, fresh_state
+from .state import Seen, as_numbers, carry_over, changes, check_gradients, check_state, check_values, fresh_state
+from .step.agreement import Facts, fixed
 from .step.exchange import LINKS
-from .step.methods import MATRICES
 from .step.planner import Planner
-from .step.rank_set import RankSet
+from .step.rank_sets import RankSet, ordinals
 from .step.steps import Steps
 
 
@@ -77,8 +63,7 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         cautious: default of all groups; if True, only elements that the update does not move away from zero decay.
         momentum, nesterov: of matrix groups ("muon", "normuon").
         adjust_lr_fn: how the rate of a matrix group grows with the matrix's shape: a key of ``ADJUST_LR``, or a
-            function of rows and columns, which a state dict knows by its name only.  None is "original".  Groups and
-            state dicts call it ``adjust_lr``, and ``ns_coefficients`` ``ns``; a group may be given with either name.
+            function of rows and columns, which a state dict knows by its name only.  None is "original".
         ns_coefficients, ns_steps, ns_dtype, gram, eps: of Newton-Schulz: coefficients (the name of a set, a
             `CoefficientSet`, a triple for every step, or triples for the first ones; a state dict carries them as
             numbers), iterations, dtype ("bfloat16", "float16" or "float32"; see `precision` for what travels), restarts
@@ -99,7 +84,6 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
             It costs a look at every gradient and no collective; on one GPU a step waits for the device, and no step can
             be captured in a CUDA graph.  None: nothing is looked for.
         most_skipped: in a row; the next such step raises.
-        waves, adjust_lr, ns: former names of ``stages``, ``adjust_lr_fn`` and ``ns_coefficients``.
 
     Raises:
         ValueError: an unknown algorithm, scale, coefficient set or dtype, or a hyper-parameter out of range.
@@ -118,8 +102,8 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         nesterov: bool = MUON.nesterov,
         weight_decay: float = MUON.weight_decay,
         cautious: bool = MUON.cautious,
-        adjust_lr_fn: str | Scale | None = MUON.adjust_lr,
-        ns_coefficients: Coefficients = MUON.ns,
+        adjust_lr_fn: str | Scale | None = MUON.adjust_lr_fn,
+        ns_coefficients: Coefficients = MUON.ns_coefficients,
         ns_steps: int = MUON.ns_steps,
         ns_dtype: str = MUON.ns_dtype,
         gram: tuple[int, ...] | None = MUON.gram,
@@ -135,15 +119,9 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         layout: Callable[[Tensor], TensorLayout] | None = None,
         nonfinite: str | None = None,
         most_skipped: int = MOST_SKIPPED,
-        waves: int | None = None,
-        adjust_lr: str | Scale | None = None,
-        ns: Coefficients | None = None,
     ) -> None:
         if exchange not in LINKS:
             raise ValueError(f"exchange={exchange!r}: expected one of {sorted(LINKS)}")
-        stages = renamed("stages", stages, "waves", waves)
-        adjust_lr_fn = renamed("adjust_lr_fn", adjust_lr_fn, "adjust_lr", adjust_lr)
-        ns_coefficients = renamed("ns_coefficients", ns_coefficients, "ns", ns)
         if stages is not None and stages < 1:
             raise ValueError(f"stages={stages!r}: expected at least one")
         self._replicas, self._exchange, self._stages, self._layout = replicas, exchange, stages, layout
@@ -157,7 +135,8 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         self._matrices = {
             "momentum": momentum,
             "nesterov": nesterov,
-            **in_our_names({"adjust_lr_fn": adjust_lr_fn, "ns_coefficients": ns_coefficients}),
+            "adjust_lr_fn": adjust_lr_fn,
+            "ns_coefficients": ns_coefficients,
             "ns_steps": ns_steps,
             "ns_dtype": ns_dtype,
             "gram": gram,
@@ -168,6 +147,7 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
             "convention": MUON_CONVENTION.value,
         }
         super().__init__(params, {"algorithm": "muon", "lr": lr, "weight_decay": weight_decay, "cautious": cautious})
+        self._ordinals = ordinals(self.param_groups, replicas)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and create the state of its parameters.  If it is refused, the optimizer is as it was."""
@@ -179,7 +159,6 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
             self.defaults.update(cycled(self.param_groups))
 
     def _add(self, param_group: dict[str, Any]) -> None:
-        param_group = in_our_names(param_group)
         algorithm = param_group.get("algorithm", "muon")
         if algorithm in MATRICES:
             defaults = {**self._matrices, **MATRICES[algorithm].defaults}
@@ -192,7 +171,8 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         group = self.param_groups[-1]
         try:
             self._settle(group)
-            inheriting = algorithm if algorithm in SCALARS and "lr" not in param_group else self._inheriting
+            inherits = algorithm in SCALARS and "lr" not in param_group and group["params"]
+            inheriting = algorithm if inherits else self._inheriting
             if inheriting is not None:
                 refuse_shared_rate(self.param_groups, inheriting, self.defaults["lr"])
             fresh = {param: fresh_state(param, self._resting(param, (0,)), group) for param in group["params"]}
@@ -218,7 +198,7 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         return self._nonfinite.skipped if self._nonfinite is not None else 0
 
     def report(self, most_elementwise: float = 0.5) -> MuonReport:
-        """What is done with which parameters, as data and as a table: to see that Muon is really on.
+        """Report what is done with which parameters, as data and as a table: to see that Muon is really on.
 
         Args:
             most_elementwise: the share of elements in parameters of two dims or more that AdamW and Lion may step
@@ -231,8 +211,10 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         return muon_report(self.param_groups, self._scales, schedules, self.skipped_steps, most_elementwise)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: steps refer to the original's parameters, so a copy makes its own."""
-        copied = "_matrices _replicas _exchange _stages _layout _cost _form _scales _fixed _seen _used _inheriting"
+        """Return what copies need, without steps: these refer to the original's parameters, so a copy plans its own."""
+        copied = (
+            "_ordinals _matrices _replicas _exchange _stages _layout _cost _form _scales _fixed _seen _used _inheriting"
+        )
         return {
             **super().__getstate__(),
             **{name: getattr(self, name) for name in (*copied.split(), "_nonfinite")},
@@ -240,14 +222,14 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
-        """A process group belongs to the process, not to the optimizer: a copy uses the same one."""
+        """Copy the optimizer, which keeps using the same process group: that belongs to the process."""
         memo[id(self._replicas)] = self._replicas
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return twin
 
     def state_dict(self) -> dict[str, Any]:
-        """As any torch optimizer's; rates that are tensors are written as numbers."""
+        """Return the state as any torch optimizer does, with rates that are tensors written as numbers."""
         self._follow_parameters()
         state = super().state_dict()
         for group in state["param_groups"]:
@@ -257,7 +239,7 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any], fresh: Iterable[str] = ()) -> LoadReport:  # type: ignore[override]
         """Load state, and those hyper-parameters that belong to the run (`RESTORED`); if refused, nothing is changed.
 
-        What says how to compute (``ns``, ``adjust_lr``, …) stays as the code has it; a difference is warned of.
+        How to compute (``ns_coefficients``, ``adjust_lr_fn``, …) stays as the code has it; differences are warned of.
 
         Args:
             state_dict: its parameters are matched by name if both optimizers have names, else by number.  Those with
@@ -291,6 +273,7 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         self._follow_options()
         if self._doubts:
             doubt_idle(self.param_groups, stacklevel=6)
+            self._doubt_left_out(stacklevel=7)
         for group in self.param_groups:
             check_values(group["params"])
             check_gradients(group["params"], [param.grad for param in group["params"]])
@@ -308,15 +291,15 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         changed = changes(self._seen, self.param_groups)
         if not changed:
             return
-        made = {}
+        renewed = {}
         for change in changed:
             group, param = self.param_groups[change.group], change.current
-            made[param] = fresh_state(param, self._resting(param, (0,)), group)
+            renewed[param] = fresh_state(param, self._resting(param, (0,)), group)
             if self._used:
-                carry_over(change, self.state[change.former], made[param])
+                carry_over(change, self.state[change.former], renewed[param])
         for change in changed:
             del self.state[change.former]
-        self.state.update(made)
+        self.state.update(renewed)
         self._seen = [Seen.of(group["params"]) for group in self.param_groups]
         self._steps.plan_anew()
 
@@ -352,7 +335,15 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         unfit: Tensor | None = None
         if self._nonfinite is not None:
             unfit, failure = self._nonfinite.look(guarded(self.param_groups, self.state), failure)
-        taken = self._steps.take(self.param_groups, self.state, self._planner(), self._doubt, failure, unfit)
+        dropped = self._gradients_taken()
+
+        def constants(ranks: Ranks) -> Facts:
+            return {
+                "the optimizer, of those built of equal parameters": f"number {self._ordinals.get(ranks)}",
+                **dropped,
+            }
+
+        taken = self._steps.take(self.param_groups, self.state, self._planner(), self._doubt, failure, unfit, constants)
         if self._nonfinite is not None:
             self._nonfinite.settle(taken, guarded(self.param_groups, self.state), self._steps.widest)
         return taken
@@ -370,17 +361,14 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
             self._cost,
             self._form,
             self._scales.factor,
-            self._nonfinite is not None,
+            self._nonfinite.policy if self._nonfinite is not None else None,
         )
 
     def _resting(self, param: Tensor, ranks: Ranks) -> TensorLayout:
         return self._layout(param) if self._layout is not None else layout_of(param, replicas=ranks)
 
     def _settle(self, group: dict[str, Any]) -> None:
-        """Check the options of a group, and make plain values of them."""
         if group["algorithm"] in MATRICES:
-            written = {name: group.pop(name) for name in TORCH_NAMES if name in group}
-            group |= in_our_names(written)
-            group["adjust_lr"] = self._scales.name_of(group["adjust_lr"])
-            group["ns"] = as_plain(group["ns"])
+            group["adjust_lr_fn"] = self._scales.name_of(group["adjust_lr_fn"])
+            group["ns_coefficients"] = as_plain(group["ns_coefficients"])
         check(group, self._scales.names)

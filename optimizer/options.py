@@ -6,32 +6,20 @@ Their defaults are in `vocabulary`.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..coefficients import Coefficients, Plain, plain_coefficients
 from ..vocabulary import MUON_CONVENTION, SCHEDULED, ParamGroup
-from .newton_schulz.gram import spans
-from .planning.precision import PRECISIONS
-from .scalar import SCALARS
-from .scales import UNNAMED
-from .step.methods import MATRICES, STATISTICS, UPDATE_NORMS
-
-T = TypeVar("T")
-
-RATES = frozenset({"lr", "weight_decay", "momentum", "betas", "beta2"})
-"""Options that every step reads anew, so that schedules may change them."""
-
-NAMES = frozenset({"params", "param_names", "name"})
-"""What a group consists of, and what it is called: ``name`` is the user's, for logs."""
-
-TORCH_NAMES: Mapping[str, str] = {"adjust_lr_fn": "adjust_lr", "ns_coefficients": "ns"}
-"""What torch.optim.Muon calls options of matrices, and what groups and state dicts call them here."""
+from .methods.matrix import MATRICES, STATISTICS, UPDATE_NORMS
+from .methods.scalar import SCALARS
+from .newton_schulz.recipe import spans
+from .planning.matrices import PRECISIONS
+from .step.agreement import NAMES
 
 FOREIGN = frozenset({"amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize"})
 """Options of torch's optimizers that no algorithm here has; they may be there if they are off."""
@@ -43,43 +31,8 @@ betas, else its momentum, if it has that; in all groups, whether they have it or
 
 
 def cycled(groups: Sequence[ParamGroup]) -> dict[str, Any]:
-    """What may be in ``Optimizer.defaults`` for these schedulers: only what all groups have."""
+    """Return what may be in ``Optimizer.defaults`` for these schedulers: only what all groups have."""
     return {key: groups[0][key] for key in CYCLED if groups and all(key in group for group in groups)}
-
-
-def fixed(group: ParamGroup) -> dict[str, Any]:
-    """The options that plans are made of: all but rates.  If they change, plans are made anew."""
-    return {key: value for key, value in group.items() if key not in RATES | SCHEDULED | NAMES}
-
-
-def in_our_names(options: ParamGroup) -> dict[str, Any]:
-    """Options of a group, some of which may have torch's names; ``adjust_lr_fn=None`` is torch's default.
-
-    Raises:
-        ValueError: an option is there under both names.
-    """
-    ours = {name: value for name, value in options.items() if name not in TORCH_NAMES}
-    for torchs, name in TORCH_NAMES.items():
-        if torchs not in options:
-            continue
-        value = options[torchs]
-        alike = as_plain if name == "ns" else lambda option: option
-        if alike(options.get(name, value)) != alike(value):
-            raise ValueError(f"{torchs}={value!r} and {name}={options[name]!r} are one option: give only one of them")
-        ours[name] = UNNAMED if torchs == "adjust_lr_fn" and value is None else value
-    return ours
-
-
-def renamed(name: str, value: T, former: str, given: T | None) -> T:
-    """The value of an argument of a constructor, which may be given under its former name.
-
-    Warns:
-        DeprecationWarning: it is.
-    """
-    if given is None:
-        return value
-    warnings.warn(f"{former}= is called {name}= now", DeprecationWarning, stacklevel=3)
-    return given
 
 
 def refuse_unknown(group: ParamGroup, algorithm: str, options: Collection[str]) -> None:
@@ -123,10 +76,10 @@ def refuse_shared_rate(groups: Iterable[ParamGroup], algorithm: str, lr: float |
         ValueError: matrices of some group have a scale other than `ONE_RATE`.
     """
     for group in groups:
-        if group["algorithm"] in MATRICES and group["adjust_lr"] != ONE_RATE:
+        if group["algorithm"] in MATRICES and group["adjust_lr_fn"] != ONE_RATE:
             raise ValueError(
                 f"a group of {algorithm!r} says no lr, and lr={float(lr)!r} is a rate of matrices with "
-                f"adjust_lr_fn={group['adjust_lr']!r}: give the group its own, such as 'lr': 3e-4 "
+                f"adjust_lr_fn={group['adjust_lr_fn']!r}: give the group its own, such as 'lr': 3e-4 "
                 f"(adamw_lr=3e-4 of Muon.for_model), or give all "
                 f"matrices adjust_lr_fn={ONE_RATE!r}, with which one rate serves both"
             )
@@ -136,7 +89,7 @@ def check(group: ParamGroup, scales: Collection[str]) -> None:
     """Refuse options out of range.
 
     Args:
-        scales: the names that ``adjust_lr`` may have.
+        scales: the names that ``adjust_lr_fn`` may have.
 
     Raises:
         ValueError: names the option, its value, and what is expected.
@@ -153,7 +106,7 @@ def check(group: ParamGroup, scales: Collection[str]) -> None:
         SCALARS[group["algorithm"]].check(group)
         return
     need("momentum", 0 <= group["momentum"] < 1, "a number in [0, 1)")
-    need("adjust_lr", group["adjust_lr"] in scales, f"a function, or one of {sorted(scales)}")
+    need("adjust_lr_fn", group["adjust_lr_fn"] in scales, f"a function, or one of {sorted(scales)}")
     need("ns_steps", group["ns_steps"] >= 1, "at least one step")
     need("ns_dtype", group["ns_dtype"] in PRECISIONS, f"one of {sorted(PRECISIONS)}")
     need("eps", 0 < group["eps"] < math.inf, "a positive number")

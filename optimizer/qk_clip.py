@@ -6,17 +6,19 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..errors import LayoutError
 from ..layouts.tensors import local_of, rows_of
+from .ground.foreach import rounded_once
 from .groups.rules import WHOLE, Split
-from .rounding import rounded_once
-from .step.exchange import gathered
+from .step.exchange import gathered, largest_of_all
+from .step.rank_sets import group_of, groups_of_mesh, ranks_of
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """What makes queries or keys: the rows of one piece of a parameter, head after head.
+    """The rows of one piece of a parameter that make queries or keys, head after head.
 
     Attributes:
         weight: ``[rows, columns]``, as of an nn.Linear, or a bias ``[rows]``; plain, or a DTensor on any mesh.
@@ -30,7 +32,7 @@ class Projection:
     piece: int = 0
 
     def rows(self) -> int:
-        """How many rows the piece has.
+        """Return how many rows the piece has.
 
         Raises:
             LayoutError: the pieces do not add up to the parameter's rows, or there is no such piece.
@@ -39,7 +41,7 @@ class Projection:
         return (stop - start) * self.split.interleaved
 
     def factors(self, of_head: Tensor) -> Tensor:
-        """A factor for every row of the parameter: its head's, and 1 outside the piece.
+        """Return a factor for every row of the parameter: its head's, and 1 outside the piece.
 
         Raises:
             ValueError: the rows are not a whole number for each head.
@@ -53,7 +55,7 @@ class Projection:
         return of_row.view(-1)
 
     def _range(self) -> tuple[int, int]:
-        """Where the piece lies in each of the interleaved blocks."""
+        """Return where the piece lies in each of the interleaved blocks."""
         height = self.weight.shape[0]
         pieces = list(self.split.of((height, 1)).rows_of(height))
         if not 0 <= self.piece < len(pieces):
@@ -84,13 +86,15 @@ def qk_clip(
     In multi-head latent attention ``query`` and ``key`` are the parts without rotary embedding.  The rotary key is
     common to all heads and stays as it is, so the rotary queries take all of ``gamma``.
 
-    Every rank scales the rows that it holds.  Nothing is sent, unless ``max_logit`` is a DTensor.
+    Every rank scales the rows that it holds.  Where weights are on a mesh, all its ranks have to call this: they reduce
+    the logits, a number for each head, so that all of them scale by the same.
 
     Args:
         query, key: a tensor has nothing but heads in it.
-        max_logit: ``[query heads]``, the largest logit of each head over the batch, as the softmax takes it.  The same
-            on every rank: reduce it over data-parallel ranks first, or give a DTensor with the placement
-            ``Partial("max")`` there, and ``Shard(0)`` where ranks have heads of their own.
+        max_logit: ``[query heads]``, the largest logit of each head, as the softmax takes it.  Of a plain tensor the
+            largest on any rank of the weights' mesh counts, so each may give that of its own part of the batch; for
+            plain weights, as under DDP, reduce it over the replicas first.  Where ranks have heads of their own, give a
+            DTensor with the placement ``Shard(0)``, and ``Partial("max")`` over data-parallel ranks.
         rotary_query: the rotary part of the queries, if it is a piece of its own.
 
     Returns:
@@ -107,6 +111,8 @@ def qk_clip(
         raise ValueError(f"alpha={alpha!r}: expected a number in [0, 1]")
     queries, keys = (side if isinstance(side, Projection) else Projection(side) for side in (query, key))
     largest = gathered(max_logit).double()
+    if not isinstance(max_logit, DTensor):
+        largest = _over_mesh(largest, queries.weight)
     heads, key_heads = _heads(queries, keys, largest)
     gamma = torch.where(largest > threshold, threshold / largest, 1.0).where(largest.isfinite(), torch.nan)
     shared = gamma.view(key_heads, -1).amin(dim=1)
@@ -122,8 +128,15 @@ def qk_clip(
     return gamma
 
 
+def _over_mesh(numbers: Tensor, weight: Tensor) -> Tensor:
+    """Return the largest of each number over the ranks of a weight's mesh, or the numbers for a plain weight."""
+    if not isinstance(weight, DTensor):
+        return numbers
+    group = group_of(ranks_of(weight, None), *groups_of_mesh(weight.device_mesh))
+    return largest_of_all(numbers.to(local_of(weight).device), group).to(numbers.device)
+
+
 def _heads(queries: Projection, keys: Projection, max_logit: Tensor) -> tuple[int, int]:
-    """How many heads of queries there are, and of keys."""
     if max_logit.ndim != 1 or not len(max_logit):
         raise ValueError(f"max_logit of shape {tuple(max_logit.shape)}: expected one number for each query head")
     heads, rows, key_rows = len(max_logit), queries.rows(), keys.rows()
@@ -138,7 +151,7 @@ def _heads(queries: Projection, keys: Projection, max_logit: Tensor) -> tuple[in
 
 
 def _factors_here(projection: Projection, of_head: Tensor) -> Tensor:
-    """A factor for every row that this rank holds, to be multiplied with them; 1 where a head's is NaN."""
+    """Return a factor for every row that this rank holds, to be multiplied with them; 1 where a head's is NaN."""
     weight = local_of(projection.weight)
     of_row = projection.factors(of_head.where(~of_head.isnan(), 1.0)).to(weight.device)
     mine = torch.cat([of_row[start:stop] for start, stop in rows_of(projection.weight)] or [of_row[:0]])

@@ -14,18 +14,21 @@ from torch.optim import Optimizer
 
 from ..resumption import (
     GONE,
+    IN_A_TRAINER,
     NEW,
-    SAID,
     Globs,
     LoadReport,
     as_tuples,
     differences_listed,
+    meaning,
     origin_groups,
     said_otherwise,
+    scheduler_misfit,
 )
 from ..vocabulary import BEGIN_AS_ZEROS, MUON_CONVENTION, STEP
-from .options import as_plain, in_our_names
-from .scalar import counted_on
+from .methods.matrix import UNNAMED
+from .methods.scalar import counted_on
+from .options import as_plain
 from .state import as_numbers, fault
 
 RESTORED = ("lr", "initial_lr", "momentum", "weight_decay", "betas", "beta2", "eps")
@@ -69,7 +72,7 @@ def fitting(
     globs: Globs = NOTHING,
     kept: Collection[str] = (),
 ) -> Fitted:
-    """A state dict as it is loaded: checked, and with the groups as they will be.
+    """Return a state dict as it is loaded: checked, and with the groups as they will be.
 
     Parameters are matched by their names if both sides have them, and otherwise by their numbers.  A frozen parameter
     may be missing, as stock DCP leaves it out when it sets a state dict; it keeps what it has.
@@ -82,7 +85,7 @@ def fitting(
         ValueError: lists every parameter whose state does not fit, and why; or the group of another convention; or a
             glob that matches nothing.
     """
-    saved = [in_our_names(group) for group in state_dict["param_groups"]]
+    saved = state_dict["param_groups"]
     groups, gone = _counterparts(optimizer, saved, globs)
     state, differences = dict(state_dict["state"]), {}
     loaded, fresh, discarded = [], [], []
@@ -122,6 +125,11 @@ def fitting(
         _merged(number, mine, {} if origin is None else saved[origin]) | {"params": [keys[p] for p in mine["params"]]}
         for number, (mine, origin) in enumerate(zip(optimizer.param_groups, origins, strict=True))
     ]
+    rates = [[as_numbers(group.get("initial_lr")) for group in side] for side in (saved, hyper)]
+    if unfit := scheduler_misfit(*rates):
+        if any("initial_lr" in group for group in optimizer.param_groups):
+            raise ValueError(f"the state does not fit, training would go on wrongly: {unfit}")
+        warnings.warn(unfit, stacklevel=4)
     report = LoadReport(
         tuple(member.name for member in loaded),
         tuple(member.name for member in fresh),
@@ -133,14 +141,14 @@ def fitting(
 
 _CURE = (
     "muonckpt.load(..., {0}) from a checkpoint, or Muon.load_state_dict(..., {0}) if both optimizers were made of "
-    "named parameters"
+    f"named parameters{IN_A_TRAINER}"
 )
 
 
 def _counterparts(
     optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], globs: Globs
 ) -> tuple[list[list[Counterpart]], dict[str, Any]]:
-    """The parameters of each group, and the keys of those that only the state dict has, by name."""
+    """Return the parameters of each group, and the keys of those that only the state dict has, by name."""
     groups = optimizer.param_groups
     mine, theirs = _names(groups), _names(saved)
     if mine is not None and theirs is not None:
@@ -169,7 +177,7 @@ def _counterparts(
 
 
 def _names(groups: Sequence[Mapping[str, Any]]) -> list[list[str]] | None:
-    """The names of each group's parameters, if all have names of their own and numbers besides.
+    """Return the names of each group's parameters, if all have names of their own and numbers besides.
 
     What torch's `set_optimizer_state_dict` loads has names in the place of numbers, and the optimizer's own groups.
     """
@@ -200,11 +208,10 @@ def _reason(
     slots: Mapping[str, Tensor],
     misfit: Misfit,
 ) -> str | None:
-    """Why a parameter's state cannot be loaded, if it cannot."""
     if member.home is None:
         return NEW
     theirs = saved[member.home]
-    for option in SAID:
+    for option in meaning(slots):
         if option in mine and option in theirs and as_tuples(mine[option]) != as_tuples(theirs[option]):
             return said_otherwise(option, as_tuples(theirs[option]), as_tuples(mine[option]))
     return misfit(slots, state.get(member.key, {}))
@@ -224,7 +231,6 @@ def _key(member: Counterpart) -> Any:
 
 
 def _fresh(name: str, slots: Mapping[str, Tensor], kept: Collection[str]) -> dict[str, Tensor]:
-    """State of a parameter that has not been stepped, laid out as what it has."""
     if unknown := sorted(slots.keys() - BEGIN_AS_ZEROS - {*kept}):
         raise ValueError(f"{name!r} cannot start fresh: its {unknown} do not begin as zeros; load them")
     return {slot: tensor if slot in kept else torch.zeros_like(tensor) for slot, tensor in slots.items()}
@@ -235,8 +241,7 @@ def _carried_on(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(number: int, mine: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A group as it is after loading: the code's, with what a run carries on."""
-    code = {key: value for key, value in mine.items() if key not in (*RESTORED, *SAID, "params", "param_names")}
+    code = {key: value for key, value in mine.items() if key not in (*RESTORED, "algorithm", "params", "param_names")}
     differing = sorted(key for key in code.keys() & saved.keys() if _plain(key, saved[key]) != _plain(key, code[key]))
     if differing:
         shown = ", ".join(f"{key}={code[key]!r} (saved {saved[key]!r})" for key in differing)
@@ -246,12 +251,14 @@ def _merged(number: int, mine: dict[str, Any], saved: Mapping[str, Any]) -> dict
 
 
 def _plain(key: str, value: Any) -> Any:
-    """An option as it can be compared: a set of coefficients may have been saved as its name or as its numbers."""
-    return as_plain(as_tuples(value)) if key == "ns" else as_tuples(value)
+    """Return an option as it can be compared; torch writes coefficients as numbers, and None for the default scale."""
+    if key == "ns_coefficients":
+        return as_plain(as_tuples(value))
+    return UNNAMED if key == "adjust_lr_fn" and value is None else as_tuples(value)
 
 
 def _like(mine: Any, saved: Any) -> Any:
-    """What `as_numbers` has saved, in tensors where this optimizer keeps it in tensors."""
+    """Return what `as_numbers` has saved, in tensors where this optimizer keeps it in tensors."""
     if isinstance(mine, tuple | list):
         return type(mine)(_like(*both) for both in zip(mine, saved, strict=True))
     return mine.clone().fill_(float(saved)) if isinstance(mine, Tensor) else saved
@@ -300,7 +307,8 @@ class FreshStart:
     """A hook for ``register_load_state_dict_pre_hook``: some parameters start fresh whenever a state dict is loaded.
 
     For trainers, which load state dicts themselves; otherwise `muonckpt.load` and `Muon.load_state_dict` take
-    ``fresh``.  What it does is told by a warning.
+    ``fresh``.  What it does is told by a warning.  An optimizer's own state, which accelerate loads into it when it
+    prepares it, stays as it is.
 
     Args:
         fresh: globs of parameters' names, as for `Muon.load_state_dict`.
@@ -313,6 +321,31 @@ class FreshStart:
         self.globs = Globs.of(fresh)
 
     def __call__(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if _is_own(optimizer, state_dict):
+            return state_dict
         fitted = fitting(optimizer, state_dict, fault, self.globs)
         warnings.warn(f"resuming with fresh={list(self.globs.patterns)!r}:\n{fitted.report}", stacklevel=2)
         return {"state": fitted.state, "param_groups": fitted.groups}
+
+
+def _is_own(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> bool:
+    """Return whether a state dict is what the optimizer has already, perhaps on another device."""
+    own = optimizer.state_dict()
+    names = [
+        [(group["params"], group.get("param_names")) for group in side["param_groups"]] for side in (own, state_dict)
+    ]
+    given = {key: {**slots} for key, slots in state_dict["state"].items()}
+    return (
+        names[0] == names[1]
+        and given.keys() == own["state"].keys()
+        and all(
+            slots.keys() == given[key].keys() and all(_same(tensor, given[key][slot]) for slot, tensor in slots.items())
+            for key, slots in own["state"].items()
+        )
+    )
+
+
+def _same(own: Any, given: Any) -> bool:
+    if own is given or type(own) is not type(given) or type(own) is not Tensor:
+        return own is given
+    return own.shape == given.shape and own.dtype == given.dtype and torch.equal(own, given.to(own.device))

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, which torch does on some paths
 
 from hypothesis import settings
-from support import workers
+from support import store_server, workers
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 torch.set_num_threads(1)
@@ -29,6 +29,7 @@ settings.load_profile("house")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU (`make gpu` runs these)")
+    config.addinivalue_line("markers", "exhaustive: a long sweep that `make check` runs and `make test` leaves out")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,6 +45,13 @@ def _one_tile(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("SMALL", "LARGE"):
             monkeypatch.setattr(tiles, name, tiles.SMALL[:1])
         monkeypatch.setattr(tiles, "WIDE", ())
+
+
+@pytest.fixture(scope="session")
+def object_store() -> Iterator[tuple[store_server.Server, str]]:
+    """An S3 server with a bucket, and its address."""
+    with store_server.served() as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

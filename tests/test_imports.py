@@ -34,70 +34,78 @@ RULES = {
     "plan": "errors box overlap layout",
     "fingerprint": "box",
     "vocabulary": "",
+    "keys": "vocabulary",
     "seal": "errors",
     "wording": "",
     "columns": "errors box",
     "chunks": "errors box columns layout",
-    "chunk_fields": "errors box chunks columns",
-    "chunk_columns": "errors box chunks chunk_fields columns",
+    "chunk_columns": "errors box chunks columns",
     "json_fields": "box vocabulary",
-    "record": "errors box chunk_columns chunk_fields chunks columns json_fields layout seal vocabulary",
+    "record": "errors box chunk_columns chunks columns json_fields layout seal vocabulary",
     "resumption": "vocabulary",
+    "new_group": "",
     "layouts": "errors box overlap layout",
     "layouts/buffers": "errors box layout layouts",
-    "store/io": "errors box fingerprint record",
+    "store/io": "errors box columns fingerprint record",
     "store/reading": "errors box layout record store/io",
-    "store/formats": "errors box chunks columns fingerprint record seal vocabulary layouts layouts/buffers store/io "
-    "store/reading",
-    "store": "errors box chunks columns fingerprint record vocabulary store/io store/reading store/formats",
-    "checkpoint": "errors box chunks columns overlap layout plan fingerprint record resumption version vocabulary "
-    "layouts store store/io store/reading store/formats",
-    "optimizer/groups": "optimizer optimizer/planning optimizer/step",
-    "optimizer/newton_schulz": "coefficients optimizer optimizer/triton",
-    "optimizer/triton": "optimizer optimizer/newton_schulz optimizer/step",
-    "optimizer/planning": "errors box overlap layout optimizer/newton_schulz",
-    "optimizer/step": "errors box coefficients layout layouts vocabulary optimizer optimizer/newton_schulz "
-    "optimizer/planning optimizer/triton",
-    "optimizer/layer_wise": "errors box resumption vocabulary layouts layouts/buffers optimizer optimizer/step",
-    "optimizer": "errors box coefficients layout layouts plan resumption vocabulary optimizer/groups "
-    "optimizer/layer_wise optimizer/newton_schulz optimizer/planning optimizer/step",
-    "compat": "coefficients vocabulary layouts resumption optimizer",
+    "store/formats": "errors box chunks columns fingerprint json_fields record seal vocabulary layouts layouts/buffers "
+    "keys store/io store/reading",
+    "store": "errors box chunks columns fingerprint keys record vocabulary store/io store/reading store/formats "
+    "findings",
+    "checkpoint": "errors box chunks columns json_fields overlap layout plan fingerprint record resumption new_group "
+    "keys version vocabulary layouts store store/io store/reading store/formats",
+    "optimizer/ground": "box",
+    "optimizer/groups": "optimizer/planning optimizer/methods",
+    "optimizer/newton_schulz": "coefficients optimizer/ground optimizer/triton",
+    "optimizer/triton": "overlap plan optimizer/ground",
+    "optimizer/planning": "errors box overlap layout plan optimizer/newton_schulz",
+    "optimizer/methods": "box layouts vocabulary optimizer/ground optimizer/planning",
+    "optimizer/step": "errors box overlap coefficients layout plan new_group layouts vocabulary optimizer/ground "
+    "optimizer/newton_schulz optimizer/planning optimizer/methods optimizer/triton",
+    "optimizer": "errors coefficients layout layouts plan resumption vocabulary optimizer/ground "
+    "optimizer/newton_schulz optimizer/planning optimizer/methods optimizer/groups optimizer/step",
+    "optimizer/layer_wise": "errors box resumption vocabulary layouts layouts/buffers optimizer/ground "
+    "optimizer/methods optimizer/step optimizer",
+    "optimizer/__init__": "optimizer optimizer/groups optimizer/layer_wise optimizer/methods optimizer/newton_schulz",
+    "compat": "coefficients vocabulary layouts resumption optimizer/__init__ converters/programs",
     "forecasting": "box errors layout layouts layouts/buffers record vocabulary store store/io store/reading "
     "converters/look converters/target optimizer/newton_schulz optimizer/planning",
-    "page": "chunks columns errors record version converters converters/compare converters/health converters/look "
-    "store store/io store/reading",
-    "integrations": "errors store checkpoint optimizer optimizer/groups",
-    "converters/engine": "errors box chunks columns layout plan fingerprint record store store/io store/reading "
-    "store/formats converters/target converters/translate",
+    "page": "chunks columns errors record version converters/compare converters/look store store/io store/reading",
+    "integrations": "errors store checkpoint optimizer/groups optimizer/__init__",
+    "converters/engine": "errors box chunks columns layout new_group plan fingerprint record store store/io "
+    "store/reading store/formats converters/target",
     "converters/target": "errors box layout record seal version vocabulary layouts layouts/buffers store store/io "
     "store/reading store/formats converters/engine",
-    "converters/translate": "errors box coefficients layout record vocabulary wording store store/formats "
-    "converters/engine",
-    "converters/compare": "errors box store store/io store/reading store/formats converters/engine converters/look "
-    "converters/translate",
-    "converters/merge": "errors box fingerprint layout record store store/io store/reading converters/compare "
-    "converters/engine converters/translate",
-    "converters/health": "box errors record store store/io store/reading converters/compare converters/engine "
-    "converters/look",
-    "converters/look": "errors box record vocabulary layouts/buffers store store/io store/reading converters/translate",
-    "converters": "errors columns record vocabulary wording layouts/buffers store store/io store/reading "
-    "store/formats "
-    "converters/engine converters/look converters/merge converters/target converters/translate",
-    "cli": "errors record version vocabulary wording layouts/buffers store store/io store/reading converters "
-    "converters/compare converters/engine converters/health converters/look converters/target converters/translate "
-    "forecasting page",
-    "": "errors version layouts store checkpoint converters converters/compare converters/health forecasting page",
+    "converters/programs": "box coefficients errors keys store/formats vocabulary",
+    "converters/translate": "errors box chunks coefficients keys layout record vocabulary wording store store/formats "
+    "converters/engine converters/programs",
+    "converters/compare": "errors box record store store/io store/reading store/formats converters/engine "
+    "converters/look converters/translate findings converters/programs",
+    "converters/merge": "errors box chunks fingerprint layout record store store/io store/reading converters/compare "
+    "converters/engine converters/translate converters/programs",
+    "converters/look": "errors box wording columns record vocabulary layouts/buffers store/io store store/reading "
+    "converters/translate findings converters/programs",
+    "converters": "errors columns record vocabulary store store/io store/reading store/formats converters/engine "
+    "converters/look converters/merge converters/target converters/translate converters/programs",
+    "cli": "errors record version vocabulary wording store store/io store/reading converters converters/compare "
+    "converters/engine converters/look converters/target converters/translate forecasting page converters/programs",
+    "": "errors version layouts store checkpoint converters/look converters converters/compare forecasting page",
     "__main__": "cli",
+    "findings": "",
 }
 TORCH = (
     "layouts/tensors",
     "layouts/boxed_tensor",
+    "new_group",
     "checkpoint/",
     "compat/",
     "integrations/",
     "optimizer/",
     "converters/engine/process_group",
 )
+DOORS = {"optimizer"}
+"""Packages whose ``__init__`` is a room of its own, above all of theirs: it re-exports what lies in several floors."""
+
 TRITON = ("optimizer/triton/",)
 NUMPY_FREE = ("box", "errors")
 COLLECTIVES = {
@@ -124,7 +132,7 @@ MAY_COMMUNICATE = {
     "checkpoint/all_ranks",
     "converters/engine/process_group",
     "optimizer/step/exchange",
-    "optimizer/layer_wise/buckets",
+    "optimizer/layer_wise/buffers",
 }
 
 
@@ -144,6 +152,8 @@ class Module:
 
     @property
     def room(self) -> str:
+        if self.file.stem == "__init__" and self.path in DOORS:
+            return f"{self.path}/__init__"
         package = self.path if self.file.stem == "__init__" else self.path.rpartition("/")[0]
         return "/".join(package.split("/")[:2]) or self.path
 
@@ -210,6 +220,21 @@ def test_no_module_imports_itself_through_others():
     TopologicalSorter({module.path: module.house for module in MODULES.values()}).prepare()
 
 
+CIRCLES: tuple[set[str], ...] = ({"converters/engine", "converters/target"},)
+"""Circles of rooms that still exist: this list may only shrink."""
+
+
+def test_no_room_imports_itself_through_others():
+    """Else rooms have no order in which they can be read, and moving one moves all."""
+    needs = {room: permitted(room) for room in RULES}
+    for middle in RULES:  # Warshall's closure
+        for room in RULES:
+            if middle in needs[room]:
+                needs[room] |= needs[middle]
+    circles = {frozenset(other for other in needs[room] if room in needs[other]) for room in RULES}
+    assert not [sorted(circle) for circle in circles if circle and not any(circle <= known for known in CIRCLES)]
+
+
 @pytest.mark.parametrize(("package", "where"), [("torch", TORCH), ("triton", TRITON)])
 def test_a_heavy_package_is_imported_in_its_rooms_only(package, where):
     assert not [m.path for m in MODULES.values() if package in m.outside and not m.path.startswith(where)]
@@ -232,8 +257,8 @@ def test_collectives_are_in_one_file_of_a_room():
     assert calling == MAY_COMMUNICATE
 
 
-def test_files_are_small():
-    assert not {m.path: n for m in MODULES.values() if (n := len(m.file.read_text().splitlines())) > 400}
+def test_files_are_chapters():
+    assert not {m.path: n for m in MODULES.values() if (n := len(m.file.read_text().splitlines())) > 700}
 
 
 def test_every_package_says_what_is_in_it_and_is_installed():
@@ -252,7 +277,7 @@ FORMATS = "muonckpt.store.formats"
 NEVER = {
     "torch",
     "rich",  # no terminal
-    "muonckpt.converters.buffer_summary",
+    "muonckpt.converters.look.buffer_summary",
     "muonckpt.converters.target.buffer_layouts",
     "muonckpt.converters.target.buffer_files",
     "muonckpt.converters.target.safetensors_files",
@@ -260,9 +285,9 @@ NEVER = {
     "muonckpt.converters.translate.translator",
     "muonckpt.layouts.buffers.buffer_layout",
     f"{FORMATS}.flat_buffers",
-    f"{FORMATS}.megatron.layer_wise",
-    f"{FORMATS}.safetensors.folder",
-    f"{FORMATS}.zarr.hierarchy",
+    f"{FORMATS}.layer_wise",
+    f"{FORMATS}.safetensors",
+    f"{FORMATS}.zarr_reader",
     "fsspec",
     "importlib.metadata",
     "tomllib",
@@ -270,21 +295,22 @@ NEVER = {
 """What no command needs for one of our checkpoints in rows: other formats, layouts and programs, stores, plug-ins."""
 
 OF_DCP = {f"{FORMATS}.dcp.directory", f"{FORMATS}.dcp.metadata_pickle"}
-OF_VERIFY = {"muonckpt.store.audit", "muonckpt.store.descriptions", "muonckpt.store.small_tensors"}
+OF_VERIFY = {"muonckpt.store.audit"}
+OF_READING_ALL = {"muonckpt.store.small_tensors"}
 OF_WRITING = {
     "muonckpt.converters.rewrite",
     "muonckpt.converters.target",
     "muonckpt.layouts.mesh",
-    f"{FORMATS}.native_writer",
+    f"{FORMATS}.dcp.metadata_writer",
     f"{FORMATS}.torch_save.tensor_item",
 }
 UNUSED = {
-    "inspect": OF_DCP | OF_VERIFY | OF_WRITING | {"logging"},
+    "inspect": OF_DCP | OF_VERIFY | OF_READING_ALL | OF_WRITING | {"logging"},
     "verify": OF_DCP | {"muonckpt.converters", "muonckpt.layouts"},
-    "diff": OF_DCP | OF_VERIFY | OF_WRITING,
+    "diff": OF_DCP | OF_VERIFY | OF_READING_ALL | OF_WRITING,
     "stats": OF_DCP | OF_VERIFY | OF_WRITING,
     "report": OF_DCP | OF_VERIFY | OF_WRITING,
-    "reshard": OF_VERIFY | {"muonckpt.cli.buffer_tables"},
+    "reshard": OF_VERIFY | OF_READING_ALL,
 }
 """What a command does not need besides."""
 

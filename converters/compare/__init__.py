@@ -1,4 +1,5 @@
-"""Compares two checkpoints, by fingerprints first, else element by element in bounded memory.  Open ``diff`` first.
+"""Reads elements: what differs between two checkpoints, and what is odd among the tensors of one.
 
-``pair`` compares two tensors; ``statistics`` accumulates what differs; ``numeric`` turns raw bits into float64.
+``diff`` compares checkpoints, ``elements`` two tensors; ``stats`` compares tensors with their siblings in other layers,
+``figures`` measures one.  All of it in bounded memory.  Open ``diff`` first.
 """

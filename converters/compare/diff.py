@@ -13,31 +13,37 @@ from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any
 
-from ...errors import TargetError, did_you_mean
-from ...store.io.gc_paused import gc_paused
+from ...errors import DamageError, MuonckptError, TargetError, did_you_mean
+from ...store.formats.torch_save.plain_item import plain_value
+from ...store.io.limits import gc_paused
 from ...store.io.location import Remote
-from ...store.open_checkpoint import OpenCheckpoint, open
+from ...store.open_checkpoint import OpenCheckpoint, checked_blob, open
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
-from ...store.stored_items import checked_blob
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
-from ..look.contents import Role
-from ..look.first_look import FirstLook, first_look, recorded_step
-from ..translate.dialects import DIALECTS
+from ..look.contents import FirstLook, Role, first_look, recorded_step
+from ..programs.registry import program
 from ..translate.request import Request
-from .pair import CHANGED, CLOSE, MOVED, SAME, StoredSide, TensorDifference, compare_elements, known_to_be_equal
-from .plain_items import same_value, value_of
-from .statistics import Tolerance
+from .elements import (
+    CHANGED,
+    CLOSE,
+    MOVED,
+    SAME,
+    StoredSide,
+    TensorDifference,
+    Tolerance,
+    compare_elements,
+    known_to_be_equal,
+)
 
 DIFF_MEMORY = 256 << 20
-"""Bytes that the elements under comparison may take."""
 
 Look = Callable[[], FirstLook]
 
 
 @dataclass(frozen=True, slots=True)
 class ItemDifference:
-    """An item that is not a tensor and differs: both values as plain data, or a sentence where they are not."""
+    """An item that is not a tensor and differs: both values as plain data, or a sentence."""
 
     key: str
     a: Any
@@ -56,6 +62,7 @@ class Difference:
         items: items that differ; ``same_items`` is the number of those that do not.
         unmoved: state, and weights that have state, with the same elements although the steps differ.
         read: bytes of elements that were read.
+        unread: the number of tensors and items that are equal by what is recorded of both, and were not read.
         notes: sentences about translations.
     """
 
@@ -69,6 +76,7 @@ class Difference:
     same_items: int
     unmoved: tuple[str, ...]
     read: int
+    unread: int
     notes: tuple[str, ...]
 
     @property
@@ -97,6 +105,7 @@ class Difference:
             "same_items": self.same_items,
             "unmoved": self.unmoved,
             "read": self.read,
+            "unread": self.unread,
             "notes": self.notes,
         }
 
@@ -111,14 +120,16 @@ def diff(
     from_b: str | None = None,
     rtol: float | None = None,
     atol: float | None = None,
+    read: bool = False,
     memory: int = DIFF_MEMORY,
     jobs: int = 2,
     progress: Progress = lambda count, total: None,
 ) -> Difference:
     """Compare two checkpoints, as ``muonckpt diff`` prints it; needs no torch.
 
-    Tensors whose fingerprints are equal are not read.  Of the others all elements are compared, in bounded memory,
-    after a check of their checksums.
+    The presence and the size of every file are looked at.  Tensors whose recorded fingerprints are equal, and items
+    whose recorded digests are, are not read unless ``read`` says so.  Of the others all elements are compared, in
+    bounded memory, after a check of their checksums.
 
     Args:
         a, b: paths or URLs, of any formats, meshes and layouts.
@@ -127,6 +138,8 @@ def diff(
         from_a, from_b: the programs that wrote them, if ``to_dialect`` is given and their keys do not tell.
         rtol, atol: numbers are close if they differ by at most ``atol + rtol * max(|a|, |b|)``; by default bits have
             to be equal.
+        read: whether to read both whole first, and to compare everything with what was recorded of it, as `verify`
+            does; then all that is compared is what the files hold.
         memory: bytes that the elements under comparison may take.
         jobs: threads.
         progress: called with the bytes compared since the last call, and with the total.
@@ -143,12 +156,31 @@ def diff(
                 _Side.of(opened, cache(partial(first_look, opened)), to_dialect, program) for opened, program in both
             ]
         one, other = (side.selected(select) for side in sides)
+        for side in sides:
+            side.opened.check_files()
         for glob in select:
             if not any(fnmatchcase(key, glob) for side in (one, other) for key in (*side.tensors, *side.items)):
                 keys = list(dict.fromkeys(key for side in sides for key in (*side.tensors, *side.items)))
                 close = did_you_mean(glob, keys)
                 raise TargetError(f"no tensor or item matches {glob!r} in {one.place} or {other.place}{close}")
-        return _difference(one, other, Tolerance(rtol, atol), memory, jobs, progress)
+        verified = sum(_verified(side.opened, jobs, progress) for side in sides) if read else None
+        return _difference(one, other, Tolerance(rtol, atol), memory, jobs, progress, verified)
+
+
+def _verified(opened: OpenCheckpoint, jobs: int, progress: Progress) -> int:
+    """Read a checkpoint whole; return the bytes of its elements.
+
+    Raises:
+        DamageError: it is not what was written.
+    """
+    from ...store.audit import audit, payload_bytes  # imports what nothing else of `diff` needs
+
+    total = payload_bytes(opened.outline)
+    report = audit(opened, lambda count: progress(count, total), jobs)
+    if faults := [finding.message for finding in report.findings if finding.kind != "nonfinite"]:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise DamageError(f"{opened.path} is damaged: {faults[0]}{more}")
+    return total
 
 
 def diff_of(
@@ -159,7 +191,7 @@ def diff_of(
     jobs: int,
     progress: Progress,
 ) -> Difference:
-    """The same of all of two checkpoints that are open and sorted already."""
+    """Compare all of two checkpoints that are open and sorted already."""
     one, other = (_Side.of(opened, partial(_as_it_is, known), None, None) for opened, known in (a, b))
     return _difference(one, other, Tolerance(), memory, jobs, progress)
 
@@ -169,12 +201,21 @@ def _as_it_is(known: FirstLook) -> FirstLook:
 
 
 def _difference(
-    one: _Side, other: _Side, tolerance: Tolerance, memory: int, jobs: int, progress: Progress
+    one: _Side,
+    other: _Side,
+    tolerance: Tolerance,
+    memory: int,
+    jobs: int,
+    progress: Progress,
+    verified: int | None = None,
 ) -> Difference:
+    """Compare two sides; ``verified`` is the bytes of both if they were read and are as recorded."""
     tensors, read = _compared(one, other, tolerance, memory, jobs, progress)
     items = [key for key in one.items if key in other.items]
     changed = tuple(difference for key in items if (difference := _item(key, one, other)))
     steps = one.step, other.step
+    unread = sum(tensor.by == "fingerprint" for tensor in tensors)
+    unread += sum(_same_digest(key, one, other) for key in items)
     return Difference(
         a=one.place,
         b=other.place,
@@ -185,7 +226,8 @@ def _difference(
         items=changed,
         same_items=len(items) - len(changed),
         unmoved=_unmoved(tensors, one) if None not in steps and steps[0] != steps[1] else (),
-        read=read,
+        read=read + (verified or 0),
+        unread=unread if verified is None else 0,
         notes=tuple(f"{side.place}: {note}" for side in (one, other) for note in side.notes),
     )
 
@@ -194,7 +236,7 @@ def _difference(
 class _Side:
     """One of the two checkpoints, perhaps translated; ``located`` says whether the places of all elements are known.
 
-    ``look`` gives its metadata sorted, which takes time and is not always needed.
+    ``look`` sorts its metadata, which takes time and is not always needed.
     """
 
     opened: OpenCheckpoint
@@ -210,7 +252,7 @@ class _Side:
             tensors = [OutputTensor(t, t.chunk_layout()) for t in opened.outline.tensors]
             outputs = Outputs(tensors, [OutputItem(blob.key, blob.path, blob) for blob in opened.outline.blobs])
         else:
-            outputs = Request(_dialect(from_dialect), _dialect(to_dialect)).outputs(opened)
+            outputs = Request(program(from_dialect), program(to_dialect)).outputs(opened)
         return cls(
             opened,
             look,
@@ -244,7 +286,6 @@ class _Side:
         return tuple(key for key in keys if key not in other.tensors and key not in other.items)
 
     def stored(self, keys: Sequence[str]) -> list[StoredSide]:
-        """These tensors with the places of their elements."""
         tensors = [self.tensors[key] for key in keys]
         if not self.located:
             records = self.opened.locate([tensor.record for tensor in tensors])
@@ -256,18 +297,10 @@ class _Side:
         return item.data if item.source is None else checked_blob(self.opened.payloads, item.source)
 
 
-def _dialect(name: str | None) -> Any:
-    if name is None:
-        return None
-    if name not in DIALECTS:
-        raise TargetError(f"unknown program {name!r}; expected one of {', '.join(DIALECTS)}")
-    return DIALECTS[name]
-
-
 def _compared(
     one: _Side, other: _Side, tolerance: Tolerance, memory: int, jobs: int, progress: Progress
 ) -> tuple[tuple[TensorDifference, ...], int]:
-    """What became of each common tensor, and the bytes that were read."""
+    """Compare the common tensors; return what became of each, and the bytes that were read."""
     found: dict[str, TensorDifference] = {}
     unknown: list[str] = []
     for key in (key for key in one.tensors if key in other.tensors):
@@ -295,18 +328,22 @@ def _compared(
 
 
 def _item(key: str, one: _Side, other: _Side) -> ItemDifference | None:
-    """The difference of an item; None if its bytes or its values are the same."""
-    sources = [side.items[key].source for side in (one, other)]
-    digests = [source and source.digest for source in sources]
-    if digests[0] is not None and digests[0] == digests[1]:
+    if _same_digest(key, one, other):
         return None
     raws = [side.raw(key) for side in (one, other)]
     values = [value_of(raw) for raw in raws]
     return None if same_value(*raws) else ItemDifference(key, *values)
 
 
+def _same_digest(key: str, one: _Side, other: _Side) -> bool:
+    """Return whether the recorded digests say that an item is the same on both sides."""
+    sources = [side.items[key].source for side in (one, other)]
+    digests = [source and source.digest for source in sources]
+    return digests[0] is not None and digests[0] == digests[1]
+
+
 def _unmoved(tensors: Sequence[TensorDifference], side: _Side) -> tuple[str, ...]:
-    """Tensors that training changes in every step, and that did not change."""
+    """Return tensors that training changes in every step, and that did not change."""
     roles = side.look().contents
     moving = {t.key for role in (Role.MOMENTUM, Role.MOMENTS, Role.MASTERS) for t in roles.tensors.get(role, ())}
     moving |= {p.weight.key for p in roles.parameters.values() if p.weight and p.state}
@@ -317,3 +354,22 @@ def _same(tensors: Sequence[TensorDifference], keys: set[str]) -> Iterator[str]:
     for tensor in tensors:
         if tensor.key in keys and tensor.status in (SAME, MOVED):
             yield tensor.key
+
+
+OPAQUE = "(not plain data)"
+
+
+def same_value(a: bytes, b: bytes) -> bool:
+    """Return whether two items have the same bytes, or both are plain data with the same values."""
+    if a == b:
+        return True
+    values = value_of(a), value_of(b)
+    return OPAQUE not in values and repr(values[0]) == repr(values[1])
+
+
+def value_of(raw: bytes) -> Any:
+    """Decode an item; `OPAQUE` if it is not plain data."""
+    try:
+        return plain_value(raw)
+    except MuonckptError:
+        return OPAQUE

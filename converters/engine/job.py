@@ -8,6 +8,7 @@ has a file, by the layouts of the target.  One plan per tensor then lists the by
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -16,31 +17,28 @@ import numpy as np
 
 from ...columns import UNKNOWN
 from ...errors import DestinationError, SourceError
-from ...layout import Buffer
 from ...record import Manifest, StateRecord, record_fields
 from ...store.formats.signs import NAMES_FILE, NUMBERED
 from ...store.io import publish
 from ...store.io.checksums import xxh3_128
-from ...store.io.gc_paused import gc_paused
+from ...store.io.limits import gc_paused
 from ...store.io.location import Location, at_each
 from ...store.io.regular import open_regular
-from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Payloads
 from ..target.container import Container
 from ..target.item_file import ItemFile
 from ..target.topology import Target
-from .checklist import Check
-from .output_chunks import ChunkPlan
-from .output_files import OutputFile, WriteRequest
-from .outputs import Outputs, OutputTensor
+from .output_files import ChunkPlan, OutputFile, WriteRequest
+from .outputs import Check, Outputs, OutputTensor, layout_digest
+from .source_rows import SourceRows
 
 
 class Source(Protocol):
-    """What a job reads: an open checkpoint, or several."""
+    """A source of a job: an open checkpoint, or several."""
 
     @property
     def path(self) -> Location:
-        """Where it is, for errors."""
+        """The place that errors name."""
         ...
 
     @property
@@ -63,6 +61,7 @@ class Job:
         container: the kind of the files to write.
         select: the shell patterns by which tensors and items were chosen.
         outputs: the tensors to write.
+        rows: the chunks of the source.
         recorded_layouts, provenance: for the manifest: each tensor's layout as JSON data, by key; and the provenance.
         left_out, notes, checklist: those of the `Outputs`.
         items: the file of non-tensor items, beside a destination that cannot hold them.
@@ -78,6 +77,7 @@ class Job:
     recorded_layouts: Mapping[str, Mapping[str, Any] | None]
     provenance: Mapping[str, Any]
     files: tuple[OutputFile, ...]
+    rows: SourceRows
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     checklist: tuple[Check, ...] = ()
@@ -91,7 +91,7 @@ class Job:
     @property
     def bytes_to_check(self) -> int:
         """Bytes of the source's payloads that are used; all of them are checked first."""
-        columns = self.manifest.columns
+        columns = self.rows.columns
         return int(columns.payload_length[columns.payload != UNKNOWN].sum())
 
     @property
@@ -112,17 +112,20 @@ class Job:
     @property
     def reads_avoided(self) -> int:
         """Bytes that a reader of whole chunks, such as stock DCP, would read in addition."""
+        stored = np.where(self.rows.columns.payload == UNKNOWN, 0, self.rows.columns.payload_length)
         avoided = 0
-        known: dict[ChunkPlan, tuple[int, dict[Buffer, int]]] = {}
         for file in self.files:
-            touched: dict[object, int] = {}
-            for output, plan in zip(file.chunks.outputs, file.chunks.plans, strict=True):
-                if plan not in known:
-                    known[plan] = _amounts(output, plan)
-                read, of_chunks = known[plan]
-                touched |= {output.source_of(buffer): amount for buffer, amount in of_chunks.items()}
-                avoided -= read
-            avoided += sum(touched.values())
+            touched = np.zeros(len(self.rows) + 1, np.bool_)  # one more, for what is in memory
+            for plan, numbers in file.chunks.alike().items():
+                alike = defaultdict[tuple[str, ...], list[OutputTensor]](list)
+                for number in numbers:
+                    alike[file.chunks.outputs[number].dtypes].append(file.chunks.outputs[number])
+                for dtypes, outputs in alike.items():
+                    for buffer, length in plan.amounts(dtypes).items():
+                        rows = self.rows.rows(outputs, buffer)
+                        touched[rows] = True
+                        avoided -= length * int(np.count_nonzero(rows >= 0))
+            avoided += int(stored[touched[:-1]].sum())
         return avoided
 
     def digest(self) -> str:
@@ -130,16 +133,18 @@ class Job:
         return xxh3_128(self._described())
 
     def _described(self) -> Iterator[bytes]:
-        """Everything in which two jobs can differ, in parts."""
+        """Yield everything in which two jobs can differ."""
         task = self.state, self.target, self.container.name, self.select, self.items
         yield _text(*task, json.dumps(self.provenance), json.dumps(self.manifest.provenance))
-        columns, blobs = self.manifest.columns, self.manifest.blobs
+        columns, blobs = self.rows.columns, self.manifest.blobs
         yield _text(columns.names, blobs, [(tensor.key, len(tensor.chunks)) for tensor in self.manifest.tensors])
         yield from (column.tobytes() for column in columns.arrays)
         tensors = {output.key: number for number, output in enumerate(self.outputs)}
         plans: dict[ChunkPlan, int] = {}
         for output in self.outputs:
-            yield _text(_described(output.record), output.places)
+            made_of = [own if isinstance(own, bytes) else (self.rows.first(own), len(own)) for own in output.sources]
+            layouts = tuple(map(layout_digest, output.layouts))
+            yield _text(_described(output.record), made_of, layouts, output.making)
         for file in self.files:
             for plan in file.chunks.plans:
                 if plan not in plans:
@@ -152,20 +157,12 @@ class Job:
 
 
 def _described(record: StateRecord) -> tuple[object, ...]:
-    """A tensor without its chunks, and without the layout that it had, which nobody uses."""
+    """Describe a tensor without its chunks, and without its former layout, which nobody uses."""
     return tuple(value for name, value in record_fields(record).items() if name != "layout")
 
 
 def _text(*values: object) -> bytes:
     return repr(values).encode(errors="surrogatepass")
-
-
-def _amounts(output: OutputTensor, plan: ChunkPlan) -> tuple[int, dict[Buffer, int]]:
-    """The bytes that a chunk is copied from, and those of each whole chunk of the source that they lie in."""
-    chunks, size = output.chunks, itemsize(output.source_record.dtype)
-    read = [copy for copy in plan.copies if copy.source.buffer in chunks]
-    whole = {copy.source.buffer: chunks[copy.source.buffer].box.numel * size for copy in read}
-    return sum(copy.box.numel * size for copy in read), whole
 
 
 @gc_paused()
@@ -206,6 +203,7 @@ def make_job(
         arranged.recorded_layouts,
         arranged.provenance,
         arranged.files,
+        SourceRows(manifest),
         outputs.left_out,
         outputs.notes,
         outputs.checklist,
@@ -225,7 +223,7 @@ def check_destination(source: Location, destination: Location, container: Contai
 
 
 def file_states(payloads: Payloads, manifest: Manifest) -> tuple[object, ...]:
-    """The files of the source, with their lengths and modification times.
+    """Return the names, lengths and modification times of the source's files.
 
     Raises:
         SourceError: one is missing.

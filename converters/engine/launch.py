@@ -26,7 +26,7 @@ _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def worker_of(environment: Mapping[str, str]) -> Worker:
-    """Which worker a process with this environment is; without a launcher it is the only one.
+    """Return which worker a process with this environment is; without a launcher it is the only one.
 
     Raises:
         LaunchError: the rank is not possible, or only one of a launcher's two variables is set.

@@ -11,39 +11,116 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
-from itertools import compress
 from pathlib import PurePosixPath
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from ...box import Box, Index
-from ...columns import Row
+from ...chunks import Chunks
+from ...columns import UNKNOWN, Column, Columns
 from ...errors import DestinationError, Interrupted, SourceError
+from ...fingerprint import box_shares
 from ...layout import Buffer, Fragment
 from ...plan import Copy
 from ...record import Extent
-from ...store.io.checksums import Sums, crc32_joined, crc32_of, xxh3_128
+from ...store.io.checksums import Sums, crc32_of, xxh3_128
 from ...store.io.new_file import Writing, drafted
+from ...store.io.ranges import crc32_joined
 from ...store.io.regular import READ_BYTES, open_regular
-from ...store.reading.bands import bands
-from ...store.reading.dtypes import itemsize
+from ...store.open_checkpoint import check_blob
+from ...store.reading.blocks import bands, span
+from ...store.reading.dtypes import dtype, itemsize
 from ...store.reading.payloads import Payloads, as_words, check_chunk, payload_of
-from ...store.reading.strided import span
-from ...store.stored_items import check_blob
-from ..translate.conventions import Words
-from .copied_runs import CopiedRuns
-from .elements import bytes_of
-from .journal import SUMS, ChunkSums, FinishedFile
-from .output_chunks import ChunkPlan, OutputChunk, OutputChunks, is_direct
-from .output_files import OutputFile, PlacedItem
-from .outputs import OutputTensor, source_rows
-from .small_chunks import Bytes, copied, is_small, rows, sums_of, windows
-from .staging import Staging
-from .unchecked_chunks import UncheckedChunks
+from .arithmetic import Words
+from .output_files import ChunkPlan, OutputChunk, OutputChunks, OutputFile, PlacedItem, is_direct
+from .outputs import OutputTensor, unseen
+from .source_rows import CopiedRuns, Unchecked
+from .staging import SUMS, ChunkSums, FinishedFile, Staging
+
+SMALL_BYTES = 64 << 10
+"""The most bytes of a small chunk in its file, and of the elements of chunks that it is copied from."""
+
+_GAP = 16 << 10
+"""Bytes between two ranges that are read along, because a call costs as much."""
+
+_MOST = 1 << 20
+"""Bytes that are read at a time."""
+
+Bytes = NDArray[np.uint8]
+
+
+def windows(
+    chunks: OutputChunks, most: int, fits: Callable[[OutputTensor, ChunkPlan], bool]
+) -> Iterator[Sequence[int]]:
+    """Yield the numbers of a file's chunks in order: those that fit together, up to ``most`` bytes, others alone."""
+    offsets, start = chunks.offsets.tolist(), 0
+    for number, (output, plan, offset) in enumerate(zip(chunks.outputs, chunks.plans, offsets, strict=True)):
+        small = fits(output, plan)
+        if start < number and (not small or offset + plan.frame.length - offsets[start] > most):
+            yield range(start, number)
+            start = number
+        if not small:
+            yield range(number, number + 1)
+            start = number + 1
+    if start < len(chunks):
+        yield range(start, len(chunks))
+
+
+def is_small(plan: ChunkPlan, output: OutputTensor) -> bool:
+    """Return whether a chunk has elements, and they are in small chunks of the source."""
+    if not plan.frame.payload_length > 0 or plan.frame.length > SMALL_BYTES:
+        return False
+    return all(
+        _length(output, copy.source.buffer, itemsize(name)) <= SMALL_BYTES
+        for copies, name in zip(plan.terms, output.dtypes, strict=True)
+        for copy in copies
+    )
+
+
+def _length(output: OutputTensor, buffer: Buffer, size: int) -> int:
+    source, number = output.located(buffer)
+    return len(source) if isinstance(source, bytes) else int(source.boxes.numel[number]) * size
+
+
+def payload_rows(payloads: Payloads, columns: Columns, rows: Column, length: int) -> Bytes:
+    """Return the payloads of rows, all of this length, ``[rows, length]``; neighbours in a file are read together."""
+    order = np.lexsort((columns.payload[rows], columns.file[rows]))
+    file, start = columns.file[rows][order], columns.payload[rows][order]
+    found = np.empty((len(rows), length), np.uint8)
+    files, starts, numbers = file.tolist(), start.tolist(), order.tolist()
+    first = 0
+    while first < len(rows):
+        begin = starts[first]
+        last, end = first, begin + length
+        while last + 1 < len(rows):
+            offset = starts[last + 1]
+            if files[last + 1] != files[first] or offset > end + _GAP or offset + length > begin + _MOST:
+                break
+            last, end = last + 1, offset + length
+        raw = np.frombuffer(payloads.glance(Extent(columns.names[files[first]], begin, end - begin)), np.uint8)
+        for place, number in zip(starts[first : last + 1], numbers[first : last + 1], strict=True):
+            found[number] = raw[place - begin : place - begin + length]
+        first = last + 1
+    return found
+
+
+def sums_of(plan: ChunkPlan, elements: Bytes) -> ChunkSums:
+    """Return the sums of the elements of chunks of one plan."""
+    kind, length, checksum_of = dtype(plan.dtype), elements.shape[1], plan.frame.checksum_of
+    halves = (2,) if kind.itemsize > 8 else ()
+    words = elements.view(kind.bits).reshape(len(elements), *plan.box.shape, *halves)
+    raw, sums = elements.reshape(-1).data, np.empty(len(elements), SUMS)
+    parts = [raw[start : start + length] for start in range(0, len(raw), length)]
+    sums["digest"] = np.frombuffer(b"".join(map(xxhash.xxh3_128_digest, parts)), "V16")
+    sums["checksum"] = [checksum_of(part, 0) for part in parts]
+    sums["share"] = box_shares(words, plan.box.lo + (0,) * len(halves))
+    return sums
+
 
 LARGEST_BAND = 2 << 20
 """The most bytes of a band: it should stay in cache from the copy through the checksums to the write."""
@@ -66,7 +143,7 @@ class Mover:
         self,
         payloads: Payloads,
         staging: Staging,
-        unchecked: UncheckedChunks,
+        unchecked: Unchecked,
         band_bytes: int,
         stop: threading.Event,
         progress: Advance,
@@ -81,22 +158,18 @@ class Mover:
         self._stop = stop
         self._progress = progress
 
-    def check(self, source: Extent) -> None:
-        """Check a chunk of the source against its checksum; returns at once if another thread has begun to.
+    def check(self, rows: Iterable[int]) -> None:
+        """Check chunks of the source against their checksums, but for those that another thread has begun to check.
 
         Raises:
-            SourceError: the chunk is damaged.
+            SourceError: one is damaged.
         """
-        if self.unchecked.take(source.file, [source.offset]) == [True]:
-            self._raise_if_stopped()
-            tensor, chunk = self.unchecked.at(source)
-            check_chunk(self._payloads, tensor, chunk)
-            self._progress(payload_of(tensor, chunk).length)
-
-    def check_all(self, sources: Iterable[Extent]) -> None:
-        """Check these chunks of the source, as `check` does."""
-        for source in sources:
-            self.check(source)
+        for row in rows:
+            if self.unchecked.take(np.array([row])).all():
+                self._raise_if_stopped()
+                tensor, chunk = self.unchecked.rows.at(row)
+                check_chunk(self._payloads, tensor, chunk)
+                self._progress(payload_of(tensor, chunk).length)
 
     def write(self, files: Sequence[OutputFile]) -> Iterator[tuple[OutputFile, FinishedFile]]:
         """Write files, and sync each when it is finished: band by band in turn, so that one read serves them all.
@@ -141,7 +214,7 @@ class Mover:
         return FinishedFile(items, sums.tobytes())
 
     def is_finished(self, file: OutputFile, finished: FinishedFile | None) -> bool:
-        """Whether a file that the journal names still holds, in every byte, what was written."""
+        """Return whether a file that the journal names still holds, in every byte, what was written."""
         if finished is None or (len(finished.items), len(finished.chunks)) != (len(file.items), len(file.chunks)):
             return False
         whole = self._holds(file, finished)
@@ -192,14 +265,15 @@ class Mover:
     def _written(self, output: Writing, chunks: OutputChunks) -> Generator[None, None, ChunkSums]:
         """Write chunks in order; pauses after every band, or small chunks."""
         sums = np.empty(len(chunks), SUMS)
-        known: dict[ChunkPlan, bool] = {}
+        known: dict[Hashable, bool] = {}
 
         def fits(tensor: OutputTensor, plan: ChunkPlan) -> bool:
-            if tensor.computed or tensor.in_memory:
+            if not plan.in_runs:
                 return False
-            if plan not in known:
-                known[plan] = plan.in_runs and is_small(plan, tensor.chunks)
-            return known[plan]
+            kind = plan, tensor.dtypes, tensor.boxes
+            if kind not in known:
+                known[kind] = is_small(plan, tensor)
+            return known[kind]
 
         for window in windows(chunks, self._band_bytes // 4, fits):
             if len(window) > 1:
@@ -214,7 +288,7 @@ class Mover:
         self._raise_if_stopped()
         start = chunks[window[0]].offset
         whole = bytearray(chunks[window[-1]].item.end - start)
-        for plan, numbers in chunks.alike(window).items():
+        for plan, numbers in _alike(chunks, window):
             elements = self._elements(plan, [chunks.outputs[number] for number in numbers])
             sums[numbers] = sums_of(plan, elements)
             places, checksums = (chunks.offsets[numbers] - start).tolist(), sums["checksum"][numbers].tolist()
@@ -225,32 +299,47 @@ class Mover:
         self._progress(sum(chunks.plans[number].frame.payload_length for number in window))
 
     def _elements(self, plan: ChunkPlan, outputs: Sequence[OutputTensor]) -> Bytes:
-        """The elements of small chunks of one plan, from sources that are checked."""
-        sources = {}
-        for buffer in plan.buffers:
-            stored = source_rows(outputs, buffer)
-            length = outputs[0].chunks[buffer].box.numel * itemsize(plan.dtype)
-            for output, row in zip(outputs, stored, strict=True):
-                if row[4] != length:
-                    payload_of(output.record, output.chunks[buffer])  # says what is wrong
-            sources[buffer] = rows(self._payloads, stored, length)
-            self._check_rows(outputs, buffer, stored, sources[buffer])
-        return copied(plan, sources)
+        """Return the elements of small chunks of one plan and kind, ``[chunks, payload_length]``."""
+        terms = []
+        for copies, name in zip(plan.terms, outputs[0].dtypes, strict=True):
+            size = itemsize(name)
+            raw = np.empty((len(outputs), plan.box.numel * size), np.uint8)
+            stored = {buffer: self._stored(outputs, buffer, size) for buffer in {c.source.buffer for c in copies}}
+            for copy in copies:
+                start, target, length = (size * n for n in (copy.source.offset, copy.target.offset, copy.box.numel))
+                raw[:, target : target + length] = stored[copy.source.buffer][:, start : start + length]
+            terms.append(raw)
+        if not outputs[0].computed:
+            return terms[0]
+        words = [
+            raw.view(dtype(name).bits).reshape(-1, *(2,) * (dtype(name).itemsize > 8))
+            for raw, name in zip(terms, outputs[0].dtypes, strict=True)
+        ]
+        return np.ascontiguousarray(outputs[0].compute(words)).view(np.uint8).reshape(len(outputs), -1)
 
-    def _check_rows(self, outputs: Sequence[OutputTensor], buffer: Buffer, stored: Sequence[Row], read: Bytes) -> None:
-        """Check chunks of the source, one buffer of each of these outputs, of which the bytes have been read."""
-        items: defaultdict[str, list[int]] = defaultdict(list)
-        for number, (file, *_) in enumerate(stored):
-            items[file].append(number)
-        checked = 0
-        for file, numbers in items.items():
-            taken = self.unchecked.take(file, [stored[number][1] for number in numbers])
-            for number in compress(numbers, taken):
-                digest = stored[number][5]
-                if digest is None or xxhash.xxh3_128_hexdigest(read[number]) != digest:
-                    output = outputs[number]
-                    check_chunk(self._payloads, output.source_record, output.chunks[buffer])
-                checked += read.shape[1]
+    def _stored(self, outputs: Sequence[OutputTensor], buffer: Buffer, size: int) -> Bytes:
+        """Return all elements, of ``size`` bytes, of a buffer of outputs of one kind, after checking them."""
+        source, number = outputs[0].located(buffer)
+        if isinstance(source, bytes):
+            held = [output.located(buffer)[0] for output in outputs]
+            return np.stack([np.frombuffer(raw, np.uint8) for raw in held if isinstance(raw, bytes)])
+        rows, columns = self.unchecked.rows.rows(outputs, buffer), self.unchecked.rows.columns
+        length = int(source.boxes.numel[number]) * size
+        for row in rows[columns.payload_length[rows] != length].tolist():
+            payload_of(*self.unchecked.rows.at(row))  # says what is wrong
+        read = payload_rows(self._payloads, columns, rows, length)
+        self._check_rows(rows, read)
+        return read
+
+    def _check_rows(self, rows: Column, read: Bytes) -> None:
+        """Check chunks of the source, of which the bytes have been read."""
+        columns, checked = self.unchecked.rows.columns, 0
+        for number in np.flatnonzero(self.unchecked.take(rows)).tolist():
+            row = int(rows[number])
+            digest = columns.digest[row].tobytes() if columns.has_digest[row] else None
+            if xxhash.xxh3_128_digest(read[number]) != digest:
+                check_chunk(self._payloads, *self.unchecked.rows.at(row))
+            checked += read.shape[1]
         if checked:
             self._progress(checked)
 
@@ -272,9 +361,10 @@ class Mover:
     ) -> Generator[None, None, tuple[bytes, int, int]]:
         """Compute the `SUMS` of a chunk's elements, and pass their bytes on in order; pauses after every band."""
         sums = Sums(chunk.plan.frame.checksum_of)
-        for source in chunk.sources:  # of what is shared, no process reads all to copy it
-            if source.crc32 is None or self.unchecked.is_shared(source.item):
-                self.check(source.item)
+        rows = self.unchecked.rows
+        for row in rows.of(chunk.output, chunk.plan.buffers):  # of what is shared, no process reads all to copy it
+            if rows.columns.crc32[row] == UNKNOWN or self.unchecked.is_shared(row):
+                self.check([row])
         parts = self._direct(chunk, sums) if is_direct(chunk.output, chunk.plan) else self._assembled(chunk)
         for words, origin in parts:
             self._raise_if_stopped()
@@ -283,38 +373,42 @@ class Mover:
         return bytes.fromhex(sums.digest), sums.checksum, sums.share
 
     def _direct(self, chunk: OutputChunk, sums: Sums) -> Iterator[tuple[Words, Index]]:
-        """The elements of a chunk in order, as views of the source, with the global index of each view's first.
+        """Yield the elements of a chunk in order, as views of the source, and the global index of each view's first.
 
-        Whoever takes them adds them to ``sums``, which tell whether they are what the source should have.
+        The caller adds them to ``sums``, which tell whether they are what the source should have.
         """
         plan, name = chunk.plan, chunk.plan.dtype
         size, adds_up = itemsize(name), plan.frame.checksum_of is crc32_of
         for copy in sorted(plan.copies, key=lambda copy: copy.target.offset):
-            start, before, source = copy.source.offset, sums.checksum, chunk.output.chunks.get(copy.source.buffer)
+            start, before = copy.source.offset, sums.checksum
+            row = self.unchecked.rows.row(chunk.output, copy.source.buffer)
+            reads = self._reads if row >= 0 and not adds_up else unseen
             for band in bands(copy.box, self._band_numel(copy.box, size)):
                 for box in band.boxes:
-                    raw = bytes_of(self._payloads, chunk.output, copy.source.buffer, start, box.numel)
-                    if source is not None and not adds_up:
-                        self._copied.read(source, start * size, raw)
+                    raw = chunk.output.read(self._payloads, copy.source.buffer, name, start, box.numel, reads)
                     yield as_words(raw, name, box.shape), box.lo
                     start += box.numel
-            if adds_up and source is not None and source.crc32 is not None:
+            if adds_up and row >= 0 and self.unchecked.rows.columns.crc32[row] != UNKNOWN:
                 crc32 = crc32_joined(before, sums.checksum, copy.box.numel * size)
-                self._copied.add(source, copy.source.offset * size, start * size, crc32)
+                self._copied.add(row, copy.source.offset * size, start * size, crc32)
+
+    def _reads(self, chunks: Chunks, number: int, start: int, raw: memoryview) -> None:
+        """Check what is read of the source."""
+        self._copied.read(self.unchecked.rows.first(chunks) + number, start, raw)
 
     def _assembled(self, chunk: OutputChunk) -> Iterator[tuple[Words, Index]]:
-        """The elements of a chunk in order, gathered from wherever they lie."""
+        """Yield the elements of a chunk in order, gathered from wherever they lie."""
         plan = chunk.plan
-        fragments = [Fragment(copy.box, copy.source) for copy in plan.copies]
+        fragments = [[Fragment(copy.box, copy.source) for copy in copies] for copies in plan.terms]
         size = itemsize(plan.dtype)
         one_read = min((self._numel_of_a_read(copy, size) for copy in plan.copies), default=1)
         numel = max(min(self._band_numel(plan.box, size), one_read), 1)
         for band in bands(plan.box, numel):
             for box in band.boxes:
-                yield chunk.output.elements(self._payloads, fragments, box, self._copied.read, self._room), box.lo
+                yield chunk.output.elements(self._payloads, fragments, box, self._reads, self._room), box.lo
 
     def _room(self, shape: Index, bits: str) -> Words:
-        """Memory of this thread, which the next band overwrites: fresh memory has to be cleared by the system."""
+        """Return memory of this thread, which the next band overwrites: fresh memory is slower."""
         length = math.prod(shape) * np.dtype(bits).itemsize
         if len(getattr(self._gathered, "bytes", b"")) < length:
             self._gathered.bytes = np.empty(length, np.uint8)
@@ -322,11 +416,11 @@ class Mover:
         return memory[:length].view(bits).reshape(shape)
 
     def _numel_of_a_read(self, copy: Copy, size: int) -> int:
-        """How many elements of a copy one read of its source can gather."""
+        """Return how many elements of a copy one read of its source can gather."""
         return self._read_bytes * copy.box.numel // (size * span(copy.box.shape, copy.source.strides))
 
     def _band_numel(self, box: Box, size: int) -> int:
-        """The most elements of a band of this box."""
+        """Return the most elements of a band of this box."""
         rows = _MAX_BAND_ROWS * math.prod(box.shape[1:]) if box.ndim > 1 else box.numel
         return max(min(self._band_bytes // size, rows), 1)
 
@@ -335,8 +429,18 @@ class Mover:
             raise Interrupted("stopped")
 
 
+def _alike(chunks: OutputChunks, window: Sequence[int]) -> Iterator[tuple[ChunkPlan, list[int]]]:
+    """Yield the numbers of chunks that have one plan, and whose elements are made alike of chunks of equal boxes."""
+    for plan, numbers in chunks.alike(window).items():
+        kinds: defaultdict[Hashable, list[int]] = defaultdict(list)
+        for number in numbers:
+            output = chunks.outputs[number]
+            kinds[output.making, output.boxes].append(number)
+        yield from ((plan, alike) for alike in kinds.values())
+
+
 def expected_parts(file: OutputFile, finished: FinishedFile) -> Iterator[tuple[Extent, str]]:
-    """A written file from its first byte to its last, with the digest of each part."""
+    """Yield the parts of a written file from its first byte to its last, with the digest of each."""
     end = 0
 
     def known(content: bytes) -> tuple[Extent, str]:
@@ -363,7 +467,7 @@ def expected_parts(file: OutputFile, finished: FinishedFile) -> Iterator[tuple[E
 
 
 def _zeros(name: str, start: int, stop: int) -> Iterator[tuple[Extent, str]]:
-    """The padding between items, `LARGEST_BAND` bytes at a time, since all of it may not fit into memory."""
+    """Yield the padding between items, of which all may not fit into memory."""
     for offset in range(start, stop, LARGEST_BAND):
         length = min(LARGEST_BAND, stop - offset)
         yield Extent(name, offset, length), _digest_of_zeros(length)

@@ -4,162 +4,289 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from itertools import chain
+from typing import Any
 
 import numpy as np
 
-from ...box import Box
-from ...chunks import Chunks, row_of, rows_numbered
-from ...columns import Row
+from ...box import Box, Index
+from ...chunks import Chunks
 from ...errors import SourceError, TargetError, about, did_you_mean
-from ...layout import Buffer, Fragment, TensorLayout, dense
+from ...layout import Buffer, Fragment, Place, TensorLayout, dense
 from ...plan import Copy, make_plan
-from ...record import Blob, Chunk, Manifest, StateRecord
-from ...store.reading.payloads import Payloads
-from ..translate.conventions import Words, scaled
-from .checklist import Check
-from .elements import ChunkReads, Room, gather_elements, unseen
+from ...record import Blob, Extent, Manifest, StateRecord
+from ...store.reading.blocks import bands, span, strided, within
+from ...store.reading.dtypes import dtype, itemsize
+from ...store.reading.payloads import Payloads, as_words, check_chunk, payload_of
+from .arithmetic import Words, scaled
+
+
+class Action(StrEnum):
+    """The kinds of a `Check`, in the order of a checklist."""
+
+    CARRIED = "carried"
+    """It is in the destination, bit for bit or with the same meaning."""
+    RESCALED = "rescaled"
+    """It is in the destination with other values, computed from the source's."""
+    LEFT = "left"
+    """It is in the source only."""
+    SET = "set in code"
+    """The user must set it where the optimizer of the continued run is made."""
 
 
 @dataclass(frozen=True, slots=True)
-class NumberedChunks(Mapping[Buffer, Chunk]):
-    """The chunks of a tensor of the source, by the names that `StateRecord.chunk_layout` gives them.
+class Check:
+    """An entry of a checklist: ``subject`` says what it is about, ``values`` are those found, ``reason`` says why."""
 
-    ``tensor`` is its key.
-    """
+    action: Action
+    subject: str
+    values: tuple[str, ...] = ()
+    reason: str = ""
 
-    tensor: str
-    chunks: Chunks
+    def __str__(self) -> str:
+        found = f": {', '.join(self.values)}" if self.values else ""
+        return f"{self.action}: {self.subject}{found}{f' ({self.reason})' if self.reason else ''}"
 
-    def __getitem__(self, buffer: Buffer) -> Chunk:
-        if buffer not in self:
-            raise KeyError(buffer)
-        return self.chunks[int(buffer)]
 
-    def __contains__(self, buffer: object) -> bool:
-        return isinstance(buffer, str) and buffer.isdecimal() and int(buffer) < len(self.chunks)
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Collects what a translation has to report: sentences, each once, and entries of the checklist."""
 
-    def __iter__(self) -> Iterator[Buffer]:
-        return map(str, range(len(self.chunks)))
+    notes: set[str] = field(default_factory=set)
+    checks: set[Check] = field(default_factory=set)
 
-    def __len__(self) -> int:
-        return len(self.chunks)
+    def add(self, note: str) -> None:
+        """Add a sentence."""
+        self.notes.add(note)
+
+    def check(self, action: Action, subject: str, *values: str, reason: str = "") -> None:
+        """Add an entry of the checklist."""
+        self.checks.add(Check(action, subject, values, reason))
+
+
+def sorted_checks(checks: Iterable[Check]) -> tuple[Check, ...]:
+    """Sort entries by action, then by subject."""
+    order = list(Action)
+    return tuple(sorted(checks, key=lambda check: (order.index(check.action), check.subject, check.values)))
+
+
+Reads = Callable[[Chunks, int, int, memoryview], None]
+"""Receives chunks of the source, the number of one of them, and bytes as they were read from this byte of its payload
+on."""
+
+Room = Callable[[Index, str], Words]
+"""Returns memory for words of this shape and type, with whatever is in it."""
+
+ELEMENTS_AT_A_TIME = 1 << 15
+"""What is computed of so many elements stays in the processor's cache."""
+
+
+def unseen(chunks: Chunks, number: int, start: int, raw: memoryview) -> None:
+    """Nobody looks at what is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
     """A tensor to write: ``record`` describes it (its chunks do not count), ``layout`` says where its elements lie.
 
-    A buffer of the layout is the payload of a chunk of the source (``chunks``) or bytes in memory (``in_memory``), of
-    elements of the dtype ``held``, or if that is None of ``record.dtype``.  Elements are multiplied by ``scale``, and
+    The layout's buffers are numbers, counted through ``sources``: each chunk of the source counts as one, and so do
+    bytes in memory.  Tensors of one geometry so share a layout, whichever chunks they are in.
+
+    Elements have the dtype ``held``, or if that is None ``record.dtype``.  They are multiplied by ``scale``, and
     rounded once to ``record.dtype``; if neither changes them, they are copied bit for bit.
     """
 
     record: StateRecord
     layout: TensorLayout
-    chunks: Mapping[Buffer, Chunk] = field(default_factory=dict)
-    in_memory: Mapping[Buffer, bytes] = field(default_factory=dict)
+    sources: tuple[Chunks | bytes, ...] = ()
     scale: float | None = None
     held: str | None = None
 
     @classmethod
     def copy_of(cls, record: StateRecord) -> OutputTensor:
-        """A tensor of the source as it is.
+        """Return a tensor of the source as it is.
 
         Raises:
             LayoutError: its chunks leave a hole or overlap.
         """
-        return cls(record, record.chunk_layout(), NumberedChunks(record.key, record.chunks))
-
-    @property
-    def computed(self) -> bool:
-        """Whether elements are computed, and not copied."""
-        return self.scale is not None or self.held is not None
-
-    @property
-    def source_record(self) -> StateRecord:
-        """The record with the dtype of the elements in the source."""
-        return self.record if self.held is None else dataclasses.replace(self.record, dtype=self.held)
+        return cls(record, record.chunk_layout(), (record.chunks,))
 
     @property
     def key(self) -> str:
         return self.record.key
 
     @property
-    def places(self) -> tuple[object, ...]:
-        """What its elements are made of, as values that two jobs can compare."""
-        if isinstance(self.chunks, NumberedChunks):
-            chunks: object = self.chunks.tensor
-        else:
-            chunks = [(buffer, chunk.item) for buffer, chunk in self.chunks.items()]
-        return layout_digest(self.layout), chunks, self.in_memory, self.scale, self.held
-
-    def source_of(self, buffer: Buffer) -> object:
-        """What tells the chunk of the source that is called ``buffer`` from all others."""
-        return (self.chunks.tensor, buffer) if isinstance(self.chunks, NumberedChunks) else self.chunks[buffer].item
+    def computed(self) -> bool:
+        """Return whether elements are computed, and not copied."""
+        return self.scale is not None or self.held is not None
 
     @property
     def layouts(self) -> tuple[TensorLayout, ...]:
-        """The layouts that each element is copied from."""
+        """The layouts from which each element is made, one for each term."""
         return (self.layout,)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtype of the elements in each of `layouts`."""
+        return (self.held or self.record.dtype,)
+
+    @property
+    def making(self) -> Hashable:
+        """How elements are made of those of each term: equal for tensors of which `compute` does the same."""
+        return self.scale, self.held, self.record.dtype
+
+    @property
+    def boxes(self) -> Hashable:
+        """Equal for tensors whose sources have equal boxes, and as many bytes in memory."""
+        return tuple([len(own) if isinstance(own, bytes) else own.boxes for own in self.sources])
+
+    def compute(self, terms: Sequence[Words]) -> Words:
+        """Return the elements to write, given those of each term as words of `dtypes`, in any shape."""
+        if not self.computed:
+            return terms[0]
+        return scaled(terms[0], self.dtypes[0], 1.0 if self.scale is None else self.scale, self.record.dtype)
+
+    def located(self, buffer: Buffer) -> tuple[Chunks | bytes, int]:
+        """Return the source that a buffer is of, and its number there."""
+        assert isinstance(buffer, int), "buffers of outputs are numbers"
+        for source in self.sources:
+            count = 1 if isinstance(source, bytes) else len(source)
+            if buffer < count:
+                return source, buffer
+            buffer -= count
+        raise AssertionError("layouts have no other buffers")
+
+    def read(
+        self, payloads: Payloads, buffer: Buffer, name: str, start: int, numel: int, reads: Reads = unseen
+    ) -> memoryview:
+        """Return the bytes of elements from element ``start`` of a buffer; the next call may overwrite them."""
+        size, (source, number) = itemsize(name), self.located(buffer)
+        if isinstance(source, bytes):
+            return memoryview(source)[start * size : (start + numel) * size]
+        payload = self._payload(source, number, name)
+        raw = payloads.glance(Extent(payload.file, payload.offset + start * size, numel * size))
+        reads(source, number, start * size, raw)
+        return raw
 
     def elements(
         self,
         payloads: Payloads,
-        fragments: Iterable[Fragment],
+        fragments: Sequence[Sequence[Fragment]],
         box: Box,
-        reads: ChunkReads = unseen,
+        reads: Reads = unseen,
         room: Room = np.empty,
     ) -> Words:
-        """The elements of a box to write, dense.  ``fragments`` must cover the box, without overlaps.
+        """Return the elements of a box to write, dense.
 
-        ``reads`` sees what is read of the source; the elements may be in memory of ``room``.
+        Args:
+            fragments: for each of `layouts`, those that cover the box, without overlaps.
+            reads: sees what is read of the source.
+            room: has the memory for the result.
         """
-        words = gather_elements(payloads, self, fragments, box, reads, room)
-        if not self.computed:
-            return words
-        by = 1.0 if self.scale is None else self.scale
-        return scaled(words, self.source_record.dtype, by, self.record.dtype)
+        if len(fragments) == 1:
+            return self.compute([self._gathered(payloads, fragments[0], self.dtypes[0], box, reads, room)])
+        words = room(box.shape, dtype(self.record.dtype).bits)
+        for band in bands(box, ELEMENTS_AT_A_TIME):
+            for part in band.boxes:
+                named = zip(fragments, self.dtypes, strict=True)
+                terms = [self._gathered(payloads, own, name, part, reads) for own, name in named]
+                words[within(part, box.lo)] = self.compute(terms)
+        return words
 
-    def copies(self, boxes: Sequence[Box]) -> tuple[tuple[Copy, ...], ...]:
-        """The copies that fill each of these boxes, which tile the tensor; each box is dense from element 0."""
+    def _gathered(
+        self,
+        payloads: Payloads,
+        fragments: Sequence[Fragment],
+        name: str,
+        box: Box,
+        reads: Reads,
+        room: Room = np.empty,
+    ) -> Words:
+        """Return the elements of a box of one term as the source has them, dense."""
+        kind = dtype(name)
+        words = room((*box.shape, *(2,) * (kind.itemsize > 8)), kind.bits)
+        for fragment in fragments:
+            common = fragment.box & box
+            if common is not None:
+                part: tuple[Any, ...] = (*within(common, box.lo), ...)  # so that without dims it is a view, too
+                self._copy_from(payloads, name, fragment.place_at(common.lo), common.shape, words[part], reads)
+        return words
+
+    def _copy_from(self, payloads: Payloads, name: str, place: Place, shape: Index, out: Words, reads: Reads) -> None:
+        """Copy the elements of a box of this shape; reads nothing before the first or after the last of them."""
+        source, number = self.located(place.buffer)
+        if isinstance(source, bytes):
+            numel = span(shape, place.strides)
+            words = as_words(self.read(payloads, place.buffer, name, place.offset, numel), name, (numel,))
+            out[...] = strided(words, place.strides, shape)
+            return
+        payload = self._payload(source, number, name)
+        payloads.gather_into(
+            out, payload, name, place, shape, lambda offset, raw: reads(source, number, offset - payload.offset, raw)
+        )
+
+    def check_sources(self, payloads: Payloads) -> None:
+        """Compare the chunks that it is made of with their checksums.
+
+        Raises:
+            SourceError: a chunk is damaged.
+        """
+        record = dataclasses.replace(self.record, dtype=self.dtypes[0])
+        for source in self.sources:
+            for chunk in () if isinstance(source, bytes) else source:
+                if chunk.box.numel:
+                    check_chunk(payloads, record, chunk)
+
+    def _payload(self, chunks: Chunks, number: int, name: str) -> Extent:
+        payload = chunks.payload(number)
+        if payload is None or payload.length != chunks.boxes.numel[number] * itemsize(name):
+            return payload_of(dataclasses.replace(self.record, dtype=name), chunks[number])  # says what is wrong
+        return payload
+
+    def copies(self, boxes: Sequence[Box]) -> tuple[tuple[tuple[Copy, ...], ...], ...]:
+        """Return the copies that fill each of these boxes, which tile the tensor, from each of `layouts`.
+
+        Each box is dense from element 0.
+        """
         with about(f"tensor {self.key!r}"):
             return copies_into(tuple(boxes), self.layouts)
+
+
+def copies_into(boxes: tuple[Box, ...], sources: Sequence[TensorLayout]) -> tuple[tuple[tuple[Copy, ...], ...], ...]:
+    """Return the copies that fill each of these boxes, as `OutputTensor.copies`."""
+    return tuple(zip(*(_copies(source, boxes) for source in sources), strict=True)) if boxes else ()
+
+
+@lru_cache(maxsize=1024)
+def _copies(source: TensorLayout, boxes: tuple[Box, ...]) -> tuple[tuple[Copy, ...], ...]:
+    """Cached, because tensors of the same geometry share their copies."""
+    filled = tuple(dense(box, _target(number)) for number, box in enumerate(boxes) if box.numel)
+    copies: defaultdict[Buffer, list[Copy]] = defaultdict(list)
+    for copy in make_plan(source, TensorLayout.of(source.shape, filled)).copies:
+        copies[copy.target.buffer].append(copy)
+    return tuple(tuple(copies[_target(number)]) for number in range(len(boxes)))
+
+
+def _target(number: int) -> int:
+    """Return the buffer of a box to fill, which is no chunk's."""
+    return -1 - number
+
+
+@lru_cache(maxsize=1024)
+def renumbered(layout: TensorLayout, first: int) -> TensorLayout:
+    """Return a layout whose buffers are counted from ``first`` on.  Cached, because tensors share their layouts."""
+    buffers = tuple(first + buffer for buffer in layout.buffers if isinstance(buffer, int))
+    return dataclasses.replace(layout, buffers=buffers) if first else layout
 
 
 @lru_cache(maxsize=1024)
 def layout_digest(layout: TensorLayout) -> bytes:
     """Cached, because tensors of the same geometry share their layout."""
     return layout.digest()
-
-
-def copies_into(boxes: tuple[Box, ...], sources: Iterable[TensorLayout]) -> tuple[tuple[Copy, ...], ...]:
-    """The copies that fill each of these boxes, as `OutputTensor.copies`, from all of these layouts."""
-    of_sources = [_copies(source, boxes) for source in sources if boxes]
-    return tuple(tuple(chain.from_iterable(copies)) for copies in zip(*of_sources, strict=True))
-
-
-@lru_cache(maxsize=1024)
-def _copies(source: TensorLayout, boxes: tuple[Box, ...]) -> tuple[tuple[Copy, ...], ...]:
-    """Cached, because tensors of the same geometry share their copies."""
-    filled = tuple(dense(box, number) for number, box in enumerate(boxes) if box.numel)
-    copies: defaultdict[Buffer, list[Copy]] = defaultdict(list)
-    for copy in make_plan(source, TensorLayout.of(source.shape, filled)).copies:
-        copies[copy.target.buffer].append(copy)
-    return tuple(tuple(copies[number]) for number in range(len(boxes)))
-
-
-def source_rows(outputs: Sequence[OutputTensor], buffer: Buffer) -> list[Row]:
-    """The row of the chunk of the source that each of these outputs calls ``buffer``."""
-    numbered = [output.chunks for output in outputs]
-    listed = [chunks.chunks for chunks in numbered if isinstance(chunks, NumberedChunks)]
-    if listed and len(listed) == len(outputs):
-        return list(rows_numbered(listed, int(buffer)))
-    return [row_of(chunks[buffer]) for chunks in numbered]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +334,7 @@ class Outputs:
         return [tensor.key for tensor in self.tensors] + [item.key for item in self.items]
 
     def selected(self, globs: Sequence[str]) -> Outputs:
-        """The tensors and items whose key matches one of these shell patterns; everything if there are none.
+        """Return the tensors and items whose key matches one of these shell patterns; everything if there are none.
 
         Raises:
             TargetError: a pattern matches nothing.
@@ -225,22 +352,16 @@ class Outputs:
         )
 
     def tensors_only(self) -> Outputs:
-        """The same without items."""
+        """Return the same without items."""
         return dataclasses.replace(self, items=(), left_out=(*self.left_out, *(item.key for item in self.items)))
 
     def used(self, manifest: Manifest) -> Manifest:
-        """The part of the source's manifest that these outputs are made from."""
-        every = [tensor.chunks for tensor in self.tensors]
-        whole = {chunks.tensor for chunks in every if isinstance(chunks, NumberedChunks)}
-        parts = [chunks for chunks in every if not isinstance(chunks, NumberedChunks)]
-        items = {chunk.item for chunks in parts for chunk in chunks.values()}
+        """Return the part of the source's manifest that these outputs are made from."""
+        every = (source for tensor in self.tensors for source in tensor.sources)
+        places = {source.place for source in every if not isinstance(source, bytes) and len(source)}
         blobs = {item.source for item in self.items}
         return dataclasses.replace(
             manifest,
-            tensors=tuple(
-                t
-                for t in manifest.tensors
-                if len(t.chunks) and (t.key in whole or any(c.item in items for c in t.chunks if items))
-            ),
+            tensors=tuple(t for t in manifest.tensors if len(t.chunks) and t.chunks.place in places),
             blobs=tuple(blob for blob in manifest.blobs if blob in blobs),
         )

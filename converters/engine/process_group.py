@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from ...errors import Interrupted, MuonckptError
+from ...new_group import new_group
 from .workers import LONGEST_WAIT, LaunchError, Worker
 
 _PAUSE = 1.0
@@ -46,7 +47,7 @@ _CONNECT = timedelta(seconds=2)
 
 
 class _Kind(IntEnum):
-    """What a worker says in a round."""
+    """The kinds of messages in a round."""
 
     BUSY = 0
     VALUE = 1
@@ -92,7 +93,7 @@ class ProcessGroup:
         Thread(target=self._watch, name="watch", daemon=True).start()
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every worker, by rank; JSON data."""
+        """Return the value of every worker, by rank; JSON data."""
         values = self._wait(self._send(_Kind.VALUE, json.dumps(value).encode()))
         if self._trouble is not None:
             raise self._trouble.error
@@ -137,7 +138,7 @@ class ProcessGroup:
         return message
 
     def _wait(self, message: _Message) -> list[bytes]:
-        """The answer to a message; empty if the thread has ended without one."""
+        """Wait for the answer to a message; it is empty if the thread has ended without one."""
         while self._is_serving() and not message.answer.done():
             with suppress(TimeoutError):
                 return message.answer.result(LONGEST_WAIT)
@@ -180,11 +181,10 @@ class ProcessGroup:
             dist.destroy_process_group(group)
 
     def _connected(self) -> dist.ProcessGroup:
-        """A gloo process group of all workers, in addition to the default group if this process has one."""
+        """Make a gloo process group of all workers, in addition to the default group if there is one."""
         limit = timedelta(seconds=self._timeout)
         if dist.is_initialized():
-            group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=limit)
-            return group
+            return new_group(range(dist.get_world_size()), "gloo", limit)
         self._latest = time.monotonic()
         # An attribute, because this process may be the server from which the others still have to read.
         self._shared, _, _ = next(rendezvous("env://", self.me.rank, self.me.world, timeout=limit))
@@ -239,7 +239,7 @@ class ProcessGroup:
 
 
 def _new_store(shared: Store, me: Worker, timeout: float) -> Store:
-    """A new store, served by the coordinator, through which the workers tell each other their addresses.
+    """Make a new store, served by the coordinator, through which the workers tell each other their addresses.
 
     When torchrun restarts workers, they get the store of those that were killed, and would read their addresses from it
     (pytorch's issue 135712, still in torch 2.13).  So the only thing in that store is the port of a new one; a port
@@ -264,7 +264,7 @@ def _new_store(shared: Store, me: Worker, timeout: float) -> Store:
 
 
 def _all(group: dist.ProcessGroup, numbers: Sequence[int]) -> list[list[int]]:
-    """The numbers of every worker, by rank; each has the same count of them."""
+    """Gather as many numbers from every worker, by rank."""
     local = torch.tensor(numbers, dtype=torch.int64)
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, local, group=group)
@@ -272,7 +272,7 @@ def _all(group: dist.ProcessGroup, numbers: Sequence[int]) -> list[list[int]]:
 
 
 def _all_bytes(group: dist.ProcessGroup, data: bytes, sizes: Sequence[int]) -> list[bytes]:
-    """The bytes of every worker, by rank; ``sizes`` are their lengths."""
+    """Gather the bytes of every worker, by rank; ``sizes`` are their lengths."""
     local = torch.zeros(max(sizes), dtype=torch.uint8)
     local[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else local[:0]
     parts = [torch.empty_like(local) for _ in sizes]
@@ -287,13 +287,13 @@ def _packed(error: BaseException) -> bytes:
 
 
 def _unpacked(data: bytes, worker: Worker) -> BaseException:
-    """An error of the same family, and so with the same exit code, as the one of this worker."""
+    """Make an error of the same family, and so with the same exit code, as the one of this worker."""
     name, text = json.loads(data)
     return _families().get(name, MuonckptError)(f"{worker}: {text or 'stopped'}")
 
 
 def _families() -> dict[str, type[BaseException]]:
-    """The errors that keep their type: ours, those of the file system, and Ctrl-C."""
+    """Return the errors that keep their type: ours, those of the file system, and Ctrl-C."""
     families: dict[str, type[BaseException]] = {kind.__name__: kind for kind in (OSError, KeyboardInterrupt)}
     kinds: list[type[MuonckptError]] = [MuonckptError]
     while kinds:

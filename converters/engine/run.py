@@ -18,19 +18,17 @@ from typing import Any, TypeVar
 from ...errors import DestinationError, Interrupted, SourceError
 from ...fingerprint import as_hex
 from ...record import Manifest
-from ...store.io import side_file
-from ...store.io.gc_paused import gc_paused
+from ...store.formats.signs import items_beside
+from ...store.io import publish
+from ...store.io.limits import gc_paused
 from ...store.io.location import Location, check_memory
 from ...store.io.regular import open_regular
-from .assignment import assignment
-from .in_step import in_step
+from .assignment import assignment, in_step
 from .job import Job, check_destination, file_states
-from .journal import FinishedFile, Journal
 from .mover import Advance, Mover
-from .output_files import OutputFile
-from .staging import Coordinator, Staging, how_to_resume, is_unfinished
+from .output_files import OutputFile, written_tensors
+from .staging import Coordinator, FinishedFile, Journal, Staging, how_to_resume, is_unfinished
 from .workers import LONGEST_WAIT, LaunchError, SingleWorker, Worker, Workers, together
-from .written_tensors import written_tensors
 
 MEMORY = 256 << 20
 """The default size of all buffers together, in bytes."""
@@ -76,7 +74,7 @@ def run_job(
     workers = workers or SingleWorker()
     check_destination(job.source.path, destination, job.container)
     if job.items:
-        side_file.refuse_other(side_file.items_beside(destination), job.items.data)
+        publish.refuse_other(items_beside(destination), job.items.data)
     check_memory(job.source.path, destination, max((file.length for file in job.files), default=0), threads, memory)
     place, digest, files_done = job.container.staged(destination), _agreed(job, workers), dict[str, FinishedFile]()
     with (
@@ -124,7 +122,7 @@ def _writing(destination: Location) -> Iterator[None]:
 
 
 def _agreed(job: Job, workers: Workers) -> str:
-    """The digest of the job, the same on all workers.
+    """Agree on the digest of the job.
 
     Raises:
         LaunchError: they have planned different jobs.
@@ -166,7 +164,7 @@ def _finished_files(
     verify: bool,
     stop: threading.Event,
 ) -> Iterator[tuple[OutputFile, FinishedFile]]:
-    """Files as they are finished.  After the last, all chunks have been checked, and files read back if asked for."""
+    """Yield files as they are finished.  After the last, all chunks are checked, and files read back if asked for."""
 
     def is_reusable(file: OutputFile) -> bool:
         whole = mover.is_finished(file, history.get(file.name))
@@ -190,7 +188,7 @@ def _finished_files(
                 files_done.update((file.name, finished) for file, finished in done)
                 yield from done
             unchecked = mover.unchecked.shared_out(_MOST_TASKS)  # of the files that were finished before
-            for _ in _results(pool, mover.check_all, unchecked):
+            for _ in _results(pool, mover.check, unchecked):
                 pass
             if verify:
                 for _ in _results(pool, lambda file: mover.verify(file, files_done[file.name]), files):
@@ -205,7 +203,7 @@ R = TypeVar("R")
 
 
 def _results(pool: ThreadPoolExecutor, function: Callable[[T], R], arguments: Iterable[T]) -> Iterator[tuple[T, R]]:
-    """Arguments with the results of a function, as the calls finish."""
+    """Yield arguments with the results of a function, as the calls finish."""
     finished: SimpleQueue[Future[R]] = SimpleQueue()
     futures = {pool.submit(function, argument): argument for argument in arguments}
     for future in futures:
@@ -244,7 +242,7 @@ def _items_published(job: Job, staged: Location, destination: Location) -> Abstr
     """Publish the file of items, if there is one, before the destination."""
     if job.items is None:
         return nullcontext()
-    return side_file.published_first(side_file.items_beside(destination), job.items.data, staged / "items.json")
+    return publish.published_first(items_beside(destination), job.items.data, staged / "items.json")
 
 
 def _length(file: Location) -> int | None:
@@ -263,7 +261,7 @@ def _is_unchanged(job: Job) -> bool:
 
 
 def _describe(job: Job, files_done: Mapping[str, FinishedFile]) -> Manifest:
-    """The manifest of what was written, after its fingerprints were compared with the source's.
+    """Compare what was written with the source's fingerprints, and return its manifest.
 
     Raises:
         SourceError: the moved bytes are not those that the source's manifest describes.

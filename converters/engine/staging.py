@@ -14,18 +14,87 @@ same bytes, one run publishes them, and the other finds that it has lost the loc
 
 from __future__ import annotations
 
+import json
 import shutil
 import uuid
-from collections.abc import Collection, Iterator
+from base64 import b64decode, b64encode
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...errors import DestinationError, Interrupted, MuonckptError
 from ...store.io import lock, publish
-from ...store.io.lines import read_lines
+from ...store.io.checksums import xxh3_128
 from ...store.io.location import Location, Remote
-from .journal import FinishedFile, finished, sealed, unsealed
+from ...store.io.new_file import new_lines, read_lines
+
+SUMS = np.dtype([("digest", "V16"), ("checksum", "<u4"), ("share", "<u8")])
+"""Sums of the elements of a chunk, computed while they were written: xxh3-128, the checksum that the frame stores, and
+the share of the tensor's fingerprint."""
+
+ChunkSums = NDArray[np.void]
+"""An array of `SUMS`, one for each chunk."""
+
+
+class FinishedFile(NamedTuple):
+    """A finished file: digests of its items in hex, and `SUMS` of its chunks as bytes, in the order of the job."""
+
+    items: tuple[str, ...]
+    sums: bytes
+
+    @property
+    def chunks(self) -> ChunkSums:
+        """The `SUMS` of each chunk."""
+        return np.frombuffer(self.sums, SUMS)
+
+    @classmethod
+    def of(cls, items: Iterable[str], sums: str) -> FinishedFile:
+        """Read a finished file from its JSON data."""
+        return cls(tuple(items), b64decode(sums))
+
+    def to_json(self) -> list[Any]:
+        """JSON data: the arguments of `of`."""
+        return [self.items, b64encode(self.sums).decode()]
+
+
+class Journal:
+    """The journal of one worker, written at this place; safe to use from several threads."""
+
+    def __init__(self, place: Location, job: str) -> None:
+        self._lines, self._job = new_lines(place), job
+        self._adding = Lock()
+        self.close = self._lines.close
+
+    def add(self, file: str, finished_file: FinishedFile) -> None:
+        """Record a file that is finished and synced."""
+        line = sealed(self._job, {"file": file, "finished": finished_file.to_json()})
+        with self._adding:
+            self._lines.add(line)
+
+
+def finished(lines: Iterable[bytes], job: str) -> dict[str, FinishedFile]:
+    """Return the finished files that journal lines name; of several lines about one file the last counts."""
+    entries = (unsealed(job, line) for line in lines)
+    return {entry["file"]: FinishedFile.of(*entry["finished"]) for entry in entries if entry is not None}
+
+
+def sealed(seal: str, entry: Any) -> bytes:
+    """Return JSON data as one line with a checksum of the data and the seal."""
+    text = json.dumps(entry).encode()
+    return xxh3_128([seal.encode(), text]).encode() + b" " + text
+
+
+def unsealed(seal: str, line: bytes) -> Any:
+    """Return the data of a sealed line; None if it is damaged or has another seal."""
+    digest, _, text = line.partition(b" ")
+    return json.loads(text) if digest == xxh3_128([seal.encode(), text]).encode() else None
+
 
 _SEAL = "lock"
 _DRAFTS = ".drafts"
@@ -50,12 +119,12 @@ class Staging:
 
 
 def is_unfinished(place: Location) -> bool:
-    """Whether a staging directory holds the work of an interrupted run."""
+    """Return whether a staging directory holds the work of an interrupted run."""
     return publish.journal(place).exists()
 
 
 def how_to_resume(place: Location) -> str:
-    """What the user can do after an interruption."""
+    """Say what the user can do after an interruption."""
     return f"run the same command with --resume to continue, or remove {place}"
 
 
@@ -82,7 +151,8 @@ class Coordinator:
         self._destination = destination
         existed = place.exists()
         try:
-            place.mkdir(parents=True, exist_ok=True)
+            publish.make_parents(place)
+            place.mkdir(exist_ok=True)
             self._lock = lock.open_lock(place, f"{publish.JOURNAL}/lock")
             try:
                 if existed or self._lock.earlier is not None:
@@ -166,7 +236,7 @@ def _remove(place: Location) -> None:
 
 
 def _files(place: Location) -> Iterator[tuple[str, Location]]:
-    """All files below a directory, with their names in it."""
+    """Yield the files below a directory, with their names in it."""
     if isinstance(place, Path):
         yield from ((file.relative_to(place).as_posix(), file) for file in place.rglob("*") if not file.is_dir())
     else:

@@ -86,7 +86,7 @@ class SingleWorker:
 
 @contextmanager
 def together(workers: Workers) -> Iterator[None]:
-    """A block in which an error on one worker is raised on all of them, when all have stopped."""
+    """Raise an error of one worker on all of them, when all have stopped."""
     try:
         yield
     except BaseException as error:

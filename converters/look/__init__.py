@@ -1,5 +1,5 @@
-"""What people ask of a checkpoint's metadata: roles, hyper-parameters, holders, symptoms, and a tree of modules.
+"""Answers from a checkpoint's metadata: roles, hyper-parameters, holders, symptoms.
 
-Of elements, only counters and options are read.  ``contents`` sorts tensors by role; the others work on what it gives.
-Open ``contents`` first.
+Only counters and options are read of the elements.  ``contents`` sorts tensors by role, ``holders`` says which rank has
+what, ``symptoms`` what looks sick, ``buffer_summary`` how flat buffers are filled.  Open ``inspection`` first.
 """

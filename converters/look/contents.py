@@ -1,19 +1,26 @@
-"""The tensors of a checkpoint by role, and its parameters with their state."""
+"""A checkpoint's metadata, sorted: tensors by role, parameters with their state, groups with their options, steps."""
 
 from __future__ import annotations
 
 import math
+import pprint
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from ...box import Index
-from ...record import Manifest, StateRecord
-from ..translate.dialect import Dialect, StoredMethod
-from ..translate.dialects import DIALECTS
+from ...errors import MuonckptError, SourceError
+from ...record import Blob, Manifest, StateRecord
+from ...store.open_checkpoint import OpenCheckpoint, Values
+from ...vocabulary import PARAMS
+from ..programs.dialect import Dialect, StoredMethod
+from ..programs.registry import DIALECTS
+from ..translate.detection import Detected, detect, with_slots_of
+from ..translate.groups import SourceGroup, TargetGroup, merge_equal, source_groups
 
 NO_STATE = "(not optimizer state)"
 """The label of tensors that are in no slot of optimizer state."""
@@ -43,7 +50,7 @@ _ROLES: Mapping[str, Role] = MappingProxyType(
         "step": Role.STEPS,
     }
 )
-"""The role of each slot, by its common name."""
+"""Roles by the common names of slots."""
 
 _SHAPED = frozenset({"momentum", "first", "second", "master"})
 """Slots, by their common names, that are shaped like their parameter."""
@@ -51,9 +58,9 @@ _SHAPED = frozenset({"momentum", "first", "second", "master"})
 
 @dataclass(frozen=True, slots=True)
 class StatefulParameter:
-    """A parameter: its ``weight`` if that is stored, the tensors of its ``state`` by slot, and its update ``method``.
+    """A parameter: its ``weight`` if that is stored, its ``state`` by slot, and its update ``method``.
 
-    ``method`` is None if there is no state, or if no method of the dialect keeps such slots.
+    ``method`` is None without state, and where no method of the dialect keeps such slots.
     """
 
     name: str
@@ -63,16 +70,15 @@ class StatefulParameter:
 
     @property
     def shape(self) -> Index:
-        """The shape of the parameter, as its weight or its state has it."""
         return self.weight.shape if self.weight else max((t.shape for t in self.state.values()), key=math.prod)
 
     @property
     def is_matrix(self) -> bool:
-        """Whether there are rows and columns to orthogonalise: more than one of each."""
+        """Whether there is more than one row and column to orthogonalise."""
         return len(self.shape) >= 2 and min(self.shape[-2:]) > 1
 
     def shaped(self) -> list[StateRecord]:
-        """The state that has to be shaped like the parameter."""
+        """Return the state that has to be shaped like the parameter."""
         slots = {slot for common, slot in self.method.slots.items() if common in _SHAPED} if self.method else set()
         return [tensor for slot, tensor in self.state.items() if slot in slots]
 
@@ -82,9 +88,9 @@ class Contents:
     """A checkpoint's tensors by role.
 
     Attributes:
-        dialect: the program whose keys it has, None if that is unknown.
-        tensors: the tensors of each role.
-        parameters: by name; those that have neither a weight nor state as a tensor are not here.
+        dialect: the program whose keys it has; None if unknown.
+        tensors: by role.
+        parameters: by name; those without a weight or state as a tensor are not here.
     """
 
     dialect: Dialect | None
@@ -92,7 +98,7 @@ class Contents:
     parameters: Mapping[str, StatefulParameter]
 
     def slots_of(self, role: Role) -> tuple[str, ...]:
-        """The slots that the tensors of a role are in."""
+        """Return the slots that the tensors of a role are in."""
         return tuple(dict.fromkeys(tensor.slot for tensor in self.tensors.get(role, ()) if tensor.slot))
 
 
@@ -101,8 +107,7 @@ def contents_of(manifest: Manifest, dialect: Dialect | None, method_names: Mappi
 
     Args:
         manifest: with parameters and slots, as `with_slots` gives it.
-        dialect: the program whose keys it has.
-        method_names: the update method of parameters, by name, where the groups say it.
+        method_names: update methods by parameter, where groups name them.
     """
     weights: dict[str, StateRecord] = {}
     state: defaultdict[str, dict[str, StateRecord]] = defaultdict(dict)
@@ -130,7 +135,7 @@ def contents_of(manifest: Manifest, dialect: Dialect | None, method_names: Mappi
 
 
 def _method(dialect: Dialect, slots: frozenset[str], named: str | None) -> StoredMethod | None:
-    """The method that keeps these slots: that of the name, or else the first; counters may be items or in the group."""
+    """Find the method that keeps these slots, preferably ``named``; counters may be items or in the group."""
     stored = slots - dialect.derived
     fitting = [
         method
@@ -141,5 +146,216 @@ def _method(dialect: Dialect, slots: frozenset[str], named: str | None) -> Store
 
 
 def unnumbered(name: str) -> str:
-    """A name with every part that is a number as ``*``, so that the same parameter of all layers has one name."""
+    """Replace every part of a name that is a number by ``*``: a parameter then has one name in all layers."""
     return re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name)
+
+
+_MOST_GROUPS = 64
+"""The most groups of one parameter each whose options are read: thousands have few different ones."""
+
+_MOST_COUNTERS = 32
+
+_CONVENTION = "convention"
+
+
+@dataclass(frozen=True, slots=True)
+class OptionsOfGroups:
+    """Groups with the same options.
+
+    Attributes:
+        groups: their positions in the list of groups; empty if groups are by name.
+        parameters: the names of their parameters.
+        options: those that matter to the optimizer, as the program calls them.
+    """
+
+    groups: tuple[int, ...]
+    parameters: tuple[str, ...]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class HyperParameters:
+    """Options by group; ``unread`` groups of one parameter were not looked at, ``notes`` say what is unreadable."""
+
+    groups: tuple[OptionsOfGroups, ...]
+    unread: int = 0
+    notes: tuple[str, ...] = ()
+
+    def values_of(self, option: str | None) -> dict[str, str]:
+        """Return an option by parameter, where it is text."""
+        named = [(group.parameters, group.options.get(option or "")) for group in self.groups]
+        return {name: value for names, value in named if isinstance(value, str) for name in names}
+
+    @property
+    def conventions(self) -> dict[str, str]:
+        """The momentum convention that groups name, by parameter."""
+        return self.values_of(_CONVENTION)
+
+
+def hyper_parameters(manifest: Manifest, dialect: Dialect | None, values: Values) -> HyperParameters:
+    """Read the options of the groups, and note what cannot be read."""
+    if dialect is None:
+        return HyperParameters((), 0, ("the program is unknown, and so are its parameter groups",))
+    try:
+        groups = source_groups(manifest, dialect, values)
+        read = [*(group for group in groups if group.number is not None)]
+        named = [group for group in groups if group.number is None]
+        chosen = _spread(named, _MOST_GROUPS)
+        return HyperParameters(_merged([*read, *chosen], dialect, values), len(named) - len(chosen))
+    except MuonckptError as error:
+        return HyperParameters((), 0, (f"the parameter groups cannot be read: {error}",))
+
+
+def _merged(groups: Sequence[SourceGroup], dialect: Dialect, values: Values) -> tuple[OptionsOfGroups, ...]:
+    wanted = [
+        option
+        for method in dialect.methods
+        for option in (*method.options.values(), *(own for coding in method.codings for own in coding.own))
+    ]
+    ordered = dict.fromkeys([*([dialect.method_option] if dialect.method_option else ()), *wanted, _CONVENTION])
+    merged: dict[str, OptionsOfGroups] = {}
+    for group in groups:
+        options = {name: values.read(group.items[name]) for name in ordered if name in group.items}
+        key = repr(sorted(options.items()))
+        numbers = () if group.number is None else (group.number,)
+        if other := merged.get(key):
+            numbers, names = (*other.groups, *numbers), (*other.parameters, *group.params)
+        else:
+            names = group.params
+        merged[key] = OptionsOfGroups(numbers, names, options)
+    return tuple(merged.values())
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """The ``least`` and ``most`` of the step counters that were ``read`` (None if none), and how many there are."""
+
+    least: int | float | None
+    most: int | float | None
+    read: int
+    counters: int
+
+
+def steps_of(contents: Contents, manifest: Manifest, values: Values, groups: HyperParameters) -> StepCounts:
+    """Read step counters of parameters, evenly spread, or else those of the groups."""
+    dialect = contents.dialect
+    options = {method.options.get("step", "") for method in dialect.methods} - {""} if dialect else set()
+    counters: list[Any] = [*contents.tensors.get(Role.STEPS, ()), *_counter_items(dialect, manifest)]
+    read = list(_numbers(_spread(counters, _MOST_COUNTERS), values))
+    if not counters:
+        found = [group.options[option] for group in groups.groups for option in options & group.options.keys()]
+        read = [value for value in found if isinstance(value, int | float)]
+    return StepCounts(min(read, default=None), max(read, default=None), len(read), len(counters) or len(read))
+
+
+def _counter_items(dialect: Dialect | None, manifest: Manifest) -> Iterator[Any]:
+    if dialect is None:
+        return
+    slots = {method.slots["step"] for method in dialect.methods if "step" in method.slots}
+    for blob in manifest.blobs:
+        if (fields := dialect.state.read(blob.path)) and fields["slot"] in slots:
+            yield blob
+
+
+def _numbers(counters: Sequence[Any], values: Values) -> Iterator[int | float]:
+    for counter in counters:
+        try:
+            value = values.read(counter)
+        except SourceError:  # `verify` says what is damaged
+            continue
+        if isinstance(value, int | float):
+            yield int(value) if value == value // 1 else value
+
+
+def plain_items(manifest: Manifest, values: Values) -> dict[str, Any]:
+    """Decode all items and scalar tensors, by key; what is not plain data becomes a sentence that says so."""
+    decoded: dict[str, Any] = {}
+    scalars = [tensor for tensor in manifest.tensors if tensor.shape == ()]
+    entries: list[Blob | StateRecord] = [*manifest.blobs, *scalars]
+    for entry in entries:
+        try:
+            decoded[entry.key] = values.read(entry)
+        except MuonckptError as error:
+            kind = f"scalar of {entry.dtype}" if isinstance(entry, StateRecord) else "not plain data"
+            decoded[entry.key] = f"({kind}: {error})"
+    return decoded
+
+
+T = TypeVar("T")
+
+
+def _spread(sequence: Sequence[T], most: int) -> list[T]:
+    """Choose at most so many, evenly spread, the first and the last among them."""
+    if len(sequence) <= most:
+        return list(sequence)
+    return [sequence[index * (len(sequence) - 1) // (most - 1)] for index in range(most)]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstLook:
+    """A checkpoint's metadata, sorted.
+
+    Attributes:
+        program: whose keys it has, or a sentence that says why that is unknown.
+        manifest: with parameters and slots as the program's keys name them.
+    """
+
+    program: Detected | str
+    manifest: Manifest
+    groups: HyperParameters
+    contents: Contents
+    steps: StepCounts
+
+    @property
+    def step(self) -> int | float | None:
+        """The step that the saving program recorded, or else that of the step counters if they agree."""
+        counted = self.steps.most if self.steps.least == self.steps.most else None
+        return counted if (recorded := recorded_step(self.manifest)) is None else recorded
+
+
+def first_look(checkpoint: OpenCheckpoint) -> FirstLook:
+    """Sort a checkpoint's metadata, and read its hyper-parameters and step counters."""
+    outline, values = checkpoint.outline, checkpoint.values
+    program = _program(outline)
+    dialect = program.dialect if isinstance(program, Detected) else None
+    manifest = with_slots_of(outline, dialect) if dialect else outline
+    groups = hyper_parameters(manifest, dialect, values)
+    contents = contents_of(manifest, dialect, groups.values_of(dialect.method_option if dialect else None))
+    return FirstLook(program, manifest, groups, contents, steps_of(contents, manifest, values, groups))
+
+
+def recorded_step(manifest: Manifest) -> int | float | None:
+    """Return the step that the saving program recorded."""
+    step = manifest.provenance.get("step")
+    return step if isinstance(step, int | float) else None
+
+
+def _program(manifest: Manifest) -> Detected | str:
+    try:
+        return detect(manifest)
+    except SourceError as error:
+        return str(error)
+
+
+def groups_as_data(manifest: Manifest, values: Values) -> list[dict[str, Any]]:
+    """Return the groups in their order: names of parameters, and options as the program calls them.
+
+    Where options are by parameter, those with equal ones are together.
+
+    Raises:
+        SourceError: the program is unknown, or an option is damaged or not plain data.
+    """
+    groups = (
+        TargetGroup(
+            group.params,
+            {option: values.read(item) for option, item in group.items.items() if option != PARAMS},
+            group.number is not None,
+        )
+        for group in source_groups(manifest, detect(manifest).dialect, values)
+    )
+    return [{PARAMS: list(group.params), **group.options} for group in merge_equal(groups)]
+
+
+def groups_as_code(groups: Sequence[dict[str, Any]]) -> str:
+    """Format groups as a Python expression."""
+    return pprint.pformat(list(groups), width=120, compact=True, sort_dicts=False)

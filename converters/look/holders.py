@@ -1,11 +1,11 @@
-"""Which file and rank holds what: shards of a tensor, contents of a rank, and the balance over ranks."""
+"""Who holds what: shards by file and rank, the balance over ranks, and tensors folded by module."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,19 +22,19 @@ from .contents import Contents, Role
 _RANK_IN_NAME = re.compile(
     r"(?:.*/)?(?:__([0-9]{1,7})_[0-9]+\.distcp|(?:rank|layer_wise_optimizer)_([0-9]{1,7})\.[a-z]+)"
 )
-"""Names of files that a rank writes alone, in the formats that say so: DCP, flat buffers, layer-wise files."""
+"""Names of files that a rank writes alone: DCP, flat buffers, layer-wise files."""
 
 
 @lru_cache(maxsize=1 << 16)
 def rank_in_name(file: str) -> int | None:
-    """The rank that wrote a file, if the name of the file tells."""
+    """Return the rank that wrote a file, if the file's name tells."""
     match = _RANK_IN_NAME.fullmatch(file)
     return None if match is None else int(match[1] or match[2])
 
 
 @dataclass(frozen=True, slots=True)
 class StoredShard:
-    """A stored box of a tensor: its range in each dim, its ``file`` and the ``rank`` that wrote it, and its size."""
+    """A stored box of a tensor: its file, the rank that wrote it, and where it lies there."""
 
     box: Box
     file: str
@@ -43,7 +43,7 @@ class StoredShard:
     bytes: int
 
     def holds(self, index: Sequence[int]) -> bool:
-        """Whether it has elements at these indices of the first dims."""
+        """Return whether it has elements at these indices of the first dims."""
         bounds = zip(index, self.box.lo, self.box.hi, strict=False)
         return bool(self.box.numel) and all(lo <= wanted < hi for wanted, lo, hi in bounds)
 
@@ -53,7 +53,7 @@ class StoredShard:
 
 
 def shards_of(tensor: StateRecord) -> tuple[StoredShard, ...]:
-    """The shards of a tensor, in the order of their first elements; ``offset`` is that of the item in its file."""
+    """Return a tensor's shards in the order of their first elements; ``offset`` is that of elements or item."""
     size = itemsize(tensor.dtype)
     chunks = sorted(tensor.chunks, key=lambda chunk: (chunk.box.lo, chunk.box.hi))
     return tuple(
@@ -69,7 +69,7 @@ def shards_of(tensor: StateRecord) -> tuple[StoredShard, ...]:
 
 
 def held_by(manifest: Manifest, rank: int) -> dict[str, tuple[StoredShard, ...]]:
-    """What the files of a rank hold, by key."""
+    """Return the shards in the files of a rank, by key."""
     files = {file for file in _files(manifest) if rank_in_name(file) == rank}
     held = {}
     for tensor in manifest.tensors:
@@ -79,7 +79,7 @@ def held_by(manifest: Manifest, rank: int) -> dict[str, tuple[StoredShard, ...]]
 
 
 def writing_ranks(manifest: Manifest) -> list[int]:
-    """The ranks whose files hold something."""
+    """Return the ranks whose files hold something."""
     return sorted({rank for file in _files(manifest) if (rank := rank_in_name(file)) is not None})
 
 
@@ -89,7 +89,7 @@ def _files(manifest: Manifest) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """How evenly ranks hold something: the number of ranks, the least, the mean and the most, and who has the most."""
+    """How evenly ranks hold something."""
 
     ranks: int
     least: int
@@ -99,7 +99,7 @@ class Balance:
 
     @property
     def ratio(self) -> float:
-        """The most in terms of the mean."""
+        """The most, divided by the mean."""
         return self.most / self.mean if self.mean else 1.0
 
     def to_json(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Balance:
 
 
 def balance_of(shares: Mapping[int, int]) -> Balance | None:
-    """The balance of these shares by rank; None if there are no ranks."""
+    """Compare shares by rank; None if there are no ranks."""
     if not shares:
         return None
     busiest = max(shares, key=lambda rank: (shares[rank], -rank))
@@ -117,7 +117,7 @@ def balance_of(shares: Mapping[int, int]) -> Balance | None:
 
 
 def bytes_by_rank(manifest: Manifest) -> dict[int, int]:
-    """The bytes of elements in the files of each rank."""
+    """Return the bytes of elements in the files of each rank; empty if names of files do not tell ranks."""
     columns = manifest.columns
     held = np.zeros(len(columns.names), np.int64)
     np.add.at(held, columns.file, chunk_bytes(manifest))
@@ -125,13 +125,13 @@ def bytes_by_rank(manifest: Manifest) -> dict[int, int]:
 
 
 def chunk_bytes(manifest: Manifest) -> NDArray[np.int64]:
-    """The bytes of elements of each chunk, in the order of the manifest's columns."""
+    """Return the bytes of elements of each chunk, in the order of the manifest's columns."""
     sizes = [itemsize(tensor.dtype) for tensor in manifest.tensors]
     return manifest.elements * np.repeat(np.array(sizes, np.int64), [len(tensor.chunks) for tensor in manifest.tensors])
 
 
 def newton_schulz_by_rank(contents: Contents, ranks: Sequence[int]) -> dict[int, int] | None:
-    """FLOPs of one Newton-Schulz iteration on the matrices whose momentum each rank holds whole.
+    """Return the FLOPs of one Newton-Schulz iteration on the matrices whose momentum each rank holds whole.
 
     None unless every matrix is whole on a rank: otherwise the training program decides who orthogonalises it.
     """
@@ -155,7 +155,7 @@ def newton_schulz_by_rank(contents: Contents, ranks: Sequence[int]) -> dict[int,
 
 @lru_cache(maxsize=1024)
 def _newton_schulz(shape: Index, dtype: str, boxes: Boxes) -> tuple[int, ...] | None:
-    """FLOPs of one iteration on the matrices in each box; None if a matrix is cut.  Cached: see `_cut`."""
+    """FLOPs by box; None if a matrix is cut.  Cached: see `_cut`."""
     sizes = boxes.hi - boxes.lo
     if (sizes[:, -2:] != shape[-2:]).any():
         return None
@@ -173,7 +173,7 @@ def _by_rank(held: Mapping[str, int]) -> dict[int, int]:
 
 
 def cut_in_words(tensor: StateRecord) -> str:
-    """How a tensor is cut into chunks: ``whole``, ``4 parts by rows``, ``2 x 3 parts by rows and columns``."""
+    """Say how a tensor is cut into chunks: ``whole``, ``4 parts by rows``, ``2 x 3 parts by rows and columns``."""
     return _cut(tensor.shape, tensor.boxes)
 
 
@@ -195,3 +195,83 @@ def _cut(shape: Index, every: Boxes) -> str:
 def _dim_in_words(dim: int, dims: int) -> str:
     words = {1: ("elements",), 2: ("rows", "columns")}.get(dims, ())
     return words[dim] if words else f"dim {dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A module or a tensor.
+
+    Attributes:
+        name: its part of the key; ``0-11`` or ``0,2,4-7`` for modules that are alike.
+        alike: how many this stands for within its parent; the other fields are those of one of them.
+        shape, dtype: None of a module.
+    """
+
+    name: str
+    alike: int
+    tensors: int
+    bytes: int
+    shape: tuple[int, ...] | None
+    dtype: str | None
+    branches: tuple[Branch, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "alike": self.alike, "tensors": self.tensors, "bytes": self.bytes,
+                "shape": self.shape, "dtype": self.dtype,
+                "branches": [branch.to_json() for branch in self.branches]}  # fmt: skip
+
+
+def module_tree(tensors: Iterable[StateRecord]) -> tuple[Branch, ...]:
+    """Fold tensors into a tree of the parts of their keys."""
+    return _fold([(tensor.key.split("."), tensor) for tensor in tensors])
+
+
+_Entry = tuple[Sequence[str], StateRecord]
+
+
+def _fold(entries: Sequence[_Entry]) -> tuple[Branch, ...]:
+    children: defaultdict[str, list[_Entry]] = defaultdict(list)
+    for parts, tensor in entries:
+        children[parts[0]].append((parts[1:], tensor))
+    branches = [branch for name, below in children.items() for branch in _branch(name, below)]
+    groups: defaultdict[Any, list[Branch]] = defaultdict(list)
+    for branch in branches:
+        number = branch.name.isdecimal()
+        key = (branch.bytes, branch.shape, branch.dtype, branch.branches) if number else branch.name
+        groups[number, key].append(branch)
+    return tuple(_alike(members) for members in groups.values())
+
+
+def _branch(name: str, below: list[_Entry]) -> Iterator[Branch]:
+    leaves = [tensor for parts, tensor in below if not parts]
+    for tensor in leaves:
+        yield Branch(name, 1, 1, math.prod(tensor.shape) * itemsize(tensor.dtype), tensor.shape, tensor.dtype, ())
+    inner = _fold([(parts, tensor) for parts, tensor in below if parts])
+    chain = len(inner) == 1 and inner[0].alike == 1
+    if chain and not name.isdecimal() and not inner[0].name[:1].isdecimal():  # on one line; numbers can be folded
+        only = inner[0]
+        yield Branch(f"{name}.{only.name}", 1, only.tensors, only.bytes, only.shape, only.dtype, only.branches)
+    elif inner:
+        tensors = sum(branch.tensors * branch.alike for branch in inner)
+        yield Branch(name, 1, tensors, sum(b.bytes * b.alike for b in inner), None, None, inner)
+
+
+def _alike(members: list[Branch]) -> Branch:
+    first = members[0]
+    if len(members) == 1:
+        return first
+    name = ranges(sorted(int(branch.name) for branch in members))
+    return Branch(name, len(members), first.tensors, first.bytes, first.shape, first.dtype, first.branches)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Write ascending numbers with runs as ranges: ``0-3,7``."""
+    text = ""
+    for index, number in enumerate(numbers):
+        follows = index and numbers[index - 1] == number - 1
+        goes_on = index + 1 < len(numbers) and numbers[index + 1] == number + 1
+        if not follows:
+            text += f",{number}"
+        elif not goes_on:
+            text += f"-{number}"
+    return re.sub("^,", "", text)

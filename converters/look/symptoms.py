@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
 
-import numpy as np
-
-from ...errors import LayoutError, SourceError
+from ...errors import LayoutError
+from ...findings import Finding
 from ...record import Manifest
-from ...store.io.location import Location, at_each
-from ...store.io.regular import open_regular
-from .contents import Contents, Role, StatefulParameter, unnumbered
+from .contents import Contents, HyperParameters, Role, StatefulParameter, StepCounts, unnumbered
 from .holders import rank_in_name
-from .hyper_parameters import HyperParameters, StepCounts
-
-
-@dataclass(frozen=True, slots=True)
-class Symptom:
-    """Something that may be wrong: a ``kind`` for programs, a sentence for people, and the names that it concerns."""
-
-    kind: str
-    message: str
-    names: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "message": self.message, "names": self.names}
 
 
 def symptoms_of(
-    contents: Contents, manifest: Manifest, groups: HyperParameters, steps: StepCounts, directory: Location
-) -> tuple[Symptom, ...]:
-    """Everything that looks sick, the gravest first; ``directory`` is listed to see that the files are there."""
+    contents: Contents, manifest: Manifest, groups: HyperParameters, steps: StepCounts, lost: Mapping[str, int | None]
+) -> tuple[Finding, ...]:
+    """Look for what is wrong or odd, the gravest first; ``lost`` are the files that are missing or cut."""
     found = (
         _holes(manifest),
-        _files(manifest, directory),
+        _files(lost),
         _muon_off(contents),
         _unfit_state(contents),
         _without_partner(contents, groups),
@@ -48,34 +30,17 @@ def symptoms_of(
     return tuple(symptom for symptoms in found for symptom in symptoms)
 
 
-def _holes(manifest: Manifest) -> Iterator[Symptom]:
+def _holes(manifest: Manifest) -> Iterator[Finding]:
     for tensor in manifest.tensors:
         try:
             tensor.chunk_layout()
         except LayoutError as error:
-            yield Symptom("hole", str(error), (tensor.key,))
+            yield Finding("hole", str(error), (tensor.key,))
 
 
-def _files(manifest: Manifest, directory: Location) -> Iterator[Symptom]:
-    """Files that are missing, or shorter than the metadata promise."""
-    columns = manifest.columns
-    last = np.zeros(len(columns.names), np.int64)
-    np.maximum.at(last, columns.file, columns.item + columns.item_length)
-    ends = {name: end for name, end in zip(columns.names, last.tolist(), strict=True) if end}
-    for blob in manifest.blobs:
-        if ends.get(blob.item.file, 0) < blob.item.end:
-            ends[blob.item.file] = blob.item.end
-
-    def size(name: str) -> int | None:
-        try:
-            with open_regular(directory / name) as file:
-                return file.size
-        except SourceError:
-            return None
-
-    sizes = dict(zip(ends, at_each(directory, size, list(ends)), strict=True))
-    missing = sorted(name for name, length in sizes.items() if length is None)
-    cut = sorted(name for name, length in sizes.items() if length is not None and length < ends[name])
+def _files(lost: Mapping[str, int | None]) -> Iterator[Finding]:
+    missing = sorted(name for name, length in lost.items() if length is None)
+    cut = sorted(lost.keys() - {*missing})
     for kind, names, what in (
         ("missing_file", missing, "missing"),
         ("cut_file", cut, "cut short"),
@@ -83,11 +48,11 @@ def _files(manifest: Manifest, directory: Location) -> Iterator[Symptom]:
         if names:
             ranks = sorted({rank for name in names if (rank := rank_in_name(name)) is not None})
             of_ranks = f", of rank {', '.join(map(str, ranks[:8]))}" if ranks else ""
-            yield _listing(kind, f"{_are(names, 'file', 'files')} {what}{of_ranks}", names)
+            yield Finding.listing(kind, f"{_are(names, 'file', 'files')} {what}{of_ranks}", names)
 
 
-def _ranks(manifest: Manifest) -> Iterator[Symptom]:
-    """Ranks between 0 and the last without a file."""
+def _ranks(manifest: Manifest) -> Iterator[Finding]:
+    """Report ranks between 0 and the last that have no file."""
     ranks = set(map(rank_in_name, manifest.columns.names))
     ranks |= {rank_in_name(blob.item.file) for blob in manifest.blobs}
     if None in ranks or not ranks:
@@ -99,11 +64,11 @@ def _ranks(manifest: Manifest) -> Iterator[Symptom]:
     if absent:
         some = ", ".join(map(str, absent[:8])) + (" …" if len(absent) > 8 else "")
         message = f"no file of rank {some} (of {last}): right only if these ranks hold copies of what others saved"
-        yield Symptom("missing_rank", message, tuple(map(str, absent)))
+        yield Finding("missing_rank", message, tuple(map(str, absent)))
 
 
-def _muon_off(contents: Contents) -> Iterator[Symptom]:
-    """Matrices that carry element-wise state where others carry momentum."""
+def _muon_off(contents: Contents) -> Iterator[Finding]:
+    """Report matrices that carry element-wise state where others carry momentum."""
     momentum, moments = (set(contents.slots_of(role)) for role in (Role.MOMENTUM, Role.MOMENTS))
     matrices = [p for p in contents.parameters.values() if p.is_matrix and p.state]
     by_muon = [p for p in matrices if _carries(p, momentum, "momentum")]
@@ -113,7 +78,7 @@ def _muon_off(contents: Contents) -> Iterator[Symptom]:
     siblings = {unnumbered(p.name) for p in by_muon}
     off = [p.name for p in others if unnumbered(p.name) in siblings and unnumbered(p.name) != p.name]
     if off:
-        yield _listing(
+        yield Finding.listing(
             "muon_off",
             f"Muon is off for {_are(off, 'matrix', 'matrices')}, whose siblings in other layers carry momentum, "
             "not Adam's state",
@@ -121,7 +86,7 @@ def _muon_off(contents: Contents) -> Iterator[Symptom]:
         )
     rest = [p.name for p in others if p.name not in set(off)]
     if rest:
-        yield _listing(
+        yield Finding.listing(
             "elementwise_matrix",
             f"{_are(rest, 'matrix carries', 'matrices carry')} element-wise (Adam) state, where {len(by_muon)} "
             "others carry momentum (usual for embeddings, heads and routers only)",
@@ -130,14 +95,14 @@ def _muon_off(contents: Contents) -> Iterator[Symptom]:
 
 
 def _carries(parameter: StatefulParameter, slots: Collection[str], common: str) -> bool:
-    """Whether state has this common name; the method says so, because a slot's name can have two meanings."""
+    """Return whether state has this common name; the method decides, because a slot's name can have two meanings."""
     if parameter.method is None:
         return any(slot in slots for slot in parameter.state)
     return parameter.method.slots.get(common) in parameter.state
 
 
-def _unfit_state(contents: Contents) -> Iterator[Symptom]:
-    """Slots that no method keeps together, and state that is not shaped like its parameter."""
+def _unfit_state(contents: Contents) -> Iterator[Finding]:
+    """Report slots that no method keeps together, and state that is not shaped like its parameter."""
     if contents.dialect is not None:
         odd: defaultdict[str, list[str]] = defaultdict(list)
         for parameter in contents.parameters.values():
@@ -146,18 +111,18 @@ def _unfit_state(contents: Contents) -> Iterator[Symptom]:
         for slots, names in odd.items():
             methods = "; ".join(f"{m.name}: {', '.join(m.slots.values())}" for m in contents.dialect.methods)
             about = f"{_are(names, 'parameter has', 'parameters have')} the state {slots}"
-            yield Symptom(
+            yield Finding(
                 "odd_state", f"{about}, which no method of {contents.dialect.name} keeps ({methods})", (*names,)
             )
     for parameter in contents.parameters.values():
         for tensor in parameter.shaped():
             if tensor.shape != parameter.shape:
                 message = f"{tensor.key} has shape {tensor.shape}, its parameter {parameter.shape}"
-                yield Symptom("shape", message, (parameter.name,))
+                yield Finding("shape", message, (parameter.name,))
 
 
-def _without_partner(contents: Contents, groups: HyperParameters) -> Iterator[Symptom]:
-    """Parameters without state where others have some, and state without parameters."""
+def _without_partner(contents: Contents, groups: HyperParameters) -> Iterator[Finding]:
+    """Report parameters without state where others have some, and state without parameters."""
     parameters = contents.parameters.values()
     if not any(p.state for p in parameters) or not any(p.weight for p in parameters):
         return
@@ -173,11 +138,11 @@ def _without_partner(contents: Contents, groups: HyperParameters) -> Iterator[Sy
         ("no_parameter", orphans, "state, but no weight has this name"),
     ):
         if names:
-            yield _listing(kind, f"{_are(names, 'parameter has', 'parameters have')} {message}", names)
+            yield Finding.listing(kind, f"{_are(names, 'parameter has', 'parameters have')} {message}", names)
 
 
-def _dtypes(contents: Contents) -> Iterator[Symptom]:
-    """More than one dtype in a slot of state, or among the weights of one parameter in all layers."""
+def _dtypes(contents: Contents) -> Iterator[Finding]:
+    """Report more than one dtype in a slot, or among the weights of one parameter in all layers."""
     by_kind: defaultdict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for parameter in contents.parameters.values():
         for slot, tensor in parameter.state.items():
@@ -190,11 +155,11 @@ def _dtypes(contents: Contents) -> Iterator[Symptom]:
             odd = tuple(key for key, dtype in dtypes.items() if dtype != usual)
             numbers = ", ".join(f"{dtype} in {count}" for dtype, count in counts.most_common())
             where = f"slot {name}" if kind == "slot" else f"weights {name}"
-            yield _listing("dtype", f"{where}: more than one dtype, {numbers} tensors", odd)
+            yield Finding.listing("dtype", f"{where}: more than one dtype, {numbers} tensors", odd)
 
 
-def _conventions(contents: Contents, groups: HyperParameters) -> Iterator[Symptom]:
-    """Momentum in more than one convention, or in another than its group or its program says."""
+def _conventions(contents: Contents, groups: HyperParameters) -> Iterator[Finding]:
+    """Report momentum in more than one convention, or in another than its group or its program says."""
     in_groups = groups.conventions
     named: dict[str, set[str]] = {}
     for tensor in contents.tensors.get(Role.MOMENTUM, ()):
@@ -204,22 +169,22 @@ def _conventions(contents: Contents, groups: HyperParameters) -> Iterator[Sympto
     torn = _where(named, lambda conventions: len(conventions) > 1)
     if torn:
         about = f"manifest, group and program disagree on the convention of {_are(torn, 'momentum', 'momenta')}"
-        yield _listing("convention", about, torn)
+        yield Finding.listing("convention", about, torn)
     counts = Counter(name for conventions in named.values() for name in conventions)
     if len(counts) > 1 and not torn:
         least = counts.most_common()[-1][0]
         odd = _where(named, lambda conventions: least in conventions)
         numbers = ", ".join(f"{name} in {count}" for name, count in counts.most_common())
-        yield _listing("convention", f"momentum follows more than one convention, {numbers} tensors", odd)
+        yield Finding.listing("convention", f"momentum follows more than one convention, {numbers} tensors", odd)
 
 
 def _where(named: Mapping[str, set[str]], holds: Callable[[set[str]], bool]) -> tuple[str, ...]:
     return tuple(key for key, conventions in named.items() if holds(conventions))
 
 
-def _steps(steps: StepCounts) -> Iterator[Symptom]:
+def _steps(steps: StepCounts) -> Iterator[Finding]:
     if steps.least != steps.most:
-        yield Symptom(
+        yield Finding(
             "steps",
             f"parameters have taken different numbers of steps: {steps.least} to {steps.most} (usual for experts and "
             "parameters that joined later)",
@@ -228,11 +193,4 @@ def _steps(steps: StepCounts) -> Iterator[Symptom]:
 
 
 def _are(names: Collection[str], one: str, many: str) -> str:
-    """``1 matrix carries`` or ``3 matrices carry``."""
     return f"{len(names)} {one if len(names) == 1 else many}"
-
-
-def _listing(kind: str, message: str, names: Iterable[str]) -> Symptom:
-    """A symptom whose message ends with the first names."""
-    every = tuple(names)
-    return Symptom(kind, f"{message}: {', '.join(every[:3])}{' …' * (len(every) > 3)}", every)

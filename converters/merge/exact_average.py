@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import SourceError
-from ..compare.numeric import F64
-from ..translate.conventions import Words, bfloat16_words
+from ..compare.elements import F64
+from ..engine.arithmetic import Words, bfloat16_words
 
 SIGNIFICAND = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 """The types that are averaged, with the bits of their significands."""
@@ -30,14 +30,14 @@ _SPLITTER = float(2**27 + 1)
 
 @dataclass(frozen=True, slots=True)
 class AverageWeights:
-    """What elements are multiplied by, as two float64 numbers each, and what their sum is divided by."""
+    """Factors of elements, as two float64 numbers each, and the divisor of their sum."""
 
     factors: tuple[tuple[float, float], ...]
     divisor: float
 
     @classmethod
     def of(cls, weights: Sequence[Fraction]) -> AverageWeights:
-        """The coefficients of these weights: exact if float64 can hold their numerators, else to 106 bits."""
+        """Return the coefficients of weights: exact if float64 can hold their numerators, else to 106 bits."""
         divisor = math.lcm(*(weight.denominator for weight in weights))
         numerators = [int(weight * divisor) for weight in weights]
         if max(divisor, *numerators) < 2**_EXACT:
@@ -46,7 +46,7 @@ class AverageWeights:
 
 
 def averaged(terms: Iterable[F64], coefficients: AverageWeights, dtype: str, significand: int | None = None) -> Words:
-    """The average of numbers as words of a dtype of `SIGNIFICAND`.
+    """Return the average of numbers as words of a dtype of `SIGNIFICAND`.
 
     Infinite numbers and NaNs go through it as through any sum.
 
@@ -83,7 +83,7 @@ def averaged(terms: Iterable[F64], coefficients: AverageWeights, dtype: str, sig
 
 
 def _words(values: F64, dtype: str) -> Words:
-    """The bits of the nearest numbers of a dtype, ties to even."""
+    """Round to the nearest numbers of a dtype, ties to even."""
     if dtype == "bfloat16":
         return bfloat16_words(values)
     kind = f"<f{4 if dtype == 'float32' else 2}"
@@ -91,7 +91,7 @@ def _words(values: F64, dtype: str) -> Words:
 
 
 def _may_be_middle(near: F64, total: F64, divisor: float, dtype: str) -> bool:
-    """Whether a quotient that float64 rounded may be the middle of two numbers of the dtype, and the exact one is not.
+    """Return whether a rounded quotient may be the middle of two numbers of the dtype while the exact one is not.
 
     Everywhere else the rounded quotient is on the same side of every middle as the exact one, because rounding keeps
     the order; so both round to the same number.  A middle has one bit more than the numbers, so its product with the
@@ -107,7 +107,7 @@ def _is_power_of_two(number: float) -> bool:
 
 
 def _sum(terms: Iterable[F64], factors: Sequence[tuple[float, float]], significand: int) -> tuple[F64, F64 | None]:
-    """The sum of products in two numbers, of which the second is not always small; None if it is zero everywhere."""
+    """Sum products in two numbers, of which the second is not always small; None if it is zero everywhere."""
     total: F64 | None = None
     rest: F64 | None = None
     for numbers, (factor, correction) in zip(terms, factors, strict=True):
@@ -132,14 +132,14 @@ def _plus(rest: F64 | None, more: F64) -> F64 | None:
 
 
 def _two_sum(large: F64, small: F64) -> tuple[F64, F64]:
-    """The same sum in two numbers that do not overlap; ``small`` is not larger than ``large``, or that is zero."""
+    """Return a sum in two numbers that do not overlap; ``small`` is not larger than ``large``, or that is zero."""
     total = large + small
     virtual = total - large
     return total, (large - (total - virtual)) + (small - virtual)
 
 
 def _product_error(numbers: F64, factor: float, product: F64) -> F64:
-    """What a rounded product lacks."""
+    """Return what a rounded product lacks."""
     high, low = _halves(numbers)
     factor_high, factor_low = (float(half) for half in _halves(np.float64(factor)))
     error: F64 = ((high * factor_high - product) + high * factor_low + low * factor_high) + low * factor_low
@@ -147,7 +147,7 @@ def _product_error(numbers: F64, factor: float, product: F64) -> F64:
 
 
 def _halves(number: F64 | np.float64) -> tuple[F64, F64]:
-    """Numbers as sums of two with half the digits each."""
+    """Split numbers into sums of two with half the digits each."""
     scaled_up = _SPLITTER * number
     high = scaled_up - (scaled_up - number)
     return np.asarray(high), np.asarray(number - high)
@@ -165,7 +165,7 @@ def _quotient(total: F64, rest: F64 | None, divisor: float) -> tuple[F64, F64 | 
 
 
 def _to_odd(total: F64, rest: F64 | None) -> F64:
-    """Where there is a rest, the neighbour of the sum whose last bit is 1."""
+    """Round to odd: where there is a rest, take the neighbour of the sum whose last bit is 1."""
     inexact = np.False_ if rest is None else (rest != 0) & np.isfinite(total) & np.isfinite(rest)
     if rest is None or not inexact.any():
         return np.ascontiguousarray(total)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from ...layout import Buffer, TensorLayout
-from ...record import Blob, Chunk, Extent, Manifest
+from ...chunks import Chunks
+from ...fingerprint import as_hex, combine, fingerprint
+from ...record import Chunk, Extent, Manifest, StateRecord
 from ...store.io.location import Location
 from ...store.io.regular import FileBytes
 from ...store.open_checkpoint import OpenCheckpoint
-from ...store.reading.payloads import Payloads
-from ..engine.outputs import OutputItem, OutputTensor
+from ...store.reading.blocks import bands
+from ...store.reading.payloads import Payloads, payload_of
+from ..engine.outputs import OutputItem, Outputs
 
 
 class JoinedPayloads(Payloads):
@@ -59,10 +62,21 @@ class JoinedPayloads(Payloads):
 
 @dataclass(frozen=True)
 class JoinedCheckpoints:
-    """Open checkpoints as one source of a job; ``provenance`` is that of the result."""
+    """Open checkpoints as one source of a job.
+
+    Attributes:
+        inputs: the manifest of each, with the names that files have here.
+        provenance: of the result.
+    """
 
     parts: Sequence[OpenCheckpoint]
+    inputs: Sequence[Manifest]
     provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, parts: Sequence[OpenCheckpoint]) -> JoinedCheckpoints:
+        """Join these checkpoints."""
+        return cls(parts, [part.manifest.moved(partial(_name, number)) for number, part in enumerate(parts)])
 
     @property
     def path(self) -> Location:
@@ -75,45 +89,61 @@ class JoinedCheckpoints:
     @cached_property
     def manifest(self) -> Manifest:
         """The tensors and items of all, under their own keys."""
-        moved = [part.manifest.moved(partial(_name, number)) for number, part in enumerate(self.parts)]
-        tensors = tuple(tensor for manifest in moved for tensor in manifest.tensors)
-        return Manifest(tensors, tuple(blob for manifest in moved for blob in manifest.blobs), self.provenance)
+        tensors = tuple(tensor for manifest in self.inputs for tensor in manifest.tensors)
+        return Manifest(tensors, tuple(blob for manifest in self.inputs for blob in manifest.blobs), self.provenance)
 
+    def outputs(self, number: int, own: Outputs) -> Outputs:
+        """Return what one input alone would be written as, made of the joined checkpoints."""
+        listed = zip(self.parts[number].manifest.tensors, self.inputs[number].tensors, strict=True)
+        moved = {before.chunks.place: after.chunks for before, after in listed if len(before.chunks)}
 
-def joined_tensor(tensor: OutputTensor, part: int) -> OutputTensor:
-    """A tensor to write that is made of this part's elements, as one of the joined checkpoints."""
+        def source(chunks: Chunks | bytes) -> Chunks | bytes:
+            return chunks if isinstance(chunks, bytes) or not len(chunks) else moved[chunks.place]
 
-    def moved(buffer: Buffer) -> Buffer:
-        return f"{part}/{buffer}"
+        def item(own: OutputItem) -> OutputItem:
+            if own.source is None:
+                return own
+            extent = own.source.item
+            return replace(own, source=replace(own.source, item=replace(extent, file=_name(number, extent.file))))
 
-    fragments = tensor.layout.fragments
-    places = (replace(f, place=replace(f.place, buffer=moved(f.place.buffer))) for f in fragments)
-    return replace(
-        tensor,
-        layout=TensorLayout.of(tensor.layout.shape, tuple(places)),
-        chunks={moved(buffer): _moved_chunk(chunk, part) for buffer, chunk in tensor.chunks.items()},
-        in_memory={moved(buffer): data for buffer, data in tensor.in_memory.items()},
-    )
-
-
-def joined_item(item: OutputItem, part: int) -> OutputItem:
-    """An item to write, as one of the joined checkpoints."""
-    return item if item.source is None else replace(item, source=_moved_blob(item.source, part))
+        tensors = [replace(tensor, sources=tuple(map(source, tensor.sources))) for tensor in own.tensors]
+        return replace(own, tensors=tensors, items=list(map(item, own.items)))
 
 
 def _name(part: int, file: str) -> str:
-    """What a file of a part is called here."""
+    """Return the name that a file of a part has here."""
     return f"{part}/{file}"
 
 
-def _moved(extent: Extent, part: int) -> Extent:
-    return replace(extent, file=_name(part, extent.file))
+_ELEMENTS_AT_A_TIME = 1 << 18
 
 
-def _moved_chunk(chunk: Chunk, part: int) -> Chunk:
-    payload = None if chunk.payload is None else _moved(chunk.payload, part)
-    return replace(chunk, item=_moved(chunk.item, part), payload=payload)
+def input_prints(source: OpenCheckpoint, keys: Collection[str], threads: int) -> dict[str, str]:
+    """Return the fingerprint of each tensor with one of these keys.  Tensors without a recorded one are read.
+
+    Raises:
+        SourceError: a file cannot be read.
+    """
+    tensors = [tensor for tensor in source.manifest.tensors if tensor.key in keys]
+    known = {tensor.key: tensor.fingerprint for tensor in tensors if tensor.fingerprint is not None}
+    unknown = [tensor for tensor in tensors if tensor.key not in known]
+    stored = [(tensor, chunk) for tensor in unknown for chunk in tensor.chunks if chunk.box.numel]
+
+    def share(place: tuple[StateRecord, Chunk]) -> int:
+        return _share(source, *place)
+
+    found = {tensor.key: 0 for tensor in unknown}
+    with ThreadPoolExecutor(threads) as pool:
+        for (tensor, _), part in zip(stored, pool.map(share, stored), strict=True):
+            found[tensor.key] = combine(found[tensor.key], part)
+    return {tensor.key: known.get(tensor.key) or as_hex(found[tensor.key]) for tensor in tensors}
 
 
-def _moved_blob(blob: Blob, part: int) -> Blob:
-    return replace(blob, item=_moved(blob.item, part))
+def _share(source: OpenCheckpoint, tensor: StateRecord, chunk: Chunk) -> int:
+    """Return the share of a chunk, in bounded memory."""
+    total, payload, fragment = 0, payload_of(tensor, chunk), chunk.stored("")
+    for band in bands(chunk.box, _ELEMENTS_AT_A_TIME):
+        for box in band.boxes:
+            words = source.payloads.gather(payload, tensor.dtype, fragment.place_at(box.lo), box.shape)
+            total = combine(total, fingerprint(words, box.lo + (0,) * (words.ndim - len(box.lo))))
+    return total

@@ -7,33 +7,30 @@ names.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 
 from ...box import Box
 from ...errors import SourceError, TargetError
-from ...layout import Fragment, TensorLayout
+from ...layout import TensorLayout
 from ...record import Blob, Extent, Manifest, StateRecord
-from ...store.reading.bands import bands, within
+from ...store.open_checkpoint import checked_blob
+from ...store.reading.blocks import bands
 from ...store.reading.dtypes import dtype
-from ...store.reading.payloads import Payloads, check_chunk
-from ...store.stored_items import checked_blob
-from ..compare.numeric import F64, as_float64
-from ..compare.plain_items import same_value
-from ..engine.elements import ChunkReads, Room, gather_elements, unseen
-from ..engine.outputs import OutputItem, Outputs, OutputTensor
-from ..translate.conventions import Words
+from ...store.reading.payloads import Payloads
+from ..compare.diff import same_value
+from ..compare.elements import F64, as_float64
+from ..engine.arithmetic import Words
+from ..engine.outputs import ELEMENTS_AT_A_TIME, OutputItem, Outputs, OutputTensor, renumbered
+from ..programs.dialect import Dialect
 from ..translate.detection import detect
-from ..translate.dialect import Dialect
 from .exact_average import SIGNIFICAND, AverageWeights, averaged
-from .joined import JoinedCheckpoints, joined_item, joined_tensor
-
-_ELEMENTS_AT_A_TIME = 1 << 15
-"""What is computed of so many elements stays in the processor's cache."""
+from .joined import JoinedCheckpoints
 
 _INDIVISIBLE = ("float", "complex", "bits")
 """Types of numbers, beside those of `SIGNIFICAND`, that have an average which we cannot compute."""
@@ -41,10 +38,7 @@ _INDIVISIBLE = ("float", "complex", "bits")
 
 @dataclass(frozen=True, slots=True)
 class AveragedTensor(OutputTensor):
-    """The average of tensors of several inputs; ``terms`` are these, with the elements of each in buffers of its own.
-
-    The other fields are those of the first term, but for ``chunks`` and ``in_memory``, which are those of all.
-    """
+    """The average of tensors of several inputs, ``terms``, whose ``sources`` it has, one after the other."""
 
     terms: tuple[OutputTensor, ...] = ()
     weights: tuple[Fraction, ...] = ()
@@ -54,47 +48,48 @@ class AveragedTensor(OutputTensor):
         return True
 
     @property
-    def places(self) -> tuple[object, ...]:
-        return tuple(term.places for term in self.terms), self.weights
+    def layouts(self) -> tuple[TensorLayout, ...]:
+        firsts = accumulate((_buffers(term) for term in self.terms), initial=0)
+        return tuple(renumbered(term.layout, first) for term, first in zip(self.terms, firsts, strict=False))
 
     @property
-    def layouts(self) -> tuple[TensorLayout, ...]:
-        return tuple(term.layout for term in self.terms)
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(term.held or term.record.dtype for term in self.terms)
 
-    def elements(
-        self,
-        payloads: Payloads,
-        fragments: Iterable[Fragment],
-        box: Box,
-        reads: ChunkReads = unseen,
-        room: Room = np.empty,
-    ) -> Words:
-        owners = {buffer: i for i, term in enumerate(self.terms) for buffer in (*term.chunks, *term.in_memory)}
-        own: defaultdict[int, list[Fragment]] = defaultdict(list)
-        for fragment in fragments:
-            own[owners[fragment.place.buffer]].append(fragment)
-        scales = [1 if term.scale is None else Fraction(term.scale) for term in self.terms]
-        coefficients = AverageWeights.of([w * scale for w, scale in zip(self.weights, scales, strict=True)])
-        significand = max(SIGNIFICAND[term.source_record.dtype] for term in self.terms)
-        words = room(box.shape, dtype(self.record.dtype).bits)
+    @property
+    def making(self) -> Hashable:
+        return self.weights, tuple(term.making for term in self.terms)
 
-        def numbers(i: int, part: Box) -> F64:
-            term = self.terms[i]
-            values = as_float64(gather_elements(payloads, term, own[i], part, reads), term.source_record.dtype)
-            assert values is not None, "only tensors of numbers are averaged"
-            return values
+    def compute(self, terms: Sequence[Words]) -> Words:
+        scales = tuple(None if term.scale is None else Fraction(term.scale) for term in self.terms)
+        significand = max(SIGNIFICAND[name] for name in self.dtypes)
+        flat = [words.reshape(-1) for words in terms]
+        average = np.empty(flat[0].shape, dtype(self.record.dtype).bits)
+        for start in range(0, len(average), ELEMENTS_AT_A_TIME):
+            part = slice(start, start + ELEMENTS_AT_A_TIME)
+            numbers = (_numbers(words[part], name) for words, name in zip(flat, self.dtypes, strict=True))
+            average[part] = averaged(numbers, _coefficients(self.weights, scales), self.record.dtype, significand)
+        return average.reshape(terms[0].shape)
 
-        for band in bands(box, _ELEMENTS_AT_A_TIME):
-            for part in band.boxes:
-                terms = (numbers(i, part) for i in range(len(self.terms)))
-                average = averaged(terms, coefficients, self.record.dtype, significand)
-                words[within(part, box.lo)] = average.reshape(part.shape)
-        return words
+
+def _buffers(tensor: OutputTensor) -> int:
+    return sum(1 if isinstance(source, bytes) else len(source) for source in tensor.sources)
+
+
+def _numbers(words: Words, name: str) -> F64:
+    values = as_float64(words, name)
+    assert values is not None, "only tensors of numbers are averaged"
+    return values
+
+
+@lru_cache
+def _coefficients(weights: tuple[Fraction, ...], scales: tuple[Fraction | None, ...]) -> AverageWeights:
+    return AverageWeights.of([weight * (scale or 1) for weight, scale in zip(weights, scales, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
 class MergeRequest:
-    """What to make of several checkpoints.
+    """A request for one checkpoint made of several.
 
     Attributes:
         weights: of the inputs; their sum is 1.
@@ -107,7 +102,7 @@ class MergeRequest:
     model_only: bool = False
 
     def outputs(self, source: JoinedCheckpoints, of_inputs: Sequence[Outputs]) -> Outputs:
-        """The merged tensors and items.
+        """Return the merged tensors and items.
 
         Args:
             of_inputs: what each input alone would be written as.
@@ -116,7 +111,8 @@ class MergeRequest:
             SourceError: the inputs do not have the same tensors, or differ in what is not averaged.
         """
         names = [str(part.path) for part in source.parts]
-        inputs = [_Input.of(name, i, outputs) for i, (name, outputs) in enumerate(zip(names, of_inputs, strict=True))]
+        joined = (source.outputs(number, outputs) for number, outputs in enumerate(of_inputs))
+        inputs = [_Input.of(name, outputs) for name, outputs in zip(names, joined, strict=True)]
         if self.model_only:
             inputs = [one.model_only() for one in inputs]
         base = inputs[self.others_from or 0]
@@ -147,10 +143,9 @@ class MergeRequest:
                         f"and {found} in {name}; convert one of them first"
                         + (", or merge them with --to PROGRAM, or --convention" if what.startswith("momentum") else "")
                     )
-        chunks = {buffer: chunk for term in terms for buffer, chunk in term.chunks.items()}
-        in_memory = {buffer: data for term in terms for buffer, data in term.in_memory.items()}
+        sources = tuple(source for term in terms for source in term.sources)
         record = replace(first, fingerprint=None)
-        return AveragedTensor(record, terms[0].layout, chunks, in_memory, None, None, tuple(terms), self.weights)
+        return AveragedTensor(record, terms[0].layout, sources, None, None, tuple(terms), self.weights)
 
     def _sentences(self, inputs: Sequence[_Input]) -> tuple[str, ...]:
         shares = ", ".join(f"{weight} of {one.name}" for weight, one in zip(self.weights, inputs, strict=True))
@@ -164,7 +159,7 @@ class MergeRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """What one input contributes, by key: tensors to average, other tensors, and items."""
+    """One input's tensors to average, other tensors, and items, by key."""
 
     name: str
     averaged: dict[str, OutputTensor]
@@ -175,14 +170,14 @@ class _Input:
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, name: str, number: int, outputs: Outputs) -> _Input:
+    def of(cls, name: str, outputs: Outputs) -> _Input:
         dialect = _dialect_of(outputs)
         averages: dict[str, OutputTensor] = {}
         others: dict[str, OutputTensor] = {}
         weights = set()
         for own in outputs.tensors:
             record = _with_convention(own.record, dialect)
-            tensor = replace(joined_tensor(own, number), record=record)
+            tensor = replace(own, record=record)
             is_weight = _is_weight(record, dialect)
             if is_weight or (dialect is None and record.slot is None):
                 weights.add(record.key)
@@ -195,11 +190,11 @@ class _Input:
                 )
             else:
                 others[record.key] = tensor
-        items = {item.key: joined_item(item, number) for item in outputs.items}
+        items = {item.key: item for item in outputs.items}
         return cls(name, averages, others, items, frozenset(weights), outputs.left_out, outputs.notes)
 
     def model_only(self) -> _Input:
-        """Without optimizer state and items.
+        """Leave out optimizer state and items.
 
         Raises:
             SourceError: nothing is left.
@@ -223,7 +218,7 @@ def _dialect_of(outputs: Outputs) -> Dialect | None:
 
 
 def _with_convention(record: StateRecord, dialect: Dialect | None) -> StateRecord:
-    """The record of a momentum with the convention of its program, where that is known but not recorded."""
+    """Give the record of a momentum the convention of its program, where that is known but not recorded."""
     if dialect is None or record.slot is None or record.convention is not None:
         return record
     momenta = {method.slots.get("momentum") for method in dialect.methods}
@@ -240,7 +235,7 @@ def _is_option(record: StateRecord, dialect: Dialect | None) -> bool:
 
 
 def _agreed_keys(inputs: Sequence[_Input]) -> set[str]:
-    """The keys of the tensors to average, which all inputs have.
+    """Return the keys of the tensors to average, which all inputs have.
 
     Raises:
         SourceError: one lacks a tensor that another has.
@@ -295,16 +290,14 @@ def _same_elements(a: OutputTensor, b: OutputTensor, payloads: Payloads) -> bool
     if one.fingerprint is not None and other.fingerprint is not None:
         return one.fingerprint == other.fingerprint
     for tensor in (a, b):
-        for chunk in tensor.chunks.values():
-            if chunk.box.numel:
-                check_chunk(payloads, tensor.record, chunk)
+        tensor.check_sources(payloads)
 
     def words(tensor: OutputTensor, part: Box) -> Words:
-        return tensor.elements(payloads, tensor.layout.fragments, part)
+        return tensor.elements(payloads, [tensor.layout.fragments], part)
 
     return all(
         np.array_equal(words(a, part), words(b, part))
-        for band in bands(Box.of(one.shape), _ELEMENTS_AT_A_TIME)
+        for band in bands(Box.of(one.shape), ELEMENTS_AT_A_TIME)
         for part in band.boxes
     )
 
@@ -316,7 +309,7 @@ def _raw(item: OutputItem, payloads: Payloads) -> bytes:
 def shares(
     count: int, proportions: Sequence[str | float | Fraction] | None, ema: str | float | None
 ) -> tuple[Fraction, ...]:
-    """The weights of inputs, as fractions whose sum is 1.
+    """Return the weights of inputs, as fractions whose sum is 1.
 
     Args:
         count: the number of inputs.
@@ -344,7 +337,7 @@ def shares(
 
 
 def _number(value: str | float | Fraction, option: str) -> Fraction:
-    """A number as it is written: 0.1 is a tenth, not the nearest float64."""
+    """Read a number as it is written: 0.1 is a tenth, not the nearest float64."""
     try:
         return Fraction(str(value))
     except (ValueError, ZeroDivisionError):

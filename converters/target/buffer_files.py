@@ -9,16 +9,14 @@ from typing import ClassVar
 import numpy as np
 
 from ...box import Box, Index
-from ...layouts.buffers.buffer_layout import BufferLayout
-from ...layouts.buffers.group_buffer import GroupBuffer
+from ...layouts.buffers.buffer_layout import BufferLayout, divided, end_to_end
 from ...layouts.buffers.parameters import Parameter
-from ...layouts.buffers.ranges import divided, end_to_end
+from ...layouts.buffers.records import GroupBuffer
 from ...record import Manifest
 from ...store.formats import flat_buffers
 from ...store.formats.flat_buffers import ITEMS, RANK_FILE
 from ...store.io.location import Location
-from ..engine.output_chunks import OutputChunks, PayloadFrame, bare
-from ..engine.output_files import OutputFile, place_items
+from ..engine.output_files import OutputChunks, OutputFile, PayloadFrame, bare, place_items
 from ..engine.outputs import OutputItem
 from .rank_files import Filled, LocalBoxes, RankFiles
 

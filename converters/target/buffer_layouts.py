@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...box import Box, Index
 from ...layout import Fragment, TensorLayout
-from ...layouts.buffers.buffer_layout import BufferLayout
-from ...layouts.buffers.group_buffer import GroupBuffer
+from ...layouts.buffers.buffer_layout import BufferLayout, PlacedParameter, divided, end_to_end
 from ...layouts.buffers.parameters import GroupSizes, Parameter, split
 from ...layouts.buffers.placements import PLACEMENTS, ToPlace
-from ...layouts.buffers.ranges import divided, end_to_end
+from ...layouts.buffers.records import GroupBuffer, recorded, recorded_run
 from ...layouts.mesh import Mesh, Shard, mesh_layout
 from ...record import StateRecord
 from ...vocabulary import ELEMENTWISE
-from .source_buffers import buffers_of_state
 from .topology import FLAT, AxisCut, LaidOut, Target
 
 
 def _flat(model: ToPlace) -> tuple[BufferLayout, ...]:
-    """Buffers in which all tensors of a dtype lie end to end, cut into equal parts, even inside a row."""
+    """Lay all tensors of a dtype end to end, cut into equal parts, even inside a row."""
     buffers, ranks = [], model.sizes.dense
     for parameters in split(model.parameters):
         ranges, buckets = end_to_end([parameters], divisor=ranks)
@@ -31,7 +30,7 @@ def _flat(model: ToPlace) -> tuple[BufferLayout, ...]:
 
 
 def placed_in(layout: str, model: ToPlace) -> tuple[BufferLayout, ...]:
-    """The buffers of a model's parameters in one of `LAYOUTS` that has any."""
+    """Return the buffers of a model's parameters in one of `LAYOUTS` that has any."""
     return _flat(model) if layout == FLAT else PLACEMENTS[layout].place(model)
 
 
@@ -70,7 +69,7 @@ def lay_out_in_buffers(target: Target, tensors: Sequence[StateRecord], provenanc
 def _by_slot_and_ranks(
     buffers: Iterable[GroupBuffer],
 ) -> defaultdict[tuple[str | None, tuple[int, ...]], list[BufferLayout]]:
-    """The layouts of buffers, by the slot of state in them and the global ranks that share them."""
+    """Group the layouts of buffers by the slot of state in them and the global ranks that share them."""
     layouts = defaultdict(list)
     for buffer in buffers:
         layouts[buffer.slot, buffer.group].append(buffer.layout)
@@ -80,7 +79,7 @@ def _by_slot_and_ranks(
 def _known_or_fresh(
     source_layouts: Sequence[BufferLayout], fresh: tuple[BufferLayout, ...]
 ) -> tuple[BufferLayout, ...]:
-    """The known buffers of the same algorithm if they hold exactly the same parameters, else the fresh ones."""
+    """Return the known buffers of the same algorithm if they hold exactly these parameters, else the fresh ones."""
     algorithms = {layout.algorithm for layout in fresh}
     parameters = {placed.parameter for layout in fresh for placed in layout.parameters}
     same = [layout for layout in source_layouts if layout.algorithm in algorithms]
@@ -89,7 +88,7 @@ def _known_or_fresh(
 
 
 def cut_parts(shape: Index, sizes: Index, cuts: Sequence[AxisCut]) -> dict[int, Box]:
-    """The parts into which the cut axes divide a tensor, by coordinate; parts without elements are left out."""
+    """Return the parts into which the cut axes divide a tensor, by coordinate, but for those without elements."""
     layout = mesh_layout(shape, Mesh.of(*sizes), tuple(Shard(dim) for _, dim in cuts))
     return {int(fragment.place.buffer): fragment.box for fragment in layout.fragments}
 
@@ -102,3 +101,44 @@ def _recorded(target: Target, buffer: BufferLayout, cuts: Sequence[AxisCut]) -> 
         "axes": list(target.mesh),
         "cuts": [list(cut) for cut in cuts],
     }
+
+
+def buffers_of_state(provenance: Mapping[str, Any], tensors: Sequence[StateRecord]) -> tuple[GroupBuffer, ...]:
+    """Return the buffers that a checkpoint is laid out in.
+
+    If there are none, those of the layer-wise run that saved it, once for each slot of optimizer state.
+
+    Args:
+        tensors: the tensors of the checkpoint, which say which parameters have which slots, under which keys.
+
+    Raises:
+        SourceError: a record does not follow docs/formats/manifest.md.
+    """
+    return recorded(provenance) or tuple(_of_state(recorded_run(provenance), tensors))
+
+
+def _of_state(run: Sequence[GroupBuffer], tensors: Sequence[StateRecord]) -> Iterator[GroupBuffer]:
+    """Yield buffers of state: each slot has its tensors at the places of the parameters.
+
+    Only names, shapes and dtypes of the parameters are used; other properties mattered only to the placement.
+    """
+    slots: defaultdict[str, dict[str | None, StateRecord]] = defaultdict(dict)
+    for tensor in tensors:
+        if tensor.slot is not None:
+            slots[tensor.slot][tensor.name] = tensor
+    for slot, named in slots.items():
+        for buffer in run:
+            parameters = buffer.layout.parameters
+            placed_state = tuple(_of(placed, named[placed.name]) for placed in parameters if _fits(placed, named))
+            if placed_state:
+                layout = replace(buffer.layout, parameters=placed_state)
+                yield GroupBuffer(slot, 0, buffer.group, layout.origins, layout)
+
+
+def _fits(placed: PlacedParameter, named: Mapping[str | None, StateRecord]) -> bool:
+    """Return whether a parameter has this slot of state, in the parameter's shape."""
+    return placed.name in named and named[placed.name].shape == placed.parameter.shape
+
+
+def _of(placed: PlacedParameter, tensor: StateRecord) -> PlacedParameter:
+    return replace(placed, parameter=Parameter(tensor.key, tensor.shape, tensor.dtype))

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ...errors import TargetError
 from ...record import Manifest
+from ...store.formats.registry import BUILT_IN, format_written_as
 from ...store.io import publish
 from ...store.io.location import Location
+from ...store.reading.reader import imported
 from ...version import PROGRAM
-from ..engine.output_files import Arranged, WriteRequest
+from ..engine.output_files import Arranged, OutputFile, WriteRequest
+from ..engine.outputs import OutputTensor
+from .item_file import ItemFile
 
 
 class Container(ABC):
@@ -43,14 +49,14 @@ class Container(ABC):
         """Write and sync what readers need in addition, such as a manifest, into the finished directory."""
 
     def staged(self, destination: Location) -> Location:
-        """Where files are written before the destination is published."""
+        """Return where files are written before the destination is published."""
         return publish.staging_place(destination)
 
 
 def extended_provenance(
     request: WriteRequest, name: str, step: Mapping[str, Any], earlier: Sequence[Any] | None, buffers: Sequence[Any]
 ) -> dict[str, Any]:
-    """The provenance of the source, with an entry ``name`` for this conversion, and with these flat buffers if any.
+    """Return the source's provenance with an entry ``name`` for this conversion, and with these flat buffers if any.
 
     Args:
         step: details of this conversion; the program and the source are added.
@@ -61,3 +67,58 @@ def extended_provenance(
     source = {key: value for key, value in request.provenance.items() if key != "buffers"}
     extended = {**source, name: entry if earlier is None else [*earlier, entry]}
     return {**extended, "buffers": list(buffers)} if buffers else extended
+
+
+@dataclass(frozen=True, slots=True)
+class WholeFiles(Container):
+    """Whole tensors, with at most ``shard_bytes`` of elements in a file, None for the format's default.
+
+    Non-tensor items are in a file of items beside the destination.
+    """
+
+    shard_bytes: int | None = None
+    of_ranks: ClassVar[bool] = False
+
+    def arrange(self, request: WriteRequest) -> Arranged:
+        outputs = request.outputs
+        items = ItemFile.of(outputs.items, request.payloads, request.source) if outputs.items else None
+        layouts = {output.key: output.record.layout for output in outputs.tensors}
+        buffers = (
+            request.provenance.get("buffers", ()) if any(layouts.values()) else ()
+        )  # a tensor still refers to them
+        step: dict[str, Any] = {}
+        if items:
+            step = {"items": len(items.decoded), "undecoded": list(items.undecoded), "items_digest": items.digest}
+        recorded = extended_provenance(request, "exported", step, None, buffers)
+        return Arranged(tuple(self.files(outputs.tensors, recorded)), layouts, recorded, items)
+
+    @abstractmethod
+    def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
+        """Return the files of these tensors; ``recorded`` is the provenance to write.
+
+        Raises:
+            SourceError: the format cannot hold one of the tensors.
+        """
+
+
+FORMATS = tuple(format.written_as for format in BUILT_IN if format.written_as)
+"""The names of the built-in formats that can be written."""
+
+
+def container_of(name: str, shard_bytes: int | None = None) -> Container:
+    """Return the container of the format that is ``written_as`` this name.
+
+    Raises:
+        TargetError: there is no such format; or each rank has a file in it, and ``shard_bytes`` is given.
+        SourceError: a plug-in for formats is broken.
+    """
+    format = format_written_as(name)
+    if format is None:
+        raise TargetError(f"unknown format {name!r}; expected one of {', '.join(FORMATS)}, or of a plug-in")
+    make: Callable[..., Container] = imported(format.writer)
+    container = make()
+    if shard_bytes is None:
+        return container
+    if container.of_ranks:
+        raise TargetError(f"--shard-size has no meaning for format {name}; leave it out")
+    return make(shard_bytes=shard_bytes)

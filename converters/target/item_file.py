@@ -17,8 +17,8 @@ from ...errors import SourceError
 from ...seal import sealed_text
 from ...store.formats.torch_save.plain_item import plain_value
 from ...store.io.checksums import xxh3_128
+from ...store.open_checkpoint import checked_blob
 from ...store.reading.payloads import Payloads
-from ...store.stored_items import checked_blob
 from ..engine.outputs import OutputItem
 
 _VERSION = 1
@@ -48,7 +48,7 @@ class ItemFile:
 
     @classmethod
     def of(cls, items: Iterable[OutputItem], payloads: Payloads, source: str) -> ItemFile:
-        """The file of these items of the checkpoint called ``source``.
+        """Make the file of these items of the checkpoint called ``source``.
 
         Raises:
             SourceError: an item is damaged.
@@ -72,7 +72,7 @@ class ItemFile:
 
 
 def _text(value: object) -> str:
-    """A value as JSON of bounded length.
+    """Return a value as JSON of bounded length.
 
     Raises:
         SourceError: it would be longer.
@@ -86,9 +86,9 @@ def _text(value: object) -> str:
 
 
 def _plain(value: Any, converted: dict[int, Any]) -> Any:
-    """Plain data as JSON has it: numbers that JSON lacks become strings, integer keys become text.
+    """Return plain data as JSON has it: numbers that JSON lacks become strings, integer keys become text.
 
-    ``known`` holds converted parts by id, because parts may be shared.
+    ``converted`` holds parts by id, because they may be shared.
 
     Raises:
         SourceError: two keys of a dict would become one.

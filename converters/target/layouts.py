@@ -9,8 +9,8 @@ from typing import Any
 
 from ...errors import TargetError, did_you_mean
 from ...layout import TensorLayout
+from ...layouts.flat import owned_layout
 from ...layouts.mesh import AxisPlacement, Mesh, Replicate, Shard, mesh_layout
-from ...layouts.owned import owned_layout
 from ...record import StateRecord
 from .topology import ROWS, AxisCut, LaidOut, Target
 
@@ -57,7 +57,7 @@ def _in_rows(target: Target, tensors: Sequence[StateRecord]) -> LaidOut:
 
 
 def _grid(target: Target, cuts: Sequence[AxisCut]) -> tuple[Mesh, tuple[AxisPlacement, ...], Mapping[str, Any]]:
-    """The mesh and the placements of tensors with these cuts, and both as JSON data."""
+    """Return the mesh and the placements of tensors with these cuts, and both as JSON data."""
     mesh, axes = target.grid(cuts)
     placements: list[AxisPlacement] = [Shard(dim) for _, dim in cuts]
     placements += [Replicate()] * (len(axes) - len(cuts))

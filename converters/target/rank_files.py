@@ -11,22 +11,30 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ...box import Index
 from ...layout import Buffer
 from ...record import Manifest
-from ...store.formats import native_writer
-from ...store.formats.megatron import torch_dist
+from ...store.formats import native
 from ...store.formats.signs import COMMON_FILE
 from ...store.formats.torch_save import tensor_item
 from ...store.formats.torch_save.stored_zip import MEMBER_ALIGNMENT, aligned
 from ...store.io.location import Location
 from ...store.reading.dtypes import itemsize
-from ..engine.output_chunks import ChunkPlan, FrameOf, OutputChunks, PayloadFrame, chunk_plans
-from ..engine.output_files import Arranged, OutputFile, WriteRequest, place_items
+from ..engine.output_files import (
+    Arranged,
+    ChunkPlan,
+    FrameOf,
+    OutputChunks,
+    OutputFile,
+    PayloadFrame,
+    WriteRequest,
+    chunk_plans,
+    place_items,
+)
 from ..engine.outputs import OutputItem, OutputTensor
 from .container import Container, extended_provenance
 from .layouts import lay_out
 from .topology import LaidOut
 
 if TYPE_CHECKING:
-    from ...layouts.buffers.group_buffer import GroupBuffer
+    from ...layouts.buffers.records import GroupBuffer
 
 _frame = lru_cache(maxsize=1024)(tensor_item.frame)  # there are few dtypes and shapes
 
@@ -68,7 +76,7 @@ class RankFiles(Container):
 
     @abstractmethod
     def frame(self, dtype: str, shape: Index) -> PayloadFrame:
-        """What is stored around elements of this dtype (torch's name) in a box of this shape."""
+        """Return what is stored around elements of this dtype (torch's name) in a box of this shape."""
 
     @abstractmethod
     def fill(self, buffers: Sequence[GroupBuffer], items: Sequence[OutputItem], boxes: Sequence[LocalBoxes]) -> Filled:
@@ -100,7 +108,7 @@ class DcpFiles(RankFiles):
         return Filled(tuple(files), tuple(buffer.to_json() for buffer in buffers))
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
-        native_writer.write_native(manifest, folder)
+        native.write_native(manifest, folder)
 
 
 class TorchDistFiles(DcpFiles):
@@ -119,18 +127,18 @@ class TorchDistFiles(DcpFiles):
         return Filled((*filled.files, *files), filled.buffers)
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
-        torch_dist.write_torch_dist(manifest, folder)
+        native.write_torch_dist(manifest, folder)
 
 
 def _dcp_file(name: str, items: Sequence[OutputItem], boxes: LocalBoxes) -> OutputFile:
-    """A file of items end to end, each aligned; non-tensor items come first, as in DCP."""
+    """Lay items end to end, each aligned; non-tensor items come first, as in DCP."""
     placed, start = place_items(name, items)
     chunks = OutputChunks.end_to_end(name, boxes.outputs, boxes.plans, start, MEMBER_ALIGNMENT)
     return OutputFile(name, placed, chunks, max(aligned(chunks.end), start))
 
 
 def _by_rank(tensors: Sequence[OutputTensor], laid: LaidOut, ranks: int, frame_of: FrameOf) -> list[LocalBoxes]:
-    """The boxes that each rank writes.  Of replicas, the rank with the least to write so far writes one."""
+    """Return the boxes of each rank.  Of replicas, the rank with the least to write so far writes one."""
     boxes = [LocalBoxes() for _ in range(ranks)]
     written = [0] * ranks
     for output in tensors:

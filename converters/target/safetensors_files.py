@@ -10,14 +10,13 @@ import numpy as np
 
 from ...box import Box
 from ...record import Manifest
-from ...store.formats.safetensors import folder as safetensors
+from ...store.formats import safetensors
 from ...store.io import publish
 from ...store.io.location import Location
-from ..engine.journal import SUMS, ChunkSums
-from ..engine.output_chunks import OutputChunks, bare, chunk_plans
-from ..engine.output_files import OutputFile
+from ..engine.output_files import OutputChunks, OutputFile, bare, chunk_plans
 from ..engine.outputs import OutputTensor
-from .whole_files import WholeFiles
+from ..engine.staging import SUMS, ChunkSums
+from .container import WholeFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +57,11 @@ class SafetensorsFolder(WholeFiles):
     def describe(self, manifest: Manifest, folder: Location) -> None:
         names = [name for name, _ in safetensors.shards(manifest.tensors, self.shard_bytes)]
         safetensors.write_shard_index(manifest, names, folder)
+
+
+def safetensors_files(shard_bytes: int | None = None) -> WholeFiles:
+    """Return the container of one file, or of files of at most ``shard_bytes`` of elements."""
+    return SafetensorsFile() if shard_bytes is None else SafetensorsFolder(shard_bytes)
 
 
 def _file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> OutputFile:

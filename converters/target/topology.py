@@ -22,7 +22,7 @@ from ...layouts.mesh import Mesh
 from ...record import StateRecord
 
 if TYPE_CHECKING:
-    from ...layouts.buffers.group_buffer import GroupBuffer
+    from ...layouts.buffers.records import GroupBuffer
 
 AxisCut = tuple[str, int]
 """An axis of the mesh and the dim of a tensor that it cuts."""
@@ -74,7 +74,8 @@ class Target:
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
-            raise TargetError(f"unknown layout {self.layout!r}; expected one of {', '.join(LAYOUTS)}")
+            close = did_you_mean(self.layout, [*LAYOUTS])
+            raise TargetError(f"unknown layout {self.layout!r}; expected one of {', '.join(LAYOUTS)}{close}")
         if not self.mesh or min(self.mesh.values()) < 1:
             raise TargetError(
                 f"a mesh needs at least one axis, and every axis at least one rank; found {dict(self.mesh)}"
@@ -94,7 +95,7 @@ class Target:
         return math.prod(self.mesh.values())
 
     def cuts(self, tensor: StateRecord, default: tuple[AxisCut, ...]) -> tuple[AxisCut, ...]:
-        """The axes that cut a tensor, with the dims that they cut.
+        """Return the axes that cut a tensor, with the dims that they cut.
 
         Raises:
             TargetError: the rule that matches it cuts a dim that it does not have.
@@ -109,7 +110,7 @@ class Target:
         return cuts if tensor.shape else ()
 
     def grid(self, cuts: Sequence[AxisCut]) -> tuple[Mesh, tuple[str, ...]]:
-        """A mesh of the same ranks, with the axes of the cuts first and in their order; and the names of its axes."""
+        """Return a mesh of the same ranks whose first axes are those of the cuts, and the names of its axes."""
         axes = [axis for axis, _ in cuts]
         axes += [axis for axis in self.mesh if axis not in axes]
         steps = dict(zip(self.mesh, row_major(tuple(self.mesh.values())), strict=True))

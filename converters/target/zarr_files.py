@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...record import Manifest, StateRecord
-from ...store.formats.zarr import writer as zarr_writer
-from ...store.formats.zarr.array import ZarrArray
+from ...store.formats import zarr_writer
+from ...store.formats.zarr_reader import ZarrArray
 from ...store.io.location import Location
 from ...store.reading.dtypes import itemsize
-from ..engine.output_chunks import ChunkPlan, OutputChunks
-from ..engine.output_files import OutputFile
+from ..engine.output_files import ChunkPlan, OutputChunks, OutputFile
 from ..engine.outputs import OutputTensor
-from .whole_files import WholeFiles
+from .container import WholeFiles
 
 
 @dataclass(frozen=True, slots=True)

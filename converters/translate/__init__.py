@@ -1,6 +1,6 @@
-"""Translates checkpoints of one program to the keys, groups and conventions of another.
+"""Translates checkpoints of one program to the keys, groups and momentum convention of another.
 
-``dialects`` has the keys of what each program saves (torchtitan, XTuner, Megatron, …), ``tables`` ready-made rules,
-``detection`` tells which program wrote a checkpoint, ``names`` and ``structure`` rename, split and join tensors,
-``conventions`` converts momentum, ``regroup`` rewrites parameter groups.  Open ``translator`` first.
+``parse`` makes one neutral optimizer of a checkpoint, ``render`` writes it in a program's words; ``names`` are rules
+that rename, split and join tensors, which ``structure`` applies; ``detection`` tells which program wrote a checkpoint.
+What programs save is in `converters.programs`.  Open ``translator`` first.
 """

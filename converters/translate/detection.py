@@ -1,71 +1,221 @@
-"""Tells which dialect a checkpoint's keys are written in, with the reasons; or refuses, and lists the choices.
+"""Tells which program wrote a checkpoint, and where its model and its optimizers lie; or lists the choices.
 
-Nothing on disk names the program.  Megatron's keys have forms of their own.  Those of torch's forms, nested or flat,
-under any root, prove nothing but the form: a program, and with it a momentum convention, is known only by slots and
-options that this program alone writes.
+Nothing on disk names the program.  Keys in torch's forms, under any root, prove nothing but the form: a program, and
+with it a momentum convention, is known only by slots and options that it alone writes.
+
+Roots are a part of the templates that :func:`under` gives a dialect, and nothing else knows of them.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
-from ...errors import SourceError
+from ...errors import SourceError, TargetError
+from ...keys import NUMBER, PARAM_GROUPS, STATE, OptimizerKey, OptimizerPlace, key_of
 from ...record import Manifest, StateRecord
-from ...vocabulary import PARAMS, KeyPath
+from ...vocabulary import STEP, KeyPath
+from ..programs.dialect import (
+    FLAT,
+    NESTED,
+    NUMBERED,
+    AnyTemplate,
+    Dialect,
+    Template,
+    Templates,
+    option_template,
+    state_template,
+)
+from ..programs.registry import DIALECTS, with_plugins
 from .conventions import spoken
-from .dialect import Dialect
-from .dialects import DIALECTS
-from .key_forms import Keys, ModelPlace, OptimizerPlace, keys_of, under
+
+KNOWN_SLOTS = frozenset(
+    slot
+    for dialect in DIALECTS.values()
+    for slot in (*dialect.derived, *(slot for method in dialect.methods for slot in method.slots.values()))
+)
+"""The slots of all programs."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
-    """Slots, and options of one group, that together only one program writes."""
+class ModelPlace:
+    """Where a model lies: the path ``root``, then ``prefix`` in the string that names the parameter."""
 
-    program: str
-    slots: frozenset[str] = frozenset()
-    options: frozenset[str] = frozenset()
+    root: KeyPath
+    prefix: str = ""
+
+    def template(self) -> Template:
+        """Return the template of its weights."""
+        return Template((f"{self.prefix}{{name}}",), self.root)
 
     def __str__(self) -> str:
-        named = (("slot", sorted(self.slots)), ("option", sorted(self.options)))
-        return " and the ".join(
-            f"{kind}{'s' * (len(names) > 1)} {', '.join(map(repr, names))}" for kind, names in named if names
+        return key_of((*self.root, self.prefix.removesuffix("."))).strip(".") or "the top"
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The places of a checkpoint's optimizers, and of its model: None if it has none, or if nothing tells.
+
+    Attributes:
+        numbered: whether parameters are known by their number in the optimizer.
+        groups: the names of the options of each group.
+        slots: the names of the slots of state.
+        example: a key of state.
+    """
+
+    optimizers: tuple[OptimizerPlace, ...] = ()
+    model: ModelPlace | None = None
+    numbered: bool = False
+    groups: tuple[frozenset[str], ...] = ()
+    slots: frozenset[str] = frozenset()
+    example: str = ""
+
+    @property
+    def flat(self) -> bool:
+        """Return whether a key is flat."""
+        return any(place.flat for place in self.optimizers)
+
+
+_FORMS = (NESTED, NUMBERED, FLAT)
+
+
+def under(dialect: Dialect, keys: Keys) -> Dialect:
+    """Return the dialect with templates for these places; itself if nothing changes.
+
+    Megatron's keys are not of torch's forms, and have no roots.
+    """
+    if dialect.state not in _FORMS:
+        return dialect
+    state: AnyTemplate = dialect.state
+    option, model = dialect.option, dialect.model
+    if keys.optimizers:
+        state = _one_or_more({str(place): state_template(place, keys.numbered) for place in keys.optimizers})
+        option = _one_or_more({str(place): option_template(place) for place in keys.optimizers})
+    if keys.model is not None:
+        model = keys.model.template()
+    unchanged = (state, option, model) == (dialect.state, dialect.option, dialect.model)
+    return dialect if unchanged else replace(dialect, state=state, option=option, model=model)
+
+
+FORMS = ("nested", "flat")
+"""The forms of keys that a target can be given."""
+
+
+ROOTS = ("model", "optimizer")
+"""Parts of a target that can be given another root."""
+
+
+def placed(dialect: Dialect, form: str | None, roots: Mapping[str, str]) -> Dialect:
+    """Return the dialect with its optimizer in keys of this form, and model and optimizer under these roots.
+
+    Args:
+        form: one of `FORMS`; None means the dialect's own.
+        roots: dotted paths, by a name in `ROOTS`; an empty one is the top.  By default the optimizer is under
+            ``optimizer``, and the model where the dialect has it.
+
+    Raises:
+        TargetError: its keys are not of torch's forms, or have no such form.
+    """
+    if dialect.state not in _FORMS or form not in (None, *FORMS):
+        raise TargetError(f"--keys and --root: expected {' or '.join(FORMS)}, and a program with torch's keys; found "
+                          f"{form!r} for {dialect.name}")  # fmt: skip
+    if unknown := sorted(roots.keys() - {*ROOTS}):
+        raise TargetError(f"--root: expected one of {', '.join(ROOTS)}, found {unknown[0]!r}")
+    flat = dialect.state == FLAT if form is None else form == "flat"
+    if flat and dialect.numbered:
+        raise TargetError(f"--keys: {dialect.name} knows parameters by number, and flat keys have names")
+    model = ModelPlace(_path(roots["model"])) if "model" in roots else None
+    optimizer = OptimizerPlace(_path(roots.get("optimizer", "optimizer")), flat=flat)
+    return under(dialect, Keys((optimizer,), model, dialect.numbered))
+
+
+def _path(root: str) -> KeyPath:
+    path = tuple(root.split(".")) if root else ()
+    if not all(path) or {"{", "}"} & {*root}:
+        raise TargetError(f"--root: expected names with dots between them, such as app.optimizer, found {root!r}")
+    return path
+
+
+def is_of_optimizer(path: KeyPath) -> bool:
+    """Return whether a path that no template reads has a part that only optimizers have."""
+    parts = key_of(path).split(".")
+    return PARAM_GROUPS in parts or (not KNOWN_SLOTS.isdisjoint(parts[1:]) and STATE in parts)
+
+
+def _one_or_more(templates: Mapping[str, Template]) -> AnyTemplate:
+    return next(iter(templates.values())) if len(templates) == 1 else Templates(templates)
+
+
+def keys_of(manifest: Manifest) -> Keys:
+    """Return the places of the optimizers and of the model of a checkpoint.
+
+    An optimizer is where state has parameter groups beside it, or if it has none, where all slots are known ones.  The
+    model is where most of the parameters that have state are found under their names.
+
+    Raises:
+        SourceError: there are several such places of the model.
+    """
+    paths = {entry.path: entry.key for entries in (manifest.tensors, manifest.blobs) for entry in entries}
+    groups: defaultdict[OptimizerPlace, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for path in paths:
+        for option in OptimizerKey.of_option(path):
+            groups[option.place][option.name].add(option.leaf)
+    states = {path: tuple(readings) for path in paths if (readings := tuple(OptimizerKey.of_slot(path)))}
+    slots: defaultdict[OptimizerPlace, set[str]] = defaultdict(set)
+    for readings in states.values():
+        for reading in readings:
+            slots[reading.place].add(reading.leaf)
+    bare = {place for place, found in slots.items() if found <= KNOWN_SLOTS and found - {STEP} and place not in groups}
+    chosen: dict[KeyPath, OptimizerKey] = {}
+    for path, readings in states.items():
+        accepted = [r for r in readings if r.place in groups] or [r for r in readings if r.place in bare]
+        if accepted:
+            chosen[path] = accepted[0]
+    places = tuple(dict.fromkeys(reading.place for reading in chosen.values()))
+    names = {reading.name for reading in chosen.values()}
+    numbered = bool(names) and not any(p.flat for p in places) and all(map(NUMBER.fullmatch, names))
+    weights = [tensor.path for tensor in manifest.tensors if tensor.path not in chosen]
+    return Keys(
+        tuple(sorted(places, key=_order)),
+        _model(weights, frozenset() if numbered else names),
+        numbered,
+        tuple(frozenset(options) for place in places for options in groups[place].values()),
+        frozenset(reading.leaf for reading in chosen.values()),
+        next((paths[path] for path in chosen), ""),
+    )
+
+
+def _order(place: OptimizerPlace) -> tuple[object, ...]:
+    parts = re.split("([0-9]+)", str(place))
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)
+
+
+def _model(weights: Iterable[KeyPath], names: Collection[str]) -> ModelPlace | None:
+    """Return the place where most of these parameters are; one that is called ``model`` comes before its copies.
+
+    Raises:
+        SourceError: there are several.
+    """
+    found: Counter[ModelPlace] = Counter()
+    for path in weights:
+        last = str(path[-1])
+        starts = (0, *(match.end() for match in re.finditer(r"\.", last)))
+        found.update(ModelPlace(path[:-1], last[:start]) for start in starts if last[start:] in names)
+    most = [place for place, count in found.items() if count == max(found.values())]
+    usual = [place for place in (ModelPlace(("model",)), ModelPlace(())) if place in most]
+    named = usual or [place for place in most if "model" in (*place.root[-1:], place.prefix.removesuffix("."))]
+    places = named[:1] or most
+    if len(places) > 1:
+        raise SourceError(
+            f"the optimizer's parameters are under {' and under '.join(map(repr, map(str, places)))}, and nothing says "
+            "which is the model; make a copy of one, with the optimizer, by `muonckpt reshard --select`"
         )
-
-    def is_on(self, keys: Keys) -> bool:
-        """Whether the checkpoint bears it."""
-        return self.slots <= keys.slots and (not self.options or any(self.options <= group for group in keys.groups))
+    return next(iter(places), None)
 
 
-def _mark(program: str, *slots: str, options: tuple[str, ...] = ()) -> _Mark:
-    return _Mark(program, frozenset(slots), frozenset(options))
-
-
-_MARKS = (
-    _mark("dion", "step_dev"),
-    _mark("dion", "variance_neuron"),
-    _mark("dion", options=("cautious_wd", "algorithm", "epsilon", "mu")),
-    _mark("xtuner", "lr_ratio"),
-    _mark("xtuner", options=("num_experts", "algorithm", "epsilon", "mu")),
-    _mark("xtuner", options=("clip_grad", "algorithm", "epsilon", "mu")),
-    _mark("moonlight", "use_muon", options=("wd", "adamw_betas", "adamw_eps")),
-    _mark("moonlight", "use_muon", "moment1"),
-    _mark("veomni", options=("ns_implementation", "gram_ns_reset_iterations")),
-    _mark("muonckpt", options=("convention",)),
-)
-
-_TORCH_MUON = frozenset(
-    {"lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"}
-)
-"""The options of a group of torch.optim.Muon.  Others write some of them, and other options beside them."""
-
-_ADDED_BY_TORCH = frozenset(
-    {PARAMS, "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "param_names"}
-    | {"betas", "amsgrad", "foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
-)
-"""What torch's schedulers and state dicts add to groups, and the options of AdamW beside Muon."""
+# Which program.
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +230,15 @@ class Detected:
 
 
 def detect(manifest: Manifest) -> Detected:
-    """The dialect of a checkpoint, by its keys alone.
+    """Return the dialect of a checkpoint, by its keys alone.
 
     Raises:
         SourceError: no dialect, or more than one, has such keys; the message lists them.
     """
     entries = [*((t.key, t.path) for t in manifest.tensors), *((b.key, b.path) for b in manifest.blobs)]
-    for name in ("layer_wise", "fsdp_dtensor", "torch_dist"):
-        if example := _first(DIALECTS[name], entries):
-            return Detected(DIALECTS[name], (f"its state is under keys such as {example!r}",))
+    for dialect in DIALECTS.values():
+        if dialect.own_keys and (example := _first(dialect, entries)):
+            return Detected(dialect, (f"its state is under keys such as {example!r}",))
     keys = keys_of(manifest)
     if keys.optimizers:
         return _by_marks(keys)
@@ -104,7 +254,7 @@ def detect(manifest: Manifest) -> Detected:
 
 
 def named(manifest: Manifest, dialect: Dialect) -> Detected:
-    """The dialect that the user names, with templates for where its keys lie.
+    """Return the dialect that the user names, with templates for where its keys lie.
 
     Raises:
         SourceError: nothing says which of several places is that of the model.
@@ -113,7 +263,7 @@ def named(manifest: Manifest, dialect: Dialect) -> Detected:
 
 
 def with_slots(manifest: Manifest) -> Manifest:
-    """The manifest with parameters and slots as its dialect's keys name them, where it does not record them.
+    """Return the manifest with parameters and slots as its dialect's keys name them, where it does not record them.
 
     Unchanged if the dialect is unknown.
     """
@@ -124,21 +274,16 @@ def with_slots(manifest: Manifest) -> Manifest:
 
 
 def with_slots_of(manifest: Manifest, dialect: Dialect) -> Manifest:
-    """The manifest with parameters and slots as this dialect's keys name them, where it does not record them."""
 
     def with_slot(tensor: StateRecord) -> StateRecord:
         fields = dialect.state.read(tensor.path) if tensor.slot is None else None
-        return dataclasses.replace(tensor, name=fields["name"], slot=fields["slot"]) if fields else tensor
+        return replace(tensor, name=fields["name"], slot=fields["slot"]) if fields else tensor
 
-    return dataclasses.replace(manifest, tensors=tuple(map(with_slot, manifest.tensors)))
+    return replace(manifest, tensors=tuple(map(with_slot, manifest.tensors)))
 
 
 def momentum_note(manifest: Manifest) -> tuple[str, ...]:
-    """A sentence on what the momenta of a checkpoint accumulate, and why; none if it has no momentum.
-
-    Args:
-        manifest: with slots, as `with_slots` gives it.
-    """
+    """Say what the momenta of a checkpoint ``with_slots`` accumulate, and why; nothing if it has none."""
     recorded = {tensor.convention for tensor in manifest.tensors if tensor.convention is not None}
     if recorded:
         return (f"momentum: {' and '.join(sorted(map(spoken, recorded)))}, because the manifest records it",)
@@ -155,7 +300,7 @@ def momentum_note(manifest: Manifest) -> tuple[str, ...]:
 
 
 def _first(dialect: Dialect, entries: list[tuple[str, KeyPath]]) -> str | None:
-    """The first key of state in this dialect; the slot must be a known one, since a name could begin there."""
+    """Return the first key of state, by a known slot, since a name could begin there."""
     known_slots = {slot for method in dialect.methods for slot in method.slots.values()}
     for key, path in entries:
         fields = dialect.state.read(path)
@@ -165,7 +310,7 @@ def _first(dialect: Dialect, entries: list[tuple[str, KeyPath]]) -> str | None:
 
 
 def _by_marks(keys: Keys) -> Detected:
-    """The program that the slots and options tell, or none.
+    """Return the program that the slots and options tell, or none.
 
     Raises:
         SourceError: they tell more than one.
@@ -173,26 +318,43 @@ def _by_marks(keys: Keys) -> Detected:
     where = ", ".join(map(str, keys.optimizers))
     form = "flat" if keys.flat else "numbered" if keys.numbered else "nested"
     reason = f"{where} has torch's {form} keys, such as {keys.example!r}"
-    marks: dict[str, str] = {}
-    for name, why in _marks(keys):
-        marks.setdefault(name, why)
+    programs = DIALECTS
+    if not (marks := _marks(keys, programs)):
+        programs = with_plugins()
+        marks = _marks(keys, programs)
     if len(marks) > 1:
-        programs = ", ".join(f"{name} ({why})" for name, why in marks.items())
-        raise SourceError(f"{reason}, and marks of more than one program: {programs}; name one with --from")
+        named = ", ".join(f"{name} ({why})" for name, why in marks.items())
+        raise SourceError(f"{reason}, and marks of more than one program: {named}; name one with --from")
     for name, why in marks.items():
-        return Detected(under(DIALECTS[name], keys), (reason, why))
+        return Detected(under(programs[name], keys), (reason, why))
     unknown = DIALECTS["fully_shard" if keys.numbered else "dcp"]
     return Detected(under(unknown, keys), (reason, "no slot or option is written by one program only"))
 
 
-def _marks(keys: Keys) -> Iterator[tuple[str, str]]:
-    """The programs of which the checkpoint bears a mark, each with a sentence that says which."""
-    yield from ((mark.program, f"only it writes the {mark}") for mark in _MARKS if mark.is_on(keys))
-    averages = [group for group in keys.groups if "momentum" in group]
-    if averages and all(_TORCH_MUON <= group <= _TORCH_MUON | _ADDED_BY_TORCH for group in averages):
+def _marks(keys: Keys, dialects: Mapping[str, Dialect]) -> dict[str, str]:
+    """Return the programs of which the checkpoint bears a mark, each with a sentence that says which."""
+    marks: dict[str, str] = {}
+    closed: dict[bool, str] = {}
+    for dialect in dialects.values():
+        for mark in dialect.marks:
+            if mark.closed:
+                if _is_closed(keys, dialect) and (not mark.at_home or _is_at_home(keys, dialect)):
+                    closed[mark.at_home] = dialect.name
+            elif mark.slots <= keys.slots and (not mark.options or any(mark.options <= own for own in keys.groups)):
+                marks.setdefault(dialect.name, f"only it writes the {mark}")
+    if closed:
         why = "its groups have the options of torch.optim.Muon, such as 'ns_coefficients', and no others"
-        titan = (OptimizerPlace(("optimizer",), flat=True),), ModelPlace(())
-        if (keys.optimizers, keys.model) == titan:
-            yield "titan", f"{why}; its parameters are at the top"
-        else:
-            yield "torch", why
+        at_home = max(closed)
+        marks[closed[at_home]] = why + "; its parameters are at the top" * at_home
+    return marks
+
+
+def _is_closed(keys: Keys, dialect: Dialect) -> bool:
+    """Return whether all groups with momentum have the program's options and no others."""
+    averages = [group for group in keys.groups if "momentum" in group]
+    return bool(averages) and not any(map(dialect.momentum_options.contradicted_by, averages))
+
+
+def _is_at_home(keys: Keys, dialect: Dialect) -> bool:
+    """Return whether the model and the optimizer lie where the program puts them."""
+    return keys.model is not None and under(dialect, keys) is dialect

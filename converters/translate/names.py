@@ -3,8 +3,6 @@
 A rule renames a tensor, splits one *whole* into *parts*, or joins parts into a whole; it applies to a parameter and to
 its optimizer state.  A table of rules is TOML, so that it can be printed, edited and passed;
 :meth:`NameRules.inverse` is the table of the opposite direction.  Tensors that no rule matches stay as they are.
-
-What a rule does to a tensor's elements is in :mod:`.structure`.
 """
 
 from __future__ import annotations
@@ -12,9 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
-from ...errors import SourceError
+from ...errors import SourceError, TargetError, did_you_mean
 
 _PLACEHOLDER = re.compile(r"\{([a-z]+)(\*?)\}")
 
@@ -71,7 +71,7 @@ class NameRule:
 
     @property
     def splits(self) -> bool:
-        """Whether the parts are the target; also true of a renaming."""
+        """Return whether the parts are the target; also true of a renaming."""
         return self._numbers(self.target) or (len(self.source) == 1 and not self._numbers(self.source))
 
     @property
@@ -83,7 +83,7 @@ class NameRule:
         return (self.source if self.splits else self.target)[0]
 
     def inverse(self) -> NameRule:
-        """The rule of the opposite direction."""
+        """Return the rule of the opposite direction."""
         return replace(self, source=self.target, target=self.source)
 
     def __str__(self) -> str:
@@ -114,11 +114,11 @@ class NameRules:
             raise SourceError(f"rules: {error}") from error
 
     def to_toml(self) -> str:
-        """The table as text that :meth:`from_toml` reads."""
+        """Return the table as text that :meth:`from_toml` reads."""
         return "\n".join(map(_toml, self.rules))
 
     def inverse(self) -> NameRules:
-        """The table of the opposite direction."""
+        """Return the table of the opposite direction."""
         return NameRules(tuple(rule.inverse() for rule in reversed(self.rules)))
 
     def __add__(self, other: NameRules) -> NameRules:
@@ -147,7 +147,6 @@ def _rule(row: Mapping[str, object]) -> NameRule:
 
 
 def _names(value: object) -> tuple[str, ...]:
-    """One name, or a list of them."""
     return tuple(_typed(str, name) for name in value) if isinstance(value, list) else (_typed(str, value),)
 
 
@@ -173,3 +172,100 @@ def _text(value: str) -> str:
     if "'" in value or not value.isprintable():
         raise SourceError(f"rules: a name with quotes or control characters cannot be written as TOML: {value!r}")
     return f"'{value}'"
+
+
+# Ready-made tables.
+
+READY_MADE: Mapping[str, str] = MappingProxyType(
+    {
+        # Megatron-LM's fsdp_dtensor stores the gate and the up half of a SwiGLU's fc1 as `_w` and `_v`.  Its groups
+        # (`param_to_group_meta`) name the whole.  Source: megatron/core/transformer/fsdp_dtensor_checkpoint.py.
+        "megatron-swiglu": """\
+[[rule]]
+from = ['{p*}.linear_fc1.weight_w', '{p*}.linear_fc1.weight_v']
+to = '{p*}.linear_fc1.weight'
+shares = [1, 1]
+keeps_groups = true
+
+[[rule]]
+from = ['{p*}.linear_fc1.weight{n}_w', '{p*}.linear_fc1.weight{n}_v']
+to = '{p*}.linear_fc1.weight{n}'
+shares = [1, 1]
+keeps_groups = true
+""",
+        # Experts that are one matrix each, numbered over all ranks, as one stacked 3-d tensor.
+        "megatron-experts": """\
+[[rule]]
+from = '{p*}.experts.linear_{f}.weight{e}'
+to = '{p*}.experts.linear_{f}.weight'
+each = 'e'
+stacked = true
+""",
+        # Experts that are one matrix each, as torch_dist has them: one tensor for all, behind one more `experts`; gate
+        # and up are one after the other in it.  Source: `sharded_state_dict` of Megatron's `TEGroupedMLP`.
+        "torch-dist-experts": """\
+[[rule]]
+from = '{p*}.experts.linear_{f}.weight{e}'
+to = '{p*}.experts.experts.linear_{f}.weight'
+each = 'e'
+stacked = true
+""",
+        # The same with Megatron's `singleton_local_shards`: every expert by its number, and its gate and up apart.
+        "torch-dist-singletons": """\
+[[rule]]
+from = '{p*}.experts.linear_{f}.weight{e}'
+to = '{p*}.experts.experts.{e}.linear_{f}.weight'
+
+[[rule]]
+from = '{p*}.experts.experts.{e}.linear_fc1.weight'
+to = ['{p*}.experts.experts.{e}.linear_fc1.weight_w', '{p*}.experts.experts.{e}.linear_fc1.weight_v']
+shares = [1, 1]
+keeps_groups = true
+""",
+        # Hugging Face's names: what is fused there in some models and separate in others.  Joining takes the parts as
+        # they are; to split, add `shares`, such as [24, 8, 8].
+        "hf-qkv": """\
+[[rule]]
+from = ['{p*}.q_proj.weight', '{p*}.k_proj.weight', '{p*}.v_proj.weight']
+to = '{p*}.qkv_proj.weight'
+""",
+        "hf-gate-up": """\
+[[rule]]
+from = ['{p*}.gate_proj.weight', '{p*}.up_proj.weight']
+to = '{p*}.gate_up_proj.weight'
+shares = [1, 1]
+""",
+    }
+)
+"""The text of each table."""
+
+_INVERSE = "inverse:"
+
+
+def ready_made(name: str) -> NameRules:
+    """Return the ready-made table of this name; the prefix ``inverse:`` gives the opposite direction.
+
+    Raises:
+        TargetError: there is no such table.
+    """
+    if name.removeprefix(_INVERSE) not in READY_MADE:
+        known = f"expected one of {', '.join(READY_MADE)}{did_you_mean(name.removeprefix(_INVERSE), [*READY_MADE])}"
+        raise TargetError(f"unknown table of rules {name!r}; {known}")
+    return load_rules(name)
+
+
+def load_rules(name: str) -> NameRules:
+    """Return the ready-made table of this name, or the table in a TOML file; ``inverse:`` gives the opposite direction.
+
+    Raises:
+        TargetError: there is no such table, or the file is not a table.
+    """
+    plain = name.removeprefix(_INVERSE)
+    try:
+        rules = NameRules.from_toml(READY_MADE.get(plain) or Path(plain).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        known = f"{', '.join(READY_MADE)}{did_you_mean(plain, [*READY_MADE])}"
+        raise TargetError(f"cannot read rules {plain!r} ({error}), and it is none of {known}") from error
+    except SourceError as error:
+        raise TargetError(f"{plain}: {error}") from error
+    return rules if plain == name else rules.inverse()

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 
 from ...store.open_checkpoint import OpenCheckpoint
 from ..engine.outputs import OutputItem, Outputs, OutputTensor
+from ..programs.dialect import Dialect
 from .conventions import Overrides
 from .detection import with_slots
-from .dialect import Dialect
-from .group_template import GroupTemplate
+from .groups import GroupTemplate
 from .names import NameRules
 
 
@@ -27,11 +27,11 @@ class Request:
 
     @property
     def translates(self) -> bool:
-        """Whether anything is asked for but to leave items out."""
+        """Return whether anything is asked for but to leave items out."""
         return replace(self, tensors_only=False) != Request()
 
     def outputs(self, source: OpenCheckpoint) -> Outputs:
-        """The outputs made from a checkpoint; they are translated only if something is asked for.
+        """Return the outputs made from a checkpoint, translated only if something is asked for.
 
         Raises:
             SourceError, TargetError, LayoutError: as in `translate` and `unchanged`.
@@ -57,9 +57,9 @@ class Request:
 
 
 def unchanged(source: OpenCheckpoint) -> Outputs:
-    """All tensors and items of a checkpoint under their own keys.
+    """Return all tensors and items of a checkpoint under their own keys.
 
-    Layouts sort tensors by slot; if the manifest records no slots, they are taken from the keys.
+    Layouts sort tensors by slot; where the manifest records none, the keys tell.
 
     Raises:
         LayoutError: a tensor has a hole or an overlap.

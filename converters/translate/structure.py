@@ -1,8 +1,7 @@
 """Applies name rules: splits, joins and renames tensors without touching an element.
 
-A part is the composition (`through`) of boxes of the whole with the whole's layout; a whole is the union of its parts'
-layouts, shifted.  So the result is again a layout in the source's buffers, proved to tile its tensor, and further rules
-can be applied to it.
+A part is the composition (`through`) of boxes of the whole with its layout; a whole is the union of its parts' layouts,
+shifted.  The result is again a layout, proved to tile its tensor, to which further rules can be applied.
 """
 
 from __future__ import annotations
@@ -15,11 +14,17 @@ from functools import lru_cache
 from itertools import accumulate, chain
 
 from ...box import Box, Index
+from ...chunks import Chunks
 from ...errors import LayoutError, about
 from ...layout import Fragment, Piece, Place, TensorLayout, stacked, through
+from ..engine.outputs import renumbered
 from .names import NameRule, NameRules
 
 _PLACEHOLDER = re.compile(r"\\\{([a-z]+)(\\\*)?\\\}")  # as re.escape() leaves it
+
+
+JoinedRows = tuple[tuple[int, ...], int]
+"""The rows of each part that was joined to a parameter, in one turn, and the number of turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +32,20 @@ class TranslatedTensor:
     """A tensor between source and target.
 
     Attributes:
-        layout: where its elements lie in the source's buffers.
+        layout: where its elements lie in the buffers of ``sources``, as `OutputTensor` numbers them.
         group: the name by which the target's parameter groups know its parameter.
         aliases: the names by which the source's parameter groups may know it.
         restructured: whether it has been split or joined.
-        fused: the parameters of their own that were joined to it: their rows in one turn, and the number of turns.
+        fused: the parameters of their own that were joined to it.
     """
 
     dtype: str
     layout: TensorLayout
+    sources: tuple[Chunks, ...]
     group: str
     aliases: tuple[str, ...]
     restructured: bool = False
-    fused: tuple[tuple[int, ...], int] | None = None
+    fused: JoinedRows | None = None
 
     @property
     def shape(self) -> Index:
@@ -70,7 +76,7 @@ def apply_rules(rules: NameRules, tensors: Mapping[str, TranslatedTensor]) -> di
 
 
 def _with_group_names(rule: NameRule, name: str, tensor: TranslatedTensor) -> TranslatedTensor:
-    """The tensor with the names by which parameter groups know it."""
+    """Return the tensor with the names by which parameter groups know it."""
     if not rule.keeps_groups:
         return replace(tensor, group=name)
     if rule.splits:
@@ -82,14 +88,14 @@ def _with_group_names(rule: NameRule, name: str, tensor: TranslatedTensor) -> Tr
 
 
 def _targets(rule: NameRule, values: Mapping[str, str], count: int) -> Iterator[str]:
-    """The names of the tensors that the rule makes, given its placeholders."""
+    """Return the names of the tensors that the rule makes, given its placeholders."""
     if not rule.splits or rule.each is None:
         return (_filled(pattern, values) for pattern in rule.target)
     return (_filled(rule.target[0], {**values, rule.each: str(number)}) for number in range(count))
 
 
 def _matches(rule: NameRule, names: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
-    """The sets of names that match the rule's source, each in the order of the parts, with their placeholders."""
+    """Yield the names that match the rule's source, in the order of the parts, and their placeholders."""
     matches: defaultdict[tuple[tuple[str, str], ...], dict[int, str]] = defaultdict(dict)
     for name in names:
         for index, pattern in enumerate(rule.source):
@@ -150,21 +156,32 @@ def _join(rule: NameRule, parts: Sequence[TranslatedTensor]) -> TranslatedTensor
     if rule.count not in (None, len(parts)):
         raise LayoutError(f"rule {rule}: {len(parts)} parts, expected {rule.count}")
     aliases = tuple(dict.fromkeys(chain.from_iterable(part.aliases for part in parts)))
-    layouts = [_with(part.layout, rule.dim) if rule.stacked else part.layout for part in parts]
+    starts = accumulate((sum(map(len, part.sources)) for part in parts), initial=0)
+    layouts = [renumbered(part.layout, start) for part, start in zip(parts, starts, strict=False)]
+    layouts = [_with(layout, rule.dim) for layout in layouts] if rule.stacked else layouts
     if rule.dim >= len(layouts[0].shape):
         raise LayoutError(f"rule {rule}: shape {layouts[0].shape} has no dim {rule.dim}")
     lengths = [layout.shape[rule.dim] for layout in layouts]
     shape = _replaced(layouts[0].shape, rule.dim, sum(lengths))
-    boxes = _boxes(shape, rule.dim, rule.shares or tuple(lengths), rule.interleaved)
-    moved = (_moved(layout, part, rule.dim) for layout, part in zip(layouts, boxes, strict=True))
-    layout = TensorLayout.of(shape, tuple(chain.from_iterable(moved)))
+    layout = _joined(tuple(layouts), shape, rule.dim, rule.shares or tuple(lengths), rule.interleaved)
     own = len(parts) > 1 and rule.dim == 0 and len(shape) == 2 and not (rule.stacked or rule.keeps_groups)
     fused = (tuple(length // rule.interleaved for length in lengths), rule.interleaved) if own else None
-    return TranslatedTensor(parts[0].dtype, layout, "", aliases, True, fused)
+    sources = tuple(chain.from_iterable(part.sources for part in parts))
+    return TranslatedTensor(parts[0].dtype, layout, sources, "", aliases, True, fused)
+
+
+@lru_cache(maxsize=1024)
+def _joined(
+    layouts: tuple[TensorLayout, ...], shape: Index, dim: int, shares: tuple[int, ...], interleaved: int
+) -> TensorLayout:
+    """Return the layout of a whole.  Cached, as all below, because tensors share layouts."""
+    boxes = _boxes(shape, dim, shares, interleaved)
+    moved = (_moved(layout, part, dim) for layout, part in zip(layouts, boxes, strict=True))
+    return TensorLayout.of(shape, tuple(chain.from_iterable(moved)))
 
 
 def _boxes(shape: Index, dim: int, shares: Sequence[int], interleaved: int) -> Iterator[list[Box]]:
-    """The boxes of each part in a whole of this shape, in the order in which they lie in the part."""
+    """Yield the boxes of each part in a whole of this shape, in the order in which they lie in the part."""
     unit, remainder = divmod(shape[dim], interleaved * sum(shares))
     if remainder:
         raise LayoutError(
@@ -177,7 +194,7 @@ def _boxes(shape: Index, dim: int, shares: Sequence[int], interleaved: int) -> I
 
 
 def _moved(layout: TensorLayout, boxes: Sequence[Box], dim: int) -> Iterator[Fragment]:
-    """The fragments of a part, shifted to where its successive pieces lie in the whole (``boxes``)."""
+    """Yield the fragments of a part, shifted to where its successive pieces lie in the whole (``boxes``)."""
     pieces = stacked(boxes, dim)
     ends = [piece.origin[dim] + piece.box.shape[dim] for piece in pieces]
     if _replaced(boxes[0].shape, dim, ends[-1]) != layout.shape:
@@ -198,8 +215,9 @@ def _replaced(values: Index, dim: int, value: int) -> Index:
     return (*values[:dim], value, *values[dim + 1 :])
 
 
+@lru_cache(maxsize=1024)
 def _without(layout: TensorLayout, dim: int) -> TensorLayout:
-    """The same elements without a dim of size 1."""
+    """Return the same elements without a dim of size 1."""
 
     def drop(values: Index) -> Index:
         return values[:dim] + values[dim + 1 :]
@@ -213,8 +231,9 @@ def _without(layout: TensorLayout, dim: int) -> TensorLayout:
     )
 
 
+@lru_cache(maxsize=1024)
 def _with(layout: TensorLayout, dim: int) -> TensorLayout:
-    """The same elements with one more dim, of size 1."""
+    """Return the same elements with one more dim, of size 1."""
 
     def add(values: Index, value: int) -> Index:
         return (*values[:dim], value, *values[dim:])

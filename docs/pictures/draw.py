@@ -15,9 +15,8 @@ from muonckpt.layout import TensorLayout
 from muonckpt.layouts.buffers.buffer_layout import BufferLayout, rank_of
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter
 from muonckpt.layouts.buffers.placements import PLACEMENTS, ToPlace
-from muonckpt.layouts.flat import even_shards, flat_layout
+from muonckpt.layouts.flat import even_shards, flat_layout, owned_layout
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, mesh_layout
-from muonckpt.layouts.owned import owned_layout
 from muonckpt.plan import make_plan
 
 COLOURS = ("#9ecae9", "#ffbf79", "#a3d39c", "#f2a6a0", "#cfb5e0", "#d8c3a5")

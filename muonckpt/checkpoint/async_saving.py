@@ -1,6 +1,6 @@
 """Saving while training goes on: tensors are copied at the call, and written by a thread.
 
-The training thread pays for the copy alone.  All else, `save_load.save` as it is, runs in one thread of each process,
+The training thread pays for the copy alone.  All else, `saving.save` as it is, runs in one thread of each process,
 on a process group of its own, so that its collectives never meet those of training.
 """
 
@@ -8,30 +8,41 @@ from __future__ import annotations
 
 import atexit
 import os
-import traceback
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, Literal
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TextIO
 
+import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.stateful import Stateful
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 
+from ..box import Index
 from ..errors import DestinationError, Interrupted, LostRankError, MuonckptError
-from .all_ranks import judged, time_out
-from .dcp_writer import SaveProgress
-from .host_copy import HostCopy
-from .joint_save import AgreedPlans, JointSave, as_json
+from ..layouts.boxed_tensor import BoxedTensor, parts_of, whole_shape
+from ..layouts.tensors import declares_boxes
+from ..new_group import new_group, time_out
+from .all_ranks import decide_on_first, refuse_crossed
+from .live_state import LiveState, nested_state, refuse_no_state_dict
+from .rank_file import SaveProgress
+from .saving import AgreedPlans, JointSave, as_json
 
 OnError = Literal["raise", "warn"]
 WhenBusy = Literal["wait", "refuse"]
 
 
-class _Outcome(Future[None]):
-    """A future that knows whether somebody has asked how it ended."""
+class _SaveFuture(Future[None]):
+    """A future that knows whether its error has been reported: somebody has asked for it."""
 
-    asked = False
+    reported = False
 
     def result(self, timeout: float | None = None) -> None:
         self.exception(timeout)
@@ -39,15 +50,14 @@ class _Outcome(Future[None]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         error = super().exception(timeout)
-        self.asked = True
+        self.reported = True
         return error
 
     def error(self) -> BaseException | None:
-        """The same, without asking."""
+        """Return the same, which does not count as reported."""
         return super().exception()
 
     def of(self, work: Callable[[], None]) -> None:
-        """Become what ``work`` ends with."""
         try:
             work()
         except BaseException as error:
@@ -59,16 +69,16 @@ class _Outcome(Future[None]):
 class AsyncSave:
     """A save that runs along with training.
 
-    An error that nobody has asked for is raised, or warned of, by the next ``async_save`` of the same process group,
-    and printed when the program ends.
+    An error that nobody has asked for is raised, or warned of, by the next ``async_save`` of the same process group.
+    If there is none, a line says it when the program ends, whose exit code is 120 then, unless ``on_error="warn"``.
 
     Attributes:
         path: the checkpoint.
         progress: bytes that this rank has written, and has to write.
-        future: the same, for programs that take a `concurrent.futures.Future`; who asks it has asked.
+        future: the same save, for programs that take a `concurrent.futures.Future`.
     """
 
-    def __init__(self, path: str, progress: SaveProgress, outcome: _Outcome, on_error: OnError) -> None:
+    def __init__(self, path: str, progress: SaveProgress, outcome: _SaveFuture, on_error: OnError) -> None:
         self.path = path
         self.progress = progress
         self.future: Future[None] = outcome
@@ -76,7 +86,7 @@ class AsyncSave:
         self._on_error = on_error
 
     def done(self) -> bool:
-        """Whether this rank has nothing left to do, well or not."""
+        """Return whether this rank has nothing left to do, well or not."""
         return self.future.done()
 
     def result(self, timeout: float | None = None) -> None:
@@ -92,39 +102,42 @@ class AsyncSave:
         self.future.result(timeout)
 
     @property
-    def unasked(self) -> BaseException | None:
-        """The error that this rank has not asked for, once the save has ended; waits for that."""
+    def unreported(self) -> BaseException | None:
+        """The error of the save, for which it waits, if this rank has not asked for it."""
         error = self._outcome.error()
-        return None if self._outcome.asked else error
+        return None if self._outcome.reported else error
 
     @property
     def failed_on_all(self) -> bool:
-        """Whether all ranks have the error with which the save has ended; waits for that."""
+        """Whether all ranks have the error of the save, for which it waits."""
         error = self._outcome.error()
         return isinstance(error, MuonckptError) and not isinstance(error, LostRankError)
 
+    @property
+    def raises(self) -> bool:
+        """Whether an error that nobody has asked for is raised."""
+        return self._on_error == "raise"
+
     def settle(self) -> None:
-        """Wait, and raise or warn of an error that nobody has asked for, once."""
-        error = self.unasked
-        self.forgive()
+        """Wait, and raise or warn of an error that was not reported, once."""
+        error = self.unreported
+        self.mark_reported()
         if error is None:
             return
-        if self._on_error == "raise":
+        if self.raises:
             raise error
         self.warn(error)
 
     def warn(self, error: BaseException) -> None:
-        """Warn of the error of this save."""
-        self.forgive()
+        self.mark_reported()
         warnings.warn(f"saving {self.path} failed: {error}", RuntimeWarning, stacklevel=3)
 
-    def forgive(self) -> None:
-        """Count the error as asked for: another rank has."""
-        self._outcome.asked = True
+    def mark_reported(self) -> None:
+        self._outcome.reported = True
 
 
 class _Lane:
-    """What the saves of one process group share: buffers in host memory, a thread, and process groups."""
+    """The buffers in host memory, the thread and the process groups that saves of one process group share."""
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.world = _world()
@@ -135,7 +148,9 @@ class _Lane:
         self._thread = ThreadPoolExecutor(1, "muonckpt-save")
         self._group = _gloo(process_group) if self.world else None
         self._asking = _gloo(process_group) if self.world else None
-        self._lost: LostRankError | None = None
+        if self.world:
+            before_groups_end(self._wait)
+        self.lost: LostRankError | None = None
 
     def submit(
         self,
@@ -152,87 +167,92 @@ class _Lane:
         failure: BaseException | None = None
         try:
             details = as_json(provenance)
-            current = {
-                key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state_dict.items()
-            }
-            staged = self._copy.of(current)
+            staged = self._copy.of(nested_state(state_dict, "to save"))
         except MuonckptError as error:  # the other ranks plan with this one: they hear of it there
             failure = error
         except Exception as error:  # of a class that perhaps cannot travel to them
             failure = DestinationError(f"{type(error).__name__}: {error}")
             failure.__cause__ = error
 
-        def copied() -> Mapping[str, Any]:
+        def copied() -> LiveState:
             if failure is not None:
                 raise failure
-            return staged
+            return LiveState.of(staged, "to save")
 
         def work() -> None:
             with self._lost_together(path):
                 JointSave(path, details, self._group, self._plans, progress).run(copied)
             then()
 
-        outcome = _Outcome()
+        outcome = _SaveFuture()
         self._thread.submit(outcome.of, work)
         self.last = AsyncSave(path, progress, outcome, on_error)
         return self.last
 
     @contextmanager
     def _lost_together(self, what: str) -> Iterator[None]:
-        """Collectives in the block end on all ranks if they fail on one, because another has ended.
+        """End collectives in the block on all ranks if they fail on one, because another has ended.
 
         Gloo tells only the ranks that wait for the one that has ended, and the others would wait for these.  So a rank
-        that is told closes its connections, which tells the rest.
+        that hears of it closes its connections, which tells the rest.
 
         Raises:
             LostRankError: a rank was lost, now or before.
         """
-        if self._lost is not None:
-            raise self._lost
+        if self.lost is not None:
+            raise self.lost
         try:
             yield
         except Exception as error:
+            if _world() is not self.world:
+                raise DestinationError(
+                    f"the process groups were ended while {what} was being saved: wait for it, with .result(), before "
+                    "that"
+                ) from error
             outcome = isinstance(error, MuonckptError) and not isinstance(error, Interrupted)
             if outcome or self._group is None:  # all ranks have it, or there are no others
                 raise
-            self._lost = LostRankError(
+            self.lost = LostRankError(
                 f"while {what} was being saved, a rank ended or did not answer in the time-out of the process group: "
                 "the other ranks cannot save any more, so start all of them again. Earlier checkpoints are as they "
                 "were, and this one, if it is there, is whole"
             )
-            for group in (self._group, self._asking):
-                if group in _world_groups():  # the world may have been ended meanwhile
+            if _world() is self.world:  # it may have been ended meanwhile, and all groups with it
+                for group in (self._group, self._asking):
                     dist.destroy_process_group(group)
-            raise self._lost from error
+            raise self.lost from error
 
     def busy(self) -> bool:
-        """Whether any rank is still saving; the same answer on all."""
         mine = self.last is not None and not self.last.done()
         with self._lost_together("a checkpoint"):
-            return judged(self._asking, DestinationError, lambda: mine, any)
+            return decide_on_first(self._asking, DestinationError, lambda: mine, any)
 
     def settle(self) -> None:
-        """Wait for the last save; raise or warn of its error, on all ranks alike, unless a rank has asked for it."""
+        """Wait for the last save; raise or warn of its error, on all ranks alike, unless it was reported on one."""
         if self.last is None:
             return
-        last, unasked = self.last, self.last.unasked is not None
+        last, unreported = self.last, self.last.unreported is not None
         if last.failed_on_all:
             with self._lost_together(last.path):
-                if not judged(self._asking, DestinationError, lambda: unasked, all):
-                    last.forgive()
+                if not decide_on_first(self._asking, DestinationError, lambda: unreported, all):
+                    last.mark_reported()
         last.settle()
+
+    def _wait(self) -> None:
+        if self.process == os.getpid() and self.last is not None:
+            futures.wait([self.last.future])
 
     def close(self) -> None:
         """End the thread; the ranks of its world may have gone, so an error is only warned of."""
         self._thread.shutdown()
         self._copy.close()
-        if self.last is not None and (error := self.last.unasked) is not None:
+        if self.last is not None and (error := self.last.unreported) is not None:
             self.last.warn(error)
 
 
 _lanes: dict[dist.ProcessGroup | None, _Lane] = {}
 _of_parent: list[_Lane] = []
-"""Kept in a forked process, which must not give pinned memory back."""
+"""Those of the parent in a forked process, which must not give pinned memory back."""
 
 
 def async_save(
@@ -247,29 +267,32 @@ def async_save(
     """Save a state dict while training goes on: what is saved is the state at the call.  Collective.
 
     The call copies this rank's tensors to host memory (pinned, if there is a GPU), in buffers that the next call uses
-    again, and returns.  A thread does what `save` does.  End with ``.result()`` before the process group is destroyed.
+    again.  A thread does what `save` does.  ``destroy_process_group()`` and the end of the program wait for it; end
+    with ``.result()`` to have its error.
 
     Args:
         state_dict, path, provenance: as for `save`.
-        process_group: of the ranks that save; the first call with it makes two gloo process groups of the same ranks,
-            with its time-out if it has gloo for the host, else with gloo's own of 30 minutes.
+        process_group: the ranks that save; the first call makes two gloo process groups of them, with the time-out that
+            this one has for the host, else with gloo's own of 30 minutes.
         on_error: what the next call does if this save has failed and nobody has asked: ``"raise"`` its error, or
             ``"warn"`` of it and go on.
-        when_busy: while a save of the same process group is running, ``"wait"`` until it ends, as its buffers are
-            needed, or ``"refuse"``, which asks the other ranks first.
+        when_busy: while a save of the same process group is running, ``"wait"`` until it ends, or ``"refuse"``, which
+            asks the other ranks first.
 
     Raises:
         DestinationError: ``"refuse"``, and a rank is still saving; or the last save failed.
         ValueError: an unknown choice.
         LostRankError: another rank was lost, now or in an earlier save.
     """
+    if isinstance(path, Mapping):
+        refuse_no_state_dict(state_dict, "to save")
     place = os.fspath(path)
-    return saved_along(
+    return save_in_thread(
         state_dict, place, provenance, process_group, on_error, when_busy, lambda: (place, lambda: None)
     )  # fmt: skip
 
 
-def saved_along(
+def save_in_thread(
     state_dict: Mapping[str, Any],
     wanted: str,
     provenance: Mapping[str, Any] | None,
@@ -278,7 +301,7 @@ def saved_along(
     when_busy: WhenBusy,
     begin: Callable[[], tuple[str, Callable[[], None]]],
 ) -> AsyncSave:
-    """`async_save`, for those who name the checkpoint when the last save has ended.
+    """Save as `async_save` does, under a name that is known when the last save has ended.
 
     Args:
         wanted: what is to be saved, in words.
@@ -288,6 +311,10 @@ def saved_along(
         raise ValueError(
             f"on_error is 'raise' or 'warn', when_busy 'wait' or 'refuse'; got {on_error!r}, {when_busy!r}"
         )
+    known = _lanes.get(process_group or _world())
+    if known is not None and known.lost is not None:  # the others may not be there to answer
+        raise known.lost
+    refuse_crossed(process_group, "async_save")
     lane = _lane(process_group)
     if when_busy == "refuse" and lane.busy():
         raise DestinationError(
@@ -306,7 +333,7 @@ def settle_last(process_group: dist.ProcessGroup | None) -> None:
 
 
 def _lane(process_group: dist.ProcessGroup | None) -> _Lane:
-    """That of a process group; those of a world that is gone are closed."""
+    """Return what belongs to a process group, after closing what belongs to worlds that are gone."""
     world = _world()
     for group, lane in list(_lanes.items()):
         if lane.process != os.getpid():  # a fork of that process, without its threads
@@ -325,39 +352,180 @@ def _world() -> dist.ProcessGroup | None:
 
 
 def _gloo(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A process group of the same ranks, for the host."""
-    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-    if process_group is not None:
-        _count_alike(process_group)
-    group: dist.ProcessGroup = dist.new_group(
-        ranks, time_out(process_group), backend="gloo", use_local_synchronization=process_group is not None
-    )
-    return group
-
-
-def _count_alike(process_group: dist.ProcessGroup) -> None:
-    """Have all members know equally many process groups.
-
-    Torch names a group that only its members make by that number, and members with two names wait for each other.
-    """
-    known = len(_world_groups())
-
-    most = judged(process_group, DestinationError, lambda: known, lambda counts: max(counts))
-    for _ in range(most - known):
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-
-
-def _world_groups() -> Mapping[dist.ProcessGroup, str]:
-    return dist.distributed_c10d._world.pg_names
+    like = process_group or dist.group.WORLD
+    assert like is not None, "there is a world"
+    return new_group(dist.get_process_group_ranks(like), "gloo", time_out(like, torch.device("cpu")))
 
 
 @atexit.register
-def _print_failures() -> None:
-    """Nobody is left to raise to: threads have ended by now."""
+def _report_failures() -> None:
+    """Print errors that were not reported, when nobody is left to raise to: threads have ended by now."""
+    lost = False
     for lane in _lanes.values():
-        if lane.last is not None and lane.process == os.getpid():
-            with suppress(KeyboardInterrupt):
-                try:
-                    lane.last.settle()
-                except Exception as error:
-                    traceback.print_exception(error)
+        if lane.last is None or lane.process != os.getpid():
+            continue
+        with suppress(KeyboardInterrupt):
+            if (error := lane.last.unreported) is not None:
+                lost |= lane.last.raises
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                print(
+                    f"muonckpt: saving {lane.last.path} failed, and the program ends without it: {reason}",
+                    file=sys.stderr,
+                )
+    if lost:
+        fail_at_the_end()
+
+
+# --- A copy of this rank's state in host memory -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Boxes:
+    shape: Index
+    parts: dict[Index, Tensor]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Boxes:
+        parts = {lo: _bare_tensor(part) for lo, part in parts_of(tensor).items()}
+        return cls(whole_shape(tensor), parts, tensor.dtype)
+
+
+class HostCopy:
+    """Buffers, pinned if there is a GPU, and the state that was copied to them last."""
+
+    def __init__(self) -> None:
+        self._stager = _stager()
+
+    @torch.no_grad()
+    def of(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        bare = {key: _mapped(value, _bare) for key, value in state_dict.items()}
+        given = list(_tensors(bare))
+        state = self._staged(bare)
+        for device in {tensor.device for tensor in given if tensor.is_cuda}:  # the stager waits for the current one
+            torch.cuda.synchronize(device)
+        for tensor, copy in zip(given, _tensors(state), strict=True):
+            if type(copy) is not type(tensor) and tensor.data_ptr() == 0 and tensor.numel():
+                raise TypeError(f"cannot copy a tensor of class {type(tensor).__name__}: save a plain tensor")
+        return {key: _mapped(value, _joined) for key, value in state.items()}
+
+    def _staged(self, state: Any) -> Any:
+        try:
+            return self._stager.stage(state)
+        except AssertionError:  # buffers go by storage, and one was resized since the last copy
+            self.close()
+            self._stager = _stager()
+            return self._stager.stage(state)
+
+    def close(self) -> None:
+        self._stager.close()
+
+
+def _stager() -> DefaultStager:
+    cuda = torch.cuda.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
+        )
+    )
+
+
+def _mapped(node: Any, function: Callable[[Any], Any]) -> Any:
+    """Return nested state with ``function`` of its leaves; what that does not change is passed on with its type."""
+    if isinstance(node, Mapping):
+        changed = {key: _mapped(value, function) for key, value in node.items()}
+        return node if all(changed[key] is value for key, value in node.items()) else changed
+    if isinstance(node, list | tuple):
+        mapped = [_mapped(value, function) for value in node]
+        return node if all(new is old for new, old in zip(mapped, node, strict=True)) else mapped
+    return function(node)
+
+
+def _bare(leaf: Any) -> Any:
+    """Return a tensor without attributes, conjugation, negation and pending collectives; anything else as it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if declares_boxes(leaf):
+        return _Boxes.of(leaf)
+    return _bare_dtensor(leaf) if isinstance(leaf, DTensor) else _bare_tensor(leaf)
+
+
+def _joined(leaf: Any) -> Any:
+    return BoxedTensor(leaf.shape, leaf.parts, leaf.dtype, "cpu") if isinstance(leaf, _Boxes) else leaf
+
+
+def _bare_tensor(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return tensor.wait()
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        return tensor
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor.detach().resolve_conj().resolve_neg()
+    return tensor.detach() if tensor.__dict__ else tensor
+
+
+def _bare_dtensor(tensor: DTensor) -> DTensor:
+    local = tensor._local_tensor
+    bare = _bare_tensor(local)
+    if bare is local and not tensor.__dict__:
+        return tensor
+    return DTensor.from_local(
+        bare, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def _tensors(node: Any) -> Iterator[Tensor]:
+    if isinstance(node, Tensor):
+        yield node
+    elif isinstance(node, Mapping | list | tuple):
+        for value in node.values() if isinstance(node, Mapping) else node:
+            yield from _tensors(value)
+
+
+# --- The end of a program in which a save may be under way ------------------------------------------------------------
+
+_BACKEND = "muonckpt_before_end"
+
+
+class _EndingGroup(dist.ProcessGroup):
+    """A process group of this rank alone, which torch shuts down before it forgets any other."""
+
+    act: Callable[[], None]
+
+    def __init__(self, store: object, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+
+    def shutdown(self) -> None:
+        self.act()
+
+
+dist.Backend.register_backend(_BACKEND, _EndingGroup, devices=["cpu"])
+
+
+def before_groups_end(act: Callable[[], None]) -> None:
+    """Act in ``destroy_process_group()`` of the world, while its process groups still work."""
+    group: Any = dist.new_group([dist.get_rank()], backend=_BACKEND, use_local_synchronization=True)
+    group.act = act
+
+
+class _UnflushableStream:
+    closed = False
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        raise OSError("a checkpoint was not saved")
+
+
+def fail_at_the_end() -> None:
+    """Have the program end with exit code 120, which is Python's for a failure after its last line (`sys.exit`).
+
+    Python takes it when standard error cannot be flushed.  `os._exit` would skip what others do at the end.
+    """
+    if sys.stderr is not None:
+        sys.stderr = _UnflushableStream(sys.stderr)

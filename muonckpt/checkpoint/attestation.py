@@ -7,25 +7,92 @@ tells all ranks.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from ..box import Box
-from ..errors import AttestError, SourceError
+from ..box import Box, Index
+from ..errors import AttestError, SourceError, about
 from ..fingerprint import as_hex, combine, fingerprint
 from ..store.io.location import location
-from ..store.open_checkpoint import OpenCheckpoint, open
-from ..store.reading.bands import bands
+from ..store.open_checkpoint import OpenCheckpoint, StoredTensor, open
+from ..store.reading.blocks import bands
 from ..store.reading.dtypes import itemsize
-from ..store.stored_tensor import StoredTensor
-from .all_ranks import judged
-from .live_boxes import HeldBox, boxes_of_all, held_boxes
-from .tensor_prints import Fingerprints, TensorPrint, differing
+from .all_ranks import decide_on_first, group_ranks, refuse_crossed
+from .bits import share_of, unsigned
+from .live_state import LiveState, RankBoxes, RankState, held_layout, holders_by_key
+from .storable import refuse_unwritable
+
+K = TypeVar("K")
+
+_FORMAT, _VERSION = "muonckpt fingerprints", 1
+_HEX = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPrint:
+    """Shape, dtype (torch's name without the prefix) and fingerprint (16 hex digits) of a logical tensor."""
+
+    shape: Index
+    dtype: str
+    fingerprint: str
+
+    def __post_init__(self) -> None:
+        if not _HEX.fullmatch(self.fingerprint):
+            raise ValueError(f"expected a fingerprint of 16 hex digits, found {self.fingerprint!r}")
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape} {self.fingerprint}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprints:
+    """Tensors by key, as a manifest names them.  Two are equal where shapes, dtypes and fingerprints are."""
+
+    tensors: Mapping[str, TensorPrint]
+
+    def as_json(self) -> str:
+        """Return JSON text with one line for each tensor, about 100 bytes."""
+        lines = ",\n  ".join(
+            f'{json.dumps(key)}: {{"shape": {list(tensor.shape)}, "dtype": {json.dumps(tensor.dtype)}, '
+            f'"fingerprint": "{tensor.fingerprint}"}}'
+            for key, tensor in self.tensors.items()
+        )
+        return f'{{"format": "{_FORMAT}", "version": {_VERSION},\n "tensors": {{\n  {lines}\n }}}}\n'
+
+    @classmethod
+    def from_json(cls, text: str) -> Fingerprints:
+        """Read what `as_json` wrote.
+
+        Raises:
+            SourceError: it is something else, of another version, or damaged.
+        """
+        try:
+            data = json.loads(text)
+            if (data["format"], data["version"]) != (_FORMAT, _VERSION):
+                raise SourceError(
+                    f"expected {_FORMAT!r} version {_VERSION}, found {data['format']!r} version {data['version']!r}"
+                )
+            return cls({key: _tensor_print(entry) for key, entry in data["tensors"].items()})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise SourceError(f"damaged fingerprints: {type(error).__name__}: {error}") from error
+
+
+def _tensor_print(entry: Mapping[str, Any]) -> TensorPrint:
+    if not isinstance(entry["dtype"], str) or not all(type(size) is int and size >= 0 for size in entry["shape"]):
+        raise TypeError(f"expected a shape and the name of a dtype, found {entry!r}")
+    return TensorPrint(tuple(entry["shape"]), entry["dtype"], entry["fingerprint"])
+
 
 _LISTED = 12
 """Differences that an error lists; it counts the others."""
@@ -36,7 +103,7 @@ _BAND_BYTES = 64 << 20
 Prints = Mapping[str, TensorPrint]
 
 Compared = Callable[[Prints], tuple[Prints, Prints]]
-"""Gives, on the first rank, which live tensors are compared, and what they have to be."""
+"""A function that says, on the first rank, which live tensors are compared, and what they have to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +130,19 @@ class Attestation:
 
 
 def fingerprints(state_dict: Mapping[str, Any], *, process_group: dist.ProcessGroup | None = None) -> Fingerprints:
-    """Fingerprints of all tensors of a state dict, whatever mesh they are on.  Collective; changes nothing.
+    """Take the fingerprints of all tensors of a state dict, whatever mesh they are on.  Collective; changes nothing.
 
     They are those that `save` would write into the manifest, under the same keys.  Each rank reads what it holds, in
     place: of a tensor on a GPU nothing is copied to the host but one number for each box.
 
     Args:
-        state_dict: nested as for `save`; other objects with a ``state_dict`` are asked for it.
+        state_dict: nested as for `save`.
 
     Raises:
         AttestError: ranks that hold the same box of a tensor hold different elements; names tensor, box and ranks.
         LayoutError: nobody holds some elements of a tensor, or boxes overlap in part.
     """
+    refuse_crossed(process_group, "fingerprints")
     return _attested(state_dict, lambda live: ({}, {}), "", process_group).fingerprints
 
 
@@ -90,7 +158,7 @@ def attest(
     compared.  docs/guide/attest.md says what this costs and what it does not prove.
 
     Args:
-        state_dict: nested as for `save`; other objects with a ``state_dict`` are asked for it.
+        state_dict: nested as for `save`.
         other: a path or URL of a checkpoint of any format whose keys are those of the state dict; or fingerprints, of
             which those of the first rank count.  Where a checkpoint records no fingerprint, the first rank reads the
             tensor and takes it.
@@ -100,6 +168,7 @@ def attest(
         SourceError: the checkpoint cannot be read.
         LayoutError: nobody holds some elements of a tensor, or boxes overlap in part.
     """
+    refuse_crossed(process_group, "attest")
     if isinstance(other, Fingerprints):
         return _attested(
             state_dict, lambda live: (live, other.tensors), " is not what the fingerprints say", process_group
@@ -119,7 +188,7 @@ def attest_loaded(
     sources: Callable[[], Mapping[str, str]],
     process_group: dist.ProcessGroup | None,
 ) -> Attestation:
-    """`attest` what was just loaded.  What began fresh or was kept is compared among replicas only.
+    """Attest what was just loaded.  What began fresh or was kept is compared among replicas only.
 
     Args:
         sources: gives, on the first rank, the keys of the checkpoint by those of the state dict, of what was loaded.
@@ -144,14 +213,17 @@ def attest_loaded(
 def _attested(
     state_dict: Mapping[str, Any], compared: Compared, unequal: str, process_group: dist.ProcessGroup | None
 ) -> Attestation:
-    """Compare what the ranks hold with each other, and with what is expected of them.
+    """Compare what ranks hold with each other and with what they should; ``unequal`` is the error's beginning."""
 
-    Args:
-        unequal: what follows "live state" in the error.
-    """
+    def shares() -> SharesOfRank:
+        live = LiveState.of(state_dict, "to attest")
+        for key, value in live.flat.items():
+            if isinstance(value, Tensor):
+                refuse_unwritable(key, value)
+        return shares_of(live, live.parts)
 
-    def judge(ranks: list[list[HeldBox]]) -> Attestation:
-        live = boxes_of_all(ranks)
+    def judge(ranks: list[SharesOfRank]) -> Attestation:
+        live = held_together(group_ranks(process_group), ranks)
         subject, expected = compared(live.tensors)
         faults = [*live.faults, *differing(subject, expected)]
         if faults:
@@ -160,20 +232,130 @@ def _attested(
         nbytes = sum(prod(tensor.shape) * itemsize(tensor.dtype) for tensor in subject.values())
         return Attestation(len(subject), nbytes, live.replicated, Fingerprints(live.tensors))
 
-    return judged(process_group, AttestError, lambda: held_boxes(state_dict), judge)
+    return decide_on_first(process_group, AttestError, shares, judge)
 
 
 def _recorded(tensor: StoredTensor) -> TensorPrint:
-    """Of a stored tensor; what records no fingerprint is read."""
-    found = tensor.fingerprint
-    if found is None:
+    recorded = tensor.fingerprint
+    if recorded is None:
         boxes = (
             box for band in bands(Box.of(tensor.shape), _BAND_BYTES // itemsize(tensor.dtype)) for box in band.boxes
         )
-        found = as_hex(combine(*(_share(tensor, box) for box in boxes)))
-    return TensorPrint(tensor.shape, tensor.dtype, found)
+        recorded = as_hex(combine(*(_share(tensor, box) for box in boxes)))
+    return TensorPrint(tensor.shape, tensor.dtype, recorded)
 
 
 def _share(tensor: StoredTensor, box: Box) -> int:
     words = tensor.reader.words(tensor.record, box)
     return fingerprint(words, box.lo + (0,) * (words.ndim - box.ndim))
+
+
+# --- What ranks hold, with its share of fingerprints ------------------------------------------------------------------
+
+SharesOfRank = tuple[RankState, list[int]]
+"""Tensors of a rank, and the share of each of their boxes in the fingerprint of its tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTogether:
+    """What all ranks hold.
+
+    Attributes:
+        tensors: by key; of replicas that differ, the fingerprint is that of the lowest rank's.
+        replicated: boxes that several ranks hold, all alike.
+        faults: where ranks disagree, a phrase each.
+    """
+
+    tensors: Prints
+    replicated: int
+    faults: tuple[str, ...]
+
+
+def shares_of(live: LiveState, keys: Collection[str]) -> SharesOfRank:
+    """Return where the tensors of some keys are, with shares: taken on their devices, and fetched from each at once.
+
+    Raises:
+        LayoutError: a checkpoint cannot describe this rank's part of a tensor; names the tensor.
+    """
+    boxes = live.described.boxes(keys)
+    shares = [share_of(part, lo) for key in boxes.keys for lo, part in live.parts[key].items()]
+    by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
+    for place, share in enumerate(shares):
+        by_device[share.device].append(place)
+    numbers = [0] * len(shares)
+    for places in by_device.values():
+        for place, number in zip(places, torch.stack([shares[place] for place in places]).tolist(), strict=True):
+            numbers[place] = unsigned(number)
+    return boxes, numbers
+
+
+def held_together(ranks: Sequence[int], shares: Sequence[SharesOfRank]) -> HeldTogether:
+    """Return what the ranks hold together; every element counts once.
+
+    Args:
+        ranks: the global numbers of those that ``shares`` are of.
+
+    Raises:
+        LayoutError: nobody holds some elements of a tensor, or boxes overlap in part; names tensor and box.
+    """
+    states = [state for state, _ in shares]
+    tensors, faults, replicated = {}, list[str](), 0
+    for key, holders in holders_by_key(states).items():
+        kinds = [kind for at in holders if (kind := states[at.place].kinds[at.number]) is not None]
+        forms = _ranks_by(((kind.dtype, kind.shape), ranks[at.place]) for kind, at in zip(kinds, holders, strict=True))
+        if len(forms) > 1:
+            faults.append(f"{key!r}: {_says(forms, lambda form: f'{form[0]} of shape {form[1]}')}")
+            continue
+        held = tuple(RankBoxes(ranks[at.place], kind.boxes) for kind, at in zip(kinds, holders, strict=True))
+        with about(f"tensor {key!r}"):
+            layout = held_layout(kinds[0].shape, held)
+        own = [
+            share
+            for at, kind in zip(holders, kinds, strict=True)
+            for share in shares[at.place][1][at.item : at.item + len(kind.boxes)]
+        ]
+        counted = []
+        rows, begin = layout.by_box
+        for replicas in np.split(rows, begin[1:-1]) if len(rows) else ():
+            values = _ranks_by((own[row], int(layout.buffers[layout.buffer[row]])) for row in replicas.tolist())
+            if len(values) > 1:
+                box = layout.fragments[replicas[0]].box
+                faults.append(f"{key!r} box {box}: replicas differ: {_says(values, as_hex)}")
+            else:
+                replicated += len(replicas) > 1
+            counted.append(own[replicas[0]])
+        tensors[key] = TensorPrint(kinds[0].shape, kinds[0].dtype, as_hex(combine(*counted)))
+    return HeldTogether(tensors, replicated, tuple(faults))
+
+
+def _ranks_by(values: Iterable[tuple[K, int]]) -> dict[K, list[int]]:
+    """Return the ranks that have each value; first the value that most ranks have."""
+    ranks: defaultdict[K, list[int]] = defaultdict(list)
+    for value, rank in values:
+        if rank not in ranks[value][-1:]:
+            ranks[value].append(rank)
+    return dict(sorted(ranks.items(), key=lambda entry: -len(entry[1])))
+
+
+def _says(ranks: Mapping[K, Sequence[int]], shown: Callable[[K], str]) -> str:
+    return ", ".join(
+        f"rank{'s' * (len(of_value) > 1)} {', '.join(map(str, of_value))} {'hold' if len(of_value) > 1 else 'holds'} "
+        f"{shown(value)}"
+        for value, of_value in ranks.items()
+    )
+
+
+def differing(live: Mapping[str, TensorPrint], expected: Mapping[str, TensorPrint]) -> Iterator[str]:
+    """Yield what differs, a phrase for each key."""
+    for key in sorted(live.keys() | expected.keys()):
+        here, there = live.get(key), expected.get(key)
+        if here is None:
+            yield f"{key!r} is missing"
+        elif there is None:
+            yield f"{key!r} is not expected"
+        elif here.shape != there.shape:
+            yield f"{key!r} has shape {here.shape}, expected {there.shape}"
+        elif here.dtype != there.dtype:
+            yield f"{key!r} is {here.dtype}, expected {there.dtype}"
+        elif here.fingerprint != there.fingerprint:
+            yield f"{key!r} has fingerprint {here.fingerprint}, expected {there.fingerprint}"

@@ -1,7 +1,16 @@
-"""Torch tensors as the raw bits of their elements, and back."""
+"""Torch tensors as the bits of their elements, and the fingerprint of these bits where the tensor is.
+
+The fingerprint is that of `muonckpt.fingerprint`, bit for bit, in two complete implementations.  ``share_by_torch``
+uses torch's integer arithmetic, whose ``int64`` wraps modulo 2**64 as numpy's ``uint64`` does.  ``share_by_numpy`` is
+faster for a tensor in host memory.  Neither copies the tensor: they go through it in blocks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -9,23 +18,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..box import Index
+from ..fingerprint import DIM_STRIDE, GOLDEN, MIX, combine, fingerprint
+
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.float32`` -> ``"float32"``."""
+    """Return ``"float32"`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """``"float32"`` -> ``torch.float32``."""
+    """Return ``torch.float32`` for ``"float32"``."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype), name
     return dtype
 
 
 def integer_view(tensor: Tensor) -> Tensor:
-    """A tensor as integers of its element size, signed but for single bytes, sharing its memory, with its strides.
+    """View a tensor as integers of its element size, signed but for single bytes, with its strides.
 
     Elements of 16 bytes are two words of 8, on one more, last dim.
     """
@@ -35,6 +47,108 @@ def integer_view(tensor: Tensor) -> Tensor:
 
 
 def bits_of(tensor: Tensor) -> NDArray[Any]:
-    """A CPU tensor as unsigned words of its element size, as `integer_view` has them."""
+    """View a CPU tensor as unsigned words of its element size."""
     words: NDArray[Any] = integer_view(tensor).numpy()
     return words.view(np.dtype(f"u{words.itemsize}"))
+
+
+_DEVICE_BLOCK = 1 << 21
+"""Words of a block on a device.  Its products, of 8 bytes, take 16 MiB: they stay in the cache of a large GPU."""
+
+_HOST_BLOCK = 1 << 18
+"""Words of a block in host memory: at most 2 MiB, and as much for the weights of its rows."""
+
+_CACHED = 1 << 16
+"""Weights of at most so many indices are kept for the next tensor: 16 times 512 KiB on a device at most."""
+
+
+def share_of(tensor: Tensor, origin: Index) -> Tensor:
+    """Return the share of a box in its tensor's fingerprint, as an ``int64`` with the same bits, on its device.
+
+    Shares of disjoint boxes add up modulo 2**64.  Nothing waits for a GPU.
+
+    Args:
+        tensor: the elements of the box, of any dtype, shape and strides.
+        origin: global index of its first element, one per dim.
+    """
+    return share_by_numpy(tensor, origin) if tensor.is_cpu else share_by_torch(tensor, origin)
+
+
+def share_by_numpy(tensor: Tensor, origin: Index) -> Tensor:
+    """Compute `share_of` for a tensor in host memory."""
+    bits = bits_of(_plain(tensor))
+    origin = origin + (0,) * (bits.ndim - len(origin))
+    shares = (
+        fingerprint(bits[block], tuple(lo + int(along.start) for lo, along in zip(origin, block, strict=False)))
+        for block in _blocks(bits.shape, _HOST_BLOCK)
+    )
+    return torch.tensor(_signed(combine(*shares)))
+
+
+def share_by_torch(tensor: Tensor, origin: Index) -> Tensor:
+    """Compute `share_of` for a tensor on any device."""
+    words = integer_view(_plain(tensor))
+    words = words.reshape(1) if words.ndim == 0 else words
+    if words.itemsize == 8:
+        words = words.unsqueeze(-1).view(torch.int32)
+    origin = origin + (0,) * (words.ndim - len(origin))
+    # With one dim it promotes 16 and 32 bits to 64 in the same pass, as a scalar would not; filling waits for no GPU.
+    mask = torch.full((1,), (1 << 8 * words.itemsize) - 1, dtype=torch.int64, device=tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for block in _blocks(words.shape, _DEVICE_BLOCK):
+        terms = words[block] & mask
+        for dim in reversed(range(words.ndim)):
+            terms = terms.mul_(_weights_in(block[dim], dim, origin[dim], words.shape[dim], tensor.device)).sum(-1)
+        total += terms
+    return total
+
+
+def unsigned(share: int) -> int:
+    """Return the number in ``0 … 2**64 - 1`` that has the bits of an ``int64``."""
+    return combine(share)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _blocks(shape: Index, most: int) -> Iterator[tuple[slice, ...]]:
+    """Yield slices of blocks of at most ``most`` elements: ranges of one dim, whole in all dims behind it."""
+    if 0 in shape:
+        return
+    if not shape:
+        yield ()
+        return
+    dim = next(dim for dim in range(len(shape)) if prod(shape[dim + 1 :]) <= most)
+    step = most // prod(shape[dim + 1 :])
+    rest = tuple(slice(0, size) for size in shape[dim + 1 :])
+    for before in product(*map(range, shape[:dim])):
+        for start in range(0, shape[dim], step):
+            stop = min(start + step, shape[dim])
+            yield (*(slice(index, index + 1) for index in before), slice(start, stop), *rest)
+
+
+def _weights_in(along: slice, dim: int, origin: int, size: int, device: torch.device) -> Tensor:
+    if size <= _CACHED:
+        return _cached_weights(dim, origin, origin + size, device)[along]
+    return _weights(dim, origin + along.start, origin + along.stop, device)
+
+
+def _weights(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
+    x = torch.arange(start + dim * DIM_STRIDE + 1, stop + dim * DIM_STRIDE + 1, device=device)
+    x = x.mul_(_signed(int(GOLDEN)))
+    x = (x ^ _shifted(x, 30)).mul_(_signed(int(MIX[0])))
+    x = (x ^ _shifted(x, 27)).mul_(_signed(int(MIX[1])))
+    return (x ^ _shifted(x, 31)).bitwise_or_(1)
+
+
+_cached_weights = lru_cache(maxsize=16)(_weights)
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """Shift to the right, with zeros from the left: torch shifts the sign in."""
+    return (x >> by).bitwise_and_((1 << 64 - by) - 1)
+
+
+def _signed(value: int) -> int:
+    return int(np.uint64(value).astype(np.int64))

@@ -1,127 +1,251 @@
-"""The state of a rank in memory: what it tells other ranks of it, and where its elements are."""
+"""What a rank holds of a nested state dict: one description for saving, loading, attesting and redistributing.
+
+`LiveState` has the elements, `RankState` is what other ranks are told of them.  `held_layout` proves that what ranks
+hold together is a whole tensor.
+"""
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import os
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
-from ..box import Box
+from ..box import Box, Index
 from ..chunks import no_chunks
-from ..errors import LayoutError, about
+from ..errors import ArgumentError, LayoutError, about
+from ..keys import slots_of
+from ..layout import Buffer, Fragment, Place, TensorLayout, dense, holes_in
 from ..layouts.boxed_tensor import Parts, parts_of, whole_shape
-from ..record import Blob, Extent, StateRecord
-from ..store.io.checksums import xxh3_128
-from ..vocabulary import KeyPath
-from .annotation import Annotation, annotations_of
+from ..layouts.tensors import declares_boxes, layout_of, placement_json
+from ..overlap import overlaps
+from ..record import StateRecord
+from ..vocabulary import MOMENTUM, Convention, KeyPath
 from .bits import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTensor:
-    """A tensor of a state, and the boxes of it that a rank holds."""
+class Annotation:
+    """Fields of a `record.StateRecord` that the saving program knows, and DCP's metadata lack."""
 
-    record: StateRecord
-    boxes: tuple[Box, ...]
+    name: str | None = None
+    slot: str | None = None
+    convention: Convention | None = None
+    pieces: tuple[int, ...] | None = None
+    layout: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class HeldItem:
-    """What is not a tensor, pickled."""
+class HeldTensor:
+    """A dtype, a global shape and boxes: the way in which a rank holds the tensors of some keys, as layers repeat.
 
-    entry: Blob
-    pickled: bytes
+    ``note`` is without the parameter's name, by which such tensors differ.
+    """
+
+    dtype: str
+    shape: Index
+    boxes: tuple[Box, ...]
+    note: Annotation
+
+    @property
+    def counts(self) -> bool:
+        """Whether the rank takes part in the tensor: it has elements, or the tensor has none."""
+        return bool(self.boxes) or 0 in self.shape
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What a rank tells the others of its state.
+    """The description of a rank's state for others, a few bytes for each key.  Equal ones are saved alike.
+
+    An *item* is a box, or an object that is not a tensor; items are numbered in the order of keys and boxes.
 
     Attributes:
-        options: values of options that are tensors, by key.
-        devices: types of the devices that have its tensors.
+        numbers: for each key that of its kind in ``kinds``, where None stands for what is not a tensor.
+        paths, names: for each key its path in the nested state dict, and the parameter's name if it is known.
     """
 
-    tensors: tuple[HeldTensor, ...]
-    items: tuple[HeldItem, ...]
-    options: Mapping[str, float]
-    devices: frozenset[str]
+    keys: tuple[str, ...]
+    numbers: tuple[int, ...]
+    kinds: tuple[HeldTensor | None, ...]
+    paths: tuple[KeyPath, ...] = ()
+    names: tuple[str | None, ...] = ()
+
+    def boxes(self, keys: Collection[str]) -> RankState:
+        """Return where the tensors of some keys are, and nothing else of them."""
+        chosen = [
+            (key, number)
+            for key, number in zip(self.keys, self.numbers, strict=True)
+            if key in keys and self.kinds[number] is not None
+        ]
+        return RankState(tuple(key for key, _ in chosen), tuple(number for _, number in chosen), self.kinds)
+
+    def tensors(self) -> Iterator[tuple[str, HeldTensor]]:
+        for key, number in zip(self.keys, self.numbers, strict=True):
+            if (kind := self.kinds[number]) is not None:
+                yield key, kind
+
+    def records(self) -> Iterator[StateRecord]:
+        """Yield what describes each tensor, without chunks."""
+        for key, number, path, name in zip(self.keys, self.numbers, self.paths, self.names, strict=True):
+            if (kind := self.kinds[number]) is not None:
+                yield record_of(key, path, name, kind)
+
+    def first_items(self) -> list[int]:
+        """Return for each key the number of its first item, and how many items there are."""
+        counts = np.array([1 if kind is None else len(kind.boxes) for kind in self.kinds], np.int64)
+        return [0, *np.cumsum(counts[np.array(self.numbers, np.int64)]).tolist()]
+
+
+def record_of(key: str, path: KeyPath, name: str | None, kind: HeldTensor) -> StateRecord:
+    note = kind.note
+    chunks = no_chunks(len(kind.shape))
+    return StateRecord(
+        key, path, kind.shape, kind.dtype, chunks, name, note.slot, note.convention, note.pieces, note.layout
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LocalParts:
+    """The boxes of a tensor that are here, and their elements; plans count these end to end, box after box."""
+
+    boxes: tuple[Box, ...]
+    parts: tuple[Tensor, ...]
+    starts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parts: Parts) -> LocalParts:
+        boxes = tuple(Box.of(tuple(part.shape)).shift(lo) for lo, part in parts.items())
+        return cls(boxes, tuple(parts.values()), tuple(accumulate((box.numel for box in boxes), initial=0))[:-1])
+
+    def view(self, place: Place, box: Box) -> Tensor:
+        """Return the elements of a box that lies in the part at a place."""
+        number = bisect_right(self.starts, place.offset) - 1
+        lo = self.boxes[number].lo
+        window = tuple(slice(a - at, b - at) for a, b, at in zip(box.lo, box.hi, lo, strict=True))
+        return self.parts[number][window]
+
+
+Item = tuple[str, Index | None]
+"""The key of what is stored by itself; and the first index of a tensor's box, None for what is not a tensor."""
+
+
+@dataclass(frozen=True, eq=False)
 class LiveState:
-    """A nested state dict as DCP makes it flat, with the parts of its tensors.
+    """A nested state dict, made flat as DCP does it.
 
     Attributes:
-        given: what the user has given; objects with a state dict are replaced by that in ``nested``.
+        given: what the user has given; ``nested`` has the state of its objects in their place.
         flat, paths: by key.
-        annotations: by path.
-        parts: by key, of the tensors.
     """
 
     given: Mapping[str, Any]
     nested: dict[str, Any]
     flat: Mapping[str, Any]
-    paths: Mapping[str, KeyPath]
-    annotations: Mapping[KeyPath, Annotation]
-    parts: Mapping[str, Parts] = field(repr=False)
+    paths: Mapping[str, KeyPath] = field(repr=False)
 
     @classmethod
-    def of(cls, state_dict: Mapping[str, Any]) -> LiveState:
-        """Read a state dict.
+    def of(cls, state_dict: Mapping[str, Any], purpose: str) -> LiveState:
+        """Make a state dict flat; as `nested_state`."""
+        nested = nested_state(state_dict, purpose)
+        return cls(state_dict, nested, *flatten_state_dict(nested))
+
+    @cached_property
+    def annotations(self) -> Mapping[KeyPath, Annotation]:
+        """What the state dict says of tensors, by path."""
+        return dict(_annotated((), self.nested, {}))
+
+    @cached_property
+    def parts(self) -> dict[str, Parts]:
+        """The boxes of tensors that are here, by key.
 
         Raises:
-            LayoutError: neither placements nor hooks say where a tensor is, or it is on the meta device; names it.
+            LayoutError: nothing says where a tensor is, or it is on the meta device; names it.
         """
-        nested = {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state_dict.items()}
-        flat, paths = flatten_state_dict(nested)
         parts = {}
-        for key, value in flat.items():
+        for key, value in self.flat.items():
             if isinstance(value, Tensor):
                 with about(f"tensor {key!r}"):
                     if value.is_meta:
                         raise LayoutError("it is on the meta device and has no elements: materialise it")
                     parts[key] = parts_of(value)
-        return cls(state_dict, nested, flat, paths, annotations_of(nested), parts)
+        return parts
 
-    def boxes(self, key: str) -> tuple[Box, ...]:
-        """The boxes of a tensor that are here, in the order of its parts."""
-        return tuple(Box.of(tuple(part.shape)).shift(lo) for lo, part in self.parts[key].items())
-
+    @cached_property
     def described(self) -> RankState:
-        """What other ranks have to know of it."""
-        tensors = [HeldTensor(self._record(key), self.boxes(key)) for key in self.parts]
-        items = []
+        """What other ranks have to know of it; raises as ``parts``, and if these are of another dtype."""
+        annotations = self.annotations
+        kinds: dict[Any, int] = {None: 0}
+        distinct: list[HeldTensor | None] = [None]
+        numbers, names = [], list[str | None]()
         for key, value in self.flat.items():
-            if key not in self.parts:
-                pickled = pickle.dumps(value)
-                extent = Extent("live", 0, len(pickled))
-                items.append(HeldItem(Blob(key, tuple(self.paths[key]), extent, xxh3_128([pickled])), pickled))
-        options = {
-            key: float(self.flat[key])
-            for key in self.parts
-            if type(self.flat[key]) is Tensor and self.flat[key].numel() == 1 and "param_groups" in key
-        }
-        devices = frozenset(part.device.type for parts in self.parts.values() for part in parts.values())
-        return RankState(tuple(tensors), tuple(items), options, devices)
+            parts = self.parts.get(key)
+            if parts is None:
+                numbers.append(0)
+                names.append(None)
+                continue
+            note = annotations.get(self.paths[key], _UNKNOWN)
+            here = tuple((lo, part.shape, part.dtype) for lo, part in parts.items())
+            layout = id(note.layout)  # tensors mostly share one object
+            shape = whole_shape(value)
+            number = kinds.setdefault(
+                (value.dtype, shape, here, note.slot, note.convention, note.pieces, layout), len(kinds)
+            )
+            if number == len(distinct):
+                boxes = tuple(Box.of(tuple(size)).shift(lo) for lo, size, _ in here)
+                for box, (_, _, dtype) in zip(boxes, here, strict=True):
+                    if dtype != value.dtype:
+                        raise LayoutError(f"tensor {key!r}: box {box} is {dtype}, the tensor is {value.dtype}")
+                distinct.append(HeldTensor(dtype_name(value.dtype), shape, boxes, replace(note, name=None)))
+            numbers.append(number)
+            names.append(note.name)
+        paths = tuple(tuple(self.paths[key]) for key in self.flat)
+        return RankState(tuple(self.flat), tuple(numbers), tuple(distinct), paths, tuple(names))
+
+    @cached_property
+    def items(self) -> list[Item]:
+        """The items, by their numbers in ``described``."""
+        items: list[Item] = []
+        for key in self.flat:
+            if key in self.parts:
+                items += [(key, lo) for lo in self.parts[key]]
+            else:
+                items.append((key, None))
+        return items
+
+    def local(self, key: str) -> LocalParts:
+        return LocalParts.of(self.parts.get(key, {}))
+
+    def placed_on(self, state: RankState) -> list[tuple[int, ...]]:
+        """Return for each kind in a part of ``described`` the global ranks that hold elements, if placements say it."""
+        ranks: list[tuple[int, ...]] = [() for _ in state.kinds]
+        for number, key in dict(zip(state.numbers, state.keys, strict=True)).items():
+            tensor = self.flat[key]
+            if isinstance(tensor, DTensor) and not declares_boxes(tensor):
+                ranks[number] = tuple(int(rank) for rank in layout_of(tensor).buffers)
+        return ranks
+
+    @property
+    def devices(self) -> frozenset[str]:
+        """Types of the devices that have its tensors."""
+        return frozenset(part.device.type for parts in self.parts.values() for part in parts.values())
 
     @torch.no_grad()
-    def put(self, items: Mapping[str, bytes], added: Mapping[KeyPath, Any]) -> None:
-        """Set what is not a tensor in the state dict that was given, and have its objects load their state.
-
-        Args:
-            items: pickled, by key.
-            added: what it lacks, by path.
-        """
-        for key, pickled in items.items():
-            set_element(self.nested, self.paths[key], pickle.loads(pickled))
+    def put(self, values: Mapping[str, Any], added: Mapping[KeyPath, Any]) -> None:
+        """Set values by key, and by path what is added, in the state dict that was given; its objects load them."""
+        for key, value in values.items():
+            set_element(self.nested, self.paths[key], value)
         for path, value in added.items():
             set_element(self.nested, path, value)
         for key, value in self.given.items():
@@ -130,17 +254,202 @@ class LiveState:
             elif isinstance(self.given, dict):
                 self.given[key] = self.nested[key]
 
-    def _record(self, key: str) -> StateRecord:
-        value, path = self.flat[key], tuple(self.paths[key])
-        note = self.annotations.get(path, Annotation())
-        return StateRecord(
-            key,
-            path,
-            whole_shape(value),
-            dtype_name(value.dtype),
-            no_chunks(len(whole_shape(value))),
-            note.name,
-            note.slot,
-            note.convention,
-            note.pieces,
-        )
+
+def nested_state(state_dict: Mapping[str, Any], purpose: str) -> dict[str, Any]:
+    """Return a state dict with the state of its objects in their place; an error names the purpose, as "to save"."""
+    refuse_no_state_dict(state_dict, purpose)
+    asked = {}
+    for key in sorted(state_dict, key=str):  # in one order on all ranks: some objects communicate when they are asked
+        value = state_dict[key]
+        asked[key] = value.state_dict() if isinstance(value, Stateful) else value
+    return {key: asked[key] for key in state_dict}
+
+
+def refuse_no_state_dict(given: object, purpose: str) -> None:
+    if not isinstance(given, Mapping):
+        swapped = isinstance(given, str | os.PathLike)
+        order = "; the state dict is the first argument, and the path comes after it" * swapped
+        raise ArgumentError(f"expected a state dict {purpose}, found {type(given).__name__}{order}")
+
+
+# --- What ranks hold together -----------------------------------------------------------------------------------------
+
+
+NOBODY = "nobody"
+"""The buffer of elements that no rank asks for."""
+
+
+class RankBoxes(NamedTuple):
+    """The boxes of a tensor that a rank holds, or asks for."""
+
+    rank: int
+    boxes: tuple[Box, ...]
+
+
+class Holder(NamedTuple):
+    """A rank that takes part in a tensor or another object: its place among ranks, its first item, and its kind."""
+
+    place: int
+    item: int
+    number: int
+
+
+def holders_by_key(ranks: Sequence[RankState]) -> dict[str, list[Holder]]:
+    """Return who takes part in what, by key.
+
+    Raises:
+        LayoutError: nobody holds any element of a tensor; names it.
+    """
+    holders: defaultdict[str, list[Holder]] = defaultdict(list)
+    for place, state in enumerate(ranks):
+        counts = [kind is None or kind.counts for kind in state.kinds]
+        for key, number, item in zip(state.keys, state.numbers, state.first_items(), strict=False):
+            if counts[number]:
+                holders[key].append(Holder(place, item, number))
+    for key in (key for state in ranks for key in state.keys if key not in holders):
+        raise LayoutError(f"tensor {key!r}: no rank holds any of its elements")
+    return holders
+
+
+@lru_cache(maxsize=65536)
+def held_layout(shape: Index, held: tuple[RankBoxes, ...]) -> TensorLayout:
+    """Return where ranks have a tensor; the places are in each rank's boxes, as if these lay dense and end to end.
+
+    Raises:
+        LayoutError: nobody holds some elements, or boxes overlap in part.
+    """
+    try:
+        return TensorLayout.of(shape, _fragments(held))
+    except LayoutError:
+        return TensorLayout.of(shape, _fragments(held, "rank {}".format))  # raises the same, in words
+
+
+def _fragments(held: Iterable[RankBoxes], name: Callable[[int], Buffer] = int) -> Iterator[Fragment]:
+    for rank, boxes in held:
+        start = 0
+        for box in boxes:
+            yield dense(box, name(rank), start)
+            start += box.numel
+
+
+def unheld(shape: Index, boxes: Iterable[Box]) -> list[Box]:
+    """Return boxes of a tensor's elements that none of these boxes has, which may overlap."""
+    distinct = sorted(set(boxes), key=lambda box: box.lo)
+    return [] if 0 in shape else list(holes_in(Box.of(shape), distinct))
+
+
+@lru_cache(maxsize=65536)
+def asked_layouts(shape: Index, held: tuple[RankBoxes, ...]) -> tuple[TensorLayout, ...]:
+    """Return where ranks want a tensor: each rank is in one of the layouts, with all its boxes.
+
+    One layout does unless boxes overlap in part, as two inference engines cut tensors otherwise.
+
+    Raises:
+        LayoutError: the boxes of one rank overlap, or reach outside the tensor.
+    """
+    layouts = []
+    for together in _apart(held):
+        fragments = list(_fragments(together))
+        start = 0
+        for box in unheld(shape, (fragment.box for fragment in fragments)):
+            fragments.append(dense(box, NOBODY, start))
+            start += box.numel
+        layouts.append(TensorLayout.of(shape, tuple(fragments)))
+    return tuple(layouts)
+
+
+def _apart(held: tuple[RankBoxes, ...]) -> list[list[RankBoxes]]:
+    """Return ranks in few lists, so that in each of them boxes are equal or disjoint."""
+    numbers: dict[Box, int] = {}
+    for _, boxes in held:
+        for box in boxes:
+            numbers.setdefault(box, len(numbers))
+    lo = np.array([box.lo or (0,) for box in numbers], np.int64)
+    hi = np.array([box.hi or (1,) for box in numbers], np.int64)
+    against: defaultdict[int, set[int]] = defaultdict(set)
+    for i, j in zip(*overlaps(lo, hi, lo, hi), strict=True):
+        if i != j:
+            against[int(i)].add(int(j))
+    lists: list[tuple[list[RankBoxes], set[int]]] = []
+    for asking in held:
+        mine = {numbers[box] for box in asking.boxes}
+        barred = set().union(*(against[number] for number in mine)) - mine if against else set()
+        for members, taken in lists:
+            if not barred & taken:
+                members.append(asking)
+                taken |= mine
+                break
+        else:
+            lists.append(([asking], mine))
+    return [members for members, _ in lists]
+
+
+def prove_asked_whole(ranks: Mapping[int, tuple[RankState, Sequence[Collection[int]]]]) -> None:
+    """Prove that no rank's template lacks a tensor of which it holds a part: that would stay as it was, unnoticed.
+
+    Where only boxes say who holds what, and some rank lacks the tensor, those of the others have to be all of it.
+    Boxes that every rank gives are what it holds, and may be a part of the tensor.
+
+    Args:
+        ranks: by global rank, of all ranks that load together: what each asks for; and by kind the global ranks that
+            hold elements of such a tensor, where placements say that, else none.
+
+    Raises:
+        LayoutError: names the tensor, and the rank or the box that is missing.
+    """
+    asked: defaultdict[str, dict[int, int]] = defaultdict(dict)
+    for rank, (state, _) in ranks.items():
+        for key, number in zip(state.keys, state.numbers, strict=True):
+            asked[key][rank] = number
+    proved = set()
+    for key, numbers in asked.items():
+        name = tuple(numbers.items())
+        if name in proved:
+            continue
+        proved.add(name)
+        shape: Index = ()
+        boxes, placed = list[Box](), False
+        for rank, number in numbers.items():
+            state, holders = ranks[rank]
+            kind = state.kinds[number]
+            assert kind is not None, "what is not a tensor is not asked for so"
+            shape, boxes = kind.shape, [*boxes, *kind.boxes]
+            placed |= bool(holders[number])
+            for lacking in (holder for holder in holders[number] if holder in ranks and holder not in numbers):
+                raise LayoutError(
+                    f"tensor {key!r} is in the state dict of rank {rank}, whose placements give a part of it to rank "
+                    f"{lacking}, but not in that of rank {lacking}, where that part would stay as it was: load with "
+                    "the same keys on all ranks that hold the tensor"
+                )
+        if placed or len(numbers) == len(ranks):
+            continue
+        for hole in unheld(shape, boxes):
+            raise LayoutError(
+                f"tensor {key!r}: no rank's state dict asks for box {hole} of it, of shape {shape}, so whoever "
+                "holds that would keep it as it was: load with the same keys on all ranks that hold the tensor"
+            )
+
+
+# --- What a nested state dict says of its tensors ---------------------------------------------------------------------
+
+_UNKNOWN = Annotation()
+
+
+def _annotated(path: KeyPath, node: Any, known: Mapping[KeyPath, Annotation]) -> Iterator[tuple[KeyPath, Annotation]]:
+    """Yield annotations of tensors by path, as DCP makes paths: keys as strings, list positions as integers."""
+    if isinstance(node, Tensor):
+        yield path, replace(known.get(path, _UNKNOWN), layout=placement_json(node))
+    elif isinstance(node, Mapping):
+        if own := {(*path, *at): _of_slot(name, slot, group) for at, name, slot, group in slots_of(node)}:
+            known = {**known, **own}
+        for key, value in node.items():
+            yield from _annotated((*path, str(key)), value, known)
+    elif isinstance(node, list | tuple):
+        for index, value in enumerate(node):
+            yield from _annotated((*path, index), value, known)
+
+
+def _of_slot(name: str, slot: str, group: Mapping[str, Any]) -> Annotation:
+    convention, pieces = group.get("convention"), group.get("pieces")
+    declared = [known for known in Convention if slot == MOMENTUM and known == convention]
+    return Annotation(name, slot, declared[0] if declared else None, tuple(pieces) if pieces else None)

@@ -14,30 +14,33 @@ from typing import Any
 
 import torch
 
+from ..keys import NamedOptimizer, StateForm
 from ..record import Blob, StateRecord
 from ..resumption import (
     GONE,
+    KEPT,
     NAMES_OF_GROUPS,
     NEW,
-    SAID,
     Extra,
     Globs,
     LoadReport,
     as_tuples,
     differences_listed,
+    inserted_parts,
+    meaning,
+    origin_groups,
     said_otherwise,
+    scheduler_misfit,
 )
-from ..vocabulary import BEGIN_AS_ZEROS
-from .load_template import LoadTemplate, Matching, OwnParameter, misfits
-from .named_optimizer import NamedOptimizer, Stored
-from .taken_options import OptionKeys, option_keys, options_by_group, options_by_name
+from ..vocabulary import BEGIN_AS_ZEROS, FUSION, OF_THE_RUN, SCHEDULED, KeyPath
+from .load_template import LoadTemplate, Matching, OwnParameter, Stored, misfits
 
 _NONE: Mapping[Any, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class RankRequest:
-    """What a rank tells the coordinator: what it takes, which optimizers it has, and which globs were given."""
+    """A rank's request to the coordinator: what it takes, which optimizers it has, and which globs were given."""
 
     matching: Matching
     optimizers: tuple[NamedOptimizer, ...]
@@ -45,7 +48,9 @@ class RankRequest:
 
 
 def match(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
-    """What a rank's template takes from a checkpoint."""
+    """Decide what a rank's template takes from a checkpoint."""
+    if forms := tuple(_of_other_forms(template, stored)):
+        return Matching(spared=frozenset(stored.entries), faults=forms)
     unnamed = tuple(
         f"the parameters of {key!r} have numbers, so fresh={list(globs.patterns)!r} cannot name them: save and load "
         "get_optimizer_state_dict(model, optimizer), which has names"
@@ -56,8 +61,34 @@ def match(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
     return Matching.joined([Matching(faults=unnamed), _keys(template, stored, globs), *of_optimizers])
 
 
+_GIVEN = {
+    StateForm.NUMBERED: "the optimizer itself, or optimizer.state_dict(), whose parameters have numbers",
+    StateForm.NESTED: "get_optimizer_state_dict(model, optimizer), whose parameters have names",
+    StateForm.FLAT: (
+        "get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)), "
+        "whose parameters have names"
+    ),
+}
+"""What users save and load, by its form."""
+
+
+def _of_other_forms(template: LoadTemplate, stored: Stored) -> Iterator[str]:
+    """Yield which optimizers the checkpoint has in another form than the template, and what loads them."""
+    if not stored.translated:
+        return  # another program's, and to be translated first
+    asked = {optimizer.key: optimizer.form for optimizer in template.optimizers}
+    for key, form in {**asked, **dict.fromkeys(template.numbered, StateForm.NUMBERED)}.items():
+        saved = stored.form(key)
+        if saved not in (None, form):
+            after = "" if saved is StateForm.NUMBERED else ", and then set_optimizer_state_dict"
+            yield (
+                f"{key!r} was saved from {_GIVEN[saved]}, and is to be loaded into {_GIVEN[form]}. To keep all of "
+                f"its state, load it into what it was saved from: give that as {key!r}{after}"
+            )
+
+
 def judge(requests: Sequence[RankRequest], stored: Stored, extra: Extra) -> tuple[Matching, LoadReport]:
-    """What all ranks together take, with all that does not fit.
+    """Decide what all ranks together take, with all that does not fit.
 
     Args:
         extra: what the checkpoint may hold besides what the templates ask for.
@@ -106,7 +137,7 @@ def judge(requests: Sequence[RankRequest], stored: Stored, extra: Extra) -> tupl
 
 
 def _extra_keys(entries: Sequence[StateRecord | Blob], template: Iterable[str]) -> list[str]:
-    """What only the checkpoint has, together what is under a root of its own, and how to leave it."""
+    """Return what only the checkpoint has, by roots where these are its own, and how to leave it."""
     used = {key.partition(".")[0] for key in template}
     roots: defaultdict[str, list[str]] = defaultdict(list)
     for entry in entries:
@@ -118,24 +149,25 @@ def _extra_keys(entries: Sequence[StateRecord | Blob], template: Iterable[str]) 
     return faults
 
 
-def misfit(matching: Matching, cure: str) -> str:
-    """All that does not fit, in one sentence.
+def misfit(matching: Matching, cure: str, kept: str = KEPT) -> str:
+    """Return all that does not fit, in one sentence.
 
     Args:
         cure: where ``fresh`` is given, such as ``"muonckpt.load(..., {})"``.
+        kept: what keeps the state of parameters that differ.
     """
     problems = list(matching.faults[:12])
     if len(matching.faults) > 12:
         problems.append(f"and {len(matching.faults) - 12} more")
     if matching.differences:
-        problems.append(differences_listed(matching.differences, matching.names, cure))
+        problems.append(differences_listed(matching.differences, matching.names, cure, kept))
     return "; ".join(problems)
 
 
 def _passed_over(
     optimizer: NamedOptimizer, keys: Sequence[str], stored: Stored, loaded: Collection[OwnParameter]
 ) -> Iterator[str]:
-    """Options that nothing takes, and that are not missed: names, and those of groups of which nothing is loaded."""
+    """Yield options that nothing takes and nobody misses: names, and those of groups of which nothing is loaded."""
     if optimizer.groups is None:
         for name, of_name in optimizer.options_of_names(keys).items():
             yield from of_name.values() if (optimizer.key, name) not in loaded else ()
@@ -147,9 +179,10 @@ def _passed_over(
 
 
 def _keys(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
-    """What is not in an optimizer goes by its key.  Weights that the checkpoint lacks may be kept."""
+    """Take by its key what is in no optimizer.  Weights that the checkpoint lacks may be kept."""
     elsewhere = tuple(prefix for optimizer in template.optimizers for prefix in (optimizer.state, optimizer.options))
-    sources, kept, missing, faults = {}, {}, [], []
+    sources: dict[str, str] = {}
+    kept, missing, faults = {}, [], []
     for key in sorted(template.values):
         if key.startswith(elsewhere):
             continue
@@ -159,12 +192,28 @@ def _keys(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
         elif isinstance(template.values[key], torch.Tensor) and globs.match(str(template.paths[key][-1])):
             kept[key] = str(template.paths[key][-1])
         else:
-            missing.append(f"missing key {key!r}")
-    return Matching(sources, kept=kept, faults=(*missing, *faults))
+            missing.append(key)
+    return Matching(
+        sources,
+        kept=kept,
+        faults=(*_wrapped(template, stored, missing), *(f"missing key {key!r}" for key in missing), *faults),
+    )
+
+
+def _wrapped(template: LoadTemplate, stored: Stored, missing: Sequence[str]) -> Iterator[str]:
+    mine, theirs = defaultdict(set), defaultdict(set)
+    for key in missing:
+        *above, name = template.paths[key]
+        mine[tuple(above)].add(str(name))
+    for key, entry in stored.entries.items() if mine else ():
+        *above, name = entry.path
+        if key not in template.values:
+            theirs[tuple(above)].add(str(name))
+    yield from filter(None, (inserted_parts(names, theirs[above]) for above, names in mine.items()))
 
 
 def _state(optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
-    """What an optimizer takes: state by the names of parameters, options by their groups."""
+    """Take an optimizer's state by the names of parameters, and its options by their groups."""
     options = option_keys(optimizer, template, stored)
     mine = optimizer.state_of_names(template.values, options.mine)
     theirs = optimizer.state_of_names(stored.entries, {*options.mine, *options.theirs})
@@ -219,16 +268,12 @@ def _reason(
     theirs: Mapping[str, Mapping[str, str]],
     options: OptionKeys,
 ) -> str | None:
-    """Why the state of a parameter cannot be loaded, if it cannot.
-
-    Args:
-        mine, theirs: keys of state in the template and in the checkpoint, by parameter and slot.
-    """
+    """Return why the state of a parameter cannot be loaded; ``mine`` and ``theirs`` are keys by parameter and slot."""
     here, there = mine.get(name, _NONE), theirs.get(name, _NONE)
     if not there:
         return NEW if here else None
     now, then = options.mine.get(name, _NONE), options.theirs.get(name, _NONE)
-    for option in SAID:
+    for option in meaning(there):
         if option in now and option in then:
             values = stored.option(then[option]), as_tuples(template.values[now[option]])
             if values[0] != values[1]:
@@ -239,3 +284,196 @@ def _reason(
         for fault in misfits(template, key, stored.entries[there[slot]]):
             return f"with a {slot} that {fault}"
     return None
+
+
+# --- Options: a parameter's own, or those of the group that it was in -------------------------------------------------
+
+BASE_RATES = "base_lrs"
+"""Where a scheduler's state dict has a rate for each group, by the group's number."""
+
+_OF_SCHEDULERS = frozenset({BASE_RATES, "_schedulers"})
+
+_OWN = NAMES_OF_GROUPS | {*FUSION}
+"""Options in which groups of a checkpoint may differ that are one group of the running optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptionKeys:
+    """The keys of an optimizer's options by parameter and option, in the template and in the checkpoint.
+
+    Attributes:
+        home: in the nested form, the number of the group that a parameter has in the checkpoint.
+    """
+
+    mine: Mapping[str, Mapping[str, str]]
+    theirs: Mapping[str, Mapping[str, str]]
+    home: Mapping[str, int]
+
+
+def option_keys(optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored) -> OptionKeys:
+    if optimizer.groups is None:
+        by_name = optimizer.options_of_names
+        return OptionKeys(by_name(template.values), by_name(stored.entries), {})
+    groups, saved = stored.groups(optimizer), optimizer.options_of_groups(stored.entries)
+    mine = optimizer.options_of_groups(template.values)
+    live = [(name, number) for number, names in enumerate(optimizer.groups) for name in names]
+    # Where ranks have groups of different parameters, only one rank's names are stored; the numbers are the same.
+    home = {name: number for name, number in live if number in saved}
+    home |= {name: number for number, names in enumerate(groups) for name in names}
+    return OptionKeys(
+        {name: mine[number] for name, number in live}, {name: saved[number] for name, number in home.items()}, home
+    )
+
+
+def options_by_group(
+    optimizer: NamedOptimizer,
+    template: LoadTemplate,
+    stored: Stored,
+    options: OptionKeys,
+    loaded: Sequence[str],
+    fresh: Sequence[str],
+) -> Matching:
+    """Take options of the nested form: those of the group in which a group's parameters were."""
+    saved = optimizer.options_of_groups(stored.entries)
+    home = {name: options.home[name] for name in loaded if name in options.home}
+
+    def of_saved(number: int) -> dict[str, Any]:
+        return {option: stored.option(key) for option, key in saved[number].items() if option not in _OWN}
+
+    numbers, differences = origin_groups(optimizer.groups or (), home, of_saved)
+    joined = [{home[name] for name in names if name in home} for names in optimizer.groups or ()]
+    spared = [key for number in set().union(*joined) - {*numbers} for key in saved[number].values()]
+    taken = []
+    for number, keys in optimizer.options_of_groups(template.values).items():
+        source = numbers[number]
+        if source is None:  # all of it starts fresh, with the options that it has
+            continue
+        mine = {option: key for option, key in keys.items() if option not in NAMES_OF_GROUPS}
+        taken.append(_taken(template, stored, mine, saved[source], f"{optimizer.options}{source}", f"group {number}"))
+    unfit = _scheduler_misfit(template, stored, optimizer, numbers)
+    return Matching.joined([Matching(spared=frozenset(spared), differences=differences), unfit, *taken])
+
+
+def _scheduler_misfit(
+    template: LoadTemplate, stored: Stored, optimizer: NamedOptimizer, origins: Sequence[int | None]
+) -> Matching:
+    saved = optimizer.options_of_groups(stored.entries)
+    rates = {n: stored.option(keys["initial_lr"]) for n, keys in saved.items() if "initial_lr" in keys}
+    mine = [optimizer.options_of_groups(template.values).get(n, _NONE).get("initial_lr") for n in range(len(origins))]
+    then = [rates.get(number) for number in range(max(saved, default=-1) + 1)]
+    now = [
+        rates.get(origin) if origin is not None else None if key is None else template.values[key]
+        for origin, key in zip(origins, mine, strict=True)
+    ]
+    schedulers = [key for key, path in template.paths.items() if not _OF_SCHEDULERS.isdisjoint(path)]
+    if unfit := scheduler_misfit(then, now):
+        return Matching(faults=(unfit,)) if schedulers or any(mine) else Matching(doubts=(unfit,))
+    if len(template.optimizers) > 1:  # a scheduler does not say whose it is
+        return Matching()
+    return Matching(
+        doubts=tuple(
+            f"{key!r} of the checkpoint has {list(base)}, and the groups initial_lr {now}: the scheduler gives groups "
+            "other rates than they began with, as it does if their order has changed in the saved run"
+            for key in schedulers
+            if template.paths[key][-1] == BASE_RATES and key in stored.entries and None not in now
+            if (base := stored.option(key)) != tuple(now)
+        )
+    )
+
+
+def options_by_name(
+    optimizer: NamedOptimizer,
+    template: LoadTemplate,
+    stored: Stored,
+    options: OptionKeys,
+    loaded: Sequence[str],
+    fresh: Sequence[str],
+) -> Matching:
+    """Take options of the flattened form: a parameter's own, or if it is fresh those that others of its group take.
+
+    Its group is the parameters with equal options in the template.
+    """
+    alike: defaultdict[str, list[str]] = defaultdict(list)
+    for name in loaded:
+        alike[_shown(template, options.mine.get(name, _NONE))].append(name)
+    apart = [_apart(names, stored, options) for names in alike.values()]
+    faults = [fault for fault in apart if fault]
+    origins = {name: name for name in loaded}
+    for name in fresh:
+        for other in alike.get(_shown(template, options.mine.get(name, _NONE)), [])[:1]:
+            origins[name] = other
+    taken = [
+        _taken(
+            template,
+            stored,
+            options.mine.get(name, _NONE),
+            options.theirs.get(origin, _NONE),
+            f"{optimizer.options}{origin}",
+            "parameters",
+        )
+        for name, origin in origins.items()
+    ]
+    return Matching.joined([Matching(faults=tuple(faults)), *taken])
+
+
+def _apart(names: Sequence[str], stored: Stored, options: OptionKeys) -> str | None:
+    for option in options.theirs.get(names[0], {}).keys() - _OWN:
+        keys = {name: options.theirs[name][option] for name in names if option in options.theirs.get(name, _NONE)}
+        first = stored.option(keys[names[0]])
+        differing = {stored.mark(key): name for name, key in keys.items()}.values()
+        for other in (name for name in differing if stored.option(keys[name]) != first):
+            return (
+                f"{names[0]!r} and {other!r} have the same options now, and {option}={first!r} and "
+                f"{stored.option(keys[other])!r} in the checkpoint; a flattened state dict does not say whether they "
+                "are one group: load a nested one (flatten_optimizer_state_dict=False)"
+            )
+    return None
+
+
+def _taken(
+    template: LoadTemplate, stored: Stored, mine: Mapping[str, str], theirs: Mapping[str, str], where: str, who: str
+) -> Matching:
+    """Return where options come from, what stays as it is, what is added, and what does not fit.
+
+    Args:
+        mine, theirs: keys by option.
+        where: what the checkpoint's keys begin with.
+        who: has these options, for people.
+    """
+    sources = {key: theirs[option] for option, key in mine.items() if option in theirs}
+    lacking = sorted(mine.keys() - theirs.keys())
+    faults = [f"missing key {f'{where}.{option}'!r}" for option in lacking if not theirs or option in OF_THE_RUN]
+    faults += [f"{key!r} {why}" for key, own in sources.items() for why in misfits(template, key, stored.entries[own])]
+    own = [f"{option}={template.values[mine[option]]!r}" for option in lacking if option not in OF_THE_RUN]
+    only_there = [option for option in theirs if option in SCHEDULED and option not in mine]
+    return Matching(
+        sources,
+        frozenset(theirs[option] for option in only_there),
+        own_options=(f"{who}: {', '.join(own)}",) if own and theirs else (),
+        added={
+            _beside(template.paths[key], option): stored.option(theirs[option])
+            for option in only_there
+            for key in list(mine.values())[:1]
+        },
+        faults=tuple(faults),
+    )
+
+
+def _beside(path: KeyPath, option: str) -> KeyPath:
+    *above, last = path
+    flattened, dot, _ = str(last).rpartition(".")
+    return (*above, f"{flattened}{dot}{option}")
+
+
+def dropped_by_torch(added: Mapping[KeyPath, object]) -> tuple[str, ...]:
+    """Return the options among those ``added`` that torch's ``set_state_dict`` drops, as text.
+
+    Of a flattened state dict it takes only the options that the running optimizer's groups have.
+    """
+    parts = [(str(path[-1]).rpartition("."), value) for path, value in added.items()]
+    return tuple(dict.fromkeys(f"{option}={value!r}" for (_, dot, option), value in parts if dot))
+
+
+def _shown(template: LoadTemplate, keys: Mapping[str, str]) -> str:
+    """Return a parameter's options as text, the same for all parameters of its group."""
+    return str(sorted((option, as_tuples(template.values[key])) for option, key in keys.items()))

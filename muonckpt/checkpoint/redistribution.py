@@ -1,7 +1,7 @@
 """Live state from one mesh to another, between the ranks of one process group, without a disk.
 
-Every rank tells all others once what it has, then once what it asks for.  From that each derives the same plans and the
-same stages, and in each stage sends exactly what others ask of it, and receives exactly what it asks for.
+Every rank tells all others what it has, then what it asks for.  From that each derives the same plans and stages, and
+in each stage sends exactly what others ask of it, and receives exactly what it asks for.
 """
 
 from __future__ import annotations
@@ -9,29 +9,27 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from ..box import Box
 from ..errors import ArgumentError, AttestError, LayoutError, SourceError, TargetError, about
 from ..fingerprint import as_hex, combine
-from ..layouts.boxed_tensor import whole_shape
-from ..record import Blob, StateRecord
+from ..layouts.boxed_tensor import Parts
+from ..record import Blob, Extent, StateRecord
 from ..resumption import Extra, Globs, LoadReport
+from ..store.io.checksums import xxh3_128
 from ..store.reading.dtypes import itemsize
-from .all_ranks import group_ranks, refuse_differing, told_all, unusable, wire_device
-from .bits import dtype_name
-from .carrier import Carrier, share
-from .live_boxes import HeldBox, boxes_of_all
-from .live_state import LiveState, RankState
-from .load_template import template_of
+from .all_ranks import gather_on_all, group_ranks, refuse_crossed, refuse_differing, unusable, wire_device
+from .attestation import held_together, shares_of
+from .live_state import HeldTensor, LiveState, RankBoxes, RankState
+from .load_template import Stored, template_of
 from .matching import RankRequest, judge, match, misfit
-from .named_optimizer import Stored
-from .shared_memory import check_apart
-from .transfers import RankBoxes, Transfer, stages_of, transfers_of
+from .transfers import Carrier, Transfer, stages_of, transfers_of
 
 DEFAULT_MEMORY = 256 << 20
 """Bytes of a rank's exchange buffers."""
@@ -39,7 +37,7 @@ DEFAULT_MEMORY = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Redistribution:
-    """What `redistribute` has done.
+    """The result of `redistribute`.
 
     Attributes:
         report: of parameters, as `load` gives it.
@@ -64,15 +62,41 @@ class Redistribution:
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
-    """What a rank asks for.
+class _Source:
+    """A rank's source, as it tells the others.
 
     Attributes:
-        boxes: by key of its target, of tensors that are filled.
+        pickled: what is not a tensor, by key.
+        options: values of options that are tensors, by key.
+        devices: types of the devices that have its tensors.
     """
 
+    state: RankState
+    pickled: Mapping[str, bytes]
+    options: Mapping[str, float]
+    devices: frozenset[str]
+
+    @classmethod
+    def of(cls, live: LiveState) -> _Source:
+        options = {
+            key: float(live.flat[key])
+            for key in live.parts
+            if type(live.flat[key]) is Tensor and live.flat[key].numel() == 1 and "param_groups" in key
+        }
+        pickled = {key: pickle.dumps(value) for key, value in live.flat.items() if key not in live.parts}
+        return cls(live.described, pickled, options, live.devices)
+
+    def entries(self) -> Iterator[StateRecord | Blob]:
+        yield from self.state.records()
+        for key, path in zip(self.state.keys, self.state.paths, strict=True):
+            if (pickled := self.pickled.get(key)) is not None:
+                yield Blob(key, path, Extent("live", 0, len(pickled)), xxh3_128([pickled]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
     rank: RankRequest
-    boxes: Mapping[str, tuple[Box, ...]]
+    state: RankState
     devices: frozenset[str]
     memory: int
 
@@ -89,9 +113,8 @@ def redistribute(
 ) -> Redistribution:
     """Fill the tensors of one state dict from those of another, whatever meshes they are on.  Collective; no disk.
 
-    It does what `save` of the source and `load` into the target would do, in memory: each element that a rank asks for
-    comes from a rank that holds it, from itself if it is one of them, and travels once.  Ranks may have only a source,
-    only a target or neither: they give ``{}``.  What is not a tensor is taken over as by `load`.
+    As `save` of the source and `load` into the target, in memory: each element that a rank asks for comes from a rank
+    that holds it, if possible itself, and travels once.  A rank without a source or a target gives ``{}``.
 
     Args:
         source_state_dict: nested as for `save`; not changed.
@@ -103,54 +126,56 @@ def redistribute(
         attest: compare replicas of the source with each other, and what has arrived with what was sent (fingerprints).
 
     Raises:
-        SourceError: keys, shapes, dtypes or optimizers of source and target do not fit each other; lists what differs.
-        LayoutError: nobody holds some elements of the source, boxes overlap in part, or source and target share memory;
-            names tensor, box and holder.
+        SourceError: source and target do not fit each other; lists what differs.
+        LayoutError: nobody holds some elements of the source, boxes overlap in part, or source and target share memory.
         TargetError: the memory does not do for one element.
         AttestError: replicas of the source differ, or what has arrived is not what was sent.
-        ArgumentError: ``fresh`` or ``allow_extra`` is no list of strings, or the latter or ``attest`` is not the same
-            on all ranks.
+        ArgumentError: an argument is none of these, or not the same on all ranks.
         LostRankError: another rank was lost, or did not answer within the time-out of the process group.
     """
     held: list[LiveState] = []
     globs_of: list[tuple[Globs, Extra]] = []
 
-    def described() -> tuple[Mapping[str, object], RankState]:
+    def described() -> tuple[Mapping[str, object], _Source]:
         if memory < 1:
             raise TargetError(f"expected memory of at least 1 byte, found {memory}")
         try:
             globs_of.append((Globs.of(fresh), Extra.of(allow_extra)))
         except TypeError as error:
             raise ArgumentError(str(error)) from error
-        held.append(LiveState.of(source_state_dict))
-        return {"allow_extra": globs_of[0][1].patterns, "attest": attest}, held[0].described()
+        held.append(LiveState.of(source_state_dict, "to redistribute from"))
+        return {"allow_extra": globs_of[0][1].patterns, "attest": attest}, _Source.of(held[0])
 
-    answers = told_all(group, SourceError, described)
-    refuse_differing(group, "redistribute", [said for said, _ in answers])
-    states = dict(zip(group_ranks(group), (state for _, state in answers), strict=True))
-    items, stored = _stored(states)
+    refuse_crossed(group, "redistribute")
+    answers = gather_on_all(group, SourceError, described)
+    refuse_differing(group, "redistribute", [arguments for arguments, _ in answers])
+    sources = dict(zip(group_ranks(group), (source for _, source in answers), strict=True))
+    items, stored = _stored(sources)
     [(globs, extra)] = globs_of
 
     def asked() -> _Request:
-        held.append(LiveState.of(target_state_dict))
+        held.append(LiveState.of(target_state_dict, "to redistribute into"))
         return _asked(held[0], held[1], stored, globs, extra, memory)
 
-    requests = dict(zip(states, told_all(group, SourceError, asked), strict=True))
-    matching, report = judge([each.rank for each in requests.values()], stored, extra)
+    requests = dict(zip(sources, gather_on_all(group, SourceError, asked), strict=True))
+    matching, report = judge([request.rank for request in requests.values()], stored, extra)
     if not matching.fits:
         cure = "muonckpt.redistribute(..., {})"
         raise SourceError(f"the source does not fit the target: {misfit(matching, cure)}")
-    moves = _moves(states, requests)
-    budget = min(each.memory for each in requests.values())
-    stages = stages_of(moves, list(states), budget)
+    moves = _moves(sources, requests)
+    budget = min(request.memory for request in requests.values())
+    stages = stages_of(moves, list(sources), budget)
     source, target = held
     kinds = frozenset().union(
-        *(state.devices for state in states.values()), *(each.devices for each in requests.values())
+        *(source.devices for source in sources.values()), *(request.devices for request in requests.values())
     )
-    carrier = Carrier(source.parts, target.parts, moves, stages, list(states), group)
-    told_all(group, TargetError, lambda: carrier.make_buffers(wire_device(group, kinds)))
+    carrier = Carrier(source.parts, target.parts, moves, stages, list(sources), group)
+    gather_on_all(group, TargetError, lambda: carrier.make_buffers(wire_device(group, kinds)))
     if attest:
-        _check_replicas(told_all(group, AttestError, lambda: _held_boxes(source, carrier.rank, moves)))
+        moving = {move.source for move in moves}
+        held_by_rank = gather_on_all(group, AttestError, lambda: shares_of(source, moving))
+        if faults := held_together(list(sources), held_by_rank).faults:
+            raise AttestError(f"the source differs from rank to rank: {'; '.join(faults[:12])}")
     carrier.run()
     mine = requests[carrier.rank].rank.matching
 
@@ -160,11 +185,13 @@ def redistribute(
         for key in mine.zeros:
             for part in target.parts[key].values():
                 part.zero_()
-        target.put({key: items[origin] for key, origin in mine.sources.items() if origin in items}, mine.added)
+        target.put(
+            {key: pickle.loads(items[origin]) for key, origin in mine.sources.items() if origin in items}, mine.added
+        )
         return (carrier.departed(), carrier.arrived()) if attest else ({}, {})
 
     with unusable():
-        _compare(moves, dict(zip(states, told_all(group, TargetError, finish), strict=True)))
+        _compare(moves, dict(zip(sources, gather_on_all(group, TargetError, finish), strict=True)))
     if mine.own_options:
         own = "; ".join(mine.own_options)
         warnings.warn(f"the source does not say options, which stay as the running optimizer's: {own}", stacklevel=2)
@@ -172,19 +199,13 @@ def redistribute(
     return Redistribution(report, filled, carrier.sent, carrier.received, len(stages), carrier.largest)
 
 
-def _stored(states: Mapping[int, RankState]) -> tuple[dict[str, bytes], Stored]:
-    """Of all ranks together: what is not a tensor, pickled, by key; and the entries that targets are matched with.
-
-    Raises:
-        LayoutError: ranks have tensors of other shapes or dtypes under one key.
-    """
+def _stored(sources: Mapping[int, _Source]) -> tuple[dict[str, bytes], Stored]:
     entries: dict[str, StateRecord | Blob] = {}
     holder: dict[str, int] = {}
     items: dict[str, bytes] = {}
     options: dict[str, Any] = {}
-    for rank, state in states.items():
-        mine: list[StateRecord | Blob] = [tensor.record for tensor in state.tensors]
-        for entry in (*mine, *(item.entry for item in state.items)):
+    for rank, source in sources.items():
+        for entry in source.entries():
             known = entries.setdefault(entry.key, entry)
             first = holder.setdefault(entry.key, rank)
             if _kind(known) != _kind(entry):
@@ -198,9 +219,8 @@ def _stored(states: Mapping[int, RankState]) -> tuple[dict[str, bytes], Stored]:
                     f"rank {first} is taken",
                     stacklevel=3,
                 )
-        for item in state.items:
-            items.setdefault(item.entry.key, item.pickled)
-        options = {**state.options, **options}
+        items = {**source.pickled, **items}
+        options = {**source.options, **options}
 
     def read(entry: StateRecord | Blob) -> Any:
         return pickle.loads(items[entry.key]) if isinstance(entry, Blob) else options.get(entry.key, str(entry))
@@ -213,86 +233,102 @@ def _kind(entry: StateRecord | Blob) -> str:
 
 
 def _asked(source: LiveState, target: LiveState, stored: Stored, globs: Globs, extra: Extra, memory: int) -> _Request:
-    """What this rank asks for.
-
-    Raises:
-        LayoutError: it would overwrite what it has to give.
-    """
-    template = template_of(target.nested, target.flat, target.paths, target.annotations, extra.everything)
+    """Return what this rank asks for, after checking that it overwrites nothing that it has to give."""
+    template = template_of(target, extra.everything)
     matching = match(template, stored, globs)
     keys = {key: origin for key, origin in matching.sources.items() if key in target.parts}
     check_apart(source.parts, {key: target.parts[key] for key in (*keys, *matching.zeros)}, keys)
-    return _Request(
-        RankRequest(matching, template.optimizers, globs),
-        {key: target.boxes(key) for key in keys},
-        frozenset(part.device.type for parts in target.parts.values() for part in parts.values()),
-        memory,
-    )
+    request = RankRequest(matching, template.optimizers, globs)
+    return _Request(request, target.described.boxes(keys), target.devices, memory)
 
 
-def _moves(states: Mapping[int, RankState], requests: Mapping[int, _Request]) -> list[Transfer]:
-    """What has to move, from what all ranks have and ask for.
-
-    Raises:
-        LayoutError: the source has a hole or an overlap; names tensor, box and holders.
-    """
-    records: dict[str, StateRecord] = {}
+def _moves(sources: Mapping[int, _Source], requests: Mapping[int, _Request]) -> list[Transfer]:
+    """Return what has to move, after proving that the source has neither hole nor overlap."""
+    kinds: dict[str, HeldTensor] = {}
     given: defaultdict[str, list[RankBoxes]] = defaultdict(list)
-    for rank, state in states.items():
-        for tensor in state.tensors:
-            records.setdefault(tensor.record.key, tensor.record)
-            if tensor.boxes:
-                given[tensor.record.key].append(RankBoxes(rank, tensor.boxes))
+    for rank, source in sources.items():
+        for key, kind in source.state.tensors():
+            kinds.setdefault(key, kind)
+            if kind.boxes:
+                given[key].append(RankBoxes(rank, kind.boxes))
     asked: defaultdict[tuple[str, str], list[RankBoxes]] = defaultdict(list)
     for rank, request in requests.items():
-        for key, boxes in request.boxes.items():
-            asked[request.rank.matching.sources[key], key].append(RankBoxes(rank, boxes))
+        for key, kind in request.state.tensors():
+            asked[request.rank.matching.sources[key], key].append(RankBoxes(rank, kind.boxes))
     moves: list[Transfer] = []
-    for (source, target), wanted in sorted(asked.items()):
-        record, takers = records[source], tuple(each for each in wanted if each.boxes)
-        with about(f"tensor {source!r} of the source"):
-            size = itemsize(record.dtype)
-            moves += transfers_of(source, target, size, record.shape, tuple(given[source]), takers)
+    for (origin, target), wanted in sorted(asked.items()):
+        kind, takers = kinds[origin], tuple(taker for taker in wanted if taker.boxes)
+        with about(f"tensor {origin!r} of the source"):
+            moves += transfers_of(origin, target, itemsize(kind.dtype), kind.shape, tuple(given[origin]), takers)
     return moves
-
-
-def _held_boxes(source: LiveState, rank: int, moves: Sequence[Transfer]) -> list[HeldBox]:
-    """What a rank holds of the tensors that move, with fingerprints."""
-    found = []
-    for key in sorted({move.source for move in moves} & source.parts.keys()):
-        shape, dtype, memory = whole_shape(source.flat[key]), dtype_name(source.flat[key].dtype), source.parts[key]
-        for box, part in zip(source.boxes(key), memory.values(), strict=True):
-            found.append(HeldBox(rank, key, shape, dtype, box, share(part, box)))
-    return found
-
-
-def _check_replicas(ranks: Sequence[Sequence[HeldBox]]) -> None:
-    """Check that ranks agree.
-
-    Raises:
-        AttestError: names tensor, box and ranks.
-    """
-    faults = boxes_of_all(ranks).faults
-    if faults:
-        raise AttestError(f"the source differs from rank to rank: {'; '.join(faults[:12])}")
 
 
 def _compare(
     moves: Sequence[Transfer], shares: Mapping[int, tuple[Mapping[tuple[int, int], int], Mapping[int, int]]]
 ) -> None:
-    """Compare what ranks have sent with what has arrived.
-
-    Raises:
-        AttestError: names tensor and rank.
-    """
     sent: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for departed, _ in shares.values():
-        for taker, each in departed.items():
-            sent[taker].append(each)
+        for taker, part in departed.items():
+            sent[taker].append(part)
     for rank, (_, arrived) in shares.items():
-        for number, found in arrived.items():
+        for number, actual in arrived.items():
             expected = combine(*sent[number, rank])
-            if found != expected:
+            if actual != expected:
                 raise AttestError(
-                    f"tensor {moves[number].target!r}: rank {rank} holds {as_hex(found)}, sent was {as_hex(expected)}"
+                    f"tensor {moves[number].target!r}: rank {rank} holds {as_hex(actual)}, sent was {as_hex(expected)}"
                 )
+
+
+# --- Tensors that share memory ----------------------------------------------------------------------------------------
+
+
+class _Range(NamedTuple):
+    """The addresses of a part in bytes, from its first element to its last."""
+
+    device: str
+    start: int
+    stop: int
+    written: bool
+    key: str
+
+    @classmethod
+    def of(cls, key: str, part: Tensor, written: bool) -> _Range:
+        last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+        start = part.data_ptr()
+        return cls(str(part.device), start, start + (last + 1) * part.itemsize, written, key)
+
+
+def check_apart(source: Mapping[str, Parts], target: Mapping[str, Parts], origins: Mapping[str, str]) -> None:
+    """Check that no part of the target lies in memory of the source, unless it is what it will be filled with.
+
+    Args:
+        origins: keys of the source, by those of the target that are filled from them.
+
+    Raises:
+        LayoutError: names the tensors.
+    """
+    ranges = [_Range.of(key, part, False) for key, parts in source.items() for part in parts.values()]
+    for key, parts in target.items():
+        same = source.get(origins.get(key, ""), {})
+        ranges += [_Range.of(key, part, True) for lo, part in parts.items() if not _identical(part, same.get(lo))]
+    read = written = _Range("", 0, 0, False, "")
+    for span in sorted(ranges):
+        other = read if span.written else written
+        if other.device == span.device and span.start < other.stop:
+            mine, theirs = (span.key, other.key) if span.written else (other.key, span.key)
+            raise LayoutError(
+                f"tensor {mine!r} of the target shares memory with {theirs!r} of the source, which would be "
+                "overwritten before all of it is read: give the target memory of its own"
+            )
+        if span.written and (written.device, written.stop) < (span.device, span.stop):
+            written = span
+        elif not span.written and (read.device, read.stop) < (span.device, span.stop):
+            read = span
+
+
+def _identical(part: Tensor, other: Tensor | None) -> bool:
+    return other is not None and _elements(part) == _elements(other)
+
+
+def _elements(part: Tensor) -> tuple[torch.device, int, torch.Size, tuple[int, ...], torch.dtype]:
+    return part.device, part.data_ptr(), part.shape, part.stride(), part.dtype

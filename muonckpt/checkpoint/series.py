@@ -17,9 +17,10 @@ from ..errors import ArgumentError, DamageError, DestinationError, MuonckptError
 from ..resumption import Extra, Globs, LoadReport
 from ..store.io.location import location
 from ..store.step_folder import Newest, StepFolder, StepName
-from .all_ranks import coordinates, judged, refuse_differing, told_by_first
-from .async_saving import AsyncSave, OnError, WhenBusy, saved_along, settle_last
-from .save_load import load, save
+from .all_ranks import broadcast_from_first, coordinates, decide_on_first, refuse_crossed, refuse_differing
+from .async_saving import AsyncSave, OnError, WhenBusy, save_in_thread, settle_last
+from .loading import load
+from .saving import save
 
 _Answer = TypeVar("_Answer")
 
@@ -41,7 +42,7 @@ class SavedStep:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What `Series.restore` has loaded.
+    """The result of `Series.restore`.
 
     Attributes:
         step: of the checkpoint that was loaded; training goes on behind it.
@@ -104,17 +105,17 @@ class Series:
         Args:
             step: 0 or more.
             state_dict: as for `muonckpt.save`.
-            replace: supersede a whole checkpoint of this step.  The new one is saved under a name of its own,
-                ``step-00001000.2``, and the old one is removed after that.  One that is torn, or was found damaged by
-                `restore`, is superseded in any case.
+            replace: supersede a whole checkpoint of this step, as a torn or damaged one is in any case.  The new one is
+                saved under a name of its own, ``step-00001000.2``, and the old one is removed after that.
             provenance: JSON data to keep in the manifest; ``step`` is added.
 
         Raises:
             DestinationError: there is a whole checkpoint of this step, or it cannot be written.
             LayoutError, ArgumentError, LostRankError: as of `muonckpt.save`.
         """
+        refuse_crossed(self._group, "Series.save")
         settle_last(self._group)
-        name = self._begun(step, replace)
+        name = self._new_name(step, replace)
         saved = self._saved(name)
         save(state_dict, saved.path, provenance={**(provenance or {}), "step": step}, process_group=self._group)
         self._published(name)
@@ -130,7 +131,7 @@ class Series:
         on_error: OnError = "raise",
         when_busy: WhenBusy = "wait",
     ) -> AsyncSave:
-        """`save` while training goes on, as `muonckpt.async_save` does; old checkpoints are removed after it, too.
+        """Save while training goes on, as `muonckpt.async_save` does; then remove what is not to be kept.
 
         Args:
             step, replace, provenance: as for `save`.
@@ -141,11 +142,11 @@ class Series:
         """
 
         def begin() -> tuple[str, Callable[[], None]]:
-            name = self._begun(step, replace)
+            name = self._new_name(step, replace)
             return self._saved(name).path, lambda: self._published(name)
 
         wanted, details = f"step {step}", {**(provenance or {}), "step": step}
-        return saved_along(state_dict, wanted, details, self._group, on_error, when_busy, begin)
+        return save_in_thread(state_dict, wanted, details, self._group, on_error, when_busy, begin)
 
     def _published(self, name: StepName) -> None:
         self._whole.add(name)
@@ -153,13 +154,14 @@ class Series:
             self._attempt(f"what {self._folder.place} need not keep", lambda: self._prune(name))
 
     def latest(self) -> SavedStep | None:
-        """The newest whole checkpoint, or None.  Reads descriptions and sizes of files, no data.
+        """Return the newest whole checkpoint, or None.  Reads descriptions and sizes of files, no data.
 
         A newer one that is torn is warned of.
 
         Raises:
             SourceError: the folder cannot be read, or a checkpoint is of a newer version of this package.
         """
+        refuse_crossed(self._group, "Series.latest")
         newest = self._newest()
         if newest.name is None:
             self._warn_of(newest.faults, "no whole one is left")
@@ -179,10 +181,9 @@ class Series:
     ) -> Restored | None:
         """Load the newest whole checkpoint; if it turns out to be damaged, the one before, with a warning on all ranks.
 
-        Data are checked while they are read, so some tensors may have been overwritten when damage is found; loading
-        the one before writes all of them again.  If that fails as well, the state dict is not to be trained on.
-        A checkpoint that does not fit the state dict, or that cannot be reached for now, is an error and no reason to
-        take an older one.
+        Tensors may have been overwritten when damage is found; loading the one before writes all of them again.  If
+        that fails as well, the state dict is not to be trained on.  A checkpoint that does not fit the state dict, or
+        cannot be reached for now, is an error and no reason to take an older one.
 
         Args:
             state_dict: the template, as for `muonckpt.load`.
@@ -199,6 +200,7 @@ class Series:
         """
         patterns, extra = Globs.of(fresh).patterns, Extra.of(allow_extra).patterns
         faults: dict[StepName, str] = {}
+        refuse_crossed(self._group, "Series.restore")
         while True:
             newest = self._newest()
             faults |= newest.faults
@@ -235,29 +237,30 @@ class Series:
             raise SourceError(f"expected a checkpoint in {place}, found none: is it the folder of this run?")
 
     def _newest(self) -> Newest:
-        return self._told(lambda: self._folder.newest(self._damaged), SourceError)
+        return self._ask_first(lambda: self._folder.newest(self._damaged), SourceError)
 
     def _is_there(self, name: StepName) -> bool:
-        return self._told(lambda: self._folder.exists(name), SourceError)
+        return self._ask_first(lambda: self._folder.exists(name), SourceError)
 
     def _saved(self, name: StepName) -> SavedStep:
         return SavedStep(name.step, str(self._folder.path(name)))
 
-    def _begun(self, step: int, replace: bool) -> StepName:
-        """The name to save under, once all ranks have asked for the same step."""
+    def _new_name(self, step: int, replace: bool) -> StepName:
+        """Return the name to save under, once all ranks have asked for the same step."""
 
-        def wanted() -> Mapping[str, object]:
+        def arguments() -> Mapping[str, object]:
+            if type(step) is not int or step < 0:
+                actual = repr(step) if isinstance(step, int | float | str) else f"a {type(step).__name__}"
+                raise ArgumentError(f"a step is an integer, 0 or more, and comes before the state dict; found {actual}")
             return {"step": step, "replace": replace}
 
         def begin(asked: list[Mapping[str, object]]) -> StepName:
             refuse_differing(self._group, "save", asked)
             return self._asked(lambda: self._begin(step, replace), DestinationError)
 
-        return judged(self._group, DestinationError, wanted, begin)
+        return decide_on_first(self._group, DestinationError, arguments, begin)
 
     def _begin(self, step: int, replace: bool) -> StepName:
-        if step < 0:
-            raise ArgumentError(f"a step is 0 or more, got {step}")
         self._attempt(f"what killed runs have left in {self._folder.place}", self._folder.clean)
         return self._folder.new_name(step, lambda name: replace or name in self._damaged)
 
@@ -272,13 +275,12 @@ class Series:
             )
 
     def _is_whole(self, name: StepName) -> bool:
-        """Whether to count one when old ones are removed.  Looks at each once: the next save has little time."""
+        """Return whether a checkpoint counts when old ones are removed.  Looks at each once, as time is short."""
         if name not in self._whole | self._damaged and self._folder.fault(name) is None:
             self._whole.add(name)
         return name in self._whole - self._damaged
 
     def _attempt(self, what: str, remove: Callable[[], None]) -> None:
-        """Remove something, or warn."""
         try:
             remove()
         except (MuonckptError, OSError) as error:
@@ -289,17 +291,10 @@ class Series:
             path = self._folder.path(name)
             warnings.warn(f"{path} is not whole: {fault}; {instead}", RuntimeWarning, stacklevel=3)
 
-    def _told(self, question: Callable[[], _Answer], kind: type[MuonckptError]) -> _Answer:
-        """The first rank's answer, or its error, on all ranks.
-
-        Raises:
-            kind: the folder cannot be read or written.
-            MuonckptError: what the question raises.
-        """
-        return told_by_first(self._group, kind, lambda: self._asked(question, kind))
+    def _ask_first(self, question: Callable[[], _Answer], kind: type[MuonckptError]) -> _Answer:
+        return broadcast_from_first(self._group, kind, lambda: self._asked(question, kind))
 
     def _asked(self, question: Callable[[], _Answer], kind: type[MuonckptError]) -> _Answer:
-        """The answer to a question about the folder, which an error names."""
         try:
             return question()
         except MuonckptError:

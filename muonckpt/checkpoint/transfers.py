@@ -1,34 +1,30 @@
-"""Which elements move between ranks, and in which stages: pure, and the same on every rank from the same descriptions.
+"""Moving tensors between ranks: which elements move in which stages, and one rank's part in it.
 
-A tensor's source is one layout.  Its target is one as well, unless ranks ask for boxes that overlap in part, as two
-inference engines do that cut tensors otherwise; then it is several, filled from the same source.
+Plans and stages are pure, and the same on every rank from the same descriptions.  A tensor's source is one layout.  Its
+target is one as well, unless ranks ask for boxes that overlap in part; then it is several, filled from the same source.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from ..box import Box, Index
 from ..errors import TargetError
-from ..layout import Buffer, Fragment, TensorLayout, dense, holes_in
-from ..overlap import IntArray, overlaps
+from ..fingerprint import combine
+from ..layout import Place
+from ..layouts.boxed_tensor import Parts
+from ..overlap import IntArray
 from ..plan import Copy, Plan, make_plan
-
-NOBODY = "nobody"
-"""The buffer of elements that no rank asks for."""
-
-
-class RankBoxes(NamedTuple):
-    """The boxes of a tensor that a rank holds, or asks for."""
-
-    rank: int
-    boxes: tuple[Box, ...]
+from .all_ranks import exchanged
+from .bits import share_of, unsigned
+from .live_state import NOBODY, LocalParts, RankBoxes, asked_layouts, held_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +43,7 @@ class Transfer:
     plan: Plan
 
     def copies(self) -> Iterator[Copy]:
-        """Those that a rank asks for."""
+        """Yield the copies that a rank asks for."""
         return (copy for copy in self.plan.copies if copy.target.buffer != NOBODY)
 
 
@@ -63,45 +59,16 @@ Portions = tuple[Portion, ...]
 """A stage: what is exchanged at a time.  All elements have the same size."""
 
 
-@lru_cache(maxsize=65536)
-def source_layout(shape: Index, held: tuple[RankBoxes, ...]) -> TensorLayout:
-    """Where the source has a tensor.
-
-    Raises:
-        LayoutError: nobody holds some elements, or boxes overlap in part.
-    """
-    return TensorLayout.of(shape, tuple(_fragments(held)))
-
-
-@lru_cache(maxsize=65536)
-def target_layouts(shape: Index, held: tuple[RankBoxes, ...]) -> tuple[TensorLayout, ...]:
-    """Where ranks want a tensor: each rank is in one of the layouts, with all its boxes.
-
-    Raises:
-        LayoutError: the boxes of one rank overlap, or reach outside the tensor.
-    """
-    layouts = []
-    for together in _apart(held):
-        fragments = list(_fragments(together))
-        rest = holes_in(Box.of(shape), list(dict.fromkeys(fragment.box for fragment in fragments)))
-        start = 0
-        for box in rest:
-            fragments.append(dense(box, NOBODY, start))
-            start += box.numel
-        layouts.append(TensorLayout.of(shape, tuple(fragments)))
-    return tuple(layouts)
-
-
 def transfers_of(
     source: str, target: str, itemsize: int, shape: Index, given: tuple[RankBoxes, ...], asked: tuple[RankBoxes, ...]
 ) -> list[Transfer]:
-    """The moves that fill what ranks ask for of a tensor.
+    """Return the moves that fill what ranks ask for of a tensor.
 
     Raises:
-        LayoutError: as `source_layout` and `target_layouts`.
+        LayoutError: as `held_layout` and `asked_layouts`.
     """
-    layout = source_layout(shape, given)
-    return [Transfer(source, target, itemsize, make_plan(layout, wanted)) for wanted in target_layouts(shape, asked)]
+    layout = held_layout(shape, given)
+    return [Transfer(source, target, itemsize, make_plan(layout, wanted)) for wanted in asked_layouts(shape, asked)]
 
 
 def stages_of(moves: Sequence[Transfer], ranks: Sequence[int], memory: int) -> list[Portions]:
@@ -141,7 +108,6 @@ class _Crossing:
     ranks: int
 
     def elements(self, box: Box) -> IntArray:
-        """How many elements of a box each rank sends and receives."""
         sizes = np.minimum(self.hi, box.hi or (1,)) - np.maximum(self.lo, box.lo or (0,))
         volumes = np.maximum(sizes, 0).prod(axis=1)
         there = np.bincount(self.giver, volumes, self.ranks) + np.bincount(self.taker, volumes, self.ranks)
@@ -150,30 +116,20 @@ class _Crossing:
 
 def _crossing(plan: Plan, ranks: Sequence[int]) -> _Crossing:
     position = {rank: index for index, rank in enumerate(ranks)}
-    copies = [copy for copy in plan.copies if copy.target.buffer not in (NOBODY, copy.source.buffer)]
-    width = max(len(plan.shape), 1)
-
-    def corners(values: list[Index]) -> IntArray:
-        return np.array(values, np.int64).reshape(-1, width)
-
-    def positions(buffers: Iterable[Buffer]) -> IntArray:
-        return np.array([position[int(buffer)] for buffer in buffers], np.int64)
-
-    return _Crossing(
-        corners([copy.box.lo or (0,) for copy in copies]),
-        corners([copy.box.hi or (1,) for copy in copies]),
-        positions(copy.source.buffer for copy in copies),
-        positions(copy.target.buffer for copy in copies),
-        len(ranks),
+    sources, targets = (
+        np.array([position[int(buffer)] if buffer != NOBODY else -1 for buffer in buffers], np.int64)
+        for buffers in (plan.sources, plan.targets)
     )
+    giver, taker = sources[plan.table.source], targets[plan.table.target]
+    crosses = (taker >= 0) & (giver != taker)
+    lo, sizes = plan.starts[crosses], plan.table.sizes[crosses]
+    if not plan.shape:  # one element of one dim
+        lo, sizes = np.zeros((len(lo), 1), np.int64), np.ones((len(lo), 1), np.int64)
+    return _Crossing(lo, lo + sizes, giver[crosses], taker[crosses], len(ranks))
 
 
 def _portions(crossing: _Crossing, box: Box, most: int) -> Iterator[tuple[Box, IntArray]]:
-    """Halve a box, along the dim that spreads its elements best, until no rank moves more than so many at once.
-
-    Raises:
-        TargetError: a single element is too much.
-    """
+    """Halve a box, along the dim that spreads its elements best, until no rank moves more than so many at once."""
     elements = crossing.elements(box)
     peak = int(elements.max(initial=0))
     if peak == 0:
@@ -201,35 +157,142 @@ def _halved(box: Box, dim: int) -> tuple[Box, Box]:
     )
 
 
-def _fragments(held: Sequence[RankBoxes]) -> Iterator[Fragment]:
-    for rank, boxes in held:
-        start = 0
-        for box in boxes:
-            yield dense(box, rank, start)
-            start += box.numel
+# --- One rank's part --------------------------------------------------------------------------------------------------
 
 
-def _apart(held: tuple[RankBoxes, ...]) -> list[list[RankBoxes]]:
-    """Ranks in as few lists as come about, so that in each list boxes are equal or disjoint."""
-    numbers: dict[Box, int] = {}
-    for _, boxes in held:
-        for box in boxes:
-            numbers.setdefault(box, len(numbers))
-    lo = np.array([box.lo or (0,) for box in numbers], np.int64)
-    hi = np.array([box.hi or (1,) for box in numbers], np.int64)
-    against: defaultdict[int, set[int]] = defaultdict(set)
-    for i, j in zip(*overlaps(lo, hi, lo, hi), strict=True):
-        if i != j:
-            against[int(i)].add(int(j))
-    lists: list[tuple[list[RankBoxes], set[int]]] = []
-    for each in held:
-        mine = {numbers[box] for box in each.boxes}
-        barred = set().union(*(against[number] for number in mine)) - mine if against else set()
-        for members, taken in lists:
-            if not barred & taken:
-                members.append(each)
-                taken |= mine
-                break
-        else:
-            lists.append(([each], mine))
-    return [members for members, _ in lists]
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    """Elements of a box that this rank exchanges with another one; ``place`` is where they lie here."""
+
+    number: int
+    place: Place
+    box: Box
+    nbytes: int
+
+
+Parcels = Mapping[int, Sequence[_Parcel]]
+"""By the other rank, in the order of the group."""
+
+
+class Carrier:
+    """The executor of this rank's part of moves.
+
+    Errors of this rank are kept in ``failure``, and it goes on exchanging, so that the others do not hang.
+
+    Attributes:
+        sent, received: bytes so far.
+        largest: bytes of its buffers.
+    """
+
+    def __init__(
+        self,
+        source: Mapping[str, Parts],
+        target: Mapping[str, Parts],
+        moves: Sequence[Transfer],
+        stages: Sequence[Portions],
+        ranks: Sequence[int],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.failure: Exception | None = None
+        self.sent = self.received = 0
+        self._moves, self._ranks, self._group = moves, ranks, group
+        self._source = [LocalParts.of(source.get(move.source, {})) for move in moves]
+        self._target = [LocalParts.of(target.get(move.target, {})) for move in moves]
+        self._gives = [[copy for copy in move.copies() if copy.source.buffer == self.rank] for move in moves]
+        self._takes = [[copy for copy in move.copies() if copy.target.buffer == self.rank] for move in moves]
+        self._stages = [
+            (
+                self._parcels(stage, self._gives, lambda copy: (copy.target.buffer, copy.source)),
+                self._parcels(stage, self._takes, lambda copy: (copy.source.buffer, copy.target)),
+            )
+            for stage in stages
+        ]
+        self.largest = max((sum(_sizes(gives)) + sum(_sizes(takes)) for gives, takes in self._stages), default=0)
+        self._wire = torch.empty(0, dtype=torch.uint8)
+
+    def make_buffers(self, device: torch.device) -> None:
+        """Have memory for the largest stage."""
+        self._wire = torch.empty(self.largest, dtype=torch.uint8, device=device)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Copy what stays here, and exchange what does not.  Collective."""
+        self._attempt(self._copy_own)
+        for gives, takes in self._stages:
+            give, take = _sizes(gives), _sizes(takes)
+            send, receive = self._wire[: sum(give)], self._wire[sum(give) : sum(give) + sum(take)]
+            self._attempt(self._pack, gives, send)
+            exchanged(self._group, send, give, receive, take)
+            self._attempt(self._unpack, takes, receive)
+            self.sent, self.received = self.sent + len(send), self.received + len(receive)
+        self._wire = self._wire[:0].clone()
+
+    def departed(self) -> dict[tuple[int, int], int]:
+        """Return shares of fingerprints of what this rank has given, by number of the move and rank that takes it."""
+        shares: defaultdict[tuple[int, int], int] = defaultdict(int)
+        for number, copies in enumerate(self._gives):
+            for copy in copies:
+                elements = self._source[number].view(copy.source, copy.box)
+                taker = number, int(copy.target.buffer)
+                shares[taker] = combine(shares[taker], _share(elements, copy.box))
+        return dict(shares)
+
+    def arrived(self) -> dict[int, int]:
+        """Return shares of fingerprints of what this rank has taken, by number of the move."""
+        return {
+            number: combine(*map(_share, self._target[number].parts, self._target[number].boxes))
+            for number, copies in enumerate(self._takes)
+            if copies
+        }
+
+    def _parcels(
+        self, stage: Portions, copies: Sequence[Sequence[Copy]], ends: Callable[[Copy], tuple[int | str, Place]]
+    ) -> Parcels:
+        """List what goes to or comes from each rank, on both in the same order: of the stage, and of the plan."""
+        parcels: dict[int, list[_Parcel]] = {rank: [] for rank in self._ranks}
+        for portion in stage:
+            size = self._moves[portion.number].itemsize
+            for copy in copies[portion.number]:
+                other, place = ends(copy)
+                common = copy.box & portion.box
+                if common is not None and other != self.rank:
+                    parcels[int(other)].append(_Parcel(portion.number, place, common, common.numel * size))
+        return parcels
+
+    def _attempt(self, work: Callable[..., None], *arguments: object) -> None:
+        try:
+            work(*arguments)
+        except Exception as error:
+            self.failure = self.failure or error
+
+    def _copy_own(self) -> None:
+        for number, copies in enumerate(self._takes):
+            for copy in copies:
+                if copy.source.buffer == self.rank:
+                    elements = self._source[number].view(copy.source, copy.box)
+                    self._target[number].view(copy.target, copy.box).copy_(elements)
+
+    def _pack(self, gives: Parcels, wire: Tensor) -> None:
+        for parcel, raw in _cut(gives, wire):
+            elements = self._source[parcel.number].view(parcel.place, parcel.box)
+            raw.view(elements.dtype).view(elements.shape).copy_(elements)
+
+    def _unpack(self, takes: Parcels, wire: Tensor) -> None:
+        for parcel, raw in _cut(takes, wire):
+            elements = self._target[parcel.number].view(parcel.place, parcel.box)
+            elements.copy_(raw.view(elements.dtype).view(elements.shape))
+
+
+def _sizes(parcels: Parcels) -> list[int]:
+    return [sum(parcel.nbytes for parcel in of_rank) for of_rank in parcels.values()]
+
+
+def _cut(parcels: Parcels, wire: Tensor) -> list[tuple[_Parcel, Tensor]]:
+    """Return each parcel with its bytes, which are aligned: all elements of a stage have one size."""
+    every = [parcel for of_rank in parcels.values() for parcel in of_rank]
+    return list(zip(every, torch.split(wire, [parcel.nbytes for parcel in every]), strict=True)) if every else []
+
+
+def _share(elements: Tensor, box: Box) -> int:
+    return unsigned(int(share_of(elements, box.lo)))

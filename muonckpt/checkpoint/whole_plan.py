@@ -6,33 +6,28 @@ Tensors that ranks hold alike are proved and laid out once, and what is known of
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..chunks import Boxes, Chunks, no_chunks
+from ..box import Index
+from ..chunks import Boxes, Chunks
 from ..columns import Column, Columns
 from ..errors import LayoutError, about
 from ..fingerprint import as_hex
-from ..layout import TensorLayout, dense
 from ..record import Blob, Extent, Manifest, StateRecord
 from ..store.formats.torch_save import tensor_item
 from ..store.formats.torch_save.stored_zip import aligned
 from ..vocabulary import KeyPath
-from .annotation import Annotation
-from .offer import HeldPart, ItemKind, Offer
-from .receipt import unpacked
+from .live_state import HeldTensor, Holder, RankBoxes, RankState, held_layout, holders_by_key, record_of
+from .rank_file import unpacked
 
 RankItems = tuple[list[int], list[int]]
-"""Of one rank's `LocalPlan`, the numbers of the items that it writes, in the order of its file, and of the replicas
-that it holds but another rank writes."""
-
-_Held = tuple[int, int, int]
-"""A rank, the number of an item of it, and the number of the item's kind among those of the rank."""
+"""The numbers of the items that a rank writes, in the order of its file, and of the replicas that it holds but another
+rank writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +35,15 @@ class _Geometry:
     """How ranks hold the tensors that are cut alike.
 
     Attributes:
+        kind: dtype, shape and annotation of the tensors.
         boxes: those that are stored, by their first index.
-        replicas: of each box, which of the tensor's items have it.
-        part: dtype and shape of the tensor.
-        sizes: of each box, bytes of its elements.
-        heads: of each box, bytes of its item before them.
+        replicas: for each box the holders that have it, by their positions, and its number among those of the holder.
+        sizes, heads: for each box the bytes of its elements, and those of its item before them.
     """
 
+    kind: HeldTensor
     boxes: Boxes
-    replicas: tuple[tuple[int, ...], ...]
-    part: HeldPart
+    replicas: tuple[tuple[tuple[int, int], ...], ...]
     sizes: tuple[int, ...]
     heads: tuple[int, ...]
 
@@ -63,10 +57,10 @@ class WholePlan:
     Attributes:
         tensors: without chunks and fingerprints, with the boxes that are stored.
         objects: key, path and row.
-        rank, row, head, size: of each stored box of all tensors, who stores it, in which row, behind how many bytes of
-            its item, and the bytes of its elements.
+        rank, row, head, size: for each stored box the rank that stores it, its row, and the bytes of its item before
+            its elements, and of these.
         witnesses: rows of replicas that are not stored, and of those that are: ``[2, replicas]``.
-        names: of the rows that others witness, what to call them, and whether they are of a tensor.
+        names: for rows that others witness what to call them, and whether they are of a tensor.
     """
 
     shares: tuple[RankItems, ...]
@@ -80,22 +74,16 @@ class WholePlan:
     names: Mapping[int, tuple[str, bool]]
 
     @classmethod
-    def of(cls, ranks: Sequence[Offer]) -> WholePlan:
+    def of(cls, ranks: Sequence[RankState]) -> WholePlan:
         """Plan together what ranks could save: of replicas one is stored, the others are witnesses.
 
         Raises:
             LayoutError: a tensor has a hole or an overlap, or ranks hold different things under one key.
         """
-        held: defaultdict[str, list[_Held]] = defaultdict(list)
-        for rank, offer in enumerate(ranks):
-            for number, (key, kind) in enumerate(zip(offer.keys, offer.kinds, strict=True)):
-                held[key].append((rank, number, kind))
-        for key in (key for offer in ranks for key in offer.paths if key not in held):
-            raise LayoutError(f"tensor {key!r}: no rank holds any of its elements")
-        return _Planning(ranks, held).plan()
+        return _Planning(ranks).plan()
 
     def manifest(self, receipts: Sequence[bytes], provenance: Mapping[str, Any]) -> Manifest:
-        """What ranks have written, after comparing replicas.
+        """Describe what ranks have written, after comparing replicas.
 
         Args:
             receipts: of all ranks.
@@ -155,59 +143,63 @@ class WholePlan:
             )
 
 
+_Placed = tuple[int, int]
+"""A rank, and the number of an item of it."""
+
+
 class _Planning:
-    """One planning of all ranks.
-
-    Args:
-        held: of each key, by ranks and the order of their items.
-    """
-
-    def __init__(self, ranks: Sequence[Offer], held: Mapping[str, Sequence[_Held]]) -> None:
-        self._ranks, self._held = ranks, held
+    def __init__(self, ranks: Sequence[RankState]) -> None:
+        self._ranks = ranks
+        self._held = holders_by_key(ranks)
         self._load = [0] * len(ranks)
         """Bytes that each rank writes; an object counts for one, as its size is not known."""
         self._written: list[tuple[list[int], list[int]]] = [([], []) for _ in ranks]
-        """Of each rank, the numbers of the objects and of the tensors' boxes that it writes."""
+        """For each rank the numbers of the objects and of the tensors' boxes that it writes."""
         self._seen: list[list[int]] = [[] for _ in ranks]
-        self._pairs: list[tuple[_Held, _Held, str]] = []
-        """Of each replica that is not stored: it, the one that is, and the key."""
+        self._pairs: list[tuple[_Placed, _Placed, str, Index | None]] = []
+        """Each replica that is not stored, the one that is, their key, and their first index."""
 
     def plan(self) -> WholePlan:
+        described: dict[str, tuple[KeyPath, str | None]] = {}
+        for state in reversed(self._ranks):
+            described |= zip(state.keys, zip(state.paths, state.names, strict=True), strict=True)
         geometries: dict[Any, _Geometry] = {}
-        tensors, stored, heads, sizes, objects = [], list[_Held](), list[int](), list[int](), []
+        tensors, stored, heads, sizes, objects = [], list[_Placed](), list[int](), list[int](), []
         for key, held in self._held.items():
-            if self._kind(held[0]).part is None:
-                objects.append((key, self._path(key), self._stored_object(key, held)))
+            if self._kind(held[0]) is None:
+                objects.append((key, described[key][0], self._stored_object(key, held)))
                 continue
             name = tuple((rank, kind) for rank, _, kind in held)
             if name not in geometries:
                 geometries[name] = self._geometry(key, held)
             geometry = geometries[name]
-            for replicas, size in zip(geometry.replicas, geometry.sizes, strict=True):
-                stored.append(held[replicas[0]] if len(replicas) == 1 else self._chosen(key, held, replicas))
-                rank, number, _ = stored[-1]
-                self._load[rank] += size
-                self._written[rank][1].append(number)
+            for number, replicas in enumerate(geometry.replicas):
+                items = [(held[holder].place, held[holder].item + box) for holder, box in replicas]
+                lo = geometry.boxes[number].lo if len(items) > 1 else ()
+                rank, item = items[0] if len(items) == 1 else self._chosen(key, lo, items)
+                stored.append((rank, item))
+                self._load[rank] += geometry.sizes[number]
+                self._written[rank][1].append(item)
             heads += geometry.heads
             sizes += geometry.sizes
-            tensors.append((self._record(key, held, geometry.part), geometry.boxes))
+            tensors.append((record_of(key, *described[key], geometry.kind), geometry.boxes))
         shares = tuple(
             (sorted(blobs) + sorted(boxes), sorted(seen))
             for (blobs, boxes), seen in zip(self._written, self._seen, strict=True)
         )
         rows = _Rows(self._ranks, shares)
         witnesses = np.stack(
-            [rows.of([mine for mine, _, _ in self._pairs]), rows.of([stored for _, stored, _ in self._pairs])]
+            [rows.of([mine for mine, _, _, _ in self._pairs]), rows.of([theirs for _, theirs, _, _ in self._pairs])]
         )
         names = {
-            row: (self._kind(writer).where(key), self._kind(writer).part is not None)
-            for row, (_, writer, key) in zip(witnesses[1].tolist(), self._pairs, strict=True)
+            row: (_where(key, lo), lo is not None)
+            for row, (_, _, key, lo) in zip(witnesses[1].tolist(), self._pairs, strict=True)
         }
         return WholePlan(
             shares,
             tuple(tensors),
-            tuple((key, path, int(rows.of([place])[0])) for key, path, place in objects),
-            np.array([rank for rank, _, _ in stored], np.int32),
+            tuple((key, path, int(rows.of([item])[0])) for key, path, item in objects),
+            np.array([rank for rank, _ in stored], np.int32),
             rows.of(stored),
             np.array(heads, np.int64),
             np.array(sizes, np.int64),
@@ -215,105 +207,93 @@ class _Planning:
             names,
         )
 
-    def _kind(self, held: _Held) -> ItemKind:
-        rank, _, kind = held
-        return self._ranks[rank].distinct_kinds[kind]
+    def _kind(self, holder: Holder) -> HeldTensor | None:
+        return self._ranks[holder.place].kinds[holder.number]
 
-    def _path(self, key: str) -> KeyPath:
-        return next((tuple(offer.paths[key]) for offer in self._ranks if key in offer.paths), (key,))
+    def _stored_object(self, key: str, held: Sequence[Holder]) -> _Placed:
+        if any(self._kind(other) is not None for other in held):
+            raise _mixed(key)
+        rank, item = self._chosen(key, None, [(holder.place, holder.item) for holder in held])
+        self._load[rank] += 1
+        self._written[rank][0].append(item)
+        return rank, item
 
-    def _record(self, key: str, held: Sequence[_Held], part: HeldPart) -> StateRecord:
-        note = next((note for rank, _, _ in held if (note := self._ranks[rank].note(key))), Annotation())
-        told = {each.name: getattr(note, each.name) for each in fields(note)}
-        return StateRecord(key, self._path(key), part.shape, part.dtype, no_chunks(len(part.shape)), **told)
-
-    def _stored_object(self, key: str, held: Sequence[_Held]) -> _Held:
-        for other in held:
-            if self._kind(other).part is not None:
-                raise _mixed(key)
-        chosen = self._chosen(key, held, range(len(held)))
-        self._load[chosen[0]] += 1
-        self._written[chosen[0]][0].append(chosen[1])
+    def _chosen(self, key: str, lo: Index | None, replicas: Sequence[_Placed]) -> _Placed:
+        """Return the replica whose rank has least to write so far; the others become its witnesses."""
+        chosen = min(replicas, key=lambda replica: self._load[replica[0]])
+        for other in replicas:
+            if other != chosen:
+                self._seen[other[0]].append(other[1])
+                self._pairs.append((other, chosen, key, lo))
         return chosen
 
-    def _chosen(self, key: str, held: Sequence[_Held], replicas: Sequence[int]) -> _Held:
-        """Of replicas the one whose rank has least to write so far; the others become its witnesses."""
-        place = min(replicas, key=lambda place: self._load[held[place][0]])
-        for other in replicas:
-            if other != place:
-                rank, number, _ = held[other]
-                self._seen[rank].append(number)
-                self._pairs.append((held[other], held[place], key))
-        return held[place]
-
-    def _geometry(self, key: str, held: Sequence[_Held]) -> _Geometry:
-        """How ranks hold a tensor, after proving that they hold all of it."""
-        kinds, parts = list(map(self._kind, held)), list[HeldPart]()
-        by_offset: defaultdict[Any, list[int]] = defaultdict(list)
-        for place, kind in enumerate(kinds):
-            if kind.part is None:
-                raise _mixed(key)
-            parts.append(kind.part)
-            if not kind.empty:
-                by_offset[kind.offset].append(place)
-        for first, *others in by_offset.values():
-            for other in others:
-                if (parts[other].dtype, parts[other].box) != (parts[first].dtype, parts[first].box):
-                    raise _drifted(kinds[first].where(key), held[first][0], held[other][0])
-        whole = parts[0]
-        for part, (rank, _, _) in zip(parts, held, strict=True):
-            if (part.dtype, part.shape) != (whole.dtype, whole.shape):
+    def _geometry(self, key: str, held: Sequence[Holder]) -> _Geometry:
+        """Return how ranks hold a tensor, after proving that they hold all of it."""
+        kinds = [kind for holder in held if (kind := self._kind(holder)) is not None]
+        if len(kinds) < len(held):
+            raise _mixed(key)
+        first = kinds[0]
+        for kind, holder in zip(kinds, held, strict=True):
+            if (kind.dtype, kind.shape) != (first.dtype, first.shape):
+                for lo in {box.lo for box in kind.boxes} & {box.lo for box in first.boxes}:
+                    raise _drifted(_where(key, lo), held[0].place, holder.place)
                 raise LayoutError(
-                    f"tensor {key!r}: rank {held[0][0]} says {whole.dtype} of shape {whole.shape}, and rank {rank} "
-                    f"{part.dtype} of shape {part.shape}; all ranks have to hold parts of one tensor"
+                    f"tensor {key!r}: rank {held[0].place} says {first.dtype} of shape {first.shape}, and rank "
+                    f"{holder.place} {kind.dtype} of shape {kind.shape}; all ranks have to hold parts of one tensor"
                 )
-        stored = sorted(by_offset.values(), key=lambda replicas: parts[replicas[0]].box.lo)
-        boxes = [parts[replicas[0]].box for replicas in stored]
+        boxes = tuple(RankBoxes(holder.place, kind.boxes) for kind, holder in zip(kinds, held, strict=True))
         with about(f"tensor {key!r}"):
-            first_holders = [held[replicas[0]][0] for replicas in stored]
-            TensorLayout.of(
-                whole.shape, tuple(dense(box, f"rank {rank}") for box, rank in zip(boxes, first_holders, strict=True))
-            )
-        frames = [tensor_item.frame(whole.dtype, box.shape) for box in boxes]
+            layout = held_layout(first.shape, boxes)
+        items = [(number, box) for number, kind in enumerate(kinds) for box in range(len(kind.boxes))]
+        rows, begin = layout.by_box
+        replicas = [tuple(items[row] for row in of_box.tolist()) for of_box in np.split(rows, begin[1:-1])]
+        stored = sorted(
+            ((kinds[of_box[0][0]].boxes[of_box[0][1]], of_box) for of_box in replicas if of_box),
+            key=lambda pair: pair[0].lo,
+        )
+        frames = [tensor_item.frame(first.dtype, box.shape) for box, _ in stored]
         return _Geometry(
-            Boxes.of_all(boxes, len(whole.shape)),
-            tuple(map(tuple, stored)),
-            whole,
+            first,
+            Boxes.of_all([box for box, _ in stored], len(first.shape)),
+            tuple(of_box for _, of_box in stored),
             tuple(frame.payload_length for frame in frames),
             tuple(frame.payload_offset for frame in frames),
         )
 
 
 class _Rows:
-    """Where the items of ranks are in their receipts, end to end."""
+    """The rows of the ranks' items in their receipts, end to end."""
 
-    def __init__(self, ranks: Sequence[Offer], shares: Sequence[RankItems]) -> None:
-        self._begin = np.cumsum([0, *(len(offer.keys) for offer in ranks)])
+    def __init__(self, ranks: Sequence[RankState], shares: Sequence[RankItems]) -> None:
+        self._begin = np.cumsum([0, *(state.first_items()[-1] for state in ranks)])
         self._rows = np.full(self._begin[-1], -1, np.int64)
-        told = 0
+        first = 0
         for begin, (written, seen) in zip(self._begin, shares, strict=False):
             numbers = np.array([*written, *seen], np.int64)
-            self._rows[begin + numbers] = np.arange(told, told + len(numbers))
-            told += len(numbers)
+            self._rows[begin + numbers] = np.arange(first, first + len(numbers))
+            first += len(numbers)
 
-    def of(self, held: Sequence[_Held]) -> Column:
-        """The rows of items."""
-        ranks, numbers, _ = np.array(held, np.int64).reshape(-1, 3).T
+    def of(self, items: Sequence[_Placed]) -> Column:
+        ranks, numbers = np.array(items, np.int64).reshape(-1, 2).T
         rows: Column = self._rows[self._begin[ranks] + numbers]
         return rows
 
 
 def rank_file(rank: int) -> str:
-    """The name of a rank's file, as stock DCP gives it."""
+    """Return the name of a rank's file, as stock DCP has it."""
     return f"__{rank}_0.distcp"
 
 
 def _starts(lengths: NDArray[Any]) -> Column:
-    """Where items of these lengths begin, end to end and aligned; those of length 0 are not stored."""
+    """Return where items of these lengths begin, end to end and aligned; those of length 0 are not stored."""
     unit = aligned(1)
     room: Column = (lengths.astype(np.int64) + unit - 1) // unit * unit
     starts: Column = np.cumsum(room) - room
     return starts
+
+
+def _where(key: str, lo: Index | None) -> str:
+    return f"{key!r} at {lo or ()}"
 
 
 def _difference(where: str, writer: int, rank: int) -> str:

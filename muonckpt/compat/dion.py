@@ -11,32 +11,37 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import optimizer
+from ..converters.programs import dion, ours
 from ..layouts.tensors import local_of
 from ..resumption import LoadReport
-from ..vocabulary import EXP_AVG, EXP_AVG_SQ, MOMENTUM, MUON_CONVENTION, STEP, ParamGroup
+from ..vocabulary import GROUP_OPTIONS, MOMENTUM, MUON_CONVENTION, ParamGroup
 
-DION_SCALES: Mapping[str | None, str] = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: "none"}
-"""Values of ``adjust_lr`` there, and ours."""
+METHODS = {method.name: method for method in dion.PROGRAM.methods if method.name != "normuon"}
+"""The algorithms there that have a counterpart here."""
+
+SCALES: Mapping[str | None, str] = {
+    word: ours.SCALES[common][0] for common, words in dion.SCALES.items() for word in words
+}
+"""Our name of each value of ``adjust_lr`` there."""
 
 OPTIONS: Mapping[str, Mapping[str, str]] = {
-    "muon": {"mu": "momentum", "epsilon": "eps", "nesterov": "nesterov", "cautious_wd": "cautious"},
-    "adamw": {"epsilon": "eps", "cautious_wd": "cautious"},
-    "lion": {"cautious_wd": "cautious"},
+    name: {own: common for common, own in method.options.items() if common in GROUP_OPTIONS[name]}
+    for name, method in METHODS.items()
 }
-"""What each algorithm there reads of a group, and our name of it; besides what has the same name in both."""
+"""Our name of each option that an algorithm there reads of a group."""
 
-WORDS = {*OPTIONS["muon"], "beta1", "beta2", "adjust_lr", "flatten", "num_heads", "split_sizes", "step"}
+_CODED = {own for method in METHODS.values() for coding in method.codings for own in coding.own}
+WORDS = {own for method in METHODS.values() for own in (*method.options.values(), *method.idle)} | _CODED
 """Every option of a group there that has another name or meaning here, or that some algorithms do not read."""
+WORDS -= dion.SHARED.keys() - {"step"}
 
-WRITTEN = WORDS - {"nesterov", "adjust_lr"}
-"""Those that no group here has under the same name."""
+WRITTEN = WORDS - GROUP_OPTIONS["muon"].keys()
+"""Options there that no group here has under the same name."""
 
 SLOTS: Mapping[str, Mapping[str, str]] = {
-    "muon": {"momentum": MOMENTUM},
-    "adamw": {"momentum": EXP_AVG, "variance": EXP_AVG_SQ, "step_dev": STEP},
-    "lion": {"momentum": EXP_AVG},
+    name: {slot: ours.SLOTS[name][common] for common, slot in method.slots.items()} for name, method in METHODS.items()
 }
-"""State of a parameter there, and our names of it."""
+"""Our name of each slot of state there."""
 
 
 class Muon(optimizer.Muon):
@@ -116,7 +121,7 @@ class Muon(optimizer.Muon):
         )
 
     def _defaults(self, algorithm: str) -> dict[str, Any]:
-        """Options of element-wise groups that are given to the optimizer there."""
+        """Return the options of element-wise groups that are given to the optimizer there."""
         match algorithm:
             case "adamw":
                 return {"lr": self.defaults["lr"], "betas": self._betas, "eps": self._epsilon}
@@ -129,10 +134,7 @@ class Muon(optimizer.Muon):
         return {**super().__getstate__(), **own}
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update, as that of `optimizer.Muon`.
-
-        Options that were written into groups under dion's names since the last step are taken over before.
-        """
+        """Do one update; options written under dion's names since the last are taken over before."""
         for group in self.param_groups:
             written = {name: group.pop(name) for name in WRITTEN & group.keys()}
             if written:
@@ -153,11 +155,12 @@ class Muon(optimizer.Muon):
         return super().load_state_dict(state_dict, fresh)
 
     def _converted(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """A state dict of dion in our names and convention; the tensors given are left as they are."""
+        """Return a state dict of dion in our names and convention; its tensors are not changed."""
         groups, state = [], {}
         for mine, group in zip(self.param_groups, saved["param_groups"], strict=False):
-            ours = _ours(group, mine["params"], self._betas)
-            groups.append({**ours, "convention": MUON_CONVENTION.value} if ours["algorithm"] == "muon" else ours)
+            options = _ours(group, mine["params"], self._betas)
+            told = {"convention": MUON_CONVENTION.value} if options["algorithm"] == "muon" else {}
+            groups.append({**options, **told})
             for key in group["params"]:
                 slots = dict(saved["state"].get(key, {}))
                 if group["algorithm"] == "adamw":
@@ -169,7 +172,7 @@ class Muon(optimizer.Muon):
 
 
 def _average(total: Tensor, mu: float) -> Tensor:
-    """Momentum as an average: the sum times ``1 - mu``, rounded once."""
+    """Return momentum as an average: the sum times ``1 - mu``, rounded once."""
     average = torch.empty_like(total)
     local_of(average).copy_(local_of(total).double() * (1 - mu))
     return average
@@ -183,27 +186,27 @@ def _algorithm(group: ParamGroup) -> str:
 
 
 def _ours(group: ParamGroup, params: Sequence[Tensor], betas: tuple[float, float]) -> dict[str, Any]:
-    """A group's options in our names; those that its algorithm does not read there are left out."""
+    """Return a group's options in our names, without those that its algorithm does not read there."""
     algorithm = _algorithm(group)
-    ours = {name: value for name, value in group.items() if name not in WORDS}
-    ours |= {ours_name: group[name] for name, ours_name in OPTIONS[algorithm].items() if name in group}
+    options = {name: value for name, value in group.items() if name not in WORDS}
+    options |= {mine: group[name] for name, mine in OPTIONS[algorithm].items() if name in group}
     if algorithm == "muon":
         if "adjust_lr" in group:
-            ours["adjust_lr"] = _scale(group["adjust_lr"])
-        return ours | _pieces(group, params)
+            options["adjust_lr_fn"] = _scale(group["adjust_lr"])
+        return options | _pieces(group, params)
     if "beta1" in group or "beta2" in group:
-        ours["betas"] = (group.get("beta1", betas[0]), group.get("beta2", betas[1]))
-    return ours
+        options["betas"] = (group.get("beta1", betas[0]), group.get("beta2", betas[1]))
+    return options
 
 
 def _scale(adjust_lr: str | None) -> str:
-    if adjust_lr not in DION_SCALES:
+    if adjust_lr not in SCALES:
         raise ValueError(f"adjust_lr={adjust_lr!r}: expected 'spectral_norm', 'rms_norm' or None, as in dion.Muon")
-    return DION_SCALES[adjust_lr]
+    return SCALES[adjust_lr]
 
 
 def _pieces(group: ParamGroup, params: Sequence[Tensor]) -> dict[str, Any]:
-    """What a group says about the matrices in its parameters, as ``pieces``."""
+    """Return what a group says about the matrices in its parameters, as ``pieces``."""
     shapes = {tuple(param.shape) for param in params}
     if group.get("flatten") and (deep := [shape for shape in shapes if len(shape) > 2]):
         raise ValueError(
@@ -225,14 +228,14 @@ def _pieces(group: ParamGroup, params: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def _newton_schulz(gram: bool, polar_express: bool) -> dict[str, Any]:
-    """The iteration that dion would run, as options of `optimizer.Muon`."""
+    """Return the iteration that dion would run, as options of `optimizer.Muon`."""
     if gram:
         return {"ns_coefficients": "polar_express_gram", "ns_dtype": "float16", "gram": (2,)}
     return {"ns_coefficients": "polar_express_dion" if polar_express else "quintic"}
 
 
 def _replicas(mesh: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The process group over which plain tensors are replicated."""
+    """Return the process group over which plain tensors are replicated."""
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise ValueError(

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .. import optimizer
 from ..coefficients import coefficient_set
-from ..optimizer.options import TORCH_NAMES
 
 TORCH_SCALES = (None, "original", "match_rms_adamw")
 """What ``adjust_lr_fn`` may be there."""
@@ -72,11 +71,10 @@ class Muon(optimizer.Muon):
                     )
 
     def state_dict(self) -> dict[str, Any]:
-        """As `optimizer.Muon.state_dict`, with options under torch's names as well."""
+        """As `optimizer.Muon.state_dict`, with coefficients as numbers, as torch has them."""
         state = super().state_dict()
         for group in state["param_groups"]:
-            group |= {torchs: group[ours] for torchs, ours in TORCH_NAMES.items()}
-            chosen = coefficient_set(group["ns"])
+            chosen = coefficient_set(group["ns_coefficients"])
             if (
                 chosen.steps == (chosen.tail,) and chosen.norm_scale == 1
             ):  # torch knows numbers only, the same every step

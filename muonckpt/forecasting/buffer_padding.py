@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..box import Index
 from ..converters.target.buffer_layouts import cut_parts, placed_in
@@ -19,13 +20,16 @@ from ..layouts.buffers.parameters import GroupSizes, Parameter, newton_schulz
 from ..layouts.buffers.placements import ToPlace
 from ..record import StateRecord, no_chunks
 from .model_tensors import ModelParameter
-from .rank_memory import Shares
+
+Shares = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class BufferPadding:
-    """One layout: its padding as a share of its buffers, and the most that a rank has of elements, padding included,
-    and of Newton-Schulz, in terms of the mean; the latter None where matrices are cut."""
+    """A layout: its padding as a share of its buffers, and the most that a rank has, divided by the mean.
+
+    ``elements`` include padding; ``newton_schulz`` is None where matrices are cut.
+    """
 
     layout: str
     padding_percent: float
@@ -37,7 +41,7 @@ class BufferPadding:
 
 
 def buffer_padding(parameters: Sequence[ModelParameter], target: Target) -> Iterator[BufferPadding]:
-    """Every layout in buffers, as ``reshard --layout`` makes them of these parameters' momentum.
+    """Yield every layout in buffers, as ``reshard --layout`` makes them of these parameters' momentum.
 
     What the rules cut is cut first; the ranks of the other axes share a buffer.
     """
@@ -86,7 +90,7 @@ def _kinds(members: Sequence[tuple[ModelParameter, tuple[AxisCut, ...]]]) -> lis
 def _local_shapes(
     members: Sequence[tuple[ModelParameter, tuple[AxisCut, ...]]], sizes: Index, parts: int
 ) -> Iterator[tuple[Index | None, ...]]:
-    """For each part, the shape that every kind has there; None where nothing is left of it."""
+    """Yield for each part the shape that every kind has there; None where nothing is left of it."""
     boxes = [cut_parts(shape, sizes, cuts) for shape, cuts in _kinds(members)]
     for part in range(parts):
         yield tuple(of_part[part].shape if part in of_part else None for of_part in boxes)
@@ -98,7 +102,7 @@ def _shares(
     shapes: dict[_Kind, Index | None],
     ranks: int,
 ) -> tuple[Shares, Shares | None, int]:
-    """Elements and FLOPs of one iteration on each of the ranks that share buffers, and the buffers' padding."""
+    """Return elements and FLOPs of one iteration on each of the ranks that share buffers, and the buffers' padding."""
     local = tuple(
         Parameter(parameter.name, shape, parameter.dtype)
         for parameter, cuts in members

@@ -11,15 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..layout import TensorLayout
-from ..optimizer.newton_schulz.costs import flops
-from ..optimizer.planning.collector import paused_collector
-from ..optimizer.planning.matrices import Fused
-from ..optimizer.planning.precision import PRECISIONS
-from ..optimizer.planning.residence import matrix_parts
-from ..optimizer.planning.routes import NOTE
-from ..optimizer.planning.schedule import Schedule, Stage, make_schedule
-from ..optimizer.planning.trips import first_replica
-from ..optimizer.planning.units import Slot, Spec
+from ..optimizer.newton_schulz.recipe import flops
+from ..optimizer.planning.matrices import PRECISIONS, Fused, Slot, Spec
+from ..optimizer.planning.residence import first_replica, matrix_parts
+from ..optimizer.planning.schedule import NOTE, Schedule, Stage, make_schedule, paused_collector
 from ..vocabulary import MOMENTUM, MUON
 from .model_tensors import ModelParameter
 
@@ -40,12 +35,10 @@ class StepPlan:
     """A step of all ranks.
 
     Attributes:
-        matrices: their number.
-        sent, received: bytes to and from other ranks, ``[stages, 2, ranks]``: on the way to the owners, and back.
-            Notes are counted, the alignment of wires is not: at most 8 bytes between two ranks and collective.
+        sent, received: bytes to and from other ranks, ``[stages, 2, ranks]``: to the owners, and back.  Notes are
+            counted, the alignment of wires is not: at most 8 bytes between two ranks and collective.
         work: FLOPs of Newton-Schulz, ``[stages, ranks]``.
-        busiest: the rank that sends the most.
-        busiest_sent: bytes that it sends in a step, exactly.
+        busiest: the rank that sends the most; ``busiest_sent`` is what it sends in a step, exactly.
         wires: the most bytes of wires that it has in memory at once.
     """
 
@@ -97,7 +90,7 @@ def step_plan(
 
 
 def _specs(parameters: Sequence[ModelParameter], layouts: Sequence[TensorLayout], options: MuonOptions) -> list[Spec]:
-    """The parameters as planning sees them; equal ones are one object."""
+    """Describe the parameters as planning sees them; equal ones are one object."""
     precision = PRECISIONS[options.ns_dtype]
 
     def cost(rows: int, columns: int) -> int:
@@ -113,8 +106,11 @@ def _specs(parameters: Sequence[ModelParameter], layouts: Sequence[TensorLayout]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
-    """Who holds the parts of one matrix: ``numel`` of each part, the ``first`` of its holders and their number
-    (``replicas``); for each holder its ``rank`` and its ``part``; and ``held``, the parts by rank."""
+    """Who holds the parts of one matrix.
+
+    ``numel`` of each part, the ``first`` of its holders and their number (``replicas``); the ``rank`` and the ``part``
+    of each holder; and ``held``, the parts by rank.
+    """
 
     numel: Counts
     first: Counts
@@ -124,8 +120,9 @@ class Holders:
     held: Mapping[int, list[int]]
 
     def count(self, owners: Sequence[int], replica: int | None, slot: Slot, sent: Counts, received: Counts) -> None:
-        """Add what travels of as many such matrices as there are owners, ``[2, ranks]``: first as if owners had nothing
-        of them, and then what an owner holds itself is taken away.
+        """Add what travels of as many such matrices as there are owners, ``[2, ranks]``.
+
+        First as if owners had nothing of them; then what an owner holds itself is taken away.
 
         Args:
             replica: as `first_replica` of each of the owners.
@@ -160,13 +157,13 @@ def _holders(layout: TensorLayout, fused: Fused, index: int) -> Holders:
 
 
 def leaving_bytes(schedule: Schedule, rank: int) -> int:
-    """Bytes that the rank whose part of a schedule this is sends to others, alignment and notes included."""
+    """Return what the rank of this schedule sends to others in bytes, alignment and notes included."""
     routes = (route for stage in schedule.stages for route in (stage.gather, stage.scatter))
     return sum(sum(route.send_counts) - route.send_counts[rank] for route in routes)
 
 
 def most_wires(stages: Sequence[Stage]) -> int:
-    """Most bytes of wires in a rank's memory at once, as the stages of a step follow each other.
+    """Return the most bytes of wires in a rank's memory at once.
 
     While a stage is orthogonalised, the next one gathers and the one before returns.
     """

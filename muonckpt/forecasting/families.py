@@ -21,7 +21,6 @@ from .model_tensors import ModelParameter, ModelTensors, fresh_parameter
 
 _MOST_LAYERS = 10_000
 _MOST = 1 << 32
-"""The largest of the other numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class Settings:
     fields: Mapping[str, Any]
 
     def number(self, name: str, default: int | None = None, least: int = 1, most: int = _MOST) -> int:
-        """An integer.
+        """Return an integer.
 
         Raises:
             SourceError: it is missing and has no default, or is no integer in this range.
@@ -45,7 +44,11 @@ class Settings:
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """True or false; raises SourceError if it is neither."""
+        """Return true or false.
+
+        Raises:
+            SourceError: it is neither.
+        """
         value = self.fields.get(name)
         if not isinstance(value, bool | None):
             raise SourceError(f"{self.place}: expected {name} to be true or false, found {repr(value)[:80]}")
@@ -63,7 +66,6 @@ class Named:
 
 
 Layer = Callable[[Settings, int], Iterator[Named]]
-"""The parameters of one layer, by its number, with names inside it."""
 
 
 def _linear(name: str, rows: int, columns: int, bias: bool = False) -> Iterator[Named]:
@@ -73,7 +75,6 @@ def _linear(name: str, rows: int, columns: int, bias: bool = False) -> Iterator[
 
 
 def _attention(s: Settings, qkv_bias: bool, out_bias: bool) -> Iterator[Named]:
-    """Attention with grouped queries."""
     hidden, heads = s.number("hidden_size"), s.number("num_attention_heads")
     keys, head = s.number("num_key_value_heads", heads), s.number("head_dim", hidden // heads)
     for name, count in (("q", heads), ("k", keys), ("v", keys)):
@@ -88,7 +89,7 @@ def _head_norms(s: Settings) -> Iterator[Named]:
 
 
 def _latent_attention(s: Settings) -> Iterator[Named]:
-    """DeepSeek's, with or without a latent of queries."""
+    """Yield DeepSeek's attention, with or without a latent of queries."""
     hidden, heads, latent = s.number("hidden_size"), s.number("num_attention_heads"), s.number("kv_lora_rank")
     rope, nope, value = (s.number(name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
     bias = s.flag("attention_bias")
@@ -113,7 +114,6 @@ def _feed_forward(s: Settings, width: int, name: str = "mlp", bias: bool = False
 
 
 def _experts(s: Settings, count: int, width: int) -> Iterator[Named]:
-    """A router and the experts that it chooses from."""
     hidden = s.number("hidden_size")
     yield Named("mlp.gate.weight", (count, hidden))
     yield Named("mlp.experts.gate_up_proj", (count, 2 * width, hidden), matrix=True, pieces=(width, width))
@@ -170,7 +170,6 @@ def _qwen_mlp(s: Settings, layer: int) -> Iterator[Named]:
 
 
 def _is_sparse(s: Settings, layer: int) -> bool:
-    """Whether a layer of Qwen's has experts."""
     return (
         layer not in (s.fields.get("mlp_only_layers") or ()) and (layer + 1) % s.number("decoder_sparse_step", 1) == 0
     )
@@ -202,7 +201,7 @@ LAYERS_BY_FAMILY: Mapping[str, Layer] = MappingProxyType(
         "kimi_k2": _deepseek,
     }
 )
-"""The layers of each family, by the ``model_type`` of its configurations."""
+"""Families by the ``model_type`` of their configurations."""
 
 _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
@@ -221,7 +220,7 @@ _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 
 
 def model_of_config(file: Location, dtype: str | None = None) -> ModelTensors:
-    """The parameters of the model that a ``config.json`` describes.
+    """Read the parameters of the model that a ``config.json`` describes.
 
     Args:
         dtype: of the parameters in training; None: the configuration's, or else bfloat16.

@@ -10,14 +10,12 @@ from typing import Any
 
 from ..converters.target.topology import AxisCut, ShardRule
 from ..errors import SourceError, TargetError, did_you_mean
-from ..optimizer.planning.precision import PRECISIONS
+from ..optimizer.planning.matrices import PRECISIONS
 from ..store.io.location import Remote, location
-from .durations import Rates
 from .exchange_bytes import MuonOptions
 from .families import model_of_config
-from .model_tensors import ModelTensors
-from .stored_model import model_of_checkpoint
-from .topologies import Topology, topology_of
+from .model_tensors import ModelTensors, model_of_checkpoint
+from .topologies import Rates, Topology, topology_of
 
 PathLike = str | os.PathLike[str] | Remote
 
@@ -42,7 +40,6 @@ class Prospect:
     why: str
 
     def to_json(self) -> dict[str, Any]:
-        """JSON data: the attributes under their names."""
         return {
             "source": self.source,
             "parameters": self.parameters,
@@ -75,15 +72,14 @@ def forecast(
     A step is planned by the optimizer's own planner, as the ranks would do it.
 
     Args:
-        meshes: at least one; sizes of axes by name, the outermost first.
-        model: a ``config.json`` of Hugging Face's, of a known family.
-        checkpoint: or a checkpoint of any program, with momentum.
-        shard: for patterns of parameters' names the axes that cut them, and the dims, as `reshard` takes it; a rule
-            counts on the meshes that have its axes.  By default all axes cut the rows.
+        meshes: sizes of axes by name, the outermost first.
+        model: a ``config.json`` of Hugging Face's, of a known family; or else
+        checkpoint: a checkpoint of any program, with momentum.
+        shard: axes and dims by patterns of parameters' names, as `reshard` takes them; a rule counts on the meshes that
+            have its axes.  By default all axes cut the rows.
         select: only parameters whose name matches one of these patterns, such as those of a pipeline stage.
         dtype: of the parameters, gradients and state of a ``model``; by default the configuration's.
-        link, disk, flops: rates of one rank, for durations: bytes a second to others and to files, and FLOPs a second
-            in Newton-Schulz.
+        link, disk, flops: rates of one rank: bytes a second to others and to files, FLOPs a second in Newton-Schulz.
         stages, ns_steps, ns_dtype: as `muonckpt.optimizer.Muon` takes them.
         progress: called with the number of meshes that are done, and of all.
 
@@ -152,7 +148,7 @@ def _check_rules(rules: Sequence[ShardRule], meshes: Sequence[Mapping[str, int]]
 
 
 def _cheapest(topologies: Sequence[Topology]) -> tuple[int, str]:
-    """The mesh with the least work of all ranks: rank-seconds of a step's Muon part, or bytes where no rates are known.
+    """Choose the mesh with the fewest rank-seconds of a step's Muon part, or bytes where rates are unknown.
 
     At equal cost, the one whose fullest rank holds the least.
     """

@@ -1,9 +1,10 @@
-"""One topology: a model's tensors on one mesh, with what a step moves and computes, and what its ranks hold."""
+"""One topology: a model on one mesh, what a step moves and computes, what ranks hold, and how long it takes."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,14 +15,13 @@ from ..box import Index
 from ..converters.look.holders import balance_of
 from ..converters.target.topology import AxisCut, ShardRule, Target
 from ..layout import TensorLayout
+from ..layouts.flat import owned_layout
 from ..layouts.mesh import AxisPlacement, Replicate, Shard, mesh_layout
-from ..layouts.owned import owned_layout
 from ..record import StateRecord, no_chunks
-from .buffer_padding import buffer_padding
-from .durations import Rates, StepSeconds, step_seconds
+from ..store.reading.dtypes import itemsize
+from .buffer_padding import Shares, buffer_padding
 from .exchange_bytes import Counts, MuonOptions, StepPlan, step_plan
 from .model_tensors import ModelParameter, ModelTensors
-from .rank_memory import RankBytes, bytes_on_ranks
 
 DESCRIPTIONS = 2
 """Files of a checkpoint that describe the others: ``.metadata`` and ``muonckpt.json``."""
@@ -32,19 +32,16 @@ class Topology:
     """What becomes of a model on one mesh; sizes are in bytes.
 
     Attributes:
-        mesh: the sizes of its axes.
         unused_rules: rules that name an axis that this mesh does not have.
-        ranks, matrices, stages: numbers; ``stages`` of exchange, each with two collectives.
+        stages: the number of stages of exchange, each with two collectives.
         sent: how evenly ranks send in a step: ``least``, ``mean``, ``most``, ``busiest_rank``, ``most_to_mean``.
         busiest_sent: what the busiest rank sends, alignment of wires included.
         newton_schulz: how evenly FLOPs of a step are shared, in the same way.
-        memory: of the rank that holds the most: ``weights``, ``gradients``, ``state``; ``wires`` of the rank that
-            sends the most; and all of these together as ``total``.
+        memory: ``weights``, ``gradients``, ``state`` of the rank that holds the most; ``wires`` of the rank that sends
+            the most; and their ``total``.
         held: how evenly ranks hold weights, gradients and state.
-        checkpoint: ``bytes`` of weights and state, number of ``files``, and the most that a rank writes (``most``).
-        padding: for each layout in flat buffers of momentum, as ``reshard --layout`` makes them: ``layout``,
-            ``padding_percent``, and the most that a rank has of ``elements``, padding included, and of
-            ``newton_schulz`` in terms of the mean; the latter None where matrices are cut.
+        checkpoint: ``bytes`` of weights and state, number of ``files``, and the ``most`` that a rank writes.
+        padding: `BufferPadding` of each layout in flat buffers of momentum.
         seconds: of ``exchange``, ``newton_schulz`` and ``muon`` in a step, of a ``save``, and of a ``reshard`` by one
             process; None where a rate is unknown.
     """
@@ -69,7 +66,6 @@ class Topology:
         return ",".join(f"{axis}={count}" for axis, count in self.mesh.items())
 
     def to_json(self) -> dict[str, Any]:
-        """JSON data: the attributes under their names."""
         return dataclasses.asdict(self)
 
 
@@ -149,3 +145,84 @@ def _seconds(step: StepSeconds, held: RankBytes, rates: Rates) -> dict[str, floa
     if rates.disk:
         save, reshard = float(held.written.max()) / rates.disk, 2 * float(held.written.sum()) / rates.disk
     return {**dataclasses.asdict(step), "save": save, "reshard": reshard}
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Rates of one rank, None where unknown.
+
+    Attributes:
+        link: bytes a second that it sends, and receives at the same time.
+        disk: bytes a second that it writes or reads.
+        flops: floating-point operations a second in Newton-Schulz.
+    """
+
+    link: float | None = None
+    disk: float | None = None
+    flops: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """Seconds of one step: exchange and Newton-Schulz alone, and both as stages overlap; None where unknown."""
+
+    exchange: float | None
+    newton_schulz: float | None
+    muon: float | None
+
+
+def step_seconds(plan: StepPlan, rates: Rates) -> StepSeconds:
+    """Return the seconds of the slowest rank of every stage.
+
+    While a stage is orthogonalised, the next one gathers and the one before returns; latencies and the element-wise
+    parts of a step are left out.
+    """
+    wires = np.maximum(plan.sent, plan.received).max(axis=2)
+    exchange = wires / rates.link if rates.link else None
+    compute = plan.work.max(axis=1) / rates.flops if rates.flops else None
+    muon = None
+    if exchange is not None and compute is not None:
+        there, back = [*exchange[:, 0], 0.0], [0.0, *exchange[:, 1]]
+        hidden = (max(seconds, there[i + 1] + back[i]) for i, seconds in enumerate(compute))
+        muon = float(there[0] + sum(hidden) + back[-1])
+    return StepSeconds(
+        None if exchange is None else float(exchange.sum()), None if compute is None else float(compute.sum()), muon
+    )
+
+
+LayoutOf = Callable[[ModelParameter, Index], TensorLayout]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankBytes:
+    """Bytes by rank.  Replicas hold the same and share the writing of it evenly."""
+
+    weights: Shares
+    gradients: Shares
+    state: Shares
+    written: Shares
+
+    @property
+    def held(self) -> Shares:
+        return self.weights + self.gradients + self.state
+
+
+def bytes_on_ranks(parameters: Sequence[ModelParameter], layout_of: LayoutOf, ranks: int) -> RankBytes:
+    """Return what ranks hold of parameters, gradients in the parameters' dtype and state, and what they save."""
+    times: Counter[tuple[str, TensorLayout, int]] = Counter()
+    for parameter in parameters:
+        times["weights", layout_of(parameter, parameter.shape), itemsize(parameter.dtype)] += 1
+        for tensor in parameter.state:
+            times["state", layout_of(parameter, tensor.shape), itemsize(tensor.dtype)] += 1
+    totals = {"weights": np.zeros(ranks), "state": np.zeros(ranks)}
+    written = np.zeros(ranks)
+    for (what, layout, size), count in times.items():
+        held, share = np.zeros(ranks), np.zeros(ranks)
+        rows, first = layout.by_box
+        numel, replicas = (layout.stops - layout.starts).prod(axis=1), np.diff(first)
+        holders, box = np.array(layout.buffers, np.int64)[layout.buffer[rows]], layout.box[rows]
+        np.add.at(held, holders, numel[box])
+        np.add.at(share, holders, numel[box] / replicas[box])
+        totals[what] += held * size * count
+        written += share * size * count
+    return RankBytes(totals["weights"], totals["weights"], totals["state"], written)

@@ -35,7 +35,7 @@ def muon(
     fresh: Sequence[str] = (),
     **options: Any,
 ) -> tuple[type[Factory], dict[str, Any]]:
-    """What ``Trainer(..., optimizer_cls_and_kwargs=muon(...))`` takes.
+    """Return what ``Trainer(..., optimizer_cls_and_kwargs=muon(...))`` takes.
 
     Rates are those given here: ``learning_rate``, ``weight_decay`` and ``optim`` of TrainingArguments belong to
     optimizers that the Trainer makes itself.  Its schedule multiplies the rates given here.
@@ -63,7 +63,7 @@ class Factory:
         fresh: Sequence[str],
         **options: Any,
     ) -> Muon:
-        """The optimizer of this model.
+        """Make the optimizer of this model.
 
         Under DDP all ranks hold all parameters, and the Trainer wraps the model only later: so plain tensors are
         replicas over the whole world.  Under FSDP2 it replaces them by DTensors, which know where they lie.
@@ -93,7 +93,7 @@ class VerifySaved(TrainerCallback):  # type: ignore[misc]
     """
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Called by the Trainer, on all ranks, when ``checkpoint-N`` is complete.
+        """Check ``checkpoint-N`` when it is complete; the Trainer calls this on all ranks.
 
         Raises:
             SourceError: lists what is wrong with it.

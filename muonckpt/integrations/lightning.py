@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ..checkpoint.async_saving import AsyncSave, async_save
-from ..checkpoint.save_load import load, save
+from ..checkpoint.loading import load
+from ..checkpoint.saving import save
 
 TRAINER = "trainer"
 """The key of what is neither weights nor state of optimizers: loops, schedules, callbacks, as torch.save writes it."""
@@ -35,21 +36,32 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
     ModelParallelStrategy has saved are loaded too.
 
     Args:
+        arguments: of ModelParallelStrategy; ``data_parallel_size`` and ``tensor_parallel_size`` must be numbers.
         fresh: globs of names of parameters whose state starts fresh when the Trainer resumes, as for `muonckpt.load`; a
             warning tells what became of which.
         along: save while training goes on, as `muonckpt.async_save` does.  The save is waited for before the next one,
             before anything is loaded and at the end; a checkpoint that ModelCheckpoint removes meanwhile stays until
             the one that is being saved is there.
-        arguments: of ModelParallelStrategy.
+
+    Raises:
+        ValueError: a size is left to Lightning.
     """
 
     def __init__(self, *arguments: Any, fresh: Sequence[str] = (), along: bool = False, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        sizes = self._data_parallel_size, self._tensor_parallel_size
+        if "auto" in sizes:
+            raise ValueError(
+                f"data_parallel_size={sizes[0]!r}, tensor_parallel_size={sizes[1]!r}: "
+                'expected two numbers. Lightning\'s "auto" makes all ranks of a node tensor parallel, so that each '
+                "steps over all the data: MuonckptStrategy(data_parallel_size=WORLD_SIZE, tensor_parallel_size=1) is "
+                "FSDP2 over all ranks"
+            )
         self._fresh = fresh
         self._along = along
         self._saving: AsyncSave | None = None
         self._outdated: list[Any] = []
-        """What is removed when the running save has succeeded."""
+        """Removed when the running save has succeeded."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save what the Trainer has collected.  Collective.
@@ -82,7 +94,7 @@ class MuonckptStrategy(ModelParallelStrategy):  # type: ignore[misc]
             self._outdated.append(filepath)
 
     def teardown(self) -> None:
-        """As ModelParallelStrategy, when the last save has ended.
+        """Tear down when the last save has ended.
 
         Raises:
             MuonckptError: what made it fail.

@@ -96,7 +96,7 @@ class MegatronMuon(Muon):
 
 
 def config_to_kwargs(config: Any, model_chunks: Sequence[Any], process_groups: Any) -> dict[str, Any]:
-    """Arguments of `MegatronMuon` by Megatron's config, whose ``muon_*`` options mean what they mean there.
+    """Translate Megatron's config, whose ``muon_*`` options mean what they mean there, to arguments of `MegatronMuon`.
 
     Raises:
         ValueError: what is not done here: parts of matrices (tensor parallelism), decay that is not decoupled, or an

@@ -1,4 +1,4 @@
-"""Is what a trainer has saved whole?  For the folders that transformers and accelerate write."""
+"""A check that what transformers or accelerate have saved is whole; needs neither of them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
 from ..checkpoint.async_saving import async_save
-from ..checkpoint.save_load import load, save
+from ..checkpoint.loading import load
+from ..checkpoint.saving import save
 from ..optimizer import Muon
 from ..optimizer.groups import TORCHTITAN, Rule
 
@@ -60,7 +61,7 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc]
             return {"lr": self.lr, "adamw_lr": self.adamw_lr, **described}
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
-        """The optimizers of these model parts, and a table of each in the log.
+        """Make the optimizers of these model parts, and log a table of each.
 
         Raises:
             ValueError: the config sets what belongs to torch's optimizers, or what `Muon.for_model` refuses.
@@ -134,7 +135,6 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
                 )
 
     def __init__(self, config: Config, **components: Any) -> None:
-        """As CheckpointManager."""
         super().__init__(config, **components)
         self._fresh = config.fresh
 
@@ -146,7 +146,7 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Save to a new directory; if asynchronously, returns what waits for it.  Collective.
+        """Save to a new directory; if asynchronously, return what waits for it.  Collective.
 
         Raises:
             MuonckptError: as `muonckpt.save`; ``checkpoint_id`` must not exist.
@@ -184,7 +184,7 @@ class MuonckptManager(CheckpointManager):  # type: ignore[misc]
         super()._close()
 
     def _find_load_step(self, folder: str = "") -> int:
-        """The latest step with a checkpoint, or -1; what a save that was cut off has left is none."""
+        """Return the latest step with a checkpoint, or -1; what a save that was cut off has left is none."""
         folder = folder or self.folder
         names = filesystem.listdir(folder) if filesystem.isdir(folder) else []
         steps = [int(name[1]) for name in map(re.compile(r"step-(\d+)").fullmatch, names) if name]

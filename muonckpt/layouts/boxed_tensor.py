@@ -1,8 +1,7 @@
 """Tensors as the boxes that this rank holds of them, in the form in which DCP asks for them.
 
 DCP takes a DTensor for one box on each rank, which is not so where placements interleave, and never where a flat buffer
-was cut.  It asks tensors that have its hooks.  So every DTensor is given to it as a `BoxedTensor`, whether it has one
-box, several or none.
+was cut.  It asks tensors that have its hooks, as a `BoxedTensor` has.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from ..box import Box, Index, flat_boxes
-from ..errors import LayoutError, about
+from ..errors import LayoutError
 from ..layout import Buffer, TensorLayout
 from ..overlap import overlaps
 from .tensors import declares_boxes, fragments_here, local_of
@@ -61,16 +60,16 @@ class BoxedTensor(Tensor):
     ) -> BoxedTensor:
         for part in parts.values():
             dtype, device = dtype or part.dtype, device or part.device
-        made: BoxedTensor = Tensor._make_wrapper_subclass(
+        boxed: BoxedTensor = Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype or torch.get_default_dtype(), device=torch.device(device or "cpu")
         )
-        made.parts = MappingProxyType({tuple(lo): part.detach() for lo, part in parts.items() if part.numel()})
-        _check_parts(tuple(shape), made.dtype, made.parts)
-        return made
+        boxed.parts = MappingProxyType({tuple(lo): part.detach() for lo, part in parts.items() if part.numel()})
+        _check_parts(tuple(shape), boxed.dtype, boxed.parts)
+        return boxed
 
     @classmethod
     def of_flat(cls, shape: Sequence[int], start: int, flat: Tensor) -> BoxedTensor:
-        """Elements ``start : start + flat.numel()`` of the flattened (row-major) tensor.
+        """Return elements ``start : start + flat.numel()`` of the flattened (row-major) tensor.
 
         Args:
             flat: of one dim, in which they lie in that order.
@@ -86,7 +85,7 @@ class BoxedTensor(Tensor):
 
     @classmethod
     def of_layout(cls, layout: TensorLayout, buffer: Buffer, memory: Tensor) -> BoxedTensor:
-        """What a layout says that lies in one of its buffers.
+        """Return what lies in one buffer of a layout.
 
         Args:
             memory: of that buffer; of one dim and dense.
@@ -140,38 +139,14 @@ class BoxedTensor(Tensor):
         return type(self)(self.shape, {lo: function(part) for lo, part in self.parts.items()}, self.dtype, self.device)
 
 
-def boxed(tensor: Tensor) -> Tensor:
-    """A tensor that tells DCP which boxes this rank holds: itself if it has hooks for that, or is all here.
-
-    Raises:
-        LayoutError: its placements do not say it; see `layouts.tensors.layout_of`.
-    """
-    if not isinstance(tensor, DTensor) or declares_boxes(tensor):
-        return tensor
-    return BoxedTensor(tensor.shape, _placed_parts(tensor), tensor.dtype, tensor.device)
-
-
-def all_boxed(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A flat state dict with all its tensors `boxed`.
-
-    Raises:
-        LayoutError: as `boxed`; names the tensor.
-    """
-    made = {}
-    for key, value in flat.items():
-        with about(f"tensor {key!r}"):
-            made[key] = boxed(value) if isinstance(value, Tensor) else value
-    return made
-
-
 def parts_of(tensor: Tensor) -> Parts:
-    """The boxes that this rank holds of any tensor; none if it holds nothing.
+    """Return the boxes that this rank holds of any tensor; none if it holds nothing.
 
     Raises:
         LayoutError: neither hooks nor placements say it.
     """
     if isinstance(tensor, ShardedTensor):
-        return {tuple(shard.metadata.shard_offsets): shard.tensor.detach() for shard in tensor.local_shards()}
+        return dict(_shards(tensor))
     if declares_boxes(tensor):
         return dict(_declared_parts(tensor))
     if isinstance(tensor, DTensor):
@@ -180,8 +155,8 @@ def parts_of(tensor: Tensor) -> Parts:
 
 
 def whole_shape(tensor: Tensor) -> Index:
-    """The global shape of any tensor; hooks may say another than the tensor that has them."""
-    if not isinstance(tensor, DTensor | ShardedTensor) and declares_boxes(tensor):
+    """Return the global shape of any tensor; hooks may say another than the tensor that has them."""
+    if not isinstance(tensor, DTensor | ShardedTensor | BoxedTensor) and declares_boxes(tensor):
         items: list[WriteItem] = tensor.__create_write_items__("", tensor)  # type: ignore[attr-defined]
         for item in items:
             if item.tensor_data is not None:
@@ -199,6 +174,13 @@ def _placed_parts(tensor: DTensor) -> Parts:
         window = tuple(slice(int(lo), int(lo) + n) for lo, n in zip(starts, fragment.box.shape, strict=True))
         parts[fragment.box.lo] = local[window]
     return parts
+
+
+def _shards(tensor: ShardedTensor) -> Iterator[tuple[Index, Tensor]]:
+    """Yield the shards that are here; one may itself be a sharded tensor, as FSDP1 made them of tensor parallelism."""
+    for shard in tensor.local_shards():
+        for lo, part in parts_of(shard.tensor).items():
+            yield tuple(map(int.__add__, shard.metadata.shard_offsets, lo)), part
 
 
 def _declared_parts(tensor: Any) -> Iterator[tuple[Index, Tensor]]:

@@ -1,14 +1,22 @@
-"""Flat buffers: tensors laid end to end and cut wherever a shard ends, in the middle of a row if need be."""
+"""Tensors in flat buffers: laid end to end and cut wherever a shard ends, in the middle of a row if need be.
+
+Megatron-FSDP pads such buffers and cuts them into equal parts over the ranks of some mesh axes: a rank's share of a
+tensor is any number of elements, or none.  Under tensor parallelism each part of the tensor is cut out first and has a
+buffer of its own.  A tensor with a single owner is the simplest case.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
-from ..box import Index, flat_boxes
+from ..box import Box, Index, flat_boxes
 from ..errors import LayoutError
-from ..layout import Buffer, TensorLayout, dense
+from ..layout import Buffer, Fragment, TensorLayout, dense
+from .mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +30,7 @@ class FlatShard:
 
 
 def even_shards(numel: int, ranks: int) -> tuple[FlatShard, ...]:
-    """A flat buffer of ``numel`` elements (padding included) cut into equal parts over ranks 0 … ``ranks - 1``.
+    """Cut a flat buffer of ``numel`` elements (padding included) into equal parts over ranks 0 … ``ranks - 1``.
 
     Raises:
         LayoutError: the buffer does not divide; pad it first.
@@ -35,7 +43,7 @@ def even_shards(numel: int, ranks: int) -> tuple[FlatShard, ...]:
 
 @lru_cache(maxsize=65536)
 def flat_layout(shape: Index, start: int, shards: tuple[FlatShard, ...]) -> TensorLayout:
-    """The layout of a tensor whose row-major elements occupy ``start : start + numel`` of a sharded flat buffer.
+    """Lay out a tensor whose row-major elements occupy ``start : start + numel`` of a sharded flat buffer.
 
     Raises:
         LayoutError: the shards do not hold all of that range.
@@ -49,3 +57,89 @@ def flat_layout(shape: Index, start: int, shards: tuple[FlatShard, ...]) -> Tens
             fragments.append(dense(box, shard.buffer, offset))
             offset += box.numel
     return TensorLayout.of(shape, tuple(fragments))
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """How each axis of a mesh cuts a tensor; an axis that is not named here holds replicas.
+
+    Args:
+        flat: the axes that cut the flat buffer, coarsest parts first; if empty, every rank holds it all.
+        split: the axis, if any, that cuts the tensor itself before that (tensor parallelism), and the dim that it cuts.
+
+    Raises:
+        LayoutError: an axis is named twice, or is not on the mesh.
+    """
+
+    mesh: Mesh
+    flat: tuple[int, ...]
+    split: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        named = [*self.flat, *([self.split[0]] if self.split else [])]
+        if len(set(named)) != len(named) or not all(0 <= axis < len(self.mesh.shape) for axis in named):
+            raise LayoutError(f"axes {named} of a mesh of shape {self.mesh.shape}: each axis can cut once")
+
+    @property
+    def shards(self) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in self.flat)
+
+    def part(self, shape: Index, coordinate: Index) -> Box:
+        """Return what tensor parallelism gives to the rank at a coordinate: equal parts along one dim.
+
+        Raises:
+            LayoutError: the dim does not divide into equal parts.
+        """
+        if self.split is None:
+            return Box.of(shape)
+        axis, dim = self.split
+        parts, index = self.mesh.shape[axis], coordinate[axis]
+        if not 0 <= dim < len(shape) or shape[dim] % parts:
+            raise LayoutError(f"dim {dim} of a tensor of shape {shape} does not divide into {parts} parts")
+        size = shape[dim] // parts
+        lo, hi = [0] * len(shape), list(shape)
+        lo[dim], hi[dim] = index * size, (index + 1) * size
+        return Box(tuple(lo), tuple(hi))
+
+    def shard(self, coordinate: Index) -> int:
+        """Return the number of the part of the buffer that the rank at a coordinate holds."""
+        index = 0
+        for axis in self.flat:
+            index = index * self.mesh.shape[axis] + coordinate[axis]
+        return index
+
+
+@lru_cache(maxsize=65536)
+def uneven_layout(shape: Index, start: int, buffer: int, cuts: Cuts) -> TensorLayout:
+    """Lay out a tensor of global ``shape``; the buffers are ranks, each local tensor dense from its element 0.
+
+    Args:
+        start: where the tensor (of its tensor-parallel part) begins in the flat buffer, in elements.
+        buffer: elements of the whole flat buffer, padding included; a multiple of the number of shards.
+
+    Raises:
+        LayoutError: the buffer does not divide, or ends before the tensor does.
+    """
+    if buffer % cuts.shards:
+        raise LayoutError(f"a flat buffer of {buffer} elements does not divide into {cuts.shards} shards")
+    size = buffer // cuts.shards
+    held: defaultdict[Box, list[FlatShard]] = defaultdict(list)
+    for rank, coordinate in zip(cuts.mesh.ranks, product(*map(range, cuts.mesh.shape)), strict=True):
+        part = cuts.part(shape, coordinate)
+        # This rank's share of the buffer, in elements of the part.
+        first = cuts.shard(coordinate) * size - start
+        lo, hi = max(first, 0), min(first + size, part.numel)
+        held[part] += [FlatShard(rank, lo, hi)] if lo < hi else []
+    fragments = (
+        Fragment(fragment.box.shift(part.lo), fragment.place)
+        for part, shards in held.items()
+        for fragment in flat_layout(part.shape, 0, tuple(shards)).fragments
+    )
+    return TensorLayout.of(shape, tuple(fragments))
+
+
+@lru_cache(maxsize=65536)
+def owned_layout(shape: Index, owner: Buffer) -> TensorLayout:
+    """Lay a tensor out dense and whole in the buffer of ``owner``."""
+    box = Box.of(shape)
+    return TensorLayout.of(shape, (dense(box, owner),) if box.numel else ())

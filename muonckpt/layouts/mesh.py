@@ -22,10 +22,10 @@ from ..overlap import IntArray, expanded
 
 @dataclass(frozen=True)
 class DimShares:
-    """What each of some shares holds of one dim.
+    """What some shares hold of one dim.
 
     Attributes:
-        count: of shares.
+        count: the number of shares.
         share: for each run the number of its share, ascending; within a share runs are in local order.
         start, stop: of each run; none is empty.
     """
@@ -37,24 +37,24 @@ class DimShares:
 
     @cached_property
     def first(self) -> IntArray:
-        """The number of each share's first run, and how many runs there are."""
+        """The number of each share's first run, and at the end that of all runs."""
         return np.searchsorted(self.share, np.arange(self.count + 1))
 
     @cached_property
     def before(self) -> IntArray:
-        """Indices of the runs before each one in its share."""
+        """For each run the number of indices before it in its share."""
         sums = _from_zero(np.cumsum(self.stop - self.start))
         before: IntArray = sums[:-1] - sums[self.first[self.share]]
         return before
 
     @cached_property
     def length(self) -> IntArray:
-        """Indices of each share."""
+        """The number of indices of each share."""
         length: IntArray = np.diff(_from_zero(np.cumsum(self.stop - self.start))[self.first])
         return length
 
     def cut(self, parts: int) -> DimShares:
-        """Each share in parts of ``ceil(length / parts)`` indices; the last ones may be short or empty."""
+        """Cut each share into parts of ``ceil(length / parts)`` indices; the last ones may be short or empty."""
         before, length = self.before, self.stop - self.start
         size = -(-self.length // parts)[self.share]
         begin = before // size  # the first part that has some of a run
@@ -65,7 +65,7 @@ class DimShares:
         return DimShares(self.count * parts, self.share[run] * parts + part, lo + shift, hi + shift)
 
     def joined(self) -> DimShares:
-        """The same, adjacent runs merged, so that a contiguous share is one box."""
+        """Merge adjacent runs, so that a contiguous share is one box."""
         apart = np.ones(len(self.share), np.bool_)
         apart[1:] = (self.share[1:] != self.share[:-1]) | (self.start[1:] != self.stop[:-1])
         return DimShares(self.count, self.share[apart], self.start[apart], self.stop[np.roll(apart, -1)])
@@ -93,7 +93,7 @@ class Mesh:
 
     @classmethod
     def of(cls, *shape: int) -> Mesh:
-        """Ranks 0, 1, 2, … on a grid of this shape."""
+        """Put ranks 0, 1, 2, … on a grid of this shape."""
         return cls(shape, tuple(range(math.prod(shape))))
 
 
@@ -107,13 +107,13 @@ class Shard:
         return f"Shard({self.dim})"
 
     def cut(self, shares: DimShares, parts: int) -> DimShares:
-        """Each share over the ranks of an axis: part ``k`` of share ``n`` becomes share ``n * parts + k``."""
+        """Cut each share over the ranks of an axis: part ``k`` of share ``n`` becomes share ``n * parts + k``."""
         return shares.cut(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class StridedShard:
-    """Cut into ``split`` parts first, then each of them over the axis; the rank keeps its share of every part.
+    """Parts of ``split`` parts: each of these is cut over the axis, and the rank keeps its share of every one.
 
     This is how torch says that an axis *later* in the mesh cut the dim first (FSDP2 over tensor parallel).
     """
@@ -125,7 +125,7 @@ class StridedShard:
         return f"StridedShard({self.dim}, split={self.split})"
 
     def cut(self, shares: DimShares, parts: int) -> DimShares:
-        """As `Shard.cut`."""
+        """Cut as `Shard.cut` does."""
         fine = shares.cut(self.split).cut(parts)
         share = fine.share // (self.split * parts) * parts + fine.share % parts
         order = np.argsort(share, kind="stable")
@@ -143,12 +143,11 @@ class Replicate:
 
 
 AxisPlacement = Shard | StridedShard | Replicate
-"""How one mesh axis cuts a tensor, if it does."""
 
 
 @lru_cache(maxsize=65536)
 def mesh_layout(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...]) -> TensorLayout:
-    """The layout of a tensor of global ``shape`` on ``mesh``: dense row-major local tensors, one buffer per rank.
+    """Lay a tensor of global ``shape`` out on ``mesh``: dense row-major local tensors, one buffer per rank.
 
     Raises:
         LayoutError: not one placement per mesh axis, or a placement of a dim that the tensor does not have.
@@ -162,7 +161,7 @@ def mesh_layout(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...])
 
 @lru_cache(maxsize=65536)
 def fragments_on(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], rank: int) -> tuple[Fragment, ...]:
-    """What `mesh_layout` gives to one rank, without what it gives to the others; nothing if it is not on the mesh.
+    """Return what `mesh_layout` gives to one rank; nothing if it is not on the mesh.
 
     Raises:
         LayoutError: as `mesh_layout`.
@@ -177,7 +176,7 @@ def fragments_on(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...]
 
 
 def local_shape(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], rank: int) -> Index:
-    """Shape of the local tensor on ``rank``, if the layout describes it."""
+    """Return the shape of the local tensor on ``rank``, if the layout describes it."""
     position = np.array([mesh.ranks.index(rank)])
     along = (_along(dim, shape, mesh, placements, position) for dim in range(len(shape)))
     return tuple(int(shares.length[number[0]]) for shares, number in along)
@@ -194,7 +193,7 @@ def _check_placements(shape: Index, mesh: Mesh, placements: tuple[AxisPlacement,
 def _rows(
     shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], positions: IntArray
 ) -> tuple[tuple[IntArray, IntArray], IntArray, IntArray, IntArray]:
-    """The fragments of the ranks at some positions of the mesh: corners of the boxes, the positions, offsets, strides.
+    """Return corners, positions, offsets and strides of the fragments of ranks at some positions of the mesh.
 
     A rank holds the product of its runs along each dim, the last dim's changing fastest.
     """
@@ -219,7 +218,7 @@ def _rows(
 def _along(
     dim: int, shape: Index, mesh: Mesh, placements: tuple[AxisPlacement, ...], positions: IntArray
 ) -> tuple[DimShares, IntArray]:
-    """The shares of one dim, and the numbers of those of the ranks at some positions of the mesh."""
+    """Return the shares of one dim, and the numbers of those of the ranks at some positions of the mesh."""
     cuts: list[tuple[Shard | StridedShard, int]] = []
     number = np.zeros(len(positions), np.int64)
     for placement, parts, step in zip(placements, mesh.shape, row_major(mesh.shape), strict=True):
@@ -231,7 +230,7 @@ def _along(
 
 @lru_cache(maxsize=256)
 def _shares(size: int, cuts: tuple[tuple[Shard | StridedShard, int], ...]) -> DimShares:
-    """A dim of this size after it was cut, over so many ranks at a time.  Cached: many tensors have equal dims."""
+    """Cut a dim of this size, over so many ranks at a time.  Cached: many tensors have equal dims."""
     whole = np.arange(min(size, 1))
     shares = DimShares(1, whole, whole, whole + size)
     for placement, parts in cuts:

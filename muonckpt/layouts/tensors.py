@@ -1,4 +1,4 @@
-"""Live torch tensors to layouts: the door at which torch's placements become boxes, once."""
+"""Live torch tensors to layouts: the door at which torch's placements become boxes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torch.distributed.tensor.placement_types import _StridedShard as TorchStrid
 from ..box import Index, row_major
 from ..errors import LayoutError
 from ..layout import Fragment, TensorLayout
+from .flat import owned_layout
 from .mesh import AxisPlacement, Mesh, Replicate, Shard, StridedShard, fragments_on, local_shape, mesh_layout
-from .owned import owned_layout
 
 
 def layout_of(tensor: torch.Tensor, replicas: tuple[int, ...] = (0,)) -> TensorLayout:
-    """Where the elements of ``tensor`` live, on every rank, without any communication.
+    """Return where the elements of ``tensor`` live on every rank, without communication.
 
     The buffers of a DTensor are global ranks.  A plain tensor lies whole on each rank of ``replicas``.
 
@@ -40,13 +40,13 @@ def layout_of(tensor: torch.Tensor, replicas: tuple[int, ...] = (0,)) -> TensorL
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``tensor``, which shares its memory and is detached from autograd."""
+    """Return this rank's part of ``tensor``, which shares its memory and is detached from autograd."""
     local: torch.Tensor = _local(tensor) if isinstance(tensor, DTensor) else tensor
     return local.detach() if local.requires_grad else local
 
 
 def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """This rank's parts of ``tensors``, as `local_of`, but not detached: for what autograd does not record."""
+    """Return this rank's parts of ``tensors``, not detached: for what autograd does not record."""
     return [_local(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
@@ -56,9 +56,7 @@ def _local(tensor: DTensor) -> torch.Tensor:
 
 
 def is_first_copy(tensor: torch.Tensor) -> bool:
-    """Whether this rank is the first of those that hold the same part of ``tensor``.
-
-    A plain tensor is its own first copy.
+    """Return whether this rank is the first of those that hold the same part of ``tensor``; true of a plain one.
 
     Raises:
         LayoutError: a ``Partial`` or unknown placement.
@@ -71,7 +69,7 @@ def is_first_copy(tensor: torch.Tensor) -> bool:
 
 
 def rows_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """The rows (of the first dim) of which this rank holds a part, as ranges in the order of its memory.
+    """Return the rows (of the first dim) of which this rank holds a part, as ranges in the order of its memory.
 
     Raises:
         LayoutError: as `layout_of`.
@@ -84,7 +82,7 @@ def rows_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def zeros_placed_as(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros of another shape with as many dims, on the mesh and with the placements of ``tensor`` if it has any.
+    """Make zeros of another shape with as many dims, on the mesh and with the placements of ``tensor`` if it has any.
 
     Where a dim is shorter than the axis that shards it, the last ranks are empty.
     """
@@ -104,7 +102,7 @@ def zeros_placed_as(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.d
 
 
 def placement_json(tensor: torch.Tensor) -> Mapping[str, Any] | None:
-    """Mesh and placements as JSON data for a checkpoint; None where they do not describe the tensor."""
+    """Return mesh and placements as JSON data for a checkpoint; None where they do not describe the tensor."""
     if not isinstance(tensor, DTensor) or declares_boxes(tensor):
         return None
     return _placement_json(_mesh(tensor.device_mesh), tensor.device_mesh.mesh_dim_names, tensor.placements, tensor.ndim)
@@ -126,13 +124,13 @@ def _placement_json(
 
 
 def declares_boxes(tensor: torch.Tensor) -> bool:
-    """Whether DCP's hooks say which boxes this rank holds: those of the tensor itself, or of a DTensor's local one."""
+    """Return whether DCP's hooks say which boxes this rank holds, of the tensor or of a DTensor's local one."""
     described = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return hasattr(described, "__create_chunk_list__")
 
 
 def fragments_here(tensor: DTensor) -> tuple[Fragment, ...]:
-    """What this rank holds of a DTensor by its placements; the places are in its local tensor, as if that were dense.
+    """Return what this rank holds of a DTensor by its placements; places are in its local tensor, as if dense.
 
     Raises:
         LayoutError: as `layout_of`.
@@ -142,7 +140,7 @@ def fragments_here(tensor: DTensor) -> tuple[Fragment, ...]:
 
 
 def _checked(tensor: DTensor) -> tuple[Mesh, tuple[AxisPlacement, ...]]:
-    """Mesh and placements, once the local tensor is what they say."""
+    """Return mesh and placements, once the local tensor is what they say."""
     rank = torch.distributed.get_rank()
     mesh = _mesh(tensor.device_mesh)
     placements, expected = _placed(tensor.shape, mesh, tensor.placements, rank)
@@ -159,7 +157,7 @@ def _checked(tensor: DTensor) -> tuple[Mesh, tuple[AxisPlacement, ...]]:
 def _placed(
     shape: torch.Size, mesh: Mesh, placements: tuple[TorchPlacement, ...], rank: int
 ) -> tuple[tuple[AxisPlacement, ...], Index | None]:
-    """Placements in our words, and the shape of a rank's local tensor; None if it is not on the mesh.
+    """Return placements in our words, and the shape of a rank's local tensor; None if it is not on the mesh.
 
     Cached by what torch calls equal, so that a model's thousands of equal tensors cost a look-up each.
     """

@@ -1,7 +1,8 @@
-"""What a page says about a checkpoint, alone or beside another one."""
+"""A page about a checkpoint, alone or beside another one, and its data."""
 
 from __future__ import annotations
 
+import math
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,28 +11,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
+from ..chunks import Boxes
+from ..columns import UNKNOWN
 from ..converters.compare.diff import Difference, diff_of
-from ..converters.health.figures import STATS_MEMORY, CheckpointStats, bytes_of_elements, measurable, measured, stats_of
-from ..converters.health.findings import siblings_of
-from ..converters.inspection import Inspection, inspection_of
-from ..converters.look.contents import Role
-from ..converters.look.first_look import FirstLook, first_look
-from ..converters.look.holders import newton_schulz_by_rank
-from ..converters.overview import description
+from ..converters.compare.stats import (
+    STATS_MEMORY,
+    CheckpointStats,
+    bytes_of_elements,
+    health_json,
+    measurable,
+    measured,
+    siblings_of,
+    stats_of,
+)
+from ..converters.look.contents import Contents, FirstLook, Role, first_look
+from ..converters.look.holders import chunk_bytes, cut_in_words, newton_schulz_by_rank, rank_in_name
+from ..converters.look.inspection import Inspection, description, inspection_of
 from ..errors import DestinationError, LayoutError, SourceError
+from ..record import Manifest
 from ..store.io.location import Remote
 from ..store.io.new_file import write_synced
 from ..store.open_checkpoint import open
+from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import Progress
 from ..version import VERSION
 from .self_contained import html_of, plain
-from .shard_columns import by_number, shard_columns
 
 StatsChoice = Literal["spectra", "norms", "none"]
-"""What is measured: norms and spectra, norms only, or nothing."""
 
 _FIGURES = ("norm", "rms", "largest", "zeros", "nan", "infinite", "stable_rank", "spectrum")
-"""What the page has of each measured tensor."""
+"""Figures of each measured tensor on the page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +50,7 @@ class Page:
     """A page about a checkpoint.
 
     Attributes:
-        inspection: what its metadata say.
-        known: the same metadata, sorted.
+        known: its metadata, sorted.
         stats: its numbers; None if they were not measured.
         difference: what has changed since the other checkpoint (``a``); None if there is none.
     """
@@ -52,11 +62,11 @@ class Page:
 
     @property
     def findings(self) -> int:
-        """The number of findings: what looks sick in the metadata and odd in the numbers."""
+        """The number of findings in metadata and numbers."""
         return len(self.inspection.symptoms) + len(self.stats.health if self.stats else ())
 
     def to_json(self) -> dict[str, Any]:
-        """The data of the page: docs/guide/report.md says what is in it."""
+        """Return the data of the page: docs/guide/report.md says what is in it."""
         manifest, ranks = self.inspection.manifest, self.inspection.bytes_of_ranks()
         work = newton_schulz_by_rank(self.known.contents, list(ranks)) if ranks else None
         return {
@@ -70,11 +80,11 @@ class Page:
         }
 
     def html(self) -> str:
-        """The page as the text of one HTML file."""
+        """Return the page as one HTML file."""
         return html_of(f"{Path(self.inspection.checkpoint).name} - muonckpt report", self.to_json())
 
     def write(self, file: str | os.PathLike[str]) -> int:
-        """Write the page into a local file, which appears whole and replaces an earlier one; returns its bytes.
+        """Write the page into a local file, which appears whole and replaces an earlier one; return its bytes.
 
         Raises:
             DestinationError: it cannot be written.
@@ -107,7 +117,7 @@ def report(
     Args:
         path: a path or a URL, of any format.
         other: another checkpoint, such as an earlier one of the run; the page says what has changed since.
-        stats: what is measured.  With ``"none"`` no elements are read, but those that a comparison needs.
+        stats: what is measured; with ``"none"`` no elements are read but those that a comparison needs.
         select: shell patterns; only weights and state whose key matches one are measured.
         memory: bytes that elements may take.
         jobs: threads.
@@ -153,7 +163,7 @@ def report(
 
 @contextmanager
 def _other_way_out() -> Iterator[None]:
-    """Say of an error that elements cannot be read how to get a page nevertheless."""
+    """Say in an error that elements cannot be read how to get a page nevertheless."""
     try:
         yield
     except (SourceError, LayoutError) as error:
@@ -161,7 +171,7 @@ def _other_way_out() -> Iterator[None]:
 
 
 def _changes_of_weights(difference: Difference, known: FirstLook) -> dict[str, float]:
-    """The root mean square of each weight's change, where both checkpoints have it in one shape."""
+    """Return the root mean square of each weight's change, where both checkpoints have it in one shape."""
     weights = {tensor.key for tensor in known.contents.tensors.get(Role.WEIGHTS, ())}
     return {
         tensor.key: tensor.statistics.rms_change if tensor.statistics else 0.0
@@ -171,8 +181,11 @@ def _changes_of_weights(difference: Difference, known: FirstLook) -> dict[str, f
 
 
 def _stats_columns(stats: CheckpointStats, keys: Sequence[str]) -> dict[str, Any]:
-    """The numbers as JSON data, with five figures: figures of tensors as columns, ``tensor`` being a position in
-    ``keys``; each row of ``folded`` also has ``members``: positions in these columns."""
+    """Return the numbers as JSON data, with five figures.
+
+    Figures are columns, ``tensor`` being a position in ``keys``; rows of ``folded`` have ``members``, positions in
+    columns.
+    """
     positions = {key: position for position, key in enumerate(keys)}
     rows = {id(tensor): row for row, tensor in enumerate(stats.tensors)}
     figures = [tensor.to_json() for tensor in stats.tensors]
@@ -189,7 +202,7 @@ def _stats_columns(stats: CheckpointStats, keys: Sequence[str]) -> dict[str, Any
             for row, own in zip(stats.folded(), members, strict=True)
         ],
         "updates": [update.to_json() for update in stats.updates],
-        "health": [finding.to_json() for finding in stats.health],
+        "health": [health_json(finding) for finding in stats.health],
     }
 
 
@@ -203,3 +216,55 @@ def _rounded(value: Any) -> Any:
             return [_rounded(each) for each in value]
         case _:
             return value
+
+
+def shard_columns(manifest: Manifest, contents: Contents) -> dict[str, Any]:
+    """Return tensors, the ways in which they are cut, and their shards as columns: a million shards are ten megabytes.
+
+    ``tensors``: columns ``key``, ``role``, ``slot``, ``shape``, ``dtype``, ``bytes``, ``fingerprint`` and ``cut``, a
+    position in ``cuts``.  ``cuts``: ``words``, and the boxes ``lo`` and ``hi``, one for each shard of a tensor.
+    ``shards``, in the order of the tensors: columns ``file`` and ``offset``, of the elements or else of their item.
+    ``files``: columns ``name``, ``rank`` (None if the name does not tell) and ``bytes`` of elements.
+    """
+    roles = {tensor.key: str(role) for role, tensors in contents.tensors.items() for tensor in tensors}
+    cuts: dict[tuple[tuple[int, ...], Boxes], int] = {}
+    words: list[str] = []
+    cut_of = []
+    for tensor in manifest.tensors:
+        number = cuts.setdefault((tensor.shape, tensor.boxes), len(cuts))
+        if number == len(words):
+            words.append(cut_in_words(tensor))
+        cut_of.append(number)
+    columns = manifest.columns
+    held = np.zeros(len(columns.names), np.int64)
+    np.add.at(held, columns.file, chunk_bytes(manifest))
+    return {
+        "tensors": {
+            "key": [tensor.key for tensor in manifest.tensors],
+            "role": [roles[tensor.key] for tensor in manifest.tensors],
+            "slot": [tensor.slot for tensor in manifest.tensors],
+            "shape": [list(tensor.shape) for tensor in manifest.tensors],
+            "dtype": [tensor.dtype for tensor in manifest.tensors],
+            "bytes": [math.prod(tensor.shape) * itemsize(tensor.dtype) for tensor in manifest.tensors],
+            "fingerprint": [tensor.fingerprint for tensor in manifest.tensors],
+            "cut": cut_of,
+        },
+        "cuts": [
+            {"words": text, "lo": boxes.lo.tolist(), "hi": boxes.hi.tolist()}
+            for (_, boxes), text in zip(cuts, words, strict=True)
+        ],
+        "shards": {
+            "file": columns.file.tolist(),
+            "offset": np.where(columns.payload == UNKNOWN, columns.item, columns.payload).tolist(),
+        },
+        "files": {
+            "name": list(columns.names),
+            "rank": [rank_in_name(name) for name in columns.names],
+            "bytes": held.tolist(),
+        },
+    }
+
+
+def by_number(shares: Mapping[int, int] | None) -> dict[str, list[int]] | None:
+    """Return shares of ranks as columns ``rank`` and ``share``; None if unknown."""
+    return {"rank": list(shares), "share": list(shares.values())} if shares else None

@@ -1,8 +1,8 @@
 """One HTML file of data, style and script.
 
-Names in a checkpoint may be hostile.  They are in the page as JSON only, in which no ``<`` occurs, and the script
-shows them as text; a policy of the page lets browsers run and apply nothing but our own script and style, known by
-their hashes, and load nothing at all.
+Names in a checkpoint may be hostile.  They are in the page as JSON only, in which no ``<`` occurs, and the script shows
+them as text; a policy lets browsers run and apply only our own script and style, known by their hashes, and load
+nothing.
 """
 
 from __future__ import annotations
@@ -18,17 +18,12 @@ from string import Template
 from typing import Any
 
 _SCRIPTS = ("model", "table", "charts", "map", "tensor", "sections", "main")
-"""The parts of the script, in order."""
 
 _ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
 
 
 def html_of(title: str, data: Mapping[str, Any]) -> str:
-    """The page, in ASCII.
-
-    Args:
-        data: JSON data; numbers that JSON lacks have been replaced (`plain`).
-    """
+    """Return the page, in ASCII; ``data`` is JSON data, as `plain` gives it."""
     style = _asset("page.css")
     script = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
     return Template(_asset("page.html")).substitute(
@@ -42,7 +37,7 @@ def html_of(title: str, data: Mapping[str, Any]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Data as JSON can hold it: infinite and NaN numbers, and whatever is no JSON data, as text."""
+    """Convert data to what JSON can hold: infinite and NaN numbers, and whatever else it lacks, as text."""
     match value:
         case None | bool() | int() | str():
             return value

@@ -1,4 +1,4 @@
-"""Auditing a checkpoint: is every element there exactly once, and are the bytes those that were written?"""
+"""Audits: is every element there exactly once, are the bytes those that were written, and the descriptions too?"""
 
 from __future__ import annotations
 
@@ -9,27 +9,166 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Literal
 
+import numpy as np
+
 from ..box import Index
 from ..errors import DamageError, LayoutError, MuonckptError, SourceError
+from ..findings import Finding
 from ..fingerprint import as_hex, combine
 from ..record import MANIFEST_FILE, Blob, Chunk, Chunks, Extent, Manifest, StateRecord
-from .descriptions import Finding, description_faults
+from .formats.native import stock_metadata
 from .formats.registry import DCP, OWN
-from .formats.signs import MEGATRON_FILE, METADATA_FILE
-from .io.checksums import Sums, crc32
-from .io.location import Location, Remote, location
-from .io.regular import open_regular
-from .open_checkpoint import OpenCheckpoint
-from .reading.bands import bands
+from .formats.signs import MEGATRON_FILE, METADATA_FILE, items_beside
+from .io.checksums import Sums, crc32, xxh3_128
+from .io.location import Location, Remote, at_each, location
+from .io.regular import open_regular, read_whole
+from .open_checkpoint import OpenCheckpoint, check_blob
+from .reading.blocks import bands
 from .reading.dtypes import itemsize
-from .reading.finite import nonfinite
-from .reading.payloads import BAND_BYTES, Payloads, Progress, as_words, payload_of
+from .reading.payloads import BAND_BYTES, Payloads, Progress, as_words, nonfinite, payload_of
 from .small_tensors import Examined, examined
-from .stored_items import check_blob
+
+
+def description_faults(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Finding]:
+    """Yield what the descriptions, and the names and sizes of the files, show to be damaged.
+
+    Args:
+        framed: whether the items of a checkpoint of ours are known to be what its manifest says.
+    """
+    yield from (Finding("files", str(fault)) for fault in checkpoint.faults)
+    if checkpoint.lacks_manifest:
+        message = f"{checkpoint.path} was saved with a {MANIFEST_FILE}, which is missing; restore it from a copy"
+        yield Finding("manifest", message)
+    if checkpoint.format is DCP:
+        yield from _strange_keys(checkpoint.outline)
+    if checkpoint.format is OWN:
+        yield from _against_metadata(checkpoint, framed)
+    if (digest := checkpoint.items_digest) is not None:
+        yield from _items_faults(items_beside(checkpoint.path), digest)
+
+
+def _items_faults(place: Location, digest: str) -> Iterator[Finding]:
+    if not place.exists():
+        yield Finding(
+            "items",
+            f"{place} is missing, in which hyper-parameters and other items were written beside this checkpoint; "
+            "restore it from a copy, or write one without items with --tensors-only",
+        )
+    elif (actual := xxh3_128([read_whole(place)])) != digest:
+        yield Finding("items", f"{place}: digest {actual}, expected {digest}: it is damaged, or of another save")
+
+
+def _strange_keys(manifest: Manifest) -> Iterator[Finding]:
+    """Yield keys that are not their paths joined by dots, where most are, as DCP's own planner makes them."""
+    entries: tuple[StateRecord | Blob, ...] = (*manifest.tensors, *manifest.blobs)
+    strange = {entry.key: path for entry in entries if (path := ".".join(map(str, entry.path))) != entry.key}
+    if 2 * len(strange) < len(entries):
+        for key, path in strange.items():
+            yield Finding("key", f"{key!r} in {METADATA_FILE} has the path of {path!r}; expected the same", (key,))
+
+
+def _against_metadata(checkpoint: OpenCheckpoint, framed: bool) -> Iterator[Finding]:
+    """Compare DCP's metadata, which describe the checkpoint to other programs, with the manifest."""
+    others = dict(checkpoint.outline.files)
+    if not (framed and _is_as_written(checkpoint.manifest, checkpoint.path)):
+        yield from _against(checkpoint)
+    for name in sorted(others.keys() - {METADATA_FILE}):
+        try:
+            actual = xxh3_128([read_whole(checkpoint.path / name)])
+        except (SourceError, OSError) as error:
+            actual = str(error)
+        if actual != others[name]:
+            message = f"{checkpoint.path / name}: digest {actual}, expected {others[name]}, as {MANIFEST_FILE} has it"
+            yield Finding("metadata", message)
+
+
+def _is_as_written(manifest: Manifest, directory: Location) -> bool:
+    """Return whether DCP's metadata are the very bytes that this package writes for the manifest, and nothing in the
+    files overlaps or reaches beyond their ends.
+    """
+    try:
+        return _lie_in_files(manifest, directory) and _is_metadata_of(manifest, read_whole(directory / METADATA_FILE))
+    except (MuonckptError, OSError):
+        return False  # `_against` finds out what is wrong
+
+
+def _lie_in_files(manifest: Manifest, directory: Location) -> bool:
+    columns = manifest.columns
+    numbers = {name: number for number, name in enumerate(columns.names)}
+    of_blobs = [(numbers.setdefault(b.item.file, len(numbers)), b.item.offset, b.item.end) for b in manifest.blobs]
+    of_chunks = np.stack([columns.file, columns.item, columns.item + columns.item_length], axis=1)
+    extents = np.concatenate([of_chunks, np.array(of_blobs, np.int64).reshape(-1, 3)])
+    extents = extents[np.lexsort((extents[:, 1], extents[:, 0]))]
+    following = extents[1:]
+    same_file = extents[:-1, 0] == following[:, 0]
+    if (extents[:-1, 2] > following[:, 1])[same_file].any():
+        return False
+    ends = np.zeros(len(numbers), np.int64)
+    np.maximum.at(ends, extents[:, 0], extents[:, 2])
+
+    def size(name: str) -> int:
+        with open_regular(directory / name) as file:
+            return file.size
+
+    return bool((np.array(at_each(directory, size, numbers), np.int64) >= ends).all())
+
+
+def _is_metadata_of(manifest: Manifest, data: bytes) -> bool:
+    position = 0
+    for part in stock_metadata(manifest):
+        if data[position : position + len(part)] != part:
+            return False
+        position += len(part)
+    recorded = manifest.files.get(METADATA_FILE)
+    return position == len(data) and recorded in (None, xxh3_128([data]))
+
+
+def _against(checkpoint: OpenCheckpoint) -> list[Finding]:
+    from .formats.dcp.directory import DcpReader  # not needed where nothing is wrong
+
+    recorded = checkpoint.outline.files.get(METADATA_FILE)
+    try:
+        reader = DcpReader(checkpoint.path)
+        for fault in reader.faults:
+            raise fault
+        stock = replace(reader.outline, tensors=reader.locate(reader.outline.tensors))
+        disagreements = list(_disagreements(checkpoint, stock))
+        if recorded not in (None, reader.digest) and not disagreements:
+            message = f"{checkpoint.path / METADATA_FILE}: digest {reader.digest}, {MANIFEST_FILE} has another"
+            disagreements.append(Finding("metadata", message))
+    except MuonckptError as error:
+        return [Finding("metadata", f"{checkpoint.path / METADATA_FILE}: {error}")]
+    return disagreements
+
+
+def _disagreements(checkpoint: OpenCheckpoint, metadata: Manifest) -> Iterator[Finding]:
+    stock = _described(metadata)
+    own = _described(checkpoint.manifest)
+    for key in sorted(own.keys() | stock.keys()):
+        if key not in own or key not in stock:
+            file = MANIFEST_FILE if key in own else METADATA_FILE
+            message = f"{key!r} is in {file} only, expected it in {MANIFEST_FILE} and {METADATA_FILE}"
+            yield Finding("metadata", message, (key,))
+            continue
+        for fact, _ in sorted(own[key].items() ^ stock[key].items(), key=str)[:1]:
+            values = f"{own[key].get(fact)} in {MANIFEST_FILE}, {stock[key].get(fact)} in {METADATA_FILE}"
+            yield Finding("metadata", f"{key!r}: {fact} {values}; expected the same", (key,))
+
+
+def _described(manifest: Manifest) -> dict[str, dict[str, object]]:
+    """Return the facts that both descriptions state, by the key of each tensor and item."""
+    described: dict[str, dict[str, object]] = {}
+    for tensor in manifest.tensors:
+        known = described[tensor.key] = {"dtype": tensor.dtype, "shape": tensor.shape, "path": tensor.path}
+        known |= {f"box {chunk.box}": (chunk.payload, chunk.crc32) for chunk in tensor.chunks if chunk.box.numel}
+    for blob in manifest.blobs:
+        described[blob.key] = {"path": blob.path, "place": blob.item}
+    return described
+
 
 _BATCHES = 1 << 11, 1 << 14
-"""Chunks that are opened, and distributed to threads, at a time: there may be too many to have an object for each, and
-whoever watches the progress should not wait for the opening of all."""
+"""Chunks that are opened and distributed to threads at a time: few enough to have an object for each, and to show
+progress soon."""
 
 Verdict = Literal["whole", "readable, unchecked", "faulty"]
 
@@ -52,8 +191,9 @@ class AuditReport:
 
     @property
     def verdict(self) -> Verdict:
-        """``whole``: everything was compared with what was recorded when it was written, and is that.  ``faulty``:
-        there are findings.  ``readable, unchecked``: nothing judges the elements of some chunks."""
+        """Return ``whole`` if everything was compared with what was recorded and is that, ``faulty`` if there are
+        findings, ``readable, unchecked`` if nothing judges the elements of some chunks.
+        """
         return "faulty" if self.findings else "readable, unchecked" if self.unchecked else "whole"
 
 
@@ -68,7 +208,6 @@ class _ChunkResult:
 
 
 def payload_bytes(manifest: Manifest) -> int:
-    """Bytes that an audit of this checkpoint reads."""
     return sum(map(_payload_bytes, manifest.tensors))
 
 
@@ -77,7 +216,6 @@ def _payload_bytes(tensor: StateRecord) -> int:
 
 
 def _batches(tensors: Sequence[StateRecord]) -> Iterator[Sequence[StateRecord]]:
-    """Tensors in order, with at least so many chunks as `_BATCHES` has, at first the fewer."""
     batch: list[StateRecord] = []
     count, enough = 0, _BATCHES[0]
     for tensor in tensors:
@@ -108,13 +246,14 @@ def verify(
     try:
         opened = OpenCheckpoint(location(path, SourceError))
     except DamageError as error:
-        return AuditReport(0, 0, 0, 0, 0, {}, (Finding("description", None, str(error)),), ())
+        return AuditReport(0, 0, 0, 0, 0, {}, (Finding("description", str(error)),), ())
     with opened as checkpoint:
         total = payload_bytes(checkpoint.outline)
-        return _audit(checkpoint, lambda count: progress(count, total), jobs)
+        return audit(checkpoint, lambda count: progress(count, total), jobs)
 
 
-def _audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int) -> AuditReport:
+def audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int) -> AuditReport:
+    """Do what `verify` does with a checkpoint that is open already; ``passed`` receives bytes that were read."""
     path, payloads = checkpoint.path, checkpoint.payloads
     manifest = checkpoint.outline
     findings: list[Finding] = []
@@ -166,7 +305,6 @@ def _audit(checkpoint: OpenCheckpoint, passed: Callable[[int], None], jobs: int)
 
 
 def _unchecked(payloads: Payloads, tensors: Sequence[StateRecord]) -> int:
-    """Chunks with elements that nothing judges."""
     without_print = (chunk for tensor in tensors if tensor.fingerprint is None for chunk in tensor.chunks)
     return sum(chunk.box.numel > 0 and not payloads.is_checked(chunk) for chunk in without_print)
 
@@ -174,7 +312,7 @@ def _unchecked(payloads: Payloads, tensors: Sequence[StateRecord]) -> int:
 def _located(
     checkpoint: OpenCheckpoint, tensors: Sequence[StateRecord]
 ) -> tuple[Sequence[StateRecord], dict[tuple[str, Index], _ChunkResult]]:
-    """Tensors with the places of all elements that can be found, and results for the chunks of the others.
+    """Return tensors with the places of all elements that can be found, and results for the other chunks.
 
     Results are by the tensor's key and the chunk's first index.
     """
@@ -190,7 +328,7 @@ def _located(
                 every = (chunk for part in parts for chunk in part.chunks)
                 return replace(tensor, chunks=Chunks.of(every, len(tensor.shape)))
             where = f"tensor {tensor.key!r} box {tensor.chunks[0].box} in {tensor.chunks[0].item.file}"
-            finding = Finding("unreadable", tensor.key, f"{where}: {error}")
+            finding = Finding("unreadable", f"{where}: {error}", (tensor.key,))
             unlocated[tensor.key, tensor.chunks[0].box.lo] = _ChunkResult(where, None, 0, (finding,))
             return tensor
 
@@ -219,17 +357,17 @@ def _audit_chunk(payloads: Payloads, tensor: StateRecord, chunk: Chunk, passed: 
                 offset = part.end
         checksum = sums.checksum if chunk.strides is None else crc32(payloads.bands(payload))
     except MuonckptError as error:
-        return _ChunkResult(where, None, 0, (Finding("unreadable", tensor.key, f"{where}: {error}"),))
+        return _ChunkResult(where, None, 0, (Finding("unreadable", f"{where}: {error}", (tensor.key,)),))
     findings = []
     try:
         payloads.check_inside(chunk.item)
     except SourceError as error:
-        findings.append(Finding("crc32c", tensor.key, f"{where}: {error}"))
+        findings.append(Finding("crc32c", f"{where}: {error}", (tensor.key,)))
     if chunk.digest not in (None, sums.digest):
-        findings.append(Finding("digest", tensor.key, f"{where}: digest {sums.digest}, expected {chunk.digest}"))
+        findings.append(Finding("digest", f"{where}: digest {sums.digest}, expected {chunk.digest}", (tensor.key,)))
     if chunk.crc32 not in (None, checksum):
         message = f"{where}: CRC-32 {checksum:08x}, expected {chunk.crc32:08x}"
-        findings.append(Finding("crc32", tensor.key, message))
+        findings.append(Finding("crc32", message, (tensor.key,)))
     return _ChunkResult(where, sums.share, bad, tuple(findings))
 
 
@@ -237,24 +375,24 @@ def _audit_tensor(tensor: StateRecord, results: list[_ChunkResult], fingerprint:
     try:
         tensor.chunk_layout()
     except LayoutError as error:
-        yield Finding("coverage", tensor.key, str(error))
+        yield Finding("coverage", str(error), (tensor.key,))
     for result in results:
         yield from result.findings
     if fingerprint and tensor.fingerprint not in (None, fingerprint):
         message = f"tensor {tensor.key!r}: fingerprint {fingerprint}, expected {tensor.fingerprint}"
-        yield Finding("fingerprint", tensor.key, message)
+        yield Finding("fingerprint", message, (tensor.key,))
     bad = [result for result in results if result.nonfinite]
     if bad:
         count = sum(result.nonfinite for result in bad)
         message = f"{count} elements of tensor {tensor.key!r} are infinite or NaN, the first in {bad[0].where}"
-        yield Finding("nonfinite", tensor.key, message)
+        yield Finding("nonfinite", message, (tensor.key,))
 
 
 def _audit_blob(payloads: Payloads, blob: Blob) -> Iterator[Finding]:
     try:
         check_blob(payloads, blob)
     except MuonckptError as error:
-        yield Finding("blob", blob.key, str(error))
+        yield Finding("blob", str(error), (blob.key,))
 
 
 def _orphans(path: Location, manifest: Manifest) -> list[str]:

@@ -1,25 +1,322 @@
-"""A checkpoint, opened and parsed once: what every command reads from, and what ``muonckpt.open`` gives."""
+"""A checkpoint, opened and parsed once: what every command reads from, and what ``muonckpt.open`` gives.
+
+Items that are not tensors are decoded as plain data; no code in one is ever run.
+"""
 
 from __future__ import annotations
 
 import os
+import struct
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from types import TracebackType
+from types import EllipsisType, MappingProxyType, TracebackType
 from typing import Any, TypeVar
 
-from ..errors import SourceError
-from ..record import MANIFEST_FILE, Blob, Manifest, StateRecord
-from .formats.registry import DCP, format_of
-from .formats.signs import OUR_MARK
-from .io.gc_paused import gc_paused
-from .io.location import Location, Remote, location
-from .reading.payloads import Payloads
+import numpy as np
+from numpy.typing import NDArray
+
+from ..box import Box, Index
+from ..errors import DamageError, SourceError, about
+from ..keys import OptimizerKey, key_of
+from ..record import MANIFEST_FILE, Blob, Chunk, Extent, Manifest, StateRecord
+from ..vocabulary import Convention
+from .formats.registry import DCP, SAFETENSORS, ZARR, format_of
+from .formats.signs import OUR_MARK, items_beside
+from .formats.torch_save.inert_pickle import Anything
+from .formats.torch_save.plain_item import plain_value
+from .formats.torch_save.stored_zip import read_members
+from .io import limits
+from .io.checksums import crc32, xxh3_128
+from .io.limits import gc_paused
+from .io.location import Location, Remote, at_each, location
+from .io.regular import open_regular
+from .reading.blocks import within
+from .reading.dtypes import dtype
+from .reading.payloads import Payloads, check_chunk, checked_elements, compare, payload_of
 from .reading.reader import Format, Reader
-from .stored_items import Items, Values, read_torch_groups
-from .stored_tensor import StoredTensor, TensorReader
+
+
+def check_blob(payloads: Payloads, blob: Blob) -> None:
+    """Compare an item that is not a tensor with its digest, or with the CRC-32s of the zip that it is.
+
+    Raises:
+        SourceError: they differ, or cannot be read; names the item and the file.
+    """
+    with about(f"item {blob.key!r} in {payloads.place(blob.item.file)} is damaged"):
+        if blob.digest is not None:
+            compare("digest", xxh3_128(payloads.bands(blob.item)), blob.digest)
+            return
+        item = blob.item
+
+        def part(offset: int, length: int) -> Extent:
+            return Extent(item.file, item.offset + offset, length)
+
+        for member in read_members(lambda offset, length: bytes(payloads.view(part(offset, length))), item.length):
+            if member.crc32 is not None:
+                checksum = crc32(payloads.bands(part(member.offset, member.length)))
+                compare(f"CRC-32 of {member.name}", f"{checksum:08x}", f"{member.crc32:08x}")
+
+
+def checked_blob(payloads: Payloads, blob: Blob) -> bytes:
+    """Return the bytes of an item that is not a tensor, after `check_blob`.
+
+    Raises:
+        LimitError: it has more bytes than its file has on the disk.
+        SourceError: it is damaged; names the item and the file.
+    """
+    if blob.item.length > limits.SMALL_DESCRIPTION:
+        most = limits.SMALL_DESCRIPTION + payloads.on_disk(blob.item.file)
+        limits.check_limit(blob.item.length, most, f"bytes in item {blob.key!r} of {blob.item.file}")
+    check_blob(payloads, blob)
+    return bytes(payloads.view(blob.item))
+
+
+_SCALARS: Mapping[str, str] = MappingProxyType({"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"})
+
+
+class Values:
+    """Reads small items of one checkpoint, each checked before it is used."""
+
+    def __init__(self, payloads: Payloads, tensors: TensorReader) -> None:
+        self._payloads = payloads
+        self._tensors = tensors
+        self._known: dict[Blob, Any] = {}
+
+    def read(self, entry: Blob | StateRecord) -> Any:
+        return self.scalar(entry) if isinstance(entry, StateRecord) else self.item(entry)
+
+    def item(self, blob: Blob) -> Any:
+        """Read an item: None, a bool, number or string, or lists, tuples and string-keyed dicts of these.
+
+        Raises:
+            SourceError: it is damaged, or holds something else.
+        """
+        if blob not in self._known:
+            raw = checked_blob(self._payloads, blob)
+            with about(f"item {blob.key!r}"):
+                self._known[blob] = plain_value(raw)
+        return self._known[blob]
+
+    def parts(self, blob: Blob) -> Any:
+        """Read an item of which only parts are plain data; the rest are inert `Record`s."""
+        return plain_value(checked_blob(self._payloads, blob), Anything())
+
+    def part(self, blob: Blob, key: str, value: object) -> Blob:
+        """Register a part of an item as an item of its own, for `item` to read."""
+        part = replace(blob, key=f"{blob.key}#{key}")
+        self._known[part] = value
+        return part
+
+    def scalar(self, tensor: StateRecord) -> float | int:
+        """Read the one element of a tensor.
+
+        Raises:
+            SourceError: it is damaged, has more elements, or a dtype that no counter has.
+        """
+        if Box.of(tensor.shape).numel != 1 or tensor.dtype not in _SCALARS:
+            raise SourceError(
+                f"tensor {tensor.key!r}: expected one element of {', '.join(_SCALARS)}, "
+                f"found shape {tensor.shape} of {tensor.dtype}"
+            )
+        (value,) = struct.unpack(_SCALARS[tensor.dtype], self._tensors.words(tensor, Box.of(tensor.shape)).tobytes())
+        assert isinstance(value, float | int), "struct reads numbers"
+        return value
+
+
+def scalar_bytes(dtype: str, value: float) -> bytes:
+    return struct.pack(_SCALARS[dtype], value)
+
+
+class Items(Mapping[str, Any]):
+    """The items of a checkpoint by key, each read, checked and decoded when it is first used.
+
+    An item that is not plain data raises `SourceError`.
+    """
+
+    def __init__(self, blobs: Mapping[str, Blob], values: Values) -> None:
+        self._blobs = blobs
+        self._values = values
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values.item(self._blobs[key])
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._blobs
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._blobs)
+
+    def __len__(self) -> int:
+        return len(self._blobs)
+
+
+def read_torch_groups(manifest: Manifest, values: Values) -> dict[str, dict[str, Any]]:
+    """Read the options of each parameter group, by the group's key, where keys are those of torch's state dicts.
+
+    Raises:
+        SourceError: an option is damaged or not plain data.
+    """
+    groups: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    entries: tuple[Blob | StateRecord, ...] = (*manifest.blobs, *manifest.tensors)
+    for entry in entries:
+        for key in OptimizerKey.of_option(entry.path):
+            group = key_of(entry.path).removesuffix(f".{key.leaf}")
+            groups[group][key.leaf] = values.read(entry)
+            break
+    return dict(groups)
+
+
+Selection = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
+"""Numpy's basic indexing, with steps of one."""
+
+_WIDER = "bfloat16"
+"""The type that numpy lacks, but float32 has exactly: its bits are the upper half of float32's."""
+
+
+class TensorReader:
+    """Reads boxes of tensors.  A chunk is located, and checked whole, before any of it is used.  Not thread-safe."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._located: dict[tuple[str, Index], Chunk] = {}
+        """Located chunks by the tensor's key and the chunk's first index."""
+        self._checked: set[Chunk] = set()
+
+    def words(self, tensor: StateRecord, box: Box) -> NDArray[Any]:
+        """Read a box as raw bits, into an array of its own (one more dim of 2 for 16-byte elements)."""
+        tensor.chunk_layout()
+        kind, chunks = dtype(tensor.dtype), self._chunks(tensor, box)
+        for chunk in chunks:  # before memory is taken for them
+            payload = payload_of(tensor, chunk)
+            self._reader.payloads.reaching(payload.file, payload.end)
+        words = np.empty((*box.shape, *(2,) * (kind.itemsize > 8)), kind.bits)
+        for chunk in chunks:
+            common = chunk.box & box
+            assert common is not None, "the chunk was chosen because they have elements in common"
+            words[within(common, box.lo)] = self._elements(tensor, chunk, common)
+        return words
+
+    def _chunks(self, tensor: StateRecord, box: Box) -> list[Chunk]:
+        needed = [(number, own.lo) for number, own in enumerate(tensor.boxes) if own & box]
+        fresh = tensor.chunks.only([number for number, lo in needed if (tensor.key, lo) not in self._located])
+        (located,) = self._reader.locate((replace(tensor, chunks=fresh),))
+        self._located.update({(tensor.key, chunk.box.lo): chunk for chunk in located.chunks})
+        return [self._located[tensor.key, lo] for _, lo in needed]
+
+    def _elements(self, tensor: StateRecord, chunk: Chunk, box: Box) -> NDArray[Any]:
+        payloads = self._reader.payloads
+        if chunk not in self._checked and chunk.box == box:
+            elements = checked_elements(payloads, tensor, chunk)
+        else:
+            if chunk not in self._checked:
+                check_chunk(payloads, tensor, chunk)
+            place = chunk.stored("").place_at(box.lo)
+            elements = payloads.gather(payload_of(tensor, chunk), tensor.dtype, place, box.shape)
+        self._checked.add(chunk)
+        return elements
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of an open checkpoint.
+
+    ``tensor[10:20]`` reads a box of it, as numpy would index it; negative indices count from the end, steps are one.
+    A chunk is checked whole against its recorded checksum when any of it is read for the first time.
+    """
+
+    record: StateRecord
+    reader: TensorReader
+
+    @property
+    def key(self) -> str:
+        """Return the flat key in the checkpoint."""
+        return self.record.key
+
+    @property
+    def shape(self) -> Index:
+        """Return the logical shape."""
+        return self.record.shape
+
+    @property
+    def dtype(self) -> str:
+        """Return torch's name of the element type without the prefix, such as ``"bfloat16"``."""
+        return self.record.dtype
+
+    @property
+    def name(self) -> str | None:
+        """Return the parameter whose optimizer state it is, where that is recorded."""
+        return self.record.name
+
+    @property
+    def slot(self) -> str | None:
+        """Return its slot of optimizer state, where that is recorded."""
+        return self.record.slot
+
+    @property
+    def convention(self) -> Convention | None:
+        """Return how it accumulates gradients, where it is a momentum buffer and that is recorded."""
+        return self.record.convention
+
+    @property
+    def layout(self) -> Mapping[str, Any] | None:
+        """Return its layout on the ranks of the program that wrote it, where that is recorded."""
+        return self.record.layout
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Return the recorded fingerprint, 16 hex digits."""
+        return self.record.fingerprint
+
+    def numpy(self) -> NDArray[Any]:
+        """Read all elements; those of bfloat16 as float32, exactly, because numpy has no bfloat16.
+
+        Raises:
+            SourceError: a chunk is damaged; or numpy has no such type, and `bits` gives the raw elements.
+            LayoutError: the chunks leave a hole or overlap.
+        """
+        return self[...]
+
+    def bits(self) -> NDArray[Any]:
+        """Read all elements as unsigned integers of their size; 16-byte elements as two of 8 bytes, on one more dim.
+
+        Raises as `numpy`.
+        """
+        return self.reader.words(self.record, Box.of(self.shape))
+
+    def __getitem__(self, selection: Selection) -> NDArray[Any]:
+        indices = [range(size)[index] for index, size in zip(self._indices(selection), self.shape, strict=True)]
+        ranges = [range(index, index + 1) if isinstance(index, int) else index for index in indices]
+        if any(along.step != 1 for along in ranges):
+            raise IndexError(f"tensor {self.key!r}: expected slices with a step of 1, found {selection}")
+        lo = tuple(along.start for along in ranges)
+        box = Box(lo, tuple(start + len(along) for start, along in zip(lo, ranges, strict=True)))
+        elements: NDArray[Any] = _typed(self.reader.words(self.record, box), self.record)
+        return elements[tuple(0 if isinstance(index, int) else slice(None) for index in indices)]
+
+    def _indices(self, selection: Selection) -> list[Any]:
+        indices = list(selection) if isinstance(selection, tuple) else [selection]
+        indices += [] if Ellipsis in indices else [Ellipsis]
+        before = indices.index(Ellipsis)
+        missing = len(self.shape) - len(indices) + 1
+        if missing < 0 or indices.count(Ellipsis) > 1:
+            raise IndexError(f"tensor {self.key!r} has {len(self.shape)} dims, found {len(indices) - 1} indices")
+        return [*indices[:before], *[slice(None)] * missing, *indices[before + 1 :]]
+
+
+def _typed(words: NDArray[Any], tensor: StateRecord) -> NDArray[Any]:
+    if tensor.dtype == _WIDER:
+        return (words.astype(np.uint32) << 16).view(np.float32)
+    try:
+        kind = np.dtype(tensor.dtype).newbyteorder("<")
+    except TypeError:
+        raise SourceError(
+            f"tensor {tensor.key!r}: numpy has no {tensor.dtype}; bits() gives the raw bits of its elements"
+        ) from None
+    numbers: NDArray[Any] = words.view(kind)
+    return numbers[..., 0] if kind.itemsize > 8 else numbers
 
 
 class OpenCheckpoint:
@@ -36,12 +333,12 @@ class OpenCheckpoint:
     def __init__(self, path: Location) -> None:
         self.path = path
         self.format: Format = format_of(path)
-        """Its format; ``format.name`` is what a user calls it."""
-        self._reader = self.format.reader(path)
+        """``format.name`` is what a user calls it."""
+        self._reader = self.format.read(path)
         self._tensors = TensorReader(self._reader)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _told, (self.path, self.format, self._reader)
+        return _opened_elsewhere, (self.path, self.format, self._reader)
 
     def __enter__(self) -> OpenCheckpoint:
         return self
@@ -55,26 +352,26 @@ class OpenCheckpoint:
         return f"<{self.format.name} checkpoint at {self.path}: {len(self.outline.tensors)} tensors>"
 
     def close(self) -> None:
-        """Close the files.  Reading afterwards opens them again."""
+        """Close the files; reading opens them again."""
         self.payloads.close()
 
     # For users.
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """The tensors by their flat keys, in the order of the checkpoint."""
+        """Return the tensors by their flat keys, in the order of the checkpoint."""
         return {
             key: StoredTensor(tensor, self._tensors) for key, tensor in _by_key(self.path, self.outline.tensors).items()
         }
 
     @cached_property
     def items(self) -> Mapping[str, Any]:
-        """Items that are not tensors, by flat keys, as plain data; each is decoded safely when it is first read."""
+        """Return the items that are not tensors, by flat keys; each is decoded safely when it is first read."""
         return Items(_by_key(self.path, self.outline.blobs), self.values)
 
     @cached_property
     def groups(self) -> Mapping[str, Mapping[str, Any]]:
-        """The options of the parameter groups, by the group's key such as ``"optimizer.param_groups.0"``.
+        """Return the options of the parameter groups, by keys such as ``"optimizer.param_groups.0"``.
 
         Groups that are stored under other keys than torch's, as Megatron's are, are not here.
 
@@ -85,29 +382,80 @@ class OpenCheckpoint:
 
     @property
     def provenance(self) -> Mapping[str, Any]:
-        """JSON data of its metadata on the program, step and meshes that made it."""
+        """Return JSON data of its metadata on the program, step and meshes that made it."""
         return self.outline.provenance
 
     # For code that works on whole checkpoints.
 
     @property
     def faults(self) -> Sequence[SourceError]:
-        """Damage that shows without reading data, such as missing files."""
+        """Return the damage that shows without reading data, such as missing files."""
         return self._reader.faults
 
     @property
     def lacks_manifest(self) -> bool:
-        """Whether it is what is left of a checkpoint of ours without `muonckpt.json`."""
+        """Return whether it is what is left of a checkpoint of ours without `muonckpt.json`."""
         return self.format is DCP and OUR_MARK in self.outline.provenance.get("not_kept", ())
 
     @property
+    def items_digest(self) -> str | None:
+        """Return the digest of the file of items beside a checkpoint of tensors only, if one was recorded."""
+        match self.provenance.get("exported"):
+            case {"items_digest": str(digest)} if self.format in (SAFETENSORS, ZARR):
+                return digest
+        return None
+
+    @property
+    def lost_files(self) -> Mapping[str, int | None]:
+        """Return the sizes of files that are shorter than the manifest promises, None for those that cannot be
+        opened.
+        """
+        manifest, payloads = self.outline, self.payloads
+        columns = manifest.columns
+        last = np.zeros(len(columns.names), np.int64)
+        np.maximum.at(last, columns.file, columns.item + columns.item_length)
+        ends = {name: end for name, end in zip(columns.names, last.tolist(), strict=True) if end}
+        for blob in manifest.blobs:
+            ends[blob.item.file] = max(ends.get(blob.item.file, 0), blob.item.end)
+        expected = {**dict.fromkeys(manifest.files, 0), **ends}
+
+        def size(name: str) -> int | None:
+            if payloads.is_held(name):
+                return expected[name]
+            try:
+                with open_regular(payloads.place(name)) as file:
+                    return file.size
+            except SourceError:
+                return None
+
+        sizes = zip(expected, at_each(payloads.directory, size, expected), strict=True)
+        return {name: length for name, length in sizes if length is None or length < expected[name]}
+
+    def check_files(self) -> None:
+        """Check that every recorded file is there, and long enough.  Reads nothing.
+
+        Raises:
+            DamageError: one is not.
+        """
+        lost, beside = self.lost_files, items_beside(self.path)
+        missing = [str(self.payloads.place(name)) for name, length in lost.items() if length is None]
+        missing += [str(self.path / MANIFEST_FILE)] * self.lacks_manifest
+        missing += [str(beside)] * (self.items_digest is not None and not beside.exists())
+        cut = [f"{self.payloads.place(name)} ({length} bytes)" for name, length in lost.items() if length is not None]
+        found = [f"{what}: {', '.join(names)}" for what, names in (("missing", missing), ("cut short", cut)) if names]
+        if found:
+            raise DamageError(
+                f"{self.path}: expected every recorded file whole, found {'; '.join(found)}; restore them from a copy"
+            )
+
+    @property
     def outline(self) -> Manifest:
-        """The manifest without opened items: the places of a chunk's elements may be unknown."""
+        """Return the manifest in the metadata: the places of a chunk's elements may be unknown."""
         return self._reader.outline
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The manifest with the places of all elements: the items of a stock DCP checkpoint are opened to find them.
+        """Return the manifest with the places of all elements: the items of stock DCP are opened to find them.
 
         Raises:
             SourceError: an item is damaged, or not what the metadata promise.
@@ -115,26 +463,21 @@ class OpenCheckpoint:
         return replace(self.outline, tensors=self.locate(self.outline.tensors))
 
     def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
-        """Tensors of the outline, perhaps with some of their chunks only, with the places of the chunks' elements.
-
-        Raises:
-            SourceError: an item is damaged, or not what the metadata promise.
+        """Return tensors of the outline, or some of their chunks, with the places of the elements; raises as
+        `manifest`.
         """
         return self._reader.locate(tensors)
 
     @property
     def payloads(self) -> Payloads:
-        """The bytes of the checkpoint's files."""
         return self._reader.payloads
 
     @cached_property
     def values(self) -> Values:
-        """Small items and 0-d tensors as plain data."""
         return Values(self.payloads, self._tensors)
 
 
-def _told(path: Location, kind: Format, reader: Reader) -> OpenCheckpoint:
-    """A checkpoint whose metadata another process has read."""
+def _opened_elsewhere(path: Location, kind: Format, reader: Reader) -> OpenCheckpoint:
     checkpoint = OpenCheckpoint.__new__(OpenCheckpoint)
     checkpoint.path, checkpoint.format, checkpoint._reader = path, kind, reader
     checkpoint._tensors = TensorReader(reader)
@@ -169,11 +512,6 @@ _Entry = TypeVar("_Entry", StateRecord, Blob)
 
 
 def _by_key(path: Location, entries: Iterable[_Entry]) -> dict[str, _Entry]:
-    """Entries by their keys.
-
-    Raises:
-        SourceError: a key occurs twice.
-    """
     entries_of_keys: dict[str, _Entry] = {}
     for entry in entries:
         if entries_of_keys.setdefault(entry.key, entry) is not entry:

@@ -1,7 +1,6 @@
-"""Tensors in small chunks, checked whole: many chunks at a time, each read once, where `audit` makes calls for each.
+"""Tensors in small chunks, checked whole and many at a time, where `audit` makes calls for each.
 
-Everything is compared that `audit` and `descriptions` compare.  What is not as it should be is not reported here, but
-left to them.
+Everything is compared that `audit` compares.  What is wrong is not reported here, but left to it.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -21,17 +21,20 @@ from ..columns import UNKNOWN, Column, Columns
 from ..errors import MuonckptError
 from ..fingerprint import as_hex, box_shares
 from ..record import Extent, StateRecord
-from .formats.torch_save.tensor_item import ItemTemplate, template
 from .io.checksums import crc32_of
+from .io.ranges import joined
+from .reading.blocks import within
 from .reading.dtypes import dtype
-from .reading.finite import nonfinite
-from .reading.payloads import BAND_BYTES, Payloads
+from .reading.payloads import BAND_BYTES, Payloads, nonfinite
+
+if TYPE_CHECKING:
+    from .formats.torch_save.tensor_item import ItemTemplate
 
 _MOST = 4 * BAND_BYTES
-"""_Raw that are read at a time."""
+"""Bytes that are read at a time."""
 
 _GAP = 512
-"""_Raw between two ranges of a file that are read along, because a call costs as much."""
+"""Bytes between two ranges of a file that are read along, because a call costs as much."""
 
 _FRAME = 2048
 """More bytes than an item has besides its elements."""
@@ -42,12 +45,11 @@ _Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What was found of tensors that were read whole.
+    """The tensors that were read whole.
 
     Attributes:
-        fingerprints: of each tensor if nothing at all is wrong with it: the bytes of each chunk agree with its
-            checksums, and those of the tensor with its fingerprint; every element is there once, and none is infinite
-            or NaN.  None of others, which may be large.
+        fingerprints: of each tensor with which nothing at all is wrong: its chunks agree with their checksums, it with
+            its fingerprint, and each element is there once and finite.  None of others, which may be large.
         framed: whether the items are those of their boxes, and have elements and CRC-32 where the manifest says.
     """
 
@@ -78,7 +80,6 @@ def _is_small(tensor: StateRecord) -> bool:
 
 
 def _runs(tensors: Sequence[StateRecord]) -> Iterator[list[int]]:
-    """The numbers of small tensors, as many as are read at a time."""
     run: list[int] = []
     length = 0
     for number, tensor in enumerate(tensors):
@@ -94,41 +95,81 @@ def _runs(tensors: Sequence[StateRecord]) -> Iterator[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Alike:
-    """What was found of the tensors of a run with these numbers, which have one dtype and are cut alike."""
+    """The tensors of a run with these numbers, which have one dtype and are cut alike."""
 
     numbers: Sequence[int]
     fingerprints: Sequence[str | None]
     framed: bool
 
 
-def _examined_run(payloads: Payloads, tensors: Sequence[StateRecord], ours: bool) -> Iterator[_Alike]:
+_Groups = dict[tuple[str, Index, Boxes], tuple[list[int], Column]]
+"""Tensors of one dtype and shape that are cut alike: their numbers, and rows of their chunks ``[tensors, boxes]``."""
+
+
+def _read_run(payloads: Payloads, tensors: Sequence[StateRecord], ours: bool) -> tuple[Columns, _Groups, _Bytes]:
     columns = columns_of(tensor.chunks for tensor in tensors)
     starts = np.cumsum([0, *(len(tensor.boxes) for tensor in tensors)])
-    groups: defaultdict[tuple[str, Index, Boxes], list[int]] = defaultdict(list)
+    members: defaultdict[tuple[str, Index, Boxes], list[int]] = defaultdict(list)
     for number, tensor in enumerate(tensors):
-        groups[tensor.dtype, tensor.shape, tensor.boxes].append(number)
-    rows = {key: starts[numbers][:, np.newaxis] + np.arange(len(key[2])) for key, numbers in groups.items()}
+        members[tensor.dtype, tensor.shape, tensor.boxes].append(number)
+    groups = {
+        key: (numbers, starts[numbers][:, np.newaxis] + np.arange(len(key[2]))) for key, numbers in members.items()
+    }
     fits = np.zeros(len(columns), np.bool_)
-    for (name, _, boxes), own in rows.items():
-        fits[own] = _fits(columns, own, _places(name, boxes, ours))
-    read = _Bytes.of(payloads, columns, fits, ours)
-    for (name, shape, boxes), numbers in groups.items():
-        own = rows[name, shape, boxes]
-        sound, framed, shares = _judged(payloads, columns, own, read, _places(name, boxes, ours), name)
-        try:
-            tensors[numbers[0]].chunk_layout()
-        except MuonckptError:  # `audit` says what is wrong
-            sound[:] = False
+    for (name, _, boxes), (_, rows) in groups.items():
+        fits[rows] = _fits(columns, rows, _places(name, boxes, ours))
+    return columns, groups, _Bytes.of(payloads, columns, fits, ours)
+
+
+def _tiles(tensor: StateRecord) -> bool:
+    try:
+        tensor.chunk_layout()
+    except MuonckptError:  # `audit` says what is wrong
+        return False
+    return True
+
+
+def _examined_run(payloads: Payloads, tensors: Sequence[StateRecord], ours: bool) -> Iterator[_Alike]:
+    columns, groups, read = _read_run(payloads, tensors, ours)
+    for (name, _, boxes), (numbers, rows) in groups.items():
+        sound, framed, shares = _judged(payloads, columns, rows, read, _places(name, boxes, ours), name)
+        sound &= _tiles(tensors[numbers[0]])
         prints = map(as_hex, shares.sum(axis=1, dtype=np.uint64).tolist())
         expected = (tensors[number].fingerprint for number in numbers)
-        found = zip(np.all(sound, axis=1).tolist(), prints, expected, strict=True)
-        yield _Alike(numbers, [own if good and known in (None, own) else None for good, own, known in found], framed)
+        results = zip(np.all(sound, axis=1).tolist(), prints, expected, strict=True)
+        yield _Alike(numbers, [own if good and known in (None, own) else None for good, own, known in results], framed)
+
+
+def stacked(payloads: Payloads, tensors: Sequence[StateRecord]) -> Iterator[tuple[Sequence[int], NDArray[Any]]]:
+    """Yield the words of small tensors that are cut alike, ``[tensors, *shape]``, with the numbers of the tensors.
+
+    Chunks are compared with their checksums.  Tensors that are large, or not as they should be, are left out.
+    """
+    for run in _runs(tensors):
+        members = [tensors[number] for number in run]
+        columns, groups, read = _read_run(payloads, members, False)
+        for (name, shape, boxes), (numbers, rows) in groups.items():
+            words = np.empty((len(numbers), *shape), dtype(name).bits)
+            sound = np.full(len(numbers), _tiles(members[numbers[0]]))
+            for place, every in zip(_places(name, boxes, False), rows.T, strict=True):
+                sound &= (read.at[every] != UNKNOWN) | (place.elements == 0)
+                good = np.flatnonzero(sound)
+                if not place.elements or not len(good):
+                    continue
+                elements = read.taken(every[good], place.length)
+                part: tuple[Any, ...] = (good, *within(place.box, (0,) * len(shape)))
+                words[part] = elements.view(words.dtype).reshape(-1, *place.box.shape)
+                agree = _sums_agree(columns, every[good], elements)
+                bare = ~columns.has_digest[every[good]] & (columns.crc32[every[good]] == UNKNOWN)
+                if bare.any():
+                    agree[bare] &= _hold_inside(payloads, columns, every[good][bare])
+                sound[good] = agree
+            yield [run[number] for number, own in zip(numbers, sound.tolist(), strict=True) if own], words[sound]
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where in the bytes that are read of a chunk its elements are; ``around`` is the template of the item, if whole
-    items are read."""
+    """Where a chunk's elements lie among its bytes; ``around`` is the item's template if whole items are read."""
 
     box: Box
     head: int
@@ -140,6 +181,8 @@ class _Place:
 @lru_cache(maxsize=64)
 def _places(name: str, boxes: Boxes, ours: bool) -> tuple[_Place, ...]:
     """Those of each box.  Cached for tensors that are cut alike."""
+    if ours:
+        from .formats.torch_save.tensor_item import template  # `stats` and other formats do without
     places = []
     for box in boxes:
         elements = box.numel * dtype(name).itemsize
@@ -150,7 +193,7 @@ def _places(name: str, boxes: Boxes, ours: bool) -> tuple[_Place, ...]:
 
 
 def _fits(columns: Columns, rows: Column, places: Sequence[_Place]) -> _Flags:
-    """Which chunks have elements, and these in as many bytes, and at the place in their items, as their boxes say."""
+    """Return which chunks have as many bytes, at the place in their items, as their boxes say."""
     elements, head, length = np.array([(p.elements, p.head, p.length) for p in places], np.int64).reshape(-1, 3).T
     fits: _Flags = (columns.payload_length[rows] == elements) & (elements > 0)
     if any(place.around for place in places):
@@ -161,37 +204,34 @@ def _fits(columns: Columns, rows: Column, places: Sequence[_Place]) -> _Flags:
 
 @dataclass(frozen=True, slots=True)
 class _Bytes:
-    """_Raw that were read of files, and where those of each row begin in them; `UNKNOWN` where they were not read."""
+    """Bytes that were read of files, and where those of each row begin in them; `UNKNOWN` where they were not read."""
 
     raw: _Raw
     at: Column
 
     @classmethod
     def of(cls, payloads: Payloads, columns: Columns, wanted: _Flags, ours: bool) -> _Bytes:
-        """The items of rows if they are ``ours``, or else the payloads; neighbours in a file are read together."""
+        """Read the items of rows if they are ``ours``, or else the payloads."""
         at = np.full(len(columns), UNKNOWN, np.int64)
         offset, length = (columns.item, columns.item_length) if ours else (columns.payload, columns.payload_length)
         rows = np.flatnonzero(wanted)
         if not len(rows):
             return cls(np.zeros(0, np.uint8), at)
         rows = rows[np.lexsort((offset[rows], columns.file[rows]))]
-        file, start, end = columns.file[rows], offset[rows], (offset + length)[rows]
-        apart = np.append(True, (file[1:] != file[:-1]) | (start[1:] > end[:-1] + _GAP))
-        first, window = np.flatnonzero(apart), np.cumsum(apart) - 1
-        begin, end = start[first], np.maximum.reduceat(end, first)
-        bounds = np.append(0, np.cumsum(end - begin))
+        file, start = columns.file[rows], offset[rows]
+        runs = joined(start, (offset + length)[rows], _GAP, file=file)
+        bounds = np.append(0, np.cumsum(runs.stop - runs.start))
         raw = np.empty(int(bounds[-1]), np.uint8)
-        at[rows] = bounds[window] + start - begin[window]
-        places = zip(file[first].tolist(), begin.tolist(), end.tolist(), bounds.tolist(), strict=False)
-        for number, (named, lo, hi, here) in enumerate(places):
+        at[rows] = start + np.repeat(bounds[:-1] - runs.start, np.diff(np.append(runs.first, len(rows))))
+        places = zip(file[runs.first].tolist(), runs.start.tolist(), runs.stop.tolist(), bounds.tolist(), strict=False)
+        for (named, lo, hi, here), members in zip(places, runs.members(len(rows)), strict=True):
             try:
                 payloads.reaching(columns.names[named], hi).fill(raw[here : here + hi - lo].data, lo)
             except MuonckptError:
-                at[rows[window == number]] = UNKNOWN
+                at[rows[members.start : members.stop]] = UNKNOWN
         return cls(raw, at)
 
     def taken(self, rows: Column, length: int) -> _Raw:
-        """The bytes of rows, ``[rows, length]``."""
         every = np.lib.stride_tricks.as_strided(self.raw, (len(self.raw) - length + 1, length), (1, 1))
         taken: _Raw = every[self.at[rows]]
         return taken
@@ -200,7 +240,7 @@ class _Bytes:
 def _judged(
     payloads: Payloads, columns: Columns, rows: Column, read: _Bytes, places: Sequence[_Place], name: str
 ) -> tuple[_Flags, bool, NDArray[np.uint64]]:
-    """Which chunks of tensors that are cut alike are sound, whether all are framed, and their shares of fingerprints.
+    """Return which chunks of tensors cut alike are sound, whether all are framed, and their fingerprint shares.
 
     Args:
         rows: ``[tensors, boxes]``.
@@ -236,7 +276,6 @@ def _judged(
 
 
 def _sums_agree(columns: Columns, rows: Column, elements: _Raw) -> _Flags:
-    """Whether the elements of each row have the digest and the CRC-32 that are recorded, if they are."""
     length, raw = elements.shape[1], elements.reshape(-1).data
     parts = [raw[start : start + length] for start in range(0, len(raw), length)]
     digests, sums = columns.digest[rows], columns.crc32[rows]
@@ -247,8 +286,6 @@ def _sums_agree(columns: Columns, rows: Column, elements: _Raw) -> _Flags:
 
 
 def _hold_inside(payloads: Payloads, columns: Columns, rows: Column) -> list[bool]:
-    """Whether the checksums that formats keep inside items hold."""
-
     def holds(item: Extent) -> bool:
         try:
             payloads.check_inside(item)
@@ -260,7 +297,7 @@ def _hold_inside(payloads: Payloads, columns: Columns, rows: Column) -> list[boo
 
 
 def _is_framed(payloads: Payloads, tensor: StateRecord) -> bool:
-    """Whether each item is that of its box, and has its elements and their CRC-32 where the manifest says."""
+    """Return whether each item is that of its box, and has elements and CRC-32 where the manifest says."""
     places = _places(tensor.dtype, tensor.boxes, True)
     try:
         for (file, item, length, payload, _, _, crc32), place in zip(tensor.chunks.rows, places, strict=True):

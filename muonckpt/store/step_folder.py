@@ -1,6 +1,6 @@
 """A folder of checkpoints by step: which are whole, which may go, and what killed runs have left.
 
-Only the folder is looked at: nothing but its files says what there is, so any process may look at any time.
+Nothing but its files says what there is, so any process may look at any time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ..record import MANIFEST_FILE
 from .formats import native
 from .formats.dcp.directory import named_items
 from .formats.signs import METADATA_FILE
-from .io import removal
-from .io.bounds import check_extents
-from .io.gc_paused import gc_paused
+from .io import publish
+from .io.limits import gc_paused
 from .io.location import Location, Remote, at_each
 from .io.publish import CLAIM
+from .io.regular import check_extents
 
 _DESCRIPTIONS = (MANIFEST_FILE, METADATA_FILE)
 
@@ -37,7 +37,6 @@ class StepName(NamedTuple):
 
     @classmethod
     def parsed(cls, text: str) -> StepName | None:
-        """The name as it is written; None for anything else."""
         match = _NAME.fullmatch(text)
         name = cls(int(match[1]), int(match[2] or 1)) if match else None
         return name if str(name) == text else None
@@ -64,7 +63,7 @@ class StepFolder:
         return self.place / str(name)
 
     def newest(self, damaged: Collection[StepName]) -> Newest:
-        """Look for the newest whole one, without reading data.
+        """Find the newest whole checkpoint, without reading data.
 
         Args:
             damaged: those that are known not to be whole, though they look so.
@@ -85,12 +84,12 @@ class StepFolder:
         return Newest(None, faults)
 
     def exists(self, name: StepName) -> bool:
-        """Whether a checkpoint of this name was published, and nobody has begun to remove it."""
+        """Return whether a checkpoint of this name was published, and nobody has begun to remove it."""
         return (self.path(name) / MANIFEST_FILE).exists()
 
     @gc_paused()
     def fault(self, name: StepName) -> str | None:
-        """Why a checkpoint is not whole, as far as its descriptions and the sizes of its files tell; None: it is.
+        """Return why a checkpoint is not whole, as its descriptions and the sizes of its files tell; None if it is.
 
         Raises:
             SourceError: it cannot be read, or is of a newer version of this package.
@@ -104,7 +103,7 @@ class StepFolder:
         return f"{path} has no {lacking[0]}" if lacking else None
 
     def new_name(self, step: int, replaceable: Callable[[StepName], bool]) -> StepName:
-        """A name for a new checkpoint of a step, which nothing in the folder has.
+        """Return a free name for a new checkpoint of a step.
 
         Args:
             replaceable: whether a checkpoint of the same step may be superseded.
@@ -137,11 +136,11 @@ class StepFolder:
         if saved not in published:
             raise DestinationError(f"expected {self.path(saved)}, which was just saved, found it missing")
         for name in superfluous(published, saved, keep_last, keep_every, is_whole):
-            removal.remove(self.path(name), _DESCRIPTIONS)
+            publish.remove(self.path(name), _DESCRIPTIONS)
         return sorted(name for name in published if name > saved)
 
     def clean(self) -> None:
-        """Remove what killed runs have left: half-removed checkpoints, and files of saves that nobody writes any more.
+        """Remove what killed runs have left: half-removed checkpoints, and files of abandoned saves.
 
         Raises:
             OSError: something cannot be removed.
@@ -149,19 +148,19 @@ class StepFolder:
         for entry in self._entries():
             if isinstance(entry, Remote):
                 self._clean_objects(entry)
-            elif _is_of_series(removal.removed_name(entry.name)):
-                removal.finish_removal(entry, _DESCRIPTIONS)
-            elif _is_of_series(removal.staged_name(entry.name)) and removal.is_stale(entry, self.place):
-                removal.remove(entry, _DESCRIPTIONS)
+            elif _is_of_series(publish.removed_name(entry.name)):
+                publish.finish_removal(entry, _DESCRIPTIONS)
+            elif _is_of_series(publish.staged_name(entry.name)) and publish.is_stale(entry, self.place):
+                publish.remove(entry, _DESCRIPTIONS)
 
     def _clean_objects(self, entry: Remote) -> None:
         if not _is_of_series(entry.name):
             return
         files = _files(entry)
-        if removal.MARK in files:
-            removal.finish_removal(entry, _DESCRIPTIONS)
-        elif CLAIM in files and not files >= set(_DESCRIPTIONS) and removal.is_stale(entry, self.place):
-            removal.remove(entry, _DESCRIPTIONS)
+        if publish.MARK in files:
+            publish.finish_removal(entry, _DESCRIPTIONS)
+        elif CLAIM in files and not files >= set(_DESCRIPTIONS) and publish.is_stale(entry, self.place):
+            publish.remove(entry, _DESCRIPTIONS)
 
     def _entries(self) -> list[Location]:
         try:
@@ -170,16 +169,13 @@ class StepFolder:
             return []
 
     def _names(self) -> set[StepName]:
-        """The names that are taken, by checkpoints or by anything else."""
         return {name for entry in self._entries() if (name := StepName.parsed(entry.name))}
 
     def _published(self, names: Iterable[StepName]) -> set[StepName]:
-        """Those that readers take for checkpoints, whether they are whole or not."""
-
         def published(name: StepName) -> StepName | None:
             files = set() if self.path(name).is_symlink() else _files(self.path(name))
             begun = CLAIM in files and METADATA_FILE not in files
-            return name if MANIFEST_FILE in files and removal.MARK not in files and not begun else None
+            return name if MANIFEST_FILE in files and publish.MARK not in files and not begun else None
 
         return set(filter(None, at_each(self.place, published, names)))
 
@@ -191,7 +187,7 @@ def superfluous(
     keep_every: int | None,
     is_whole: Callable[[StepName], bool],
 ) -> Iterator[StepName]:
-    """The checkpoints to remove, the newest first: never ``saved``.
+    """Yield the checkpoints to remove, the newest first: never ``saved``.
 
     Kept are the newest ``keep_last`` whole ones, ``saved`` among them, those whose step divides by ``keep_every``, and
     what is not whole but as new as they.  Of a step that was saved again only the last whole attempt is kept.  Those of
@@ -217,7 +213,6 @@ def _is_of_series(name: str | None) -> bool:
 
 
 def _files(folder: Location) -> set[str]:
-    """The names in a directory; none if it is not one, or is gone."""
     try:
         return {entry.name for entry in folder.iterdir()}
     except (FileNotFoundError, NotADirectoryError):

@@ -1,10 +1,8 @@
 """Parameter groups of a model by explicit rules: what is unclear is refused, not guessed.
 
-``sorting`` applies rules to a model, ``rules`` has them and the ready-made sets, ``decisions`` is the table that
-results. Open ``sorting`` first.
+``rules`` has the rules and ready-made sets, ``sorting`` applies them to a model.  Open ``sorting`` first.
 """
 
-from .decisions import Decision, Decisions
 from .rules import (
     DEEPSEEK,
     KINDS,
@@ -19,7 +17,7 @@ from .rules import (
     grouped_qkv,
     stacked_qkv,
 )
-from .sorting import sort_parameters
+from .sorting import Decision, Decisions, sort_parameters
 
 __all__ = [
     "DEEPSEEK",

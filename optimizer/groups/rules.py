@@ -19,7 +19,7 @@ AnyShape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ParamKind:
-    """What a parameter can be: who steps it, how many dims it has (None: any), and what else it may be if not so."""
+    """A kind of parameter: who steps it, how many dims it has (None: any), and what else it may be if not so."""
 
     algorithm: str
     dims: tuple[int, ...] | None = None
@@ -70,7 +70,7 @@ class Split:
             raise ValueError(f"{self}: say which pieces each of the interleaved blocks has")
 
     def of(self, shape: AnyShape) -> Fused:
-        """The same in rows and columns, for a parameter of this shape of at least two dims."""
+        """Return the same in rows and columns, for a parameter of this shape of at least two dims."""
         *_, rows, columns = shape
         pieces = _counts(self.pieces, rows // self.interleaved)
         return Fused(pieces, _counts(self.columns, columns), self.interleaved)
@@ -98,7 +98,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Rule:
-    """What the parameters are that it selects.  All selectors that are given must hold; at least one must be given.
+    """A rule that says what some parameters are.  All selectors that are given must hold; at least one must be given.
 
     Args:
         kind: a key of `KINDS`.
@@ -136,7 +136,7 @@ class Rule:
             raise ValueError(f"{self!r}: only matrices and experts are split")
 
     def reason(self, use: Use) -> str | None:
-        """Why this rule selects the parameter, in words; None if it does not."""
+        """Return why this rule selects the parameter, in words; None if it does not."""
         patterns = (self.names,) if isinstance(self.names, str) else self.names or ()
         matching = [pattern for pattern in patterns if fnmatchcase(use.name, pattern)]
         holds = (
@@ -160,12 +160,12 @@ class Rule:
 
 
 def stacked_qkv(heads: int, kv_heads: int, head_dim: int) -> Split:
-    """A fused projection whose rows are all queries, then all keys, then all values."""
+    """Return a fused projection whose rows are all queries, then all keys, then all values."""
     return Split((heads * head_dim, kv_heads * head_dim, kv_heads * head_dim))
 
 
 def grouped_qkv(heads: int, kv_heads: int, head_dim: int) -> Split:
-    """A fused projection whose rows are a block for each key head: its queries, its key, its value.
+    """Return a fused projection whose rows are a block for each key head: its queries, its key, its value.
 
     This is the order of Megatron's ``linear_qkv`` and torchtitan's ``wqkv``.
 
@@ -189,18 +189,18 @@ _HEAD = Rule("head", ("lm_head.weight", "*.lm_head.weight"))
 
 
 def _ready(*rules: Rule) -> tuple[Rule, ...]:
-    """A set for several models: not every rule selects something in each of them."""
+    """Return a set for several models: not every rule selects something in each of them."""
     return tuple(replace(rule, optional=True) for rule in (*_COMMON, *rules))
 
 
 def _mlp(*places: str) -> Rule:
-    """A gated MLP of three nn.Linear in each of these places, as transformers names them."""
+    """Return a gated MLP of three nn.Linear in each of these places, as transformers names them."""
     parts = ("gate_proj", "up_proj", "down_proj")
     return Rule("matrix", tuple(f"*{place}.{part}.weight" for place in places for part in parts))
 
 
 def gate_over_up(experts: nn.Module) -> bool:
-    """Whether stacked experts lie as in an nn.Linear: gate over up ``[E, 2f, d]``, and down ``[E, d, f]``.
+    """Return whether stacked experts lie as in an nn.Linear: gate over up ``[E, 2f, d]``, and down ``[E, d, f]``.
 
     Some models keep them transposed under the same names; then gate and up are not rows.
     """

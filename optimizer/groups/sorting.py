@@ -1,17 +1,196 @@
-"""Parameter groups of a model: what each parameter is, by explicit rules.  What is unclear is refused, not guessed."""
+"""Rules applied to a model: what is decided about each parameter, as a table for people and as parameter groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from .decisions import FROZEN, Decision, Decisions, folded
-from .rules import WHOLE, Rule, Use
+from ..methods.matrix import MATRICES
+from ..methods.scalar import SCALARS
+from ..planning.matrices import Fused, matrices_of
+from .rules import KINDS, WHOLE, AnyShape, Rule, Use
+
+FROZEN = "frozen"
+"""Kind of a parameter with ``requires_grad=False``: it is in no group and has no state."""
+
+FAMILIES: Mapping[str, tuple[str, ...]] = {"muon": tuple(MATRICES), "adamw": tuple(SCALARS)}
+"""Algorithms that options may choose instead of the one in the table: those that take the same parameters."""
+
+ONE_MATRIX = Fused()
+
+Options = Mapping[str, Any]
+_NONE: Options = MappingProxyType({})
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The decision on one parameter.
+
+    Args:
+        names: all its qualified names, more than one if it is shared; without what wrappers insert.
+        shape: global shape.
+        kind: a key of `KINDS`, or "frozen".
+        rule: the rule that decided, None for what is frozen.
+        why: how that rule selected it.
+        fused: the matrices in it, if it has any.
+        if_trained: of what is frozen, the decision that rules would make if it were trained, if they make one.
+
+    Raises:
+        ValueError: a kind that cannot have this shape, or what is fused does not add up to it.
+    """
+
+    parameter: Tensor = field(compare=False, repr=False)
+    names: tuple[str, ...]
+    shape: AnyShape
+    kind: str
+    rule: Rule | None
+    why: str
+    fused: Fused = ONE_MATRIX
+    if_trained: Decision | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        kind = KINDS.get(self.kind)
+        if kind and kind.dims is not None and len(self.shape) not in kind.dims:
+            allowed = " or ".join(map(str, kind.dims))
+            raise ValueError(f"kind {self.kind!r} has {allowed} dims; {kind.advice}")
+        if self.algorithm == "muon":
+            matrices_of(self.shape, self.fused)
+
+    @property
+    def algorithm(self) -> str:
+        """ "muon", "adamw", or "none" for what is frozen."""
+        return "none" if self.kind == FROZEN else KINDS[self.kind].algorithm
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the decision in words, as the table has it."""
+        return str(list(self.shape)), self.kind, self.algorithm, _words(self.fused), self.why
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """The decisions on all parameters of a model, in its order.  Printed, they are a table.
+
+    Raises:
+        ValueError: a parameter is there twice.
+    """
+
+    decisions: tuple[Decision, ...]
+
+    def __post_init__(self) -> None:
+        if len({id(decision.parameter) for decision in self.decisions}) != len(self.decisions):
+            raise ValueError("a parameter is decided twice")
+
+    def __iter__(self) -> Iterator[Decision]:
+        return iter(self.decisions)
+
+    def groups(
+        self, muon: Options = _NONE, adamw: Options = _NONE, kinds: Mapping[str, Options] = _NONE
+    ) -> list[dict[str, Any]]:
+        """Return parameter groups for `Muon`; each parameter that is not frozen is in exactly one.
+
+        Their order follows from rules and ``kinds`` alone, as schedulers know groups by their numbers: matrices, the
+        rest, then kinds with options of their own, in the order of `KINDS`.  A group of which everything is frozen has
+        no parameters and keeps its number for later, unless no group comes after it.
+
+        Args:
+            muon: options of all groups whose algorithm is "muon", such as ``lr``; ``algorithm="normuon"`` is one too.
+            adamw: the same for "adamw"; ``algorithm="lion"`` is one too.  ``lr`` must be among them, unless that of
+                matrices is AdamW's too (`Muon`).
+            kinds: options by kind, over those.
+
+        Raises:
+            ValueError: an unknown kind, an algorithm that does not take these parameters, or an option that is the
+                rules' to set.
+        """
+        if unknown := set(kinds) - set(KINDS):
+            raise ValueError(f"options for unknown kinds {sorted(unknown)}; expected some of {', '.join(KINDS)}")
+        base = {"muon": {"algorithm": "muon", **muon}, "adamw": {"algorithm": "adamw", **adamw}}
+        options = {kind: {**base[KINDS[kind].algorithm], **kinds.get(kind, {})} for kind in KINDS}
+        for kind, chosen in options.items():
+            _check_options(kind, chosen)
+        gathered: dict[tuple[str, Fused], list[Tensor]] = {}
+        for decision in self.decisions:
+            trained = decision.if_trained or decision
+            if trained.kind != FROZEN:
+                # Kinds without options of their own share a group.
+                key = trained.kind if trained.kind in kinds else trained.algorithm
+                gathered.setdefault((key, trained.fused), []).extend([decision.parameter] * (trained is decision))
+        order = [*FAMILIES, *KINDS]
+        keys = sorted(gathered, key=lambda key: (order.index(key[0]), _parts(key[1])))
+        while keys and not gathered[keys[-1]]:
+            keys.pop()
+        return [
+            {**(options[key] if key in kinds else base[key]), **_given(fused), "params": gathered[key, fused]}
+            for key, fused in keys
+        ]
+
+    def __str__(self) -> str:
+        rows = folded((" = ".join(decision.names), decision.cells()) for decision in self.decisions)
+        table: list[tuple[str, ...]] = [("parameter", "count", "shape", "kind", "algorithm", "fused", "decided by")]
+        table += [(name, str(count), *cells) for name, count, cells in rows]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+        return "\n".join([*lines, *self._totals()])
+
+    def _totals(self) -> Iterator[str]:
+        for algorithm in dict.fromkeys(decision.algorithm for decision in self.decisions):
+            sizes = [math.prod(decision.shape) for decision in self.decisions if decision.algorithm == algorithm]
+            yield f"{algorithm}: {len(sizes)} parameters, {sum(sizes):,} elements"
+
+
+def _check_options(kind: str, options: Options) -> None:
+    if reserved := {"params", "pieces", "columns", "interleaved"} & set(options):
+        raise ValueError(f"{sorted(reserved)} among the options of {kind!r}: the rules say that, not the options")
+    family = FAMILIES[KINDS[kind].algorithm]
+    if options["algorithm"] not in family:
+        raise ValueError(
+            f"algorithm {options['algorithm']!r} for {kind!r}, which takes one of {family}; to change who steps a "
+            "parameter, change its kind by a rule"
+        )
+
+
+def _parts(fused: Fused) -> tuple[AnyShape, AnyShape, int]:
+    return fused.pieces or (), fused.columns or (), fused.interleaved
+
+
+def _given(fused: Fused) -> dict[str, Any]:
+    return {name: value for name, value in asdict(fused).items() if value != getattr(ONE_MATRIX, name)}
+
+
+def _words(fused: Fused) -> str:
+    rows = _sum(fused.pieces) if fused.interleaved == 1 else f"{fused.interleaved} x ({_sum(fused.pieces)})"
+    return ", ".join([rows] * bool(fused.pieces) + [f"columns {_sum(fused.columns)}"] * bool(fused.columns)) or "-"
+
+
+def _sum(counts: AnyShape | None) -> str:
+    counts = counts or ()
+    alike = len(counts) > 2 and len(set(counts)) == 1
+    return f"{len(counts)} x {counts[0]}" if alike else " + ".join(map(str, counts))
+
+
+def folded(rows: Iterable[tuple[str, T]]) -> list[tuple[str, int, T]]:
+    """Rows that differ only in numbers in the name, as those of layers do, as one with ``*`` there, and their count."""
+    alike: dict[tuple[str, T], list[list[str]]] = {}
+    for name, rest in rows:
+        parts = re.split(r"([. ])", name)
+        pattern = "".join("*" if part.isdecimal() else part for part in parts)
+        alike.setdefault((pattern, rest), []).append(parts)
+    return [(_common(names), len(names), rest) for (_, rest), names in alike.items()]
+
+
+def _common(names: list[list[str]]) -> str:
+    return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*names, strict=True))
+
 
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """What torch.compile, activation checkpointing and FSDP1 insert into names; DCP leaves these out too."""
@@ -25,7 +204,7 @@ def sort_parameters(model: nn.Module, *layers: Sequence[Rule]) -> Decisions:
     it is an embedding under one name, and a head, or a module like any other, under the rest, it is a tied embedding.
 
     The model may be sharded (DTensors count with their global shape), compiled, checkpointed or wrapped for DDP: names
-    are without what wrappers insert.  Parameters with ``requires_grad=False`` need no rule and come into no group.
+    are without what wrappers insert.  Parameters with ``requires_grad=False`` need no rule and are in no group.
 
     Args:
         layers: sequences of rules, such as your own and then a ready-made set.
@@ -55,7 +234,6 @@ def sort_parameters(model: nn.Module, *layers: Sequence[Rule]) -> Decisions:
 
 
 def _uses(model: nn.Module) -> dict[Tensor, list[Use]]:
-    """Every parameter and where it is, in the model's order."""
     modules = list(model.named_modules(remove_duplicate=False))
     replicated = [path for path, module in modules if isinstance(module, DistributedDataParallel)]
     inserted = {f"{path}.module".removeprefix(".") for path in replicated}
@@ -70,7 +248,7 @@ def _uses(model: nn.Module) -> dict[Tensor, list[Use]]:
 
 
 def _without(path: str, inserted: set[str]) -> Iterator[str]:
-    """The parts of a module's path but for those that wrappers insert: of the known names, or at these paths."""
+    """Yield the parts of a module's path but for those that wrappers insert: of the known names, or at these paths."""
     parts = path.split(".")
     for end, part in enumerate(parts, 1):
         if part and part not in WRAPPERS and ".".join(parts[:end]) not in inserted:
@@ -88,7 +266,16 @@ def _idle(layers: Sequence[Sequence[Rule]], uses_of: Mapping[Tensor, Sequence[Us
 def _decide(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequence[Rule]]) -> Decision:
     names, shape = tuple(use.name for use in uses), tuple(parameter.shape)
     if not parameter.requires_grad:
-        return Decision(parameter, names, shape, FROZEN, None, "requires_grad=False")
+        frozen = Decision(parameter, names, shape, FROZEN, None, "requires_grad=False")
+        try:
+            return replace(frozen, if_trained=_by_rules(parameter, uses, layers))
+        except ValueError:  # it needs no rule
+            return frozen
+    return _by_rules(parameter, uses, layers)
+
+
+def _by_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequence[Rule]]) -> Decision:
+    names, shape = tuple(use.name for use in uses), tuple(parameter.shape)
     if isinstance(parameter, FlatParameter):
         raise ValueError("FSDP1 made one vector of several parameters; shard the model with fully_shard")
     for layer in layers:
@@ -102,7 +289,6 @@ def _decide(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequence[Ru
 
 
 def _agreed(selecting: Sequence[tuple[Rule, str]], shared: bool) -> tuple[Rule, str]:
-    """The rule that decides, of those in one layer, and why."""
     if len({(rule.kind, rule.split) for rule, _ in selecting}) == 1:
         return selecting[0]
     embedding = next(((rule, why) for rule, why in selecting if rule.kind == "embedding"), None)

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...layouts.buffers.buffer_layout import BufferLayout
-from ...layouts.buffers.layout_json import to_json
 from ...layouts.buffers.parameters import GroupSizes, Parameter
 from ...layouts.buffers.placements import ToPlace
+from ...layouts.buffers.records import to_json
+from ..methods.matrix import MATRICES
 from ..step.agreement import Facts, fixed_options
-from ..step.methods import MATRICES
-from .buffer_memory import Part
 
 SharingGroup = dist.ProcessGroup | None
 """None: this process alone."""
@@ -51,7 +50,7 @@ class Members:
         experts: Iterable[Tensor],
         expert_group: SharingGroup,
     ) -> Members:
-        """The parameters in ``groups``, with their names in the model.
+        """Return the parameters in ``groups``, with their names in the model.
 
         Raises:
             ValueError: a parameter is not the model's, is in no group, or cannot lie in flat buffers.
@@ -80,7 +79,7 @@ class Members:
         bucket_size: int | None,
         previous: Mapping[str, int | None] | None,
     ) -> ToPlace:
-        """What a placement has to know of them, given complete groups."""
+        """Return what a placement has to know of the parameters, given complete groups."""
         own = [tuple(self.name_of[param] for param in group["params"]) for group in groups]
         matrices = [names for names, group in zip(own, groups, strict=True) if group["algorithm"] in MATRICES]
         return ToPlace(
@@ -95,21 +94,8 @@ class Members:
             previous=previous,
         )
 
-    def stepped(self, groups: Sequence[Mapping[str, Any]], parts: Mapping[str, Part]) -> dict[Tensor, Tensor]:
-        """By parameter what a rank steps of it: matrices that it owns, and its part of everything else, if empty.
-
-        Args:
-            parts: what the rank holds, by name.
-        """
-        return {
-            param: parts[self.name_of[param]].stepped
-            for group in groups
-            for param in group["params"]
-            if parts[self.name_of[param]].boxes or group["algorithm"] not in MATRICES
-        }
-
     def facts(self, groups: Sequence[Mapping[str, Any]], buffers: Sequence[BufferLayout]) -> Facts:
-        """What must be the same on all ranks, given complete groups."""
+        """Return what must be the same on all ranks, given complete groups."""
         in_group = {self.name_of[param]: number for number, group in enumerate(groups) for param in group["params"]}
         about = {name: f"{tuple(param.shape)} {param.dtype}" for name, param in self.named.items()}
         numbers = {f"parameter {name}": f"{about[name]}, in group {in_group[name]}" for name in self.named}
@@ -118,18 +104,18 @@ class Members:
         return {**numbers, **fixed_options(dict(enumerate(groups))), "the layout of buffers": digest}
 
     def group_of_buffer(self, buffer: BufferLayout) -> SharingGroup:
-        """A buffer is shared by those who share any of its parameters."""
+        """Return the group of those who share a buffer's parameters."""
         return self.group_of[buffer.parameters[0].parameter.name]
 
     def mesh(self, group: SharingGroup) -> DeviceMesh | None:
-        """The ranks of a group, for DTensors; makes no process group."""
+        """Return the ranks of a group, for DTensors; makes no process group."""
         if group is None:
             return None
         return DeviceMesh.from_group(group, next(iter(self.named.values())).device.type)
 
 
 def groups_with(stepped: Mapping[Tensor, Tensor], groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups with other tensors in place of the parameters, or with nothing."""
+    """Return parameter groups with other tensors in place of the parameters, or with nothing."""
     return [
         {**options_of(group), "params": [stepped[param] for param in group["params"] if param in stepped]}
         for group in groups
@@ -137,7 +123,7 @@ def groups_with(stepped: Mapping[Tensor, Tensor], groups: Iterable[Mapping[str, 
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """All of a parameter group but its parameters."""
+    """Return the options of a parameter group, without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
@@ -146,12 +132,12 @@ def size_of(group: SharingGroup) -> int:
 
 
 def this_rank() -> int:
-    """This process's, in the world."""
+    """Return this process's rank in the world."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def ranks_in(group: SharingGroup) -> list[int]:
-    """Global ranks, in the order of the group."""
+    """Return a group's global ranks, in its order."""
     return list(dist.get_process_group_ranks(group)) if group is not None else [0]
 
 
@@ -160,7 +146,6 @@ def _dtype_name(param: Tensor) -> str:
 
 
 def _check(name: str, param: Tensor) -> None:
-    """Refuse what cannot lie in a flat buffer that this package reduces and gathers."""
     about = f"parameter {name!r}, {param.dtype} of shape {tuple(param.shape)}"
     if type(param.data) is not Tensor:
         raise ValueError(

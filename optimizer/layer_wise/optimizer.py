@@ -1,5 +1,5 @@
-"""Layer-wise Muon: whole matrices with owners.  Gradients are reduced to owners bucket by bucket during the backward
-pass, an owner steps its parameters with a `Muon`, and the parameters are gathered again.
+"""Layer-wise Muon: gradients are reduced to owners of whole matrices bucket by bucket during the backward pass, an
+owner steps its parameters with a `Muon`, and the parameters are gathered again.
 
 Where parameters lie and who owns them is a `BufferLayout`; nothing here asks which algorithm made it.
 """
@@ -14,28 +14,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from ...box import Box, row_major
 from ...layouts.buffers.buffer_layout import BufferLayout
-from ...layouts.buffers.layout_json import to_json
-from ...layouts.buffers.placements import present_name
+from ...layouts.buffers.records import to_json
+from ...layouts.tensors import local_of
 from ...resumption import Globs, LoadReport
-from ...vocabulary import MUON
-from ..clipping import clip_with, sum_of_squares
-from ..collective import CollectiveOptimizer
+from ...vocabulary import MASTER, MUON
+from ..clipping import clip_with, refuse_other_limits, sum_of_squares
+from ..collective import MOST_SKIPPED, CollectiveOptimizer, Guarded, NonFinite, largest
+from ..ground.foreach import exact_dtype, rounded_once
+from ..ground.held_boxes import declare_boxes, declared_boxes
+from ..methods.matrix import MATRICES
 from ..muon import Muon
-from ..nonfinite import MOST_SKIPPED, Guarded, NonFinite, largest
-from ..options import TORCH_NAMES
-from ..rounding import exact_dtype, rounded_once
-from ..state import as_numbers
+from ..restoration import fitting
+from ..state import as_numbers, fault
 from ..step.agreement import AGREE_ON_LOAD, AGREE_ON_PLAN, AGREE_ON_STEP, Intent, fixed_options, step_intent
-from ..step.exchange import add_up, any_has
-from ..step.notes import Accord, Notes
-from .buckets import filled, warm_up
-from .buffer_memory import laid_out
-from .gradients import Gathers, Gradients
+from ..step.exchange import any_has, gather_numbers
+from ..step.notes import GroupAgreement, Notes
+from ..step.rank_sets import members as sorted_ranks
+from ..step.rank_sets import one_of_each, ordinals
+from .buffers import Gathers, Gradients, Part, filled, laid_out, warm_up
 from .members import Members, SharingGroup, groups_with, options_of, ranks_in, size_of, this_rank
-from .owned_state import restoring, state_of
 
 BUCKET = 40_000_000
 """Megatron's smallest bucket, in elements."""
@@ -48,7 +51,7 @@ class _Owned(Muon):
 
     @classmethod
     def like(cls, example: Muon, groups: Iterable[Mapping[str, Any]], lr: float | Tensor, **options: Any) -> _Owned:
-        """With the groups of an example, which know functions that were given to it by their names only."""
+        """Clone an optimizer's groups with other parameters, restoring custom scale functions."""
         scales = example._scales
         return cls([{**group, **scales.as_given(group)} for group in groups], lr, **options)
 
@@ -71,7 +74,7 @@ class LayerWise(CollectiveOptimizer):
         layout: the name of a placement: "padded-nscost" (equal shards with padding, as in Megatron main),
             "padded-numel" (as in core 0.18 and 0.19), "decoupled-total-order" (ping-pong owners without padding, as in
             Megatron dev), "legacy-pingpong" (ping-pong owners of everything) or "balanced" (ours); or the buffers that
-            a checkpoint records (`recorded_run` in `muonckpt.layouts.buffers.group_buffer`), whose owners are kept.
+            a checkpoint records (`recorded_run` in `muonckpt.layouts.buffers.records`), whose owners are kept.
         bucket_size: elements at which a bucket closes; None: one bucket for each buffer.
         group: data-parallel ranks; None: all, or this process alone if there is no process group.
         experts: parameters that only the ranks of ``expert_group`` share.
@@ -111,18 +114,20 @@ class LayerWise(CollectiveOptimizer):
         most_skipped: int = MOST_SKIPPED,
         **options: Any,
     ) -> None:
-        group = group or (dist.group.WORLD if dist.is_initialized() else None)
+        group, expert_group = one_of_each(group or (dist.group.WORLD if dist.is_initialized() else None), expert_group)
         self._device = next((param.device for param in model.parameters()), torch.device("cpu"))
-        self._accord = Accord((group, expert_group), self._device)
+        self._agreement = GroupAgreement((group, expert_group), self._device)
         self._group, self._overlap = group, overlap
+        self._outside = sorted({*sorted_ranks(expert_group)} - {*sorted_ranks(group)})
         self._fixed = False
         self._nonfinite: NonFinite | None = None
         intent = Intent.of(AGREE_ON_PLAN, {})
         try:
             if nonfinite is not None:
                 self._nonfinite = NonFinite(nonfinite, most_skipped)
-                self._accord.refuse_crossing()
-            if refused := sorted({"replicas", "exchange", "stages", "waves"} & options.keys()):
+                self._agreement.refuse_crossing()
+            policy = self._nonfinite.policy if self._nonfinite is not None else None
+            if refused := sorted({"replicas", "exchange", "stages"} & options.keys()):
                 raise ValueError(f"{refused}: owners step whole matrices, nothing is exchanged during a step")
             Optimizer.__init__(self, groups, {})
             self._members = members = Members.of(model, self.param_groups, group, experts, expert_group)
@@ -133,23 +138,28 @@ class LayerWise(CollectiveOptimizer):
             example = Muon(groups_with(wholes, self.param_groups), lr, **options)
             self.defaults = dict(example.defaults)
             for mine, complete in zip(self.param_groups, example.param_groups, strict=True):
-                for name in TORCH_NAMES:
-                    mine.pop(name, None)
                 mine.update(options_of(complete))
-            layout = present_name(layout) if isinstance(layout, str) else layout
             self._layout = layout if isinstance(layout, str) else "recorded"
             self.buffers = laid_out(layout, members.to_place(self.param_groups, bucket_size, previous))
             transport = {"average": average, "exact": exact, "overlap": overlap, "gradient_dtype": gradient_dtype}
-            facts = {name: str(value) for name, value in {**transport, "nonfinite": nonfinite}.items()}
+            facts = {name: str(value) for name, value in {**transport, "nonfinite": policy}.items()}
+            facts["expert_group"] = "reaches beyond group" if self._outside else "lies in group"
             intent = Intent.of(AGREE_ON_PLAN, {**facts, **members.facts(self.param_groups, self.buffers)})
         except Exception as error:
             intent = intent.failed(error, this_rank())
         self._agree(intent)
 
         self._fixed = True
+        # Ranks build it together, so all of them count alike.
+        self._ordinal = sum(ordinals(self.param_groups, group).values())
         self._divisor = size_of(group) if average else 1
         self._parts, buckets = filled(self.buffers, members, gradient_dtype, exact)
-        stepped = members.stepped(self.param_groups, self._parts)
+        stepped = {  # of matrices only what this rank owns, and of everything else its part, if empty
+            param: part.stepped
+            for group in self.param_groups
+            for param in group["params"]
+            if (part := self._parts[members.name_of[param]]).boxes or group["algorithm"] not in MATRICES
+        }
         self._inner = _Owned.like(example, groups_with(stepped, self.param_groups), lr, **options)
         meshes = {of: members.mesh(of) for of in set(members.group_of.values())}
         for param, name in members.name_of.items():
@@ -183,12 +193,12 @@ class LayerWise(CollectiveOptimizer):
 
     def _agree(self, intent: Intent) -> None:
         """Compare what all ranks intend, at once.  Collective."""
-        self._accord.agree(intent, partial(Notes.compare, at_once=True))
+        self._agreement.agree(intent, partial(Notes.compare, at_once=True))
         if intent.error is not None:
             raise intent.error
 
     def _finish(self, failure: Exception | None) -> None:
-        self._accord.read()
+        self._agreement.read()
         self._gradients.finish()
         self._active = self._agreed(failure)
         for part in self._parts.values():
@@ -196,7 +206,7 @@ class LayerWise(CollectiveOptimizer):
                 gradient.div_(self._divisor)
 
     def _agreed(self, failure: Exception | None) -> set[str]:
-        """Names of the parameters that have a gradient on any of the ranks that share them.
+        """Return the names of the parameters that have a gradient on any of the ranks that share them.
 
         Raises:
             Exception: on every rank, if rates differ or one of them has failed.
@@ -217,8 +227,12 @@ class LayerWise(CollectiveOptimizer):
             unfit = flags[-1] > 0
 
         groups = dict(enumerate(self.param_groups))
-        intent = step_intent(list, (), groups, self._device, fixed_options(groups))
-        self._accord.agree(intent if failure is None else intent.failed(failure, this_rank()), compare)
+        constants = {
+            **fixed_options(groups),
+            "the optimizer, of those built of equal parameters": f"number {self._ordinal}",
+        }
+        intent = step_intent(groups, self._device, constants)
+        self._agreement.agree(intent if failure is None else intent.failed(failure, this_rank()), compare)
         if failure is not None:
             raise failure
         self._forbidden = bool(unfit)
@@ -234,11 +248,22 @@ class LayerWise(CollectiveOptimizer):
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.  Collective.
 
         What it returns and raises, and what does not depend on who holds what, is as in `clipping.clip_grad_norm_`.
+
+        Raises:
+            ValueError: ranks of ``expert_group`` are not in ``group``: they would have another norm.
         """
         self.finish_gradients()
+        if self._outside:
+            raise ValueError(
+                f"the ranks {self._outside} of expert_group are not in group, which has {sorted_ranks(self._group)}: "
+                "they would have another norm; give a group that contains expert_group, or do not clip"
+            )
         gradients = [part.gradient for part in self._parts.values()]
         squares = sum_of_squares(gradients, gradients[0].device)
-        add_up(squares, self._group)
+        if self._group is not None:
+            received = gather_numbers([squares, torch.full_like(squares, max_norm)], self._group)
+            squares = received[:, 0].sum()
+            refuse_other_limits(max_norm, received[:, 1])
         return clip_with(gradients, squares, max_norm, error_if_nonfinite)
 
     @torch.no_grad()
@@ -269,7 +294,7 @@ class LayerWise(CollectiveOptimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """As `Muon.skipped_steps`."""
+        """How many steps of this optimizer were skipped (`Muon.skipped_steps`)."""
         return self._nonfinite.skipped if self._nonfinite is not None else 0
 
     def _take_part(self, failure: Exception | None) -> bool:
@@ -279,7 +304,7 @@ class LayerWise(CollectiveOptimizer):
         if self._nonfinite is not None and failure is None:
             if self._forbidden:
                 self.zero_grad()  # which writes no memory
-            self._nonfinite.settle(not self._forbidden, self._guarded(), self._accord.widest)
+            self._nonfinite.settle(not self._forbidden, self._guarded(), self._agreement.widest)
             if self._forbidden:
                 return False
         self.wait()  # for what no forward pass has waited for
@@ -290,7 +315,7 @@ class LayerWise(CollectiveOptimizer):
             self._step_own()
         except Exception as error:
             intent = intent.failed(error, this_rank())
-        self._accord.agree(intent, Notes.compare)
+        self._agreement.agree(intent, Notes.compare)
         self._publish()
         self.zero_grad()
         if not self._overlap:
@@ -300,7 +325,6 @@ class LayerWise(CollectiveOptimizer):
         return True
 
     def _step_own(self) -> None:
-        """Step what this rank owns."""
         assert self._active is not None
         for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(options_of(mine))
@@ -310,7 +334,6 @@ class LayerWise(CollectiveOptimizer):
         self._inner.step()
 
     def _publish(self) -> None:
-        """Round masters to weights, and begin to gather those."""
         for part in self._parts.values():
             part.stepped.grad = None
             part.publish()
@@ -335,12 +358,12 @@ class LayerWise(CollectiveOptimizer):
     # Checkpoints.
 
     def provenance(self) -> dict[str, Any]:
-        """The layout and its owners, for ``muonckpt.save(..., provenance=...)``."""
+        """Return the layout and its owners, for ``muonckpt.save(..., provenance=...)``."""
         ranks = [ranks_in(self._members.group_of_buffer(buffer)) for buffer in self.buffers]
         return {"layer_wise": {"layout": self._layout, "buffers": [*map(to_json, self.buffers)], "ranks": ranks}}
 
     def state_dict(self) -> dict[str, Any]:
-        """As any torch optimizer's, with live tensors; rates that are tensors are written as numbers."""
+        """Return the state as any torch optimizer does: live tensors, and rates that are tensors as numbers."""
         self.wait()
         state = super().state_dict()
         for group in state["param_groups"]:
@@ -372,3 +395,81 @@ class LayerWise(CollectiveOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a LayerWise optimizer is bound to its model and process groups; save its state_dict()")
+
+
+# State: its owner has all of it, or each rank a flat range.
+
+
+def state_of(
+    whole: Tensor, example: Mapping[str, Tensor], part: Part, inner: Mapping[str, Tensor], mesh: DeviceMesh | None
+) -> dict[str, Tensor]:
+    """Return the state of one parameter, with the same slots on every rank; shares memory with what is stepped.
+
+    Args:
+        whole: the parameter as it is stepped, on the meta device.
+        example: its state, on the meta device but for its step.
+        part: what this rank holds of it.
+        inner: state of ``part.stepped``; nothing if that is a matrix of which this rank holds nothing.
+        mesh: of the ranks that share the parameter; None: this process alone, which has everything.
+    """
+    template, held = dict(example), dict(inner)
+    if part.mastered:
+        template[MASTER], held[MASTER] = whole, part.stepped
+    return {
+        slot: held[slot] if like.ndim == 0 or mesh is None else _placed(like, held.get(slot), part, mesh)
+        for slot, like in template.items()
+    }
+
+
+def _placed(like: Tensor, held: Tensor | None, part: Part, mesh: DeviceMesh) -> DTensor:
+    shape = tuple(like.shape)
+    if held is None or not part.boxes:
+        held = torch.empty((0, *shape[1:]), dtype=like.dtype, device=part.weight.device)
+    # What an owner has all of may be shaped unlike the parameter; what is cut never is.
+    whole = held.numel() == like.numel()
+    boxes = (Box.of(shape),) if whole else part.boxes
+    placed: DTensor = DTensor.from_local(
+        held, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=row_major(shape)
+    )
+    declare_boxes(placed, boxes)
+    return placed
+
+
+def restoring(optimizer: Optimizer, given: dict[str, Any], fresh: Globs) -> tuple[Callable[[], None], LoadReport]:
+    """Return a function that copies a state dict into an optimizer, with the hyper-parameters that belong to the run.
+
+    Masters of parameters that start ``fresh`` keep what they have.
+
+    Raises:
+        ValueError: names every parameter whose state is incomplete, laid out otherwise or of another dtype, or the
+            group of another algorithm or convention.
+    """
+    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        given = before(optimizer, given) or given
+    loaded = fitting(optimizer, given, lambda own, other: fault(own, other) or _elsewhere(own, other), fresh, {MASTER})
+    copies = [
+        (local_of(value), local_of(loaded.state[key][slot]))
+        for mine, group in zip(optimizer.param_groups, loaded.groups, strict=True)
+        for param, key in zip(mine["params"], group["params"], strict=True)
+        for slot, value in optimizer.state[param].items()
+    ]
+
+    def restore() -> None:
+        for target, source in copies:
+            target.copy_(source)
+        for mine, group in zip(optimizer.param_groups, loaded.groups, strict=True):
+            mine.update(options_of(group))
+        for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+            after(optimizer)
+
+    return restore, loaded.report
+
+
+def _elsewhere(mine: Mapping[str, Tensor], loaded_slots: Mapping[str, Tensor]) -> str | None:
+    """Return why loaded tensors are not element for element where these are, though their placements are the same."""
+    for slot, tensor in mine.items():
+        if loaded_slots[slot].dtype != tensor.dtype:
+            return f"{slot} is {loaded_slots[slot].dtype}, expected {tensor.dtype}"
+        if declared_boxes(loaded_slots[slot]) != declared_boxes(tensor):
+            return f"{slot} is cut otherwise; load it through a checkpoint"
+    return None

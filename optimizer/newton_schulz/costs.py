@@ -12,23 +12,18 @@ from time import perf_counter
 
 import torch
 
-from ..cuda_graphs import replayed
-from . import gram as gram_form
-from .forms import Form, has_kernels
+from ..ground.cuda_graphs import replayed
 from .iterations import orthogonalize
+from .products import Form, has_kernels
+from .recipe import flops
 
 Cost = Callable[[int, int, int, Sequence[int] | None], int]
 """Cost of an ``m x n`` matrix: ``(m, n, steps, gram)``, in any unit."""
 
 
-def flops(rows: int, columns: int, steps: int, gram: Sequence[int] | None = None) -> int:
-    """Floating-point operations (`gram.cost`)."""
-    return gram_form.cost(rows, columns, steps, gram)
-
-
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Measured times by shape and form.  ``table`` is a `Cost`, and ``table.form`` a `forms.Choice`.
+    """Measured times by shape and form.  ``table`` is a `Cost`, and ``table.form`` a `products.Choice`.
 
     A shape that was not measured is as the nearest measured one; nearest in the logarithms of both sides.  It costs as
     much for a FLOP, in the fastest form, and takes that form.  Ranks must use one table, as owners and last bits follow
@@ -62,7 +57,7 @@ class CostTable:
         return max(1, round(rate * flops(rows, columns, steps, gram if form.gram else None)))
 
     def form(self, device: torch.device, dtype: torch.dtype, rows: int, columns: int, copies: int) -> Form:
-        """The fastest that was measured, however many copies there are.
+        """Return the fastest that was measured, however many copies there are.
 
         Raises:
             ValueError: another dtype was measured.
@@ -73,7 +68,7 @@ class CostTable:
         return min(times, key=times.__getitem__)
 
     def as_json(self) -> str:
-        """For :meth:`from_json`; sides in elements, times in nanoseconds."""
+        """Return the table as text for :meth:`from_json`: sides in elements, times in nanoseconds."""
         rows = [
             [*shape, form.kernels, form.gram, time]
             for shape, times in self.nanoseconds.items()
@@ -84,7 +79,7 @@ class CostTable:
 
     @classmethod
     def from_json(cls, text: str) -> CostTable:
-        """A table that :meth:`as_json` wrote.
+        """Return a table that :meth:`as_json` wrote.
 
         Raises:
             ValueError: as the class does.
@@ -142,7 +137,6 @@ def measure(
 
 
 def _median_of(work: Callable[[], object], repeats: int) -> float:
-    """Seconds of a run."""
     durations = []
     for _ in range(repeats):
         begin = perf_counter()

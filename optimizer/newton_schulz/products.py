@@ -1,24 +1,27 @@
-"""The arithmetic of Newton-Schulz, and torch's products as one (`triton` has another, `forms` chooses)."""
+"""The arithmetic of Newton-Schulz: torch's products, and the choice between them and kernels."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..cuda_graphs import capturable
-from .places import Places
+from ..ground.cuda_graphs import capturable
+from ..ground.foreach import REDUCTIONS
+from ..ground.places import Places
+from .recipe import gram_is_cheaper
 
 M = TypeVar("M")
 
 
 class Products(Protocol[M]):
-    """What an orthogonalisation multiplies with; ``M`` is a matrix of ``[s, l]``, or many that are done together."""
+    """The arithmetic of an orthogonalisation; ``M`` is a matrix of ``[s, l]``, or many that are done together."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -28,7 +31,7 @@ class Products(Protocol[M]):
         ...
 
     def over(self, memory: Tensor, places: Places, dtype: torch.dtype, work: Callable[[M], M]) -> Tensor:
-        """The same for every matrix of a memory; a memory of results."""
+        """Return the same for every matrix of a memory; a memory of results."""
         ...
 
     def normal(self, x: M, eps: float, scale: float) -> M:
@@ -150,7 +153,7 @@ class StripProducts(TorchProducts):
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Of two matrices, or of each two of two stacks."""
+    """Multiply two matrices, or each two of two stacks."""
     return torch.mm(a, b) if a.ndim == 2 else torch.bmm(a, b)
 
 
@@ -161,7 +164,7 @@ def sum_with_product(addend: Tensor, beta: float, a: Tensor, b: Tensor, alpha: f
 
 
 def in_stacks(run: Tensor, most: int, work: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-    """The matrices of ``[count, m, n]`` in stacks of up to ``most``, or each by itself where that has other bits."""
+    """Yield matrices of ``[count, m, n]`` in stacks of up to ``most``, or singly where stacks have other bits."""
     if most < 2 or torch.compiler.is_compiling():
         yield from run.unbind()
         return
@@ -177,8 +180,8 @@ def in_stacks(run: Tensor, most: int, work: Callable[[Tensor], Tensor]) -> Itera
 def same_as_alone(
     work: Callable[[Tensor], Tensor], count: int, rows: int, columns: int, dtype: torch.dtype, threads: int
 ) -> bool:
-    """Whether ``count`` matrices in a stack get the bits that ``work`` gives each alone, on this CPU and by so many
-    threads as torch has now: tried once.
+    """Try once whether ``count`` matrices in a stack get the bits that ``work`` gives each alone, on this CPU and by so
+    many threads.
 
     A library may take other instructions for a product in a batch, in a batch of another size, or by more threads.  A
     sum in another order may have the same bits by chance, so there are several matrices, the more the fewer sums each
@@ -223,7 +226,7 @@ the product.  Alone, 64 x 64 takes 430 us in rounded fp32 and 220 as it is, 128 
 
 
 def by_torch(device: torch.device, dtype: torch.dtype, side: int, length: int) -> TorchProducts:
-    """In what torch's products compute ``dtype`` best, for matrices of ``side x length``, the shorter first.
+    """Return torch's products for a dtype, in what computes it best, for matrices of ``side x length``, shorter first.
 
     The product of two 16-bit values is exact in fp32, so an fp32 product of rounded operands, rounded once, is what a
     16-bit matrix unit computes; a CPU without one does it 10 to 100 times faster this way.  Where even that rounding
@@ -252,7 +255,7 @@ def widened(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def frobenius(x: Tensor) -> Tensor:
-    """The Frobenius norm of a contiguous matrix, without dims; ``[count, 1, 1]`` of a stack."""
+    """Return the Frobenius norm of a contiguous matrix, without dims; ``[count, 1, 1]`` of a stack."""
     # Row by row: torch's CPU kernel keeps plain running fp32 sums, and over 2**27 elements they are 4 % off.
     parts = x if x.shape[-2] * x.shape[-1] <= ROW else torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     if x.ndim == 2:
@@ -269,14 +272,8 @@ def bounded(norm: Tensor, eps: float | Tensor, scale: float) -> Tensor:
     return norm.sub_(norm, alpha=1 - scale)
 
 
-REDUCTIONS = {torch.float32: (2.0**64, 2.0**80), torch.float64: (2.0**512, 2.0**640)}
-"""By dtype, a limit that every finite norm is below, being the root of a finite sum, and what a matrix is divided by if
-its norm is not.  Then the squares of 2^32 elements of any size add up, and those that count beside the largest are
-normal numbers."""
-
-
 def may_overflow(norm: Tensor) -> bool:
-    """Whether squares may have overflowed, so that a `reduction` is needed.
+    """Return whether squares may have overflowed, so that a `reduction` is needed.
 
     On a CPU that is known: asking takes a thousandth of the time of a 64 x 64 matrix, and the reduction a twentieth.
     A GPU would have to be waited for.
@@ -287,9 +284,84 @@ def may_overflow(norm: Tensor) -> bool:
 
 
 def reduction(norm: Tensor) -> Tensor:
-    """The power of two by which a matrix is divided before its squares are added up: 1 unless its norm is infinite.
+    """Return the power of two that divides a matrix before its squares are added up: 1 unless its norm is infinite.
 
     Division by it is exact, so the result of Newton-Schulz does not change.
     """
     limit, largest = REDUCTIONS[norm.dtype]
     return (norm / limit).clamp(1.0, largest)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way to do it.  Another form gives other last bits, so all ranks must use the same one for a matrix.
+
+    Attributes:
+        kernels: by kernels of ours (`triton.kernel_products`), else by torch's products.
+        gram: several steps on one Gram matrix, where restarts are given (`recipe`); else the plain form.
+    """
+
+    kernels: bool
+    gram: bool
+
+
+Choice = Callable[[torch.device, torch.dtype, int, int, int], Form]
+"""The form for ``copies`` matrices of ``m x n`` on a device, computed in a dtype: ``(device, dtype, m, n, copies)``.
+It must be the same on all ranks, so it follows from these facts alone; `costs.CostTable.form` is a measured one."""
+
+
+def prefer_kernels(device: torch.device, dtype: torch.dtype, rows: int, columns: int, copies: int) -> Form:
+    """Choose kernels wherever they run, where nothing has been measured.
+
+    On an H100 they were the fastest for every shape from 256 x 256 on (`docs/performance.md`), and small matrices of
+    all shapes share their launches.
+    """
+    return Form(has_kernels(device, dtype), gram_is_cheaper(rows, columns))
+
+
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether kernels run there: 16 bits, on NVIDIA GPUs from compute capability 8.0 on."""
+    suitable = device.type == "cuda" and torch.version.cuda is not None and dtype.itemsize == 2
+    return suitable and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def arithmetic(form: Form, device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> Products[Any]:
+    """Return what to orthogonalise ``rows x columns`` with.
+
+    Warns:
+        RuntimeWarning: once, if there should be kernels and Triton is missing: torch does the work, up to twice slower.
+
+    Raises:
+        ValueError: kernels, where they do not run.
+    """
+    kernels = _kernels(device, dtype) if form.kernels else None
+    return kernels or by_torch(device, dtype, *sorted((rows, columns)))
+
+
+@lru_cache(maxsize=16)
+def _kernels(device: torch.device, dtype: torch.dtype) -> Products[Any] | None:
+    """Return the kernels, or None if Triton is missing."""
+    try:
+        from ..triton.kernel_products import KernelProducts
+        from ..triton.launches import INTERPRETED
+    except ModuleNotFoundError as error:
+        missing_triton(
+            error,
+            "Newton-Schulz runs on torch's matrix products, up to twice slower, and its last bits are not those of "
+            "ranks that have it",
+        )
+        return None
+    if not (INTERPRETED and device.type == "cpu") and not has_kernels(device, dtype):
+        raise ValueError(f"there are no kernels for {dtype} on {device}: choose forms that were measured there")
+    return KernelProducts(dtype)
+
+
+def missing_triton(error: ModuleNotFoundError, consequence: str) -> None:
+    """Say what follows, if it is Triton that could not be imported; raise the error again if it is not."""
+    if error.name is None or error.name.split(".")[0] != "triton":
+        raise error
+    warnings.warn(
+        f"Triton is not installed: {consequence}. Install triton, in the version that torch names",
+        RuntimeWarning,
+        stacklevel=4,
+    )

@@ -1,16 +1,23 @@
-"""Which matrices a parameter holds, and what orthogonalising one costs."""
+"""What planning knows of parameters, as plain data: which matrices they hold, and what travels of them.
+
+`Fused` says how a parameter is cut into matrices; `Slot` and `Spec` describe a parameter, `Unit` an owned matrix.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
 
+import torch
+
 from ...box import Box, Index
 from ...errors import LayoutError
-from ...layout import Piece, stacked
+from ...layout import Piece, TensorLayout, stacked
+from ..newton_schulz.products import Form
+from ..newton_schulz.recipe import gram_is_cheaper
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +144,84 @@ def shapes_of(shape: Index, fused: Fused = Fused()) -> tuple[Index, ...]:
 def rows_columns(shape: Sequence[int]) -> tuple[int, int]:
     """``(m, n)`` of a matrix whose leading dims are all 1."""
     return math.prod(shape[:-1]), shape[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The dtype of the products, of updates on their way to an owner, and of results on their way back."""
+
+    compute: torch.dtype
+    there: torch.dtype
+    back: torch.dtype
+
+
+PRECISIONS: Mapping[str, Precision] = {
+    "bfloat16": Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    # A momentum may be too small or too large for float16; an orthogonal matrix fits.
+    "float16": Precision(torch.float16, torch.float32, torch.float16),
+    "float32": Precision(torch.float32, torch.float32, torch.float32),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor of a parameter that travels to the owners and back: where it rests, and in which dtype it travels."""
+
+    name: str
+    layout: TensorLayout
+    fused: Fused
+    there: torch.dtype
+    back: torch.dtype
+
+    @property
+    def matrices(self) -> tuple[tuple[Piece, ...], ...]:
+        return matrices_of(self.layout.shape, self.fused)
+
+    @property
+    def shapes(self) -> tuple[Index, ...]:
+        """Of the matrices, in the parameter's rank."""
+        return shapes_of(self.layout.shape, self.fused)
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A parameter.
+
+    Attributes:
+        slots: what travels of it, the update first.
+        cost: of orthogonalising an ``m x n`` matrix, in any unit.
+        form: how an ``m x n`` matrix is orthogonalised, of which the parameter has ``copies``.
+        scale: the learning-rate factor of an ``m x n`` matrix.
+    """
+
+    slots: tuple[Slot, ...]
+    cost: Callable[[int, int], int]
+    form: Callable[[int, int, int], Form] = lambda m, n, copies: Form(kernels=False, gram=gram_is_cheaper(m, n))
+    scale: Callable[[int, int], float] = lambda m, n: 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One matrix of a parameter.
+
+    Attributes:
+        param: number of the parameter in its schedule.
+        index: number of the matrix in the parameter.
+        shape: in the parameter's rank.
+        owner: the global rank that orthogonalises it.
+        stage: when.
+        cost: of orthogonalising it.
+        form: how.
+    """
+
+    param: int
+    index: int
+    shape: Index
+    owner: int
+    stage: int
+    cost: int
+    form: Form
+
+    @property
+    def rows_columns(self) -> tuple[int, int]:
+        return rows_columns(self.shape)

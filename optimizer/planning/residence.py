@@ -1,4 +1,8 @@
-"""Which parts of a parameter's matrices lie with which rank."""
+"""Which parts of a parameter's matrices lie with which rank, and one rank's copies between there and their owners.
+
+The copies are those of `plan.make_share` between where a matrix rests and its owner, made for all matrices of a
+parameter together and without a layout for each: there are tens of thousands.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +10,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ...box import Index, row_major
+from ...box import row_major
 from ...layout import Buffer, TensorLayout
 from ...overlap import expanded, overlaps
+from ...plan import Copies, dense_strides
 from .matrices import Fused, matrices_of, shapes_of
 from .owners import Int
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixPart:
-    """What a matrix and a box of its parameter's layout have in common.
-
-    Attributes:
-        number: of this part in the matrix.
-        sizes: of the part, in the parameter's rank.
-        inside: where it begins in the whole matrix, which is row-major.
-        holders: who has it, where it begins there and with which strides; the order is the layout's.
-    """
-
-    number: int
-    numel: int
-    sizes: Index
-    inside: int
-    holders: tuple[tuple[Buffer, int, Index], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +53,10 @@ class MatrixParts:
 
     def volumes(self, numbers: Int) -> Int:
         """Elements of each of some parts."""
-        volumes: Int = self._sizes(self.piece[numbers], self.box[numbers]).prod(axis=1)
+        begin, end, _, _ = self.pieces
+        i, j = self.piece[numbers], self.box[numbers]
+        sizes = np.minimum(end[i], self.layout.stops[j]) - np.maximum(begin[i], self.layout.starts[j])
+        volumes: Int = sizes.prod(axis=1)
         return volumes
 
     def holders(self, numbers: Int) -> tuple[Int, Int]:
@@ -77,40 +67,34 @@ class MatrixParts:
         part, within = expanded(first[self.box[numbers]], np.diff(first)[self.box[numbers]])
         return part, rows[within]
 
-    def of_matrix(self, index: int) -> list[MatrixPart]:
-        return self._parts(index, self.numbers(index))
-
-    def of_rank(self, rank: int) -> Mapping[int, list[MatrixPart]]:
-        """What a rank has, by matrix."""
+    def holding(self, rank: int) -> tuple[Int, Int]:
+        """Return the numbers of the parts that a rank holds, and for each matrix where its own begin among them."""
         rows = np.flatnonzero(np.isin(self.box, self.layout.boxes_of(rank)))
-        present, begin = np.unique(np.searchsorted(self.first, rows, side="right") - 1, return_index=True)
-        cuts = pairwise([*begin.tolist(), len(rows)])
-        rows_of = {matrix: rows[start:stop] for matrix, (start, stop) in zip(present.tolist(), cuts, strict=True)}
-        indices = np.flatnonzero(np.isin(self.stands, present))
-        standing = self.stands[indices].tolist()
-        return {i: self._parts(i, rows_of[stands]) for i, stands in zip(indices.tolist(), standing, strict=True)}
+        return rows, np.searchsorted(rows, self.first)
 
-    def _sizes(self, i: Int, j: Int) -> Int:
-        """Of what pieces and boxes have in common."""
-        begin, end, _, _ = self.pieces
-        return np.minimum(end[i], self.layout.stops[j]) - np.maximum(begin[i], self.layout.starts[j])
+    def resident(self, rank: int) -> NDArray[np.bool_]:
+        """Return for each matrix whether a rank holds part of it."""
+        _, first = self.holding(rank)
+        resident: NDArray[np.bool_] = (np.diff(first) > 0)[self.stands]
+        return resident
 
-    def _parts(self, index: int, numbers: Int) -> list[MatrixPart]:
-        """Some parts of a matrix, by their numbers in the one that stands for it."""
-        stands, layout = self.stands[index], self.layout
-        i, j = self.piece[numbers] + (self.first_piece[index] - self.first_piece[stands]), self.box[numbers]
-        begin, _, shift, strides = (array[i] for array in self.pieces)
-        lo, sizes = np.maximum(begin, layout.starts[j]), self._sizes(i, j)
-        part, row = self.holders(numbers)
-        offsets = layout.offset[row] + ((lo - layout.starts[j])[part] * layout.strides[row]).sum(axis=1)
-        buffers = map(layout.buffers.__getitem__, layout.buffer[row].tolist())
-        places = list(zip(buffers, offsets.tolist(), map(tuple, layout.strides[row].tolist()), strict=True))
-        cuts = pairwise(np.searchsorted(part, np.arange(len(numbers) + 1)).tolist())
-        columns = (numbers - self.first[stands], sizes.prod(axis=1), sizes, ((lo + shift) * strides).sum(axis=1))
-        return [
-            MatrixPart(number, numel, tuple(shape), inside, tuple(places[start:stop]))
-            for number, numel, shape, inside, (start, stop) in zip(*(c.tolist() for c in columns), cuts, strict=True)
-        ]
+    def places(self, index: Int, part: Int, fragment: Int) -> tuple[Int, tuple[Int, Int], tuple[Int, Int]]:
+        """Return where parts of matrices lie.
+
+        Args:
+            index: of each part's matrix.
+            part: its number, or the one that stands for it.
+            fragment: the fragment of the layout that holds it.
+
+        Returns:
+            Its sizes; offset and strides in the holder's tensor, and in the whole matrix, which is row-major.
+        """
+        layout, j = self.layout, self.box[part]
+        i = self.piece[part] + (self.first_piece[index] - self.first_piece[self.stands[index]])
+        begin, end, shift, along = (array[i] for array in self.pieces)
+        lo, strides = np.maximum(begin, layout.starts[j]), layout.strides[fragment]
+        offset = layout.offset[fragment] + ((lo - layout.starts[j]) * strides).sum(axis=1)
+        return np.minimum(end, layout.stops[j]) - lo, (offset, strides), (((lo + shift) * along).sum(axis=1), along)
 
 
 @lru_cache(maxsize=256)
@@ -148,8 +132,7 @@ def residence(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...]) -> tup
     parts = matrix_parts(layout, fused)
     numbers = np.arange(len(parts.piece))
     part, fragment = parts.holders(numbers)
-    position = {rank: index for index, rank in enumerate(ranks)}
-    positions = np.array([position[buffer] for buffer in layout.buffers], np.int64)  # type: ignore[index]
+    positions = _positions(layout, ranks)
     matrix = np.searchsorted(parts.first, part, side="right") - 1
 
     standing = np.unique(parts.stands)
@@ -167,18 +150,6 @@ def residence(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...]) -> tup
 
 
 @lru_cache(maxsize=4096)
-def resident(layout: TensorLayout, fused: Fused, rank: int) -> frozenset[int]:
-    """The numbers of a parameter's matrices of which a rank holds part."""
-    return frozenset(held(layout, fused, rank))
-
-
-@lru_cache(maxsize=4096)
-def held(layout: TensorLayout, fused: Fused, rank: int) -> Mapping[int, list[MatrixPart]]:
-    """The parts that a rank has, by matrix."""
-    return matrix_parts(layout, fused).of_rank(rank)
-
-
-@lru_cache(maxsize=4096)
 def first_replicas(layout: TensorLayout, fused: Fused, index: int) -> Mapping[Buffer, int]:
     """For each rank that holds anything of a matrix, which replica of its first part that is."""
     parts = matrix_parts(layout, fused)
@@ -188,3 +159,145 @@ def first_replicas(layout: TensorLayout, fused: Fused, index: int) -> Mapping[Bu
     replica = np.arange(len(part)) - np.searchsorted(part, part)
     buffers, first = np.unique(layout.buffer[fragment], return_index=True)
     return dict(zip(map(layout.buffers.__getitem__, buffers.tolist()), replica[first].tolist(), strict=True))
+
+
+def first_replica(layout: TensorLayout, fused: Fused, index: int, owner: int) -> int | None:
+    """Return which replica of the first part that a rank holds of a matrix lies with it; None if it holds none.
+
+    Where nothing has replicas, it is the only one, whoever asks.
+    """
+    return first_replicas(layout, fused, index).get(owner) if _replicated(layout) else 0
+
+
+def _replicated(layout: TensorLayout) -> bool:
+    return len(layout.box) > len(layout.starts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankCopies:
+    """One rank's copies of some matrices between the ranks that hold them and the owners.
+
+    Attributes:
+        gives: parts that it holds, to the owners.
+        takes: parts of what it owns, from those that hold them.
+        own: what it holds of what it owns: from its tensor to the matrix.
+        gives_back: parts of what it owns, to all that hold them.
+        takes_back: parts that it holds, from the owners.
+    """
+
+    gives: Copies
+    takes: Copies
+    own: Copies
+    gives_back: Copies
+    takes_back: Copies
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Owned:
+    """Matrices of one parameter, or of some that are alike, with their owners; arrays of one length.
+
+    Attributes:
+        tensor: a number for each, by which copies call its tensors.
+        index: its number in the parameter.
+        owner: position of its owner in the list of ranks.
+    """
+
+    tensor: Int
+    index: Int
+    owner: Int
+
+    def rows(self, chosen: NDArray[np.bool_]) -> Owned:
+        return Owned(self.tensor[chosen], self.index[chosen], self.owner[chosen])
+
+
+def rank_copies(
+    layout: TensorLayout, fused: Fused, ranks: tuple[int, ...], position: int, matrices: Owned
+) -> RankCopies:
+    """Return the copies of the rank at a position of ``ranks``.
+
+    Other ranks are sources or targets by their positions, and stand for the wire: there boxes are dense, and have no
+    offset yet.  An owner reads its own replica of a part, and of other parts the replica with the number of the first
+    one that it holds; results go to all replicas.
+    """
+    parts = matrix_parts(layout, fused)
+    mine = matrices.owner == position
+    takes, own, gives_back = _of_owned(parts, fused, ranks, position, matrices.rows(mine))
+    gives, takes_back = _of_held(parts, fused, ranks, position, matrices.rows(~mine))
+    return RankCopies(gives, takes, own, gives_back, takes_back)
+
+
+def _of_owned(
+    parts: MatrixParts, fused: Fused, ranks: tuple[int, ...], position: int, matrices: Owned
+) -> tuple[Copies, Copies, Copies]:
+    """Return what a rank takes of the matrices that it owns, has itself, and gives back."""
+    layout, stands = parts.layout, parts.stands[matrices.index]
+    matrix, part = expanded(parts.first[stands], np.diff(parts.first)[stands])
+    number = part - parts.first[stands[matrix]]
+    at, fragment = parts.holders(part)
+    holder, tensor = _positions(layout, ranks)[layout.buffer[fragment]], matrices.tensor[matrix][at]
+    sizes, near, inside = parts.places(matrices.index[matrix][at], part[at], fragment)
+    here = holder == position
+    back = Copies(sizes, tensor, *inside, holder, *_on_wire(sizes))
+    replicas = np.bincount(at, minlength=len(part))
+    first = _first_replicas(layout, fused, ranks, matrices)[matrix]
+    read = np.cumsum(replicas) - replicas + _chosen(number, first, replicas)
+    elsewhere = np.bincount(at[here], minlength=len(part)) == 0
+    own = Copies(sizes, tensor, *near, tensor, *inside).rows(here)
+    return back.rows(read[elsewhere]).turned(), own, back.rows(~here)
+
+
+def _of_held(
+    parts: MatrixParts, fused: Fused, ranks: tuple[int, ...], position: int, matrices: Owned
+) -> tuple[Copies, Copies]:
+    """Return what a rank gives of the matrices of which it holds parts, and takes back."""
+    layout, stands = parts.layout, parts.stands[matrices.index]
+    held, first_held = parts.holding(ranks[position])
+    matrix, at = expanded(first_held[stands], np.diff(first_held)[stands])
+    part, owner = held[at], matrices.owner[matrix]
+    box, buffer_at = parts.box[part], _buffers(layout, ranks)
+    _, fragment = layout.held_by(box, np.full(len(box), buffer_at[position]))
+    sizes, near, _ = parts.places(matrices.index[matrix], part, fragment)
+    back = Copies(sizes, owner, *_on_wire(sizes), matrices.tensor[matrix], *near)
+    if not _replicated(layout):
+        return back.turned(), back
+    fragments, first_of_box = layout.by_box
+    replica = np.empty_like(fragments)
+    replica[fragments] = np.arange(len(fragments)) - first_of_box[layout.box[fragments]]
+    number, first = part - parts.first[stands[matrix]], _first_replicas(layout, fused, ranks, matrices)[matrix]
+    read = replica[fragment] == _chosen(number, first, np.diff(first_of_box)[box])
+    owner_has, _ = layout.held_by(box, buffer_at[owner])
+    return back.rows(read & ~owner_has).turned(), back
+
+
+def _first_replicas(layout: TensorLayout, fused: Fused, ranks: tuple[int, ...], matrices: Owned) -> Int:
+    """Return the `first_replica` of each matrix's owner, -1 for none."""
+    if not _replicated(layout):
+        return np.zeros(len(matrices.index), np.int64)
+    pairs = zip(matrices.index.tolist(), matrices.owner.tolist(), strict=True)
+    firsts = (first_replicas(layout, fused, index).get(ranks[owner], -1) for index, owner in pairs)
+    return np.fromiter(firsts, np.int64, len(matrices.index))
+
+
+def _chosen(number: Int, first: Int, replicas: Int) -> Int:
+    """Return the replica of each part that is read by one who holds none of it."""
+    chosen: Int = np.where(first < 0, number, first) % replicas
+    return chosen
+
+
+def _on_wire(sizes: Int) -> tuple[Int, Int]:
+    return np.zeros(len(sizes), np.int64), dense_strides(sizes)
+
+
+@lru_cache(maxsize=256)
+def _positions(layout: TensorLayout, ranks: tuple[int, ...]) -> Int:
+    """Return the position in ``ranks`` of each of a layout's buffers."""
+    position = {rank: index for index, rank in enumerate(ranks)}
+    return np.array([position[buffer] for buffer in layout.buffers], np.int64)  # type: ignore[index]
+
+
+def _buffers(layout: TensorLayout, ranks: tuple[int, ...]) -> Int:
+    """Return the number of the buffer of each rank; -1 for none."""
+    buffers = np.full(len(ranks), -1)
+    positions = _positions(layout, ranks)
+    buffers[positions] = np.arange(len(positions))
+    return buffers

@@ -2,29 +2,39 @@
 
 A schedule covers the parameters that one set of ranks holds.  It is derived from shapes and placements alone, so every
 rank makes its own part of the same one; it is never saved.
+
+What travels lies on a wire, a flat buffer of bytes, one part for each rank of the group.  Both sides derive it from the
+same plans, so nothing is negotiated and nothing is padded but for alignment (at most 7 bytes between two ranks).
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
 from ...layout import TensorLayout
-from ..newton_schulz.forms import Form
-from .matrices import rows_columns
-from .owners import Work, assign, in_stages
-from .residence import residence, resident
-from .routes import Key, Message, Route, route
-from .trips import Trips, first_replica, trips_of_holder, trips_of_owner
-from .units import Slot, Spec, Unit
+from ...plan import NO_COPIES, Copies
+from ..newton_schulz.products import Form
+from .matrices import Slot, Spec, Unit, rows_columns
+from .owners import Int, Work, assign, in_stages
+from .residence import Owned, RankCopies, matrix_parts, rank_copies, residence
 
 Ranks = tuple[int, ...]
+
+WIRE_ALIGNMENT = 8
+"""Each rank's part of the wire begins at a multiple of this, in bytes: of the size of any element."""
+
+NOTE = 16
+"""Bytes in front of each rank's part: what the sender is about to do, as a digest (`step.agreement.Intent`)."""
 
 MOST_STAGES = 4
 """The fourth hides all but a quarter of the exchange and keeps its buffers to half; a fifth adds little to that."""
@@ -34,27 +44,52 @@ STAGE_BYTES = 1 << 23
 cores; how much travels meanwhile, there and on GPUs, is an estimate."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """One rank's part of an exchange, as tables of copies in the order of the tensors' numbers.
+
+    Attributes:
+        send_counts, receive_counts: bytes to and from each rank of the group.
+        sends: from tensors to the wire, whose offsets are in bytes; targets are positions of ranks.
+        receives: from the wire to tensors.
+        own: what this rank has for itself, which never lies on a wire: from a tensor to its matrix, or back.
+    """
+
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+    sends: Copies = NO_COPIES
+    receives: Copies = NO_COPIES
+    own: Copies = NO_COPIES
+
+    @property
+    def bytes(self) -> int:
+        """The size of both buffers together."""
+        return sum(self.send_counts) + sum(self.receive_counts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Stage:
     """One round: ``gather`` takes what rests with the ranks to the owners, ``scatter`` takes results back.
 
-    ``owned`` are the numbers of the units that this rank orthogonalises, ``held`` of those that it holds parts of.
+    ``owned`` are the numbers of the units that this rank orthogonalises.
     """
 
     gather: Route
     scatter: Route
     owned: tuple[int, ...]
-    held: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """Of all wires of this stage on this rank."""
+        """The size of all wires of this stage on this rank."""
         return self.gather.bytes + self.scatter.bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """What one rank does for some parameters, all of whose units it knows.  ``digest`` is the same on every rank."""
+    """What one rank does for some parameters, all of whose units it knows.  ``digest`` is the same on every rank.
+
+    Copies number the tensors that travel: slot ``k`` of unit ``u`` is ``k * len(units) + u``, and slot 0 the update.
+    """
 
     ranks: Ranks
     units: tuple[Unit, ...]
@@ -65,6 +100,23 @@ class Schedule:
     def owned(self) -> tuple[int, ...]:
         """Numbers of the units that this rank orthogonalises, in the order of the stages."""
         return tuple(number for stage in self.stages for number in stage.owned)
+
+
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """Collect no cycles meanwhile: plans have none.
+
+    A plan for thousands of ranks is many thousands of objects that stay.  While they are made, the collector goes
+    through everything that the process has, models and imported modules included, which took half of the time.  What
+    other threads leave behind meanwhile is collected afterwards.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int | None = None) -> Schedule:
@@ -87,23 +139,93 @@ def make_schedule(specs: Sequence[Spec], ranks: Ranks, rank: int, stages: int | 
         Unit(number, index, work.shape, ranks[owner], stage, work.cost, form)
         for (number, index, work, form), owner, stage in zip(places, owners, turns, strict=True)
     )
-    resting = {
-        id(spec): frozenset[int]().union(*(resident(slot.layout, slot.fused, rank) for slot in spec.slots))
-        for spec in same
-    }
-    here = [resting[id(spec)] for spec in specs]
-    by_stage: list[list[int]] = [[] for _ in range(max(turns, default=0) + 1)]
-    for number, unit in enumerate(units):
-        if unit.index in here[unit.param] or unit.owner == rank:
-            by_stage[unit.stage].append(number)
-    positions = {peer: position for position, peer in enumerate(ranks)}
-    known: dict[Hashable, tuple[Message, Message]] = {}
-    return Schedule(
-        ranks,
-        units,
-        tuple(_stage(numbers, units, specs, positions, rank, known) for numbers in by_stage),
-        _digest(specs, ranks, units),
-    )
+    by_stage = _stages(specs, list(map(len, kinds)), np.array(owners, np.int64), np.array(turns, np.int64), ranks, rank)
+    return Schedule(ranks, units, tuple(by_stage), _digest(specs, ranks, units))
+
+
+def _stages(
+    specs: Sequence[Spec], counts: Sequence[int], owner: Int, turn: Int, ranks: Ranks, rank: int
+) -> Iterator[Stage]:
+    """Yield the stages of a rank.
+
+    Args:
+        counts: of each spec's units.
+        owner, turn: of each unit, the position of the rank and the stage.
+    """
+    here = ranks.index(rank)
+    begins = np.cumsum([0, *counts])
+    alike: defaultdict[int, list[int]] = defaultdict(list)
+    for number, spec in enumerate(specs):
+        alike[id(spec)].append(number)
+    kinds: list[tuple[Slot, RankCopies]] = []
+    for numbers in alike.values():
+        index = np.tile(np.arange(counts[numbers[0]]), len(numbers))
+        unit = index + np.repeat(begins[numbers], counts[numbers[0]])
+        for number, slot in enumerate(specs[numbers[0]].slots):
+            involved = matrix_parts(slot.layout, slot.fused).resident(rank)[index] | (owner[unit] == here)
+            matrices = Owned(unit + number * len(owner), index, owner[unit]).rows(involved)
+            kinds.append((slot, rank_copies(slot.layout, slot.fused, ranks, here, matrices)))
+    there, back = [slot.there.itemsize for slot, _ in kinds], [slot.back.itemsize for slot, _ in kinds]
+    gives = _by_stage([copies.gives for _, copies in kinds], there, turn)
+    takes = _by_stage([copies.takes.turned() for _, copies in kinds], there, turn)
+    own = _by_stage([copies.own for _, copies in kinds], there, turn)
+    gives_back = _by_stage([copies.gives_back for _, copies in kinds], back, turn)
+    takes_back = _by_stage([copies.takes_back.turned() for _, copies in kinds], back, turn)
+    for stage, (mine, _) in enumerate(own):
+        yield Stage(
+            _route(gives[stage], takes[stage], mine, len(ranks)),
+            _route(gives_back[stage], takes_back[stage], mine.turned(), len(ranks)),
+            tuple(np.flatnonzero((owner == here) & (turn == stage)).tolist()),
+        )
+
+
+def _by_stage(tables: Sequence[Copies], itemsizes: Sequence[int], turn: Int) -> list[tuple[Copies, Int]]:
+    """Return the rows of tables by stage, in the order of units and slots, with the bytes of an element of each.
+
+    Args:
+        tables: of which the sources are tensors.
+        turn: the stage of each unit.
+    """
+    table = Copies.joined([NO_COPIES, *tables])
+    itemsize = np.repeat(np.array(itemsizes, np.int64), np.array([len(some) for some in tables], np.int64))
+    slot, unit = np.divmod(table.source, max(len(turn), 1))
+    order = np.lexsort((slot, unit, turn[unit]))
+    table, itemsize = table.rows(order), itemsize[order]
+    cuts = np.searchsorted(turn[unit[order]], np.arange(turn.max(initial=0) + 2)).tolist()
+    return [(table.rows(slice(*cut)), itemsize[slice(*cut)]) for cut in pairwise(cuts)]
+
+
+def _route(sends: tuple[Copies, Int], receives: tuple[Copies, Int], own: Copies, ranks: int) -> Route:
+    (sent, send_counts), (received, receive_counts) = (_laid_out(*some, ranks) for some in (sends, receives))
+    return Route(send_counts, receive_counts, sent, received.turned(), own)
+
+
+def _laid_out(copies: Copies, itemsize: Int, ranks: int) -> tuple[Copies, tuple[int, ...]]:
+    """Give copies their places on the wire, and count the bytes of each rank's part: boxes end to end, by the rank on
+    the other side and then in the order of the rows, each at a multiple of its elements' size.
+    """
+    order = np.argsort(copies.target, kind="stable")
+    present, first = np.unique(copies.target[order], return_index=True)
+    rows = list(zip((copies.numel * itemsize)[order].tolist(), itemsize[order].tolist(), strict=True))
+    empty = _up(NOTE, WIRE_ALIGNMENT)
+    counts, more = [empty] * ranks, 0
+    begins: list[int] = []
+    for peer, (low, high) in zip(present.tolist(), pairwise([*first.tolist(), len(order)]), strict=True):
+        start = peer * empty + more
+        end = start + NOTE
+        for nbytes, item in rows[low:high]:
+            begin = -(-end // item) * item
+            begins.append(begin)
+            end = begin + nbytes
+        counts[peer] = _up(end, WIRE_ALIGNMENT) - start
+        more += counts[peer] - empty
+    offsets = np.empty(len(order), np.int64)
+    offsets[order] = begins
+    return replace(copies, target_offset=offsets), tuple(counts)
+
+
+def _up(offset: int, to: int) -> int:
+    return -(-offset // to) * to
 
 
 def worthwhile_stages(specs: Sequence[Spec], ranks: int) -> int:
@@ -136,49 +258,6 @@ def _matrices(specs: Sequence[Spec], ranks: Ranks) -> dict[int, list[tuple[Work,
             for shape, home in zip(update.shapes, homes, strict=True)
         ]
     return matrices
-
-
-def _stage(
-    numbers: Sequence[int],
-    units: Sequence[Unit],
-    specs: Sequence[Spec],
-    positions: Mapping[int, int],
-    rank: int,
-    known: dict[Hashable, tuple[Message, Message]],
-) -> Stage:
-    """One stage, of the units that this rank has to do with.
-
-    Args:
-        known: messages there and back, by what they depend on.
-    """  # fmt: skip
-    gather: list[Message] = []
-    scatter: list[Message] = []
-    keys: dict[Key, int] = {}
-    for number in numbers:
-        unit = units[number]
-        for slot in specs[unit.param].slots:
-            kind = id(slot), unit.index, unit.owner
-            if kind not in known:
-                there, back = _trips(unit, slot, rank)
-                known[kind] = Message(slot.there, unit.owner, there), Message(slot.back, unit.owner, back)
-            there_message, back_message = known[kind]
-            keys[number, slot.name] = len(gather)
-            gather.append(there_message)
-            scatter.append(back_message)
-    return Stage(
-        route(keys, gather, positions),
-        route(keys, scatter, positions),
-        tuple(number for number in numbers if units[number].owner == rank),
-        tuple(numbers),
-    )
-
-
-def _trips(unit: Unit, slot: Slot, rank: int) -> Trips:
-    """What a rank does to bring a matrix of a slot to its owner, and to take the result back."""
-    where = slot.layout, slot.fused, unit.index
-    if unit.owner == rank:
-        return trips_of_owner(*where, rank)
-    return trips_of_holder(*where, rank, first_replica(*where, unit.owner))
 
 
 def _digest(specs: Sequence[Spec], ranks: Ranks, units: Sequence[Unit]) -> bytes:

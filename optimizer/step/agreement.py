@@ -10,7 +10,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,18 @@ import torch
 from torch import Tensor
 
 from ...coefficients import coefficient_set
-from ...vocabulary import ParamGroup
-from ..cuda_graphs import uploaded
-from ..options import RATES, fixed
-from ..planning.routes import NOTE
+from ...vocabulary import SCHEDULED, ParamGroup
+from ..ground.cuda_graphs import uploaded
+from ..planning.schedule import NOTE
 
 Facts = Mapping[str, str]
 """What is the same on all ranks, by subject."""
+
+RATES = frozenset({"lr", "weight_decay", "momentum", "betas", "beta2"})
+"""Options that every step reads anew, so that schedules may change them."""
+
+NAMES = frozenset({"params", "param_names", "name"})
+"""What a group consists of, and what it is called: ``name`` is the user's, for logs."""
 
 SHOWN = 4
 """Differences that a rank tells; the others are counted."""
@@ -38,7 +43,7 @@ PLAN_FACT = "the plan"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What ranks do together: what it means that they do not, and what to do then."""
+    """Something that ranks do together: what it means that they do not, and what to do then."""
 
     failure: str
     advice: str
@@ -62,7 +67,7 @@ AGREE_ON_LOAD = Task(
 )
 
 
-class Heard(Exception):
+class AgreedError(Exception):
     """An error of a set of ranks in which no rank waits for this one any more: all have heard of it, or are done.
 
     So this rank goes on to its other sets, and tells them.  Any other error leaves ranks waiting amid an exchange, and
@@ -80,7 +85,7 @@ class Heard(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Intent:
-    """What a rank is about to do together with others.
+    """A statement of what a rank is about to do together with others.
 
     Attributes:
         digest: equal on two ranks if they intend the same.
@@ -100,15 +105,15 @@ class Intent:
 
     @classmethod
     def of(cls, task: Task, facts: Facts) -> Intent:
-        """To do what these facts say."""
+        """Return the intent to do what these facts say."""
         return cls(task, _digest(repr(sorted(facts.items())).encode()), (), lambda: facts)
 
     def failed(self, error: Exception, rank: int) -> Intent:
-        """The same of a rank that cannot: it differs from what any other rank intends."""
+        """Return the same of a rank that cannot: it differs from what any other rank intends."""
         return replace(self, digest=_digest(f"rank {rank} failed".encode()), live=(), error=error)
 
     def note(self, device: torch.device) -> Tensor:
-        """What the others compare, and in the last of ``NOTE`` bytes `unfit`.  Nothing is read back from the device."""
+        """Return ``NOTE`` bytes that the others compare, but for the last, `unfit`; nothing waits for the device."""
         fixed = uploaded(tuple(self.digest), torch.uint8, device)
         live = torch.zeros_like(fixed)
         if self.live:
@@ -120,8 +125,8 @@ class Intent:
         return torch.cat([fixed, live[:-1], unfit])
 
     def complaint(self, first: int, reference: Facts | None) -> str:
-        """What this rank has to tell: its error, or how its facts differ from those of the first rank (if it has any);
-        nothing if they do not."""
+        """Return what this rank has to tell: its error, or how its facts differ from the first rank's (if it has any);
+        empty if they do not."""
         if self.error is not None:
             return _cut(f"raised {type(self.error).__name__}: {self.error}")
         if reference is None:
@@ -137,7 +142,7 @@ class Intent:
 
 
 def refusal(task: Task, complaints: Mapping[int, str]) -> RuntimeError:
-    """The error of ranks that have none of their own.
+    """Return the error of ranks that have none of their own.
 
     Args:
         complaints: by rank; empty ones are left out.
@@ -150,37 +155,59 @@ def refusal(task: Task, complaints: Mapping[int, str]) -> RuntimeError:
     return RuntimeError(f"{task.failure}. {complaint}. {task.advice}")
 
 
+def fixed(group: ParamGroup) -> dict[str, Any]:
+    """Return the options that plans are made of: all but rates.  If they change, plans are made anew."""
+    return {key: value for key, value in group.items() if key not in RATES | SCHEDULED | NAMES}
+
+
 def fixed_options(groups: Mapping[int, ParamGroup]) -> Facts:
-    """What groups (by number) say that holds as long as a plan; coefficients as numbers."""
+    """Return the options of groups (by number) that hold as long as a plan; coefficients as numbers."""
     return {
-        f"{name} of group {number}": repr(coefficient_set(value) if name == "ns" else value)
+        f"{name} of group {number}": repr(coefficient_set(value) if name == "ns_coefficients" else value)
         for number, group in groups.items()
         for name, value in fixed(group).items()
     }
 
 
 def live_options(groups: Mapping[int, ParamGroup]) -> Iterator[tuple[str, Any]]:
-    """Subjects and values of all that groups (by number) say that every step reads anew."""
+    """Yield subject and value of each option of groups (by number) that every step reads anew."""
     for number, group in groups.items():
         for name in sorted(RATES & group.keys()):
             values = group[name] if isinstance(group[name], tuple | list) else (group[name],)
             yield from ((f"{name} of group {number}", value) for value in values)
 
 
+_NUMBERED = {None: 0} | {
+    dtype: number
+    for number, dtype in enumerate(
+        sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str), 1
+    )
+}
+
+Dtypes = tuple[torch.dtype | None, ...]
+
+
+@lru_cache(maxsize=16)
+def _numbered(gradients: Dtypes, momenta: Dtypes) -> bytes:
+    return bytes([_NUMBERED[dtype] for dtype in gradients + momenta])
+
+
 def step_intent(
-    labels: Callable[[], Sequence[str]],
-    active: Sequence[bool],
     groups: Mapping[int, ParamGroup],
     device: torch.device,
-    constants: Facts = MappingProxyType({}),
+    constants: Facts,
+    gradients: Dtypes = (),
+    momenta: Dtypes = (),
+    labels: Callable[[], Sequence[str]] = list,
 ) -> Intent:
-    """To step those parameters that are active, at the rates that their groups have now.
+    """Return the intent to step those parameters that have a gradient, at the rates that their groups have now.
 
     Args:
-        labels: of all parameters.
-        groups: theirs, by number.
+        groups: of the parameters, by number.
         device: where the ranks compare what they intend.
         constants: what else must be the same.
+        gradients, momenta: the dtype of each parameter's; None for a gradient that is missing.
+        labels: names the parameters, where ranks differ.
     """
     options = [value for _, value in live_options(groups)]
     far = [value for value in options if isinstance(value, Tensor) and value.device == device and device.type != "cpu"]
@@ -188,24 +215,18 @@ def step_intent(
     near = np.array([np.nan if id(value) in distant else float(value) for value in options])
 
     def facts() -> Facts:
-        gradients = {f"the gradient of {label}": _present(on) for label, on in zip(labels(), active, strict=True)}
-        seen: defaultdict[str, list[str]] = defaultdict(list)
+        dtypes = {}
+        for label, given, kept in zip(labels(), gradients, momenta, strict=True):
+            dtypes[f"the gradient of {label}"] = "missing" if given is None else f"there, {given}"
+            dtypes[f"the momentum of {label}"] = str(kept)
+        rates: defaultdict[str, list[str]] = defaultdict(list)
         for subject, value in live_options(groups):
-            seen[subject].append(str(float(value)))
-        return (
-            {PLAN_FACT: "kept"}
-            | dict(constants)
-            | gradients
-            | {subject: ", ".join(values) for subject, values in seen.items()}
-        )
+            rates[subject].append(str(float(value)))
+        shown = {subject: ", ".join(values) for subject, values in rates.items()}
+        return {PLAN_FACT: "kept", **constants, **dtypes, **shown}
 
-    return Intent(
-        AGREE_ON_STEP, _digest(bytes(active) + near.tobytes() + repr(sorted(constants.items())).encode()), far, facts
-    )
-
-
-def _present(active: bool) -> str:
-    return "there" if active else "missing"
+    numbers = _numbered(gradients, momenta) + near.tobytes() + repr(sorted(constants.items())).encode()
+    return Intent(AGREE_ON_STEP, _digest(numbers), far, facts)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

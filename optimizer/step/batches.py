@@ -11,12 +11,11 @@ from torch import Tensor
 
 from ...coefficients import coefficient_set
 from ...vocabulary import ParamGroup
-from ..newton_schulz.forms import Form
+from ..ground.places import Places, RowsColumns
 from ..newton_schulz.iterations import orthogonalize_all
-from ..newton_schulz.places import Places, RowsColumns
+from ..newton_schulz.products import Form
 from ..newton_schulz.recipe import Recipe
-from ..planning.precision import PRECISIONS
-from ..planning.units import Unit
+from ..planning.matrices import PRECISIONS, Unit
 
 LARGEST = 1 << 25
 """Elements of a stack: 64 heads of 128 x 4096, or two matrices of 4096 x 4096, which is more than a GPU does at a time.
@@ -34,7 +33,7 @@ def recipe_of(group: ParamGroup) -> Recipe:
     """How the matrices of a group are orthogonalised."""
     gram = None if group["gram"] is None else tuple(group["gram"])
     dtype = PRECISIONS[group["ns_dtype"]].compute
-    return Recipe(coefficient_set(group["ns"]), group["ns_steps"], dtype, group["eps"], gram)
+    return Recipe(coefficient_set(group["ns_coefficients"]), group["ns_steps"], dtype, group["eps"], gram)
 
 
 @dataclass(frozen=True)

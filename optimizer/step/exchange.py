@@ -17,8 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...errors import lost_ranks
-from ..planning.routes import NOTE, Route
-from .agreement import Facts, Heard, Intent, refusal
+from ..planning.schedule import NOTE, Route
+from .agreement import AgreedError, Facts, Intent, refusal
+
+# torch 2.13 has a new name for it, and warns of the old one.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Link(Protocol):
@@ -121,7 +124,7 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, kind: str) ->
     if group is None or kind in (kinds := _connected.setdefault(group, set())):
         return
     bytes_each = (1,) * dist.get_world_size(group)
-    arrived = link(Route({}, {}, {}, bytes_each, bytes_each), group, device, kind).start(
+    arrived = link(Route(bytes_each, bytes_each), group, device, kind).start(
         torch.zeros(len(bytes_each), dtype=torch.uint8, device=device)
     )()
     arrived.sum().item()  # waits for the device
@@ -167,8 +170,8 @@ class Wire:
         assert self._note is not None, "no notes have arrived"
         return (self._notes() != self._note)[:, :-1].any()
 
-    def unfit(self) -> Tensor:
-        """Whether the step is forbidden on any rank; a bool on the device."""
+    def flagged(self) -> Tensor:
+        """Return whether the last byte of any rank's note is set (`Intent.unfit`); a bool on the device."""
         return self._notes()[:, -1].any()
 
     def _notes(self) -> Tensor:
@@ -176,17 +179,22 @@ class Wire:
         return torch.stack([self._buffer.narrow(0, start, NOTE) for start in _starts(self._route.receive_counts)])
 
 
-def add_up(number: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Add up a number over a group, in place; all ranks get the same bits, as it is added up in one place."""
+def gather_numbers(numbers: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
+    """Return some numbers of every rank of a group, ``[ranks, numbers]``, in the order of its ranks.  Collective."""
+    mine = torch.stack([*numbers])
+    table = mine.new_empty(dist.get_world_size(group) * len(mine))
+    with lost_ranks():
+        ALL_GATHER(table, mine, group=group)
+    return table.view(-1, len(mine))
+
+
+def largest_of_all(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the largest of each number over a group; infinite where any rank has NaN.  Collective."""
+    largest = numbers.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if group is not None:
         with lost_ranks():
-            dist.all_reduce(number, group=group)
-
-
-def add_in_order(number: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of a number over a small group, in the order of its ranks: other groups get the same bits from the same
-    numbers."""
-    return torch.stack(_of_all(number, group)).sum(dim=0)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest
 
 
 def gathered(tensor: Tensor) -> Tensor:
@@ -201,12 +209,12 @@ def agree(intent: Intent, group: dist.ProcessGroup | None, device: torch.device)
     """Compare what all ranks of a group intend.  Collective.
 
     Raises:
-        Heard: on every rank, if they differ or one of them has failed: its own error, or one that says who differs.
+        AgreedError: on every rank, if they differ or one of them has failed: its own error, or who differs.
     """
     if group is not None and differ(intent, group, device):
-        raise Heard(disagreement(intent, group))
+        raise AgreedError(disagreement(intent, group))
     if intent.error is not None:
-        raise Heard(intent.error)
+        raise AgreedError(intent.error)
 
 
 def differ(intent: Intent, group: dist.ProcessGroup, device: torch.device) -> Tensor:
@@ -232,11 +240,11 @@ def disagreement(intent: Intent, group: dist.ProcessGroup) -> Exception:
     reference: list[Facts | None] = [dict(intent.facts()) if intent.error is None else None]
     with lost_ranks():
         dist.broadcast_object_list(reference, group=group, group_src=0)
-    complaints = told_by_all(intent.complaint(ranks[0], reference[0]), group)
+    complaints = gather_texts(intent.complaint(ranks[0], reference[0]), group)
     return intent.error or refusal(intent.task, complaints)
 
 
-def told_by_all(text: str, group: dist.ProcessGroup | None) -> dict[int, str]:
+def gather_texts(text: str, group: dist.ProcessGroup | None) -> dict[int, str]:
     """What each rank of a group has to tell, by rank.  Collective."""
     if group is None:
         return {0: text}

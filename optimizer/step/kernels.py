@@ -1,4 +1,4 @@
-"""The element-wise parts of a step by Triton kernels: what `operators` does strip by strip, in a few launches.
+"""The element-wise parts of a step by Triton kernels: what torch's operators do block by block, in a few launches.
 
 Updates go from where they rest to the wire, and to the owner's stack where that is this rank, in one pass over gradient
 and momentum; results go from the wire or the stack to the parameters in one pass.  Where all elements of a parameter
@@ -9,23 +9,22 @@ This file needs Triton.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ...plan import Copies
 from ...vocabulary import MOMENTUM
-from ..cuda_graphs import capturing, uploaded
+from ..ground.cuda_graphs import capturing, uploaded
+from ..planning.matrices import Spec
 from ..planning.schedule import Schedule
-from ..planning.units import Spec
 from ..triton import updates
-from .elementwise import Sizes
-from .moves import Move, Routed, carried, on_wire, own
-from .resting import Resting
-from .segments import KERNEL_DTYPES, Segments, TensorTable, addresses
+from ..triton.updates import KERNEL_DTYPES, Segments, TensorTable, addresses
+from .elementwise import Sizes, UpdateCopies
+from .local_tensors import LocalTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,35 +59,41 @@ class KernelElementwise:
         *,
         guarded: bool = False,
     ) -> None:
-        self._schedule, self._specs, self._device = schedule, specs, device
+        self._copies, self._specs, self._device = UpdateCopies(schedule), specs, device
         entries = list(dict.fromkeys((unit.param, unit.rows_columns) for unit in schedule.units))
         number = {entry: index for index, entry in enumerate(entries)}
         self._params = [param for param, _ in entries]
         self._scales = [specs[param].scale(*shape) for param, shape in entries]
-        self._entry = [number[unit.param, unit.rows_columns] for unit in schedule.units]
-        sent = _sent(schedule)
+        self._entry = np.array([number[unit.param, unit.rows_columns] for unit in schedule.units], np.int64)
+        sent = np.zeros(len(specs), np.int64)
+        np.add.at(sent, [unit.param for unit in schedule.units], self._copies.sent())
         whole = (param for param, numel in enumerate(numels) if sent[param] == numel)
         self._accumulated = frozenset[int]() if guarded else frozenset(whole)
         self._kinds: list[LaunchKind] = []
+        self._numbers_of_kinds: dict[LaunchKind, int] = {}
+        self._number_of_kind = np.empty(0, np.int64)
         self._segments: dict[Hashable, list[tuple[LaunchKind, Segments]]] = {}
+        self._carried: dict[Hashable, Segments | None] = {}
         self._tables: dict[Hashable, tuple[tuple[float, ...], Tensor]] = {}
         self._captured: list[Tensor] = []
 
-    def begin(self, resting: Resting) -> None:
+    def begin(self, local: LocalTensors) -> None:
         """Look where tensors lie at this step, and what its rates are."""
-        kinds = [self._kind(resting, param) for param in self._params]
+        kinds = [self._kind(local, param) for param in self._params]
         if kinds != self._kinds:
-            self._kinds, self._segments = kinds, {}
-        gradients = [resting.gradients[param] for param in self._params]
+            self._kinds, self._segments, self._carried = kinds, {}, {}
+            self._numbers_of_kinds = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+            self._number_of_kind = np.array([self._numbers_of_kinds[kind] for kind in kinds], np.int64)
+        gradients = [local.gradients[param] for param in self._params]
         pairs = list(zip(self._params, gradients, strict=True))
-        momenta = [None if gradient is None else resting.slots[param][MOMENTUM] for param, gradient in pairs]
-        weights = [None if gradient is None else resting.weights[param] for param, gradient in pairs]
+        momenta = [None if gradient is None else local.slots[param][MOMENTUM] for param, gradient in pairs]
+        weights = [None if gradient is None else local.weights[param] for param, gradient in pairs]
         self._momenta = {kind: self._tensors("momenta", kind, kind.momentum, momenta) for kind in set(kinds)}
         self._gradients = {kind: self._tensors("gradients", kind, kind.gradient, gradients) for kind in set(kinds)}
         self._weights = {kind: self._tensors("weights", kind, kind.weight, weights) for kind in set(kinds)}
         # Kernels write behind torch's back: autograd must know that what it saved is no longer there.
         torch.autograd.graph.increment_version([t for t in (*momenta, *weights) if t is not None])
-        groups = [resting.groups[param] for param in self._params]
+        groups = [local.groups[param] for param in self._params]
         momentum = self._numbers("momentum", [group["momentum"] for group in groups])
         ahead = torch.where(self._numbers("nesterov", [bool(group["nesterov"]) for group in groups]) > 0, momentum, 1.0)
         self._averaging = torch.stack([1 - momentum, ahead], dim=1).float()
@@ -99,77 +104,72 @@ class KernelElementwise:
             self._numbers("cautious", [bool(group["cautious"]) for group in groups]) > 0,
         )
 
-    def send(self, resting: Resting, stage: int, wire: Tensor) -> None:
-        sends, units = self._schedule.stages[stage].gather.sends, self._schedule.stages[stage].held
-        self._send(("send", stage), lambda: on_wire(units, self._entry, sends), wire)
+    def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
+        self._send(("leaving", stage), lambda: self._copies.leaving(stage), wire)
 
-    def send_ahead(self, resting: Resting, stage: int, wire: Tensor) -> None:
-        sends, units = self._schedule.stages[stage].gather.sends, self._schedule.stages[stage].held
-        self._send(("send", stage), lambda: on_wire(units, self._entry, sends), wire, ahead=True)
+    def send_ahead(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
+        self._send(("leaving", stage), lambda: self._copies.leaving(stage), wire, ahead=True)
 
-    def take_in(self, resting: Resting) -> None:
+    def take_in(self, local: LocalTensors) -> None:
         others = (param for param in range(len(self._specs)) if param not in self._accumulated)
-        resting.accumulate(resting.alike(others))
+        local.accumulate(local.alike(others))
 
-    def assemble(self, resting: Resting, stage: int, sizes: Sizes, wire: Tensor) -> Tensor:
-        gather = self._schedule.stages[stage].gather
+    def assemble(self, local: LocalTensors, stage: int, sizes: Sizes, wire: Tensor) -> Tensor:
         dtype = self._kinds[self._entry[next(iter(sizes))]].there
         stack = torch.empty(sum(sizes.values()), dtype=dtype, device=self._device)
-        mine = partial(own, gather, sizes, self._entry, stack.element_size(), back=False)
-        self._send(("own", stage, *sizes), mine, stack.view(torch.uint8))
-        self._carry(("arrived", stage, *sizes), sizes, gather.receives, stack, wire, back=True)
+        own = lambda: self._copies.own(stage, sizes, dtype.itemsize)  # noqa: E731
+        self._send(("own", stage, *sizes), own, stack.view(torch.uint8))
+        self._carry(("arriving", stage, *sizes), lambda: self._copies.arriving(stage, sizes), stack, wire, back=True)
         return stack
 
-    def release(self, resting: Resting, stage: int, sizes: Sizes, results: Tensor, wire: Tensor) -> None:
-        scatter = self._schedule.stages[stage].scatter
-        mine = partial(own, scatter, sizes, self._entry, results.element_size(), back=True)
-        self._carry(("back", stage, *sizes), sizes, scatter.sends, results, wire, back=False)
-        self._apply(("mine", stage, *sizes), mine, results.view(torch.uint8))
+    def release(self, local: LocalTensors, stage: int, sizes: Sizes, results: Tensor, wire: Tensor) -> None:
+        itemsize = results.element_size()
+        self._carry(("released", stage, *sizes), lambda: self._copies.released(stage, sizes), results, wire, back=False)
+        own = lambda: self._copies.own(stage, sizes, itemsize)  # noqa: E731
+        self._apply(("own back", stage, *sizes), own, results.view(torch.uint8))
 
-    def apply(self, resting: Resting, stage: int, wire: Tensor) -> None:
-        receives, units = self._schedule.stages[stage].scatter.receives, self._schedule.stages[stage].held
-        self._apply(("apply", stage), lambda: on_wire(units, self._entry, receives), wire)
+    def apply(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
+        self._apply(("returning", stage), lambda: self._copies.returning(stage), wire)
 
-    def _send(
-        self, key: Hashable, moves: Callable[[], Iterable[tuple[int, Move]]], buffer: Tensor, *, ahead: bool = False
-    ) -> None:
-        for kind, segments in self._planned(key, moves, lambda kind: kind.there):
+    def _send(self, key: Hashable, copies: Callable[[], Copies], buffer: Tensor, *, ahead: bool = False) -> None:
+        for kind, segments in self._planned(key, copies, lambda kind: kind.there):
             momenta, gradients = self._momenta[kind], self._gradients[kind]
             how = updates.AHEAD if ahead else kind.accumulate
             updates.send(segments, momenta, gradients, self._averaging, buffer, kind.there, accumulate=how)
 
-    def _apply(self, key: Hashable, moves: Callable[[], Iterable[tuple[int, Move]]], buffer: Tensor) -> None:
-        for kind, segments in self._planned(key, moves, lambda kind: kind.back):
+    def _apply(self, key: Hashable, copies: Callable[[], Copies], buffer: Tensor) -> None:
+        for kind, segments in self._planned(key, copies, lambda kind: kind.back):
             updates.apply(segments, self._weights[kind], self._rates, buffer, kind.back)
 
-    def _carry(self, key: Hashable, sizes: Sizes, routed: Routed, stack: Tensor, wire: Tensor, *, back: bool) -> None:
-        """Between a stack and the wire."""
-        if key not in self._segments:
-            moves = list(carried(sizes, routed))
-            kind = self._kinds[self._entry[next(iter(sizes))]]
-            self._segments[key] = [(kind, Segments.of(moves, 1, stack.dtype, self._device))] if moves else []
-        for _, segments in self._segments[key]:
+    def _carry(self, key: Hashable, copies: Callable[[], Copies], stack: Tensor, wire: Tensor, *, back: bool) -> None:
+        """Copy a stack to the wire, or back from there."""
+        if key not in self._carried:
+            table = copies()
+            one = replace(table, source=np.zeros_like(table.source))
+            self._carried[key] = Segments.of(one, 1, stack.dtype, self._device) if len(table) else None
+        if (segments := self._carried[key]) is not None:
             where = TensorTable(uploaded((stack.data_ptr(),), torch.int64, self._device), stack.dtype)
             updates.carry(segments, where, wire, back=back)
 
     def _planned(
-        self, key: Hashable, moves: Callable[[], Iterable[tuple[int, Move]]], dtype: Callable[[LaunchKind], torch.dtype]
+        self, key: Hashable, copies: Callable[[], Copies], dtype: Callable[[LaunchKind], torch.dtype]
     ) -> list[tuple[LaunchKind, Segments]]:
-        """The launches for some moves of units, cut once."""
+        """Return the launches for some copies of units, cut once."""
         if key not in self._segments:
-            by_kind: defaultdict[LaunchKind, list[Move]] = defaultdict(list)
-            for unit, move in moves():
-                by_kind[self._kinds[self._entry[unit]]].append(move)
+            table = copies()
+            table = replace(table, source=self._entry[table.source])
+            kind = self._number_of_kind[table.source]
             self._segments[key] = [
-                (kind, Segments.of(some, len(self._params), dtype(kind), self._device))
-                for kind, some in by_kind.items()
+                (some, Segments.of(table.rows(kind == number), len(self._params), dtype(some), self._device))
+                for some, number in self._numbers_of_kinds.items()
+                if (kind == number).any()
             ]
         return self._segments[key]
 
-    def _kind(self, resting: Resting, param: int) -> LaunchKind:
-        update, gradient, weight = self._specs[param].slots[0], resting.gradients[param], resting.weights[param]
+    def _kind(self, local: LocalTensors, param: int) -> LaunchKind:
+        update, gradient, weight = self._specs[param].slots[0], local.gradients[param], local.weights[param]
         return LaunchKind(
-            resting.slots[param][MOMENTUM].dtype,
+            local.slots[param][MOMENTUM].dtype,
             weight.dtype if gradient is None else gradient.dtype,
             weight.dtype,
             update.there,
@@ -180,12 +180,12 @@ class KernelElementwise:
     def _tensors(
         self, name: str, kind: LaunchKind, dtype: torch.dtype, tensors: Sequence[Tensor | None]
     ) -> TensorTable:
-        """Of the tensors of a kind."""
+        """Return the address table of one kind's tensors."""
         chosen = [t if mine == kind else None for t, mine in zip(tensors, self._kinds, strict=True)]
         return TensorTable(self._table((name, kind), addresses(chosen, self._device), torch.int64), dtype)
 
     def _numbers(self, name: str, values: Sequence[float | Tensor]) -> Tensor:
-        """One for each entry, fp64; those that are tensors on the device are read there, whenever this runs."""
+        """Return a number for each entry, fp64; tensors on the device are read there, whenever this runs."""
         live = {id(value): value for value in values if isinstance(value, Tensor) and value.device == self._device}
         numbers = self._table(name, tuple(0.0 if id(v) in live else float(v) for v in values), torch.float64)
         for key, value in live.items():
@@ -205,17 +205,6 @@ class KernelElementwise:
         return held[1]
 
 
-def _sent(schedule: Schedule) -> Counter[int]:
-    """How many elements of the update of each parameter this rank sends to owners, or has for itself."""
-    sent: Counter[int] = Counter()
-    for stage in schedule.stages:
-        own = {key: [source for source, _ in copies] for key, copies in stage.gather.own.items()}
-        for (unit, slot), strips in (*stage.gather.sends.items(), *own.items()):
-            if slot == MOMENTUM:
-                sent[schedule.units[unit].param] += sum(strip.numel for strip in strips)
-    return sent
-
-
 def suits(weights: Iterable[Tensor]) -> bool:
-    """Whether there are kernels for parameters of these dtypes."""
+    """Return whether there are kernels for parameters of these dtypes."""
     return all(weight.dtype in KERNEL_DTYPES for weight in weights)

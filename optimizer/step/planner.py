@@ -12,20 +12,16 @@ from torch import Tensor
 from ...layout import TensorLayout
 from ...layouts.tensors import layout_of, local_of
 from ...vocabulary import MOMENTUM, ParamGroup
+from ..methods.matrix import extras_of, fused_of
 from ..newton_schulz.costs import Cost
-from ..newton_schulz.forms import Choice, has_kernels, missing_triton
-from ..planning.collector import paused_collector
-from ..planning.precision import PRECISIONS
-from ..planning.schedule import Ranks, Schedule, make_schedule
-from ..planning.units import Slot, Spec
-from ..state import extras_of, fused_of
+from ..newton_schulz.products import Choice, has_kernels, missing_triton
+from ..planning.matrices import PRECISIONS, Slot, Spec
+from ..planning.schedule import Ranks, Schedule, make_schedule, paused_collector
 from .agreement import AGREE_ON_PLAN, Facts, Intent, fixed_options
-from .elementwise import Elementwise
+from .elementwise import Elementwise, TorchElementwise
 from .exchange import agree, connect, link
-from .operators import TorchElementwise
-from .process_groups import group_of, groups_of_mesh
-from .rank_set import Member, RankSet
-from .resting import State
+from .local_tensors import State
+from .rank_sets import Member, RankSet, group_of, groups_of_mesh
 from .step import Connection, Step
 
 
@@ -40,7 +36,7 @@ class Planner:
         resting: where a parameter's elements are on these ranks.
         cost, form: as `Muon` takes them.
         scale: the learning-rate factor of an ``m x n`` matrix of a group.
-        guarded: whether steps may be forbidden (`nonfinite`).
+        nonfinite: what is done about gradients that are not finite; None: nothing, and no step may be forbidden.
     """
 
     replicas: dist.ProcessGroup | None
@@ -50,7 +46,7 @@ class Planner:
     cost: Cost
     form: Choice
     scale: Callable[[ParamGroup, int, int], float]
-    guarded: bool
+    nonfinite: str | None
 
     def plan(self, held: RankSet, groups: Sequence[ParamGroup], state: State, failure: Exception | None) -> Step:
         """Plan the steps of a set of ranks, and connect them.  Collective over these.
@@ -60,7 +56,7 @@ class Planner:
             failure: what keeps this rank from it; the others learn of it.
 
         Raises:
-            Heard: on all of them, if they plan differently or one of them fails.
+            AgreedError: on all of them, if they plan differently or one of them fails.
         """
         group = group_of(held.ranks, self.replicas, *groups_of_mesh(held.mesh))
         ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else held.ranks or (0,)
@@ -78,7 +74,7 @@ class Planner:
                 ]
                 schedule = make_schedule(specs, ranks, rank, self.stages)
             weights = [local_of(member.param) for member in held.matrices]
-            backend = elementwise(schedule, specs, weights, held.device, guarded=self.guarded)
+            backend = elementwise(schedule, specs, weights, held.device, guarded=self.nonfinite is not None)
             intent = Intent.of(AGREE_ON_PLAN, self._facts(held, groups, specs, schedule))
         except Exception as error:
             intent = intent.failed(error, rank)
@@ -93,18 +89,19 @@ class Planner:
         ]
         params = [member.param for member in held.matrices]
         connection = Connection(group, links)
-        return Step(schedule, params, specs, rank, backend, connection, held.device, guarded=self.guarded)
+        guarded = self.nonfinite is not None
+        return Step(schedule, params, specs, rank, backend, connection, held.device, guarded=guarded)
 
     def _facts(self, held: RankSet, groups: Sequence[ParamGroup], specs: Sequence[Spec], schedule: Schedule) -> Facts:
         """What must be the same on all ranks besides what every step compares."""
-        facts = {"exchange": self.exchange, "nonfinite": "looked for" if self.guarded else "not looked for"}
+        facts = {"exchange": self.exchange, "nonfinite": self.nonfinite or "not looked for"}
         numbers, matrices = held.numbers, held.matrices
         for index, (member, label) in enumerate(zip(held.members, held.labels, strict=True)):
             about = f"{tuple(member.param.shape)} {member.param.dtype} in group {numbers[member.group]}"
             facts[f"parameter {index}"] = about if member.name is None else f"{label}, {about}"
         facts |= fixed_options(held.groups(groups))
         for param, (rows, columns) in dict.fromkeys((unit.param, unit.rows_columns) for unit in schedule.units):
-            subject = f"adjust_lr of group {numbers[matrices[param].group]} for {rows} x {columns}"
+            subject = f"adjust_lr_fn of group {numbers[matrices[param].group]} for {rows} x {columns}"
             facts[subject] = repr(specs[param].scale(rows, columns))
         # What only the others' cost, form or layout can make different.
         return {**facts, "the plan": schedule.digest.hex()}

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -17,19 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...vocabulary import ParamGroup
-from ..cuda_graphs import capturable, capturing, refuse_absent, refuse_host
+from ..ground.cuda_graphs import capturable, capturing, refuse_absent, refuse_host
+from ..methods.matrix import MATRICES
+from ..planning.matrices import Spec
 from ..planning.schedule import Schedule
-from ..planning.units import Spec
-from .agreement import AGREE_ON_STEP, PLAN_FACT, Intent, step_intent
+from .agreement import AGREE_ON_STEP, PLAN_FACT, Facts, Intent
 from .batches import Batch, in_batches
 from .elementwise import Elementwise
 from .exchange import Link, Wire
-from .methods import MATRICES
-from .notes import Notes
-from .rank_set import RankSet
-from .resting import Resting, State
-from .rows import Rows
-from .turn import Turn
+from .local_tensors import LocalTensors, State, TravellingState
+from .notes import Notes, StepExchange
+from .rank_sets import RankSet
 
 Thing = TypeVar("Thing")
 
@@ -52,7 +51,7 @@ UNDER_WAY = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Begun:
+class PendingStep:
     """A step of which the first notes have arrived, and no update has been applied.
 
     Attributes:
@@ -60,8 +59,8 @@ class Begun:
         forbidden: by some rank.
     """
 
-    turn: Turn
-    resting: Resting
+    turn: StepExchange
+    local: LocalTensors
     coming: Iterator[Wire]
     forbidden: bool
 
@@ -96,10 +95,11 @@ class Step:
     ) -> None:
         self.schedule = schedule
         self._params, self._specs, self._rank, self._device = tuple(params), tuple(specs), rank, device
-        self._elementwise, self._rows = elementwise, Rows(schedule, specs, device)
+        self._elementwise, self._state = elementwise, TravellingState(schedule, specs, device)
         self._connection, self._guarded = connection, guarded
         self._notes = Notes(connection.group, device) if connection.group is not None else None
         self._batches: tuple[tuple[bool, ...], list[list[Batch]]] = (), []
+        self._begun = 0
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -107,8 +107,14 @@ class Step:
         return self._connection.group
 
     def begin(
-        self, held: RankSet, groups: Sequence[ParamGroup], state: State, failure: Exception | None, unfit: Tensor | None
-    ) -> Begun:
+        self,
+        held: RankSet,
+        groups: Sequence[ParamGroup],
+        state: State,
+        failure: Exception | None,
+        unfit: Tensor | None,
+        constants: Facts = MappingProxyType({}),
+    ) -> PendingStep:
         """Begin to update those parameters that have a gradient, up to where the first notes have arrived.  Collective.
 
         Args:
@@ -118,41 +124,43 @@ class Step:
             failure: what keeps this rank from it; the others learn of it.
             unfit: whether something on this rank forbids the step to all of them.  None: nothing can, and momenta take
                 gradients in at once.
+            constants: what else must be the same on all ranks.
 
         Raises:
-            Heard: on all ranks, if they differ in what they are about to do, or one of them fails.
+            AgreedError: on all ranks, if they differ in what they are about to do, or one of them fails.
         """
         if self._notes is not None:
             self._notes.read()
         intent = Intent.of(AGREE_ON_STEP, {})
         if not held.alone:
-            active = [member.param.grad is not None for member in held.members]
-            intent = step_intent(lambda: held.labels, active, held.groups(groups), self._device)
+            constants = {**constants, "the number of steps by this plan": str(self._begun)}
+            intent = held.step_intent(groups, constants)
+        self._begun += 1
         intent = replace(intent, unfit=unfit)
         if failure is not None:
             intent = intent.failed(failure, self._rank)
         with torch.autocast(self._device.type, enabled=False):  # it would round what is meant to be exact
             return self._first([groups[member.group] for member in held.matrices], state, intent)
 
-    def finish(self, begun: Begun, state: State, failure: Exception | None = None) -> None:
+    def finish(self, pending: PendingStep, state: State, failure: Exception | None = None) -> None:
         """The rest of a step.  Collective.
 
         Args:
             failure: what keeps this rank from it.
 
         Raises:
-            Heard: on all ranks, if one of them fails.
+            AgreedError: on all ranks, if one of them fails.
         """
         if failure is not None:
-            begun.turn.fail(failure)
+            pending.turn.fail(failure)
         with torch.autocast(self._device.type, enabled=False):
-            self._rest(begun)
+            self._rest(pending)
 
     def retire(self, failure: Exception | None) -> None:
         """Take part in this plan for the last time: the first exchange of a step, with notes only.  Collective.
 
         Raises:
-            Heard: on all ranks, if not all of them plan anew, or one of them fails.
+            AgreedError: on all ranks, if not all of them plan anew, or one of them fails.
         """
         if self._notes is None or capturing():
             return
@@ -160,61 +168,61 @@ class Step:
         intent = Intent.of(
             AGREE_ON_STEP, {PLAN_FACT: "made anew, as options or groups have changed or a state was loaded"}
         )
-        turn = Turn(intent if failure is None else intent.failed(failure, self._rank), self._notes)
+        turn = StepExchange(intent if failure is None else intent.failed(failure, self._rank), self._notes)
         first, *others = [self._gather(turn, None, stage) for stage in range(min(2, len(self.schedule.stages)))]
         first.arrive()
         turn.check_first(first)
         for wire in others:
             wire.arrive()
 
-    def _first(self, groups: Sequence[ParamGroup], state: State, intent: Intent) -> Begun:
+    def _first(self, groups: Sequence[ParamGroup], state: State, intent: Intent) -> PendingStep:
         if captured := capturing():
             refuse_absent([tuple(param.shape) for param in self._params], [p.grad is not None for p in self._params])
             if not capturable(self._device):
                 refuse_host("muon", self._device)
         # A graph is captured on all ranks or on none, and nothing can be read meanwhile.
-        turn = Turn(intent, None if captured else self._notes)
-        resting = turn.attempt(lambda: self._begin(groups, state))
-        wires = _one_ahead(self._gather(turn, resting, stage) for stage in range(len(self.schedule.stages)))
+        turn = StepExchange(intent, None if captured else self._notes)
+        local = turn.attempt(lambda: self._begin(groups, state))
+        wires = _one_ahead(self._gather(turn, local, stage) for stage in range(len(self.schedule.stages)))
         first = next(wires)
         first.arrive()
         forbidden = turn.check_first(first)
-        assert resting is not None, "all ranks stop at the first check if one has failed"
-        return Begun(turn, resting, _after([first], wires), forbidden)
+        assert local is not None, "all ranks stop at the first check if one has failed"
+        return PendingStep(turn, local, _after([first], wires), forbidden)
 
-    def _rest(self, begun: Begun) -> None:
-        turn, resting = begun.turn, begun.resting
+    def _rest(self, pending: PendingStep) -> None:
+        turn, local = pending.turn, pending.local
         if self._guarded:
-            turn.attempt(lambda: self._elementwise.take_in(resting))
+            turn.attempt(lambda: self._elementwise.take_in(local))
         if not self.schedule.units:
             return turn.end()
         returning: Wire | None = None
         stages = range(len(self.schedule.stages))
-        for stage, coming in enumerate(begun.coming):
+        for stage, coming in enumerate(pending.coming):
             if stage:
                 coming.arrive()
                 turn.check(coming)
             back = Wire(self.schedule.stages[stage].scatter, self._connection.links[stage][1], self._device)
-            self._orthogonalize(turn, resting, stage, coming, back)
+            self._orthogonalize(turn, local, stage, coming, back)
             del coming
             turn.start(back)
             if returning:
-                self._apply(turn, resting, stage - 1, returning)
+                self._apply(turn, local, stage - 1, returning)
             returning = back
         if returning:
-            self._apply(turn, resting, stages[-1], returning)
-            turn.attempt(resting.return_to)
+            self._apply(turn, local, stages[-1], returning)
+            turn.attempt(local.return_to)
         turn.end()
 
-    def _begin(self, groups: Sequence[ParamGroup], state: State) -> Resting:
-        resting = Resting.of(self._params, groups, state)
-        active = tuple(gradient is not None for gradient in resting.gradients)
+    def _begin(self, groups: Sequence[ParamGroup], state: State) -> LocalTensors:
+        local = LocalTensors.of(self._params, groups, state)
+        active = tuple(gradient is not None for gradient in local.gradients)
         if self._batches[0] != active:
             self._batches = active, self._batched(active, groups)
-        self._elementwise.begin(resting)
+        self._elementwise.begin(local)
         if not self._guarded:
-            self._elementwise.take_in(resting)
-        return resting
+            self._elementwise.take_in(local)
+        return local
 
     def _batched(self, active: Sequence[bool], groups: Sequence[ParamGroup]) -> list[list[Batch]]:
         """Of each stage, what this rank orthogonalises."""
@@ -224,43 +232,43 @@ class Step:
             for stage in self.schedule.stages
         ]
 
-    def _gather(self, turn: Turn, resting: Resting | None, stage: int) -> Wire:
+    def _gather(self, turn: StepExchange, local: LocalTensors | None, stage: int) -> Wire:
         """Send what rests here to the owners of a stage's matrices."""
         wire = Wire(self.schedule.stages[stage].gather, self._connection.links[stage][0], self._device)
-        if resting is not None:
+        if local is not None:
             ahead = self._guarded and stage < UNDER_WAY
             send = self._elementwise.send_ahead if ahead else self._elementwise.send
-            turn.attempt(partial(send, resting, stage, wire.memory))
-            turn.attempt(partial(self._rows.send, resting, stage, wire.memory))
+            turn.attempt(partial(send, local, stage, wire.memory))
+            turn.attempt(partial(self._state.send, local, stage, wire.memory))
         turn.start(wire)
         return wire
 
-    def _orthogonalize(self, turn: Turn, resting: Resting, stage: int, coming: Wire, back: Wire) -> None:
+    def _orthogonalize(self, turn: StepExchange, local: LocalTensors, stage: int, coming: Wire, back: Wire) -> None:
         """Do this rank's matrices of a stage, and write the results, to be sent back."""
         for batch in self._batches[1][stage]:
-            turn.attempt(partial(self._finish, batch, resting, stage, coming.memory, back.memory))
+            turn.attempt(partial(self._finish, batch, local, stage, coming.memory, back.memory))
 
-    def _finish(self, batch: Batch, resting: Resting, stage: int, arrived: Tensor, back: Tensor) -> None:
+    def _finish(self, batch: Batch, local: LocalTensors, stage: int, arrived: Tensor, back: Tensor) -> None:
         """Orthogonalise a batch, and do with each matrix what its algorithm does besides."""
         method = MATRICES[batch.algorithm]
-        results = batch.orthogonalized(self._elementwise.assemble(resting, stage, batch.sizes, arrived))
+        results = batch.orthogonalized(self._elementwise.assemble(local, stage, batch.sizes, arrived))
         if method.slots:
             for unit, result in zip(batch.numbers, batch.places.of_memory(results), strict=True):
-                rows = self._rows.assemble(resting, stage, unit, arrived)
-                result.copy_(method.finish(result, rows, resting.groups[self.schedule.units[unit].param]))
-                self._rows.release(resting, stage, unit, rows, back)
-        self._elementwise.release(resting, stage, batch.sizes, results, back)
+                rows = self._state.assemble(local, stage, unit, arrived)
+                result.copy_(method.finish(result, rows, local.groups[self.schedule.units[unit].param]))
+                self._state.release(local, stage, unit, rows, back)
+        self._elementwise.release(local, stage, batch.sizes, results, back)
 
-    def _apply(self, turn: Turn, resting: Resting, stage: int, returning: Wire) -> None:
+    def _apply(self, turn: StepExchange, local: LocalTensors, stage: int, returning: Wire) -> None:
         """Apply what other owners have sent."""
         returning.arrive()
         turn.check(returning)
-        turn.attempt(partial(self._elementwise.apply, resting, stage, returning.memory))
-        turn.attempt(partial(self._rows.apply, resting, stage, returning.memory))
+        turn.attempt(partial(self._elementwise.apply, local, stage, returning.memory))
+        turn.attempt(partial(self._state.apply, local, stage, returning.memory))
 
 
 def _one_ahead(things: Iterable[Thing]) -> Iterator[Thing]:
-    """Things, each when the one after it has been made."""
+    """Yield each exchange after starting the next."""
     rest = iter(things)
     current = next(rest, None)
     while current is not None:
@@ -270,7 +278,7 @@ def _one_ahead(things: Iterable[Thing]) -> Iterator[Thing]:
 
 
 def _after(firsts: list[Thing], rest: Iterator[Thing]) -> Iterator[Thing]:
-    """Things of a list, which forgets them, and the rest."""
+    """Chain a list and an iterator, releasing the list's items."""
     while firsts:
         yield firsts.pop(0)
     yield from rest

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...vocabulary import ParamGroup
-from ..cuda_graphs import capturing
+from ..ground.cuda_graphs import capturing
 from ..planning.schedule import Ranks
-from .agreement import Heard
+from .agreement import AgreedError, Facts
+from .local_tensors import State
 from .planner import Planner
-from .rank_set import RankSet, rank_sets
-from .resting import State
-from .step import Begun, Step
+from .rank_sets import RankSet, crossing, rank_sets
+from .step import PendingStep, Step
 
 
 class Steps:
@@ -48,6 +48,7 @@ class Steps:
         doubt: Callable[[RankSet], None],
         failure: Exception | None,
         unfit: Tensor | None,
+        constants: Callable[[Ranks], Facts],
     ) -> bool:
         """Update all matrices that have a gradient, or none if some rank forbids it.  Collective.
 
@@ -61,18 +62,19 @@ class Steps:
             doubt: looks at a set before it is planned.
             failure: what keeps this rank from its part; the others learn of it.
             unfit: whether something on this rank forbids the step.  None: nothing can.
+            constants: what else must be the same on all ranks of a set.
 
         Returns:
             Whether the step is taken.
 
         Raises:
-            Exception: on all ranks, if one of them fails; at once, without the other sets, if it is not `Heard`.
+            Exception: on all ranks, if one of them fails; at once, without the other sets, if it is not `AgreedError`.
         """
         if self._sets is None:
-            self._sets = rank_sets(groups, planner.replicas)
+            self._sets = rank_sets(groups, planner.replicas, state)
         if unfit is not None:
-            failure = failure or _crossing(self._sets)
-        begun: list[tuple[Step, Begun]] = []
+            failure = failure or crossing([held.ranks for held in self._sets if held.members and not held.alone])
+        begun: list[tuple[Step, PendingStep]] = []
 
         def plan(held: RankSet) -> None:
             if held.ranks not in self.planned:
@@ -85,7 +87,7 @@ class Steps:
         def begin(held: RankSet) -> None:
             if held.members and held.ranks in self.planned:
                 step = self.planned[held.ranks]
-                started = step.begin(held, groups, state, failure, unfit)
+                started = step.begin(held, groups, state, failure, unfit, constants(held.ranks))
                 if unfit is None:
                     step.finish(started, state)
                 else:
@@ -99,10 +101,10 @@ class Steps:
                     continue
                 try:
                     work(held)
-                except Heard as heard:
+                except AgreedError as agreed:
                     if capturing():
-                        raise heard.error from None
-                    failure = failure or heard.error
+                        raise agreed.error from None
+                    failure = failure or agreed.error
         forbidden = unfit is not None and (begun[-1][1].forbidden if begun else bool(unfit))
         if failure is None and not forbidden:
             failure = _finish(begun, state)
@@ -114,26 +116,12 @@ class Steps:
         return not forbidden
 
 
-def _finish(begun: Sequence[tuple[Step, Begun]], state: State) -> Exception | None:
+def _finish(begun: Sequence[tuple[Step, PendingStep]], state: State) -> Exception | None:
     """Finish steps, one set of ranks after the other: what fails in one is told in the next."""
     failure: Exception | None = None
     for step, started in begun:
         try:
             step.finish(started, state, failure)
-        except Heard as heard:
-            failure = failure or heard.error
+        except AgreedError as agreed:
+            failure = failure or agreed.error
     return failure
-
-
-def _crossing(sets: Sequence[RankSet]) -> ValueError | None:
-    """Why ranks could not decide alike: some that this rank shares parameters with are not in its last set."""
-    shared = [held.ranks for held in sets if held.members and not held.alone]
-    for ranks in shared:
-        if not {*ranks} <= {*shared[-1]}:
-            return ValueError(
-                f"nonfinite: this rank shares some parameters with ranks {ranks} and others with {shared[-1]}, and "
-                "neither are all of them, so what one finds would not reach the others without one more collective. "
-                "Put a parameter on a mesh of all these ranks, such as a norm's weight, replicated on one axis, or "
-                "give nonfinite=None, and look at the norm that clip_grad_norm_ returns"
-            )
-    return None

@@ -1,6 +1,6 @@
 """Newton-Schulz by kernels, for stacks of matrices on NVIDIA GPUs, in as many launches as one matrix takes.
 
-This file needs Triton; `forms` imports it when a device asks for it.
+This file needs Triton; `newton_schulz.products` imports it when a device asks for it.
 """
 # mypy: allow-untyped-calls
 
@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..newton_schulz.places import Places, Stack
+from ..ground.places import Places, Stack
 from .launches import on_device
 from .multiply import LOAD_MULTIPLE, multiply
 from .normalize import moved, normalized

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..newton_schulz.places import Places, Stack
+from ..ground.places import Places, Stack
 from .launches import INTERPRETED, as_fp32, launcher, narrowed
 from .tiles import DEPTH, Cut, Tile, fastest, suitable_tiles
 

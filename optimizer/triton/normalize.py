@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..cuda_graphs import settled
-from ..newton_schulz.places import Places
-from ..newton_schulz.products import REDUCTIONS
+from ..ground.cuda_graphs import settled
+from ..ground.foreach import REDUCTIONS
+from ..ground.places import Places
 from .launches import INTERPRETED, as_fp32, launcher, narrowed
 
 CHUNK, WIDTH = (1024, 256) if INTERPRETED else (8192, 1024)

@@ -15,8 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ..cuda_graphs import replayed, settled
-from ..newton_schulz.places import Places
+from ..ground.cuda_graphs import replayed, settled
+from ..ground.places import Places
 from .launches import INTERPRETED
 
 DEPTH = 16 if INTERPRETED else 64

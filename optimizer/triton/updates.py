@@ -1,10 +1,11 @@
 """The element-wise parts of a step as Triton kernels: one launch for parts of any number of tensors.
 
-A launch walks through a list of blocks; each names a segment and where in it to begin (`segments`).  So nothing is
-copied together first, and the number of launches does not grow with the number of tensors.
+A launch walks through a list of blocks; each names a segment and where in it to begin (`Segments`).  So nothing is
+copied together first, and the number of launches does not grow with the number of tensors.  The lists are made once;
+tensors and buffers may be others at every step, and are found through addresses.
 
 `send` is ``lerp_``, ``lerp`` and the copy to a buffer in one pass; `apply` is decay, scale and subtraction in one pass.
-Both round where torch's operators do (`step.operators`), and use a fused multiply-add where its kernels do: the same
+Both round where torch's operators do (`step.elementwise`), and use a fused multiply-add where its kernels do: the same
 bits.
 
 This file needs Triton.
@@ -14,15 +15,144 @@ This file needs Triton.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ..step.segments import BLOCK, Segments, TensorTable
+from ...overlap import expanded
+from ...plan import Copies
+from ..ground.cuda_graphs import settled, uploaded
 from .launches import as_fp32, fused, narrowed, on_device
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+BLOCK = 1024
+"""Elements that one program works through: with 4096 it needs all registers there are (255 instead of 48)."""
+
+LONGEST_SEGMENT = 1 << 30
+"""Columns of a segment, so that a block's elements are counted in 32 bits."""
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Copies, cut into what the kernels walk through; int64 tensors on the device.
+
+    Attributes:
+        segments: of each, ``[9]``: the number of its tensor; its offset there, its columns, row and column strides
+            (elements); how many elements; where they begin in the buffer (bytes), row and column strides there.
+        blocks: of each program, ``[2]``: its segment, and its first element there.
+        tensors: how many tensors the numbers are for.
+    """
+
+    segments: Tensor
+    blocks: Tensor
+    tensors: int
+
+    @classmethod
+    def of(cls, copies: Copies, tensors: int, dtype: torch.dtype, device: torch.device) -> Segments:
+        """Plan launches for copies between tensors and a buffer of elements of ``dtype``.
+
+        Args:
+            copies: from tensors, by number, to the buffer, where offsets are in bytes.
+
+        Raises:
+            ValueError: a copy of another tensor than the ``tensors``.
+            RuntimeError: a CUDA graph is being captured.
+        """
+        settled("copies have not been cut into segments")
+        for tensor in copies.source[(copies.source < 0) | (copies.source >= tensors)].tolist():
+            raise ValueError(f"a copy of tensor {tensor}, of {tensors}")
+        table = _segments(copies, dtype.itemsize)
+        counts = -(-table[:, 5] // BLOCK)
+        segment = np.repeat(np.arange(len(table)), counts)
+        first = (np.arange(len(segment)) - np.repeat(counts.cumsum() - counts, counts)) * BLOCK
+        blocks = np.stack([segment, first], axis=1)
+        return cls(torch.from_numpy(table).to(device), torch.from_numpy(blocks).to(device), tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTable:
+    """Tensors of one dtype as kernels take them: where they lie, int64; 0 for none, which is passed over."""
+
+    where: Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None], device: torch.device) -> TensorTable:
+        """They must live until the launch is over.  The same exceptions as :func:`addresses`."""
+        return cls(uploaded(addresses(tensors, device), torch.int64, device), one_dtype(tensors))
+
+
+def addresses(tensors: Sequence[Tensor | None], device: torch.device) -> tuple[int, ...]:
+    """Return where tensors lie now; copies count from where a tensor begins.
+
+    Raises:
+        ValueError: a tensor that is not contiguous or lies on another device.
+    """
+    for tensor in tensors:
+        if tensor is not None and (not tensor.is_contiguous() or tensor.device.type != device.type):
+            raise ValueError(
+                f"expected contiguous tensors on {device}, got strides {tensor.stride()} on {tensor.device}"
+            )
+    return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+
+
+def one_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:
+    """Return the dtype of tensors.
+
+    Raises:
+        ValueError: there are several, or one that no kernel is for.
+    """
+    dtypes = {tensor.dtype for tensor in tensors if tensor is not None} or {torch.float32}
+    if len(dtypes) > 1 or not dtypes <= set(KERNEL_DTYPES):
+        given = sorted(map(str, dtypes))
+        raise ValueError(f"one launch takes tensors of one dtype of {list(KERNEL_DTYPES)}, got {given}")
+    return dtypes.pop()
+
+
+def _segments(copies: Copies, size: int) -> NDArray[np.int64]:
+    """Return copies as rows of columns: `Segments.segments`.  Dims are merged where both sides allow it."""
+    n, ndim = copies.sizes.shape
+    dims = np.zeros((n, max(ndim, 2), 3), np.int64)  # from the innermost: sizes and both strides
+    dims[:, :, 0] = 1
+    count = np.zeros(n, np.int64)
+    row = np.arange(n)
+    for d in reversed(range(ndim)):
+        dim = np.stack((copies.sizes[:, d], copies.source_strides[:, d], copies.target_strides[:, d]), axis=1)
+        last = dims[row, count - 1]
+        inside = (count > 0) & (dim[:, 1:] == last[:, :1] * last[:, 1:]).all(axis=1)
+        merged = inside & (dim[:, 0] != 1)
+        dims[row[merged], count[merged] - 1, 0] *= dim[merged, 0]
+        new = ~inside & (dim[:, 0] != 1)
+        dims[row[new], count[new]] = dim[new]
+        count += new
+    # One row for each index of the outer dims, and of long columns one for each of their pieces.
+    pieces = -(-dims[:, 0, 0] // LONGEST_SEGMENT)
+    cuts = np.where(pieces > 1, dims[:, 1, 0] * pieces, 1)
+    row, index = expanded(np.zeros(n, np.int64), dims[:, 2:, 0].prod(axis=1) * cuts)
+    dims, pieces = dims[row], pieces[row]
+    index, cut = np.divmod(index, cuts[row])
+    near, far = copies.source_offset[row], copies.target_offset[row]
+    for d in range(2, dims.shape[1]):
+        index, k = np.divmod(index, dims[:, d, 0])
+        near, far = near + k * dims[:, d, 1], far + size * k * dims[:, d, 2]
+    (columns, near_step, far_step), (rows, near_row, far_row) = dims[:, 0].T, dims[:, 1].T
+    across, piece = np.divmod(cut, pieces)
+    start = piece * LONGEST_SEGMENT
+    near, far = near + across * near_row + start * near_step, far + size * (across * far_row + start * far_step)
+    length, whole = np.minimum(LONGEST_SEGMENT, columns - start), pieces == 1
+    near_row, far_row = np.where(whole, near_row, 0), np.where(whole, far_row, 0)
+    counts = np.where(whole, rows * columns, length)
+    return np.stack((copies.source[row], near, length, near_row, near_step, counts, far, far_row, far_step), axis=1)
 
 
 AHEAD = 2

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.oracle import arange
 
+from muonckpt import LayoutError
 from muonckpt.box import Box, flat_boxes, row_major
-from muonckpt.errors import LayoutError
-from muonckpt.overlap import overlaps
+from muonckpt.overlap import first_fault, overlaps, tile
 
 shapes = st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple)
 
@@ -76,6 +76,35 @@ def test_overlaps_equals_the_pairwise_comparison(dims, n, m, seed):
         if (np.maximum(a[0][i], b[0][j]) < np.minimum(a[1][i], b[1][j])).all()
     ]
     assert actual == expected
+
+
+@settings(max_examples=300)
+@given(st.integers(1, 3), st.integers(0, 6), st.integers(0, 2), st.integers(0, 2**31))
+def test_boxes_tile_a_shape_if_they_hold_each_element_once_else_a_fault_is_shown(dims, cuts, changes, seed):
+    rng = np.random.default_rng(seed)
+    boxes = [[(0, int(size)) for size in rng.integers(1, 7, size=dims)]]
+    shape = np.array([size for _, size in boxes[0]])
+    for _ in range(cuts):  # of one box in two: what is cut so need not be cut through
+        (d, number), whole = rng.integers((dims, len(boxes))), boxes
+        start, stop = whole[number][d]
+        middle = int(rng.integers(start, stop))
+        parts = [(start, middle), (middle, stop)] if start < middle else [(start, stop)]
+        own = boxes.pop(number)
+        boxes += [[*own[:d], part, *own[d + 1 :]] for part in parts]
+    for _ in range(changes):  # so that volumes may still add up
+        boxes[rng.integers(len(boxes))] = boxes[rng.integers(len(boxes))]
+    held = np.zeros(shape, int)
+    for box in boxes:
+        held[tuple(slice(*along) for along in box)] += 1
+    lo, hi = np.array(boxes).transpose(2, 0, 1)
+    assert tile(shape, lo, hi) == (held == 1).all()
+    if not (held == 1).all():
+        start, stop, two = first_fault(shape, lo, hi)
+        part = held[tuple(map(slice, start, stop))]
+        assert part.size and (part == 0).all() if not len(two) else (part >= 2).all()
+        for box in two:
+            assert (lo[box] <= start).all() and (stop <= hi[box]).all()
+        assert len(set(two.tolist())) in (0, 2)
 
 
 def test_row_major_is_numpys():

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from muonckpt import LayoutError
 from muonckpt.box import Box
-from muonckpt.errors import LayoutError
 from muonckpt.layout import Fragment, Place, TensorLayout, dense
-from muonckpt.plan import Copy, Plan
+from muonckpt.plan import Copies, Plan
 
 ROWS = TensorLayout.of((4, 3), (dense(Box((0, 0), (2, 3)), 0), dense(Box((2, 0), (4, 3)), 1, 7)))
 
@@ -92,8 +92,8 @@ def test_columns_are_numbered_in_order_of_first_appearance_and_fragments_are_not
 
 
 def test_a_plan_writes_all_of_its_target():
-    box = Box((0,), (3,))
-    copy = Copy(box, Place(0, 0, (1,)), Place(1, 0, (1,)))
-    assert Plan((4,), (copy,), 3).moved() == 3
+    sizes, place = np.array([[3]]), (np.array([0]), np.array([0]), np.array([[1]]))
+    table = Copies(sizes, *place, *place)
+    assert Plan((4,), (0,), (1,), np.array([[0]]), table, 3).moved() == 3
     with pytest.raises(LayoutError, match="writes 3 of the 4 elements"):
-        Plan((4,), (copy,), 4)
+        Plan((4,), (0,), (1,), np.array([[0]]), table, 4)

@@ -15,8 +15,7 @@ from plans import Case, leaving, plan, plan_of, sent_by
 from step_plan import Line, aims, cases
 
 from muonckpt.forecasting.exchange_bytes import most_wires
-from muonckpt.optimizer.planning.routes import NOTE, Route
-from muonckpt.optimizer.planning.schedule import Stage
+from muonckpt.optimizer.planning.schedule import NOTE, Route, Stage
 
 # Rows that do not divide, fused rows, experts that ranks hold whole (4 on 2 or 4 ranks) and experts that they cut.
 ODD = Model(
@@ -74,7 +73,7 @@ def test_even_rows_are_sent_at_the_bound():
 def stage(*counts: int) -> Stage:
     """Sends and receives of the gather, then of the scatter, in bytes."""
     there, arrived, results, back = counts
-    return Stage(Route({}, {}, {}, (there,), (arrived,)), Route({}, {}, {}, (results,), (back,)), (), ())
+    return Stage(Route((there,), (arrived,)), Route((results,), (back,)), ())
 
 
 def test_peak_of_one_stage_is_its_fullest_exchange():

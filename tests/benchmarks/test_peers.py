@@ -14,8 +14,10 @@ from support.translated import MEGATRON, executed, expected, read, translated
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from muonckpt.converters.engine.run import run_job
+from muonckpt.converters.programs.registry import DIALECTS
 from muonckpt.converters.target.topology import Target
-from muonckpt.converters.translate.tables import ready_made
+from muonckpt.converters.translate.names import ready_made
+from muonckpt.converters.translate.translator import translate
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -32,9 +34,13 @@ CASES = [
 
 def written(name: str, target: str, path, ranks: int = 3, **how):
     """The translation, after a reshard has written it to ``path``."""
-    result = translated(name, target, **how)
-    run_job(make_job(read(name)[0], Target({"dp": ranks}), make_outputs=lambda source: result), path)
-    return result
+    job = make_job(
+        read(name)[0],
+        Target({"dp": ranks}),
+        make_outputs=lambda source: translate(source.manifest, source.values, DIALECTS[target], **how),
+    )
+    run_job(job, path)
+    return translated(name, target, **how)
 
 
 @pytest.mark.parametrize("name, target, how, ranks", CASES, ids=[f"{case[0]} to {case[1]}" for case in CASES])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support import sweep
 from support.workers import run
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -113,7 +114,7 @@ def counted_step(rank: int, world: int, case: step.Case) -> dict[str, step.Count
     return step.count(case)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", sweep([2, 4], 2))
 def test_a_step_sends_no_more_than_it_must(world):
     case = step.Case("a layer a rank", world, step.TRANSFORMER, world, {})
     counts = run(world, counted_step, case)[0]

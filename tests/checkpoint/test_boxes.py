@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.every_kind import local_of
 from support.placed import numbered, placed, strided
 from support.workers import run
 from torch import Tensor
@@ -17,13 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import muonckpt
-from muonckpt import BoxedTensor
+from muonckpt import BoxedTensor, LayoutError
 from muonckpt.box import Box
-from muonckpt.errors import LayoutError
-from muonckpt.layouts.boxed_tensor import all_boxed
+from muonckpt.layouts.boxed_tensor import parts_of
 from muonckpt.layouts.flat import FlatShard, flat_layout
-from muonckpt.layouts.tensors import local_of
-from muonckpt.optimizer.held_boxes import declare_boxes
+from muonckpt.layouts.tensors import declares_boxes
+from muonckpt.optimizer.ground.held_boxes import declare_boxes
 
 S, R = Shard, Replicate()
 
@@ -74,6 +74,16 @@ def state(rank: int) -> dict[str, Tensor]:
                                                  stride=(3, 1))  # fmt: skip
     made["plain"] = torch.tensor(5.0)
     return made
+
+
+def all_boxed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """For stock DCP: every DTensor as the boxes that are here, unless it declares them itself."""
+    return {
+        key: BoxedTensor(tensor.shape, parts_of(tensor), tensor.dtype, tensor.device)
+        if isinstance(tensor, DTensor) and not declares_boxes(tensor)
+        else tensor
+        for key, tensor in state.items()
+    }
 
 
 def memory_of(tensor: Tensor) -> list[Tensor]:

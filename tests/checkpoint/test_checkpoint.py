@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
@@ -17,7 +16,7 @@ from safetensors.torch import save_file
 from support.every_kind import assert_same_bits, snapshot
 from support.fsdp_model import build, steps
 from support.golden import golden
-from support.manifest_json import manifest_at
+from support.manifest_json import manifest_at, put
 from support.sharded import as_stock
 from support.workers import run
 from torch.distributed.checkpoint.state_dict import (
@@ -28,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import muonckpt
-from muonckpt.errors import DestinationError, LayoutError, SourceError
+from muonckpt import DestinationError, LayoutError, SourceError
 from muonckpt.record import Manifest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool,
@@ -197,7 +196,7 @@ def edit(path, change):
     """Edit the manifest as JSON."""
     data = manifest_at(path / "muonckpt.json")
     change({tensor["key"]: tensor for tensor in data["tensors"]})
-    (path / "muonckpt.json").write_text(json.dumps(data))
+    put(path / "muonckpt.json", data)
 
 
 def test_a_template_may_have_nothing_where_items_go(tmp_path):

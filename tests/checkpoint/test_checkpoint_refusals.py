@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from itertools import permutations
 
 import pytest
 import torch
 from support.leaves import leaves
 from support.workers import run
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.masked import masked_tensor
 
 import muonckpt
-from muonckpt.errors import DestinationError, LayoutError, SourceError
+from muonckpt import ArgumentError, DestinationError, LayoutError, SourceError
+from muonckpt.layouts.boxed_tensor import parts_of
 from muonckpt.optimizer import Muon
 
 
@@ -54,6 +58,46 @@ def test_a_part_that_no_rank_saves_is_named(tmp_path):
     for message in run(2, lacking, str(tmp_path / "c")):
         assert "tensor 'w'" in message and "no buffer holds box [2:4, 0:3]" in message and "rank 0" in message
     assert list(tmp_path.iterdir()) == []
+
+
+def asked_by_some(rank, world, path):
+    """What each load tells where a rank's template lacks what the rank holds a part of; a refused one loads nothing."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+
+    def live(value):
+        """Replicas of shards, a tensor on part of the ranks, boxes, a row, a plain tensor."""
+        whole = torch.full((4, 3), value)
+        half = distribute_tensor(whole, grid["shard"], [Shard(0)], src_data_rank=None)
+        boxes = muonckpt.BoxedTensor((4, 3), {(rank, 0): whole[:1].clone()})
+        both = distribute_tensor(whole, grid, [Replicate(), Shard(0)], src_data_rank=None)
+        stage = {"half": half} if rank in (0, 1) else {}
+        single = {"row": distribute_tensor(whole[:1], grid, [Replicate(), Shard(0)], src_data_rank=None)}
+        return {"both": both, "boxes": boxes, "plain": whole.clone(), **stage, **single}
+
+    muonckpt.save(live(1.0), path)
+    told = []
+    for victim, lacks in ((3, ()), (3, ("both",)), (1, ("half",)), (2, ("boxes",)), (0, ("plain",)), (1, ("row",))):
+        for options in ({}, {"allow_extra": True}):
+            template = {key: each for key, each in live(0.0).items() if rank != victim or key not in lacks}
+            try:
+                muonckpt.load(template, path, **options)
+                told.append("loaded")
+            except LayoutError as error:
+                told.append(str(error))
+            loaded = {bool(part.any()) for tensor in template.values() for part in parts_of(tensor).values()}
+            assert loaded == {told[-1] == "loaded"}
+    return told
+
+
+def test_a_part_that_a_rank_holds_and_does_not_ask_for_is_named_before_anything_is_loaded(tmp_path):
+    """What only some ranks hold, or hold nothing of, is no such part."""
+    for told in run(4, asked_by_some, str(tmp_path / "c")):
+        assert told[::2] == told[1::2]
+        whole, both, half, boxes, plain, row = told[::2]
+        assert [whole, plain, row] == ["loaded"] * 3
+        assert "tensor 'both' is in the state dict of rank 0" in both and "but not in that of rank 3" in both
+        assert "tensor 'half' is in the state dict of rank 0" in half and "but not in that of rank 1" in half
+        assert "tensor 'boxes': no rank's state dict asks for box [2:3, 0:3]" in boxes
 
 
 def annotated(path) -> tuple[str | None, str | None, object, object]:
@@ -167,3 +211,76 @@ def reshaped_replicas(rank, world, path):
 def test_replicas_of_other_shapes_are_not_equal_even_if_their_bytes_are(tmp_path):
     for message in run(2, reshaped_replicas, str(tmp_path / "c")):
         assert "hold different data" in message
+
+
+def _unwritable() -> dict[str, tuple[torch.Tensor, str]]:
+    dense, ragged = torch.ones(3, 3), [torch.ones(2), torch.ones(3)]
+    with FakeTensorMode():
+        fake = torch.empty(3)
+    with pytest.warns(UserWarning, match="prototype"):
+        masked = masked_tensor(dense, dense > 0)
+    with pytest.warns(UserWarning):
+        csr, nested = dense.to_sparse_csr(), torch.nested.nested_tensor(ragged)
+        quantized = torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8)
+    return {
+        "sparse": (dense.to_sparse(), "has the layout torch.sparse_coo"),
+        "csr": (csr, "has the layout torch.sparse_csr"),
+        "mkldnn": (dense.to_mkldnn(), "has the layout torch._mkldnn"),
+        "meta": (torch.empty(3, device="meta"), "is on the device meta"),
+        "nested": (nested, "is nested"),
+        "jagged": (torch.nested.nested_tensor(ragged, layout=torch.jagged), "is nested"),
+        "quantized": (quantized, "is quantized"),
+        "lazy": (nn.LazyLinear(3).weight, "has not been initialized"),
+        "bits": (torch.empty(3, dtype=torch.uint4), "has the dtype torch.uint4"),
+        "fake": (fake, "is a FakeTensor"),
+        "masked": (masked, "is a MaskedTensor"),
+    }
+
+
+def test_a_tensor_that_no_checkpoint_holds_is_refused_by_its_key(tmp_path):
+    for kind, (tensor, what) in _unwritable().items():
+        with pytest.raises(DestinationError, match=f"'model.{kind}.w' {what}.*leave it out of the state dict"):
+            muonckpt.save({"model": {kind: {"w": tensor}}, "good": torch.ones(2)}, tmp_path / kind)
+        assert not (tmp_path / kind).exists()
+    for other in ([torch.ones(2)], None, "model"):
+        with pytest.raises(ArgumentError, match=f"expected a state dict to save, found {type(other).__name__}"):
+            muonckpt.save(other, tmp_path / "other")
+
+
+def test_a_path_in_the_place_of_the_state_dict_is_told_apart(tmp_path):
+    state = {"w": torch.ones(2)}
+    muonckpt.save(state, tmp_path / "c")
+    for call in (muonckpt.save, muonckpt.load, muonckpt.async_save):
+        for place in (tmp_path / "c", str(tmp_path / "c")):
+            with pytest.raises(
+                ArgumentError, match="the state dict is the first argument, and the path comes after it"
+            ):
+                call(place, state)
+
+
+def crossing(rank: int, world: int, folder: str) -> list[str]:
+    """What each pair of different calls says; rank 1 makes the second one."""
+    state = {"w": torch.ones(2)}
+    series = muonckpt.Series(f"{folder}/series")
+    calls = {
+        "save": lambda: muonckpt.save(state, f"{folder}/a"),
+        "load": lambda: muonckpt.load(state, f"{folder}/a"),
+        "async_save": lambda: muonckpt.async_save(state, f"{folder}/a"),
+        "attest": lambda: muonckpt.attest(state, f"{folder}/a"),
+        "Series.save": lambda: series.save(1, state),
+        "Series.restore": lambda: series.restore(state),
+        "Series.latest": lambda: series.latest(),
+    }
+    said = []
+    for one, other in permutations(calls, 2):
+        with pytest.raises(ArgumentError) as refusal:
+            calls[other if rank else one]()
+        assert f"rank 0 called {one}, and rank 1 called {other}" in str(refusal.value)
+        said.append(str(refusal.value))
+    muonckpt.save(state, f"{folder}/after")  # nothing is left waiting
+    return said
+
+
+def test_ranks_that_make_different_calls_are_told_so_at_once(tmp_path):
+    one, other = run(2, crossing, str(tmp_path))
+    assert one == other and len(one) == 42

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import muonckpt
-from muonckpt.errors import SourceError
+from muonckpt import SourceError
 from muonckpt.optimizer import Muon
 
 FORMS = {form: StateDictOptions(flatten_optimizer_state_dict=form == "flat") for form in ("nested", "flat")}
@@ -231,3 +231,86 @@ def test_only_state_that_begins_as_zeros_starts_fresh(tmp_path):
     muonckpt.save(template(net, opt), tmp_path / "c")
     message = refusal(template(net, opt), tmp_path / "c", fresh=["bias"])
     assert "'optimizer.state.bias.prev' cannot start fresh" in message
+
+
+# --- what keeps the state comes first --------------------------------------------------------------------------------
+
+
+def small() -> tuple[nn.Module, Muon]:
+    net = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 4))
+    groups = [{"params": [net[0].weight, net[1].weight]}, {"params": [net[1].bias], "algorithm": "adamw", "lr": 1e-3}]
+    return net, Muon(groups, lr=0.02)
+
+
+GIVEN = {
+    "objects": lambda net, opt: {"model": net, "optimizer": opt},
+    "nested": template,
+    "flat": lambda net, opt: template(net, opt, "flat"),
+}
+SAID = {
+    "objects": "the optimizer itself",
+    "nested": "get_optimizer_state_dict(model, optimizer), whose",
+    "flat": "(flat",
+}
+
+
+@pytest.mark.parametrize("loaded", GIVEN)
+@pytest.mark.parametrize("form", GIVEN)
+def test_an_optimizer_saved_in_another_form_is_refused_with_the_form_that_keeps_its_state(form, loaded, tmp_path):
+    net, opt = small()
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    opt.step()
+    muonckpt.save(GIVEN[form](net, opt), tmp_path / "c")
+    twin, other = small()
+    if loaded != form:
+        with pytest.raises(SourceError, match=r"'optimizer' was saved from .* To keep all of its state") as refused:
+            muonckpt.load(GIVEN[loaded](twin, other), tmp_path / "c")
+        was, _, to_be = str(refused.value).partition("is to be loaded into")
+        assert SAID[form] in was and SAID[loaded] in to_be
+        assert "fresh=" not in str(refused.value) and "missing key" not in str(refused.value)
+    again = GIVEN[form](twin, other)
+    muonckpt.load(again, tmp_path / "c")
+    if form != "objects":
+        arguments = {"model_state_dict": again["model"], "optim_state_dict": again["optimizer"]}
+        set_state_dict(twin, other, **arguments, options=FORMS[form])
+    assert leaves(state_of(twin, other)) == leaves(state_of(net, opt))
+
+
+def renamed(state: dict[str, Any], name: Any) -> dict[str, Any]:
+    optimizer = state["optimizer"]
+    return {
+        "model": {name(key): value for key, value in state["model"].items()},
+        "optimizer": {
+            "state": {name(key): value for key, value in optimizer["state"].items()},
+            "param_groups": [{**g, "params": [*map(name, g["params"])]} for g in optimizer["param_groups"]],
+        },
+    }
+
+
+WRAPPED = {
+    "module.": (lambda name: f"module.{name}", "begin with 'module.'", ("module.{p*}", "{p*}")),
+    "net.model.": (lambda name: f"net.model.{name}", "begin with 'net.model.'", ("net.model.{p*}", "{p*}")),
+    "_orig_mod.": (
+        lambda name: name.replace(".", "._orig_mod."),
+        "contain '_orig_mod.'",
+        ("{a*}._orig_mod.{b*}", "{a*}.{b*}"),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_what_a_wrapper_has_put_into_names_is_named_with_the_rule_that_takes_it_out(wrapper, tmp_path):
+    name, said, (long, short) = WRAPPED[wrapper]
+    plain = template(*small())
+    muonckpt.save(renamed(plain, name), tmp_path / "c")
+    message = refusal(plain, tmp_path / "c")
+    assert f"names in the checkpoint {said}" in message
+    assert message.index(f"[[rule]] from = {long!r}, to = {short!r}") < message.index("fresh=")
+    (tmp_path / "rules.toml").write_text(f"[[rule]]\nfrom = {long!r}\nto = {short!r}\n")
+    muonckpt.convert(
+        tmp_path / "c", tmp_path / "d", translation=muonckpt.Translation(rules=str(tmp_path / "rules.toml"))
+    )
+    assert len(muonckpt.load(plain, tmp_path / "d").loaded) == 3
+    muonckpt.save(plain, tmp_path / "p")
+    assert f"names in the program {said}" in refusal(renamed(plain, name), tmp_path / "p")

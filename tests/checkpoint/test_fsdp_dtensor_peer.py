@@ -7,15 +7,15 @@ import re
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.commands import run as command
+from support.every_kind import local_of
 from support.megatron_model import Net, Topology, fully_sharded, offsets, on_cpu
 from support.megatron_training import TOPOLOGIES, with_the_package
 from support.workers import run
 from torch.distributed.tensor import DTensor
 
 import muonckpt
-from muonckpt.cli.main import run as command
 from muonckpt.converters.translate.detection import detect
-from muonckpt.layouts.tensors import local_of
 
 EXPERTS = 3
 """On each expert-parallel rank."""

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import muonckpt
+from muonckpt import DestinationError, LayoutError
 from muonckpt.box import Box
-from muonckpt.checkpoint.dcp_writer import SaveProgress
-from muonckpt.checkpoint.joint_save import AgreedPlans, JointSave
-from muonckpt.checkpoint.offer import HeldPart, ItemKind, Offer
+from muonckpt.checkpoint.live_state import Annotation, HeldTensor, LiveState, RankState
+from muonckpt.checkpoint.rank_file import SaveProgress
+from muonckpt.checkpoint.saving import AgreedPlans, JointSave
 from muonckpt.checkpoint.whole_plan import WholePlan
-from muonckpt.errors import DestinationError, LayoutError
 from muonckpt.store.io.location import location
 
 
@@ -69,7 +69,7 @@ class Ranks:
         """Save, and say what was exchanged."""
         self.exchanged.clear()
         place = location(self.folder / name, DestinationError)
-        JointSave(place, {"step": 1}, None, plans, SaveProgress()).run(lambda: state)
+        JointSave(place, {"step": 1}, None, plans, SaveProgress()).run(lambda: LiveState.of(state, "to save"))
         return list(self.exchanged)
 
     def same_as_first(self, name: str, state: dict, plans: AgreedPlans | None = None) -> bool:
@@ -136,16 +136,17 @@ def test_later_saves_plan_nothing_and_write_what_a_first_save_writes(tmp_path):
     assert not muonckpt.verify(tmp_path / "all go on").findings
 
 
-def part(shape: tuple[int, ...], lo: tuple[int, ...], hi: tuple[int, ...], dtype: str = "float32") -> ItemKind:
-    return ItemKind(lo, HeldPart(dtype, shape, Box(lo, hi)))
+def part(shape: tuple[int, ...], lo: tuple[int, ...], hi: tuple[int, ...], dtype: str = "float32") -> HeldTensor:
+    return HeldTensor(dtype, shape, (Box(lo, hi),), Annotation())
 
 
-OBJECT = ItemKind(None, None)
+OBJECT = None
+"""What is not a tensor."""
 
 
-def offer(**kinds: ItemKind) -> Offer:
-    paths = {key: (key,) for key in kinds}
-    return Offer(list(kinds), list(range(len(kinds))), list(kinds.values()), paths, {}, [])
+def held(**kinds: HeldTensor | None) -> RankState:
+    paths, names = tuple((key,) for key in kinds), (None,) * len(kinds)
+    return RankState(tuple(kinds), tuple(range(len(kinds))), tuple(kinds.values()), paths, names)
 
 
 @pytest.mark.parametrize(
@@ -163,13 +164,13 @@ def offer(**kinds: ItemKind) -> Offer:
 def test_ranks_that_do_not_hold_one_tensor_are_told_which_and_where(ranks, message):
     like = [part((4,), (0,), (2,)), part((4,), (2,), (4,))]  # is fine, and comes first
     with pytest.raises(LayoutError) as refused:
-        WholePlan.of([offer(v=own, w=kind) for own, kind in zip(like, ranks, strict=True)])
+        WholePlan.of([held(v=own, w=kind) for own, kind in zip(like, ranks, strict=True)])
     assert message in str(refused.value)
 
 
 def test_replicas_are_written_by_the_rank_that_has_least_to_write():
     whole = {f"w{number}": part((4,), (0,), (4,)) for number in range(4)}
     mine = {"big": part((100,), (0,), (100,))}
-    plan = WholePlan.of([offer(**mine, **whole), offer(**whole, log=OBJECT), offer(**whole)])
+    plan = WholePlan.of([held(**mine, **whole), held(**whole, log=OBJECT), held(**whole)])
     assert plan.shares == (([0], [1, 2, 3, 4]), ([4, 0, 2], [1, 3]), ([1, 3], [0, 2])), "objects come first"
     assert sorted(plan.rank.tolist()) == [0, 1, 1, 2, 2] and plan.witnesses.shape == (2, 8)

@@ -9,20 +9,19 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import save_file
 from support import store_server
+from support.commands import run as command
 from support.workers import run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonckpt
 from muonckpt import DestinationError, SourceError
-from muonckpt.cli.main import run as command
 from muonckpt.store.io.location import Remote, location
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -45,15 +44,10 @@ def memory() -> Remote:
     return location(f"memory://{uuid.uuid4().hex}")
 
 
-@pytest.fixture(scope="module")
-def server():
-    for name in ("moto", "flask", "flask_cors", "s3fs"):
-        pytest.importorskip(name, reason=f"a real S3 server needs {name}: pip install -e '.[dev]'")
-    with store_server.running() as (_, address), pytest.MonkeyPatch.context() as patch:
-        for name, value in store_server.environment(address).items():
-            patch.setenv(name, value)
-        fsspec.filesystem("s3", use_listings_cache=False).makedirs(store_server.BUCKET, exist_ok=True)
-        yield address
+@pytest.fixture
+def server(object_store) -> str:
+    _, address = object_store
+    return address
 
 
 def names(place: Remote) -> set[str]:

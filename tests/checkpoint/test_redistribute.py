@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 import muonckpt
-from muonckpt import BoxedTensor
+from muonckpt import AttestError, BoxedTensor, LayoutError, SourceError, TargetError
 from muonckpt.box import Box
-from muonckpt.checkpoint.transfers import NOBODY, RankBoxes, stages_of, transfers_of
-from muonckpt.errors import AttestError, LayoutError, SourceError, TargetError
+from muonckpt.checkpoint.live_state import NOBODY, RankBoxes
+from muonckpt.checkpoint.transfers import stages_of, transfers_of
 from muonckpt.layouts.boxed_tensor import parts_of
 
 S, R = Shard, Replicate()
@@ -319,7 +319,7 @@ def test_what_cannot_be_moved_is_refused_on_all_ranks_alike():
         first,
         (
             "hole: LayoutError: tensor 'w' of the source: no buffer holds box [2:3, 0:2]",
-            "overlap: LayoutError: tensor 'w' of the source: box [0:3, 0:2] in buffer 0 at 0 and box [2:4, 0:2]",
+            "overlap: LayoutError: tensor 'w' of the source: box [0:3, 0:2] in buffer 'rank 0' at 0 and box [2:4, 0:2]",
             "dtype: SourceError: the source does not fit the target: 'w' is float32, expected float16",
             "kinds: LayoutError: 'w' is float32 of shape (4, 2) in the source of rank 0, and float32 of shape (4, 3)",
             "missing: SourceError: the source does not fit the target: missing key 'x'",

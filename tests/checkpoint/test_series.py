@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import muonckpt
-from muonckpt import DamageError, DestinationError, Series, SourceError
+from muonckpt import ArgumentError, DamageError, DestinationError, Series, SourceError
 from muonckpt.store.io.location import location
 from muonckpt.store.step_folder import StepName, superfluous
 
@@ -165,6 +165,15 @@ def test_a_reader_is_overtaken_by_a_save_that_removes_what_it_found(where, tmp_p
         assert restored(Series(tmp_path)) == 2 and names(tmp_path) == ["step-00000002"]
 
 
+@pytest.mark.parametrize("file", ["__0_0.distcp", "muonckpt.json"])
+def test_a_file_that_has_become_a_folder_sends_back_to_the_one_before(file, tmp_path):
+    paths = [Path(Series(tmp_path).save(step, state(step)).path) for step in (1, 2)]
+    (paths[1] / file).unlink()
+    (paths[1] / file).mkdir()
+    with pytest.warns(RuntimeWarning, match=f"{paths[1]} is not whole: .*regular file.*; restoring {paths[0]} instead"):
+        assert restored(Series(tmp_path)) == 1
+
+
 def of_ranks(world: int, step: int) -> dict:
     mesh = init_device_mesh("cpu", (world,))
     return {"w": distribute_tensor(torch.full((5, 3), float(step)), mesh, [Shard(0)])}
@@ -276,6 +285,9 @@ def test_processes_that_are_killed_and_readers_that_race(tmp_path):
         [0, [".step-00000002.*.tmp", "step-00000004"], 4],  # it might still be written
         [0, ["step-00000005"], 5],  # not after an hour
     ]
+    killed, stopped, saved, last = seen["listed"]  # one save is killed, the next one removes its files and is stopped
+    assert len(killed) == len(stopped) == 1 and killed != stopped
+    assert saved == [*stopped, "out"] and last == ["out"]  # it lives, so the third leaves its files to it
     assert seen["writer"] == 0 and seen["restored"] == sorted(seen["restored"])
 
 
@@ -313,3 +325,12 @@ def test_a_series_in_a_store(monkeypatch):
             place.fs.store[each.path].modified -= killed_saves.DAY
         series.save(4, state(4))
     assert {each.name for each in place.iterdir()} == {"step-00000004", "step-00000005"}
+
+
+@pytest.mark.parametrize("step", [{"w": torch.ones(2)}, torch.ones(2), "3", 3.0, True, None, -1])
+def test_a_step_is_an_integer_and_comes_first(step, tmp_path):
+    series = muonckpt.Series(tmp_path / "run")
+    for save in (series.save, series.async_save):
+        with pytest.raises(ArgumentError, match="a step is an integer, 0 or more, and comes before the state dict"):
+            save(step, {"w": torch.ones(2)})
+    assert not (tmp_path / "run").exists()

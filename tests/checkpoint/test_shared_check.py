@@ -15,10 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonckpt
-from muonckpt.checkpoint.dcp_reader import CheckingReader
-from muonckpt.checkpoint.shared_check import ByteRun, PartlyRead, holds, run_of
-from muonckpt.errors import SourceError
-from muonckpt.store.io.checksums import crc32_joined
+from muonckpt import SourceError
+from muonckpt.checkpoint.chunk_reader import ByteRun, ChunkReader, PartlyRead, holds, run_of
+from muonckpt.store.io.ranges import crc32_joined
 from muonckpt.store.io.regular import LocalBytes
 
 
@@ -130,7 +129,7 @@ def test_every_rank_hears_of_damage_in_what_one_has_read(stock, tmp_path):
 
 def test_what_a_rank_misread_is_an_error_although_the_file_is_whole(tmp_path):
     muonckpt.save({"w": torch.arange(12.0).reshape(4, 3)}, tmp_path / "c")
-    reader = CheckingReader(tmp_path / "c")
+    reader = ChunkReader(tmp_path / "c")
     chunk = muonckpt.open(tmp_path / "c").tensors["w"].record.chunks[0]
     half = chunk.payload.length // 2
     first, second = (

@@ -15,9 +15,8 @@ from support.translated import nested
 
 import muonckpt
 from muonckpt.cli.main import COMMANDS
-from muonckpt.converters.translate.dialects import DIALECTS
-from muonckpt.converters.translate.names import NameRules
-from muonckpt.converters.translate.tables import READY_MADE, ready_made
+from muonckpt.converters.programs.registry import DIALECTS
+from muonckpt.converters.translate.names import READY_MADE, NameRules, ready_made
 from muonckpt.record import Manifest
 from muonckpt.store.formats.registry import BUFFERS, OWN, format_of
 
@@ -62,13 +61,6 @@ def test_every_command_explains_itself_on_one_screen(command, monkeypatch):
     assert done.returncode == 0 and done.stdout.startswith(f"Usage: muonckpt {command}")
     assert all(len(line) <= 100 for line in done.stdout.splitlines())
     assert len(done.stdout.splitlines()) <= 43
-
-
-def test_what_was_export_is_convert_and_says_so(split, tmp_path):
-    done = called("export", split, tmp_path / "out", "--format", "zarr")
-    assert done.returncode == 0 and "`export` is called `convert` now" in done.stderr
-    assert called("verify", tmp_path / "out").returncode == 0
-    assert "export" not in called("--help").stdout
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

@@ -68,13 +68,9 @@ def test_mesh_rules_layout_selection_and_verify_in_one_pass(layout, tiny_checkpo
     assert all(chunk.box.hi[1] <= 8 or chunk.box.lo[1] >= 8 for chunk in momentum.chunks)
 
 
-def test_a_former_name_of_a_layout_is_taken_with_a_warning(tiny_checkpoint, tmp_path):
-    for name in ("owned", "balanced"):
-        done = called("reshard", tiny_checkpoint, tmp_path / name, "--mesh", "dp=2", "--layout", name)
-        warning = "warning: --layout owned is called balanced now\n" if name == "owned" else ""
-        assert (done.returncode, done.stderr) == (0, warning)
-    records = [muonckpt.open(tmp_path / name).outline.provenance for name in ("owned", "balanced")]
-    assert records[0] == records[1]
+def test_an_unknown_layout_is_a_usage_error_that_names_what_comes_close(tiny_checkpoint, tmp_path):
+    done = called("reshard", tiny_checkpoint, tmp_path / "out", "--mesh", "dp=2", "--layout", "padded")
+    assert done.returncode == 2 and "did you mean 'padded-n" in done.stderr
 
 
 def test_help_names_every_layout_and_rules_says_what_each_is(monkeypatch):

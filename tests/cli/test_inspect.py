@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import muonckpt
 from muonckpt.cli.main import run as muonckpt_command
-from muonckpt.converters.buffer_summary import buffer_summary, labelled_buffers
+from muonckpt.converters.look.buffer_summary import buffer_summary, labelled_buffers
 from muonckpt.layouts.buffers.balanced import balanced
-from muonckpt.layouts.buffers.layout_json import to_json
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter, newton_schulz
-from muonckpt.optimizer.layer_wise.optimizer import LayerWise
+from muonckpt.layouts.buffers.records import to_json
+from muonckpt.optimizer import LayerWise
 
 MATRICES = ["qkv", "proj", "up", "down", "stack"]
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from support.checkouts import checkout
+from support.every_kind import local_of
 from support.golden import golden
 from support.topologies import TOPOLOGIES, Home, part_of, placer, world_of
 from support.workers import run
@@ -20,7 +21,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from muonckpt.compat.dion import Muon
-from muonckpt.layouts.tensors import local_of
 from muonckpt.optimizer import COEFFICIENTS
 
 SHAPES = [(24, 16), (16, 40), (12, 12), (3, 10, 8)]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from muonckpt import LayoutError
 from muonckpt.compat.dion import Muon
-from muonckpt.errors import LayoutError
 
 
 def test_what_cannot_be_had_is_refused_by_name():

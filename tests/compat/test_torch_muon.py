@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from support.every_kind import local_of
 from support.golden import golden
 from support.topologies import TOPOLOGIES, Home, part_of, placer, world_of
 from support.workers import run
 from torch import nn
 
 from muonckpt.compat.torch_muon import Muon
-from muonckpt.layouts.tensors import local_of
 
 SHAPES = [(24, 16), (16, 40), (12, 12), (1, 9)]
 

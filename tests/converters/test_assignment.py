@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations_with_replacement, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,20 +33,20 @@ def test_every_file_has_one_worker_and_every_chunk_is_checked_by_all_who_copy_fr
     job = plan_job(saved("own rows4"), 7)
     parts = [assignment(job, Worker(rank, world), finished) for rank in range(world)]
     assert sorted(file.name for part in parts for file in part.files) == sorted(file.name for file in job.files)
-    everything = {c.item for tensor in job.manifest.tensors for c in tensor.chunks if c.box.numel}
+    everything = set(np.flatnonzero(job.rows.numel).tolist())
 
     def checked(part: Assignment) -> set:
-        return {chunk.item for _, chunk in part.chunks}
+        return set(part.chunks)
 
     def copied(part: Assignment) -> set:
         chunks = [chunk for file in part.files for chunk in file.chunks]
-        return {c.output.chunks[copy.source.buffer].item for c in chunks for copy in c.plan.copies}
+        return {job.rows.row(c.output, copy.source.buffer) for c in chunks for copy in c.plan.copies}
 
     assert set().union(*map(checked, parts)) == everything
     for part in parts:
         others = set().union(*(copied(other) for other in parts if other is not part))
         assert copied(part) <= checked(part)
-        assert {item for item in everything if part.chunks.is_shared(item)} == copied(part) & others
+        assert {row for row in everything if part.chunks.is_shared(row)} == copied(part) & others
     for these in (set(finished), {file.name for file in job.files} - set(finished)):
         loads = [sum(file.length for file in part.files if file.name in these) for part in parts]
         assert max(loads) <= sum(loads) / world + max(file.length for file in job.files)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from muonckpt.converters.translate.conventions import Overrides, agreed_convention, momentum_factor, scaled
-from muonckpt.errors import SourceError
+from muonckpt import SourceError
+from muonckpt.converters.engine.arithmetic import scaled
+from muonckpt.converters.translate.conventions import Overrides, agreed_convention, momentum_factor
 from muonckpt.vocabulary import Convention
 
 EMA, SUM = Convention.EMA, Convention.SUM

@@ -11,9 +11,8 @@ import torch
 from support.sharded import edit
 
 import muonckpt
-from muonckpt.converters.engine.copied_runs import CopiedRuns
-from muonckpt.converters.engine.unchecked_chunks import UncheckedChunks
-from muonckpt.errors import SourceError
+from muonckpt import SourceError
+from muonckpt.converters.engine.source_rows import CopiedRuns, SourceRows, Unchecked
 
 
 def runs_of(payload: bytes, random: random.Random) -> list[tuple[int, int, int]]:
@@ -29,23 +28,23 @@ def test_the_runs_of_a_chunk_tell_whether_it_is_whole(tmp_path: Path):
     muonckpt.save({"a": torch.randn(500), "b": torch.randn(500)}, tmp_path / "c")
     rng = random.Random(0)
     with muonckpt.open(tmp_path / "c") as opened:
-        tensors, payloads = opened.manifest.tensors, opened.payloads
-        chunk, other = (tensor.chunks[0] for tensor in tensors)
+        rows, payloads = SourceRows(opened.manifest), opened.payloads
+        chunk = opened.manifest.tensors[0].chunks[0]
         payload = bytes(payloads.view(chunk.payload))
         for _ in range(40):
-            unchecked, passed = UncheckedChunks(tensors), list[int]()
+            unchecked, passed = Unchecked(rows), list[int]()
             copied, runs = CopiedRuns(payloads, unchecked, passed.append), runs_of(payload, rng)
-            copied.add(other, 4, 8, 0)  # never whole: it stays unchecked
+            copied.add(1, 4, 8, 0)  # never whole: it stays unchecked
             for number, run in enumerate(runs):
                 assert (len(unchecked) == 1) is ({*runs[:number]} == {*runs})
-                copied.add(chunk, *run)
+                copied.add(0, *run)
             assert passed == [len(payload)]
-            assert [tensor.key for tensor, _ in unchecked] == ["b"]
+            assert list(unchecked) == [1]
 
         def add_all(of: bytes) -> None:
-            copied = CopiedRuns(payloads, UncheckedChunks(tensors), lambda count: None)
+            copied = CopiedRuns(payloads, Unchecked(rows), lambda count: None)
             for run in runs_of(of, rng):
-                copied.add(chunk, *run)
+                copied.add(0, *run)
 
         flipped = bytes([payload[0] ^ 1, *payload[1:]])
         with pytest.raises(SourceError, match=r"tensor 'a' box \[0:500\] in .* was written while it was read"):

@@ -11,16 +11,17 @@ from support.translated import MEGATRON, TORCH, W, nested, options, read, saved,
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import muonckpt
+from muonckpt import SourceError
 from muonckpt.converters.engine.run import run_job
+from muonckpt.converters.options import grouped
+from muonckpt.converters.programs.dialect import Template
+from muonckpt.converters.programs.registry import DIALECTS
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.conventions import Overrides
 from muonckpt.converters.translate.detection import detect, with_slots
-from muonckpt.converters.translate.dialect import Template
-from muonckpt.converters.translate.dialects import DIALECTS
-from muonckpt.converters.translate.group_template import GroupTemplate
+from muonckpt.converters.translate.groups import GroupTemplate
 from muonckpt.converters.translate.request import Request
 from muonckpt.converters.translate.translator import translate
-from muonckpt.errors import SourceError
 from muonckpt.vocabulary import Convention
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -131,6 +132,58 @@ def test_the_sum_of_an_optimizer_beside_muon_is_not_taken_for_its_average(tmp_pa
     manifest, path = saved(tmp_path, state)
     with pytest.raises(SourceError, match=r"its group has the option 'dampening' of torch.optim.SGD.*--select"):
         translate(manifest, muonckpt.open(path).values, DIALECTS["dion"], source=DIALECTS["torch"])
+
+
+KELLER = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.95, "nesterov": True, "ns_steps": 5}
+
+
+@pytest.mark.parametrize(
+    "program, slot, group",
+    [
+        ("torch", "momentum_buffer", KELLER),
+        ("torch", "momentum_buffer", TORCH | {"rank": 0}),
+        ("titan", "momentum_buffer", KELLER),
+        ("veomni", "momentum_buffer", TORCH),
+        ("muonckpt", "momentum_buffer", KELLER),
+        ("moonlight", "momentum_buffer", KELLER),
+        ("dion", "momentum", KELLER | {"algorithm": "muon"}),
+        ("xtuner", "momentum", KELLER | {"algorithm": "muon"}),
+    ],
+)
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_convention_is_taken_of_no_program_that_the_groups_contradict(program, slot, group, flat, tmp_path):
+    """Keller Jordan's momentum is a sum under torch's names: taken for torch's average, it would be 20 times too large.
+
+    The same holds beside a group that is the program's, by which it would be detected.
+    """
+    state = nested({slot: W.clone()}, **group)
+    if flat:
+        options = {f"param_groups.w.{option}": value for option, value in group.items()}
+        state["optimizer"] = {f"state.w.{slot}": W.clone(), **options}
+    target = "dion" if program == "muonckpt" else "muonckpt"
+    saved(tmp_path, state)
+    asked = {"from_dialect": program, "to_dialect": target, "mu": 0.95, "step": 3}
+    with pytest.raises(SourceError, match=rf"'w': momentum of {program} is .*--convention ema or --convention sum"):
+        muonckpt.convert(tmp_path / "checkpoint", tmp_path / "out", **grouped(**asked))
+    for given in Convention:
+        muonckpt.convert(tmp_path / "checkpoint", tmp_path / given, **grouped(**asked, convention=given))
+        (found,) = (t for t in muonckpt.open(tmp_path / given).tensors.values() if t.record.slot is not None)
+        kept = "sum" if target == "dion" else "ema"
+        scale = 1.0 if given == kept else 1 - 0.95 if kept == "ema" else 1 / (1 - 0.95)
+        assert torch.equal(torch.from_numpy(found.numpy().copy()), (W.double() * scale).float())
+
+
+def test_a_group_of_another_program_beside_that_of_a_known_one_is_not_taken_for_its(tmp_path):
+    """Also without --from: one group has all marks of ours, the other has none."""
+    groups = [{"params": ["w"], "convention": "ema", "algorithm": "muon"}, {"params": ["v"], **KELLER}]
+    states = {name: {"momentum_buffer": W.clone()} for name in ("w", "v")}
+    manifest, path = saved(tmp_path, {"optimizer": {"state": states, "param_groups": groups}})
+    with pytest.raises(SourceError, match="'v': momentum of muonckpt is average, but the group lacks 'convention'"):
+        translate(manifest, muonckpt.open(path).values, DIALECTS["torch"])
+    groups[1] = {"params": ["v"], "convention": "sum", "algorithm": "muon"}
+    manifest, path = saved(tmp_path / "said", {"optimizer": {"state": states, "param_groups": groups}})
+    with pytest.raises(SourceError, match="'v': muonckpt says ema, its group says sum"):
+        translate(manifest, muonckpt.open(path).values, DIALECTS["torch"])
 
 
 @pytest.mark.parametrize("source, overrides", [("dion", Overrides()), ("torch", Overrides(target=Convention.SUM))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.commands import called
-from support.sharded import DTYPES
+from support.sharded import DTYPES, edit
 
 import muonckpt
-from muonckpt.converters.compare.numeric import as_float64
+from muonckpt.converters.compare.elements import as_float64
 
 NAMES = [f"layers.{layer}.weight" for layer in range(2)]
 
@@ -138,6 +139,52 @@ def test_damage_and_mistakes_have_their_exit_codes(run, tmp_path):
     assert called("diff", run, tmp_path / "nothing").returncode == 3
     for mistake in (["*nothing*"], ["--from-a", "dion"], ["--rtol", "-1"]):
         assert called("diff", run, run, *mistake).returncode == 2
+
+
+def missing(file: Path) -> None:
+    file.unlink()
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize("harm", [missing, cut, a_folder])
+def test_the_files_of_both_are_looked_at_and_a_fault_has_exit_code_3(harm, run, tmp_path):
+    for file in sorted(entry.name for entry in run.iterdir()):
+        copy = Path(shutil.copytree(run, tmp_path / file))
+        harm(copy / file)
+        for pair in ((run, copy), (copy, run)):
+            done = called("diff", *pair, "model.*")
+            unknown = (harm, file) == (cut, ".metadata")  # its size is recorded nowhere
+            assert unknown or done.returncode == 3, (pair, done)
+            assert done.returncode != 3 or file in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:.*muonckpt.json")
+def test_what_was_not_read_is_said_and_reading_finds_flipped_bytes(run, tmp_path):
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    whole = muonckpt.diff(run, copy)
+    assert (whole.differs, whole.read, whole.unread) == (False, 0, len(whole.tensors) + whole.same_items)
+    assert "the same as recorded; nothing was read" in called("diff", run, copy).stdout
+    checked = muonckpt.diff(run, copy, read=True)
+    assert (checked.differs, checked.read, checked.unread) == (False, 2 * 4 * (4 * 37 * 11 + 5), 0)
+    assert called("diff", run, copy, "--read").stdout.endswith("copy: the same\n")
+    assert json.loads(called("diff", run, copy, "--read", "--json").stdout)["unread"] == 0
+    for name in sorted(entry.name for entry in run.iterdir()):
+        flipped = Path(shutil.copytree(run, tmp_path / f"flipped {name}"))
+        size = (flipped / name).stat().st_size
+        for place in range(0, size, size // 5):
+            edit(flipped / name, place)
+            expected = 3 if called("verify", flipped).returncode else 0
+            codes = [called("diff", *pair, "--read").returncode for pair in ((run, flipped), (flipped, run))]
+            assert codes == [expected, expected], (name, place)
+            edit(flipped / name, place)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,

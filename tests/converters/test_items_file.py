@@ -18,9 +18,10 @@ from support.sharded import edit
 from support.trees import tree
 
 import muonckpt
+from muonckpt import DestinationError, Interrupted, SourceError
 from muonckpt.converters.engine.outputs import OutputItem
+from muonckpt.converters.options import grouped
 from muonckpt.converters.target.item_file import ItemFile
-from muonckpt.errors import DestinationError, Interrupted, SourceError
 from muonckpt.seal import check_seal
 from muonckpt.store.io.location import location
 from muonckpt.store.io.regular import open_regular
@@ -60,7 +61,7 @@ def nested(depth: int) -> list:
 
 NOT_PLAIN = {
     "set": ({1, 2}, "found '__builtin__ set'"),
-    "object": (Path("x"), "found 'pathlib PosixPath'; nothing was run"),
+    "object": (Path("x"), f"found '{type(Path()).__module__} PosixPath'; nothing was run"),
     "tensor": (torch.ones(2), "found 'torch._utils _rebuild_tensor_v2'"),
     "keys": ({1: "a", "1": "b"}, r"keys that differ as text"),
     "too long": (shared(13), "elements and characters in an item's data"),
@@ -121,9 +122,9 @@ def items_of(destination: Path) -> dict:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_dropped_without_a_word(kind, source, tmp_path):
-    plan = muonckpt.convert(source, tmp_path / "out", **KINDS[kind], dry_run=True)
+    plan = muonckpt.convert(source, tmp_path / "out", **grouped(**KINDS[kind], dry_run=True))
     assert list(tmp_path.iterdir()) == []
-    report = muonckpt.convert(source, tmp_path / "out", **KINDS[kind])
+    report = muonckpt.convert(source, tmp_path / "out", **grouped(**KINDS[kind]))
     assert nothing_but(tmp_path, "out", "out.items.json")
     for told in (plan, report):
         assert (told.items_file, told.decoded) == (str(tmp_path / "out.items.json"), 2)
@@ -158,7 +159,7 @@ def test_only_what_is_selected_is_written_and_nothing_if_only_tensors_are_asked_
     report = muonckpt.convert(source, tmp_path / "a", format="zarr", select=["w", "l*"])
     assert [item["key"] for item in items_of(tmp_path / "a")["items"]] == ["lr"] and not report.undecoded
     for number, how in enumerate(({"select": ["w"]}, {"tensors_only": True})):
-        report = muonckpt.convert(source, tmp_path / str(number), format="zarr", **how)
+        report = muonckpt.convert(source, tmp_path / str(number), **grouped(format="zarr", **how))
         assert report.items_file is None
     assert nothing_but(tmp_path, "a", "a.items.json", "0", "1") and set(report.left_out) == {"lr", "betas", "odd"}
 
@@ -169,7 +170,7 @@ def test_groups_that_are_translated_are_there_in_the_words_of_the_target(tmp_pat
     weights = {"a": torch.ones(2, 2)}
     muonckpt.save({"model": weights, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / "run")
     report = muonckpt.convert(
-        tmp_path / "run", tmp_path / "out", format="safetensors", to_dialect="dion", convention="ema"
+        tmp_path / "run", tmp_path / "out", **grouped(format="safetensors", to_dialect="dion", convention="ema")
     )
     values = {item["key"]: item["value"] for item in items_of(tmp_path / "out")["items"]}
     assert values["optimizer.param_groups.0.mu"] == 0.5 and values["optimizer.param_groups.0.params"] == ["a"]
@@ -200,16 +201,18 @@ def test_a_file_of_that_name_is_never_replaced(kind, late, source, tmp_path):
         appears()
     progress = once(lambda: late and appears())
     with pytest.raises(DestinationError, match=r"out\.items\.json exists already"):
-        muonckpt.convert(source, tmp_path / "out", **KINDS[kind], progress=lambda count, total: progress(count))
+        muonckpt.convert(
+            source, tmp_path / "out", **grouped(**KINDS[kind], progress=lambda count, total: progress(count))
+        )
     assert nothing_but(tmp_path, "out.items.json") and other.read_text() == "mine"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_file_left_by_a_run_that_was_killed_is_taken_for_what_it_is(kind, source, tmp_path):
     (tmp_path / "first").mkdir()
-    muonckpt.convert(source, tmp_path / "first" / "out", **KINDS[kind])
+    muonckpt.convert(source, tmp_path / "first" / "out", **grouped(**KINDS[kind]))
     (tmp_path / "out.items.json").write_bytes((tmp_path / "first" / "out.items.json").read_bytes())
-    muonckpt.convert(source, tmp_path / "out", **KINDS[kind])
+    muonckpt.convert(source, tmp_path / "out", **grouped(**KINDS[kind]))
     assert tree(tmp_path / "out") == tree(tmp_path / "first" / "out")
 
 
@@ -217,7 +220,9 @@ def test_the_same_file_left_by_a_run_that_was_killed_is_taken_for_what_it_is(kin
 def test_it_goes_again_where_the_destination_cannot_appear(kind, source, tmp_path):
     progress = once(lambda: (tmp_path / "out").mkdir())
     with pytest.raises(DestinationError, match="exists already"):
-        muonckpt.convert(source, tmp_path / "out", **KINDS[kind], progress=lambda count, total: progress(count))
+        muonckpt.convert(
+            source, tmp_path / "out", **grouped(**KINDS[kind], progress=lambda count, total: progress(count))
+        )
     assert nothing_but(tmp_path, "out")
 
 
@@ -227,19 +232,21 @@ def test_an_interrupted_run_goes_on_with_the_same_items(source, tmp_path):
 
     progress = once(interrupt)
     with pytest.raises(Interrupted):
-        muonckpt.convert(source, tmp_path / "out", format="zarr", progress=lambda count, total: progress(count))
+        muonckpt.convert(
+            source, tmp_path / "out", **grouped(format="zarr", progress=lambda count, total: progress(count))
+        )
     assert not (tmp_path / "out.items.json").exists()
-    muonckpt.convert(source, tmp_path / "out", format="zarr", resume=True)
+    muonckpt.convert(source, tmp_path / "out", **grouped(format="zarr", resume=True))
     assert nothing_but(tmp_path, "out", "out.items.json")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_an_object_store_it_is_beside_the_destination_too(kind, source):
     place = location(f"memory://items-{kind}/out")
-    report = muonckpt.convert(source, place, **KINDS[kind])
+    report = muonckpt.convert(source, place, **grouped(**KINDS[kind]))
     assert report.items_file.endswith("/out.items.json")
     with open_regular(place.parent / "out.items.json") as file:
         assert len(json.loads(bytes(file.read(0, file.size)))["items"]) == 2
     muonckpt.convert(place, place.parent / "again", format="zarr")
     with pytest.raises(DestinationError, match="exists already"):
-        muonckpt.convert(source, place, **KINDS[kind])
+        muonckpt.convert(source, place, **grouped(**KINDS[kind]))

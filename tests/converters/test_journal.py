@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from muonckpt.converters.engine.journal import SUMS, FinishedFile, Journal, finished, sealed, unsealed
+from muonckpt.converters.engine.staging import SUMS, FinishedFile, Journal, finished, sealed, unsealed
 from muonckpt.store.io import lock
-from muonckpt.store.io.lines import read_lines
 from muonckpt.store.io.location import location
+from muonckpt.store.io.new_file import read_lines
 
 SUMS_DONE = np.array([(b"\xcd" * 16, 7, 2**64 - 1), (bytes(16), 0, 5)], SUMS)
 DONE = FinishedFile(("ab" * 16,), SUMS_DONE.tobytes())

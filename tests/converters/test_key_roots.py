@@ -11,11 +11,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 import muonckpt
+from muonckpt import SourceError, TargetError
+from muonckpt.converters.options import grouped
+from muonckpt.converters.programs.registry import DIALECTS
 from muonckpt.converters.translate.conventions import Overrides
 from muonckpt.converters.translate.detection import with_slots
-from muonckpt.converters.translate.dialects import DIALECTS
 from muonckpt.converters.translate.translator import translate
-from muonckpt.errors import SourceError, TargetError
 from muonckpt.optimizer import Muon
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -125,17 +126,18 @@ def test_a_flattened_muon_of_sums_goes_on_as_if_nothing_had_happened(tmp_path):
     dcp.save({"model": get_model_state_dict(model), "optim": flat}, checkpoint_id=tmp_path / "theirs", no_dist=True)
     with pytest.raises(SourceError, match="--convention ema or --convention sum"):
         muonckpt.convert(tmp_path / "theirs", tmp_path / "ours", to_dialect="muonckpt")
-    report = muonckpt.convert(tmp_path / "theirs", tmp_path / "ours", to_dialect="muonckpt", convention="sum")
+    report = muonckpt.convert(
+        tmp_path / "theirs", tmp_path / "ours", **grouped(to_dialect="muonckpt", convention="sum")
+    )
     assert [note for note in report.notes if note.startswith("momentum: sum, because --convention sum")]
 
     torch.manual_seed(1)
     again = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
     ours = Muon([{"params": list(again.parameters()), "lr": 0.02, "weight_decay": 0.0, "ns_dtype": "float32",
-                  "ns": "keller", "adjust_lr": "none"}])  # fmt: skip
+                  "ns_coefficients": "keller", "adjust_lr_fn": "none"}])  # fmt: skip
     step(again, 0, ours)
     state = {"model": get_model_state_dict(again), "optimizer": get_optimizer_state_dict(again, ours)}
-    with pytest.warns(UserWarning, match="does not say options"):
-        muonckpt.load(state, tmp_path / "ours")
+    assert not muonckpt.load(state, tmp_path / "ours").own_options
     for number in range(20, 24):
         before = [weight.detach().clone() for weight in model.parameters()]
         step(model, number, theirs)
@@ -159,8 +161,10 @@ def test_model_and_optimizers_in_sibling_folders_are_one_checkpoint(tmp_path):
             save({"optimizer": optimizer}, folder / f"optimizer_{number}")
         with pytest.raises(SourceError, match="there is one in checkpoint-10: give the path"):
             muonckpt.open(folder.parent)
-        report = muonckpt.convert(folder, tmp_path / place / "ours", to_dialect="muonckpt", convention="sum")
-        same = muonckpt.convert(tmp_path / "whole", tmp_path / place / "o", to_dialect="muonckpt", convention="sum")
+        report = muonckpt.convert(folder, tmp_path / place / "ours", **grouped(to_dialect="muonckpt", convention="sum"))
+        same = muonckpt.convert(
+            tmp_path / "whole", tmp_path / place / "o", **grouped(to_dialect="muonckpt", convention="sum")
+        )
         assert report.fingerprints == same.fingerprints
         assert [str(check) for check in report.checklist if check.action == "rescaled"] == [
             "rescaled: momentum_buffer: 1 tensor, times 0.25 (momentum: sum, because --convention sum says so)"
@@ -197,7 +201,9 @@ def test_momentum_of_float16_is_rescaled_in_float32_with_one_rounding(source, ta
     model = {"w": torch.zeros(every.shape)}
     save({"model": model, "optimizer": {"state.w.momentum_buffer": every}}, tmp_path / "half")
     asked = {"mu": 0.95, "from_dialect": "dcp", "to_dialect": "dcp", "state_dtype": "float32"}
-    muonckpt.convert(tmp_path / "half", tmp_path / "wide", convention=source, target_convention=target, **asked)
+    muonckpt.convert(
+        tmp_path / "half", tmp_path / "wide", **grouped(convention=source, target_convention=target, **asked)
+    )
     factor = 1 - 0.95 if target == "ema" else 1 / (1 - 0.95)
     key = "optimizer.state.w.momentum_buffer"
     with muonckpt.open(tmp_path / "wide") as wide:
@@ -205,7 +211,7 @@ def test_momentum_of_float16_is_rescaled_in_float32_with_one_rounding(source, ta
         assert (found.dtype, found.convention) == ("float32", target)
         exactly = (every.double() * factor).float()
         assert torch.equal(torch.from_numpy(found.numpy().copy()), exactly) and exactly.isfinite().all()
-    muonckpt.convert(tmp_path / "wide", tmp_path / "home", target_convention=source, **asked)
+    muonckpt.convert(tmp_path / "wide", tmp_path / "home", **grouped(target_convention=source, **asked))
     with muonckpt.open(tmp_path / "home") as home:
         assert torch.equal(torch.from_numpy(home.tensors[key].numpy().copy()).half(), every)
 
@@ -213,7 +219,7 @@ def test_momentum_of_float16_is_rescaled_in_float32_with_one_rounding(source, ta
 def test_a_target_has_its_model_and_optimizer_where_they_are_asked_to_be(tmp_path):
     save({"model": MODEL, "optimizer": NESTED}, tmp_path / "theirs")
     asked = {"to_dialect": "dcp", "from_dialect": "dcp", "convention": "sum"}
-    plain = muonckpt.convert(tmp_path / "theirs", tmp_path / "plain", **asked)
+    plain = muonckpt.convert(tmp_path / "theirs", tmp_path / "plain", **grouped(**asked))
     for number, (form, state) in enumerate({"nested": ("app", "optim", "state"), "flat": ("app", "optim")}.items()):
         out = tmp_path / form
         done = called("convert", tmp_path / "theirs", out, "--to", "dcp", "--from", "dcp", "--convention", "sum",
@@ -223,25 +229,27 @@ def test_a_target_has_its_model_and_optimizer_where_they_are_asked_to_be(tmp_pat
         assert {path for path in paths if len(path) == 1} == {(name,) for name in MODEL}
         assert {path[: 3 - number] for path in paths if len(path) > 1} == {state}
         (out / "muonckpt.json").unlink()
-        back = muonckpt.convert(out, tmp_path / f"{form} back", **asked)
+        back = muonckpt.convert(out, tmp_path / f"{form} back", **grouped(**asked))
         assert back.fingerprints == plain.fingerprints
     for roots, message in (({"optim": "x"}, "expected one of model, optimizer"), ({"model": "a..b"}, "such as app")):
         with pytest.raises(TargetError, match=message):
-            muonckpt.convert(tmp_path / "theirs", tmp_path / "no", roots=roots, **asked)
+            muonckpt.convert(tmp_path / "theirs", tmp_path / "no", **grouped(roots=roots, **asked))
     with pytest.raises(TargetError, match="without --to"):
-        muonckpt.convert(tmp_path / "theirs", tmp_path / "no", roots={"model": "x"})
+        muonckpt.convert(tmp_path / "theirs", tmp_path / "no", **grouped(roots={"model": "x"}))
 
 
 def test_any_program_is_written_in_flat_keys_and_read_back(tmp_path):
     save({"model": MODEL, "optimizer": NESTED}, tmp_path / "theirs")
-    muonckpt.convert(tmp_path / "theirs", tmp_path / "flat", to_dialect="dion", keys="flat", convention="sum")
+    muonckpt.convert(
+        tmp_path / "theirs", tmp_path / "flat", **grouped(to_dialect="dion", keys="flat", convention="sum")
+    )
     assert f"state.{NAMES[0]}.momentum" in {t.path[-1] for t in muonckpt.open(tmp_path / "flat").outline.tensors}
     (tmp_path / "flat" / "muonckpt.json").unlink()
-    back = muonckpt.convert(tmp_path / "flat", tmp_path / "back", to_dialect="dcp", from_dialect="dion")
-    same = muonckpt.convert(tmp_path / "theirs", tmp_path / "same", to_dialect="dcp", convention="sum")
+    back = muonckpt.convert(tmp_path / "flat", tmp_path / "back", **grouped(to_dialect="dcp", from_dialect="dion"))
+    same = muonckpt.convert(tmp_path / "theirs", tmp_path / "same", **grouped(to_dialect="dcp", convention="sum"))
     assert back.fingerprints == same.fingerprints
     assert "momentum: sum, because that is what dion keeps: --from names it" in back.notes
     again = muonckpt.reshard(tmp_path / "flat", tmp_path / "as it is", mesh={"dp": 2})
     assert [note for note in again.notes if note.startswith("momentum: sum, because that is what dion keeps: only it")]
     with pytest.raises(TargetError, match="without --to"):
-        muonckpt.convert(tmp_path / "theirs", tmp_path / "none", keys="flat")
+        muonckpt.convert(tmp_path / "theirs", tmp_path / "none", **grouped(keys="flat"))

@@ -16,7 +16,7 @@ from support.golden import golden
 from support.sharded import manifest_edited
 
 import muonckpt
-from muonckpt.converters.look.module_tree import ranges
+from muonckpt.converters.look.holders import ranges
 
 LAYERS = range(3)
 MATRICES = [f"layers.{layer}.{name}.weight" for layer in LAYERS for name in ("up", "down")]
@@ -46,7 +46,7 @@ def inspected(state: dict, path: Path) -> muonckpt.Inspection:
 
 
 def found(inspection: muonckpt.Inspection) -> list[tuple[str, tuple[str, ...]]]:
-    return [(symptom["kind"], symptom["names"]) for symptom in inspection.symptoms]
+    return [(symptom.kind, symptom.names) for symptom in inspection.symptoms]
 
 
 def test_a_healthy_run_is_described_and_has_no_symptoms(tmp_path):
@@ -128,7 +128,7 @@ def test_each_disease_is_named_with_what_has_it_and_nothing_else(disease, tmp_pa
     inspection = inspected(state, tmp_path / "run")
     assert found(inspection) == [SICK[disease]]
     [symptom] = inspection.symptoms
-    assert symptom["message"] in called("inspect", tmp_path / "run").stdout
+    assert symptom.message in called("inspect", tmp_path / "run").stdout
 
 
 def test_holes_missing_files_and_conventions_that_disagree_are_seen(tmp_path):
@@ -142,7 +142,7 @@ def test_holes_missing_files_and_conventions_that_disagree_are_seen(tmp_path):
     manifest_edited(tmp_path / "run", damage)
     sick = muonckpt.inspect(tmp_path / "run")
     assert [kind for kind, _ in found(sick)] == ["hole", "convention"]
-    assert key in sick.symptoms[0]["message"] and "[5:6, 0:4]" in sick.symptoms[0]["message"]
+    assert key in sick.symptoms[0].message and "[5:6, 0:4]" in sick.symptoms[0].message
     [file] = (tmp_path / "run").glob("*.distcp")
     file.write_bytes(file.read_bytes()[:-9])
     assert ("cut_file", (file.name,)) in found(muonckpt.inspect(tmp_path / "run"))

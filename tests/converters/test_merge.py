@@ -14,10 +14,11 @@ import torch.distributed.checkpoint as dcp
 from support.commands import called
 
 import muonckpt
-from muonckpt.converters.compare.numeric import as_float64
+from muonckpt import SourceError, TargetError
+from muonckpt.converters.compare.elements import as_float64
 from muonckpt.converters.merge.exact_average import AverageWeights, averaged
 from muonckpt.converters.merge.merged_outputs import shares
-from muonckpt.errors import SourceError, TargetError
+from muonckpt.converters.options import grouped
 
 FORMATS = {
     "float16": (11, -24, 16),
@@ -108,7 +109,11 @@ def expected(get, weights) -> np.ndarray:
 
 
 def test_inputs_on_any_meshes_give_one_checkpoint_on_another(runs, tmp_path):
-    report = muonckpt.merge(runs, tmp_path / "out", ema="0.9", others_from="last", mesh={"dp": 4}, verify=True)
+    report = muonckpt.merge(
+        runs,
+        tmp_path / "out",
+        **grouped(average=muonckpt.Average(ema="0.9", others_from="last"), mesh={"dp": 4}, verify=True),
+    )
     weights = [Fraction(81, 100), Fraction(9, 100), Fraction(1, 10)]
     with muonckpt.open(tmp_path / "out") as merged:
         name = "layers.1.weight"
@@ -129,13 +134,15 @@ def test_inputs_on_any_meshes_give_one_checkpoint_on_another(runs, tmp_path):
 
 
 def test_the_average_of_one_checkpoint_with_itself_is_itself(runs, tmp_path):
-    muonckpt.merge([runs[0]] * 3, tmp_path / "same", proportions=[0.1, 0.2, 0.4], mesh={"dp": 2})
+    muonckpt.merge([runs[0]] * 3, tmp_path / "same", average=muonckpt.Average([0.1, 0.2, 0.4]), mesh={"dp": 2})
     found = muonckpt.diff(runs[0], tmp_path / "same")
     assert not found.differs and found.read == 0
 
 
 def test_weights_alone_go_to_safetensors_whatever_the_state(runs, tmp_path):
-    muonckpt.convert(runs[0], tmp_path / "a.safetensors", format="safetensors", select=["model.*"], tensors_only=True)
+    muonckpt.convert(
+        runs[0], tmp_path / "a.safetensors", **grouped(format="safetensors", select=["model.*"], tensors_only=True)
+    )
     done = called("merge", tmp_path / "a.safetensors", *runs[1:], tmp_path / "out.safetensors", "--model-only",
                   "--to-format", "safetensors", "--proportions", "1,2,1", "--memory", "64000", "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -156,7 +163,7 @@ def test_what_has_no_average_is_refused_by_name(runs, tmp_path):
         sums = state(1, 2)
         sums["optimizer"]["param_groups"][0].pop("convention")  # whatever wrote it does not say
         dcp.save(sums, checkpoint_id=tmp_path / "unknown", no_dist=True)
-        muonckpt.merge([runs[1], tmp_path / "unknown"], tmp_path / "no", others_from=0)
+        muonckpt.merge([runs[1], tmp_path / "unknown"], tmp_path / "no", average=muonckpt.Average(others_from=0))
     done = called("merge", *[tmp_path / "unknown"] * 2, tmp_path / "said", "--from", "dcp", "--convention", "sum")
     assert done.returncode == 0, done.stderr
     tensors = muonckpt.open(tmp_path / "said").tensors.values()
@@ -172,7 +179,7 @@ def test_what_has_no_average_is_refused_by_name(runs, tmp_path):
         muonckpt.merge([runs[0], tmp_path / "less"], tmp_path / "no")
     for wrong in ({"proportions": [1, 2, 3]}, {"proportions": [1, 0]}, {"ema": 1}, {"ema": "x"}, {"others_from": 2}):
         with pytest.raises(TargetError):
-            muonckpt.merge(runs[:2], tmp_path / "no", **wrong)
+            muonckpt.merge(runs[:2], tmp_path / "no", average=muonckpt.Average(**wrong))
     assert called("merge", *runs[:1], tmp_path / "no").returncode == 2
     assert called("merge", *runs[:2], tmp_path / "no", "--ema", "2").returncode == 2
     assert not (tmp_path / "no").exists()

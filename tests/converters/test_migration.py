@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import muonckpt
+from muonckpt.converters.options import grouped
 from muonckpt.optimizer import Muon
 
 MESHES = {"fsdp2": (2,), "fsdp3": (3,), "hsdp2x2": (2, 2)}
@@ -256,14 +257,14 @@ def test_a_run_goes_on_in_ours_on_other_meshes_and_back(package, name, keys, tmp
         forth = furthest(model, there, start)
 
         if keys == "flat":
-            muonckpt.convert(saved, tmp_path / f"{mesh} flat", to_dialect=name, keys="flat", step=6)
+            muonckpt.convert(saved, tmp_path / f"{mesh} flat", **grouped(to_dialect=name, keys="flat", step=6))
             slot = "momentum" if peer.sums else "momentum_buffer"
             paths = {tensor.path for tensor in muonckpt.open(tmp_path / f"{mesh} flat").outline.tensors}
             assert ("optimizer", f"state.qkv.{slot}") in paths
         back, twin = Model(), Model()
         like = groups_of(back, peer.make(back, package))
         again = peer.make(back, package)
-        muonckpt.convert(saved, tmp_path / f"{mesh} back", to_dialect=name, step=6, like=like)
+        muonckpt.convert(saved, tmp_path / f"{mesh} back", **grouped(to_dialect=name, step=6, like=like))
         if peer.itself:
             both = together(again, back)
             load_stock(back, again, tmp_path / f"{mesh} back", both.state_dict, both.load_state_dict)

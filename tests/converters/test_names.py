@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 import re
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from muonckpt import LayoutError, SourceError
 from muonckpt.box import Box
 from muonckpt.converters.translate.names import NameRule, NameRules
 from muonckpt.converters.translate.structure import TranslatedTensor, apply_rules
-from muonckpt.errors import LayoutError, SourceError
 from muonckpt.layout import TensorLayout, dense
 
 
@@ -36,27 +37,25 @@ class Stored:
 
     def __init__(self, arrays: dict[str, np.ndarray], seed: int) -> None:
         rng = random.Random(seed)
-        self.buffers: dict[str, np.ndarray] = {}
         self.tensors: dict[str, TranslatedTensor] = {}
         for name, array in arrays.items():
-            fragments = []
+            fragments, parts = [], []
             for box in cut(array.shape, rng) if array.size else ():
-                buffer = f"{name}#{len(fragments)}"
                 part = array[tuple(slice(lo, hi) for lo, hi in zip(box.lo, box.hi, strict=True))]
-                self.buffers[buffer] = part.reshape(-1).copy()
-                fragments.append(dense(box, buffer))
+                fragments.append(dense(box, len(parts)))
+                parts.append(part.reshape(-1).copy())
             layout = TensorLayout.of(array.shape, tuple(fragments))
-            self.tensors[name] = TranslatedTensor(str(array.dtype), layout, name, (name,))
+            self.tensors[name] = TranslatedTensor(str(array.dtype), layout, (tuple(parts),), name, (name,))
 
     def read(self, tensor: TranslatedTensor) -> np.ndarray:
         """The elements, one at a time."""
-        out = np.full(tensor.shape, -1, tensor.dtype)
+        out, parts = np.full(tensor.shape, -1, tensor.dtype), list(chain.from_iterable(tensor.sources))
         for fragment in tensor.layout.fragments:
             for index in np.ndindex(*fragment.box.shape):
                 where = tuple(lo + i for lo, i in zip(fragment.box.lo, index, strict=True))
                 at = fragment.place.offset + sum(i * s for i, s in zip(index, fragment.place.strides, strict=True))
                 assert out[where] == -1
-                out[where] = self.buffers[fragment.place.buffer][at]
+                out[where] = parts[fragment.place.buffer][at]
         assert (out != -1).all()
         return out
 
@@ -156,10 +155,10 @@ def test_a_layout_with_holders_in_many_buffers_is_followed():
     whole = numbers(6, 4)
     fragments = tuple(dense(Box((0, lo), (6, lo + 2)), lo // 2) for lo in (0, 2))
     stored = Stored({}, 0)
-    stored.buffers = {0: whole[:, :2].reshape(-1).copy(), 1: whole[:, 2:].reshape(-1).copy()}
+    parts = (whole[:, :2].reshape(-1).copy(), whole[:, 2:].reshape(-1).copy())
     made = apply_rules(
         NameRules((NameRule(("w",), ("a", "b"), shares=(1, 2)),)),
-        {"w": TranslatedTensor("int64", TensorLayout.of((6, 4), fragments), "w", ("w",))},
+        {"w": TranslatedTensor("int64", TensorLayout.of((6, 4), fragments), (parts,), "w", ("w",))},
     )
     assert np.array_equal(stored.read(made["b"]), whole[2:])
 

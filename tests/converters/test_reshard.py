@@ -17,21 +17,21 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
-from support import sharded
+from support import sharded, sweep
 from support.golden import golden
-from support.resharded import contents, make_job, nothing_but, once, plan_job, reshard, saved
+from support.resharded import KINDS, contents, make_job, nothing_but, once, plain, plan_job, reshard, rewrite, saved
 from support.sharded import edit, elements_of, manifest_edited, raw_bytes
+from support.trees import tree
 
 import muonckpt
+from muonckpt import DestinationError, LayoutError, SourceError
 from muonckpt.converters.engine.run import run_job
+from muonckpt.converters.options import grouped
 from muonckpt.converters.target.topology import ShardRule, Target
 from muonckpt.converters.translate.detection import with_slots
-from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.record import Manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-RANKS = (1, 2, 3, 4, 8)
 
 
 def described(manifest: Manifest) -> list[tuple]:
@@ -68,11 +68,12 @@ def check_reshard(source: Path, destination: Path, ranks: int, expected: dict[st
 # --- exact ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("some", sweep(["1 3 8", "2 4"], "1 3 8"))
 @pytest.mark.parametrize("name", sharded.SOURCES)
-def test_every_element_arrives_bit_for_bit_on_any_number_of_ranks(name, tmp_path):
+def test_every_element_arrives_bit_for_bit_on_any_number_of_ranks(name, some, tmp_path):
     source = saved(name)
     expected = {f"t.{key}": sharded.bits(value) for key, value in sharded.small().items()}
-    for ranks in RANKS:
+    for ranks in map(int, some.split()):
         reshard(source, tmp_path / str(ranks), ranks)
         check_reshard(source, tmp_path / str(ranks), ranks, expected)
         state = {"hyper": {"lr": 0.0, "betas": None}, "step": 0}
@@ -125,28 +126,36 @@ from pathlib import Path
 import muonckpt
 from muonckpt.converters.engine.job import make_job
 from muonckpt.converters.engine.run import run_job
-from muonckpt.converters.target.formats import container_of
+from muonckpt.converters.target.container import container_of
 from muonckpt.converters.target.topology import ShardRule, Target
 from muonckpt.converters.translate.request import unchanged
 def watch(count):
     seen.append(int(re.search(r"RssAnon:\\s*([0-9]+) kB", Path("/proc/self/status").read_text())[1]))
-rules = ShardRule("[mt]a*", (("dp", int(sys.argv[3])),)), ShardRule("row", (("dp", int(sys.argv[3])),))
-job, seen = make_job(muonckpt.open(sys.argv[1]), Target({"dp": 3}, rules), (), unchanged, container_of("dcp")), []
+source, out, form, *dim = sys.argv[1:]
+rules = [ShardRule(names, (("dp", int(dim[0])),)) for names in ("[mt]a*", "row") if dim]
+target = Target({"dp": 3}, tuple(rules)) if dim else Target({"dp": 1})
+job, seen = make_job(muonckpt.open(source), target, (), unchanged, container_of(form)), []
 watch(0)
-run_job(job, Path(sys.argv[2]), memory=16 << 20, progress=watch)
+run_job(job, Path(out), memory=16 << 20, progress=watch)
 print(max(seen) - seen[0])
 """
 
 
-@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
-def test_memory_stays_within_the_budget_whatever_the_shapes(dim, tmp_path):
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
     shapes = {"matrix": (4096, 6400), "long": (12_000_000,), "tall": (6_000_000, 2), "row": (1, 2_000_000)}
-    muonckpt.save(
-        {n: torch.arange(math.prod(shape)).float().reshape(shape) for n, shape in shapes.items()}, tmp_path / "a"
-    )
-    assert sum(file.stat().st_size for file in (tmp_path / "a").iterdir()) > 200e6
-    script = [sys.executable, "-c", MEASURED, tmp_path / "a", tmp_path / "b", str(dim)]
+    path = tmp_path_factory.mktemp("large") / "a"
+    muonckpt.save({n: torch.arange(math.prod(shape)).float().reshape(shape) for n, shape in shapes.items()}, path)
+    assert sum(file.stat().st_size for file in path.iterdir()) > 200e6
+    return path
+
+
+@pytest.mark.parametrize("how", ["dcp 0", "dcp 1", "safetensors", "zarr"])
+def test_memory_stays_within_the_budget_whatever_the_shapes(how, large, tmp_path):
+    """By rows, by columns, and whole."""
+    script = [sys.executable, "-c", MEASURED, large, tmp_path / "b", *how.split()]
     grown = int(subprocess.run(script, capture_output=True, check=True).stdout)
+    shutil.rmtree(tmp_path / "b") if (tmp_path / "b").is_dir() else (tmp_path / "b").unlink()
     assert grown < (16 << 10) + (24 << 10)  # KiB: the budget; and code, stacks and the weights of the fingerprint
 
 
@@ -179,17 +188,31 @@ def copy_of(source: Path, to: Path) -> Path:
     return to
 
 
-@pytest.mark.parametrize("name", ["own rows3", "stock rows3"])
-@pytest.mark.parametrize("key", ["t.bfloat16", "t.scalar", "t.complex128", "hyper.betas"])
-def test_a_flipped_bit_in_the_source_stops_everything(name, key, tmp_path):
-    source = copy_of(saved(name), tmp_path / "source")
+WAYS = ("dcp", *KINDS)
+FLIPPED = {
+    "dcp": ("t.bfloat16", "t.scalar", "t.complex128", "hyper.betas"),
+    **dict.fromkeys(KINDS, ("t.bfloat16", "t.scalar")),
+}
+
+
+def source_for(way: str, writer: str, to: Path) -> Path:
+    """A copy, to be damaged, of what this writer saved on three ranks, or of types that every format has."""
+    return copy_of(saved(f"{writer} rows3") if way == "dcp" else plain(), to)
+
+
+@pytest.mark.parametrize(
+    ("writer", "way", "key"),
+    [(writer, way, key) for way in WAYS for key in FLIPPED[way] for writer in ("own", "stock")[: 2 - (way != "dcp")]],
+)
+def test_a_flipped_bit_in_the_source_stops_everything(writer, way, key, tmp_path):
+    source = source_for(way, writer, tmp_path / "source")
     manifest = muonckpt.open(source).manifest
     chunks = [tensor.chunks[-1] for tensor in manifest.tensors if tensor.key == key]
     blobs = [blob for blob in manifest.blobs if blob.key == key]
     file = (chunks or blobs)[0].item.file
     edit(source / file, chunks[0].payload.end - 1 if chunks else blobs[0].item.offset + 70)
     with pytest.raises(SourceError) as caught:
-        reshard(source, tmp_path / "out", 2)
+        rewrite(source, tmp_path / "out", way)
     assert all(part in str(caught.value) for part in (key, file, "is damaged", *(str(c.box) for c in chunks)))
     assert nothing_but(tmp_path, "source")
 
@@ -210,6 +233,7 @@ def test_a_file_that_is_not_there_whole_is_a_fault_of_the_source(name, how, tmp_
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
 
 
+@pytest.mark.parametrize("way", ["dcp", "file"])
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -217,11 +241,11 @@ def test_a_file_that_is_not_there_whole_is_a_fault_of_the_source(name, how, tmp_
         (lambda cube: cube.update(fingerprint="0" * 16), SourceError, r"'t\.cube'.*fingerprint [0-9a-f]{16}, .* 0{16}"),
     ],
 )
-def test_a_manifest_that_is_not_true_is_found(change, error, message, tmp_path):
-    source = copy_of(saved("own rows3"), tmp_path / "source")
+def test_a_manifest_that_is_not_true_is_found(change, error, message, way, tmp_path):
+    source = source_for(way, "own", tmp_path / "source")
     manifest_edited(source, lambda entries: change(entries["t.cube"]))
     with pytest.raises(error, match=message):
-        reshard(source, tmp_path / "out", 2)
+        rewrite(source, tmp_path / "out", way)
     assert nothing_but(tmp_path, "source")
 
 
@@ -233,11 +257,12 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_source_that_changes_meanwhile_is_not_published(change, tmp_path):
-    source = copy_of(saved("stock rows3"), tmp_path / "source")
-    with pytest.raises(SourceError, match=r"changed|__1_0\.distcp"):
-        reshard(source, tmp_path / "out", 2, progress=once(lambda: CHANGES[change](source / "__1_0.distcp")))
+@pytest.mark.parametrize(("change", "way"), [*((change, "dcp") for change in CHANGES), ("touched", "zarr")])
+def test_a_source_that_changes_meanwhile_is_not_published(change, way, tmp_path):
+    source = source_for(way, "stock", tmp_path / "source")
+    told = "changed while it was read" if change == "touched" else r"changed|__1_0\.distcp"
+    with pytest.raises(SourceError, match=told):
+        rewrite(source, tmp_path / "out", way, progress=once(lambda: CHANGES[change](source / "__1_0.distcp")))
     assert nothing_but(tmp_path, "source")
 
 
@@ -274,14 +299,30 @@ TAKEN = {
 }
 
 
-@pytest.mark.parametrize("kind", TAKEN)
-def test_a_destination_that_is_taken_or_inside_the_source_is_refused_and_nothing_is_touched(kind, tmp_path):
-    source = copy_of(saved("own rows3"), tmp_path / "source")
+THERE = ("folder", "file", "dangling link")
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [(kind, way) for kind in TAKEN for way in WAYS if way == "dcp" or kind in (*THERE, "inside the source")],
+)
+def test_a_destination_that_is_taken_or_inside_the_source_is_refused_and_nothing_is_touched(kind, way, tmp_path):
+    source = source_for(way, "own", tmp_path / "source")
     destination = TAKEN[kind](tmp_path, source)
     before = (sorted(tmp_path.rglob("*")), contents(source))
-    with pytest.raises(DestinationError):
-        reshard(source, destination, 2)
+    with pytest.raises(DestinationError, match="inside the source" if kind.startswith("inside the") else None):
+        rewrite(source, destination, way)
     assert (sorted(tmp_path.rglob("*")), contents(source)) == before
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", THERE)
+def test_what_appears_meanwhile_is_never_replaced(kind, way, tmp_path):
+    source = saved("own rows3") if way == "dcp" else plain()
+    with pytest.raises(DestinationError):
+        rewrite(source, tmp_path / "out", way, progress=once(lambda: TAKEN[kind](tmp_path, source)))
+    assert nothing_but(tmp_path, "out")
+    assert (tmp_path / "out").is_symlink() or tree(tmp_path / "out") in ({}, {".": b""})
 
 
 SMALL = "mount -t tmpfs -o size=1m x {0} && {1} -c '{2}' reshard {3} {0}/out --mesh dp=2; echo code $?; ls -A {0}"
@@ -332,7 +373,7 @@ def test_many_small_chunks_between_large_ones_and_a_bit_in_any_of_them(tmp_path)
     numpy = {key: tensor.numpy() for key, tensor in muonckpt.open(tmp_path / "a").tensors.items()}
     for ranks, out, shard in ((2, "b", {}), (3, "c", {"t[02468][048]": [("dp", 1)], "t4": [("dp", 1)]}), (1, "d", {})):
         source = tmp_path / chr(ord(out) - 1)
-        muonckpt.reshard(source, tmp_path / out, mesh={"dp": ranks}, shard=shard, memory=1 << 20)
+        muonckpt.reshard(source, tmp_path / out, **grouped(mesh={"dp": ranks}, shard=shard, memory=1 << 20))
         assert muonckpt.verify(tmp_path / out).verdict == "whole"
         again = {key: tensor.numpy() for key, tensor in muonckpt.open(tmp_path / out).tensors.items()}
         assert all((again[key] == values).all() and again[key].dtype == values.dtype for key, values in numpy.items())

@@ -19,11 +19,11 @@ from support.sharded import edit, elements_of
 from support.trees import tree
 
 import muonckpt
+from muonckpt import DestinationError, Interrupted
 from muonckpt.converters.engine.run import run_job
-from muonckpt.converters.target.formats import container_of
+from muonckpt.converters.target.container import container_of
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.request import unchanged
-from muonckpt.errors import DestinationError, Interrupted
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -206,7 +206,7 @@ def test_the_same_names_made_of_other_elements_are_another_job(tmp_path):
     def swapped(source):
         outputs = unchanged(source)
         one, other = outputs.tensors
-        tensors = [replace(a, layout=b.layout, chunks=b.chunks) for a, b in ((one, other), (other, one))]
+        tensors = [replace(a, layout=b.layout, sources=b.sources) for a, b in ((one, other), (other, one))]
         return replace(outputs, tensors=tensors)
 
     muonckpt.save({"q": torch.zeros(4, 3), "k": torch.ones(4, 3)}, tmp_path / "source")

@@ -16,8 +16,9 @@ from support.sharded import bits, elements_of
 from support.trees import tree
 
 import muonckpt
+from muonckpt import DestinationError, SourceError, TargetError
+from muonckpt.converters.options import grouped
 from muonckpt.converters.translate.names import NameRule, NameRules
-from muonckpt.errors import DestinationError, SourceError, TargetError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -37,7 +38,9 @@ def source(tmp_path_factory) -> Path:
 
 def test_the_function_and_the_command_write_and_tell_the_same(source, tmp_path):
     cut = {"model.*": [("tp", 1)], "*": [("dp", 0)]}
-    report = muonckpt.reshard(source, tmp_path / "a" / "out", mesh={"dp": 2, "tp": 2}, shard=cut, verify=True)
+    report = muonckpt.reshard(
+        source, tmp_path / "a" / "out", **grouped(mesh={"dp": 2, "tp": 2}, shard=cut, verify=True)
+    )
     (tmp_path / "b").mkdir()
     line = ["--mesh", "dp=2,tp=2", "--shard", "model.*=tp:1", "--shard", "*=dp:0", "--json"]
     told = json.loads(called("reshard", source, tmp_path / "b" / "out", *line).stdout)
@@ -51,7 +54,7 @@ def test_the_function_and_the_command_write_and_tell_the_same(source, tmp_path):
 
 
 def test_a_dry_run_is_told_and_not_done(source, tmp_path):
-    plan = muonckpt.reshard(source, tmp_path / "out", mesh={"dp": 3}, dry_run=True)
+    plan = muonckpt.reshard(source, tmp_path / "out", **grouped(mesh={"dp": 3}, dry_run=True))
     assert plan.fingerprints is None and list(tmp_path.iterdir()) == []
     done = muonckpt.reshard(str(source), str(tmp_path / "out"), mesh={"dp": 3})
     assert done.files == plan.files and sum(file.bytes for file in plan.files) == plan.written
@@ -62,10 +65,12 @@ def test_a_dry_run_is_told_and_not_done(source, tmp_path):
 
 def test_convert_needs_no_mesh(source, tmp_path):
     told: list[tuple[int, int]] = []
-    report = muonckpt.convert(source, tmp_path / "one", progress=lambda *step: told.append(step))
+    report = muonckpt.convert(source, tmp_path / "one", **grouped(progress=lambda *step: told.append(step)))
     assert (report.ranks, [file.file for file in report.files]) == (1, ["__0_0.distcp"])
     assert {total for _, total in told} == {sum(count for count, _ in told)} == {report.checked + report.read}
-    report = muonckpt.convert(tmp_path / "one", tmp_path / "w.safetensors", format="safetensors", tensors_only=True)
+    report = muonckpt.convert(
+        tmp_path / "one", tmp_path / "w.safetensors", **grouped(format="safetensors", tensors_only=True)
+    )
     assert (report.ranks, report.mesh, report.layout) == (None, None, None)
     muonckpt.reshard(tmp_path / "w.safetensors", tmp_path / "back", mesh={"dp": 2})
     assert elements_of(tmp_path / "back") == elements_of(source)
@@ -76,7 +81,7 @@ def test_rules_are_tables_by_name_files_or_values(source, tmp_path):
     (tmp_path / "rules.toml").write_text(rules.to_toml())
     for number, how in enumerate((rules, str(tmp_path / "rules.toml"), [rules], ["hf-qkv", rules])):
         out = tmp_path / str(number)
-        report = muonckpt.convert(source, out, rules=how, to_dialect="dion", convention="ema")
+        report = muonckpt.convert(source, out, **grouped(rules=how, to_dialect="dion", convention="ema"))
         found = elements_of(out)
         assert found["model.ab"] == elements_of(source)["model.a"] + elements_of(source)["model.b"]
         momentum = torch.cat([STEP * (torch.arange(24.0) + at) for at in range(2)]).double()
@@ -102,7 +107,7 @@ WRONG = {
 def test_arguments_that_do_not_fit_are_refused_and_nothing_is_written(case, source, tmp_path):
     options, message = WRONG[case]
     with pytest.raises(TargetError, match=message):
-        muonckpt.reshard(source, tmp_path / "out", **options)
+        muonckpt.reshard(source, tmp_path / "out", **grouped(**options))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -126,7 +131,8 @@ def test_what_the_source_is_that_ranks_write_the_destination_is_too(tmp_path):
 LOADED = """
 import sys, muonckpt
 muonckpt.reshard(sys.argv[1], sys.argv[2], mesh={"dp": 2})
-muonckpt.convert(sys.argv[2], sys.argv[2] + ".zarr", format="zarr", tensors_only=True)
+muonckpt.convert(sys.argv[2], sys.argv[2] + ".zarr", format="zarr",
+                 translation=muonckpt.Translation(tensors_only=True))
 print(sorted({"torch", "click", "rich", "zarr"} & set(sys.modules)))
 """
 

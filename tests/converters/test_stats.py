@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from support.commands import called
 
 import muonckpt
-from muonckpt.converters.health.spectrum import SKETCH, spectrum_of
+from muonckpt.converters.compare.figures import SKETCH, ElementFigures, spectra_of
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -73,9 +74,26 @@ def test_figures_are_those_of_whole_tensors(runs, memory):
             assert all(sketched <= value * (1 + 1e-6) for sketched, value in zip(spectrum.values, values, strict=False))
 
 
+@pytest.mark.parametrize("shape", [(1 << 21,), (1, 1 << 20), (3, 1 << 19)])
+def test_long_vectors_and_rows_are_measured_in_the_memory_that_was_given(shape, tmp_path):
+    numbers = torch.randn(shape, generator=GENERATOR)
+    muonckpt.save({"model": {"w": numbers}}, tmp_path / "c")
+    muonckpt.stats(tmp_path / "c", memory=1 << 20, jobs=1)  # imports what it needs
+    tracemalloc.start()
+    (found,) = muonckpt.stats(tmp_path / "c", memory=1 << 20, jobs=1).tensors
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 << 20  # of which 2 are those that are compared with checksums at a time
+    assert found.figures.norm == pytest.approx(torch.linalg.vector_norm(numbers.double()).item(), rel=1e-12)
+    if len(shape) > 1:
+        values = torch.linalg.svdvals(numbers.double()).tolist()
+        assert found.spectrum == pytest.approx(values, rel=1e-9)
+
+
 def test_a_matrix_of_few_columns_is_measured_exactly():
     numbers = np.random.default_rng(1).normal(size=(50, SKETCH)) * 1e-180
-    found = spectrum_of(SKETCH, lambda: iter((numbers[:20], numbers[20:])), 1.0, float(np.abs(numbers).max()))
+    figures = ElementFigures(numbers.size, 1.0, float(np.abs(numbers).max()))
+    [found] = spectra_of(SKETCH, lambda: iter((numbers[np.newaxis, :20], numbers[np.newaxis, 20:])), [figures])
     assert found.values == pytest.approx(np.linalg.svd(numbers * 1e180, compute_uv=False) * 1e-180, rel=1e-9)
 
 
@@ -84,7 +102,7 @@ def test_what_is_wrong_is_found_and_nothing_else(runs):
     assert early.health == ()
     late = muonckpt.stats(runs / "late", since=runs / "early")
     momentum = "optimizer.state.layers.{}.up.weight.momentum_buffer"
-    assert {finding.kind: finding.keys for finding in late.health} == {
+    assert {finding.kind: finding.names for finding in late.health} == {
         "nonfinite": (momentum.format(3),),
         "zero_momentum": (momentum.format(1),),
         "outlier_rms": (momentum.format(2),),

@@ -14,8 +14,9 @@ from support.rank_files import written
 from support.trainer_files import of_deepspeed, of_nanochat, of_one_process
 
 import muonckpt
-from muonckpt.converters.translate.dialects import DIALECTS
-from muonckpt.errors import MuonckptError
+from muonckpt import MuonckptError
+from muonckpt.converters.options import grouped
+from muonckpt.converters.programs.registry import DIALECTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "migrations" / "overview.md"
 
@@ -80,8 +81,9 @@ def run() -> dict:
         "up.weight": {"momentum_buffer": torch.ones(4, 6)},
         "norm.weight": {"exp_avg": torch.ones(6), "exp_avg_sq": torch.ones(6), "step": torch.tensor(3.0)},
     }
-    muon = {"params": ["up.weight"], "algorithm": "muon", "convention": "ema", "momentum": 0.9, "adjust_lr": "original",
-            "ns": "keller", "ns_steps": 5, "nesterov": True, "eps": 1e-7}  # fmt: skip
+    muon = {"params": ["up.weight"], "algorithm": "muon", "convention": "ema", "momentum": 0.9,
+            "adjust_lr_fn": "original", "ns_coefficients": "keller", "ns_steps": 5,
+            "nesterov": True, "eps": 1e-7}  # fmt: skip
     adamw = {"params": ["norm.weight"], "algorithm": "adamw", "betas": (0.9, 0.95), "eps": 1e-8}
     groups = [group | {"lr": 0.02, "weight_decay": 0.1} for group in (muon, adamw)]
     weights = {"up.weight": torch.ones(4, 6), "norm.weight": torch.ones(6)}
@@ -108,8 +110,8 @@ def formats(folder: Path) -> str:
                 name,
                 tried(lambda path=path: muonckpt.inspect(path)),
                 str(muonckpt.verify(path).verdict),
-                tried(lambda path=path: muonckpt.reshard(path, folder / "x", mesh={"dp": 2}, dry_run=True)),
-                tried(lambda path=path: muonckpt.convert(path, folder / "x", format="zarr", dry_run=True)),
+                tried(lambda path=path: muonckpt.reshard(path, folder / "x", **grouped(mesh={"dp": 2}, dry_run=True))),
+                tried(lambda path=path: muonckpt.convert(path, folder / "x", **grouped(format="zarr", dry_run=True))),
                 to,
             )
         )
@@ -121,11 +123,11 @@ def programs(folder: Path) -> str:
     for dialect in DIALECTS.values():
         options = {"to_dialect": dialect.name, "format": dialect.format}
         path = folder / f"for-{dialect.name}"
-        to = tried(lambda options=options, path=path: muonckpt.convert(folder / "own", path, **options))
+        to = tried(lambda options=options, path=path: muonckpt.convert(folder / "own", path, **grouped(**options)))
         assert (to == "no") == (dialect.name in WHY_NOT_WRITTEN), dialect.name
         back = {"convention": None if dialect.convention else "ema", "from_dialect": dialect.name, "step": 3}
         if to == "yes":
-            muonckpt.convert(path, folder / f"of-{dialect.name}", to_dialect="muonckpt", **back)
+            muonckpt.convert(path, folder / f"of-{dialect.name}", **grouped(to_dialect="muonckpt", **back))
             arrived = muonckpt.open(folder / f"of-{dialect.name}").tensors
             for name, slots in run()["optimizer"]["state"].items():
                 for slot, value in slots.items():

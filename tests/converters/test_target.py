@@ -18,20 +18,19 @@ from support.resharded import contents, make_job, saved
 from support.sharded import elements_of, manifest_edited
 
 import muonckpt
+from muonckpt import DestinationError, OpenCheckpoint, TargetError
 from muonckpt.chunks import no_chunks
-from muonckpt.converters.engine.output_chunks import is_direct
+from muonckpt.converters.engine.output_files import is_direct
 from muonckpt.converters.engine.outputs import OutputItem, Outputs, OutputTensor
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.layouts import lay_out
 from muonckpt.converters.target.topology import LAYOUTS, ShardRule, Target
 from muonckpt.converters.translate.request import unchanged
-from muonckpt.errors import DestinationError, TargetError
 from muonckpt.layout import stacked, through
-from muonckpt.layouts.buffers.group_buffer import recorded
-from muonckpt.layouts.owned import owned_layout
+from muonckpt.layouts.buffers.records import recorded
+from muonckpt.layouts.flat import owned_layout
 from muonckpt.record import Manifest, StateRecord
 from muonckpt.store.formats.torch_save.plain_item import plain_item
-from muonckpt.store.open_checkpoint import OpenCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -214,8 +213,8 @@ def halves_and_more(source: OpenCheckpoint) -> Outputs:
         two = lay_out(Target({"h": 2}), [each.record]).layouts[each.key]
         for end, fragment, scale in zip(("_w", "_v"), two.fragments, (None, 0.1), strict=True):
             part = through(stacked([fragment.box], 0), each.layout)
-            tensors.append(OutputTensor(tensor(each.key + end, *part.shape), part, each.chunks, scale=scale))
-    step = OutputTensor(tensor("step"), owned_layout((), "new"), in_memory={"new": struct.pack("<f", 3)})
+            tensors.append(OutputTensor(tensor(each.key + end, *part.shape), part, each.sources, scale=scale))
+    step = OutputTensor(tensor("step"), owned_layout((), 0), (struct.pack("<f", 3),))
     moved = [OutputItem("moved", ("moved",), item.source) for item in plain.items]
     return Outputs([*tensors, step], [*moved, OutputItem("new", ("new",), data=plain_item({"lr": 0.5}))])
 

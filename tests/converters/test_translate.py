@@ -19,6 +19,7 @@ from support.translated import (
     copied,
     executed,
     expected,
+    in_memory,
     nested,
     options,
     read,
@@ -29,15 +30,14 @@ from support.translated import (
 )
 
 import muonckpt
+from muonckpt import SourceError, TargetError
+from muonckpt.converters.programs.registry import DIALECTS
 from muonckpt.converters.translate.conventions import Overrides
-from muonckpt.converters.translate.dialects import DIALECTS
-from muonckpt.converters.translate.names import NameRule, NameRules
-from muonckpt.converters.translate.tables import READY_MADE, ready_made
+from muonckpt.converters.translate.names import READY_MADE, NameRule, NameRules, ready_made
 from muonckpt.converters.translate.translator import translate
-from muonckpt.errors import SourceError, TargetError
-from muonckpt.optimizer.muon import Muon
+from muonckpt.optimizer import Muon
 from muonckpt.store.formats.signs import COMMON_STATE
-from muonckpt.vocabulary import Convention
+from muonckpt.vocabulary import GROUP_OPTIONS, Convention
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -55,7 +55,7 @@ def test_any_program_to_any_other(source, target):
     assert bool(scales) == (target != "dcp" and (source in SUMS) != (target in SUMS))
     for key, words in want.items():
         assert words_apart(found[key], words) <= 1 if key in scales else np.array_equal(found[key], words), key
-    for record in (output.record for output in result.tensors if not output.in_memory):
+    for record in (output.record for output in result.tensors if not in_memory(output)):
         path_of = record.path
         assert ".".join(map(str, path_of)) == record.key
         assert not record.chunks
@@ -106,18 +106,20 @@ def test_groups_have_exactly_the_options_of_a_new_optimizer(source):
         "torch": [torch.optim.Muon([weight]).param_groups[0], torch.optim.AdamW([bias]).param_groups[0]],
         "muonckpt": ours.param_groups,
     }
-    unknown = {"gram", "ns_dtype"} | {"dion": {"ns", "ns_steps"}}.get(source, set())
+    assumed = {"gram", "ns_dtype"} | {"dion": {"ns_coefficients", "ns_steps"}, "xtuner": {"pieces"}}.get(source, set())
     for target, groups in fresh.items():
         result = translated(f"{PEERS[source]}/ckpt", target)
         said = options(result)
         for number in {key.split(".")[2] for key in said}:
             mine = {key.split(".", 3)[3] for key in said if key.split(".")[2] == number}
-            left = unknown if target == "muonckpt" and "momentum" in mine else set()
-            split = {"pieces"} - mine if left and source == "xtuner" else set()
-            assert mine | left | split in [set(group) for group in groups] and not mine & left
-        told = {check.subject for check in result.checklist if check.action == "set in code" and not check.values}
-        told = {subject for subject in told if subject.endswith(" of muon groups")} - {"pieces of muon groups"}
-        assert told == ({f"{option} of muon groups" for option in unknown} if target == "muonckpt" else set())
+            assert mine - {"param_names"} in [set(group) for group in groups]
+        told = {c.subject: c.values for c in result.checklist if "as in a new optimizer of muonckpt" in c.reason}
+        defaults = {f"{option} of muon groups": (repr(GROUP_OPTIONS["muon"][option]),) for option in assumed}
+        hints = [
+            c.reason for c in result.checklist if c.subject == "ns_coefficients of muon groups" and source == "dion"
+        ]
+        assert all("'polar_express_dion' is its default" in hint for hint in hints)
+        assert told == (defaults if target == "muonckpt" else {})
 
 
 def test_groups_by_name_are_put_together_and_taken_apart():
@@ -146,7 +148,7 @@ def test_in_its_own_words_nothing_changes(source):
     result = translated(folder, source.split()[0])
     assert not (options(result) or result.left_out or any(note.startswith("note: ") for note in result.notes))
     assert copied(result) == {blob.key: blob for blob in manifest.blobs}
-    assert {output.key: (output.record.path, output.scale) for output in result.tensors if not output.in_memory} == {
+    assert {output.key: (output.record.path, output.scale) for output in result.tensors if not in_memory(output)} == {
         tensor.key: (tensor.path, None) for tensor in manifest.tensors
     }
     assert executed(path, result).keys() == {tensor.key for tensor in manifest.tensors}
@@ -216,7 +218,7 @@ def test_a_step_that_is_nowhere_must_be_given(tmp_path):
     with pytest.raises(SourceError, match=r"'w'.*stores the number of steps.*give --step"):
         translate(manifest, muonckpt.open(path).values, DIALECTS["torch"])
     outputs = translate(manifest, muonckpt.open(path).values, DIALECTS["torch"], overrides=Overrides(step=7))
-    (counter,) = (output for output in outputs.tensors if output.in_memory)
+    (counter,) = (output for output in outputs.tensors if in_memory(output))
     assert counter.key == "optimizer.state.w.step"
     assert executed(path, outputs)[counter.key].tobytes() == np.float32(7).tobytes()
 
@@ -275,7 +277,7 @@ def test_a_step_that_is_no_whole_number_is_refused(step, tmp_path):
 @pytest.mark.parametrize("target", ["torch_dist", "muonckpt"])
 def test_masters_of_layer_wise_training_are_state_of_ours(target, tmp_path):
     masters = {"momentum_buffer": W.clone(), "fp32_param": W.clone()}
-    manifest, path = saved(tmp_path, nested(masters, lr=0.1, momentum=0.9, algorithm="muon"))
+    manifest, path = saved(tmp_path, nested(masters, lr=0.1, momentum=0.9, algorithm="muon", convention="ema"))
     made = translate(manifest, muonckpt.open(path).values, DIALECTS[target], source=DIALECTS["muonckpt"])
     assert {output.record.slot for output in made.tensors} >= {"momentum_buffer", "fp32_param"}
 

@@ -10,12 +10,13 @@ from support.golden import golden
 from support.translated import MEGATRON, copied, executed, options, read, translated, truth_of, words_apart
 
 import muonckpt
+from muonckpt import SourceError, TargetError
+from muonckpt.converters.options import grouped
 from muonckpt.converters.translate.conventions import Overrides
-from muonckpt.converters.translate.tables import ready_made
-from muonckpt.errors import SourceError, TargetError
+from muonckpt.converters.translate.names import ready_made
 from muonckpt.optimizer import LayerWise, Muon
 from muonckpt.store.formats.signs import COMMON_STATE
-from muonckpt.vocabulary import Convention
+from muonckpt.vocabulary import GROUP_OPTIONS, Convention
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -88,9 +89,9 @@ def test_named_experts_become_those_of_torch_dist_and_come_home(tmp_path):
     state = {"": "model.module.{}", "momentum_buffer": "optimizer.state.module.module.module.{}.momentum_buffer"}
     for table in ("torch-dist-experts", "torch-dist-singletons"):
         out, home = tmp_path / table, tmp_path / f"{table} home"
-        muonckpt.convert(path, out, to_dialect="torch_dist_chained", rules=["megatron-swiglu", table])
+        muonckpt.convert(path, out, **grouped(to_dialect="torch_dist_chained", rules=["megatron-swiglu", table]))
         back = [f"inverse:{table}", "inverse:megatron-swiglu"]
-        muonckpt.convert(out, home, to_dialect="fsdp_dtensor", rules=back, step=10)
+        muonckpt.convert(out, home, **grouped(to_dialect="fsdp_dtensor", rules=back, step=10))
         found, arrived = muonckpt.open(out).tensors, muonckpt.open(home).tensors
         for slot, key in state.items():
             prefix = f"chained_0.optimizer.state.{slot}." if slot else ""
@@ -129,16 +130,20 @@ def test_megatron_momentum_in_the_convention_of_another_program():
     assert words_apart(found[f"optimizer.state.{mlp}.momentum"], want) <= 1
 
 
-def test_megatron_groups_say_in_our_words_what_megatron_says_and_no_more():
+def test_megatron_groups_say_in_our_words_what_megatron_says_and_the_defaults_of_the_rest():
     overrides = Overrides(Convention.EMA)
-    found = options(
-        translated(MEGATRON.format("dp4"), "muonckpt", rules=ready_made("megatron-swiglu"), overrides=overrides)
-    )
+    rules = ready_made("megatron-swiglu")
+    result = translated(MEGATRON.format("dp4"), "muonckpt", rules=rules, overrides=overrides)
+    found = options(result)
+    checklist = {check.subject for check in result.checklist}
     of_megatron = {"lr", "weight_decay", "momentum", "betas", "eps", "params", "max_lr", "min_lr"}
     for number in {key.split(".")[2] for key in found}:
         mine = {key.split(".", 3)[3]: value for key, value in found.items() if key.split(".")[2] == number}
-        made_up = {option: value for option, value in mine.items() if option not in of_megatron}
-        assert made_up in ({"algorithm": "muon", "convention": "ema"}, {"algorithm": "adamw"})
+        made_up = {o: value for o, value in mine.items() if o not in of_megatron | {"algorithm", "param_names"}}
+        defaults = GROUP_OPTIONS[mine["algorithm"]]
+        assert made_up == {o: defaults[o] for o in made_up} and mine.keys() >= defaults.keys()
+        listed = {f"{option} of {mine['algorithm']} groups" for option in made_up.keys() - {"convention"}}
+        assert listed <= checklist
 
 
 class Layers(torch.nn.Module):
@@ -186,7 +191,9 @@ def test_megatrons_layer_wise_run_goes_on_in_muon_and_in_layer_wise_of_any_dtype
     for way, more in ways.items():
         weights = None if way == "kept" else way
         report = muonckpt.convert(
-            source, tmp_path / way, to_dialect="muonckpt", convention="ema", weights=weights, verify=True, **more
+            source,
+            tmp_path / way,
+            **grouped(to_dialect="muonckpt", convention="ema", weights=weights, verify=True, **more),
         )
         assert COMMON_STATE in report.left_out
     kept = continued(tmp_path / "kept", torch.bfloat16, layer_wise=True)
@@ -207,6 +214,6 @@ def test_megatrons_layer_wise_run_goes_on_in_muon_and_in_layer_wise_of_any_dtype
             tensor = found.tensors[f"optimizer.state.{name}.momentum_buffer"]
             assert tensor.dtype == "bfloat16" and np.array_equal(tensor.numpy(), rounded.float().numpy())
     with pytest.raises(TargetError, match="no float32 masters"):
-        muonckpt.convert(tmp_path / "masters", tmp_path / "x", weights="masters")
+        muonckpt.convert(tmp_path / "masters", tmp_path / "x", **grouped(weights="masters"))
     with pytest.raises(SourceError, match="--weights masters"):
         muonckpt.convert(source, tmp_path / "x", to_dialect="torch")

@@ -11,17 +11,15 @@ import torch
 from support.commands import called
 
 import muonckpt
-from muonckpt.errors import TargetError
-from muonckpt.forecasting.durations import Rates, step_seconds
+from muonckpt import TargetError
 from muonckpt.forecasting.exchange_bytes import MuonOptions, StepPlan, leaving_bytes, most_wires, step_plan
 from muonckpt.forecasting.families import model_of_config
 from muonckpt.forecasting.model_tensors import fresh_parameter
+from muonckpt.forecasting.topologies import Rates, step_seconds
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, mesh_layout
-from muonckpt.optimizer.newton_schulz.costs import flops
-from muonckpt.optimizer.planning.matrices import Fused
-from muonckpt.optimizer.planning.routes import WIRE_ALIGNMENT
-from muonckpt.optimizer.planning.schedule import make_schedule
-from muonckpt.optimizer.planning.units import Slot, Spec
+from muonckpt.optimizer.newton_schulz.recipe import flops
+from muonckpt.optimizer.planning.matrices import Fused, Slot, Spec
+from muonckpt.optimizer.planning.schedule import WIRE_ALIGNMENT, make_schedule
 
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
          "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip

@@ -15,7 +15,7 @@ from support.pages import distance, script, uninterrupted_runs, whole
 from support.workers import run
 from torch.distributed.tensor import DTensor
 
-from muonckpt.errors import SourceError
+from muonckpt import SourceError
 from muonckpt.integrations.saved import check_saved
 from muonckpt.optimizer.groups import LLAMA, Rule, sort_parameters
 
@@ -99,6 +99,32 @@ def test_parameters_that_moved_to_adamw_start_fresh_by_name(uninterrupted, ranks
     assert "state starts fresh: 2 (model.layers.*.mlp.down_proj.weight)" in warned
     told, _, _ = run(ranks, regrouped, str(tmp_path / "b"), saved, [])[0]
     assert "2 parameters differ: moved from 'muon' to 'adamw': model.layers.*.mlp.down_proj.weight" in told
+
+
+def frozen(rank: int, world: int, folder: str, resume: str, fresh: list[str]) -> tuple[str, set[float]]:
+    """The script, resumed with a norm frozen: its error, and the counts of steps."""
+    names = script("huggingface.md")
+    whole = names["LlamaForCausalLM"]
+
+    def without_the_norm(config: Any) -> torch.nn.Module:
+        model = whole(config)
+        model.model.norm.requires_grad_(False)
+        return model
+
+    names["LlamaForCausalLM"], names["muon"] = without_the_norm, lambda **options: muon(fresh=fresh, **options)
+    with accelerated(rank, world, fsdp=False):
+        trainer = names["build"](folder, BATCH // world, disable_tqdm=True)
+        told = raised(lambda: trainer.train(resume_from_checkpoint=resume))
+        return told, {slots["step"].item() for slots in trainer.optimizer.state.values() if "step" in slots}
+
+
+def test_what_the_refusal_says_is_what_the_trainer_takes(uninterrupted, tmp_path):
+    """Only the checkpoint has the parameter: accelerate loads the optimizer's own state into it first."""
+    saved = str(uninterrupted["plain", 1][0] / "checkpoint-3")
+    told, _ = run(1, frozen, str(tmp_path / "a"), saved, [])[0]
+    assert "only in the checkpoint: model.norm.weight" in told and "in a trainer, to muon(...)" in told
+    globs = eval(told.partition("fresh=")[2].partition(")")[0])
+    assert run(1, frozen, str(tmp_path / "b"), saved, globs)[0] == ("no error", {6})
 
 
 def test_without_its_optimizer_a_resumed_run_is_another_one(uninterrupted, tmp_path):

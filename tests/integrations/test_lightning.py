@@ -192,3 +192,10 @@ def test_a_checkpoint_is_not_overwritten(tmp_path):
         assert told.startswith("DestinationError")
         assert "epoch=0.ckpt" in told
     assert not muonckpt.verify(tmp_path / "epoch=0.ckpt").findings
+
+
+@pytest.mark.parametrize("sizes", [{}, {"data_parallel_size": 2}, {"tensor_parallel_size": 1}])
+def test_sizes_that_are_left_to_lightning_are_refused(sizes):
+    """It would make all ranks tensor parallel, and each would step over all the data."""
+    with pytest.raises(ValueError, match=r"='auto'.*expected two numbers.*tensor_parallel_size=1\) is FSDP2"):
+        script("lightning.md")["MuonckptStrategy"](**sizes)

@@ -17,6 +17,7 @@ from support.pages import as_launched, distance, script, uninterrupted_runs, who
 from support.workers import run
 
 import muonckpt
+from muonckpt.converters.options import grouped
 from muonckpt.optimizer import Muon
 
 KINDS = ["padded-nscost", "decoupled-total-order"]
@@ -58,7 +59,7 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(uninterrupted, saved, re
 def test_a_run_becomes_a_checkpoint_that_megatron_reads(uninterrupted, tmp_path):
     folder, _ = uninterrupted[KINDS[0], 2]
     options = {"to_dialect": "torch_dist_chained", "format": "torch_dist"}
-    muonckpt.convert(folder / "saved", tmp_path / "iter_0000003", **options)
+    muonckpt.convert(folder / "saved", tmp_path / "iter_0000003", **grouped(**options))
     ours, theirs = (muonckpt.verify(path).fingerprints for path in (folder / "saved", tmp_path / "iter_0000003"))
     name, slot = "blocks.0.up.weight", "momentum_buffer"
     assert theirs[f"chained_0.optimizer.state.{slot}.{name}"] == ours[f"optimizer.state.{name}.{slot}"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from muonckpt.layouts.buffers.balanced import ALIGNMENT, TOLERANCE, balanced, balanced_owners
-from muonckpt.layouts.buffers.megatron_padded import padded_nscost, padded_numel
+from muonckpt.layouts.buffers.megatron import padded_nscost, padded_numel
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter, newton_schulz
 
 

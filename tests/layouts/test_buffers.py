@@ -11,20 +11,22 @@ import pytest
 from support.foreign_buffers import compact, cut_rows, fsdp_v1, fsdp_v2, replicated
 from support.oracle import arange, execute, scatter
 
+from muonckpt import LayoutError, SourceError
 from muonckpt.box import Box
-from muonckpt.errors import LayoutError, SourceError
 from muonckpt.layout import dense
 from muonckpt.layouts.buffers.balanced import balanced
-from muonckpt.layouts.buffers.buffer_layout import BufferLayout
-from muonckpt.layouts.buffers.group_buffer import GroupBuffer, recorded, recorded_run
-from muonckpt.layouts.buffers.layout_json import from_json, to_json
-from muonckpt.layouts.buffers.megatron_compact import decoupled_total_order, legacy_pingpong
-from muonckpt.layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
+from muonckpt.layouts.buffers.buffer_layout import BufferLayout, PlacedParameter, divided, owned
+from muonckpt.layouts.buffers.megatron import (
+    decoupled_total_order,
+    distributed_optimizer,
+    legacy_pingpong,
+    padded_nscost,
+    padded_numel,
+)
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter, split
-from muonckpt.layouts.buffers.ranges import PlacedParameter, divided, owned
-from muonckpt.layouts.flat import FlatShard, flat_layout
+from muonckpt.layouts.buffers.records import GroupBuffer, from_json, recorded, recorded_run, to_json
+from muonckpt.layouts.flat import Cuts, FlatShard, flat_layout
 from muonckpt.layouts.mesh import Mesh
-from muonckpt.layouts.uneven import Cuts
 from muonckpt.plan import make_plan
 
 FREE = -1

@@ -14,12 +14,11 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from muonckpt import LayoutError
 from muonckpt.box import Box
-from muonckpt.errors import LayoutError
 from muonckpt.layout import Fragment, Place, TensorLayout, dense, stacked, through
-from muonckpt.layouts.flat import even_shards, flat_layout
+from muonckpt.layouts.flat import even_shards, flat_layout, owned_layout
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, local_shape, mesh_layout
-from muonckpt.layouts.owned import owned_layout
 from muonckpt.plan import Share, make_plan, make_share
 
 

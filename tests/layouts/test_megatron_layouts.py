@@ -12,13 +12,18 @@ import pytest
 from support.foreign_buffers import cut_rows, fsdp_v1, fsdp_v2
 from support.golden import golden
 
-from muonckpt.errors import LayoutError
+from muonckpt import LayoutError
 from muonckpt.layouts.buffers.buffer_layout import BufferLayout
-from muonckpt.layouts.buffers.megatron_compact import decoupled_total_order, legacy_pingpong
-from muonckpt.layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
+from muonckpt.layouts.buffers.megatron import (
+    decoupled_total_order,
+    distributed_optimizer,
+    legacy_pingpong,
+    padded_nscost,
+    padded_numel,
+)
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter
+from muonckpt.layouts.flat import Cuts
 from muonckpt.layouts.mesh import Mesh
-from muonckpt.layouts.uneven import Cuts
 
 PADDED = {"padded_numel": padded_numel, "padded_ns_cost": padded_nscost}
 

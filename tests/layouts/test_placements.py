@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter
-from muonckpt.layouts.buffers.placements import FORMER, PLACEMENTS, ToPlace, present_name
+from muonckpt.layouts.buffers.placements import PLACEMENTS, ToPlace
 
 MATRICES = [Parameter(f"layers.{n}.w", (8 + n, 16), expert=n == 3) for n in range(12)]
 REST = [Parameter("embedding", (37, 16)), Parameter("norm", (16,))]
@@ -46,15 +46,3 @@ def test_what_a_run_was_told_reaches_the_rules():
     assert owners == [{"a": 0, "b": 1}, {"a": 1, "b": 0}]
     layouts = PLACEMENTS["balanced"].place(ToPlace(equal.parameters, equal.matrices, equal.sizes, previous={"a": 1}))
     assert layouts[0].owners == {"a": 1, "b": 0}
-
-
-@pytest.mark.parametrize(("former", "name"), FORMER.items())
-def test_a_former_name_still_works_and_warns(former, name):
-    assert name in PLACEMENTS and former not in PLACEMENTS
-    with pytest.warns(DeprecationWarning, match=f"{former!r} is called {name!r} now"):
-        assert present_name(former) == name
-
-
-@pytest.mark.parametrize("name", [*PLACEMENTS, "diagonal"])
-def test_other_names_stay_what_they_are(name):
-    assert present_name(name) == name

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from muonckpt.errors import LayoutError
+from muonckpt import LayoutError
 from muonckpt.layouts.tensors import layout_of, local_of, placement_json
 
 

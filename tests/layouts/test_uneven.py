@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from support.oracle import arange, scatter
 
-from muonckpt.errors import LayoutError
+from muonckpt import LayoutError
+from muonckpt.layouts.flat import Cuts, uneven_layout
 from muonckpt.layouts.mesh import Mesh
-from muonckpt.layouts.uneven import Cuts, uneven_layout
 
 
 def random_cuts(rng: np.random.Generator) -> Cuts:

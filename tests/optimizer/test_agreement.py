@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.failing import OutOfMemory, raised
+from support.layer_wise_training import Net, gradients, groups
 from support.workers import run
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from muonckpt.optimizer import Muon
+from muonckpt.optimizer import LayerWise, Muon, clip_grad_norm_
 from muonckpt.optimizer.step import notes
 from muonckpt.optimizer.step.agreement import AGREE_ON_STEP, Intent, refusal
 
@@ -54,14 +55,14 @@ OPTIONS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("betas", {"algorithm": "adamw", "lr": 0.1}, {"betas": (0.9, 0.5)}),
     ("beta2", {"algorithm": "normuon"}, {"beta2": 0.5}),
     ("update_norm", {"algorithm": "normuon"}, {"update_norm": "rms"}),
-    ("ns", {}, {"ns": [(2.0, -1.5, 0.5)] * 5}),
+    ("ns_coefficients", {}, {"ns_coefficients": [(2.0, -1.5, 0.5)] * 5}),
     ("eps", {}, {"eps": 1e-3}),
     ("eps", {"algorithm": "adamw", "lr": 0.1}, {"eps": 1e-3}),
-    ("ns", {}, {"ns": "keller"}),
+    ("ns_coefficients", {}, {"ns_coefficients": "keller"}),
     ("ns_steps", {}, {"ns_steps": 4}),
     ("ns_dtype", {}, {"ns_dtype": "float32"}),
     ("gram", {"gram": (2,)}, {"gram": (3,)}),
-    ("adjust_lr", {}, {"adjust_lr": "spectral"}),
+    ("adjust_lr_fn", {}, {"adjust_lr_fn": "spectral"}),
     ("pieces", {}, {"pieces": (4, 4)}),
     ("algorithm", {}, {"algorithm": "normuon"}),
 ]
@@ -309,6 +310,117 @@ def other_groups(rank: int, world: int) -> list[str]:
 def test_a_rank_without_a_group_of_matrices_is_told() -> None:
     for messages in run(3, other_groups):
         assert all(f"rank {ODD}: " in message and "of group 1 is unknown" in message for message in messages)
+
+
+# --- steps ----------------------------------------------------------------------------------------------------------
+
+
+def crossed_optimizers(rank: int, world: int, layer_wise: bool) -> list[str]:
+    """Of two with equal parameters, one rank steps the second one first: at the first step, and later."""
+    mesh = init_device_mesh("cpu", (world,))
+
+    def one() -> tuple[Callable[[], object], Any]:
+        if not layer_wise:
+            return lambda: None, Muon([rows(mesh, 8, 12), rows(mesh, 4, 4)])
+        net = Net(("qkv", "bias"))
+        return lambda: net(gradients(net, 0, rank)).backward(), LayerWise(net, groups(net))
+
+    found = []
+    for steps in (0, 2):
+        pair = [one(), one()]
+        for _ in range(steps):
+            found += [raised(opt.step) for backward, opt in pair if backward() is None]
+        for backward, _ in pair:
+            backward()
+        found += [raised(opt.step) for _, opt in (pair[::-1] if rank == ODD else pair)]
+    return found
+
+
+@pytest.mark.parametrize("layer_wise", [False, True])
+def test_optimizers_with_equal_parameters_are_told_apart(layer_wise: bool) -> None:
+    for messages in run(3, crossed_optimizers, layer_wise):
+        assert messages[2:6] == ["no error"] * 4
+        for told in (*messages[:2], *messages[6:]):
+            assert f"rank {ODD}: the optimizer, of those built of equal parameters is number" in told
+
+
+def left_out(rank: int, world: int, ranks: tuple[int, ...], made_up: int) -> list[str]:
+    """Some ranks leave out the third step, as a scaler of gradients does, and one of them makes it up later."""
+    mesh = init_device_mesh("cpu", (world,))
+    params = [rows(mesh, 8, 12), rows(mesh, 4, 4)]
+    opt, found = Muon(params), []
+    for step in range(5):
+        opt.zero_grad()
+        for param in params:
+            param.grad = distribute_tensor(torch.full(param.shape, step + 1.0), mesh, [Shard(0)], src_data_rank=None)
+        if step != 2 or rank not in ranks:
+            found.append(raised(opt.step))
+        if step == made_up and rank in ranks and found[-1] == "no error":
+            found.append(raised(opt.step))
+        if found[-1] != "no error":
+            break
+    return found
+
+
+@pytest.mark.parametrize("made_up", [3, 4])
+def test_a_step_that_one_rank_leaves_out_is_told_in_that_step(made_up: int) -> None:
+    for messages in run(3, left_out, (ODD,), made_up):
+        assert messages[:2] == ["no error"] * 2 and len(messages) == 3
+        assert f"rank {ODD}: the number of times that gradients were dropped without a step is 1" in messages[2]
+    assert run(3, left_out, (0, 1, 2), made_up) == [["no error"] * 5] * 3
+
+
+def other_dtypes(rank: int, world: int) -> list[str]:
+    """A momentum and a gradient of another dtype on one rank, before the first step and after some."""
+    mesh, found = init_device_mesh("cpu", (world,)), []
+    for params in ([rows(mesh, 8, 12)], [rows(mesh, 8, 12)], [rows(mesh, 12)], [rows(mesh, 8, 12)]):
+        group = {"params": params} if params[0].ndim > 1 else {"params": params, "algorithm": "adamw", "lr": 0.1}
+        opt = Muon([group])
+        for _ in range(len(found) % 2):
+            opt.step()
+        if rank == ODD and len(found) < 3:
+            slots = opt.state[params[0]]
+            slot = "momentum_buffer" if params[0].ndim > 1 else "exp_avg"
+            slots[slot] = slots[slot].bfloat16()
+        elif rank == ODD:
+            params[0].grad_dtype = None
+            params[0].grad = params[0].grad.bfloat16()
+        found.append(raised(opt.step))
+    return found
+
+
+def test_dtypes_of_gradients_and_momenta_are_compared() -> None:
+    for *momenta, gradient in run(3, other_dtypes):
+        for told in momenta:
+            assert f"rank {ODD}: the momentum of parameter 0 is torch.bfloat16, on rank 0 torch.float32" in told
+        assert f"rank {ODD}: the gradient of parameter 0 is there, torch.bfloat16, on rank 0 there, torch" in gradient
+
+
+def other_guards(rank: int, world: int) -> list[str]:
+    mesh, found = init_device_mesh("cpu", (world,)), []
+    for usual, odd in (
+        ({"nonfinite": "skip"}, {"nonfinite": "raise"}),
+        ({"nonfinite": "skip"}, {"nonfinite": "skip", "most_skipped": 3}),
+    ):
+        options = odd if rank == ODD else usual
+        found.append(raised(Muon([rows(mesh, 8, 12)], **options).step))
+        found.append(raised(lambda options=options: LayerWise(net := Net(("qkv",)), groups(net), **options)))
+    limit = 0.5 if rank == ODD else 0.25
+    param = rows(mesh, 8, 12)
+    found.append(raised(clip_grad_norm_, [param], limit))
+    net = Net(("qkv", "bias"))
+    opt = LayerWise(net, groups(net))
+    net(gradients(net, 0, rank)).backward()
+    found.append(raised(opt.clip_grad_norm_, limit))
+    return found
+
+
+def test_guards_that_differ_are_told() -> None:
+    for rank, (*guards, clipped, layer_wise) in enumerate(run(3, other_guards)):
+        assert all(f"rank {ODD}: nonfinite is '" in told for told in guards)
+        mine, others = (0.5, 0.25) if rank == ODD else (0.25, 0.5)
+        for told in (clipped, layer_wise):
+            assert f"max_norm is {mine} on rank {rank}, and {others} on others" in told
 
 
 # --- the words ------------------------------------------------------------------------------------------------------

@@ -14,10 +14,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from muonckpt.optimizer import Muon, orthogonalize, scalar
-from muonckpt.optimizer import cuda_graphs as capture
+from muonckpt.optimizer import Muon, orthogonalize
+from muonckpt.optimizer.ground import cuda_graphs as capture
+from muonckpt.optimizer.methods import scalar
 from muonckpt.optimizer.newton_schulz import products
-from muonckpt.optimizer.newton_schulz.forms import Form
+from muonckpt.optimizer.newton_schulz.products import Form
 from muonckpt.optimizer.step import planner
 from muonckpt.optimizer.step import step as step_module
 
@@ -181,6 +182,7 @@ def test_numbers_are_uploaded_the_same_while_a_graph_is_captured(monkeypatch: py
         assert found.tolist() == list(values)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="older torch.compile makes no dataclasses")
 def test_newton_schulz_compiles() -> None:

@@ -7,15 +7,15 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from support.every_kind import values
+from support.every_kind import local_of, values
+from support.failing import raised
 from support.topologies import TOPOLOGIES, Home, part_of, placer, world_of
 from support.workers import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from muonckpt.layouts.tensors import local_of
 from muonckpt.optimizer import clip_grad_norm_
 
 LIMIT = 7.0
@@ -161,17 +161,58 @@ def collectives(rank: int, world: int) -> tuple[list[dict[str, int]], int]:
 
 def test_one_sum_for_each_set_of_ranks_and_groups_are_made_once():
     for counts, made in run(8, collectives):
-        assert counts == [{"c10d.allreduce_": 2}] * 2
+        assert counts == [{"c10d._allgather_base_": 2}] * 2
         assert made == 1
+
+
+def own(rank: int, world: int, case: str) -> tuple[str, bool]:
+    """The norm or the error, and whether the gradients are as they were."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "fsdp"))
+    pair = float(rank // 2)
+
+    def part(value: float, axis: str = "fsdp") -> torch.Tensor:
+        return distribute_tensor(torch.full((4, 3), value), mesh[axis], [Shard(0)], src_data_rank=None)
+
+    dense = distribute_tensor(torch.ones(4, 3), mesh, [Replicate(), Shard(0)], src_data_rank=None)
+    everyones = torch.ones(4, 3)
+    given = {
+        "experts": [dense, part(5 + pair)],
+        "experts and plain": [everyones, dense, part(5 + pair)],
+        "plain": [dense, torch.full((4, 3), float(rank))],
+        "axes that cross": [part(1.0), part(1.0, "expert")],
+        "some have none": [dense, part(1.0)] if pair else [dense],
+        "replicas": [dense, part(5.0), everyones],
+        "not finite on one": [dense, part(math.inf if pair else 1.0)],
+        "experts on the whole mesh": [
+            dense,
+            distribute_tensor(
+                torch.cat([torch.full((4, 3), 5.0), torch.full((4, 3), 6.0)]), mesh, [Shard(0)] * 2, src_data_rank=None
+            ),
+        ],
+    }[case]
+    params = with_gradients([gradient.clone() for gradient in given])
+    told = raised(lambda: given.append(clip_grad_norm_(params, 1.0)))
+    kept = all(torch.equal(local_of(p.grad), local_of(g)) for p, g in zip(params, given, strict=False))
+    return (str(float(given[-1])) if told == "no error" else told), kept
+
+
+@pytest.mark.parametrize("case", ["experts", "experts and plain", "plain", "axes that cross", "some have none",
+                                  "not finite on one"])  # fmt: skip
+def test_a_norm_that_ranks_do_not_have_in_common_is_refused_on_all_of_them(case):
+    for told, kept in run(4, own, case):
+        assert told.startswith("ValueError: ranks would scale gradients by different norms") and kept
+
+
+def test_replicas_and_experts_of_which_the_mesh_says_it_have_one_norm():
+    for case, squares in {"replicas": 12 + 12 * 25 + 12, "experts on the whole mesh": 12 + 12 * 25 + 12 * 36}.items():
+        assert {told for told, _ in run(4, own, case)} == {str(float(torch.tensor(squares).double().sqrt().float()))}
 
 
 def clip_misplaced(rank: int, world: int) -> str:
     mesh = init_device_mesh("cpu", (world,))
     param = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)]))
     param.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)])
-    with pytest.raises(RuntimeError) as raised:
-        clip_grad_norm_([param], 1.0)
-    return str(raised.value)
+    return raised(clip_grad_norm_, [param], 1.0)
 
 
 def test_a_gradient_that_is_laid_out_otherwise_is_refused():

@@ -7,19 +7,22 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.interpreted import DEVICE, kernels
 from support.launches import launches
 from torch import Tensor
 
-from muonckpt.optimizer.planning.routes import Strip
-from muonckpt.optimizer.scalar import decay
+from muonckpt.box import Index, row_major
+from muonckpt.optimizer.methods.scalar import decay
+from muonckpt.plan import NO_COPIES, Copies
 
-e, cuts = kernels("triton.updates"), kernels("step.segments")
+e = kernels("triton.updates")
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # Local tensors, and boxes that cut them: (sizes, strides, offset).  The last is not covered as a whole.
@@ -30,6 +33,24 @@ CUTS: list[tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...], i
     ((), [((), (), 0)]),
     ((30, 11), [((11, 29), (1, 11), 11)]),
 ]
+
+
+@dataclass(frozen=True)
+class Strip:
+    """A box in a tensor's memory and, dense, on a wire, where it begins at a byte and is of ``dtype``."""
+
+    sizes: Index
+    strides: Index
+    offset: int
+    wire_offset: int
+    dtype: torch.dtype
+
+    def of(self, memory: Tensor) -> Tensor:
+        return memory.as_strided(self.sizes, self.strides, memory.storage_offset() + self.offset)
+
+    def on(self, wire: Tensor) -> Tensor:
+        nbytes = math.prod(self.sizes) * self.dtype.itemsize
+        return wire.narrow(0, self.wire_offset, nbytes).view(self.dtype).view(self.sizes)
 
 
 def strips(dtype: torch.dtype) -> tuple[list[tuple[int, Strip]], int]:
@@ -43,11 +64,22 @@ def strips(dtype: torch.dtype) -> tuple[list[tuple[int, Strip]], int]:
 
 
 def on_wire(cut: Sequence[tuple[int, Strip]], dtype: torch.dtype, count: int = len(CUTS)) -> Any:
-    return cuts.Segments.of([cuts.Move.to_wire(number, strip) for number, strip in cut], count, dtype, DEVICE)
+    tables = [
+        table(number, strip.sizes, (strip.offset, strip.strides), (strip.wire_offset, row_major(strip.sizes)))
+        for number, strip in cut
+    ]
+    return e.Segments.of(Copies.joined([NO_COPIES, *tables]), count, dtype, DEVICE)
+
+
+def table(number: int, sizes: Index, near: tuple[int, Index], far: tuple[int, Index]) -> Copies:
+    """One copy from a tensor to a buffer."""
+    (at, along), (begin, strides) = near, far
+    columns = [sizes], number, at, [along], 0, begin, [strides]
+    return Copies(*(np.array(c if isinstance(c, list) else [c], np.int64) for c in columns))
 
 
 def listed(some: Sequence[Tensor | None]) -> Any:
-    return cuts.TensorTable.of(some, DEVICE)
+    return e.TensorTable.of(some, DEVICE)
 
 
 def rates(lr: float, scales: Sequence[float], weight_decay: float, cautious: bool) -> Any:
@@ -63,7 +95,7 @@ def wire(size: int) -> Tensor:
     return torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)  # NaN, of any dtype
 
 
-def table(rows: Sequence[Sequence[float]]) -> Tensor:
+def numbers(rows: Sequence[Sequence[float]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float32, device=DEVICE)
 
 
@@ -85,7 +117,7 @@ def test_send_is_lerp_lerp_and_copy(
             if accumulate:
                 part.copy_(part.float().lerp_(fresh, 1 - beta))
             strip.on(want).copy_(torch.lerp(fresh, part.float(), beta) if nesterov[number] else part)
-    weights = table([(1 - b, b if n else 1) for b, n in zip(betas, nesterov, strict=True)])
+    weights = numbers([(1 - b, b if n else 1) for b, n in zip(betas, nesterov, strict=True)])
     segments = on_wire(cut, sent)
     e.send(segments, listed(momenta), listed(gradients), weights, found, sent, accumulate=accumulate)
     assert torch.equal(found, want)
@@ -117,9 +149,9 @@ def test_apply_is_decay_and_add(kind: torch.dtype, sent: torch.dtype, cautious: 
 def test_long_rows_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     cut, size = strips(FP32)
     momenta, whole, pieces = tensors(FP32), wire(size), wire(size)
-    weights = table([(0.0, 1.0)] * len(CUTS))
+    weights = numbers([(0.0, 1.0)] * len(CUTS))
     for found, longest in ((whole, 1 << 30), (pieces, 9)):
-        monkeypatch.setattr(cuts, "LONGEST_SEGMENT", longest)
+        monkeypatch.setattr(e, "LONGEST_SEGMENT", longest)
         segments = on_wire(cut, FP32)
         e.send(segments, listed(momenta), listed(momenta), weights, found, FP32, accumulate=False)
     assert torch.equal(whole, pieces)
@@ -133,7 +165,7 @@ def test_launches_do_not_grow_with_the_number_of_tensors() -> None:
         cut = [(n, Strip((3, 4), (4, 1), 0, 48 * n, FP32)) for n in range(count)]
         segments, buffer, where = on_wire(cut, FP32, count), wire(48 * count), listed(some)
         with launches() as launched:
-            e.send(segments, where, where, table([(0.1, 0.9)] * count), buffer, FP32, accumulate=True)
+            e.send(segments, where, where, numbers([(0.1, 0.9)] * count), buffer, FP32, accumulate=True)
             e.apply(segments, where, rates(0.5, [1.0] * count, 0.0, False), buffer, FP32)
         assert len(launched) == 2
         assert all((tensor == 0.5).all() for tensor in some)
@@ -144,8 +176,11 @@ def test_carry_puts_strips_into_memories_and_takes_them_back() -> None:
     sources = [torch.randn(6, 10, device=DEVICE).to(BF16), torch.full((4,), torch.nan, device=DEVICE, dtype=BF16)]
     near, far = Strip((5, 2), (10, 1), 13, 0, BF16), Strip((5, 2), (1, 7), 3, 0, BF16)
     whole = Strip((4,), (1,), 0, 0, BF16)
-    moves = [cuts.Move.to_memory(0, near, far, 8), cuts.Move.to_memory(1, whole, whole, 0)]
-    segments = cuts.Segments.of(moves, 2, BF16, DEVICE)
+    copies = [
+        table(0, near.sizes, (near.offset, near.strides), (8 + 2 * far.offset, far.strides)),
+        table(1, whole.sizes, (whole.offset, whole.strides), (0, whole.strides)),
+    ]
+    segments = e.Segments.of(Copies.joined(copies), 2, BF16, DEVICE)
     buffer = wire(8 + 2 * 20)
     e.carry(segments, listed(sources), buffer, back=False)
     assert torch.equal(far.of(buffer[8:].view(BF16)), near.of(sources[0]))
@@ -159,8 +194,8 @@ def test_carry_puts_strips_into_memories_and_takes_them_back() -> None:
 def test_nothing_is_launched_for_nothing() -> None:
     segments, none, momentum = on_wire([], FP32, 1), listed([None]), torch.ones(2, device=DEVICE)
     with launches() as launched:
-        e.send(segments, listed([momentum]), none, table([(0.1, 1.0)]), wire(0), FP32, accumulate=True)
-        e.apply(segments, none, table([(0.0, 1.0, 0.0)]), wire(0), FP32)
+        e.send(segments, listed([momentum]), none, numbers([(0.1, 1.0)]), wire(0), FP32, accumulate=True)
+        e.apply(segments, none, numbers([(0.0, 1.0, 0.0)]), wire(0), FP32)
         e.carry(segments, none, wire(0), back=True)
     assert not launched and (momentum == 1).all()
 
@@ -174,7 +209,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="one dtype"):
         listed(ones)
     with pytest.raises(ValueError, match="tables of"):
-        e.apply(segments, listed(ones[:1]), table([(0.0, 1.0, 0.0)] * 2), wire(12), FP32)
+        e.apply(segments, listed(ones[:1]), numbers([(0.0, 1.0, 0.0)] * 2), wire(12), FP32)
     with pytest.raises(ValueError, match="contiguous"):
         listed([torch.ones(6, device=DEVICE)[::2], None])
 

@@ -19,10 +19,11 @@ from muonckpt.forecasting.exchange_bytes import MuonOptions, step_plan
 from muonckpt.forecasting.model_tensors import fresh_parameter
 from muonckpt.layouts.mesh import Mesh, mesh_layout
 from muonckpt.layouts.mesh import Shard as Rows
-from muonckpt.optimizer import Muon, portions
+from muonckpt.optimizer import Muon
+from muonckpt.optimizer.ground import foreach
 from muonckpt.optimizer.newton_schulz.products import STACK
-from muonckpt.optimizer.planning.routes import NOTE, WIRE_ALIGNMENT
-from muonckpt.optimizer.step import batches, blocks
+from muonckpt.optimizer.planning.schedule import NOTE, WIRE_ALIGNMENT
+from muonckpt.optimizer.step import batches, elementwise
 
 
 def on_rows(shapes: list[tuple[int, int]], world: int, **options) -> tuple[list[torch.Tensor], Muon]:
@@ -145,8 +146,8 @@ def many_small(rank: int, world: int, dtype: torch.dtype, stages: int | None) ->
 def test_many_small_matrices_together_have_the_bits_of_each_by_itself(world, dtype, monkeypatch):
     found = [many_small(0, 0, dtype, None), *run(world, many_small, dtype, 2)]
     monkeypatch.setattr(batches, "TOGETHER", 1)
-    monkeypatch.setattr(blocks, "LARGEST_BLOCK", 1)
-    monkeypatch.setattr(portions, "ELEMENTS", 20)
+    monkeypatch.setattr(elementwise, "LARGEST_BLOCK", 1)
+    monkeypatch.setattr(foreach, "ELEMENTS", 20)
     expected = many_small(0, 0, dtype, None)
     for mine in found:
         assert_same_bits(mine, expected)
@@ -215,14 +216,6 @@ def test_ranks_that_disagree_about_gradients_stop_and_can_go_on():
 def test_unknown_exchanges_are_refused(option, message):
     with pytest.raises(ValueError, match=message):
         Muon([nn.Parameter(torch.ones(2, 2))], **option)
-
-
-def test_the_former_name_of_stages_is_taken_with_a_warning():
-    p = nn.Parameter(torch.ones(2, 2))
-    with pytest.warns(DeprecationWarning, match="stages="):
-        Muon([p], waves=2)
-    with pytest.warns(DeprecationWarning), pytest.raises(ValueError, match="stages=0: expected at least one"):
-        Muon([p], waves=0)
 
 
 def test_a_step_keeps_no_gradient():

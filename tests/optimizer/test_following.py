@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from support.every_kind import local_of
 from support.failing import raised
 from support.workers import run
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from muonckpt.layouts.tensors import local_of
 from muonckpt.optimizer import Muon
 
 

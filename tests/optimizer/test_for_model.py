@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
 import torch.distributed as dist
+from support.failing import raised
 from support.workers import run
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
+import muonckpt
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.groups import MODULE_TYPES, NO_HEAD, Rule
 
@@ -79,3 +89,209 @@ def wrapped(rank: int, world: int, given: bool) -> list[tuple[int, ...]]:
 def test_ranks_of_ddp_share_the_matrices_out_unless_told_otherwise():
     assert run(2, wrapped, False) == [[(0, 1)], [(0, 1)]]
     assert run(2, wrapped, True) == [[(0,)], [(1,)]]
+
+
+# --- the order of groups, which schedulers know by number ------------------------------------------------------------
+
+Made = tuple[nn.Sequential, Muon]
+
+
+def sorted_net(change: str = "", **options: Any) -> Made:
+    model = net()
+    if change == "frozen embedding":
+        model[0].requires_grad_(False)
+    if change == "another first layer":
+        model[0] = nn.Linear(8, 6, bias=False)
+    if change == "only matrices":
+        for part in (model[0].weight, model[1].bias, *model[2].parameters(), model[3].weight):
+            part.requires_grad_(False)
+    rules = [[*HEAD, Rule("matrix", "0.weight")] if change == "another first layer" else HEAD, MODULE_TYPES]
+    return model, Muon.for_model(model, **{"lr": 0.02, "adamw_lr": 1e-4, "rules": rules, "named": True, **options})
+
+
+def rates(optimizer: Muon) -> list[tuple[str, float]]:
+    return [(group["algorithm"], group["lr"]) for group in optimizer.param_groups]
+
+
+def stepped(made: Made) -> None:
+    for parameter in made[0].parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    made[1].step()
+
+
+def halving(made: Made) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(made[1], 0.5)
+
+
+def test_groups_have_one_order_whatever_is_frozen_and_whatever_comes_first():
+    orders = [rates(sorted_net(change)[1]) for change in ("", "frozen embedding", "another first layer")]
+    assert orders == [[("muon", 0.02), ("adamw", 1e-4)]] * 3
+    assert rates(sorted_net("only matrices")[1]) == orders[0][:1]
+
+
+def test_a_group_of_which_everything_is_frozen_keeps_its_number():
+    """With options of their own, kinds have groups of their own."""
+    kinds = {"embedding": {"lr": 5e-5}, "vector": {"weight_decay": 0.0}}
+    groups = [sorted_net(change, kinds=kinds)[1].param_groups for change in ("", "frozen embedding")]
+    assert [[len(group["params"]) for group in each] for each in groups] == [[1, 1, 1, 3], [1, 1, 0, 3]]
+    assert [group["lr"] for group in groups[0]] == [group["lr"] for group in groups[1]] == [0.02, 1e-4, 5e-5, 1e-4]
+    made = sorted_net("frozen embedding", kinds=kinds)
+    stepped(made)
+    weights, state = get_state_dict(*made)
+    set_state_dict(*made, model_state_dict=weights, optim_state_dict=state)
+    assert rates(made[1]) == [(group["algorithm"], group["lr"]) for group in groups[0]]
+
+
+def saved(made: Made, path: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A run of two steps: the states of its optimizer and its scheduler."""
+    schedule = halving(made)
+    for _ in range(2):
+        stepped(made)
+        schedule.step()
+    weights, state = get_state_dict(*made)
+    muonckpt.save({"model": weights, "optimizer": state, "schedule": schedule.state_dict()}, path)
+    return copy.deepcopy(made[1].state_dict()), schedule.state_dict()
+
+
+def loaded(made: Made, path: Any, schedule: Any = None, **arguments: Any) -> str:
+    """Whatever was said."""
+    weights, state = get_state_dict(*made)
+    tree = {"model": weights, "optimizer": state, **({"schedule": schedule.state_dict()} if schedule else {})}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        told = raised(lambda: muonckpt.load(tree, path, **arguments))
+    if told == "no error":
+        set_state_dict(*made, model_state_dict=weights, optim_state_dict=tree["optimizer"])
+        if schedule:
+            schedule.load_state_dict(tree["schedule"])
+    return "\n".join([told, *(str(warning.message) for warning in caught if "distributed" not in str(warning.message))])
+
+
+@pytest.mark.parametrize("by", ["checkpoint", "state dict"])
+def test_embeddings_that_are_unfrozen_when_a_run_is_resumed_leave_rates_as_they_were(by, tmp_path):
+    state, of_schedule = saved(sorted_net("frozen embedding"), tmp_path / "c")
+    made = sorted_net()
+    schedule = halving(made)
+    if by == "checkpoint":
+        assert loaded(made, tmp_path / "c", schedule, fresh=["0.weight"]) == "no error"
+    else:
+        made[1].load_state_dict(state, fresh=["0.weight"])
+        schedule.load_state_dict(of_schedule)
+    stepped(made)
+    schedule.step()
+    assert rates(made[1]) == [("muon", 0.0025), ("adamw", 1.25e-5)]
+
+
+SWAPPED = [{"algorithm": "adamw", "lr": 1e-4}, {"lr": 0.02}]
+"""As the model has them: what a program that makes groups by hand, or an earlier version of this package, has saved."""
+
+
+def by_hand() -> Made:
+    model = net()
+    matrices, rest = [("1.weight", model[1].weight)], []
+    rest = [(name, part) for name, part in model.named_parameters() if name != "1.weight"]
+    return model, Muon([{**SWAPPED[0], "params": rest}, {**SWAPPED[1], "params": matrices}])
+
+
+CHANGES: dict[str, tuple[Callable[[], Made], str]] = {
+    "swapped": (by_hand, r"initial_lr \[0.0001, 0.02\], this optimizer \[0.02, 0.0001\]"),
+    "added": (lambda: sorted_net("frozen embedding"), r"\[0.02, 0.0001\], this optimizer \[0.02, 0.0001, 0.0001\]"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_groups_that_a_scheduler_would_take_for_others_are_refused_at_load_with_the_cure(change, tmp_path):
+    former, told = CHANGES[change]
+    kinds = {"kinds": {"vector": {"weight_decay": 0.0}}} if change == "added" else {}
+    fresh = ["0.weight"] if change == "added" else []
+    state, _ = saved(former(), tmp_path / "c")
+    made = sorted_net(**kinds)
+    schedule = halving(made)
+    before = rates(made[1])
+    words = rf"(?s){told}.*Build the groups of the saved run.*load the optimizer before a scheduler is made"
+    with pytest.raises(ValueError, match=words):
+        made[1].load_state_dict(state, fresh=fresh)
+    for each in (schedule, None):
+        with pytest.raises(AssertionError, match=words):
+            assert loaded(made, tmp_path / "c", each, fresh=fresh) == "no error"
+    assert rates(made[1]) == before
+    made = sorted_net(**kinds)  # without a scheduler yet
+    with pytest.warns(UserWarning, match=words):
+        made[1].load_state_dict(state, fresh=fresh)
+    arguments = {"fresh": fresh, "allow_extra": ["schedule.*"]}
+    made = sorted_net(**kinds)
+    assert loaded(made, tmp_path / "c", **arguments).startswith("no error\n")
+    later = torch.optim.lr_scheduler.ExponentialLR(made[1], 0.5, last_epoch=1)
+    stepped(made)
+    later.step()
+    assert rates(made[1])[:2] == [("muon", 0.0025), ("adamw", 1.25e-5)]
+
+
+def test_base_rates_that_are_not_those_of_the_groups_are_told(tmp_path):
+    """As after a resume that has swapped them."""
+    made = sorted_net()
+    schedule = halving(made)
+    schedule.base_lrs.reverse()
+    weights, state = get_state_dict(*made)
+    muonckpt.save({"model": weights, "optimizer": state, "schedule": schedule.state_dict()}, tmp_path / "c")
+    told = loaded(made, tmp_path / "c", halving(made))
+    assert "'schedule.base_lrs' of the checkpoint has [0.0001, 0.02], and the groups initial_lr [0.02, 0.0001]" in told
+
+
+# --- parameters that no group has ------------------------------------------------------------------------------------
+
+
+def warned(made: Made) -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        stepped(made)
+    return caught
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")  # torch.compile, when it is first imported
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_gradient_that_no_group_has_is_told_once_by_name_with_the_line_to_write(named, wrapped):
+    inner, options = net(), {"lr": 0.02, "adamw_lr": 1e-4, "rules": [HEAD, MODULE_TYPES], "named": named}
+    for frozen in (inner[0].weight, inner[1].weight, inner[1].bias):
+        frozen.requires_grad_(False)
+    model: Any = torch.compile(inner) if wrapped else inner  # its names have a prefix
+    optimizer = Muon.for_model(model, **options)
+    assert not warned((model, optimizer))
+    inner[0].requires_grad_(True)
+    inner[1].requires_grad_(True)
+    (told,) = warned((model, optimizer))
+    assert told.category is RuntimeWarning and told.filename == __file__
+    assert "0.weight, " in str(told.message) and "1.bias" in str(told.message)
+    assert not warned((model, optimizer))
+    lines = str(told.message).partition("make a scheduler anew: ")[2].split("; ")
+    assert len(lines) == 2
+    for line in lines:
+        exec(line, {"model": model, "optimizer": optimizer})
+    former = [parameter.detach().clone() for parameter in inner.parameters()]
+    assert not warned((model, optimizer))
+    assert not any(torch.equal(a, b) for a, b in zip(former, inner.parameters(), strict=True))
+    assert algorithms(inner, optimizer) == algorithms(inner, Muon.for_model(model, **options))
+    names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+    assert sorted(names) == (sorted(name for name, _ in inner.named_parameters()) if named else [])
+
+
+def test_a_parameter_that_came_later_is_told_as_well_and_the_model_is_not_kept_alive():
+    model, optimizer = sorted_net()
+    model.append(nn.Conv1d(10, 2, 3, bias=False))  # no rule says what it is
+    (told,) = warned((model, optimizer))
+    line = "('4.weight', model.get_parameter('4.weight'))], 'algorithm': 'adamw', 'lr': 0.0001"
+    assert line in str(told.message)
+    assert not warned(copy.deepcopy((model, optimizer))), "a copy does not know its model"
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None
+
+
+def test_a_model_that_got_other_parameters_is_told_so_instead():
+    model, optimizer = sorted_net()
+    for part in model:
+        part.weight = nn.Parameter(part.weight.detach().clone())
+        part.bias = None
+    (told,) = warned((model, optimizer))
+    assert "build the optimizer of those" in str(told.message)

@@ -7,10 +7,10 @@ import torch
 from support.spectra import gauss, matrix, noise
 from torch.utils.flop_counter import FlopCounterMode
 
-from muonckpt.coefficients import COEFFICIENTS
-from muonckpt.optimizer.newton_schulz.gram import compound, cost, gram_is_cheaper, spans
-from muonckpt.optimizer.newton_schulz.iterations import orthogonalize
+from muonckpt.optimizer import COEFFICIENTS
+from muonckpt.optimizer.newton_schulz.iterations import compound, orthogonalize
 from muonckpt.optimizer.newton_schulz.products import TorchProducts
+from muonckpt.optimizer.newton_schulz.recipe import flops, gram_is_cheaper, spans
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -69,15 +69,15 @@ def test_a_matrix_near_a_square_takes_the_plain_form(shape: tuple[int, int], dty
 def test_cost_counts_every_product(shape: tuple[int, int], gram: tuple[int, ...] | None, steps: int) -> None:
     with FlopCounterMode(display=False) as counter:
         orthogonalize(torch.ones(shape), steps=steps, dtype=FP32, gram=gram)
-    assert cost(*shape, steps, gram) == counter.get_total_flops()
+    assert flops(*shape, steps, gram) == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("gram", [(), (2,), (3,), (2, 4), (1, 2, 3)])
 def test_the_form_that_a_shape_takes_is_the_cheaper(gram: tuple[int, ...]) -> None:
     for long in range(64, 257):
-        plain, chosen = cost(64, long, 5), cost(64, long, 5, gram)
+        plain, chosen = flops(64, long, 5), flops(64, long, 5, gram)
         assert chosen < plain if gram_is_cheaper(64, long) else chosen == plain
-    assert cost(64, 96, 5) == 5 * (4 * 64**2 * 96 + 2 * 64**3)  # at 3/2 both forms cost the same
+    assert flops(64, 96, 5) == 5 * (4 * 64**2 * 96 + 2 * 64**3)  # at 3/2 both forms cost the same
     assert 4 * 64**2 * 96 == 6 * 64**3
 
 

@@ -13,7 +13,7 @@ import torch
 from support.interpreted import DEVICE, kernels, on_gpu
 from torch import Tensor
 
-from muonckpt.optimizer.newton_schulz.places import Places, Stack
+from muonckpt.optimizer.ground.places import Places, Stack
 
 k = kernels("triton.kernel_products")
 normal = kernels("triton.normalize")
@@ -108,7 +108,7 @@ def test_each_operation_against_float64(dtype: torch.dtype, turned: bool) -> Non
 
 
 def test_what_multiplies_need_not_be_symmetric() -> None:
-    """`gram.compound` leaves rounding errors in Q; tall matrices are multiplied from the other side."""
+    """`iterations.compound` leaves rounding errors in Q; tall matrices are multiplied from the other side."""
     x, q = torch.randint(-2, 3, (16, 48)).to(BF16).to(DEVICE), torch.randint(-2, 3, (16, 16)).to(BF16).to(DEVICE)
     for turned in (False, True):
         [found] = k.KernelProducts(BF16).added(stacked([x], turned), 2.0, stacked([q]))
@@ -263,6 +263,7 @@ print(json.dumps([compiled(("bf16", "fp16")[n % 2], n % 3 < 2, tile) for n, tile
 """
 
 
+@pytest.mark.exhaustive
 def test_every_tile_compiles_for_hopper_with_its_loads_in_flight(tmp_path: Path) -> None:
     """Without a GPU: matrix units are used, all loads take 16 bytes, and shared memory has room for all stages, so that
     loads overlap."""

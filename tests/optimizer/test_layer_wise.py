@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
+from support import sweep
 from support.layer_wise_training import PARAMETERS, Net, alone, check, gradients, groups, pieces, run_each
 from support.workers import run
 from torch import nn
 
-from muonckpt.errors import LayoutError
-from muonckpt.layouts.buffers.group_buffer import recorded_run
-from muonckpt.optimizer import Muon
-from muonckpt.optimizer.layer_wise.optimizer import LayerWise
+from muonckpt import LayoutError
+from muonckpt.layouts.buffers.records import recorded_run
+from muonckpt.optimizer import LayerWise, Muon
 
 
 def trained(rank, world, layout, dtype, steps, options, names=tuple(PARAMETERS)) -> dict:
@@ -26,8 +24,10 @@ def trained(rank, world, layout, dtype, steps, options, names=tuple(PARAMETERS))
     return pieces(net, opt)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+WORLDS = [(world, dtype) for world in (1, 2, 3, 4) for dtype in (torch.float32, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("world", "dtype"), sweep(WORLDS, WORLDS[0], WORLDS[2], WORLDS[4], WORLDS[7]), ids=str)
 def test_every_layout_steps_as_one_process_does(world, dtype):
     """With 4 ranks some of them own no matrix, and most have no part of a vector."""
     for layout, found in run_each(world, trained, dtype, 3, {}):
@@ -51,18 +51,10 @@ def test_fewer_parameters_than_ranks(names):
 # --- layouts and refusals ------------------------------------------------------------------------------------------
 
 
-def test_a_former_name_warns_where_the_optimizer_is_made():
-    buffers = []
-    for name in ("padded", "padded-nscost"):
-        net = Net()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            opt = LayerWise(net, groups(net), layout=name)
-        told = [(warning.category, warning.filename) for warning in caught if "padded-nscost" in str(warning.message)]
-        assert told == ([(DeprecationWarning, __file__)] if name == "padded" else [])
-        assert opt.provenance()["layer_wise"]["layout"] == "padded-nscost"
-        buffers.append(opt.buffers)
-    assert buffers[0] == buffers[1]
+def test_an_unknown_layout_is_answered_with_what_comes_close():
+    net = Net()
+    with pytest.raises(ValueError, match=r"layout='padded': expected one of .*; did you mean 'padded-n"):
+        LayerWise(net, groups(net), layout="padded")
 
 
 def of_record(rank: int, world: int) -> tuple[bool, str, str]:
@@ -93,7 +85,7 @@ def refusals():
         return pytest.param(change, options, message, id=message)
 
     yield of(lambda net: groups(net), "expected one of padded", layout="scattered")
-    yield of(lambda net: groups(net), "nothing is exchanged", waves=2)
+    yield of(lambda net: groups(net), "nothing is exchanged", stages=2)
     yield of(lambda net: groups(net)[:-1], "in no group.*: bias")
     yield of(
         lambda net: [*groups(net), {"params": [nn.Parameter(torch.ones(2, 2))]}], "1 parameters .* not the model's"

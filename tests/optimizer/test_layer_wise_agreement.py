@@ -12,7 +12,7 @@ from support.layer_wise_training import Net, gradients, groups
 from support.workers import run
 from torch import nn
 
-from muonckpt.optimizer.layer_wise.optimizer import LayerWise
+from muonckpt.optimizer import LayerWise
 
 ODD = 1
 """The rank that differs from the others, or fails."""
@@ -43,7 +43,13 @@ def differing_at_construction(rank: int, world: int) -> list[str]:
 
 
 def test_ranks_that_build_different_optimizers_are_told() -> None:
-    wanted = ["ns of group", "adjust_lr of group", "average is False", "the layout of buffers", "gradient_dtype is"]
+    wanted = [
+        "ns_coefficients of group",
+        "adjust_lr_fn of group",
+        "average is False",
+        "the layout of buffers",
+        "gradient_dtype is",
+    ]
     for rank, (*messages, refused, parameters) in enumerate(run(3, differing_at_construction)):
         for subject, message in zip(wanted, messages, strict=True):
             assert f"rank {ODD}: " in message and subject in message
@@ -100,7 +106,7 @@ def steps_that_fail(rank: int, world: int, layout: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["padded", "balanced"])
+@pytest.mark.parametrize("layout", ["padded-nscost", "balanced"])
 def test_an_error_on_one_rank_reaches_all(layout: str) -> None:
     for rank, found in enumerate(run(3, steps_that_fail, layout)):
         assert found.pop("before") == found.pop("order of options") == found.pop("after") == "no error"

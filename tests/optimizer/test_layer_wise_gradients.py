@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from support.failing import raised
 from support.layer_wise_training import (
     LAYOUTS,
     Net,
@@ -22,9 +23,8 @@ from support.layer_wise_training import (
 from support.workers import run
 from torch import nn
 
-from muonckpt.optimizer import Muon
-from muonckpt.optimizer.layer_wise import buckets
-from muonckpt.optimizer.layer_wise.optimizer import LayerWise
+from muonckpt.optimizer import LayerWise, Muon
+from muonckpt.optimizer.layer_wise import buffers
 
 
 def present(name: str, step: int) -> bool:
@@ -61,8 +61,8 @@ def counted(rank: int, world: int, layout: str) -> list[list[str]]:
     net = Net()
     opt = LayerWise(net, groups(net), layout=layout, bucket_size=700)
     places = {
-        "REDUCE_SCATTER": buckets,
-        "ALL_GATHER": buckets,
+        "REDUCE_SCATTER": buffers,
+        "ALL_GATHER": buffers,
         "reduce": dist,
         "broadcast": dist,
         "all_reduce": dist,
@@ -185,6 +185,42 @@ def test_experts_are_reduced_and_owned_in_their_own_group():
         for which in (0, 1):
             check(states[which::2], experts[which], layout)
         assert all(of_rank[layout][1] == pytest.approx(norm, rel=1e-6) for of_rank in found), layout
+
+
+def of_all(rank: int, world: int, layout: str) -> tuple[dict, dict, list[float]]:
+    """Expert parallelism of 1: the experts' group has all ranks, and is another object; and the other way round."""
+    found, norms = [], []
+    for how in ({"expert_group": dist.new_group()}, {"group": dist.new_group(), "expert_group": dist.group.WORLD}):
+        net = Net()
+        experts = [net.up, net.down]
+        opt = LayerWise(net, groups(net), layout=layout, average=False, bucket_size=700, experts=experts, **how)
+        for step in range(2):
+            net(gradients(net, step, rank)).backward()
+            norms.append(float(opt.clip_grad_norm_(1e9)))
+            opt.step()
+        found.append(pieces(net, opt))
+    return *found, norms
+
+
+def test_groups_of_the_same_ranks_are_one_whatever_objects_they_are():
+    for layout, found in run_each(2, of_all):
+        for which in (0, 1):
+            check([of_rank[which] for of_rank in found], alone(2, 2), layout)
+        assert found[0][2] == found[1][2]
+
+
+def crossed(rank: int, world: int) -> str:
+    """Ranks 0 and 1 share dense parameters, ranks 0 and 2 experts."""
+    dense, shared = ([dist.new_group(ranks) for ranks in pairs] for pairs in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+    net = Net()
+    opt = LayerWise(net, groups(net), group=dense[rank // 2], experts=[net.up], expert_group=shared[rank % 2])
+    net(gradients(net, 0, rank)).backward()
+    return raised(opt.clip_grad_norm_, 1.0)
+
+
+def test_a_norm_that_some_ranks_would_have_otherwise_is_refused():
+    for rank, message in enumerate(run(4, crossed)):
+        assert message.startswith(f"ValueError: the ranks [{(rank + 2) % 4}] of expert_group are not in group")
 
 
 def twice(rank: int, world: int) -> str:

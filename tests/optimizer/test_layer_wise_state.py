@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support import sweep
 from support.layer_wise_training import PARAMETERS, Net, alone, gradients, groups, of_dense, of_pair
 from support.manifest_json import manifest_at
 from support.workers import run
@@ -25,10 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonckpt
-from muonckpt.errors import LayoutError
-from muonckpt.layouts.buffers.layout_json import from_json
-from muonckpt.optimizer import Muon
-from muonckpt.optimizer.layer_wise.optimizer import LayerWise
+from muonckpt import LayoutError
+from muonckpt.layouts.buffers.records import from_json
+from muonckpt.optimizer import LayerWise, Muon
 
 OWNERS = [
     ("padded-nscost", 3),
@@ -146,7 +146,9 @@ def checkpoints(tmp_path_factory) -> dict[tuple[str, int], Path]:
     return paths
 
 
-@pytest.mark.parametrize(("kind", "world"), RUNS)
+@pytest.mark.parametrize(
+    ("kind", "world"), sweep(RUNS, ("padded-nscost", 3), ("legacy-pingpong", 4), ("hsdp", 4), ("process", 1))
+)
 def test_every_run_loads_the_checkpoints_of_all(kind, world, checkpoints, tmp_path):
     """The table of pairs: each of its rows is a test."""
     found = run(world, loaded, kind, list(map(str, checkpoints.values())), str(tmp_path / "again"))

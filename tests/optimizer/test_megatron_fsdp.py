@@ -8,6 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from support import sweep
+from support.every_kind import local_of
 from support.megatron_model import Net, Topology, fully_sharded, offsets, on_cpu, whole
 from support.megatron_training import TOPOLOGIES, backward, build, groups, slots, with_the_package
 from support.oracle import scatter
@@ -17,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from muonckpt.layout import TensorLayout
-from muonckpt.layouts.tensors import local_of
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.groups import MODULE_TYPES, NO_HEAD, Rule, Split, sort_parameters
 from muonckpt.optimizer.megatron_fsdp import attach, layouts
@@ -76,7 +77,10 @@ def assert_as_alone(found: list[tuple[list[str], int]], empty: bool = True) -> N
 
 
 @with_the_package
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize(
+    "name",
+    sweep(TOPOLOGIES, "FSDP, 2 ranks", "ZeRO-1", "HSDP, outer sharded", "HSDP x TP, outer sharded", "FSDP and EP"),
+)
 def test_elements_are_where_the_layout_says_and_three_steps_are_those_of_a_single_process(name):
     topology = TOPOLOGIES[name]
     assert_as_alone(run(topology.world, trained, topology), empty=topology.zero > 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support import sweep
 from support.megatron_model import Topology, offsets, on_cpu, whole
 from support.megatron_training import TOPOLOGIES, backward, build, slots, with_the_package
 from support.workers import run
@@ -64,10 +65,13 @@ def loaded(rank: int, world: int, topology: Topology, path: str) -> dict[str, di
     return found
 
 
+PAIRS = [("FSDP, 2 ranks", "HSDP, outer sharded"), ("FSDP x TP", "FSDP, 2 ranks"), ("FSDP", "FSDP x TP")]
+
+
 @with_the_package
 @pytest.mark.parametrize(
     ("source", "target"),
-    [("FSDP, 2 ranks", "HSDP, outer sharded"), ("FSDP x TP", "FSDP, 2 ranks"), ("FSDP", "FSDP x TP")],
+    sweep(PAIRS, *PAIRS[:2]),
 )
 def test_a_checkpoint_takes_the_state_to_another_topology(source, target, tmp_path):
     source, target, path = TOPOLOGIES[source], TOPOLOGIES[target], str(tmp_path)

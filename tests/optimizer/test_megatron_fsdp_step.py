@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.every_kind import local_of
 from support.megatron_model import Net, Topology, fully_sharded, on_cpu
 from support.megatron_training import TOPOLOGIES, backward, build, slots, with_the_package
 from support.workers import run
 from torch import nn
 
-from muonckpt.errors import LayoutError
-from muonckpt.layouts.tensors import local_of
+from muonckpt import LayoutError
 from muonckpt.optimizer import Muon, clip_grad_norm_
 from muonckpt.optimizer.groups import NO_HEAD
 from muonckpt.optimizer.megatron_fsdp import attach, finish_gradients, layouts

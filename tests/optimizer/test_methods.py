@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from muonckpt.errors import LayoutError
+from muonckpt import LayoutError
 from muonckpt.optimizer import Muon, orthogonalize
-from muonckpt.optimizer.step.methods import MATRICES
+from muonckpt.optimizer.methods.matrix import MATRICES
 
 
 def test_normuon_divides_rows_by_the_root_of_their_mean_square_and_keeps_the_norm():
@@ -79,11 +79,11 @@ def test_a_function_may_scale_the_rate_and_only_its_name_is_in_the_state():
     opt.step()
     update = orthogonalize(gradient.bfloat16()).float() * halved(24, 16)
     torch.testing.assert_close(p.detach(), start - 0.1 * update, rtol=0, atol=1e-6)
-    saved = opt.state_dict()["param_groups"][0]["adjust_lr"]
+    saved = opt.state_dict()["param_groups"][0]["adjust_lr_fn"]
     assert saved.endswith("test_methods.halved")
     twin = copy.deepcopy(opt)
     twin.load_state_dict(opt.state_dict())
-    with pytest.warns(UserWarning, match="keeps the code's adjust_lr='original'"):
+    with pytest.warns(UserWarning, match="keeps the code's adjust_lr_fn='original'"):
         Muon([nn.Parameter(start)]).load_state_dict(opt.state_dict())
 
 
@@ -93,4 +93,4 @@ def test_two_functions_of_one_name_are_not_mixed_up():
 
     opt = Muon([nn.Parameter(torch.ones(2, 2))], adjust_lr_fn=scale(1.0))
     with pytest.raises(ValueError, match="two different functions are called"):
-        opt.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "adjust_lr": scale(2.0)})
+        opt.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "adjust_lr_fn": scale(2.0)})

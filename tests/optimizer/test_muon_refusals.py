@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from muonckpt.errors import LayoutError
+from muonckpt import LayoutError
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.state import check_gradients
 
@@ -50,7 +50,7 @@ def test_how_to_compute_comes_from_the_code_and_what_a_run_carries_from_the_chec
     with pytest.warns(UserWarning, match="keeps the code's.*ns_steps=6 .saved 5."):
         opt.load_state_dict(saved)
     [group] = opt.param_groups
-    assert (group["ns_steps"], group["ns"], group["adjust_lr"]) == (6, "cans", "spectral")
+    assert (group["ns_steps"], group["ns_coefficients"], group["adjust_lr_fn"]) == (6, "cans", "spectral")
     assert group["lr"] == 0.5
 
 

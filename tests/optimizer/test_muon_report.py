@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from muonckpt.optimizer import Muon
-from muonckpt.optimizer.muon_report import LARGEST_VECTOR, MuonReport
+from muonckpt.optimizer.report import LARGEST_VECTOR, MuonReport
 
 
 class Net(nn.Module):
@@ -29,7 +29,7 @@ class Net(nn.Module):
 def optimizer(net: Net, **options) -> Muon:
     groups = [
         {"params": [net.qkv], "pieces": (16, 16, 16), "name": "attention"},
-        {"params": [net.up], "algorithm": "normuon", "update_norm": "rms", "adjust_lr": "none"},
+        {"params": [net.up], "algorithm": "normuon", "update_norm": "rms", "adjust_lr_fn": "none"},
         {"params": [net.norm], "algorithm": "lion", "lr": 1e-3},
         {"params": [net.embedding], "algorithm": "adamw", "lr": 1e-2},
     ]

@@ -13,7 +13,8 @@ from support.spectra import gauss
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from muonckpt.coefficients import COEFFICIENTS, SAFE_TAIL, CoefficientSet, coefficient_set
+from muonckpt.coefficients import SAFE_TAIL, CoefficientSet, coefficient_set
+from muonckpt.optimizer import COEFFICIENTS
 from muonckpt.optimizer.newton_schulz.iterations import orthogonalize
 from muonckpt.optimizer.newton_schulz.products import frobenius
 from muonckpt.optimizer.newton_schulz.recipe import EPS, Recipe

@@ -22,8 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from muonckpt.coefficients import COEFFICIENTS
-from muonckpt.optimizer import LayerWise, Muon
+from muonckpt.optimizer import COEFFICIENTS, LayerWise, Muon
 
 ODD = 1
 """The rank that has what is not finite."""

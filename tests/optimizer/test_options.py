@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonckpt.errors import LayoutError
+from muonckpt import LayoutError
 from muonckpt.optimizer import COEFFICIENTS, LayerWise, Muon, orthogonalize
 from muonckpt.optimizer.newton_schulz import CoefficientSet
 
@@ -134,7 +134,7 @@ def test_the_rate_of_matrices_is_only_adamws_where_it_is_scaled_to_be(algorithm,
 
 def test_one_matrix_group_of_another_scale_is_enough_and_none_at_all_is_fine():
     weights, bias = [nn.Parameter(normal(12, 8)) for _ in range(2)], nn.Parameter(normal(12))
-    matched, own = {"params": [weights[0]], "adjust_lr": "match_rms_adamw"}, {"params": [weights[1]]}
+    matched, own = {"params": [weights[0]], "adjust_lr_fn": "match_rms_adamw"}, {"params": [weights[1]]}
     rest = {"params": [bias], "algorithm": "adamw"}
     with pytest.raises(ValueError, match="adjust_lr_fn='original'"):
         Muon([matched, rest, own])
@@ -187,11 +187,11 @@ CHANGES = [
     ({}, {"ns_dtype": "float32"}),
     ({}, {"ns_dtype": "float16"}),
     ({}, {"ns_steps": 2}),
-    ({}, {"ns": "keller"}),
+    ({}, {"ns_coefficients": "keller"}),
     ({}, {"eps": 1e3}),
     ({"columns": (4, 4)}, {"gram": (2,), "columns": None, "pieces": (3,) * 4}),
-    ({}, {"adjust_lr": "match_rms_adamw"}),
-    ({}, {"adjust_lr": half}),
+    ({}, {"adjust_lr_fn": "match_rms_adamw"}),
+    ({}, {"adjust_lr_fn": half}),
     ({}, {"nesterov": False}),
     ({}, {"cautious": True}),
     ({}, {"momentum": 0.5}),
@@ -225,7 +225,7 @@ def test_an_option_changed_after_the_first_step_is_as_if_it_had_been_so_from_the
     ("before", "change", "error", "message"),
     [
         ({}, {"pieces": (4, 4)}, LayoutError, "add up to the 12 rows"),
-        ({}, {"ns": "nope"}, ValueError, "ns_coefficients='nope'"),
+        ({}, {"ns_coefficients": "nope"}, ValueError, "ns_coefficients='nope'"),
         ({}, {"ns_steps": 0}, ValueError, "ns_steps=0"),
         ({}, {"ns_dtype": "float8"}, ValueError, "ns_dtype='float8'"),
         ({}, {"gram": ()}, ValueError, "gram=()"),
@@ -271,42 +271,44 @@ KELLER = COEFFICIENTS["keller"].steps[0]
     [[KELLER] * 5, tuple([KELLER] * 5), [list(KELLER)] * 5, CoefficientSet("mine", (KELLER,), "a test", tail=KELLER)],
 )
 def test_coefficients_of_ones_own_do_what_the_set_of_the_same_numbers_does(ns):
-    assert torch.equal(train(matrix(ns=ns), 3), train(matrix(ns="keller"), 3))
-    assert not torch.equal(train(matrix(ns=ns), 3), train(matrix(), 3))
+    assert torch.equal(train(matrix(ns_coefficients=ns), 3), train(matrix(ns_coefficients="keller"), 3))
+    assert not torch.equal(train(matrix(ns_coefficients=ns), 3), train(matrix(), 3))
     assert torch.equal(
         orthogonalize(normal(12, 8), coefficients=ns), orthogonalize(normal(12, 8), coefficients="keller")
     )
 
 
 def test_a_state_dict_carries_the_numbers_and_load_compares_them(tmp_path):
-    mine = matrix(ns=CoefficientSet("mine", (KELLER, (2.0, -1.5, 0.5)), "a test", norm_scale=1.02))
+    mine = matrix(ns_coefficients=CoefficientSet("mine", (KELLER, (2.0, -1.5, 0.5)), "a test", norm_scale=1.02))
     train(mine)
     state = mine.state_dict()
-    assert dict(state["param_groups"][0]["ns"])["steps"] == (KELLER, (2.0, -1.5, 0.5))
+    assert dict(state["param_groups"][0]["ns_coefficients"])["steps"] == (KELLER, (2.0, -1.5, 0.5))
     torch.save(state, tmp_path / "state.pt")
     again = torch.load(tmp_path / "state.pt", weights_only=True)
-    same = matrix(ns=CoefficientSet("another name", (KELLER, (2.0, -1.5, 0.5)), "elsewhere", norm_scale=1.02))
+    same = matrix(
+        ns_coefficients=CoefficientSet("another name", (KELLER, (2.0, -1.5, 0.5)), "elsewhere", norm_scale=1.02)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         same.load_state_dict(again)
-    other = matrix(ns=[KELLER, (2.0, -1.5, 0.25)])
-    with pytest.warns(UserWarning, match="keeps the code's ns="):
+    other = matrix(ns_coefficients=[KELLER, (2.0, -1.5, 0.25)])
+    with pytest.warns(UserWarning, match="keeps the code's ns_coefficients="):
         other.load_state_dict(again)
 
 
 def test_the_name_of_a_published_set_stays_its_name():
-    assert matrix(ns=COEFFICIENTS["polar_express"]).param_groups[0]["ns"] == "polar_express"
+    assert matrix(ns_coefficients=COEFFICIENTS["polar_express"]).param_groups[0]["ns_coefficients"] == "polar_express"
 
 
 @pytest.mark.parametrize("ns", [[], [(1.0, 2.0)], [(1.0, 2.0, math.inf)], "kellerr", 3, [("a", "b", "c")]])
 def test_what_is_no_set_of_coefficients_is_refused(ns):
     with pytest.raises(ValueError):
-        matrix(ns=ns)
+        matrix(ns_coefficients=ns)
 
 
 def test_normuon_takes_the_scale_of_the_paper():
     before = normal(12, 8)
-    options = {"algorithm": "normuon", "adjust_lr": "none", "weight_decay": 0.0, "lr": 1.0}
+    options = {"algorithm": "normuon", "adjust_lr_fn": "none", "weight_decay": 0.0, "lr": 1.0}
     update = train(matrix(update_norm="rms", **options)) - before
     assert update.square().mean().sqrt().item() == pytest.approx(0.2, rel=1e-3)
     other = train(matrix(**options)) - before
@@ -322,39 +324,26 @@ def options_of(group: dict) -> dict:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def test_former_names_of_arguments_are_taken_with_a_warning():
-    with pytest.warns(DeprecationWarning, match="is called") as told:
-        opt = Muon([nn.Parameter(normal(12, 8))], adjust_lr="spectral", ns="keller")
-    assert {warning.filename for warning in told} == {__file__} and len(told) == 2
-    new = Muon([nn.Parameter(normal(12, 8))], adjust_lr_fn="spectral", ns_coefficients="keller")
-    assert options_of(opt.param_groups[0]) == options_of(new.param_groups[0])
+@pytest.mark.parametrize("option", [{"ns": "keller"}, {"adjust_lr": "spectral"}])
+def test_an_option_has_one_name(option):
+    weight = nn.Parameter(normal(12, 8))
+    with pytest.raises(TypeError):
+        Muon([weight], **option)
+    with pytest.raises(ValueError, match="'muon' groups have no such option"):
+        Muon([{"params": [weight], **option}])
 
 
 @pytest.mark.filterwarnings("error")
-def test_groups_take_the_names_of_torch_as_well():
-    weights = [nn.Parameter(normal(12, 8)) for _ in range(3)]
-    opt = Muon([{"params": weights[:1], "adjust_lr_fn": "spectral", "ns_coefficients": "cans"}])
-    opt.add_param_group({"params": weights[1:2], "adjust_lr": "spectral", "ns": "cans"})
-    first, second = opt.param_groups
-    assert options_of(first) == options_of(second) and (first["adjust_lr"], first["ns"]) == ("spectral", "cans")
-    first["ns_coefficients"] = second["ns"] = "polar_express"
-    weights[0].grad = normal(12, 8)
-    opt.step()
-    assert options_of(first) == options_of(second) and first["ns"] == "polar_express"
-    with pytest.raises(ValueError, match="ns_coefficients='cans' and ns='keller' are one option"):
-        opt.add_param_group({"params": weights[2:], "ns": "keller", "ns_coefficients": "cans"})
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_state_dict_loads_with_the_names_of_torch_as_well():
+def test_a_state_dict_of_torch_has_the_same_options():
+    """It has numbers instead of the name of a set, and None for the default scale."""
     opt = Muon([nn.Parameter(normal(12, 8))], adjust_lr_fn=None, ns_coefficients="keller")
     saved = copy.deepcopy(opt.state_dict())
     [group] = saved["param_groups"]
-    assert (group["adjust_lr"], group["ns"]) == ("original", "keller")
-    group["adjust_lr_fn"], group["ns_coefficients"] = None, group.pop("ns")
-    del group["adjust_lr"]
+    assert (group["adjust_lr_fn"], group["ns_coefficients"]) == ("original", "keller")
+    group["adjust_lr_fn"], group["ns_coefficients"] = None, KELLER
     opt.load_state_dict(saved)
-    assert opt.param_groups[0].keys() == {*group} - {"adjust_lr_fn", "ns_coefficients"} | {"adjust_lr", "ns"}
+    assert opt.param_groups[0].keys() == group.keys()
+    assert opt.param_groups[0]["adjust_lr_fn"] == "original"
     group["ns_coefficients"] = "cans"
-    with pytest.raises(UserWarning, match="keeps the code's ns='keller'"):
+    with pytest.raises(UserWarning, match="keeps the code's ns_coefficients='keller'"):
         opt.load_state_dict(saved)

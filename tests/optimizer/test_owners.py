@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
 import torch
-from support.random_layouts import row_layout
+from support.random_layouts import random_overlapping_layout, row_layout
 
-from muonckpt.errors import LayoutError
-from muonckpt.layout import through
+from muonckpt import LayoutError
+from muonckpt.box import row_major
+from muonckpt.layout import Place, through
+from muonckpt.layouts.flat import owned_layout
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, mesh_layout
-from muonckpt.layouts.owned import owned_layout
-from muonckpt.optimizer.newton_schulz.costs import CostTable, flops, measure
-from muonckpt.optimizer.newton_schulz.forms import Form
-from muonckpt.optimizer.planning.collector import paused_collector
-from muonckpt.optimizer.planning.matrices import Fused, matrices_of, one_column, one_row, shapes_of
+from muonckpt.optimizer.newton_schulz.costs import CostTable, measure
+from muonckpt.optimizer.newton_schulz.products import Form
+from muonckpt.optimizer.newton_schulz.recipe import flops
+from muonckpt.optimizer.planning.matrices import Fused, Slot, Spec, matrices_of, one_column, one_row, shapes_of
 from muonckpt.optimizer.planning.owners import Work, assign, in_stages
-from muonckpt.optimizer.planning.residence import matrix_parts, residence
-from muonckpt.optimizer.planning.routes import NOTE
-from muonckpt.optimizer.planning.schedule import Schedule, make_schedule, worthwhile_stages
-from muonckpt.optimizer.planning.trips import OWNER, End, Trip, first_replica, trips_of_holder, trips_of_owner
-from muonckpt.optimizer.planning.units import Slot, Spec
-from muonckpt.plan import Copy, Share, make_share
+from muonckpt.optimizer.planning.residence import Owned, matrix_parts, rank_copies, residence
+from muonckpt.optimizer.planning.schedule import NOTE, Schedule, make_schedule, paused_collector, worthwhile_stages
+from muonckpt.plan import Copies, Share, make_share
 
 HALF = torch.bfloat16
 
@@ -228,30 +227,35 @@ def test_between_replicas_nothing_travels_to_the_owners_and_each_result_once(rep
     assert len({unit.owner for unit in schedules[0].units}) == 8
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_trips_to_any_owner_and_back_are_shares_of_the_plans(seed):
-    """Also where replicas of a part lie elsewhere than with the owner, and where the owner has nothing of a matrix."""
-    rng = np.random.default_rng(seed)
-    mesh = Mesh.of(*rng.integers(1, 4, size=3).tolist())
-    shape = tuple(rng.integers(1, 13, size=int(rng.integers(2, 4))).tolist())
+def on_a_random_mesh(rng, shape):
     dims = rng.integers(len(shape), size=2).tolist()
     placements = [StridedShard(dims[0], 2), Shard(dims[1]), Replicate()]
-    layout = mesh_layout(shape, mesh, tuple(placements[i] for i in rng.permutation(3)))
+    mesh = Mesh.of(*rng.integers(1, 4, size=3).tolist())
+    return mesh_layout(shape, mesh, tuple(placements[i] for i in rng.permutation(3)))
+
+
+@pytest.mark.parametrize("laid_out", [on_a_random_mesh, random_overlapping_layout])
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_rank_copies_to_any_owner_and_back_are_shares_of_the_plans(seed, laid_out):
+    """Also where replicas of a part lie elsewhere than with the owner, and where the owner has nothing of a matrix."""
+    rng = np.random.default_rng(seed)
+    shape = tuple(rng.integers(1, 13, size=int(rng.integers(2, 4))).tolist())
+    layout = laid_out(rng, shape)
     rows, columns = shape[-2:]
     fused = Fused((1, rows - 1) if rows > 1 else None, (columns - 1, 1) if columns > 1 else None)
+    ranks = tuple(range(max(layout.buffers) + 2))
     for index, matrix in enumerate(matrices_of(shape, fused)):
         resting = through(matrix, layout)
-        for owner in mesh.ranks:
+        for owner in ranks:
             whole = owned_layout(shapes_of(shape, fused)[index], owner)
-            for rank in mesh.ranks:
-                expected = (trip_of(make_share(*way, rank), rank) for way in ((resting, whole), (whole, resting)))
-                first = first_replica(layout, fused, index, owner)
-                found = (
-                    trips_of_owner(layout, fused, index, rank)
-                    if owner == rank
-                    else trips_of_holder(layout, fused, index, rank, first)
-                )
-                assert [by_peer(trip, owner) for trip in found] == [by_peer(trip, owner) for trip in expected]
+            matrices = Owned(np.array([5]), np.array([index]), np.array([owner]))
+            for rank in ranks:
+                found = rank_copies(layout, fused, ranks, rank, matrices)
+                for tables, way in [
+                    ((found.gives, found.takes, found.own), (resting, whole)),
+                    ((found.gives_back, found.takes_back, found.own.turned()), (whole, resting)),
+                ]:
+                    assert_share(tables, make_share(*way, rank), rank)
 
 
 def test_experts_between_two_cuts_are_planned_once():
@@ -262,30 +266,48 @@ def test_experts_between_two_cuts_are_planned_once():
     assert len({id(home) for home in residence(layout, Fused((1024, 1024)), tuple(range(1024)))}) == 2 * 8
 
 
-def trip_of(share: Share, rank: int) -> Trip:
-    """A rank's share of a plan, as a trip."""
+Row = tuple[object, ...]
+"""A copy, or one end of it: sizes, and offset and strides for each end."""
 
-    def ends(copy: Copy) -> tuple[End, End]:
-        here, there = copy.source, copy.target
-        return (
-            End(there.buffer, copy.box.numel, copy.box.shape, here.strides, here.offset),
-            End(here.buffer, copy.box.numel, copy.box.shape, there.strides, there.offset),
-        )
 
-    return Trip(
-        tuple(ends(copy)[0] for copy in share.gives if copy.target.buffer != rank),
-        tuple(ends(copy)[1] for copy in share.takes if copy.source.buffer != rank),
-        tuple(ends(copy) for copy in share.takes if copy.source.buffer == rank),
+def assert_share(tables: tuple[Copies, Copies, Copies], share: Share, rank: int) -> None:
+    """What a rank gives, takes and has itself is its share of a plan: to each peer in order, its own in any."""
+    gives, takes, own = tables
+    assert (gives.source == 5).all() and (takes.target == 5).all() and (own.source == 5).all()
+
+    def place(place: Place) -> Row:
+        return place.offset, place.strides
+
+    def by_peer(pairs: Iterable[tuple[object, Row]]) -> dict[object, list[Row]]:
+        listed: defaultdict[object, list[Row]] = defaultdict(list)
+        for peer, row in pairs:
+            listed[peer].append(row)
+        return listed
+
+    def near(copies: Copies) -> dict[object, list[Row]]:
+        """Ends at the source, by target; on the wire a box is dense."""
+        assert rows(copies.target_strides) == [row_major(sizes) for sizes in copies.sizes.tolist()]
+        ends = (copies.sizes, copies.source_offset, copies.source_strides)
+        return by_peer(zip(copies.target.tolist(), zip(*(rows(column) for column in ends), strict=True), strict=True))
+
+    assert near(gives) == by_peer(
+        (copy.target.buffer, (copy.box.shape, *place(copy.source)))
+        for copy in share.gives
+        if copy.target.buffer != rank
     )
+    assert near(takes.turned()) == by_peer(
+        (copy.source.buffer, (copy.box.shape, *place(copy.target)))
+        for copy in share.takes
+        if copy.source.buffer != rank
+    )
+    sizes, _, *source, _, offset, strides = own.columns
+    assert set(zip(*map(rows, (sizes, *source, offset, strides)), strict=True)) == {
+        (copy.box.shape, *place(copy.source), *place(copy.target)) for copy in share.takes if copy.source.buffer == rank
+    }
 
 
-def by_peer(trip: Trip, owner: int) -> tuple[object, ...]:
-    """What matters of a trip: for each peer, boxes in their order; own ones in any."""
-    lists = []
-    for ends in (trip.gives, trip.takes):
-        listed = [replace(end, peer=owner if end.peer == OWNER else end.peer) for end in ends]
-        lists.append({peer: [end for end in listed if end.peer == peer] for peer in {end.peer for end in listed}})
-    return (*lists, set(trip.own))
+def rows(column: np.ndarray) -> list[object]:
+    return [tuple(row) if isinstance(row, list) else row for row in column.tolist()]
 
 
 def test_stages_are_as_many_as_the_exchange_is_worth():

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from muonckpt.optimizer import Muon
-from muonckpt.optimizer.planning.routes import NOTE
-from muonckpt.optimizer.step.process_groups import group_of, groups_of_mesh
+from muonckpt.optimizer.planning.schedule import NOTE
+from muonckpt.optimizer.step.rank_sets import group_of, groups_of_mesh
 
 MATRIX, EXPERTS, SHARED = 0, 2, 4
 """Numbers of kinds of parameters in `support.random_topologies`."""

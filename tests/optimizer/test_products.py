@@ -7,17 +7,19 @@ import sys
 import pytest
 import torch
 
-from muonckpt.optimizer.newton_schulz import forms, products
-from muonckpt.optimizer.newton_schulz.forms import Form, arithmetic, prefer_kernels
-from muonckpt.optimizer.newton_schulz.places import Places
+from muonckpt.optimizer.ground.places import Places
+from muonckpt.optimizer.newton_schulz import products
 from muonckpt.optimizer.newton_schulz.products import (
     LARGE,
     ROUNDED,
     STACK,
     WORTH,
+    Form,
     StripProducts,
     TorchProducts,
+    arithmetic,
     by_torch,
+    prefer_kernels,
 )
 from muonckpt.optimizer.step.batches import fills_gpu
 
@@ -31,7 +33,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were a GPU of compute capability 9.0."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    forms._kernels.cache_clear()
+    products._kernels.cache_clear()
 
 
 FILLED = [(1281, 1281, 1), (8192, 2048, 1), (768, 2048, 128), (128, 4096, 64)]
@@ -77,7 +79,7 @@ def test_missing_triton_is_said_once(hopper: None, monkeypatch: pytest.MonkeyPat
         for _ in range(3):
             assert arithmetic(KERNELS, CUDA, BF16, 4096, 4096) == TorchProducts(BF16, BF16)
     assert len(said) == 1
-    forms._kernels.cache_clear()
+    products._kernels.cache_clear()
 
 
 def test_torch_products_do_one_matrix_after_the_other() -> None:

@@ -6,14 +6,14 @@ import math
 
 import pytest
 import torch
+from support.every_kind import local_of
 from support.topologies import TOPOLOGIES, Home, part_of, placer, world_of
 from support.workers import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from muonckpt.errors import LayoutError
-from muonckpt.layouts.tensors import local_of
+from muonckpt import LayoutError
 from muonckpt.optimizer import Projection, qk_clip
 from muonckpt.optimizer.groups import Split, grouped_qkv, stacked_qkv
 
@@ -203,6 +203,25 @@ def clip_with_local_logits(rank: int, world: int) -> bool:
 
 def test_logits_may_be_spread_over_a_mesh():
     assert run(4, clip_with_local_logits) == [True] * 4
+
+
+def clip_with_logits_of_own_tokens(rank: int, world: int) -> tuple[bool, list[float]]:
+    """Each rank gives what its own tokens have shown, as a plain tensor; one of them NaN for the last head."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    mine = torch.where(torch.arange(HEADS) % world == rank, LOGITS, -1e9)
+    mine[-1] = math.nan if rank == 2 else 1.0
+    weights, expected = separate()
+    placed = [distribute_tensor(weight, mesh, [Replicate(), Shard(0)], src_data_rank=None) for weight in weights]
+    gamma = qk_clip(*placed, mine, THRESHOLD)
+    rows = slice(0, (HEADS - 1) * LENGTH)
+    whole = [weight.full_tensor() for weight in placed]
+    return all(torch.equal(w[rows], e[rows]) for w, e in zip(whole, expected, strict=True)), gamma.nan_to_num(
+        -1
+    ).tolist()
+
+
+def test_ranks_that_have_seen_other_tokens_scale_by_the_same():
+    assert run(4, clip_with_logits_of_own_tokens) == [(True, [*ALONE[:-1], -1.0])] * 4
 
 
 def test_what_are_no_heads_is_refused():

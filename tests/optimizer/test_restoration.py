@@ -76,8 +76,9 @@ def test_a_glob_that_matches_nothing_is_refused(saved):
         opt.load_state_dict(copy.deepcopy(saved[2]), fresh=[*FRESH, "lm_head.*"])
 
 
-def numbered(pieces: tuple[int, ...] | None, algorithm: str = "muon") -> Muon:
-    chosen: dict[str, Any] = {"pieces": pieces} if algorithm == "muon" else {"algorithm": algorithm, "lr": 1e-3}
+def numbered(pieces: tuple[int, ...] | None, algorithm: str = "normuon") -> Muon:
+    chosen: dict[str, Any] = {"lr": 1e-3} if algorithm == "adamw" else {"pieces": pieces}
+    chosen["algorithm"] = algorithm
     return Muon([{"params": [nn.Parameter(torch.zeros(6, 3))], **chosen}])
 
 
@@ -85,9 +86,30 @@ def test_without_names_differences_are_told_by_number_and_none_can_be_named():
     state = numbered((2, 4)).state_dict()
     with pytest.raises(ValueError, match=r"pieces=\(2, 4\) in the checkpoint, None now: group 0 parameter 0 \(6, 3\)"):
         numbered(None).load_state_dict(state)
-    with pytest.raises(ValueError, match="moved from 'muon' to 'adamw': group 0 parameter 0"):
+    with pytest.raises(ValueError, match="moved from 'normuon' to 'adamw': group 0 parameter 0"):
         numbered(None, "adamw").load_state_dict(state)
     with pytest.raises(ValueError, match="the parameters of this optimizer have no names"):
         numbered((2, 4)).load_state_dict(state, fresh=["*"])
     with pytest.raises(ValueError, match=r"groups of \[1\] parameters, this optimizer of \[2\].*named_parameters"):
         Muon([nn.Parameter(torch.zeros(6, 3)), nn.Parameter(torch.zeros(6, 3))]).load_state_dict(state)
+
+
+def test_its_own_state_is_left_to_an_optimizer_that_starts_others_fresh(recwarn):
+    """accelerate loads it when it prepares an optimizer, also after that has been stepped."""
+    _, opt = resuming()
+    before = leaves(copy.deepcopy(opt.state_dict()))
+    opt.register_load_state_dict_pre_hook(FreshStart(["old.*", "head.weight"]))
+    opt.load_state_dict(opt.state_dict())
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert leaves(opt.state_dict()) == before and not recwarn.list
+
+
+def test_momentum_is_kept_whatever_is_fused_now():
+    """It is that of the whole parameter; NorMuon's second moment is of the pieces, and is refused above."""
+    saved, resumed = numbered((2, 4), "muon"), numbered((3, 3), "muon")
+    momentum = saved.state[saved.param_groups[0]["params"][0]]["momentum_buffer"].normal_().clone()
+    with pytest.warns(UserWarning, match=r"keeps the code's pieces=\(3, 3\) \(saved \(2, 4\)\)"):
+        resumed.load_state_dict(saved.state_dict())
+    (param,) = resumed.param_groups[0]["params"]
+    assert torch.equal(resumed.state[param]["momentum_buffer"], momentum)
+    assert resumed.param_groups[0]["pieces"] == (3, 3)

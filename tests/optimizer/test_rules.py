@@ -234,11 +234,11 @@ def test_options_are_those_of_the_algorithm_then_of_the_kind():
         ({key: value for key, value in group.items() if key != "params"}, len(group["params"])) for group in groups
     ]
     assert brief == [
-        ({"algorithm": "lion", "lr": 3e-4}, 2),
-        ({"algorithm": "normuon", "lr": 0.02, "pieces": (8, 2, 2), "interleaved": 2}, 2),
         ({"algorithm": "normuon", "lr": 0.02, "columns": (4, 4, 4, 4)}, 2),
-        ({"algorithm": "lion", "lr": 3e-4, "weight_decay": 0.0}, 2),
+        ({"algorithm": "normuon", "lr": 0.02, "pieces": (8, 2, 2), "interleaved": 2}, 2),
+        ({"algorithm": "lion", "lr": 3e-4}, 2),
         ({"algorithm": "muon", "lr": 0.01, "pieces": (6, 6), "columns": (4, 4)}, 1),
+        ({"algorithm": "lion", "lr": 3e-4, "weight_decay": 0.0}, 2),
     ]
     assert len(Muon(groups).state) == 9
 

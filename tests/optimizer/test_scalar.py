@@ -14,9 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from muonckpt.optimizer import Muon, portions, restoration, scalar
-from muonckpt.optimizer.portions import in_portions
-from muonckpt.optimizer.scalar import SCALARS, decay
+from muonckpt.optimizer import Muon, restoration
+from muonckpt.optimizer.ground import foreach
+from muonckpt.optimizer.ground.foreach import in_portions
+from muonckpt.optimizer.methods import scalar
+from muonckpt.optimizer.methods.scalar import SCALARS, decay
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 KINDS = [(algorithm, cautious) for algorithm in SCALARS for cautious in (False, True)]
@@ -173,7 +175,7 @@ def test_bits_do_not_depend_on_what_is_computed_together(algorithm, cautious, dt
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     expected, slots = stepped(starts, gradients, algorithm, cautious=cautious)
     for elements in (1, 13, 64, 101):
-        monkeypatch.setattr(portions, "ELEMENTS", elements)
+        monkeypatch.setattr(foreach, "ELEMENTS", elements)
         found, states = stepped(starts, gradients, algorithm, cautious=cautious)
         assert all(map(torch.equal, found, expected)), elements
         for state, slot in zip(states, slots, strict=True):
@@ -181,7 +183,7 @@ def test_bits_do_not_depend_on_what_is_computed_together(algorithm, cautious, dt
 
 
 def test_portions_are_every_tensor_once_and_no_larger_than_asked_for(monkeypatch):
-    monkeypatch.setattr(portions, "ELEMENTS", 20)
+    monkeypatch.setattr(foreach, "ELEMENTS", 20)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     sizes = [7, 40, 41, 0, 30, 10, 1, 200, 0, 3]
     tensors = [torch.arange(size) + 1000 * number for number, size in enumerate(sizes)]

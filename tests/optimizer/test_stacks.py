@@ -8,10 +8,10 @@ from support import spectra
 from support.interpreted import DEVICE, kernels
 from torch import Tensor
 
-from muonckpt.coefficients import COEFFICIENTS
-from muonckpt.optimizer.newton_schulz.forms import Form
+from muonckpt.optimizer import COEFFICIENTS
+from muonckpt.optimizer.ground.places import Places
 from muonckpt.optimizer.newton_schulz.iterations import orthogonalize, orthogonalize_all
-from muonckpt.optimizer.newton_schulz.places import Places
+from muonckpt.optimizer.newton_schulz.products import Form
 from muonckpt.optimizer.newton_schulz.recipe import Recipe
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from muonckpt.optimizer import Muon
-from muonckpt.optimizer.newton_schulz.forms import Form
+from muonckpt.optimizer.newton_schulz.products import Form
 from muonckpt.optimizer.step import planner
 from muonckpt.optimizer.step.batches import in_batches
 

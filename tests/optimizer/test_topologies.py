@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.every_kind import STEPS, make, single, values
+from support import sweep
+from support.every_kind import STEPS, local_of, make, single, values
+from support.random_layouts import random_overlapping_layout
 from support.topologies import TOPOLOGIES, Home, part_of, placer, world_of
 from support.workers import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from muonckpt.layouts.tensors import local_of
+from muonckpt.box import row_major
+from muonckpt.layout import TensorLayout
 from muonckpt.optimizer import Muon
+from muonckpt.optimizer.step.exchange import LINKS
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "train.md"
 
@@ -41,6 +49,60 @@ def differing(rank: int, world: int, homes: tuple[Home | None, ...], expected: l
 def test_the_update_is_the_one_of_a_single_process(name):
     homes = TOPOLOGIES[name]
     assert run(world_of(homes), differing, homes, single(torch.float32)) == [[]] * world_of(homes)
+
+
+FUSED = [
+    ((6, 4), {}),
+    ((4, 10), {"algorithm": "normuon"}),
+    ((3, 4, 6), {}),
+    ((12, 5), {"pieces": (8, 4)}),
+    ((8, 6), {"pieces": (3, 1), "interleaved": 2, "columns": (2, 4)}),
+]
+
+
+def stepped(homes: Sequence[Callable[[torch.Tensor], torch.Tensor]], **options: Any) -> list[torch.Tensor]:
+    """What rests here of matrices and their momenta after two steps."""
+    values = [[torch.randn(shape, generator=torch.Generator().manual_seed(s)) for shape, _ in FUSED] for s in range(3)]
+    params = [nn.Parameter(home(value)) for home, value in zip(homes, values[0], strict=True)]
+    groups = [{"params": [param], "lr": 0.02, **group} for param, (_, group) in zip(params, FUSED, strict=True)]
+    opt = Muon(groups, stages=2, **options)
+    for gradients in values[1:]:
+        for param, home, gradient in zip(params, homes, gradients, strict=True):
+            param.grad = home(gradient)
+        opt.step()
+    return [each.detach() for param in params for each in (param, opt.state[param]["momentum_buffer"])]
+
+
+def held_of(whole: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
+    """What a layout puts on a rank, dense, as a matrix of one column (or a stack of those)."""
+    boxes = [whole[tuple(map(slice, f.box.lo, f.box.hi))].reshape(-1) for f in layout.fragments_of(rank)]
+    return torch.cat(boxes or [whole.new_empty(0)]).view(-1, *(1,) * (whole.ndim - 1))
+
+
+def misplaced(rank: int, world: int, exchange: str, seeds: range) -> list[tuple[int, int]]:
+    """The random layouts, and the numbers of the tensors, of which this rank has other bits than a single process."""
+    mesh, wrong = init_device_mesh("cpu", (world,)), []
+    expected = stepped([torch.Tensor.clone] * len(FUSED))
+
+    def placed(layout: TensorLayout, whole: torch.Tensor) -> torch.Tensor:
+        size = {"shape": whole.shape, "stride": row_major(layout.shape)}
+        return DTensor.from_local(held_of(whole, layout, rank), mesh, [Shard(0)], run_check=False, **size)
+
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        layouts = {shape: random_overlapping_layout(rng, shape) for shape, _ in FUSED}
+        homes = [partial(placed, layouts[shape]) for shape, _ in FUSED]
+        found = stepped(homes, exchange=exchange, layout=lambda param, of=layouts: of[tuple(param.shape)])
+        for number, (mine, whole) in enumerate(zip(found, expected, strict=True)):
+            if not torch.equal(local_of(mine), held_of(whole, layouts[tuple(whole.shape)], rank)):
+                wrong.append((seed, number))
+    return wrong
+
+
+@pytest.mark.parametrize("seeds", sweep([range(10), range(10, 50)], range(10)), ids=str)
+@pytest.mark.parametrize("exchange", LINKS)
+def test_replicas_that_overlap_in_part_have_the_bits_of_a_single_process(exchange, seeds):
+    assert run(4, misplaced, exchange, seeds) == [[]] * 4
 
 
 def test_the_guide_shows_what_is_tested():

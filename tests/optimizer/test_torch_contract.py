@@ -313,7 +313,7 @@ def test_a_gradient_scaler_skips_steps_with_infinite_gradients_and_no_others(alg
     assert same(contents(net, opt), trained(algorithm, lr=0.01))
 
 
-@pytest.mark.parametrize(("algorithm", "backend"), zip(ALGORITHMS, cycle(["eager", "aot_eager"]), strict=False))
+@pytest.mark.parametrize(("algorithm", "backend"), list(zip(ALGORITHMS, cycle(["eager", "aot_eager"]), strict=False)))
 def test_a_compiled_training_step_takes_the_same_steps(algorithm, backend):
     torch._dynamo.reset()
     net = Line()

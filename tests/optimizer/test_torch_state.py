@@ -78,7 +78,7 @@ def test_functions_and_process_groups_are_not_in_the_state():
     nets = [Line() for _ in range(2)]
     opt, twin = (Muon([net.weight], adjust_lr_fn=halved, layout=None, replicas=None) for net in nets)
     state = reloaded(opt.state_dict())
-    assert is_plain(state) and is_plain(opt.param_groups[0]["adjust_lr"])
+    assert is_plain(state) and is_plain(opt.param_groups[0]["adjust_lr_fn"])
     twin.load_state_dict(state)
     run_steps(nets[0], opt, 1)
     run_steps(nets[1], twin, 1)
@@ -296,7 +296,7 @@ def test_a_copy_of_a_model_and_its_optimizer_trains_on_its_own(algorithm, copied
     before = contents(net, opt)
     after = run_steps(twin_net, twin, 2)
     assert same(contents(net, opt), before) and same(run_steps(net, opt, 2), after)
-    twin.add_param_group({"params": [nn.Parameter(normal(2, 2))], "adjust_lr": "match_rms_adamw"})
+    twin.add_param_group({"params": [nn.Parameter(normal(2, 2))], "adjust_lr_fn": "match_rms_adamw"})
     assert len(opt.param_groups) == len(twin.param_groups) - 1
 
 

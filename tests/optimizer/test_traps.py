@@ -1,14 +1,6 @@
-"""Bugs that other distributed Muons have or had, one to a number, as tests of what must hold here.
-
-Rows that other files test are in ``ELSEWHERE``, by paths below tests/; the tests below are the other ones, and parts
-of a row that are not tested there.  Every row has a test.
-"""
+"""Bugs that other distributed Muons have or had, as far as no other file tests what must hold here."""
 
 from __future__ import annotations
-
-import ast
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,83 +15,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from muonckpt.optimizer import Muon, orthogonalize
-
-ELSEWHERE: dict[int, tuple[str, ...]] = {
-    # Resumed from DCP without momentum, and no error: keys made in the constructor, values only at the first step.
-    1: (
-        "optimizer/test_muon.py::test_stock_dcp_resumes_in_fresh_processes_as_the_uninterrupted_run_also_without_gradients",
-        "optimizer/test_muon.py::test_loading_an_incomplete_state_is_an_error_not_a_restart_from_zero",
-    ),
-    # FSDP x TP orthogonalised block by block: two sharded axes were taken for experts.
-    2: (
-        "optimizer/test_topologies.py::test_the_update_is_the_one_of_a_single_process",
-        "layouts/test_tensors.py::test_a_partial_tensor_is_no_layout",
-    ),
-    # Experts as 3-D parameters taken for something else.
-    3: ("optimizer/test_muon_refusals.py::test_matrices_without_elements_are_fine_and_four_dims_are_not_guessed",),
-    # What follows from the configuration was saved, and came back over a changed configuration.
-    4: (
-        "optimizer/test_muon_refusals.py::test_how_to_compute_comes_from_the_code_and_what_a_run_carries_from_the_checkpoint",
-    ),
-    # Buffers of whole models for the last, uneven round.
-    5: ("optimizer/test_exchange.py::test_a_step_never_holds_more_than_two_stages",),
-    # A parameter that never had a gradient broke the resume, or the step.
-    6: (
-        "optimizer/test_muon.py::test_a_parameter_without_a_gradient_is_left_alone",
-        "optimizer/test_muon.py::test_a_gradient_missing_on_some_ranks_stops_every_rank",
-        "optimizer/test_exchange.py::test_ranks_that_disagree_about_gradients_stop_and_can_go_on",
-    ),
-    # Normalising in place wrote into the momentum, without Nesterov in 16 bits.
-    7: ("optimizer/test_muon.py::test_momentum_is_only_the_average_of_gradients",),
-    # Shards without rows failed.
-    8: (
-        "optimizer/test_muon.py::test_same_bits_on_any_number_of_ranks",
-        "optimizer/test_scalar.py::test_every_algorithm_gives_the_same_bits_on_a_mesh",
-    ),
-    # Lists of coefficients began again at their end.
-    9: ("optimizer/test_newton_schulz.py::test_steps_past_the_list_never_raise_the_error",),
-    # The Gram form in 16 bits without restarts has no meaning.
-    10: ("optimizer/test_gram.py::test_sixteen_bits_without_enough_restarts_are_refused",),
-    # A float32 input was normalised in place.
-    11: ("optimizer/test_newton_schulz.py::test_inputs_are_never_mutated",),
-    # AdamW was another optimizer inside, and not in the state dict.
-    12: (
-        "optimizer/test_muon.py::test_state_is_complete_from_construction_on",
-        "optimizer/test_torch_state.py::test_a_state_dict_is_plain_data_and_a_run_goes_on_from_it",
-    ),
-    # Arithmetic on the update in bf16, though the parameters are fp32.
-    16: ("optimizer/test_muon.py::test_the_update_is_decay_then_scaled_orthogonal_momentum",),
-    # `load_state_dict` with an argument of another name.
-    17: ("optimizer/test_muon.py::test_load_state_dict_keeps_torchs_keyword_and_step_counters_stay_float32",),
-    # Replicas all did the same work.
-    20: (
-        "optimizer/test_topologies.py::test_replicas_share_the_work",
-        "optimizer/test_muon.py::test_plain_tensors_with_ddp_give_the_same_bits_and_share_the_work",
-    ),
-    # Resumed from another model's checkpoint; saved over the last one.
-    22: (
-        "checkpoint/test_checkpoint.py::test_a_template_that_does_not_fit_is_refused_before_anything_is_touched",
-        "checkpoint/test_checkpoint.py::test_nothing_is_ever_overwritten",
-        "optimizer/test_torch_state.py::test_state_of_other_shapes_counts_or_types_is_refused",
-    ),
-    # All-to-all exhausts some networks.
-    24: (
-        "optimizer/test_exchange.py::test_without_all_to_all_the_bits_are_the_same",
-        "optimizer/test_exchange.py::test_unknown_exchanges_are_refused",
-    ),
-}
-
-
-def test_every_row_is_tested():
-    tests = Path(__file__).parents[1]
-    for row, places in ELSEWHERE.items():
-        for place in places:
-            file, name = place.split("::")
-            defined = {node.name for node in ast.parse((tests / file).read_text()).body if hasattr(node, "name")}
-            assert name.startswith("test_") and name in defined, (row, place)
-    here = {int(found[1]) for name in globals() if (found := re.match(r"test_(\d\d)_", name))}
-    assert here | set(ELSEWHERE) == set(range(1, 25))
-
 
 # --- a small model of everything: matrices, experts and vectors, under every algorithm --------------------------
 
@@ -178,19 +93,19 @@ def experts_on(rank: int, world: int, *mesh) -> torch.Tensor:
     [((4,), (S(0),)), ((3,), (S(1),)), ((3,), (S(2),)), ((2, 2), (S(0), S(1))), ((2, 2), (S(0), S(0)))],
     ids=["experts", "rows", "columns", "experts x rows", "experts twice"],
 )
-def test_03_three_dim_experts_are_so_many_matrices_however_they_are_sharded(shape, placements):
+def test_three_dim_experts_are_so_many_matrices_however_they_are_sharded(shape, placements):
     expected = experts_of(alone, split=True)
     for found in run(torch.Size(shape).numel(), experts_on, shape, placements, ("x", "y")[: len(shape)]):
         assert torch.equal(found, expected)
 
 
-def test_04_the_scale_after_a_resume_is_the_one_of_the_new_configuration():
+def test_the_scale_after_a_resume_is_the_one_of_the_new_configuration():
     saved, resumed, fresh = (nn.Parameter(uneven_rows("muon", 0)) for _ in range(3))
     old = Muon([saved], adjust_lr_fn="match_rms_adamw", lr=0.5)
     saved.grad = uneven_rows("muon", 1)
     old.step()
     new, control = Muon([resumed], adjust_lr_fn="spectral"), Muon([fresh], adjust_lr_fn="spectral", lr=0.5)
-    with pytest.warns(UserWarning, match="adjust_lr='spectral'"):
+    with pytest.warns(UserWarning, match="adjust_lr_fn='spectral'"):
         new.load_state_dict(old.state_dict())
     control.state[fresh]["momentum_buffer"].copy_(old.state[saved]["momentum_buffer"])
     for p, opt in ((resumed, new), (fresh, control)):
@@ -200,12 +115,12 @@ def test_04_the_scale_after_a_resume_is_the_one_of_the_new_configuration():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_10_the_gram_form_without_restarts_is_refused_when_the_optimizer_is_built(dtype):
+def test_the_gram_form_without_restarts_is_refused_when_the_optimizer_is_built(dtype):
     with pytest.raises(ValueError, match="gram"):
         Muon([nn.Parameter(torch.ones(4, 16))], gram=(), ns_dtype=dtype)
 
 
-def test_13_what_is_compiled_is_called():
+def test_what_is_compiled_is_called():
     products, calls = [], []
 
     def counting(graph, inputs):
@@ -236,12 +151,12 @@ def test_13_what_is_compiled_is_called():
     ],
     ids=["rows", "HSDP", "FSDP x TP", "crosswise"],
 )
-def test_14_the_state_of_rows_is_that_of_whole_rows_and_whole_matrices(shape, placements):
+def test_the_state_of_rows_is_that_of_whole_rows_and_whole_matrices(shape, placements):
     same_bits_on(shape, placements, ("x", "y")[: len(shape)])
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_15_rows_may_be_cut_in_their_last_dim(world):
+def test_rows_may_be_cut_in_their_last_dim(world):
     same_bits_on((world,), (S(-1),), ("x",))
 
 
@@ -295,7 +210,7 @@ def resumed(rank: int, world: int, path: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_18_19_stock_dcp_reshards_all_state_of_a_16_bit_model_and_counters_stay_float32(world, tmp_path):
+def test_stock_dcp_reshards_all_state_of_a_16_bit_model_and_counters_stay_float32(world, tmp_path):
     path = str(tmp_path / "checkpoint")
     expected = run(4, saved, path)[0]
     for found in run(world, resumed, path):
@@ -324,12 +239,12 @@ def plain(value) -> bool:
     return value is None or isinstance(value, (bool, int, float, str)) or all(map(plain, value))
 
 
-def test_19_state_lies_where_its_parameter_does_and_groups_hold_plain_values():
+def test_state_lies_where_its_parameter_does_and_groups_hold_plain_values():
     assert run(4, state_placement) == [[]] * 4
 
 
 @pytest.mark.parametrize("names", [("tp", "fsdp"), ("fsdp", "tp"), ("ep", "dp_replicate"), ("", " ")], ids=str)
-def test_21_the_names_of_axes_never_matter(names):
+def test_the_names_of_axes_never_matter(names):
     same_bits_on((2, 2), (R, S(0)), names)
     same_bits_on((2, 2), (S(0), S(1)), names)
 
@@ -339,6 +254,6 @@ def test_21_the_names_of_axes_never_matter(names):
     [((7,), (S(0),)), ((5,), (S(1),)), ((3, 2), (S(0), S(1))), ((2, 3), (S(0), S(0))), ((8,), (S(2),))],
     ids=["7 ranks", "5 ranks", "EP 3 x FSDP 2", "2 x 3, same dim", "more ranks than columns"],
 )
-def test_23_nothing_has_to_divide_anything(shape, placements):
+def test_nothing_has_to_divide_anything(shape, placements):
     """Sizes 5, 6, 7, 9, 10 and 11, with 5 experts, on numbers of ranks that divide none or few of them."""
     same_bits_on(shape, placements, ("x", "y")[: len(shape)])

@@ -15,12 +15,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.dcp_metadata import dump_metadata
 from support.golden import golden
-from support.resharded import plan_job
+from support.resharded import reshard
 from support.sharded import GOLDENS, as_stock, edit, manifest_edited, no_checksums
 
 import muonckpt
-from muonckpt.converters.engine.run import run_job
-from muonckpt.errors import SourceError
+from muonckpt import SourceError
 from muonckpt.record import Chunk
 from muonckpt.store.audit import AuditReport
 from muonckpt.store.formats.dcp.metadata_pickle import Metadata, StoredItem, parse_metadata
@@ -42,7 +41,7 @@ def sources(tmp_path_factory) -> dict[str, Path]:
         "hyper": {"betas": (0.9, 0.95), "name": "muon"},
     }
     muonckpt.save(state, folder / "one")
-    run_job(plan_job(folder / "one", 3), folder / "own")
+    reshard(folder / "one", folder / "own", 3)
     as_stock(shutil.copytree(folder / "own", folder / "stock"))
     dcp.save(state, checkpoint_id=folder / "torch", no_dist=True)
     return {kind: folder / kind for kind in KINDS}
@@ -329,7 +328,7 @@ def test_infinite_and_nan_elements_are_found_and_the_largest_finite_ones_are_not
     if not str(dtype).endswith(("fn", "fnuz")):  # these have no infinity
         bad[6, 0], bad[7, 1] = float("inf"), float("-inf")
     muonckpt.save({"good": good, "bad": bad}, tmp_path / "one")
-    run_job(plan_job(tmp_path / "one", 3), tmp_path / "three")
+    reshard(tmp_path / "one", tmp_path / "three", 3)
     count = int((~torch.isfinite(bad.to(torch.complex128))).sum())
     [finding] = muonckpt.verify(tmp_path / "three").findings
     assert (finding.kind, finding.key) == ("nonfinite", "bad")

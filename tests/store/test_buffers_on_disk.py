@@ -16,9 +16,10 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from support.commands import run as command
 from support.foreign_buffers import compact, fsdp_v1
 from support.layer_wise_training import Net, groups
-from support.manifest_json import manifest_at
+from support.manifest_json import manifest_at, put
 from support.raw_buffers import (
     INDEX,
     MESHES,
@@ -38,20 +39,17 @@ from support.workers import run as on_ranks
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import muonckpt
-from muonckpt.cli.main import run as command
-from muonckpt.converters.engine.journal import FinishedFile
+from muonckpt import Interrupted, SourceError
 from muonckpt.converters.engine.mover import LARGEST_BAND, expected_parts
-from muonckpt.converters.engine.output_chunks import OutputChunks
-from muonckpt.converters.engine.output_files import OutputFile
+from muonckpt.converters.engine.output_files import OutputChunks, OutputFile
 from muonckpt.converters.engine.run import run_job
-from muonckpt.converters.target.formats import container_of
+from muonckpt.converters.engine.staging import FinishedFile
+from muonckpt.converters.target.container import container_of
 from muonckpt.converters.target.topology import LAYOUTS, Target
-from muonckpt.errors import Interrupted, SourceError
-from muonckpt.layouts.buffers.megatron_compact import legacy_pingpong
-from muonckpt.layouts.buffers.megatron_padded import distributed_optimizer, padded_nscost, padded_numel
+from muonckpt.layouts.buffers.megatron import distributed_optimizer, legacy_pingpong, padded_nscost, padded_numel
 from muonckpt.layouts.buffers.parameters import GroupSizes
 from muonckpt.layouts.buffers.placements import PLACEMENTS
-from muonckpt.optimizer.layer_wise.optimizer import LayerWise
+from muonckpt.optimizer import LayerWise
 from muonckpt.record import Manifest
 from muonckpt.store.formats.registry import BUFFERS, format_of
 from muonckpt.store.reading.dtypes import itemsize
@@ -352,7 +350,7 @@ def test_a_damaged_index_is_refused(name, stored, tmp_path, capsys):
     for tensor in index["tensors"]:
         if name != "a chunk":  # else all would disagree with the chunks, too
             tensor["chunks"] = []
-    (path / INDEX).write_text(json.dumps(index))
+    put(path / INDEX, index)
     assert command(["reshard", str(path), str(tmp_path / "out"), "--mesh", "dp=2"]) == 3
     shown = capsys.readouterr().err
     assert re.search(message, shown), shown

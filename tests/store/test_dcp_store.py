@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import muonckpt
+from muonckpt import DestinationError, LayoutError, SourceError
 from muonckpt.box import Box, flat_boxes
-from muonckpt.errors import DestinationError, LayoutError, SourceError
 from muonckpt.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
-from muonckpt.store.formats import native_writer
+from muonckpt.store.formats import native
 from muonckpt.store.formats.dcp.metadata_writer import metadata_parts
 from muonckpt.store.formats.torch_save import tensor_item as torch_zip
 from muonckpt.store.reading.dtypes import DTYPES
@@ -171,7 +171,7 @@ def test_blobs_and_metadata_survive_a_rewrite(saved: Path, tmp_path: Path) -> No
     assert target["epoch"] == 7 and target["optimizer"]["param_groups"][0]["lr"] == 0.5
     assert torch.equal(target["model"]["layer.weight"], example()["model"]["layer.weight"])
     with pytest.raises(DestinationError, match="exists"):
-        native_writer.write_native(manifest, copy)
+        native.write_native(manifest, copy)
 
 
 def test_ambiguous_manifests_are_not_written() -> None:

@@ -10,10 +10,10 @@ import torch
 import zarr
 from safetensors.torch import save_file
 from support import sharded
+from support.commands import run
 from support.sharded import bits, edit
 
 import muonckpt
-from muonckpt.cli.main import run
 from muonckpt.store.formats.registry import DCP, OWN, SAFETENSORS, ZARR, format_of
 
 KINDS = {
@@ -75,5 +75,7 @@ def test_arrays_of_others_are_resharded(codec, tmp_path):
 
 
 def test_what_shows_no_format_is_taken_for_dcp(tmp_path):
-    assert format_of(tmp_path) is format_of(tmp_path / "nothing") is DCP
+    assert format_of(tmp_path) is DCP
+    with pytest.raises(muonckpt.SourceError, match="found no directory"):
+        format_of(tmp_path / "nothing")
     assert run(["inspect", str(tmp_path / "nothing")]) == 3

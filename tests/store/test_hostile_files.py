@@ -14,7 +14,7 @@ from support import hostile
 from support.dcp_metadata import dump_metadata
 
 import muonckpt
-from muonckpt.errors import DamageError, SourceError
+from muonckpt import DamageError, SourceError
 from muonckpt.record import Extent
 from muonckpt.store.formats.dcp.metadata_pickle import StoredItem, parse_metadata
 from muonckpt.store.io.limits import SMALL_DESCRIPTION, SWITCH, LimitError, check_description

@@ -13,16 +13,16 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from support.commands import run
 from support.golden import golden
 from support.rank_files import MODEL, WORDS, described, value_of, written
 from support.translated import truth_of
 
 import muonckpt
-from muonckpt.cli.main import run
-from muonckpt.errors import SourceError
-from muonckpt.layouts.buffers.group_buffer import GroupBuffer
+from muonckpt import SourceError
 from muonckpt.layouts.buffers.parameters import Parameter
-from muonckpt.store.formats.megatron.layer_wise_names import Description, ListedParameter, deal
+from muonckpt.layouts.buffers.records import GroupBuffer
+from muonckpt.store.formats.layer_wise_names import Description, ListedParameter, deal
 from muonckpt.store.formats.registry import LAYER_WISE, format_of
 
 GOLDEN = {"ws4_padded": "padded-numel", "ws4_pingpong": "legacy-pingpong"}

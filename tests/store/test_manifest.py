@@ -10,6 +10,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from support.commands import run as command
 from support.layer_wise_training import LAYOUTS as RUNS
 from support.layer_wise_training import Net, groups
 from support.workers import run
@@ -19,11 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import muonckpt
-from muonckpt.cli.main import run as command
 from muonckpt.converters.target.topology import LAYOUTS
-from muonckpt.layouts.buffers.layout_json import LAYOUT, PARAMETER
-from muonckpt.optimizer import Muon
-from muonckpt.optimizer.layer_wise.optimizer import LayerWise
+from muonckpt.layouts.buffers.records import LAYOUT, PARAMETER
+from muonckpt.optimizer import LayerWise, Muon
 
 SCHEMA = json.loads(files("muonckpt").joinpath("manifest.schema.json").read_text())
 PAGE = (Path(__file__).parents[2] / "docs" / "formats" / "manifest.md").read_text()

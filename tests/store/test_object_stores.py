@@ -10,7 +10,6 @@ import sys
 import uuid
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pytest
 import torch
@@ -21,12 +20,12 @@ from support.resharded import make_job, once, plan_job, reshard
 from support.sharded import elements_of
 
 import muonckpt
+from muonckpt import DestinationError, SourceError
 from muonckpt.box import row_major
 from muonckpt.converters.engine.job import Job
 from muonckpt.converters.engine.run import run_job
-from muonckpt.converters.target.formats import FORMATS, container_of
+from muonckpt.converters.target.container import FORMATS, container_of
 from muonckpt.converters.target.topology import Target
-from muonckpt.errors import DestinationError, SourceError
 from muonckpt.layout import Place
 from muonckpt.record import Extent
 from muonckpt.store.io.location import GAP, PART, REQUEST_BYTES, Remote, location
@@ -38,22 +37,11 @@ MATRIX = "optimizer.state.0.weight.momentum_buffer"
 S3 = f"s3://{store_server.BUCKET}"
 
 
-@pytest.fixture(scope="session")
-def served():
-    """The server; this process and those that it starts find it by their environment."""
-    for name in ("moto", "flask", "flask_cors", "s3fs"):
-        pytest.importorskip(name, reason=f"a real S3 server needs {name}: pip install -e '.[dev]'")
-    with store_server.running() as (server, address), pytest.MonkeyPatch.context() as patch:
-        for name, value in store_server.environment(address).items():
-            patch.setenv(name, value)
-        fsspec.filesystem("s3", use_listings_cache=False).makedirs(store_server.BUCKET, exist_ok=True)
-        yield server
-
-
 @pytest.fixture
-def server(served):
-    served.requests.clear()
-    return served
+def server(object_store) -> store_server.Server:
+    server, _ = object_store
+    server.requests.clear()
+    return server
 
 
 @pytest.fixture(params=["memory", "s3"])

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.commands import run
 from support.golden import golden
 from support.sharded import edit
 
 import muonckpt
 from muonckpt import LayoutError, SourceError
-from muonckpt.cli.main import run
 from muonckpt.seal import sealed_text
 from muonckpt.store.io.location import location
 
@@ -295,3 +295,21 @@ def test_a_command_reads_no_metadata_and_no_head_of_an_item_twice(kind, command,
     assert run([name, *places, *options, *select]) in (0, 1)  # some numbers are NaN
     mine = {read: count for read, count in reads.items() if read[0].startswith(str(saved))}
     assert mine and set(mine.values()) == {1}, {read: count for read, count in mine.items() if count > 1}
+
+
+@pytest.mark.parametrize("look", [muonckpt.verify, muonckpt.open])
+def test_a_checkpoint_that_is_published_while_somebody_looks_is_missing_or_whole(look, tmp_path, monkeypatch):
+    staged = tmp_path / "staged"
+    muonckpt.save({"w": torch.ones(3)}, staged)
+    real = Path.is_dir
+
+    def overtaken(path: Path) -> bool:
+        there = real(path)
+        if path == tmp_path / "out" and staged.exists():
+            staged.rename(path)
+        return there
+
+    monkeypatch.setattr(Path, "is_dir", overtaken)
+    with pytest.raises(SourceError, match="found no directory"):
+        look(tmp_path / "out")
+    assert muonckpt.verify(tmp_path / "out").verdict == "whole"

@@ -1,8 +1,10 @@
-"""Which ranges of a file are read for a box, and in which parts a file goes up."""
+"""Which ranges of a file are read for boxes and chunks, their checksums, and in which parts a file goes up."""
 
 from __future__ import annotations
 
 import resource
+import zlib
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from muonckpt import DamageError
 from muonckpt.box import row_major
-from muonckpt.errors import DamageError
 from muonckpt.record import Extent
 from muonckpt.store.io.location import PART, part_bytes
+from muonckpt.store.io.ranges import JoinedCrc, joined
+from muonckpt.store.reading.blocks import batches, blocks
 from muonckpt.store.reading.payloads import Payloads
-from muonckpt.store.reading.strided import batches, blocks
 
 boxes = st.integers(0, 3).flatmap(
     lambda ndim: st.tuples(*[st.tuples(st.integers(1, 5), st.integers(0, 2), st.integers(0, 2)) for _ in range(ndim)])
@@ -40,6 +43,37 @@ def test_blocks_tile_a_box_and_keep_to_their_bounds(dims, gap, most):
     together = list(batches(found, strides, most))
     assert [block for batch in together for block in batch] == found
     assert all(sum(block.span(strides) for block in batch) <= most for batch in together)
+
+
+ranges = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 90), st.integers(1, 12)), max_size=20)
+
+
+@settings(max_examples=200)
+@given(ranges, st.integers(0, 9), st.integers(1, 60))
+def test_joined_ranges_are_covered_by_few_runs_that_keep_to_their_bounds(places, gap, most):
+    places.sort()
+    file, start, length = np.array(places, np.int64).reshape(-1, 3).T
+    stop = start + length
+    runs = joined(start, stop, gap, most, file)
+    members = list(runs.members(len(places)))
+    assert [number for run in members for number in run] == list(range(len(places)))
+    for run, lo, hi in zip(members, runs.start, runs.stop, strict=True):
+        assert len(set(file[run])) == 1 and (lo, hi) == (start[run].min(), stop[run].max())
+        assert hi - lo <= most or len(run) == 1
+        assert all(start[b] - stop[a] <= gap for a, b in pairwise(run))
+    for one, other in pairwise(members):
+        a, b = one[-1], other[0]
+        reach = max(stop[one].max(), stop[b]) - start[one[0]]
+        assert file[a] != file[b] or start[b] - stop[a] > gap or reach > most
+
+
+@given(st.permutations(range(6)), st.integers(0, 6))
+def test_the_crc_of_a_whole_follows_from_its_ranges_in_any_order(order, lacking):
+    data, crc = bytes(range(60)), JoinedCrc()
+    for number in order:
+        if number != lacking:
+            crc.add(10 * number, 10 * number + 10, zlib.crc32(data[10 * number : 10 * number + 10]))
+    assert (crc.reached, crc.crc32) == (10 * lacking, zlib.crc32(data[: 10 * lacking]))
 
 
 @pytest.mark.parametrize("length", [0, 1, PART, 9_000 * PART, 9_000 * PART + 1, 5 << 40])

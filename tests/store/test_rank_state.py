@@ -13,7 +13,7 @@ from support.saved_ranks import Block, muon, runs, train
 from support.workers import run
 
 import muonckpt
-from muonckpt.errors import DamageError, SourceError
+from muonckpt import DamageError, SourceError
 from muonckpt.store.formats.registry import RANK_STATE, format_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -21,21 +21,19 @@ from support.sharded import SHAPES, bits, raw_bytes, small, some, wide
 from support.whole import assemble, record, write, write_values
 
 import muonckpt
+from muonckpt import SourceError
 from muonckpt.box import Box
 from muonckpt.chunks import no_chunks
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.safetensors_files import SafetensorsFile, SafetensorsFolder
 from muonckpt.converters.target.topology import Target
-from muonckpt.errors import SourceError
 from muonckpt.record import Manifest, StateRecord
+from muonckpt.store.formats import safetensors
 from muonckpt.store.formats.registry import SAFETENSORS, format_of
-from muonckpt.store.formats.safetensors import folder as safetensors
-from muonckpt.store.formats.safetensors import header as safetensors_header
-from muonckpt.store.formats.safetensors.header import CODE_OF_DTYPE
+from muonckpt.store.formats.safetensors import CODE_OF_DTYPE
 from muonckpt.store.io.location import Remote, location
 from muonckpt.store.reading.dtypes import DTYPES
-from muonckpt.store.reading.finite import nonfinite
-from muonckpt.store.reading.payloads import Payloads
+from muonckpt.store.reading.payloads import Payloads, nonfinite
 from muonckpt.vocabulary import Convention
 
 LOADABLE = sorted(CODE_OF_DTYPE.keys() - {"float8_e8m0fnu"})
@@ -220,7 +218,7 @@ def test_whatever_we_accept_the_stock_library_accepts_and_reads_alike(data):
         whole[data.draw(st.integers(0, len(whole) - 17))] = data.draw(st.sampled_from(b' "0123456789,:[]{}-.eFU'))
     length = int.from_bytes(whole[:8], "little")
     try:
-        ours = safetensors_header.parse_header(bytes(whole[8 : 8 + length]))
+        ours = safetensors.parse_header(bytes(whole[8 : 8 + length]))
         accepted = length <= len(whole) - 8 and ours.data_length == len(whole) - 8 - length
     except SourceError:
         return

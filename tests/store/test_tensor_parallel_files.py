@@ -10,7 +10,8 @@ import torch
 from support.rank_files import described, written
 
 import muonckpt
-from muonckpt.errors import SourceError
+from muonckpt import SourceError
+from muonckpt.converters.options import grouped
 
 
 @pytest.mark.parametrize("algorithm", ["padded-numel", "legacy-pingpong"])
@@ -36,7 +37,7 @@ def test_parts_of_tensor_parallel_ranks_are_joined(algorithm, tmp_path):
     (path / damaged.item.file).write_bytes(data)
     assert muonckpt.verify(path).verdict == "faulty"
     with pytest.raises(SourceError, match="CRC-32"):
-        muonckpt.convert(path, tmp_path / "no", format="zarr", tensors_only=True)
+        muonckpt.convert(path, tmp_path / "no", **grouped(format="zarr", tensors_only=True))
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.commands import run
 from support.golden import golden
 from support.rank_files import MODEL, value_of, written
 from support.translated import TORCH, W, nested, truth_of
 
 import muonckpt
-from muonckpt.cli.main import run
+from muonckpt import SourceError
+from muonckpt.converters.options import grouped
 from muonckpt.converters.translate.detection import with_slots
-from muonckpt.errors import SourceError
 from muonckpt.store.formats.dcp.metadata_pickle import parse_metadata
 from muonckpt.store.formats.signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE
 
@@ -210,4 +211,4 @@ def test_buckets_without_names_are_carried_for_megatron_and_refused_for_others(t
     muonckpt.convert(tmp_path / "theirs", tmp_path / "same", format="torch_dist")
     assert bucket in muonckpt.open(tmp_path / "same").tensors
     with pytest.raises(SourceError, match="which parameter lies where, so muonckpt cannot take it"):
-        muonckpt.convert(tmp_path / "theirs", tmp_path / "other", to_dialect="muonckpt", convention="ema")
+        muonckpt.convert(tmp_path / "theirs", tmp_path / "other", **grouped(to_dialect="muonckpt", convention="ema"))

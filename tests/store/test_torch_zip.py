@@ -19,7 +19,7 @@ import torch
 from isal import isal_zlib
 from torch import Tensor
 
-from muonckpt.errors import SourceError
+from muonckpt import SourceError
 from muonckpt.store.formats.torch_save.stored_zip import member_data, read_members
 from muonckpt.store.formats.torch_save.tensor_item import TensorItem, frame, read_tensor, template
 from muonckpt.store.reading.dtypes import DTYPES, dtype, itemsize

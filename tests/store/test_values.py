@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from muonckpt.errors import SourceError
+from muonckpt import SourceError
 from muonckpt.store.formats.torch_save.plain_item import plain_item, plain_value
 from muonckpt.store.formats.torch_save.stored_zip import directory, store
 from muonckpt.store.io.limits import LimitError

@@ -14,14 +14,14 @@ from support.sharded import SHAPES, bits, raw_bytes, some, wide
 from support.whole import assemble, write, write_values
 
 import muonckpt
+from muonckpt import SourceError
 from muonckpt.box import Box
 from muonckpt.chunks import no_chunks
 from muonckpt.converters.target.zarr_files import ZarrFiles
-from muonckpt.errors import SourceError
 from muonckpt.record import StateRecord
+from muonckpt.store.formats import zarr_writer
 from muonckpt.store.formats.registry import ZARR, format_of
-from muonckpt.store.formats.zarr import writer as zarr_writer
-from muonckpt.store.formats.zarr.array import stored_as
+from muonckpt.store.formats.zarr_reader import stored_as
 from muonckpt.store.reading.dtypes import DTYPES, itemsize
 from muonckpt.store.reading.payloads import elements
 from muonckpt.vocabulary import Convention

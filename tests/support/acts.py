@@ -17,7 +17,7 @@ import muonckpt
 from muonckpt.cli.main import run
 from muonckpt.converters.engine.launch import joined
 from muonckpt.converters.engine.run import run_job
-from muonckpt.store.io import removal
+from muonckpt.store.io import publish
 from support.damages import content
 from support.interposed import BROKEN, CHANGED, CUT, FULL, HALF, INTERRUPTED, KILLED, READ_ONLY, TORN, Fault
 from support.launched import environment
@@ -150,6 +150,11 @@ class Merge(Rewrite):
         return ["merge", str(self.source), str(self.base / "second")]
 
 
+class Convert(Rewrite):
+    def command(self) -> list[str]:
+        return ["convert", str(self.source)]
+
+
 class SaveTogether(Make):
     """A save by two ranks, of a tensor by rows."""
 
@@ -205,7 +210,7 @@ class Retention(Act):
         muonckpt.Series(here / "run", keep_last=1).save(3, state(3))
         self._holds(here, (3,))
         left = [entry.name for entry in (here / "run").iterdir() if entry.name != "step-00000003"]
-        expect(all(map(removal.staged_name, left)), f"left for ever: {left}")
+        expect(all(map(publish.staged_name, left)), f"left for ever: {left}")
 
     def _holds(self, here: Path, steps: tuple[int, ...]) -> None:
         template = state(0)
@@ -218,19 +223,43 @@ class Retention(Act):
         )
 
 
-class First(Act):
-    """The first checkpoint of a series, in a folder that nobody has made."""
+class InNewFolders(Act):
+    """Other work, in folders that nobody has made: what is there afterwards does not go with them."""
+
+    def __init__(self, act: Act) -> None:
+        super().__init__(f"{act.name}, in new folders", act.base)
+        self.act, self.faults = act, act.faults
 
     def do(self, here: Path, rank: int) -> None:
-        muonckpt.Series(here / "new" / "run").save(1, state(1))
+        self.act.source = self.source
+        self.act.do(here / "new" / "run", rank)
+
+    def check(self, here: Path, succeeded: bool) -> None:
+        below = here / "new" / "run"
+        expect(below.exists() or not succeeded, "it succeeded, and its folder is not there")
+        below.mkdir(parents=True, exist_ok=True)
+        self.act.source = self.source
+        self.act.check(below, succeeded)
+
+
+class First(Act):
+    """The first checkpoint of a series."""
+
+    def do(self, here: Path, rank: int) -> None:
+        muonckpt.Series(here / "series").save(1, state(1))
 
     def check(self, here: Path, succeeded: bool) -> None:
         template = state(0)
-        found = muonckpt.Series(here / "new" / "run").restore(template)
+        found = muonckpt.Series(here / "series").restore(template)
         expect(found or not succeeded, "it succeeded, and there is nothing")
         expect(found is None or torch.equal(template["w"], state(1)["w"]), "other elements")
         if found is None:
             self.do(here, 0)
+
+
+class AsyncFirst(First):
+    def do(self, here: Path, rank: int) -> None:
+        muonckpt.Series(here / "series").async_save(1, state(1)).result()
 
 
 class Load(Act):
@@ -259,12 +288,23 @@ class Verify(Load):
         expect(muonckpt.verify(self.source, jobs=1).verdict in ("whole", "faulty"), "another verdict")
 
 
+def in_new_folders(base: Path) -> list[InNewFolders]:
+    return [
+        InNewFolders(Save("save", base)),
+        InNewFolders(AsyncSave("async save", base)),
+        InNewFolders(First("series", base)),
+        InNewFolders(AsyncFirst("async series", base)),
+        InNewFolders(Rewrite("reshard", base, "--mesh", "dp=2")),
+        InNewFolders(Rewrite("to zarr", base, "--format", "zarr")),
+        InNewFolders(Convert("convert", base, "--format", "safetensors")),
+    ]
+
+
 def acts(base: Path) -> list[Act]:
     return [
         Save("save", base),
         AsyncSave("async save", base),
         Retention("series", base),
-        First("first of a series", base),
         Load("load", base),
         Verify("verify", base),
         Rewrite("reshard", base, "--mesh", "dp=2"),
@@ -276,4 +316,5 @@ def acts(base: Path) -> list[Act]:
         Merge("merge", base, "--mesh", "dp=2", "--others-from", "last"),
         SaveTogether("save, 2 ranks", base),
         ReshardTogether("reshard, 2 workers", base),
+        *in_new_folders(base),
     ]

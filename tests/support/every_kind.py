@@ -24,7 +24,7 @@ TENSORS = [
     ((2, 6, 10), {}),
     ((64, 64), {"nesterov": False}),
     ((48, 16), {"pieces": (8, 2, 2), "interleaved": 4}),
-    ((12, 30), {"columns": (7, 11, 12), "adjust_lr": "spectral"}),
+    ((12, 30), {"columns": (7, 11, 12), "adjust_lr_fn": "spectral"}),
     ((3, 10, 12), {"pieces": (4, 6), "columns": (9, 3), "cautious": True}),
     ((40, 16), {"algorithm": "normuon", "pieces": (24, 8, 8)}),
     ((14, 40), LONGER),
@@ -39,6 +39,11 @@ TENSORS = [
     ((7,), {"algorithm": "adamw"}),
     ((19, 3), {"algorithm": "lion", "cautious": True}),
 ]
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, without autograd."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 STEPS = 3

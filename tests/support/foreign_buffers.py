@@ -14,13 +14,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from muonckpt.errors import LayoutError
-from muonckpt.layouts.buffers.buffer_layout import BufferLayout
-from muonckpt.layouts.buffers.megatron_compact import decoupled_total_order
+from muonckpt import LayoutError
+from muonckpt.layouts.buffers.buffer_layout import (
+    BufferLayout,
+    PlacedParameter,
+    Span,
+    consecutive_shards,
+    divided,
+    round_up,
+)
+from muonckpt.layouts.buffers.megatron import decoupled_total_order
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter, in_buckets, reaching
-from muonckpt.layouts.buffers.ranges import PlacedParameter, Span, consecutive_shards, divided, round_up
-from muonckpt.layouts.flat import FlatShard
-from muonckpt.layouts.uneven import Cuts
+from muonckpt.layouts.flat import Cuts, FlatShard
 
 BUCKET = 40_000_000
 """Elements at which version 1 closes a buffer of parameters that are in no FSDP unit."""

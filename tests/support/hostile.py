@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import pickle
 import struct
 import zlib
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from muonckpt.store.formats.torch_save.stored_zip import directory, store
-from support.manifest_json import manifest_at
+from support.manifest_json import gathered, manifest_at
 
 COLLIDING = (1 << 61) - 1
 """All multiples of it have the hash 0."""
@@ -58,7 +59,7 @@ def option(pickled: bytes) -> Callable[[Path], None]:
         (folder / "__9_0.distcp").write_bytes(data)
         for blob in manifest["blobs"]:
             blob |= {"file": "__9_0.distcp", "item": [0, len(data)], "digest": None}
-        described(folder, json.dumps({key: manifest[key] for key in manifest if key in KEPT}))
+        described(folder, json.dumps(gathered({key: manifest[key] for key in manifest if key in KEPT})))
 
     return make
 
@@ -88,13 +89,14 @@ def edited(change: Callable[[dict], object]) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
         manifest = manifest_at(folder / "muonckpt.json")
         change(manifest)
-        described(folder, json.dumps({key: manifest[key] for key in manifest if key in KEPT}))
+        described(folder, json.dumps(gathered({key: manifest[key] for key in manifest if key in KEPT})))
 
     return make
 
 
 def manifest_of(tensors: str) -> str:
-    return f'{{"format": "muonckpt", "version": 1, "provenance": {{}}, "tensors": {tensors}, "blobs": []}}'
+    lists = '"data_files": [], "layouts": [], "boxes": []'
+    return f'{{"format": "muonckpt", "version": 2, "provenance": {{}}, {lists}, "tensors": {tensors}, "blobs": []}}'
 
 
 def safetensors(header: str | bytes, length: int | None = None) -> bytes:
@@ -119,7 +121,7 @@ def holes(name: str, size: int) -> Callable[[Path], None]:
             file.truncate(size)
         for blob in manifest["blobs"]:
             blob |= {"file": name, "item": [0, size], "digest": None}
-        described(folder, json.dumps({key: manifest[key] for key in manifest if key in KEPT}))
+        described(folder, json.dumps(gathered({key: manifest[key] for key in manifest if key in KEPT})))
 
     return make
 
@@ -130,6 +132,39 @@ def rank_files(pickled: bytes) -> Callable[[Path], None]:
         (folder / "layer_wise_optimizer_0.pt").write_bytes(item(pickled))
 
     return make
+
+
+def boxed(shape: list[int], boxes: list[tuple[list[int], list[int]]]) -> Callable[[Path], None]:
+    """A folder with a tensor of bytes in these boxes, all from the beginning of one file, which is a hole of one byte
+    for each element of the largest."""
+    lo, hi = [list(corners) for corners in zip(*boxes, strict=True)]
+    sizes = [math.prod(stop - start for start, stop in zip(*box, strict=True)) for box in boxes]
+    known = {name: [0] * len(boxes) for name in ("file", "item", "payload")}
+    unknown = {name: [None] * len(boxes) for name in ("crc32", "digest")}
+    fields = dict.fromkeys(("name", "slot", "convention", "pieces", "layout", "fingerprint"))
+    chunks = {"boxes": 0, **known, **unknown, "item_length": sizes, "payload_length": sizes}
+    tensor = {"key": "w", "path": ["w"], "shape": shape, "dtype": "uint8", "chunks": chunks, **fields}
+    manifest = {"format": "muonckpt", "version": 2, "provenance": {}, "data_files": ["__0_0.distcp"], "layouts": [],
+                "boxes": [{"lo": lo, "hi": hi}], "tensors": [tensor], "blobs": []}  # fmt: skip
+
+    def make(folder: Path) -> None:
+        alone("__0_0.distcp", b"", max(sizes))(folder)
+        (folder / "muonckpt.json").write_text(json.dumps(manifest))
+
+    return make
+
+
+def nested(count: int) -> Callable[[Path], None]:
+    """Intervals each of which contains the next."""
+    return boxed([2 * count], [([number], [2 * count - number]) for number in range(count)])
+
+
+def strips(count: int) -> Callable[[Path], None]:
+    """Half of a square cut into rows and the other half into columns, so that projections overlap on each dim, but for
+    the last column, which is missing."""
+    rows = [([number, 0], [number + 1, count]) for number in range(count)]
+    columns = [([0, count + number], [count, count + number + 1]) for number in range(count - 1)]
+    return boxed([count, 2 * count], [*rows, *columns])
 
 
 PARAMETER = {"name": "w", "shape": [4, 4]}
@@ -163,6 +198,9 @@ CASES: dict[str, Callable[[Path], None]] = {
     "a tensor without end": edited(
         lambda m: m["tensors"][0].update(shape=[1 << 50], chunks=[{**m["tensors"][0]["chunks"][0], "hi": [1 << 50]}])
     ),
+    "nested boxes": nested(2500),
+    "crossed strips around a hole": strips(4000),
+    "elements of holes": boxed([10 << 30], [([0], [10 << 30])]),
     "an item of holes": holes("__9_0.distcp", 1 << 32),
     "lists in flat_buffers.json": alone("flat_buffers.json", manifest_of("[" + "[]," * (MANY // 3) + "[]]")),
     "deep layer_wise.json": alone("layer_wise.json", "[" * 60_000),

@@ -30,12 +30,12 @@ def state(step: int) -> dict[str, Any]:
     return {f"w{number}": torch.full((64,), float(step)) for number in range(8)}
 
 
-def killed_at(event: str, name: str) -> Callable[[], None]:
-    """Have this process killed when it is about to do something to a path with this ending."""
+def killed_at(event: str, name: str, number: int = signal.SIGKILL) -> Callable[[], None]:
+    """Have this process killed, or sent another signal, when it is about to do something to a path with this ending."""
 
     def hook(happens: str, arguments: tuple[object, ...]) -> None:
         if happens == event and str(arguments[0]).endswith(name):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
 
     return lambda: sys.addaudithook(hook)
 
@@ -78,6 +78,24 @@ def main(folder: Path) -> None:
     age(staged, 3601)
     acts.append(seen(kills, ended(forked(lambda: save(kills, 5)))))
 
+    alone = folder / "alone" / "out"
+
+    def single(number: int) -> None:
+        killed_at("open", ".metadata", number)()
+        muonckpt.save(state(1), alone)
+
+    listed = []
+    ended(forked(lambda: single(signal.SIGKILL)))
+    listed.append(sorted(entry.name for entry in alone.parent.iterdir()))
+    stopped = forked(lambda: single(signal.SIGSTOP))
+    os.waitpid(stopped, os.WUNTRACED)
+    listed.append(sorted(entry.name for entry in alone.parent.iterdir()))
+    muonckpt.save(state(2), alone)
+    listed.append(sorted(entry.name for entry in alone.parent.iterdir()))
+    os.kill(stopped, signal.SIGCONT)
+    ended(stopped)
+    listed.append(sorted(entry.name for entry in alone.parent.iterdir()))
+
     save(folder / "read", 0)
     writer = forked(lambda: [save(folder / "read", step) for step in range(1, 25)])
     restored = []
@@ -87,7 +105,7 @@ def main(folder: Path) -> None:
         values = {float(value) for tensor in template.values() for value in tensor.unique()}
         assert found is not None and values == {float(found.step)}, (found, values)
         restored.append(found.step)
-    print(json.dumps({"acts": acts, "restored": restored, "writer": ended(writer)}))
+    print(json.dumps({"acts": acts, "restored": restored, "writer": ended(writer), "listed": listed}))
 
 
 if __name__ == "__main__":

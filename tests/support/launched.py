@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from muonckpt import MuonckptError
 from muonckpt.converters.engine.job import Job
 from muonckpt.converters.engine.launch import joined
 from muonckpt.converters.engine.run import run_job
-from muonckpt.errors import MuonckptError
 from muonckpt.store.io.location import location
 from support import workers
 from support.commands import COMMAND

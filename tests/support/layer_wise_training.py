@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from muonckpt.layouts.buffers.placements import PLACEMENTS
-from muonckpt.optimizer import Muon
-from muonckpt.optimizer.layer_wise.optimizer import LayerWise
+from muonckpt.optimizer import LayerWise, Muon
 from support.workers import run
 
 LAYOUTS = [*PLACEMENTS]

@@ -21,7 +21,7 @@ def groups(params, algorithm: str, **options) -> list[dict]:
     params = list(params)
     fits = [p for p in params if algorithm in SCALAR or p.ndim > 1]
     rest = [p for p in params if algorithm not in SCALAR and p.ndim < 2]
-    scale = {"adjust_lr": "match_rms_adamw"} if algorithm in MATRIX else {}
+    scale = {"adjust_lr_fn": "match_rms_adamw"} if algorithm in MATRIX else {}
     chosen = [{"params": fits, "algorithm": algorithm, **scale}, {"params": rest, "algorithm": "adamw"}]
     return [{**group, **options} for group in chosen if group["params"]]
 

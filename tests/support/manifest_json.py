@@ -1,4 +1,4 @@
-"""Manifests as JSON that tests read and change: as version 1, where tensors have layouts, and chunks fields."""
+"""Manifests as JSON that tests read and change: tensors have their layouts, and their chunks one by one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 
 
 def spread(data: dict[str, Any]) -> dict[str, Any]:
-    """A manifest of version 2 as one of version 1, without the digest of its text; the reader takes both."""
-    if data["version"] == 1:
-        return {name: value for name, value in data.items() if name != "digest"}
+    """Return a manifest with an object for each chunk, and without the digest of its text."""
     layouts, boxes, names = (data[name] for name in ("layouts", "boxes", "data_files"))
 
     def chunk(row: dict[str, Any]) -> dict[str, Any]:
@@ -26,9 +24,41 @@ def spread(data: dict[str, Any]) -> dict[str, Any]:
         return {**entry, "layout": layout, "chunks": list(map(chunk, rows))}
 
     kept = {name: value for name, value in data.items() if name not in ("layouts", "boxes", "data_files", "digest")}
-    return json.loads(json.dumps({**kept, "version": 1, "tensors": list(map(tensor, data["tensors"]))}))
+    return json.loads(json.dumps({**kept, "tensors": list(map(tensor, data["tensors"]))}))
+
+
+def gathered(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the manifest of which `spread` made this one."""
+    layouts: list[Any] = []
+    boxes: list[Any] = []
+    names: dict[str, int] = {}
+
+    def tensor(entry: dict[str, Any]) -> dict[str, Any]:
+        chunks, number = entry["chunks"], None if entry["layout"] is None else len(layouts)
+        layouts.extend([] if number is None else [entry["layout"]])
+        boxes.append({corner: [chunk[corner] for chunk in chunks] for corner in ("lo", "hi")})
+        payloads = [chunk["payload"] or [None, None] for chunk in chunks]
+        columns = {
+            "boxes": len(boxes) - 1,
+            "file": [names.setdefault(chunk["file"], len(names)) for chunk in chunks],
+            "item": [chunk["item"][0] for chunk in chunks],
+            "item_length": [chunk["item"][1] for chunk in chunks],
+            "payload": [payload[0] for payload in payloads],
+            "payload_length": [payload[1] for payload in payloads],
+            "crc32": [chunk["crc32"] for chunk in chunks],
+            "digest": [chunk["digest"] for chunk in chunks],
+        }
+        return {**entry, "layout": number, "chunks": columns}
+
+    tensors = list(map(tensor, data["tensors"]))
+    return {**data, "data_files": list(names), "layouts": layouts, "boxes": boxes, "tensors": tensors}
 
 
 def manifest_at(path: Path) -> dict[str, Any]:
-    """The manifest in a file, as version 1."""
+    """Return the manifest in a file, spread."""
     return spread(json.loads(path.read_text()))
+
+
+def put(path: Path, data: dict[str, Any]) -> None:
+    """Write a spread manifest to a file."""
+    path.write_text(json.dumps(gathered(data)))

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from muonckpt.layouts.tensors import local_of
+from support.every_kind import local_of
 
 
 class Stream:

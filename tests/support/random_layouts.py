@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise, product
+
 import numpy as np
 
 from muonckpt.box import Box
-from muonckpt.layout import Fragment, TensorLayout
-from muonckpt.layouts.flat import FlatShard, flat_layout
+from muonckpt.layout import Fragment, TensorLayout, dense
+from muonckpt.layouts.flat import FlatShard, flat_layout, owned_layout
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, StridedShard, mesh_layout
-from muonckpt.layouts.owned import owned_layout
 
 
 def row_layout(shape, ranks):
@@ -61,4 +62,25 @@ def random_padded_layout(rng, shape):
     return TensorLayout.of(shape, tuple(Fragment(box, fragment.place_at(box.lo)) for fragment, box in parts if box))
 
 
-READERS = [random_mesh_layout, random_flat_layout, random_owned_layout, random_padded_layout]
+def random_overlapping_layout(rng, shape):
+    """Boxes of a grid, each on some ranks in any order: the replicas of two boxes may share some ranks, and not others.
+
+    Each rank holds its boxes dense, end to end, in an order of its own.
+    """
+    ranks = int(rng.integers(2, 5))
+    cuts = [sorted({0, n, *rng.integers(0, n + 1, size=2).tolist()}) for n in shape]
+    holders = [
+        (Box(*zip(*sides, strict=True)), rng.permutation(ranks)[: rng.integers(1, ranks + 1)].tolist())
+        for sides in product(*(tuple(pairwise(cut)) for cut in cuts))
+    ]
+    begin, fragments = dict.fromkeys(range(ranks), 0), []
+    for box, some in (holders[number] for number in rng.permutation(len(holders))):
+        for rank in some:
+            fragments.append(dense(box, rank, begin[rank]))
+            begin[rank] += box.numel
+    return TensorLayout.of(shape, tuple(fragments))
+
+
+READERS = [
+    random_mesh_layout, random_flat_layout, random_owned_layout, random_padded_layout, random_overlapping_layout,
+]  # fmt: skip

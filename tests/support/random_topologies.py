@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from muonckpt.layouts.tensors import local_of
 from muonckpt.optimizer import Muon
+from support.every_kind import local_of
 
 NAMES = "abc"
 """Of mesh axes: nothing depends on them."""

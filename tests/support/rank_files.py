@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from muonckpt.layouts.buffers.parameters import Parameter
-from muonckpt.store.formats.megatron.layer_wise_names import Description, ListedParameter, deal
+from muonckpt.store.formats.layer_wise_names import Description, ListedParameter, deal
 
 
 def described(folder, **description):

@@ -10,14 +10,14 @@ import numpy as np
 
 from muonckpt.chunks import no_chunks
 from muonckpt.converters.engine.run import run_job
-from muonckpt.converters.target.formats import container_of
+from muonckpt.converters.target.container import container_of
 from muonckpt.converters.target.topology import ShardRule, Target
-from muonckpt.layouts.buffers.group_buffer import GroupBuffer
 from muonckpt.layouts.buffers.parameters import Parameter
+from muonckpt.layouts.buffers.records import GroupBuffer
 from muonckpt.record import Manifest, StateRecord
 from muonckpt.store.formats import flat_buffers
 from muonckpt.store.reading.dtypes import itemsize
-from support.manifest_json import spread
+from support.manifest_json import gathered, spread
 from support.resharded import make_job
 
 INDEX = "flat_buffers.json"
@@ -74,7 +74,8 @@ def dumped(path: Path, buffers: list[GroupBuffer], values: dict[str, np.ndarray]
         StateRecord(p.name, (p.name,), p.shape, p.dtype, no_chunks(len(p.shape)), slot="momentum_buffer") for p in held
     ]
     records = [each.to_json() for each in flat_buffers.place(buffers)]
-    index = spread(json.loads(Manifest(tuple(tensors), (), {"program": "another", "buffers": records}).to_json()))
+    written = Manifest(tuple(tensors), (), {"program": "another", "buffers": records}).to_json()
+    index = gathered(spread(json.loads(written)))
     path.mkdir()
     (path / INDEX).write_text(json.dumps(index))
     for name, content in filled(index, values, padding=b"\xff").items():

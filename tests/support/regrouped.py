@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 def before(net: Net) -> list[dict[str, Any]]:
     return [
-        {"params": [qkv.weight for qkv in net.qkv], "pieces": (4, 4, 4), "lr": 0.01},
+        {"params": [qkv.weight for qkv in net.qkv], "algorithm": "normuon", "pieces": (4, 4, 4), "lr": 0.01},
         {"params": [net.head.weight, net.old.weight], "lr": 0.02},
         {"params": [net.head.bias], "algorithm": "adamw", "lr": 1e-3},
     ]
@@ -56,8 +56,8 @@ def after(net: Net) -> list[dict[str, Any]]:
     return [
         {"params": [net.head.weight, net.norm.weight], "algorithm": "adamw", "lr": 5e-4},
         {"params": [net.norm.bias, net.head.bias], "algorithm": "adamw", "lr": 7e-4},
-        {"params": [net.qkv[1].weight], "pieces": (6, 6), "lr": 0.03},
-        {"params": [net.qkv[0].weight, net.qkv[2].weight], "pieces": (4, 4, 4), "lr": 0.04},
+        {"params": [net.qkv[1].weight], "algorithm": "normuon", "pieces": (6, 6), "lr": 0.03},
+        {"params": [net.qkv[0].weight, net.qkv[2].weight], "algorithm": "normuon", "pieces": (4, 4, 4), "lr": 0.04},
     ]
 
 

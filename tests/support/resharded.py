@@ -6,19 +6,29 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import torch
+
+import muonckpt
+from muonckpt import OpenCheckpoint
 from muonckpt.converters.engine import job as jobs
 from muonckpt.converters.engine.job import Job
 from muonckpt.converters.engine.outputs import Outputs
 from muonckpt.converters.engine.run import run_job
-from muonckpt.converters.target.container import Container
-from muonckpt.converters.target.formats import container_of
+from muonckpt.converters.target.container import Container, container_of
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.request import unchanged
 from muonckpt.record import Manifest
-from muonckpt.store.open_checkpoint import OpenCheckpoint
 from support import sharded
 
 DCP = container_of("dcp")
+KINDS = {
+    "file": ("safetensors", None),
+    "shards": ("safetensors", 700),
+    "zarr": ("zarr", None),
+    "zarr in parts": ("zarr", 300),
+}
+"""Formats of whole tensors, and the bytes of a file of theirs."""
+
 _FOLDER = tempfile.TemporaryDirectory(prefix="muonckpt-tests-")
 
 
@@ -28,6 +38,15 @@ def saved(name: str, values: str = "small") -> Path:
     path = Path(_FOLDER.name) / f"{name} {values}".replace(" ", "-")
     sharded.save_all(name, values, path)
     return path
+
+
+@cache
+def plain() -> Path:
+    """A checkpoint of this package on three ranks, of types that every format has.  Do not change."""
+    tensors = {key: value for key, value in sharded.small().items() if key != "complex128"}
+    muonckpt.save({"t": tensors, "odd": {"ä b/c": torch.ones(3)}}, Path(_FOLDER.name) / "plain")
+    reshard(Path(_FOLDER.name) / "plain", Path(_FOLDER.name) / "plain-3", 3)
+    return Path(_FOLDER.name) / "plain-3"
 
 
 def make_job(source: Path, target: Target, select=(), make_outputs=unchanged, container: Container = DCP) -> Job:
@@ -42,6 +61,20 @@ def plan_job(source: Path, ranks: int) -> Job:
 
 def reshard(source: Path, destination: Path, ranks: int, **how) -> Manifest:
     return run_job(plan_job(source, ranks), destination, **how)
+
+
+def plan_export(source: Path, kind: str, make_outputs=unchanged) -> Job:
+    form, shard_bytes = KINDS[kind]
+    return make_job(source, Target({"dp": 1}), make_outputs=make_outputs, container=container_of(form, shard_bytes))
+
+
+def export(source: Path, destination: Path, kind: str, **how) -> Manifest:
+    return run_job(plan_export(source, kind, tensors_only), destination, **how)
+
+
+def rewrite(source: Path, destination: Path, way: str, **how) -> Manifest:
+    """Write a checkpoint for two ranks ("dcp"), or its tensors in one of `KINDS`."""
+    return reshard(source, destination, 2, **how) if way == "dcp" else export(source, destination, way, **how)
 
 
 def tensors_only(source: OpenCheckpoint) -> Outputs:

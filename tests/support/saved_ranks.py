@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from muonckpt.optimizer.muon import Muon
+from muonckpt.optimizer import Muon
 
 
 class Block(nn.Module):

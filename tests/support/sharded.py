@@ -20,7 +20,7 @@ from muonckpt.record import Extent, Manifest
 from muonckpt.store.formats.dcp.metadata_pickle import parse_metadata
 from muonckpt.store.reading.dtypes import itemsize
 from support.dcp_metadata import dump_metadata
-from support.manifest_json import manifest_at
+from support.manifest_json import manifest_at, put
 from support.workers import run as on_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool,
@@ -138,11 +138,11 @@ def truth_of(path: Path) -> dict[str, bytes]:
 
 
 def manifest_edited(path: Path, change) -> None:
-    """Change the entries of a manifest, by key, and leave it without digests of descriptions, as those of 0.1 are."""
+    """Change the entries of a manifest, by key, and leave it without digests of descriptions."""
     data = manifest_at(path / "muonckpt.json")
     change({entry["key"]: entry for entry in (*data["tensors"], *data["blobs"])})
     data.pop("files", None)
-    (path / "muonckpt.json").write_text(json.dumps(data))
+    put(path / "muonckpt.json", data)
 
 
 def as_stock(path: Path) -> Path:

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs
 
+import fsspec
+import pytest
+
 BUCKET = "bucket"
 
 
@@ -92,3 +95,18 @@ def running() -> Iterator[tuple[Server, str]]:
         serving.shutdown()
         thread.join()
         serving.server_close()
+
+
+@contextmanager
+def served() -> Iterator[tuple[Server, str]]:
+    """A server with a bucket, and its address: this process and those that it starts find it by their environment.
+
+    One for the session: processes keep the file systems that they have made, with the address.
+    """
+    for name in ("moto", "flask", "flask_cors", "s3fs"):
+        pytest.importorskip(name, reason=f"a real S3 server needs {name}: pip install -e '.[dev]'")
+    with running() as (server, address), pytest.MonkeyPatch.context() as patch:
+        for name, value in environment(address).items():
+            patch.setenv(name, value)
+        fsspec.filesystem("s3", use_listings_cache=False).makedirs(BUCKET, exist_ok=True)
+        yield server, address

@@ -10,9 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import muonckpt
-from muonckpt.converters.engine.outputs import Outputs
-from muonckpt.converters.translate.conventions import scaled
-from muonckpt.converters.translate.dialects import DIALECTS
+from muonckpt.converters.engine.arithmetic import scaled
+from muonckpt.converters.engine.outputs import Outputs, OutputTensor
+from muonckpt.converters.programs.registry import DIALECTS
 from muonckpt.converters.translate.translator import translate
 from muonckpt.record import Blob
 from muonckpt.store.formats.torch_save.plain_item import plain_value
@@ -43,6 +43,11 @@ def translated(name: str, target: str, **how) -> Outputs:
     return translate(manifest, muonckpt.open(path).values, DIALECTS[target], **how)
 
 
+def in_memory(output: OutputTensor) -> bool:
+    """Whether a tensor is made of bytes that are not the source's."""
+    return isinstance(output.sources[0], bytes)
+
+
 def executed(path, outputs: Outputs) -> dict[str, np.ndarray]:
     """Every target tensor as unsigned words, moved by following the layouts, an element at a time."""
     manifest = muonckpt.open(path).manifest
@@ -50,15 +55,16 @@ def executed(path, outputs: Outputs) -> dict[str, np.ndarray]:
     found = {}
     with Payloads(path) as payloads:
         for output in outputs.tensors:
-            if output.in_memory:
-                [payload] = output.in_memory.values()
+            if in_memory(output):
+                [payload] = output.sources
                 found[output.key] = np.frombuffer(payload, "<u4").reshape(output.record.shape)
                 continue
             itemsize = getattr(torch, output.record.dtype).itemsize
             out = np.zeros(output.record.shape, f"<u{itemsize}")
             seen = np.zeros(output.record.shape, bool)
             for fragment in output.layout.fragments:
-                chunk = output.chunks[fragment.place.buffer]
+                source, number = output.located(fragment.place.buffer)
+                chunk = source[number]
                 assert owners[chunk].dtype == output.record.dtype
                 words = elements(payloads, owners[chunk], chunk).reshape(-1)
                 for index in np.ndindex(*fragment.box.shape):

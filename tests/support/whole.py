@@ -16,9 +16,9 @@ from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.target.container import Container
 from muonckpt.converters.target.topology import Target
 from muonckpt.layout import dense
-from muonckpt.layouts.owned import owned_layout
+from muonckpt.layouts.flat import owned_layout
 from muonckpt.record import MANIFEST_FILE, Manifest, StateRecord
-from muonckpt.store.reading.bands import within
+from muonckpt.store.reading.blocks import within
 from muonckpt.store.reading.dtypes import dtype
 from muonckpt.store.reading.payloads import Payloads, payload_of
 from support.resharded import make_job
@@ -32,7 +32,7 @@ def record(key: str, value: torch.Tensor, **facts) -> StateRecord:
 
 def write(path: Path, container: Container, tensors: Iterable[tuple[StateRecord, bytes]], **how: Any) -> Manifest:
     """These tensors and their elements in a container, from a source whose provenance is ``{"step": 3}``."""
-    made = [OutputTensor(each, owned_layout(each.shape, "raw"), in_memory={"raw": raw}) for each, raw in tensors]
+    made = [OutputTensor(each, owned_layout(each.shape, 0), (raw,)) for each, raw in tensors]
     source = path.with_name(f"{path.name}-source")
     source.mkdir(parents=True)
     (source / MANIFEST_FILE).write_text(Manifest((), (), {"step": 3}).to_json())

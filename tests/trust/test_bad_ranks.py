@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import defaultdict
 from datetime import timedelta
@@ -9,13 +10,14 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from support import bad_ranks, trials, workers
+from support import bad_ranks, last_saves, trials, workers
 from support.failing import raised
 from support.trials import SCALE, count
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import muonckpt
+from muonckpt.optimizer import Muon, clip_grad_norm_
 
 ODD = 1
 """The rank that behaves otherwise."""
@@ -75,6 +77,7 @@ def cells(rank: int, world: int, folder: str) -> dict[str, list[str]]:
         attempt(call, function, rows(), f"{folder}/new", **other("provenance", {"step": 1}, {"step": torch}))
         attempt(call, function, rows() | other("extra", 1, Broken("state_dict")), f"{folder}/new")
     series = muonckpt.Series(f"{folder}/series")
+    attempt("save", series.save, 2 if odd else 1, rows())
     attempt("save", series.save, -1 if odd else 1, rows())
     template = rows(0.0)
     attempt("load", muonckpt.load, template, f"{folder}/twin" if odd else whole)
@@ -104,12 +107,15 @@ def test_arguments_that_differ_are_refused_on_all_ranks_alike_and_at_once(tmp_pa
     assert ranks[0] == ranks[1] == ranks[2]
     told = ranks[0]
     assert told["touched"] == ["False", "False"]
-    path, no_json, broken, *step = told["save"]
+    path, no_json, broken, step, negative = told["save"]
     assert [path, no_json, broken] == told["async_save"]
     assert path.startswith("ArgumentError: save was called with path=") and "there' on rank 1" in path
     assert no_json.startswith("ArgumentError: the provenance is not JSON") and no_json.endswith("(rank 1)")
     assert broken == "DestinationError: Travels: 1 and 2 (rank 1)"
-    assert "step=1 on rank 0, and with step=-1 on rank 1" in step[0]
+    assert "step=1 on rank 0, and with step=2 on rank 1" in step
+    assert negative.startswith("ArgumentError: a step is an integer, 0 or more") and negative.endswith(
+        "found -1 (rank 1)"
+    )
     twin, attest, check, never, extra, fresh, more, asked = told["load"]
     assert "path=" in twin and "twin' on rank 1" in twin
     for name, error in (("attest", attest), ("check", check), ("allow_extra", extra)):
@@ -121,6 +127,46 @@ def test_arguments_that_differ_are_refused_on_all_ranks_alike_and_at_once(tmp_pa
     attest, extra, fresh, memory = told["redistribute"]
     assert "attest=False on rank 0, and with attest=True on rank 1" in attest and "allow_extra=" in extra
     assert "fresh='w'" in fresh and memory.startswith("TargetError") and memory.endswith("(rank 1)")
+
+
+def crossed(rank: int, world: int, folder: str, seeds: list[str]) -> list[tuple[str, str, str]]:
+    """Each trial's calls by rank, the error of this rank, and that of a call that all ranks make afterwards."""
+    state, template, series = {"w": torch.ones(3), "n": 1}, {"w": torch.zeros(3), "n": 0}, f"{folder}/series"
+    muonckpt.save(state, f"{folder}/whole")
+    muonckpt.Series(series).save(1, state)
+    calls = {
+        "save": lambda to: muonckpt.save(state, to),
+        "async_save": lambda to: muonckpt.async_save(state, to).result(),
+        "load": lambda _: muonckpt.load(template, f"{folder}/whole"),
+        "attest": lambda _: muonckpt.attest(state, f"{folder}/whole"),
+        "fingerprints": lambda _: muonckpt.fingerprints(state),
+        "redistribute": lambda _: muonckpt.redistribute(state, template),
+        "Series.save": lambda to: muonckpt.Series(to).save(1, state),
+        "Series.latest": lambda _: muonckpt.Series(series).latest(),
+        "Series.restore": lambda _: muonckpt.Series(series).restore(template),
+    }
+    trials_made = []
+    for number, seed in enumerate(seeds):
+        dice = random.Random(seed)
+        chosen = dice.choices(list(calls), k=world)
+        if len({*chosen}) == 1:
+            chosen[dice.randrange(world)] = dice.choice([call for call in calls if call != chosen[0]])
+        error = raised(calls[chosen[rank]], f"{folder}/refused-{number}")
+        after = dice.choice(list(calls))
+        trials_made.append((" ".join(chosen), error, raised(calls[after], f"{folder}/after-{number}")))
+    return trials_made
+
+
+def test_ranks_that_make_different_calls_are_all_told_and_can_make_the_next_one(tmp_path):
+    with trials.tally("crossed calls") as row:
+        for world in (3,) if SCALE == 0 else (2, 3, 4):
+            seeds = [f"{trials.SEED} {world} {number}" for number in range(count(20, 200))]
+            for ranks in zip(*workers.run(world, crossed, str(tmp_path / str(world)), seeds), strict=True):
+                [calls, error, after] = ranks[0]
+                told = error.startswith("ArgumentError: rank 0 called") and "make the same calls" in error
+                well = told and after == "no error" and len({*ranks}) == 1
+                row.add(calls, None if well else f"{ranks}")
+            assert not [*(tmp_path / str(world)).glob("refused-*")]
 
 
 def damaged(rank: int, world: int, folder: str) -> tuple[str, bool]:
@@ -150,6 +196,12 @@ def test_a_rank_that_raises_is_killed_or_stopped_ends_all_with_a_clear_error(tmp
     assert trials.tallied("a bad rank", told) == {*calls}
 
 
+def test_the_last_save_is_finished_or_missed_aloud_however_the_program_ends(tmp_path):
+    ways = ("destroy_process_group",) if SCALE == 0 else tuple(last_saves.WAYS)
+    told = trials.script(last_saves.__file__, tmp_path / "trials", count(2, 20), *ways)
+    assert trials.tallied("the last save", told) == {*ways}
+
+
 def meeting_nobody(rank: int, world: int, folder: str, how: str) -> str:
     both = dist.new_group(range(world), timeout=timedelta(seconds=12))  # torch gives it 30 minutes else
     saving = {"state_dict": {"w": torch.ones(3)}, "path": f"{folder}/{how}"}
@@ -163,6 +215,62 @@ def meeting_nobody(rank: int, world: int, folder: str, how: str) -> str:
         ),
     }[how]
     return raised(lambda: call(process_group=both if rank == ODD else None))
+
+
+DISAGREEMENTS = (
+    "rate",
+    "momentum dtype",
+    "left out",
+    "dropped",
+    "nonfinite",
+    "most_skipped",
+    "max_norm",
+    "other first",
+)
+
+
+def disagreeing(rank: int, world: int, seeds: list[str]) -> list[tuple[str, str]]:
+    """What each trial did, and what this rank was told: one rank steps otherwise than the others, at some step."""
+    mesh, found = init_device_mesh("cpu", (world,)), []
+    for seed in seeds:
+        dice = random.Random(seed)
+        kind, odd, last = dice.choice(DISAGREEMENTS), rank == dice.randrange(world), dice.randrange(1, 4)
+        guard = {"nonfinite": "raise" if odd and kind == "nonfinite" else "skip"}
+        guard |= {"most_skipped": 3 if odd and kind == "most_skipped" else 4}
+        values = [torch.ones(dice.randint(1, 9), dice.randint(1, 9)) for _ in range(dice.randint(1, 4))]
+        placed = [[distribute_tensor(v, mesh, [Shard(0)], src_data_rank=None) for v in values] for _ in range(2)]
+        pair = [Muon([torch.nn.Parameter(value) for value in each], **guard) for each in placed]
+        told = "no error"
+        for step in range(last + 1):
+            now = odd and step == last
+            for opt in pair[::-1] if now and kind == "other first" else pair:
+                params = opt.param_groups[0]["params"]
+                for times in range(2 if now and kind in ("left out", "dropped") else 1):
+                    opt.zero_grad()
+                    for param in params:
+                        param.grad = torch.full_like(param, 1.0 + step + times)
+                if now and kind == "rate":
+                    opt.param_groups[0]["lr"] = 0.5
+                if now and kind == "momentum dtype":
+                    opt.state[params[0]]["momentum_buffer"] = opt.state[params[0]]["momentum_buffer"].double()
+                if kind == "max_norm" and told == "no error":
+                    told = raised(clip_grad_norm_, params, 0.5 if now else 1.0)
+                told = raised(opt.step) if told == "no error" else told
+                if told != "no error":
+                    break
+            if told != "no error":
+                break
+        found.append((f"{kind}, step {last}", told))
+    return found
+
+
+def test_a_rank_that_disagrees_is_told_on_all_ranks_in_that_step():
+    with trials.tally("disagreeing ranks") as row:
+        for number in range(count(1, 10)):
+            seeds = [f"{trials.SEED} {number} {each}" for each in range(20)]
+            for ranks in zip(*workers.run(3, disagreeing, seeds), strict=True):
+                silent = [rank for rank, (_, told) in enumerate(ranks) if not told.startswith("RuntimeError: ")]
+                row.add(ranks[0][0], f"ranks {silent} went on: {ranks}" if silent else None)
 
 
 @pytest.mark.skipif(SCALE == 0, reason="it waits for time-outs")

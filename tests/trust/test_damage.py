@@ -10,6 +10,7 @@ import shutil
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.damages import (
@@ -23,12 +24,14 @@ from support.damages import (
     swapped,
     verify_fault,
 )
+from support.hostile import boxed
 from support.sharded import as_stock
 from support.trials import SCALE, count, tally
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import muonckpt
+from muonckpt.converters.options import grouped
 from muonckpt.optimizer import Muon
 
 TRIED = count(42, 200)
@@ -76,7 +79,7 @@ def saves(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
         for path, save in zip(pair, ("first", "second"), strict=True):
             path.parent.mkdir(exist_ok=True)
             if options:
-                muonckpt.reshard(folder / f"own-{save}", path, **options)
+                muonckpt.reshard(folder / f"own-{save}", path, **grouped(**options))
             else:
                 shutil.copytree(folder / f"own-{save}", path)
             if name == "stock":
@@ -122,3 +125,35 @@ def test_no_random_damage_passes(saves, tmp_path):
                 row.add(*each)
     assert seen["verify: faulty"] > TRIED / 2, seen
     print(dict(seen))
+
+
+NESTED = count(3, 200)
+
+
+def test_random_nested_boxes_are_refused_by_all_that_read_them(tmp_path):
+    """Also where volumes add up to the tensor's: a box that is there again in place of another leaves a hole."""
+    for trial in range(NESTED):
+        rng = random.Random(f"nested boxes {trial}")
+        size, dims = rng.choice([4, 16, 64]), rng.choice([1, 2])
+        tiles = [([start] + [0] * (dims - 1), [start + 1] + [size] * (dims - 1)) for start in range(size)]
+        ends = (sorted(rng.sample(range(size + 1), 2)) for _ in range(rng.randrange(1, 40)))
+        inner = [([lo, *[0] * (dims - 1)], [hi, *[rng.randrange(1, size + 1)] * (dims - 1)]) for lo, hi in ends]
+        kept = tiles[: len(tiles) - sum(hi[0] - lo[0] for lo, hi in inner) % len(tiles)]
+        boxes = [*kept, *inner]
+        rng.shuffle(boxes)
+        held = np.zeros([size] * dims, int)
+        for lo, hi in {(*lo, *hi): (lo, hi) for lo, hi in boxes}.values():  # equal ones are replicas
+            held[tuple(map(slice, lo, hi))] += 1
+        if (held == 1).all():
+            continue
+        folder = tmp_path / str(trial)
+        folder.mkdir()
+        boxed([size] * dims, boxes)(folder)
+        assert "coverage" in {finding.kind for finding in muonckpt.verify(folder).findings}
+        with (
+            muonckpt.open(folder) as opened,
+            pytest.raises(muonckpt.LayoutError, match=r"overlap in part|no buffer|twice"),
+        ):
+            opened.tensors["w"].bits()
+        with pytest.raises(muonckpt.MuonckptError, match=r"overlap in part|no buffer|twice"):
+            muonckpt.reshard(folder, tmp_path / f"{trial}-cut", mesh={"dp": 2})

@@ -12,15 +12,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from .buffer_layout import BufferLayout
+from .buffer_layout import BufferLayout, end_to_end, owned
 from .parameters import GroupSizes, Parameter, in_buckets, newton_schulz, reaching, split
-from .ranges import end_to_end, owned
 
 ALIGNMENT = 64
-"""Every parameter begins at a multiple of this many elements, in the buffer and in what its owner holds of it."""
+"""Every parameter begins at a multiple of this many elements, in the buffer and at its owner."""
 
 TOLERANCE = 1.02
-"""The busiest rank may work this many times as long as with a fresh assignment if parameters then keep their owners."""
+"""The busiest rank may work so many times as long as with a fresh assignment if parameters then keep their owners."""
 
 
 def balanced(
@@ -29,7 +28,7 @@ def balanced(
     bucket_size: int | None = None,
     previous: Mapping[str, int | None] | None = None,
 ) -> tuple[BufferLayout, ...]:
-    """Buffers whose shards are unequal, with owners from `balanced_owners`.
+    """Place parameters in buffers whose shards are unequal, with owners from `balanced_owners`.
 
     Args:
         parameters: in forward order.
@@ -46,18 +45,18 @@ def balanced_owners(
     sizes: GroupSizes,
     previous: Mapping[str, int | None] | None = None,
 ) -> dict[str, int]:
-    """The owner of each parameter by name, a rank of its own data-parallel group.
+    """Choose the owner of each parameter by name, a rank of its own data-parallel group.
 
-    Longest processing time first (Graham 1969), over dense and expert parameters at once; among equally loaded ranks
+    Longest processing time first (Graham 1969), over dense and expert parameters at once.  Among equally loaded ranks:
     the one that still waits for the least of what it owned before, then the one with the fewest elements, then the
     first.
 
     Expert rank ``e`` is assumed to be the dense ranks from ``e * dense / expert`` to ``(e + 1) * dense / expert``, as
-    it is where expert parallelism is the innermost axis.  Elsewhere only the balance suffers.
+    where expert parallelism is the innermost axis.  Elsewhere only the balance suffers.
 
     Args:
-        previous: owners by name (`BufferLayout.owners`).  A parameter stays with its own, if that is still a rank,
-            unless that rank would then work longer than `TOLERANCE` times the busiest of a fresh assignment.
+        previous: owners by name.  A parameter stays with its own, if that is still a rank, unless that rank would then
+            work longer than `TOLERANCE` times the busiest of a fresh assignment.
 
     Tied parameters belong to rank 0 whatever their cost, so that the pipeline stages that share them agree.
     """
@@ -71,7 +70,7 @@ def balanced_owners(
 def _longest_first(
     parameters: Sequence[Parameter], sizes: GroupSizes, homes: Mapping[str, int | None], limit: int
 ) -> tuple[dict[str, int], int]:
-    """Owners by name, each at its home while that rank's load stays within ``limit``; and the greatest load.
+    """Return owners by name, each at its home while that rank's load stays within ``limit``; and the greatest load.
 
     Loads are kept per *seat*: dense and expert ranks alike are equal groups of neighbouring seats.
     """

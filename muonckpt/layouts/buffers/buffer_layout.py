@@ -2,8 +2,7 @@
 
 One description serves padded, compact, ping-pong and byte-sharded buffers.  *Parameters* are listed with their ranges,
 *buckets* say what is communicated at once, *shards* which ranks hold which ranges once gradients are reduced.  An owner
-is the rank whose one shard holds all of a parameter; padding is what no parameter covers.  The algorithms differ in
-nothing else.
+is the rank whose one shard holds all of a parameter; padding is what no parameter covers.
 
 All starts, stops and sizes are in elements of the buffer.
 """
@@ -12,15 +11,96 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from ...box import Index
 from ...errors import LayoutError
 from ...layout import Buffer, TensorLayout
-from ..flat import FlatShard, flat_layout
-from .ranges import PlacedParameter, Span, divided
+from ..flat import FlatShard, even_shards, flat_layout
+from .parameters import Parameter
+
+Span = tuple[int, int]
+"""Elements ``start:stop`` of a buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedParameter:
+    """A parameter and the range of a buffer that it fills, row-major from element ``start``, in one ``bucket``."""
+
+    parameter: Parameter
+    start: int
+    bucket: int
+
+    @property
+    def name(self) -> str:
+        return self.parameter.name
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.parameter.numel
+
+
+def round_up(value: int, divisor: int) -> int:
+    return -(-value // divisor) * divisor
+
+
+def end_to_end(
+    contents: Iterable[Sequence[Parameter]], alignment: int = 1, divisor: int = 1
+) -> tuple[dict[str, PlacedParameter], tuple[Span, ...]]:
+    """Place the contents of each bucket end to end; return the parameters by name, and the buckets.
+
+    Args:
+        alignment: every parameter begins at a multiple of it.
+        divisor: every bucket ends at a multiple of it; itself a multiple of the alignment.
+    """
+    ranges: dict[str, PlacedParameter] = {}
+    buckets: list[Span] = []
+    start = 0
+    for parameters in contents:
+        stop = start
+        for parameter in parameters:
+            placed = ranges[parameter.name] = PlacedParameter(parameter, round_up(stop, alignment), len(buckets))
+            stop = placed.stop
+        buckets.append((start, round_up(stop, divisor)))
+        start = buckets[-1][1]
+    return ranges, tuple(buckets)
+
+
+def divided(buckets: Iterable[Span], ranks: int) -> tuple[FlatShard, ...]:
+    """Cut every bucket into equal parts, one per rank.
+
+    Raises:
+        LayoutError: a bucket does not divide; pad it first.
+    """
+    return consecutive_shards(
+        (start + part.start, start + part.stop, rank)
+        for start, stop in buckets
+        for rank, part in enumerate(even_shards(stop - start, ranks))
+    )
+
+
+def owned(parameters: Iterable[PlacedParameter], numel: int, owners: Mapping[str, int]) -> tuple[FlatShard, ...]:
+    """Give every parameter of a buffer of ``numel`` elements to its owner, by name.
+
+    Neighbours of one owner in a bucket make one shard, which reaches to the next shard or to the end of the buffer.
+    """
+    in_order = sorted(parameters, key=lambda placed: placed.start)
+    runs = groupby(in_order, key=lambda placed: (placed.bucket, owners[placed.name]))
+    heads = [(next(run).start, rank) for (_, rank), run in runs]
+    ends = [*(start for start, _ in heads[1:]), numel]
+    return consecutive_shards((start, stop, rank) for (start, rank), stop in zip(heads, ends, strict=False))
+
+
+def consecutive_shards(held: Iterable[tuple[int, int, int]]) -> tuple[FlatShard, ...]:
+    """Make shards of (start, stop, rank), in order: those of a rank lie one after the other in its buffer."""
+    ends: defaultdict[int, int] = defaultdict(int)
+    shards = []
+    for start, stop, rank in held:
+        shards.append(FlatShard(rank, start, stop, ends[rank]))
+        ends[rank] += stop - start
+    return tuple(shards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +112,8 @@ class BufferLayout:
     ``whole`` each in one shard.
 
     Args:
-        algorithm: the name of the placement, with the ``version`` of its rules.  A checkpoint records both and the
-            result.
-        ranks: size of the data-parallel group; shards name its ranks ``0 … ranks - 1``.
+        algorithm: the name of the placement; ``version`` is that of its rules.  A checkpoint records both and the
+        result. ranks: size of the data-parallel group; shards name its ranks ``0 … ranks - 1``.
         parameters: in forward order of the model.
         buckets: in order, as are the shards, replicas by rank.
         alignment: every parameter begins at a multiple of it.
@@ -64,17 +143,17 @@ class BufferLayout:
 
     @property
     def numel(self) -> int:
-        """Size of the buffer, padding included."""
+        """The size of the buffer, padding included."""
         return self.buckets[-1][1] if self.buckets else 0
 
     @property
     def padding(self) -> int:
-        """Elements of the buffer that belong to no parameter."""
+        """The number of elements that belong to no parameter."""
         return self.numel - sum(placed.parameter.numel for placed in self.parameters)
 
     @property
     def filled(self) -> tuple[int, ...]:
-        """Elements of each bucket that belong to parameters."""
+        """For each bucket the number of elements that belong to parameters."""
         filled = [0] * len(self.buckets)
         for placed in self.parameters:
             filled[placed.bucket] += placed.parameter.numel
@@ -98,13 +177,13 @@ class BufferLayout:
         return divides and self.shards == divided(self.buckets, self.ranks)
 
     def holding(self, placed: PlacedParameter) -> Iterator[FlatShard]:
-        """The shards that hold any of ``placed``, in order."""
+        """Return the shards that hold any of ``placed``, in order."""
         last = max(bisect_right(self._starts, placed.start) - 1, 0)
         for number in range(bisect_left(self._starts, self._starts[last]), bisect_left(self._starts, placed.stop)):
             yield self.shards[number]
 
     def held_layouts(self, buffers: Sequence[Buffer] | None = None) -> dict[str, TensorLayout]:
-        """Each parameter's layout over what the ranks hold, shard after shard.
+        """Return each parameter's layout over what the ranks hold, shard after shard.
 
         Args:
             buffers: names of the ranks' buffers, such as their global ranks; None: ranks in the group.
@@ -121,7 +200,7 @@ class BufferLayout:
 
 
 def rank_of(shard: FlatShard) -> int:
-    """The rank that holds a shard of a buffer layout, which numbers its ranks."""
+    """Return the rank that holds a shard of a buffer layout, which numbers its ranks."""
     assert isinstance(shard.buffer, int)
     return shard.buffer
 

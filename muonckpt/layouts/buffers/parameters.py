@@ -50,7 +50,7 @@ class Parameter:
 
 
 def newton_schulz(parameter: Parameter) -> int:
-    """Floating-point operations of one iteration on each matrix of the last two dims; for a vector its elements.
+    """Return the FLOPs of one iteration on each matrix of the last two dims; of a vector its elements.
 
     With short side s and long side l: the Gram product (``2 s² l``), its square (``2 s³``), the product (``2 s² l``).
     """
@@ -77,12 +77,12 @@ class GroupSizes:
             raise LayoutError(f"a data-parallel group needs ranks: {self}")
 
     def of(self, parameter: Parameter) -> int:
-        """The size of the group over which the parameter, and so its whole buffer, is reduced."""
+        """Return the size of the group over which the parameter, and so its whole buffer, is reduced."""
         return self.expert if parameter.expert else self.dense
 
 
 def split(parameters: Iterable[Parameter]) -> tuple[tuple[Parameter, ...], ...]:
-    """The parameters of each buffer, in forward order: one buffer per model chunk, expert group and data type.
+    """Split parameters into buffers, in forward order: one for each model chunk, expert group and data type.
 
     In Megatron's order: chunk by chunk, dense buffers before those of experts, then by first appearance
     (``group_params_for_buffers``).
@@ -104,7 +104,7 @@ def in_buckets(
     full: Callable[[list[Parameter]], bool],
     alone: Callable[[Parameter], bool] = attrgetter("tied"),
 ) -> Iterator[list[Parameter]]:
-    """The contents of each bucket, never empty, in the order of ``walk``.
+    """Yield the contents of each bucket, never empty, in the order of ``walk``.
 
     A bucket closes after the parameter that makes it ``full``; a parameter that must be ``alone`` gets its own bucket.
     """
@@ -122,10 +122,9 @@ def in_buckets(
 
 
 def reaching(size: int | None) -> Callable[[list[Parameter]], bool]:
-    """Whether a bucket has at least ``size`` elements; None: never."""
+    """Return a test whether a bucket has at least ``size`` elements; None: never."""
     return lambda bucket: size is not None and numel(bucket) >= size
 
 
 def numel(parameters: Iterable[Parameter]) -> int:
-    """The elements of all parameters together."""
     return sum(parameter.numel for parameter in parameters)

@@ -1,15 +1,12 @@
 """Every way to place a model's parameters in flat buffers so that matrices stay whole, by its public name.
 
 The name is the same in training (``LayerWise(layout=...)``), on the command line (``--layout``), in
-``layer_wise.toml``, and as ``algorithm`` in every record of a buffer.  docs/design/buffers.md says how the names were
-chosen.
-
-The algorithms are imported when they are used, so that a program that only lists the names starts fast.
+``layer_wise.toml``, and as ``algorithm`` in every record of a buffer; docs/design/buffers.md says how names were
+chosen.  The algorithms are imported when they are used: a program that only lists names starts fast.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -65,25 +62,25 @@ class BufferPlacement:
 
 
 def _padded_nscost(model: ToPlace) -> tuple[BufferLayout, ...]:
-    from .megatron_padded import padded_nscost
+    from .megatron import padded_nscost
 
     return *padded_nscost(model.whole, model.sizes, model.bucket_size, model.busbw), *_cut_evenly(model)
 
 
 def _padded_numel(model: ToPlace) -> tuple[BufferLayout, ...]:
-    from .megatron_padded import padded_numel
+    from .megatron import padded_numel
 
     return *padded_numel(model.whole, model.sizes, model.bucket_size, model.busbw), *_cut_evenly(model)
 
 
 def _decoupled_total_order(model: ToPlace) -> tuple[BufferLayout, ...]:
-    from .megatron_compact import decoupled_total_order
+    from .megatron import decoupled_total_order
 
     return *decoupled_total_order(model.whole, model.sizes, model.bucket_size), *_cut_evenly(model)
 
 
 def _legacy_pingpong(model: ToPlace) -> tuple[BufferLayout, ...]:
-    from .megatron_compact import legacy_pingpong
+    from .megatron import legacy_pingpong
 
     return legacy_pingpong(model.parameters, model.sizes, model.bucket_size, model.groups)
 
@@ -95,8 +92,8 @@ def _balanced(model: ToPlace) -> tuple[BufferLayout, ...]:
 
 
 def _cut_evenly(model: ToPlace) -> tuple[BufferLayout, ...]:
-    """Buffers of all parameters that are not matrices, in equal shards that may end inside a parameter."""
-    from .megatron_padded import distributed_optimizer
+    """Place what is no matrix in equal shards that may end inside a parameter."""
+    from .megatron import distributed_optimizer
 
     return distributed_optimizer(model.rest, model.sizes, model.bucket_size, model.busbw)
 
@@ -111,26 +108,3 @@ PLACEMENTS: Mapping[str, BufferPlacement] = MappingProxyType(
     }
 )
 """By public name.  All but "legacy-pingpong" put the other parameters into buffers of their own, in equal shards."""
-
-FORMER: Mapping[str, str] = MappingProxyType(
-    {
-        "padded": "padded-nscost",
-        "compact": "decoupled-total-order",
-        "legacy": "legacy-pingpong",
-        "owned": "balanced",
-    }
-)
-"""Former names of some of `PLACEMENTS` in training and on the command line.  In files they occur in provenance only, as
-a note of what the user wrote, which no reader uses."""
-
-
-def present_name(name: str) -> str:
-    """The present name of a placement; any name that is not in `FORMER` is returned as it is.
-
-    Warns:
-        DeprecationWarning: ``name`` is one of `FORMER`; it points at the caller's caller.
-    """
-    if name not in FORMER:
-        return name
-    warnings.warn(f"layout {name!r} is called {FORMER[name]!r} now", DeprecationWarning, stacklevel=3)
-    return FORMER[name]

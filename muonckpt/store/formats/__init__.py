@@ -1,5 +1,5 @@
-"""One file or package for each format.  Formats do not import each other, except for DCP, torch_save and safetensors.
+"""The formats of checkpoints.  They do not import each other, except for DCP, torch_save and safetensors.
 
-``registry`` tells which format a checkpoint is in and returns its reader; ``signs`` are the file names it looks for.
-``native`` is our own, a DCP directory with a manifest, and ``native_writer`` writes it.  Open ``registry`` first.
+``registry`` has the table of formats and tells which one a checkpoint is in; ``signs`` are names of files.  ``native``
+is our own, a DCP directory with a manifest.  Open ``registry`` first.
 """

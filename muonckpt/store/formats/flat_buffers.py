@@ -1,8 +1,7 @@
 """Checkpoints of raw flat buffers: an image of each rank's memory in a file, and an index.
 
-docs/formats/flat_buffers.md has the format.  The index is a manifest whose record of buffers also names their files.
-The places of a tensor's elements follow from that record; chunks that the index lists must agree with it, and add their
-digests.
+docs/formats/flat_buffers.md has the format.  The index is a manifest whose record of buffers names their files, from
+which the places of elements follow; chunks that it lists must agree, and add their digests.
 """
 
 from __future__ import annotations
@@ -16,26 +15,23 @@ from ...box import Box
 from ...chunks import in_columns
 from ...errors import DamageError, LayoutError, SourceError
 from ...layouts.buffers.buffer_layout import rank_of
-from ...layouts.buffers.group_buffer import GroupBuffer
-from ...layouts.buffers.layout_json import int_tuple
+from ...layouts.buffers.records import GroupBuffer, int_tuple
 from ...record import Chunk, Extent, Manifest, StateRecord
-from ..io.bounds import extent_faults
 from ..io.location import Location
 from ..io.new_file import write_synced
-from ..io.regular import read_whole
+from ..io.regular import extent_faults, read_whole
 from ..reading.dtypes import itemsize
 from ..reading.payloads import Payloads
 from ..reading.reader import LocatedReader
 from .signs import FLAT_BUFFERS_FILE
 
 RANK_FILE = "rank_{}.bin".format
-"""Name of a rank's file, as we write it.  A rank that holds nothing has none."""
+"""The name of a rank's file, as we write it."""
 
 ITEMS = "items.bin"
-"""Name of the file of items that are not tensors, as we write it."""
 
 _ALIGNMENT = 4096
-"""Bytes; a rank's part of a buffer begins at a multiple of it, so that it can be mapped, or read with direct I/O."""
+"""Bytes at a multiple of which a rank's part of a buffer begins, to be mapped or read with direct I/O."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,7 @@ class StoredBuffer:
             raise LayoutError(f"expected places of {lengths(self.buffer)} bytes, got {self.places}")
 
     def chunks(self) -> Iterator[tuple[int, str, Chunk]]:
-        """(global rank, key, chunk) for every box of every tensor in the buffer, replicas too."""
+        """Yield (global rank, key, chunk) for every box of every tensor in the buffer, replicas too."""
         size = itemsize(buffer_dtype(self.buffer))
         places = dict(zip(self.buffer.group, self.places, strict=True))
         for key, fragment in self.buffer.fragments():
@@ -65,7 +61,7 @@ class StoredBuffer:
             yield rank, key, Chunk(fragment.box, extent, extent)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields of the buffer, and ``files``: [name, offset, length] for each rank, in bytes."""
+        """Return the fields of the buffer, and ``files``: [name, offset, length] for each rank, in bytes."""
         files = [[place.file, place.offset, place.length] for place in self.places]
         return {**self.buffer.to_json(), "files": files}
 
@@ -85,7 +81,6 @@ def place(buffers: Sequence[GroupBuffer]) -> tuple[StoredBuffer, ...]:
 
 
 def ends(stored: Sequence[StoredBuffer]) -> dict[str, int]:
-    """The end of the last buffer in each file."""
     last_bytes: dict[str, int] = {}
     for stored_buffer in stored:
         for extent in stored_buffer.places:
@@ -94,7 +89,6 @@ def ends(stored: Sequence[StoredBuffer]) -> dict[str, int]:
 
 
 def lengths(buffer: GroupBuffer) -> list[int]:
-    """Bytes that each rank of the group holds, padding included."""
     held, size = [0] * buffer.layout.ranks, itemsize(buffer_dtype(buffer))
     for shard in buffer.layout.shards:
         held[rank_of(shard)] += (shard.stop - shard.start) * size
@@ -102,11 +96,6 @@ def lengths(buffer: GroupBuffer) -> list[int]:
 
 
 def buffer_dtype(buffer: GroupBuffer) -> str:
-    """The dtype of a buffer's parameters.
-
-    Raises:
-        LayoutError: they have more than one, or there are none.
-    """
     dtypes = {placed.parameter.dtype for placed in buffer.layout.parameters}
     if len(dtypes) != 1:
         raise LayoutError(f"expected a buffer of one dtype, got {sorted(dtypes)}")
@@ -114,11 +103,10 @@ def buffer_dtype(buffer: GroupBuffer) -> str:
 
 
 def reader(path: Location) -> LocatedReader:
-    """The checkpoint in a directory.  Reads the index and the sizes of the files only.
+    """Read the index of a directory, and the sizes of the files.
 
     Raises:
-        SourceError: the index is damaged or contradicts itself; or a buffer has elements of a tensor that the index
-            does not list.
+        SourceError: the index is damaged, contradicts itself, or lacks a tensor of a buffer.
     """
     file = path / FLAT_BUFFERS_FILE
     try:
@@ -152,7 +140,6 @@ def _stored(data: Mapping[str, Any]) -> StoredBuffer:
 
 
 def _placed(tensors: Sequence[StateRecord], stored: Sequence[StoredBuffer]) -> tuple[StateRecord, ...]:
-    """The tensors with the chunks that follow from the buffers, the first of replicas."""
     dtypes = {tensor.key: tensor.dtype for tensor in tensors}
     chunks: defaultdict[str, dict[Box, Chunk]] = defaultdict(dict)
     for stored_buffer in stored:
@@ -166,7 +153,6 @@ def _placed(tensors: Sequence[StateRecord], stored: Sequence[StoredBuffer]) -> t
 
 
 def _with_sums(tensor: StateRecord, expected: Mapping[Box, Chunk]) -> tuple[Chunk, ...]:
-    """The chunks as the index lists them, if it does; else as the buffers imply them, without digests."""
     listed = [chunk for chunk in tensor.chunks if chunk.box.numel]
     if not listed:
         return tuple(expected.values())

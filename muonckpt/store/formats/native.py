@@ -1,23 +1,130 @@
-"""Our own format: a DCP directory that a manifest describes as well."""
+"""Our own format: a directory of DCP with a manifest; a tensor's entry in it for formats that lack its fields; and
+torch_dist.
+
+Megatron's ``torch_dist`` is a DCP checkpoint with ``metadata.json``, and everything but tensors in one item:
+``common_state/shard_0_1`` since core 0.19, before that the file ``common.pt``, which later ones read too.
+
+Source: ``megatron/core/dist_checkpointing/{core,serialization}.py`` of core 0.19.2; docs/formats/torch_dist.md.
+"""
 
 from __future__ import annotations
 
-from ...errors import SourceError, about
-from ...record import MANIFEST_FILE, Manifest
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from ...errors import DestinationError, SourceError, about
+from ...record import MANIFEST_FILE, MANIFEST_VERSION, Manifest, StateRecord, record_fields
+from ..io.checksums import xxh3_128
 from ..io.location import Location
+from ..io.new_file import write_parts, write_synced
 from ..io.regular import read_whole
+from ..reading.payloads import Payloads
+from ..reading.reader import LocatedReader
+from .signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE, METADATA_FILE
+
+
+def reader(path: Location) -> LocatedReader:
+    """Read a checkpoint in our own format.
+
+    Raises:
+        DamageError: the manifest is missing or damaged.
+        SourceError: it is of another version, or cannot be read.
+    """
+    return LocatedReader(read_native(path), Payloads(path))
 
 
 def read_native(path: Location) -> Manifest:
-    """The manifest of a checkpoint in our own format.
-
-    Raises:
-        DamageError: it is missing or damaged.
-        SourceError: it is of another version, or cannot be read.
-    """
     file = path / MANIFEST_FILE
     try:
         with about(file):
             return Manifest.from_json(read_whole(file))
     except OSError as error:
         raise SourceError(f"cannot read {file}: {error}") from error
+
+
+def stock_metadata(manifest: Manifest) -> Iterator[bytes]:
+    """Yield the parts of the ``.metadata`` that lies beside a manifest; raises as `write_native`."""
+    from .dcp.metadata_writer import metadata_parts  # readers do not need it
+
+    described = replace(manifest, blobs=tuple(blob for blob in manifest.blobs if blob.item.file != COMMON_FILE))
+    return metadata_parts(described)
+
+
+def write_native(manifest: Manifest, directory: Location, others: Mapping[str, bytes] = MappingProxyType({})) -> None:
+    """Write all descriptions of a checkpoint, ours, DCP's and ``others`` by file name, and sync them.
+
+    DCP's, which makes a directory a checkpoint to stock programs, comes last.
+
+    Raises:
+        LayoutError: a key occurs twice, or two chunks of a tensor begin at the same place.
+        DestinationError: a file exists, or cannot be written.
+    """
+    digests = {name: xxh3_128([data]) for name, data in others.items()}
+    digests[METADATA_FILE] = xxh3_128(stock_metadata(manifest))  # made twice: it can take more memory than all else
+    texts = map(str.encode, replace(manifest, files=digests).json_parts())
+    ours: dict[str, Iterable[bytes]] = {MANIFEST_FILE: texts}
+    stock = {METADATA_FILE: stock_metadata(manifest)}
+    for name, parts in (ours | {name: [data] for name, data in others.items()} | stock).items():
+        try:
+            write_parts(directory / name, parts)
+        except OSError as error:
+            raise DestinationError(f"cannot write {directory / name}: {error.strerror or error}") from error
+
+
+_VERSION = 1
+
+_NO_CHUNKS: Mapping[str, list[int]] = {
+    name: [] for name in ("file", "item", "item_length", "payload", "payload_length", "crc32", "digest")
+}
+
+
+def entry_of(tensor: StateRecord) -> dict[str, Any]:
+    """Return the fields of docs/formats/manifest.md, "A tensor", and the version that they follow."""
+    return {"version": _VERSION, **json.loads(json.dumps(record_fields(tensor)))}
+
+
+def tensor_of(entry: Mapping[str, Any]) -> StateRecord:
+    """Return the tensor of such an entry, with no chunks yet.
+
+    Raises:
+        SourceError: the version is unknown, or a field is missing or not what it should be.
+    """
+    if entry.get("version") != _VERSION:
+        raise SourceError(f"entry of version {entry.get('version')!r}; this program reads version {_VERSION}")
+    layout = entry.get("layout")
+    numbered = {} if layout is None else {"layout": 0}
+    tensor: dict[str, Any] = {**entry, **numbered, "chunks": {"boxes": 0, **_NO_CHUNKS}}
+    whole = {
+        "format": "muonckpt",
+        "version": MANIFEST_VERSION,
+        "provenance": {},
+        "data_files": [],
+        "layouts": [] if layout is None else [layout],
+        "boxes": [{"lo": [], "hi": []}],
+        "tensors": [tensor],
+        "blobs": [],
+    }
+    return Manifest.from_json(json.dumps(whole)).tensors[0]
+
+
+_BACKEND = b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+
+
+def write_torch_dist(manifest: Manifest, directory: Location) -> None:
+    """Write our description of a checkpoint, DCP's and Megatron's, and sync them.
+
+    Where the checkpoint has no common state, an empty one is written: without one Megatron loads no tensor either.
+    """
+    from .dcp.directory import common_file  # readers need neither
+    from .torch_save.plain_item import plain_item
+
+    if not any(blob.key in (COMMON_STATE, COMMON_FILE) for blob in manifest.blobs):
+        (directory / COMMON_FILE).unlink(missing_ok=True)  # left by a run that was killed right after this
+        data = plain_item({})
+        write_synced(directory / COMMON_FILE, data)
+        common = (replace(blob, digest=xxh3_128([data])) for blob in common_file(directory))
+        manifest = replace(manifest, blobs=(*manifest.blobs, *common))
+    write_native(manifest, directory, {MEGATRON_FILE: _BACKEND})

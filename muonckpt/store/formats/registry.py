@@ -1,126 +1,187 @@
-"""Detection of a checkpoint's format by its files, and the reader of each format.
+"""The formats: which one a checkpoint is in, and which one a word for ``--format`` means.
 
-A reader is imported when a checkpoint of its format is opened.
+Built-in formats and plug-ins are `Format` values alike.  Readers and writers are imported when they are used.  A
+package names its formats in the entry points ``muonckpt.formats``::
+
+    [project.entry-points."muonckpt.formats"]
+    npy = "npy_folder:FORMAT"
+
+where ``FORMAT`` is a `Format`.  Plug-ins are looked for only where no built-in format will do, so they cannot take over
+one of these, and cost nothing elsewhere.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import re
-import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+from typing import TypeVar
 
 from ... import record
 from ...errors import SourceError
 from ..io.location import Location
 from ..io.regular import open_regular
-from ..reading.payloads import Payloads
-from ..reading.reader import Format, LocatedReader, Reader
-from . import native, plugins, signs
+from ..reading.reader import Format, Reader
+from . import signs
+
+ENTRY_POINTS = "muonckpt.formats"
+"""The group of entry points of plug-ins."""
 
 
-def _own(path: Location) -> Reader:
-    return LocatedReader(native.read_native(path), Payloads(path))
+def _refuse_zero(path: Location) -> Reader:
+    raise SourceError(
+        f"{path} holds files of DeepSpeed's ZeRO, flat partitions of each rank, which are not read. The weights: "
+        "zero_to_fp32.py of DeepSpeed writes them as files that are read. The state of AdamW: ds_to_universal.py of "
+        "DeepSpeed makes a universal checkpoint, which is read. It fails on groups of DeepSpeed's Muon, so nothing "
+        "takes that momentum over today: go on with the weights and begin the state anew (docs/formats/trainers.md)"
+    )
 
 
-def _dcp(path: Location) -> Reader:
-    from .dcp import directory
+_FORMATS = "muonckpt.store.formats"
+_WRITERS = "muonckpt.converters.target"
 
-    return directory.DcpReader(path)
+OWN = Format(
+    "muonckpt",
+    f"{_FORMATS}.native:reader",
+    (record.MANIFEST_FILE,),
+    written_as="dcp",
+    writer=f"{_WRITERS}.rank_files:DcpFiles",
+)
+LAYER_WISE = Format(
+    "Megatron's layer-wise files",
+    f"{_FORMATS}.layer_wise:reader",
+    signs.LAYER_WISE_FILES,
+    weaker_signs=(("layer_wise_optimizer_[0-9]*.pt",),),
+)
+DCP = Format("stock DCP", f"{_FORMATS}.dcp.directory:DcpReader", (signs.METADATA_FILE,))
+SIBLINGS = Format("stock DCP in sibling folders", f"{_FORMATS}.dcp.directory:SiblingsReader")
+BUFFERS = Format(
+    "flat buffers",
+    f"{_FORMATS}.flat_buffers:reader",
+    (signs.FLAT_BUFFERS_FILE,),
+    written_as="buffers",
+    writer=f"{_WRITERS}.buffer_files:BufferFiles",
+)
+TORCH_DIST = Format(  # read as DCP, which it is
+    "Megatron's torch_dist",
+    f"{_FORMATS}.dcp.directory:DcpReader",
+    written_as="torch_dist",
+    writer=f"{_WRITERS}.rank_files:TorchDistFiles",
+)
+ZARR = Format(
+    "zarr",
+    f"{_FORMATS}.zarr_reader:reader",
+    (signs.ZARR_FILE,),
+    written_as="zarr",
+    writer=f"{_WRITERS}.zarr_files:ZarrFiles",
+)
+RANK_STATE = Format(
+    "torch.save's files of ranks with DTensors",
+    f"{_FORMATS}.trainers.rank_state:reader",
+    (
+        "model_world_size_[0-9]*_rank_[0-9]*.pt",
+        "optim_world_size_[0-9]*_rank_[0-9]*.pt",
+        "pytorch_model_fsdp*_rank[0-9]*.bin",
+        "optimizer*_rank[0-9]*.bin",
+    ),
+    weaker_signs=((), ("[A-Za-z]*_0.pt",)),
+)
+NANOCHAT = Format(
+    "nanochat's files of ranks",
+    f"{_FORMATS}.trainers.nanochat_state:reader",
+    ("optim_[0-9][0-9][0-9][0-9][0-9][0-9]*_rank[0-9]*.pt", "model_[0-9][0-9][0-9][0-9][0-9][0-9]*.pt"),
+)
+PROCESS_FILES = Format(
+    "torch.save's files of one process",
+    f"{_FORMATS}.trainers.process_files:reader",
+    ("optimizer.pt", "optimizer.bin", "optimizer_[0-9]*.bin"),
+    weaker_signs=(("pytorch_model*.bin", "pytorch_model.bin.index.json"),),
+)
+SAFETENSORS = Format(
+    "safetensors",
+    f"{_FORMATS}.safetensors:reader",
+    ("*.safetensors", "*.safetensors.index.json"),
+    written_as="safetensors",
+    writer=f"{_WRITERS}.safetensors_files:safetensors_files",
+)
+ZERO = Format("DeepSpeed's ZeRO files", _refuse_zero, weaker_signs=(("*_optim_states.pt",),))
+UNIVERSAL = Format(
+    "DeepSpeed's universal folder", f"{_FORMATS}.trainers.process_files:universal_reader", weaker_signs=(("zero",),)
+)
+
+BUILT_IN = (
+    OWN,
+    LAYER_WISE,
+    DCP,
+    SIBLINGS,
+    BUFFERS,
+    TORCH_DIST,
+    ZARR,
+    RANK_STATE,
+    NANOCHAT,
+    PROCESS_FILES,
+    SAFETENSORS,
+    ZERO,
+    UNIVERSAL,
+)
+"""The built-in formats; of those that show equally strong signs, the first counts.
+
+Safetensors files may lie beside our manifest and DCP's metadata, and some programs leave Megatron's per-rank files
+beside other checkpoints."""
 
 
-def _siblings(path: Location) -> Reader:
-    from .dcp import siblings
-
-    return siblings.SiblingsReader(path)
+Given = TypeVar("Given")
 
 
-def _flat_buffers(path: Location) -> Reader:
-    from . import flat_buffers
+def format_of(path: Location) -> Format:
+    """Return the format of a checkpoint.
 
-    return flat_buffers.reader(path)
-
-
-def _safetensors(path: Location) -> Reader:
-    from .safetensors import folder as safetensors
-
-    _refuse_stray(path)
-    return LocatedReader(safetensors.read_safetensors(path), Payloads(safetensors.folder(path)))
-
-
-_OF_RUN = re.compile(r"(iter_|checkpoint-|step-|global_step)[0-9]+(\.[0-9]+)?")
-"""Names of the folders in which programs keep the checkpoints of a run: Megatron, Hugging Face, ours, DeepSpeed."""
-
-
-def _refuse_stray(path: Location) -> None:
-    """Refuse a file of tensors in a folder of checkpoints by step, where it is hardly what was meant.
-
-    A model of several files cannot be named otherwise than by its folder, so for that there is a warning.
+    A directory without a sign of a built-in format is shown to plug-ins, then searched for folders of DCP; if there are
+    none, DCP's reader says what is missing.
 
     Raises:
-        SourceError: the folder has one file of tensors, and checkpoints.
+        SourceError: there is nothing, the directory cannot be listed, or a plug-in is broken.
     """
-    if not path.is_dir():
-        return
-    entries: list[Location] = list(path.iterdir())
-    steps = sorted(entry.name for entry in entries if _OF_RUN.fullmatch(entry.name) and entry.is_dir())
-    files = sorted(entry.name for entry in entries if entry.name.endswith((".safetensors", ".safetensors.index.json")))
-    if not steps:
-        return
-    held = f"{path} holds the checkpoints {', '.join(steps[:4])}{', …' * (len(steps) > 4)} of a run, and {files[0]}"
-    if len(files) == 1:
-        raise SourceError(f"{held}: name the checkpoint that you mean, or {path / files[0]}")
-    warnings.warn(f"{held}, which is read; name a checkpoint of the run if you mean that", stacklevel=2)
+    try:
+        if path.is_file():
+            return _format_of_file(path)
+        if not path.is_dir():  # said now: it may be published before the next look, and seem to lack what was not there
+            raise SourceError(f"expected a checkpoint directory, found no directory {path}")
+        names = [entry.name for entry in path.iterdir()]
+        shown = next(_showing(names, BUILT_IN), None)
+        if shown is None and names:
+            shown = _plugin_showing(names)
+        if shown is None and names and len(signs.folders_of_dcp(path)) > 1:
+            return SIBLINGS
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error}") from error
+    return shown or DCP
 
 
-def _zarr(path: Location) -> Reader:
-    from .zarr import hierarchy
+def format_written_as(word: str) -> Format | None:
+    """Return the format that this word for ``--format`` means, built in or of a plug-in; None if there is none.
 
-    return hierarchy.reader(path)
-
-
-def _layer_wise(path: Location) -> Reader:
-    from .megatron import layer_wise
-
-    return layer_wise.reader(path)
-
-
-def _process_files(path: Location) -> Reader:
-    from .trainers import process_files
-
-    _refuse_stray(path)
-    return process_files.reader(path)
+    Raises:
+        SourceError: a plug-in is broken.
+    """
+    known = {format.written_as: format for format in BUILT_IN}
+    if word not in known:
+        known = {format.written_as: format for format in of_plugins(ENTRY_POINTS, Format, "formats").values()}
+    return known.get(word)
 
 
-def _rank_state(path: Location) -> Reader:
-    from .trainers import rank_state
-
-    return rank_state.reader(path)
-
-
-def _nanochat(path: Location) -> Reader:
-    from .trainers import nanochat_state
-
-    return nanochat_state.reader(path)
-
-
-def _universal(path: Location) -> Reader:
-    from .trainers import universal_state
-
-    return universal_state.reader(path)
-
-
-def _zero(path: Location) -> Reader:
-    raise SourceError(
-        f"{path} holds files of DeepSpeed's ZeRO, flat partitions of each rank, which are not read: make a universal "
-        "checkpoint of them, by ds_to_universal.py of DeepSpeed, which is (docs/formats/trainers.md)"
-    )
+def _showing(names: Sequence[str], formats: Iterable[Format]) -> Iterator[Format]:
+    for strength in zip_longest(*((format.signs, *format.weaker_signs) for format in formats), fillvalue=()):
+        for format, patterns in zip(formats, strength, strict=True):
+            if any(fnmatch.filter(names, pattern) for pattern in patterns):
+                yield format
 
 
 _NANOCHAT_STEP = re.compile(r"model_([0-9]{6,12})\.pt")
 
 
-def _of_file(path: Location) -> Format:
-    """The format of a file, by its name or its first bytes; safetensors if nothing says another."""
+def _format_of_file(path: Location) -> Format:
     if fnmatch.fnmatch(path.name, "*.safetensors"):
         return SAFETENSORS
     if (match := _NANOCHAT_STEP.fullmatch(path.name)) and (path.parent / f"optim_{match[1]}_rank0.pt").is_file():
@@ -128,71 +189,39 @@ def _of_file(path: Location) -> Format:
     with open_regular(path) as file:
         if file.read(0, min(file.size, 4)) in signs.TORCH_SAVE:
             return PROCESS_FILES
-    return plugins.format_of_plugin([path.name]) or SAFETENSORS
+    return _plugin_showing([path.name]) or SAFETENSORS
 
 
-OWN = Format("muonckpt", _own)
-DCP = Format("stock DCP", _dcp)
-SIBLINGS = Format("stock DCP in sibling folders", _siblings)
-BUFFERS = Format("flat buffers", _flat_buffers)
-SAFETENSORS = Format("safetensors", _safetensors)
-ZARR = Format("zarr", _zarr)
-PROCESS_FILES = Format("torch.save's files of one process", _process_files)
-RANK_STATE = Format("torch.save's files of ranks with DTensors", _rank_state)
-NANOCHAT = Format("nanochat's files of ranks", _nanochat)
-UNIVERSAL = Format("DeepSpeed's universal folder", _universal)
-ZERO = Format("DeepSpeed's ZeRO files", _zero)
-LAYER_WISE = Format("Megatron's layer-wise files", _layer_wise)
+def _plugin_showing(names: Sequence[str]) -> Format | None:
+    claiming = {
+        plugin: format
+        for plugin, format in of_plugins(ENTRY_POINTS, Format, "formats").items()
+        if next(_showing(names, (format,)), None)
+    }
+    if len(claiming) > 1:
+        raise SourceError(f"several plug-ins read such files: {'; '.join(claiming)}: uninstall all but one")
+    return next(iter(claiming.values()), None)
 
 
-SIGNS: tuple[tuple[str, Format], ...] = (
-    (record.MANIFEST_FILE, OWN),
-    *((name, LAYER_WISE) for name in signs.LAYER_WISE_FILES),
-    (signs.METADATA_FILE, DCP),
-    (signs.FLAT_BUFFERS_FILE, BUFFERS),
-    (signs.ZARR_FILE, ZARR),
-    ("model_world_size_[0-9]*_rank_[0-9]*.pt", RANK_STATE),
-    ("optim_world_size_[0-9]*_rank_[0-9]*.pt", RANK_STATE),
-    ("pytorch_model_fsdp*_rank[0-9]*.bin", RANK_STATE),
-    ("optimizer*_rank[0-9]*.bin", RANK_STATE),
-    ("optim_[0-9][0-9][0-9][0-9][0-9][0-9]*_rank[0-9]*.pt", NANOCHAT),
-    ("model_[0-9][0-9][0-9][0-9][0-9][0-9]*.pt", NANOCHAT),
-    ("optimizer.pt", PROCESS_FILES),
-    ("optimizer.bin", PROCESS_FILES),
-    ("optimizer_[0-9]*.bin", PROCESS_FILES),
-    ("*.safetensors", SAFETENSORS),
-    ("*.safetensors.index.json", SAFETENSORS),
-    ("layer_wise_optimizer_[0-9]*.pt", LAYER_WISE),
-    ("pytorch_model*.bin", PROCESS_FILES),
-    ("pytorch_model.bin.index.json", PROCESS_FILES),
-    ("*_optim_states.pt", ZERO),
-    ("zero", UNIVERSAL),
-    ("[A-Za-z]*_0.pt", RANK_STATE),
-)
-"""Shell patterns of file names by which a directory shows its format; the first match counts.
-
-Safetensors files may lie beside our manifest and DCP's metadata, and some programs leave Megatron's per-rank files
-beside other checkpoints."""
-
-
-def format_of(path: Location) -> Format:
-    """The format of a checkpoint.
-
-    A directory without any sign of ours is shown to plug-ins, then looked into for folders of DCP; if there are none,
-    DCP's reader says what is missing.
+def of_plugins(group: str, kind: type[Given], of: str) -> dict[str, Given]:
+    """Import what plug-ins give in a group of entry points, by what a message calls them.
 
     Raises:
-        SourceError: the directory cannot be listed, or a plug-in is broken.
+        SourceError: a plug-in cannot be imported, or gives something of another kind.
     """
-    try:
-        if path.is_file():
-            return _of_file(path)
-        names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
-        found = next((kind for sign, kind in SIGNS if fnmatch.filter(names, sign)), None)
-        if found is None and names:
-            found = plugins.format_of_plugin(names)
-        if found is None and names and len(signs.folders_of_dcp(path)) > 1:
-            return SIBLINGS
-    except OSError as error:
-        raise SourceError(f"cannot read {path}: {error}") from error
-    return found or DCP
+    from importlib.metadata import entry_points  # slow to import
+
+    plugins = {}
+    for point in entry_points(group=group):
+        package = "an unknown package" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+        plugin = f"plug-in {point.name!r} ({point.value}) of {package}"
+        try:
+            given = point.load()
+        except Exception as error:  # whatever other people's code raises
+            raise SourceError(
+                f"the {plugin} for {of} cannot be imported: {type(error).__name__}: {error}; repair or uninstall it"
+            ) from error
+        if not isinstance(given, kind):
+            raise SourceError(f"the {plugin} for {of}: expected a {kind.__name__}, found {type(given).__name__}")
+        plugins[plugin] = given
+    return plugins

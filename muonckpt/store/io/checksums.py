@@ -1,9 +1,8 @@
-"""All digests of a chunk's bytes, computed in one pass over them."""
+"""All digests of a chunk's bytes, computed in one pass."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,21 +14,15 @@ from ...box import Index
 from ...fingerprint import combine, fingerprint
 
 _BAND_BYTES = 1 << 20
-"""Bytes summed at a time: few enough that they stay in cache from one sum to the next, and to the write."""
+"""Bytes summed at a time: they stay in cache from one sum to the next, and to the write."""
 
 RawBytes = bytes | memoryview
 
 Checksum = Callable[[RawBytes, int], int]
-"""Continues a checksum: (the next bytes, the checksum of those before, 0 at first) to the checksum of all."""
-
-_POLYNOMIAL = 0xEDB88320
-"""The polynomial of CRC-32 (IEEE 802.3): the highest bit is the coefficient of x**0, that of x**32 is implied."""
-
-_X0 = 1 << 31
+"""Continues a checksum: (the next bytes, the checksum of those before, at first 0) to the checksum of all."""
 
 
 def crc32_of(raw: RawBytes, start: int) -> int:
-    """CRC-32, the one of zip."""
     return isal_zlib.crc32(raw, start)
 
 
@@ -44,13 +37,13 @@ class Sums:
 
     @property
     def digest(self) -> str:
-        """xxh3-128 in hex."""
         return str(self._xxh3.hexdigest())
 
     def add(self, words: NDArray[Any], origin: Index) -> memoryview:
-        """Add the next box of the payload: dense unsigned words whose first element has the global index ``origin``.
+        """Add the next box of the payload and return its bytes.
 
-        Words may have one more, last dim than the origin: the halves of 16-byte elements.  Returns their bytes.
+        The words are dense and unsigned; the first has the global index ``origin``.  A last dim beyond the origin's has
+        the halves of 16-byte elements.
         """
         raw = words.reshape(-1).view(np.uint8).data
         self._xxh3.update(raw)
@@ -69,7 +62,7 @@ class Sums:
 
 
 def xxh3_128(parts: Iterable[RawBytes]) -> str:
-    """Digest of the concatenated parts, in hex."""
+    """Return the digest of the concatenated parts, in hex."""
     state = xxhash.xxh3_128()
     for part in parts:
         state.update(part)
@@ -77,37 +70,8 @@ def xxh3_128(parts: Iterable[RawBytes]) -> str:
 
 
 def crc32(parts: Iterable[RawBytes]) -> int:
-    """CRC-32 (the one of zip) of the concatenated parts."""
+    """Return the CRC-32 of the concatenated parts."""
     total = 0
     for part in parts:
         total = isal_zlib.crc32(part, total)
     return total
-
-
-def crc32_joined(first: int, second: int, length: int) -> int:
-    """CRC-32 of two runs of bytes end to end, from those of both; ``length`` is the second's, in bytes.
-
-    A CRC is a polynomial over GF(2) modulo a fixed one, and to append bytes multiplies what came before by a power of
-    x (Mark Adler, ``crc32_combine`` of zlib).
-    """
-    return _product(first, _x_to(8 * length)) ^ second
-
-
-@lru_cache(maxsize=1024)
-def _x_to(power: int) -> int:
-    """x**power, by squaring."""
-    result, square = _X0, _X0 >> 1
-    while power:
-        result = _product(result, square) if power & 1 else result
-        square = _product(square, square)
-        power >>= 1
-    return result
-
-
-def _product(left: int, right: int) -> int:
-    """Product of two polynomials modulo that of CRC-32; the highest bit is the coefficient of x**0."""
-    product = 0
-    for bit in range(31, -1, -1):
-        product ^= right if left >> bit & 1 else 0
-        right = right >> 1 ^ (_POLYNOMIAL if right & 1 else 0)
-    return product

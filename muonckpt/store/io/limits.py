@@ -2,24 +2,24 @@
 
 Whoever makes a file decides how much memory and time its reader needs, unless the reader decides first.  Here it does:
 nothing is read whole before its size has been compared with a limit, and what is parsed is counted.  A checkpoint may
-have a million chunks and hundreds of megabytes of descriptions, so a description that is longer than a small size must
-be in proportion: no longer than the other files of the checkpoint together, as far as these really take room on the
-disk.  Every item costs its writer more bytes in a file than in a description.
+have a million chunks and hundreds of megabytes of descriptions, so a long description must be in proportion: no longer
+than the other files of the checkpoint together, as far as these really take room on the disk.
 
 For a checkpoint that is trusted, ``MUONCKPT_LIMITS=off`` in the environment lifts all of them.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ...errors import SourceError
 from .location import Location, Remote, asking
 
 SWITCH = "MUONCKPT_LIMITS"
-"""The environment variable that lifts the limits, if it is ``off``."""
 
 SMALL_DESCRIPTION = 1 << 20
 """Bytes of a description, such as a manifest, a header or an index, that are read whatever else there is."""
@@ -31,8 +31,8 @@ ITEM_CONTAINERS = 1 << 18
 """Tuples, lists, dicts and objects in such a pickle."""
 
 UNFOLDED = 8
-"""What an item's data may be when parts that the pickle shares are written out again and again, in elements and
-characters: so many times the bytes of its pickle, and `SMALL_DESCRIPTION` more."""
+"""What an item's data may be when the parts that its pickle shares are written out: so many times the pickle's
+bytes, and `SMALL_DESCRIPTION` more, in elements and characters."""
 
 PICKLE_BYTES = 4
 """Bytes of a pickle for each tuple, list, dict and object in it, beyond the first `FEW`.  DCP writes six."""
@@ -47,7 +47,6 @@ KEYS = 10_000
 tuples.  Hashes of strings are secret, small integers are their own."""
 
 SMALL_KEY = 1 << 24
-"""The size of integers that are not small."""
 
 ZIP_DIRECTORY = 16 << 20
 """Bytes of the directory of a zip archive, about 60 for each member."""
@@ -58,9 +57,12 @@ DOTS = 2_000
 DECODED = 128 << 20
 """Bytes that the file of an encoded zarr array may have when it is decoded, and 1000 more for each on the disk."""
 
+HOLES = 64
+"""Bytes that a file of elements may have for each on the disk, and `DECODED` more: holes take time to read, too."""
+
 
 class LimitError(SourceError):
-    """A file would cost more than its reader allows, which may be lifted."""
+    """A file would cost more than its reader allows, which the user may lift."""
 
 
 def check_limit(found: int, most: int, what: str) -> None:
@@ -77,7 +79,7 @@ def check_limit(found: int, most: int, what: str) -> None:
 
 
 def check_description(file: Location, size: int) -> None:
-    """Compare the size of a file that describes others in its folder, and in those below, with theirs.
+    """Compare the size of a file that describes those in its folder and below with theirs.
 
     Raises:
         LimitError: it is out of proportion.
@@ -90,8 +92,17 @@ def check_description(file: Location, size: int) -> None:
 
 
 def on_disk(status: os.stat_result) -> int:
-    """Bytes that a local file really has: fewer than its size if it has holes."""
+    """Return the bytes that a local file really has: fewer than its size if it has holes."""
     return min(status.st_size, 512 * status.st_blocks)
+
+
+def check_holes(file: Location, size: int, own: int) -> None:
+    """Compare the size of a file of elements with the bytes that it has on the disk.
+
+    Raises:
+        LimitError: almost all of it are holes.
+    """
+    check_limit(size, DECODED + HOLES * own, f"bytes in {file}, which has {own} bytes on the disk")
 
 
 def check_text(data: bytes) -> None:
@@ -114,11 +125,11 @@ def _sum_up_to(enough: int, sizes: Iterator[int]) -> int:
 
 
 def _sizes_beside(file: Location) -> Iterator[int]:
-    """The sizes of all other files in the folder of a file, and below; each file counts once, also if it has links."""
+    """Yield the sizes of all other files in the folder of a file and below, each file once."""
     if isinstance(file, Remote):
         with asking(file):
-            found = file.parent.fs.find(file.parent.path, detail=True)
-        yield from (int(info["size"] or 0) for path, info in found.items() if path != file.path)
+            sizes = file.parent.fs.find(file.parent.path, detail=True)
+        yield from (int(info["size"] or 0) for path, info in sizes.items() if path != file.path)
         return
     own = file.lstat()
     counts_blocks = own.st_blocks > 0  # some file systems do not say how many there are
@@ -129,3 +140,15 @@ def _sizes_beside(file: Location) -> Iterator[int]:
             if (status.st_dev, status.st_ino) not in known:
                 known.add((status.st_dev, status.st_ino))
                 yield on_disk(status) if counts_blocks else status.st_size
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Pause the collector while a million small objects are made that all stay: it would search them in vain."""
+    enabled = gc.isenabled()
+    try:
+        gc.disable()
+        yield
+    finally:
+        if enabled:
+            gc.enable()

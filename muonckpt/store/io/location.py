@@ -1,7 +1,7 @@
 """Checkpoints in object stores, through fsspec: `Remote` stands where a `pathlib.Path` stands for a local place.
 
-An object is read by ranges and written once, front to back; nothing is kept on a local disk.  The store's own library
-finds the credentials, in the environment.
+An object is read by ranges and written once, front to back.  The store's own library finds the credentials, in the
+environment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...errors import DamageError, DestinationError, SourceError
 
 GAP = 128 << 10
 """Largest gap, in bytes, between two parts of an object that one request reads through.  Amazon serves 5500 GETs a
-second for a prefix (its guide "Best practices design patterns: optimizing Amazon S3 performance"): at 1 GB/s a request
+second for a prefix ("Best practices design patterns: optimizing Amazon S3 performance"): at 1 GB/s a request
 costs as much as 180 kB."""
 
 REQUEST_BYTES = 4 << 20
@@ -33,7 +33,6 @@ _READ, _WRITTEN = 6, 5
 2026.9), and three windows of what was read."""
 
 _PARTS = 9_000
-"""Most parts of an object.  S3 allows 10 000."""
 
 _ASKED_AT_ONCE = 16
 
@@ -69,14 +68,13 @@ class Remote:
 
     @property
     def parents(self) -> Iterator[Remote]:
-        """The places that contain this one, the nearest first."""
+        """Yield the places that contain this one, the nearest first."""
         place = self
         while place.path.strip("/"):
             place = place.parent
             yield place
 
     def resolve(self) -> Remote:
-        """The place itself: a store has no links."""
         return self
 
     def is_symlink(self) -> bool:
@@ -100,12 +98,12 @@ class Remote:
         yield from (Remote(self.fs, path.rstrip("/")) for path in paths if path.rstrip("/") != self.path)
 
     def below(self) -> list[Remote]:
-        """Every object in it, at any depth."""
+        """Return every object in it, at any depth."""
         with asking(self):
             return [Remote(self.fs, path) for path in self.fs.find(self.path)]
 
     def glob(self, pattern: str) -> Iterator[Remote]:
-        """Its entries whose names match; nothing if it is not a directory."""
+        """Return its entries whose names match; none if it is not a directory."""
         return (place for place in self.iterdir() if fnmatchcase(place.name, pattern)) if self.is_dir() else iter(())
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
@@ -122,7 +120,6 @@ class Remote:
             at_each(self, self.fs.rm_file, [place.path for place in self.below()])  # rm() treats names as patterns
 
     def write(self, data: bytes) -> None:
-        """Write a small object, whole."""
         with asking(self):
             self.fs.pipe_file(self.path, data)
 
@@ -173,14 +170,14 @@ class Remote:
 
 
 Location = Path | Remote
-"""The place of a checkpoint or of a file."""
+"""A path or an object store's place."""
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 def at_each(place: Location, function: Callable[[T], R], things: Iterable[T]) -> list[R]:
-    """The results of a function, in order.  A store is slow to answer, so there many calls run at once."""
+    """Return the results of a function, in order; for a store, which is slow to answer, of many calls at once."""
     if not isinstance(place, Remote):
         return list(map(function, things))
     from concurrent.futures import ThreadPoolExecutor  # imports logging, which few commands need
@@ -190,7 +187,7 @@ def at_each(place: Location, function: Callable[[T], R], things: Iterable[T]) ->
 
 
 def location(name: str | os.PathLike[str] | Remote, error: type[Exception] = ValueError) -> Location:
-    """The location of a path, in which ``~`` is expanded, or of a URL of any protocol that fsspec knows.
+    """Return the location of a path, in which ``~`` is expanded, or of a URL of any protocol that fsspec knows.
 
     Raises:
         error: the protocol is unknown, or its library is not installed.
@@ -215,8 +212,6 @@ def location(name: str | os.PathLike[str] | Remote, error: type[Exception] = Val
 
 
 class RemoteFile:
-    """An object, read by ranges."""
-
     gap, most = GAP, REQUEST_BYTES
 
     def __init__(self, place: Remote, info: dict[str, Any]) -> None:
@@ -227,14 +222,12 @@ class RemoteFile:
             raise SourceError(f"{place}: expected an object, found a directory")
 
     def read(self, offset: int, length: int) -> bytes:
-        """The bytes of a range; fewer where the object ends."""
         return bytes(self.views([(offset, min(length, max(self.size - offset, 0)))])[0])
 
     def view(self, offset: int, length: int) -> memoryview:
         return self.views([(offset, length)])[0]
 
     def views(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """The bytes of several ranges (offset, length), requested together."""
         path, spans = self._place.path, [(start, start + length) for start, length in ranges if length]
         with reading(self._place):
             starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
@@ -249,11 +242,10 @@ class RemoteFile:
 
     @property
     def on_disk(self) -> int:
-        """Its size: objects have no holes."""
+        """Return its size: objects have no holes."""
         return self.size
 
     def fill(self, buffer: memoryview, offset: int) -> None:
-        """Read the bytes from ``offset`` on into a buffer, as many as it has, in requests of bounded size."""
         for start in range(0, len(buffer), self.most):
             part = buffer[start : start + self.most]
             part[:] = self.view(offset + start, len(part))
@@ -266,8 +258,6 @@ class RemoteFile:
 
 
 class Upload:
-    """An object that is being written, front to back."""
-
     rewinds = False
 
     def __init__(self, place: Remote, stream: Any) -> None:
@@ -276,7 +266,7 @@ class Upload:
         self._at = 0
 
     def write(self, data: bytes | memoryview, offset: int) -> int:
-        """Write at byte ``offset``, not before the end of what has been written; returns the end."""
+        """Write at byte ``offset``, not before the end of what has been written; return the new end."""
         self.fill(offset)
         with asking(self._place):
             self._stream.write(data)
@@ -284,7 +274,6 @@ class Upload:
         return self._at
 
     def fill(self, offset: int) -> None:
-        """Write zeros up to byte ``offset``."""
         if offset < self._at:
             raise ValueError(f"an object is written front to back, and byte {offset} lies before {self._at}")
         with asking(self._place):
@@ -293,7 +282,7 @@ class Upload:
 
 
 def part_bytes(length: int) -> int:
-    """Bytes of the parts in which an object of ``length`` bytes is written: a multiple of 1 MiB."""
+    """Return the bytes of the parts in which an object of ``length`` bytes is written: a multiple of 1 MiB."""
     return max(PART, -(-length // _PARTS >> 20) + 1 << 20)
 
 
@@ -325,11 +314,8 @@ def asking(place: Remote) -> Iterator[None]:
 
 @contextmanager
 def reading(place: Remote) -> Iterator[None]:
-    """Turn every exception of a store's library into a `SourceError` that names the place.
-
-    Raises:
-        DamageError: there is no such object.
-        SourceError: anything else went wrong.
+    """Turn every exception of a store's library into a `SourceError` that names the place, a `DamageError` if it is
+    missing.
     """
     try:
         with asking(place):

@@ -1,8 +1,8 @@
-"""A lock file: one process makes it, and another takes it over only if its user asks to resume the work.
+"""A lock file, which another process takes over only if its user asks to resume the work.
 
-On one machine the kernel knows whether the process that made it is alive.  On a network file system that depends on
-the system and its options, and an object store knows nothing of processes.  There a lock left by a crash looks like
-one in use, so a process may take it over at its user's request, and the earlier owner can see that it has lost it.
+On one machine the kernel knows whether the process that made it is alive.  A network file system may not, and an object
+store knows nothing of processes: there a lock left by a crash looks like one in use.  So a user may have it taken over,
+and the earlier owner can see that it has lost it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Protocol
 
-from .lines import content
 from .location import Location, Remote
+from .new_file import content
 
 
 class InUse(Exception):
@@ -22,10 +22,7 @@ class InUse(Exception):
 
 
 class Lock(Protocol):
-    """A lock that this process has opened.
-
-    ``earlier`` are the lines of its earlier owners, or None if the lock is new.
-    """
+    """An open lock.  ``earlier`` are the lines of its earlier owners, None if the lock is new."""
 
     @property
     def earlier(self) -> list[bytes] | None: ...
@@ -35,16 +32,14 @@ class Lock(Protocol):
         ...
 
     def is_mine(self) -> bool:
-        """Whether the lock exists, and no other process has become its owner since."""
+        """Return whether the lock exists, and no other process has become its owner since."""
         ...
 
-    def close(self) -> None:
-        """Let other processes open it."""
-        ...
+    def close(self) -> None: ...
 
 
 def open_lock(folder: Location, name: str) -> Lock:
-    """Open the lock of this name for everything in a directory, or make it.
+    """Open or make the lock of this name for everything in a directory.
 
     Raises:
         InUse: another process has it open.
@@ -52,11 +47,32 @@ def open_lock(folder: Location, name: str) -> Lock:
     return _ObjectLock(folder / name) if isinstance(folder, Remote) else _FileLock(folder, name)
 
 
+def holding(folder: Path) -> int | None:
+    """Lock a directory until the returned handle is closed; None where there are no such locks.
+
+    Raises:
+        InUse: another process has locked it, or it has been renamed.
+        FileNotFoundError: it has been removed.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        locked = _lock(handle)
+        if not _is(folder, handle):
+            raise InUse
+    except BaseException:
+        os.close(handle)
+        raise
+    if locked:
+        return handle
+    os.close(handle)
+    return None
+
+
 class _FileLock:
     """A file with a line for each owner, of which the last counts.
 
-    Where the file system supports it, the kernel locks the file, so that other machines see it as well, and the
-    directory, so that no process enters while it is renamed.
+    Where the file system supports it, the kernel locks the file, so that other machines see it, and the directory, so
+    that no process enters while it is renamed.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -93,13 +109,15 @@ class _FileLock:
         self._closing.close()
 
 
-def _lock(handle: int) -> None:
+def _lock(handle: int) -> bool:
+    """Lock a file; return whether this file system has such locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise InUse from None
     except OSError:
-        return  # this file system has no such locks
+        return False
+    return True
 
 
 def _is(folder: Path, handle: int) -> bool:
@@ -109,7 +127,7 @@ def _is(folder: Path, handle: int) -> bool:
 
 
 class _ObjectLock:
-    """The store must support writing an object only if none of that name exists, as S3 and similar stores do."""
+    """An object, in a store that can write one only where none exists, as S3 does."""
 
     def __init__(self, place: Remote) -> None:
         self._place, self._line = place, b""

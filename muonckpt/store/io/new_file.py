@@ -1,4 +1,4 @@
-"""A new file: written once, front to back, and on the disk or in the store when it is done."""
+"""New files and appended lines, on the disk or in the store when they are done."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from .location import Location, Remote
+from .location import Location, Remote, asking, at_each
 
 _STRIDE = 2 << 20
-"""Bytes after which the disk is asked to write: enough for one large request, few enough to keep it busy."""
+"""Bytes after which the disk is asked to write."""
 
 _AT_ONCE = 256 << 10
-"""Most bytes of one write.  For larger ones file systems allocate larger pages, which a guest that has returned its
-free memory to a host has to request again: measured at 4 GB, half the time in the kernel."""
+"""Most bytes of one write.  For larger ones file systems allocate larger pages, which a guest that has returned
+memory to its host must request again: measured at 4 GB, half the time in the kernel."""
 
 
 class Writing(Protocol):
@@ -26,21 +26,20 @@ class Writing(Protocol):
     rewinds: bool
 
     def write(self, data: bytes | memoryview, offset: int) -> int:
-        """Write bytes at ``offset``, behind all earlier writes.  Returns their end."""
+        """Write at ``offset``, behind all earlier writes; return the end."""
         ...
 
 
 def created(file: Location, length: int) -> AbstractContextManager[Writing]:
-    """A new file of ``length`` bytes, zeros where nothing is written.
-
-    The block ends when the file is on the disk or in the store.
+    """Make a file of ``length`` bytes, zeros where nothing is written; the block ends when it is on the disk or
+    stored.
     """
     return file.upload(length) if isinstance(file, Remote) else Output(file, length)
 
 
 @contextmanager
 def drafted(file: Location, length: int, drafts: Location) -> Iterator[Writing]:
-    """A new file that appears whole, when the block has succeeded, and replaces an earlier one.
+    """Make a file that appears whole when the block has succeeded, and replaces an earlier one.
 
     Until then a local file lies in the directory ``drafts`` of the same file system.
     """
@@ -64,7 +63,7 @@ def write_synced(file: Location, data: bytes) -> None:
 
 
 def write_parts(file: Location, parts: Iterable[bytes]) -> None:
-    """The same for a file in parts, which need not all be in memory unless it becomes an object."""
+    """Write a small new file in parts, and wait until it is on the disk or in the store."""
     if isinstance(file, Remote):
         file.write(b"".join(parts))
         return
@@ -111,3 +110,61 @@ class Output:
             os.posix_fadvise(self._handle, self._begun, offset - self._begun, os.POSIX_FADV_DONTNEED)
             self._begun = offset
         return offset
+
+
+class Lines(Protocol):
+    """Lines that one thread appends and that survive a crash of the machine.
+
+    They are a file that is synced line by line, or in a store, where objects cannot grow, a folder with an object for
+    each.
+    """
+
+    def add(self, line: bytes) -> None:
+        """Add a line, given without its end, and wait until it is on the disk or in the store."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def new_lines(place: Location) -> Lines:
+    """Open a place for lines, where nothing exists yet."""
+    return _Objects(place) if isinstance(place, Remote) else _File(place)
+
+
+def read_lines(place: Location) -> list[bytes]:
+    """Read all lines of a place, without their ends.  The last may have been cut off by a crash."""
+    if isinstance(place, Path):
+        return place.read_bytes().splitlines()
+    objects = sorted(place.iterdir(), key=lambda line: line.name)
+    return at_each(place, content, objects)
+
+
+def content(place: Remote) -> bytes:
+    with asking(place):
+        return bytes(place.fs.cat_file(place.path))
+
+
+class _File:
+    def __init__(self, path: Path) -> None:
+        self._stream = path.open("xb")
+
+    def add(self, line: bytes) -> None:
+        self._stream.write(line + b"\n")
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class _Objects:
+    def __init__(self, place: Remote) -> None:
+        self._place = place
+        self._count = 0
+
+    def add(self, line: bytes) -> None:
+        (self._place / f"{self._count:08}").write(line)
+        self._count += 1
+
+    def close(self) -> None:
+        """Do nothing: every line is an object of its own."""

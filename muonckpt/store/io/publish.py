@@ -1,4 +1,8 @@
-"""How a finished checkpoint appears under its name: written beside it, synced, and renamed."""
+"""How checkpoints appear and vanish: a finished one is synced and renamed into place, a removed one renamed first.
+
+A store cannot rename.  There objects get their final names at once, a claim reserves the destination, and a mark says
+that a checkpoint is being removed.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,16 @@ import os
 import re
 import shutil
 import uuid
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 
-from ...errors import DestinationError
-from .location import Location, Remote
+from ...errors import DestinationError, SourceError
+from .location import Location, Remote, asking, at_each
+from .lock import InUse, holding
+from .new_file import write_synced
+from .regular import open_regular
 
 CLAIM = ".muonckpt.saving"
 """An object by which a save reserves a destination in a store until it is published."""
@@ -19,14 +28,12 @@ STAGING = re.compile(r"\.(?P<name>.+?)\.[0-9a-f]{12}\.tmp(?P<discarded>\.[0-9a-f
 """Names of the staging directories of saves, and of those that `discard` is removing."""
 
 JOURNAL = ".journal"
-"""Name of the directory of journals in a staging directory."""
 
 
 def reserve(destination: Location) -> Location:
-    """A new place for the files of one save, which no reader mistakes for a checkpoint before they are published.
+    """Make a place for the files of one save, which no reader mistakes for a checkpoint before they are published.
 
-    It lies beside the destination, on the same file system.  In an object store, which cannot rename, it is the
-    destination itself, which only one save can claim.
+    It lies beside the destination; in an object store it is the destination itself, which only one save can claim.
 
     Raises:
         DestinationError: the destination exists, or another save writes there.
@@ -36,8 +43,9 @@ def reserve(destination: Location) -> Location:
     if isinstance(destination, Remote):
         _claim(destination)
         return destination
+    make_parents(destination)
     staged = destination.parent / f".{destination.name}.{uuid.uuid4().hex[:12]}.tmp"
-    staged.mkdir(parents=True)
+    staged.mkdir()
     return staged
 
 
@@ -53,17 +61,17 @@ def _claim(destination: Remote) -> None:
 
 
 def staging_place(destination: Location) -> Location:
-    """Where files are written before they are published: beside the destination, or at it in an object store."""
+    """Return where files are written: beside the destination, or at it in a store."""
     return destination if isinstance(destination, Remote) else staging_file(destination)
 
 
 def staging_file(destination: Location) -> Location:
-    """Where a single file is written before it is published: beside the destination, also in an object store."""
+    """Return where a single file is written: beside the destination, also in a store."""
     return destination.parent / f".{destination.name}.reshard.tmp"
 
 
 def journal(staged: Location) -> Location:
-    """Where workers record finished files; what is published has no journal."""
+    """Return where workers record finished files."""
     return staged / JOURNAL
 
 
@@ -72,6 +80,8 @@ def discard(staged: Location) -> None:
     with suppress(OSError):  # the error that led here is the one to report
         if isinstance(staged, Remote):
             staged.remove()
+        elif (match := STAGING.fullmatch(staged.name)) and match["discarded"]:
+            shutil.rmtree(staged, ignore_errors=True)
         else:
             shutil.rmtree(staged.rename(staged.with_name(f"{staged.name}.{uuid.uuid4().hex[:12]}")), ignore_errors=True)
 
@@ -90,8 +100,7 @@ def refuse_existing(destination: Location, staged: Location | None = None) -> No
 def publish(staged: Location, destination: Location) -> None:
     """Make a finished directory or file appear under its name: sync it, rename it, sync its parent.
 
-    An object store cannot rename.  There a single object is copied; several objects were written under their final
-    names, descriptions last, and only the reservation is removed.
+    In a store a single object is copied; several already have their final names, and only the claim is removed.
 
     Raises:
         DestinationError: the destination has appeared in the meantime, or it cannot be written.
@@ -118,6 +127,18 @@ def _rename(staged: Path, destination: Path) -> None:
     sync_directory(destination.parent)
 
 
+def make_parents(place: Location) -> None:
+    """Make the missing directories above a place, each on disk before anything is made in it.
+
+    Raises:
+        OSError: one cannot be made.
+    """
+    if isinstance(place, Path):
+        for folder in reversed([folder for folder in place.parents if not folder.exists()]):
+            folder.mkdir(exist_ok=True)
+            sync_directory(folder.parent)
+
+
 def sync_tree(path: Location) -> None:
     """Wait until the entries of a directory and of all below it are on disk; a store has none."""
     if isinstance(path, Path):
@@ -126,9 +147,178 @@ def sync_tree(path: Location) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Wait until the entries of a directory are on disk."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def refuse_other(place: Location, data: bytes) -> None:
+    """Check that nothing is there but the same file, as an interrupted run leaves it.
+
+    Raises:
+        DestinationError: something else is there.
+    """
+    if (place.exists() or place.is_symlink()) and not _holds(place, data):
+        raise DestinationError(f"{place} exists already; choose another destination or remove it first")
+
+
+@contextmanager
+def published_first(place: Location, data: bytes, draft: Location) -> Iterator[None]:
+    """Write a small file before the block publishes the checkpoint beside it, and remove it if the block fails.
+
+    Args:
+        draft: where the file is written before it gets its name; on the same file system.
+
+    Raises:
+        DestinationError: another file is there.
+    """
+    refuse_other(place, data)
+    is_new = not place.exists()
+    if is_new:
+        _publish(place, data, draft)
+    try:
+        yield
+    except BaseException:
+        if is_new:
+            place.unlink(missing_ok=True)
+        raise
+
+
+def _publish(place: Location, data: bytes, draft: Location) -> None:
+    try:
+        if isinstance(place, Remote):
+            place.create(data)
+        elif isinstance(draft, Path):
+            draft.unlink(missing_ok=True)
+            write_synced(draft, data)
+            os.link(draft, place)  # a rename would replace a file that has appeared there meanwhile
+            draft.unlink()
+            sync_directory(place.parent)
+    except FileExistsError:
+        raise DestinationError(f"{place} has appeared in the meantime; choose another destination") from None
+
+
+def _holds(place: Location, data: bytes) -> bool:
+    try:
+        with open_regular(place) as file:
+            return file.size == len(data) and bytes(file.read(0, file.size)) == data
+    except SourceError:
+        return False
+
+
+MARK = ".muonckpt.removing"
+"""The object in a stored checkpoint that is being removed."""
+
+_REMOVED = re.compile(r"\.(?P<name>.+?)(\.[0-9a-f]{12}\.tmp)?\.[0-9a-f]{12}\.removing")
+
+_STALE_FILES, _STALE_OBJECTS = 3600.0, 24 * 3600.0
+"""Seconds without a change after which unfinished files have no writer any more.  A file grows while it is written; an
+object appears when all of it has arrived."""
+
+
+def remove(place: Location, descriptions: Collection[str]) -> None:
+    """Remove a directory that may be a checkpoint.
+
+    Args:
+        descriptions: names of the files without which readers see no checkpoint.
+
+    Raises:
+        OSError: something cannot be deleted; what is left is recognised by `removed_name` or `MARK`.
+    """
+    if isinstance(place, Remote):
+        (place / MARK).write(b"of a checkpoint that is being removed\n")
+        finish_removal(place, descriptions)
+    else:
+        moved = place.with_name(f".{place.name.removeprefix('.')}.{uuid.uuid4().hex[:12]}.removing")
+        place.rename(moved)
+        sync_directory(moved.parent)  # after a crash of the machine no checkpoint lacks files under its own name
+        shutil.rmtree(moved)
+
+
+def finish_removal(place: Location, descriptions: Collection[str]) -> None:
+    """Delete what a removal that was cut off has left.
+
+    Raises:
+        OSError: something cannot be deleted.
+    """
+    if isinstance(place, Path):
+        shutil.rmtree(place)
+        return
+    objects = [entry for entry in place.below() if entry.name != MARK]
+    at_each(place, Remote.unlink, [entry for entry in objects if entry.name in descriptions])
+    at_each(place, Remote.unlink, [entry for entry in objects if entry.name not in descriptions])
+    (place / MARK).unlink(missing_ok=True)
+
+
+def removed_name(name: str) -> str | None:
+    """Return the name that a local directory had before its removal began, or None: it is not being removed."""
+    if match := _REMOVED.fullmatch(name):
+        return match["name"]
+    match = STAGING.fullmatch(name)
+    return match["name"] if match and match["discarded"] else None
+
+
+def staged_name(name: str) -> str | None:
+    """Return the name that a local staging directory will have when it is published, or None: it is none."""
+    match = STAGING.fullmatch(name)
+    return match["name"] if match and not match["discarded"] else None
+
+
+def remove_abandoned(destination: Location) -> None:
+    """Remove the staging directories of saves at this place whose processes have ended.
+
+    Where the file system has no locks, those that have not changed for long.
+
+    Raises:
+        OSError: their folder cannot be read.
+    """
+    if not isinstance(destination, Path) or not destination.parent.is_dir():
+        return
+    for entry in destination.parent.iterdir():
+        match = STAGING.fullmatch(entry.name)
+        if match and match["name"] == destination.name:
+            with suppress(InUse, FileNotFoundError):  # somebody writes there, or removes it as well
+                held = holding(entry)
+                if held is not None:
+                    discard(entry)
+                    os.close(held)
+                elif is_stale(entry, destination.parent):
+                    discard(entry)
+
+
+def is_stale(place: Location, folder: Location) -> bool:
+    """Return whether unfinished files have not changed for so long that nobody writes there, by the store's clock.
+
+    Raises:
+        OSError: it cannot be asked.
+    """
+    try:
+        changed = _last_change(place)
+    except FileNotFoundError:  # it has been published, or removed, since it was listed
+        return False
+    return _now(folder) - changed > (_STALE_OBJECTS if isinstance(place, Remote) else _STALE_FILES)
+
+
+def _now(folder: Location) -> float:
+    if isinstance(folder, Path):
+        folder.touch()
+        return folder.stat().st_mtime
+    clock = folder / ".muonckpt.now"
+    clock.write(b"")
+    now = _modified(clock)
+    clock.unlink(missing_ok=True)
+    return now
+
+
+def _last_change(place: Location) -> float:
+    if isinstance(place, Path):
+        return max(entry.lstat().st_mtime for entry in (place, *place.iterdir()))
+    return max(at_each(place, _modified, place.below()))
+
+
+def _modified(place: Remote) -> float:
+    with asking(place):
+        changed: datetime = place.fs.modified(place.path)
+        return changed.timestamp()

@@ -1,20 +1,25 @@
-"""Opening files that others made: regular ones only, without following a link or waiting for a pipe."""
+"""Files that others made: opened only if regular, without following a link or waiting for a pipe, and checked for
+length.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from ...errors import DamageError, SourceError, about
+from ...record import Extent
 from .limits import check_description, check_text, on_disk
-from .location import Location, Remote
+from .location import Location, Remote, at_each
 
 READ_BYTES = 4 << 20
 """Most bytes of a local file in one read from which boxes are gathered: they stay in cache meanwhile."""
@@ -26,24 +31,21 @@ _GAP = 64 << 10
 class FileBytes(Protocol):
     """The bytes of a file, by ranges; offsets and lengths in bytes.
 
-    ``gap`` is the largest gap in bytes that one read should include rather than skip; ``most`` the most bytes of one
-    read.
+    ``gap`` is the largest gap that one read should include rather than skip, ``most`` the most bytes of one read.
     """
 
     gap: int
     most: int
 
     @property
-    def size(self) -> int:
-        """The present size."""
-        ...
+    def size(self) -> int: ...
 
     def view(self, offset: int, length: int) -> memoryview: ...
 
     def views(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]: ...
 
     def fill(self, buffer: memoryview, offset: int) -> None:
-        """Read the bytes from ``offset`` on into a buffer, as many as it has."""
+        """Fill a buffer with the bytes from ``offset`` on."""
         ...
 
 
@@ -58,30 +60,26 @@ class File(Protocol):
 
     @property
     def state(self) -> tuple[object, ...]:
-        """A value that changes when the file is written."""
+        """Return a value that changes when the file is written."""
         ...
 
     def read(self, offset: int, length: int) -> bytes:
-        """The bytes of a range; fewer where the file ends."""
+        """Read the bytes of a range; fewer where the file ends."""
         ...
 
     @property
     def on_disk(self) -> int:
-        """Bytes that it really has: fewer than its size if it has holes."""
+        """Return the bytes that it really has: fewer than its size if it has holes."""
         ...
 
     def contents(self) -> FileBytes:
-        """Its bytes, which stay accessible after it has been closed."""
+        """Return its bytes, which stay accessible after it has been closed."""
         ...
 
-    def forget(self) -> None:
-        """Drop the file from the page cache, so that the next read comes from the disk."""
-        ...
+    def forget(self) -> None: ...
 
 
 class LocalFile:
-    """An open local file."""
-
     gap, most = _GAP, READ_BYTES
 
     def __init__(self, path: Path, handle: int) -> None:
@@ -119,8 +117,6 @@ class LocalFile:
 
 
 class Held:
-    """Bytes in memory."""
-
     gap, most = _GAP, READ_BYTES
 
     def __init__(self, data: bytes | memoryview) -> None:
@@ -140,7 +136,7 @@ class Held:
 class LocalBytes:
     """The bytes of a local file, copied range by range.
 
-    The file is not mapped: if another program cuts a mapped file, touching its pages ends the process (SIGBUS).
+    It is not mapped: if another program cuts a mapped file, touching its pages ends the process (SIGBUS).
 
     Args:
         handle: a file descriptor, which is closed with this object.
@@ -182,11 +178,6 @@ class LocalBytes:
 
 
 def _status(path: Path, handle: int) -> os.stat_result:
-    """What the system says of an open file.
-
-    Raises:
-        SourceError: the disk or the server does not answer.
-    """
     try:
         return os.fstat(handle)
     except OSError as error:
@@ -202,8 +193,8 @@ def open_regular(file: Location) -> Iterator[File]:
     """Open a regular file, without following a link or waiting for a pipe; or an object.
 
     Raises:
-        DamageError: it does not exist.
-        SourceError: it is not a regular file, or cannot be opened.
+        DamageError: it does not exist, or a folder, a pipe or a device is in its place.
+        SourceError: it is a link, or cannot be opened.
     """
     if isinstance(file, Remote):
         yield file.open()
@@ -212,18 +203,18 @@ def open_regular(file: Location) -> Iterator[File]:
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         why = "it is a symbolic link, expected a regular file" if error.errno == errno.ELOOP else error.strerror
-        kind = DamageError if error.errno == errno.ENOENT else SourceError
+        kind = DamageError if error.errno in (errno.ENOENT, errno.ENOTDIR) else SourceError
         raise kind(f"cannot open {file}: {why}") from error
     try:
         if not stat.S_ISREG(_status(Path(file), handle).st_mode):
-            raise SourceError(f"{file}: expected a regular file, found another kind (a pipe, device or directory)")
+            raise DamageError(f"{file}: expected a regular file, found another kind (a pipe, device or directory)")
         yield LocalFile(file, handle)
     finally:
         os.close(handle)
 
 
 def read_whole(file: Location) -> bytes:
-    """The bytes of a text, JSON or TOML, that describes the files beside it.
+    """Read a text, JSON or TOML, that describes the files beside it.
 
     Raises:
         DamageError: it does not exist.
@@ -237,3 +228,55 @@ def read_whole(file: Location) -> bytes:
         with about(file):
             check_text(data)
         return data
+
+
+def check_extents(path: Location, named: Iterable[tuple[Extent, str]]) -> None:
+    """Check that every file exists and is regular, and that the extents lie in it without overlap.
+
+    Args:
+        path: the checkpoint's directory.
+        named: extents, none of them empty, each with its name for errors.
+
+    Raises:
+        DamageError: a file is missing or cut, or two extents overlap.
+        SourceError: a file is not regular.
+    """
+    for fault in extent_faults(path, named):
+        raise fault
+
+
+def extent_faults(path: Location, named: Iterable[tuple[Extent, str]]) -> Iterator[SourceError]:
+    """Yield the faults of `check_extents`: one for all missing files, then at most one a file."""
+    items: defaultdict[str, list[tuple[Extent, str]]] = defaultdict(list)
+    for extent, what in named:
+        items[extent.file].append((extent, what))
+
+    def is_there(name: str) -> bool:
+        return (path / name).exists() or (path / name).is_symlink()
+
+    def size_of(name: str) -> int | SourceError:
+        try:
+            with open_regular(path / name) as file:
+                return file.size
+        except SourceError as error:
+            return error
+
+    names = sorted(items)
+    are_there = dict(zip(names, at_each(path, is_there, names), strict=True))
+    missing = [name for name in names if not are_there[name]]
+    if missing:
+        yield DamageError(f"expected {len(items)} files in {path}, found {len(missing)} missing: {', '.join(missing)}")
+    present = [name for name in names if are_there[name]]
+    for name, size in zip(present, at_each(path, size_of, present), strict=True):
+        fault = size if isinstance(size, SourceError) else _beyond(path / name, items[name], size)
+        if fault is not None:
+            yield fault
+
+
+def _beyond(file: Location, items: Iterable[tuple[Extent, str]], size: int) -> DamageError | None:
+    extents = sorted(items, key=lambda item: item[0].offset)
+    for (extent, what), (following, next_item) in pairwise([*extents, (Extent(file.name, size, 0), "")]):
+        if extent.end > following.offset:
+            reason = f"{next_item} begins before that" if next_item else f"the file has {size}: it was cut"
+            return DamageError(f"{file}: expected {what} up to byte {extent.end}, but {reason}")
+    return None

@@ -18,9 +18,9 @@ from ...errors import SourceError
 class DType:
     """One element type.
 
-    ``itemsize`` is in bytes.  ``bits`` is the numpy dtype that views the raw little-endian bits as unsigned
-    words; an element is one word, except for ``complex128``, which is two of 8 bytes.  ``storage`` is the class
-    that ``torch.save`` names for it, None for the newer types, which it saves as untyped storages of bytes.
+    ``itemsize`` is in bytes.  ``bits`` is the numpy dtype that views the little-endian bits as unsigned words: one an
+    element, but for ``complex128``, which is two of 8 bytes.  ``storage`` is the class that ``torch.save`` names, None
+    for newer types, which it saves as untyped bytes.
     """
 
     itemsize: int
@@ -66,7 +66,7 @@ DTYPES: Mapping[str, DType] = MappingProxyType(
 
 
 def dtype(name: str) -> DType:
-    """The element type of this name.
+    """Return the element type of this name.
 
     Raises:
         SourceError: no such type is known.
@@ -78,7 +78,7 @@ def dtype(name: str) -> DType:
 
 
 def itemsize(name: str) -> int:
-    """Bytes of one element of this dtype.
+    """Return the bytes of one element of this dtype.
 
     Raises:
         SourceError: no such type is known.

@@ -19,11 +19,70 @@ from ...errors import DamageError, SourceError, about
 from ...layout import Place
 from ...record import Chunk, Extent, StateRecord
 from ..io.checksums import crc32, xxh3_128
+from ..io.limits import check_holes
 from ..io.location import Location
 from ..io.regular import FileBytes, Held, open_regular
+from .blocks import batches, blocks, span, strided
 from .dtypes import dtype, itemsize
-from .strided import batches, blocks, span, strided
-from .windows import Reads, Windows
+
+Reads = Callable[[int, memoryview], None]
+"""Receives bytes as they were read from this byte of a file on."""
+
+_MOST = 3
+"""Windows of a thread: a band of an output may lie in several chunks of the source."""
+
+
+class Windows:
+    """Parts of files in one thread's memory, from which it gathers boxes near each other, the last used first.
+
+    Outputs cut along other dims than their source consist of small pieces of it.  A call for each costs more than to
+    read the gaps, and to read all of them for every output costs as many times the source.  So a window reaches beyond
+    a box by the size of a gap, and outputs that are written in step find there what they need next.
+    """
+
+    def __init__(self) -> None:
+        self._windows: list[_Window] = []
+
+    def view(self, file: FileBytes, payload: Extent, offset: int, length: int, reads: Reads) -> memoryview:
+        """Return a range of a payload, in memory that the next call may overwrite; ``reads`` sees what is read."""
+        window = next((window for window in self._windows if window.has(file, offset, length)), None)
+        if window is None:
+            beyond = min(file.gap, length)
+            start, stop = max(offset - beyond, payload.offset), min(offset + length + beyond, payload.end)
+            window = next((window for window in self._windows if window.reaches(file, start)), None)
+            if window is None:
+                window = self._windows[-1] if len(self._windows) == _MOST else _Window()
+            window.read(file, start, stop, reads)
+        self._windows = [window, *(other for other in self._windows if other is not window)]
+        return window.view(offset, length)
+
+
+class _Window:
+    def __init__(self) -> None:
+        self._memory = memoryview(b"")
+        self._file: FileBytes | None = None
+        self._start = self._stop = 0
+
+    def has(self, file: FileBytes, offset: int, length: int) -> bool:
+        return self._file is file and self._start <= offset and offset + length <= self._stop
+
+    def reaches(self, file: FileBytes, start: int) -> bool:
+        return self._file is file and self._start <= start <= self._stop
+
+    def read(self, file: FileBytes, start: int, stop: int, reads: Reads) -> None:
+        kept = self._memory[start - self._start : self._stop - self._start] if self.reaches(file, start) else b""
+        read_from = start + len(kept)
+        self._file = None  # until it has been read
+        if len(self._memory) < stop - start:
+            self._memory = np.empty(stop - start, np.uint8).data
+        self._memory[: len(kept)] = kept
+        file.fill(self._memory[len(kept) : stop - start], read_from)
+        reads(read_from, self._memory[len(kept) : stop - start])
+        self._file, self._start, self._stop = file, start, stop
+
+    def view(self, offset: int, length: int) -> memoryview:
+        return self._memory[offset - self._start : offset - self._start + length]
+
 
 Progress = Callable[[int, int], None]
 """Called from several threads with the bytes that were read since the last call, and with the total."""
@@ -35,11 +94,11 @@ _LARGEST_SCRATCH = 64 << 20
 """Most bytes of memory that a thread keeps to read into."""
 
 _SHARE = 4
-"""A checkpoint keeps at most one in so many of the files open that the process may have open: there may be others."""
+"""A checkpoint keeps one in so many of the files open that the process may have: there may be others."""
 
 
 def most_open() -> int:
-    """The number of files of one checkpoint that are open at once."""
+    """Return the number of files of one checkpoint that are open at once."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else max(soft // _SHARE, 1)
 
@@ -61,7 +120,6 @@ class Payloads:
         self._scratch = local()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process needs to read the same: all but open files, and what belongs to threads."""
         mine = {"_files", "_states", "_opening", "_scratch"}
         held = {name: bytes(data.view(0, data.size)) for name, data in self._in_memory.items()}
         return {**{name: value for name, value in self.__dict__.items() if name not in mine}, "_in_memory": held}
@@ -79,20 +137,19 @@ class Payloads:
         self.close()
 
     def close(self) -> None:
-        """Close the files.  Reading afterwards opens them again."""
+        """Close the files; reading opens them again."""
         self._files.clear()
         self._states.clear()
 
     def place(self, name: str) -> Location:
-        """Where a file of the checkpoint is."""
         return self.directory / name
 
     def is_held(self, name: str) -> bool:
-        """Whether a name stands for bytes in memory that are no file."""
+        """Return whether a name stands for bytes in memory that are no file."""
         return name in self._in_memory and not self.place(name).exists()
 
     def view(self, extent: Extent) -> memoryview:
-        """The bytes of an extent.
+        """Return the bytes of an extent.
 
         Raises:
             SourceError: the directory has no such regular file, or the file is too short.
@@ -100,7 +157,7 @@ class Payloads:
         return self.reaching(extent.file, extent.end).view(extent.offset, extent.length)
 
     def gather(self, payload: Extent, name: str, place: Place, shape: Index) -> NDArray[Any]:
-        """The elements of a box of this shape at a place in a payload, as `as_words` gives them."""
+        """Read a box of this shape at a place in a payload, as `as_words` gives elements."""
         gathered = np.empty((*shape, *(2,) * (itemsize(name) > 8)), dtype(name).bits)
         self.gather_into(gathered, payload, name, place, shape)
         return gathered
@@ -114,7 +171,7 @@ class Payloads:
         shape: Index,
         reads: Reads = lambda offset, raw: None,
     ) -> None:
-        """Copy the elements of a box of this shape at a place in a payload; ``out`` has them as `as_words` does.
+        """Copy a box of this shape at a place in a payload; ``out`` has elements as `as_words` does.
 
         Only the blocks that the box needs are read, with the gaps that are too small to skip.  ``reads`` sees what is
         read.
@@ -140,7 +197,7 @@ class Payloads:
                 out[block.slices] = _strided_words(raw, name, place.strides, block.shape)
 
     def glance(self, extent: Extent) -> memoryview:
-        """The bytes of an extent, in memory that the next call of this thread overwrites.
+        """Return the bytes of an extent, in memory that the next call of this thread overwrites.
 
         Fresh memory for every band costs a tenth of the time of a check.
         """
@@ -150,12 +207,14 @@ class Payloads:
         return raw
 
     def bands(self, extent: Extent) -> Iterator[memoryview]:
-        """The bytes of an extent in order, `BAND_BYTES` at a time, each in memory that the next one overwrites."""
+        """Yield the bytes of an extent in order, `BAND_BYTES` at a time, each in memory that the next one
+        overwrites.
+        """
         for start in range(extent.offset, extent.end, BAND_BYTES):
             yield self.glance(Extent(extent.file, start, min(BAND_BYTES, extent.end - start)))
 
     def whole(self, extent: Extent, check: Callable[[Iterator[memoryview]], None]) -> memoryview:
-        """The bytes of an extent, which ``check`` gets part by part while they are in the processor's cache.
+        """Return the bytes of an extent, which ``check`` gets part by part while they are in the processor's cache.
 
         They are in memory that the next call of this thread overwrites.
         """
@@ -171,7 +230,7 @@ class Payloads:
         return buffer
 
     def is_checked(self, chunk: Chunk) -> bool:
-        """Whether `check_chunk` has anything to compare a chunk's bytes with."""
+        """Return whether `check_chunk` has anything to compare a chunk's bytes with."""
         return chunk.digest is not None or chunk.crc32 is not None
 
     def check_inside(self, item: Extent) -> None:
@@ -182,11 +241,7 @@ class Payloads:
         """
 
     def on_disk(self, name: str) -> int:
-        """Bytes that a file really has: fewer than its size if it has holes.
-
-        Raises:
-            SourceError: the directory has no such regular file.
-        """
+        """Return the bytes that a file really has: fewer than its size if it has holes."""
         if name in self._in_memory:
             return self._in_memory[name].size
         with open_regular(self.place(name)) as opened:
@@ -195,7 +250,7 @@ class Payloads:
     def _views(
         self, file: FileBytes, payload: Extent, ranges: Sequence[tuple[int, int]], reads: Reads
     ) -> Iterable[memoryview]:
-        """The bytes of several ranges of a payload; of one, in memory of this thread that the next call overwrites."""
+        """Read ranges of a payload; one alone into memory of this thread that the next call overwrites."""
         if len(ranges) > 1:
             views = file.views(ranges)
             for (offset, _), raw in zip(ranges, views, strict=True):
@@ -205,7 +260,6 @@ class Payloads:
         return [windows.view(file, payload, *span, reads) for span in ranges]
 
     def _memory(self, length: int) -> memoryview:
-        """Memory of this thread, used again and again unless it is very large."""
         if length > _LARGEST_SCRATCH:
             return np.empty(length, np.uint8).data
         if len(getattr(self._scratch, "bytes", b"")) < length:
@@ -214,7 +268,7 @@ class Payloads:
         return raw
 
     def reaching(self, name: str, end: int) -> FileBytes:
-        """A file that has at least ``end`` bytes.
+        """Open a file that has at least ``end`` bytes.
 
         Raises:
             DamageError: it is shorter.
@@ -239,18 +293,19 @@ class Payloads:
         if name not in self._states and file.parent.resolve() != (self.directory.resolve() / name).parent:
             raise SourceError(f"cannot open {file}: one of its directories is a symbolic link")
         with open_regular(file) as opened:
+            check_holes(file, opened.size, opened.on_disk)
             if self._states.setdefault(name, opened.state) != opened.state:
                 raise DamageError(f"{file} was written while it was read")
             return opened.contents()
 
 
 def elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:
-    """A chunk's elements as unsigned words in the shape of its box (one more dim of 2 for 16-byte elements)."""
+    """Read a chunk's elements as unsigned words in the shape of its box (one more dim of 2 for 16-byte elements)."""
     return _elements(payloads.view(payload_of(tensor, chunk)), tensor, chunk)
 
 
 def checked_elements(payloads: Payloads, tensor: StateRecord, chunk: Chunk) -> NDArray[Any]:
-    """A chunk's elements, from bytes that are read once and compared as `check_chunk` does.
+    """Read a chunk's elements, from bytes that are read once and compared as `check_chunk` does.
 
     They are in memory that the next call of this thread overwrites.
 
@@ -274,7 +329,7 @@ def _strided_words(raw: memoryview, name: str, strides: Index, shape: Index) -> 
 
 
 def as_words(raw: memoryview, name: str, shape: Index) -> NDArray[Any]:
-    """Raw elements of this dtype as unsigned words in this shape (one more dim of 2 for 16-byte elements)."""
+    """View raw elements of this dtype as unsigned words in this shape (one more dim of 2 for 16-byte elements)."""
     kind = dtype(name)
     return np.frombuffer(raw, kind.bits).reshape(shape if kind.itemsize <= 8 else (*shape, 2))
 
@@ -313,7 +368,7 @@ def compare(kind: str, actual: str, expected: str) -> None:
 
 
 def payload_of(tensor: StateRecord, chunk: Chunk) -> Extent:
-    """The extent of a chunk's raw elements.
+    """Return the extent of a chunk's raw elements.
 
     Raises:
         SourceError: its length is not that of the box.
@@ -323,3 +378,23 @@ def payload_of(tensor: StateRecord, chunk: Chunk) -> Extent:
         actual = None if chunk.payload is None else chunk.payload.length
         raise SourceError(f"tensor {tensor.key!r} box {chunk.box}: payload of {actual} bytes, expected {expected}")
     return chunk.payload
+
+
+# (mask, value): an element is infinite or NaN if bits & mask == value.  IEEE 754 and bfloat16; the OCP 8-bit formats;
+# the "fnuz" ones, whose only NaN is a negative zero (arXiv:2206.02915); the OCP MX scale.
+_NONFINITE = {"float16": (0x7C00, 0x7C00), "bfloat16": (0x7F80, 0x7F80), "float8_e5m2": (0x7C, 0x7C)}
+_NONFINITE |= {"float8_e4m3fn": (0x7F, 0x7F), "float8_e8m0fnu": (0xFF, 0xFF)}
+_NONFINITE |= {"float8_e4m3fnuz": (0xFF, 0x80), "float8_e5m2fnuz": (0xFF, 0x80)}
+_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+
+
+def nonfinite(words: NDArray[Any], name: str) -> int:
+    """Count the elements, given as raw bits, that are infinite or NaN; 0 for types that have neither."""
+    parts = _PARTS.get(name, name)
+    flat = words.reshape(-1).view(dtype(parts).bits)
+    if parts in ("float32", "float64"):  # numpy's own test is vectorised, but lacks the other types
+        return int(flat.size - np.count_nonzero(np.isfinite(flat.view(parts))))
+    if parts not in _NONFINITE:
+        return 0
+    mask, value = map(flat.dtype.type, _NONFINITE[parts])
+    return int(np.count_nonzero((flat & mask) == value))

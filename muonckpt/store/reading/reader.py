@@ -1,10 +1,11 @@
-"""The protocol by which a format reads an open checkpoint; every format implements all of it."""
+"""What a format is: the protocol by which it reads an open checkpoint, and the value that registers it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from importlib import import_module
+from typing import Any, Protocol
 
 from ...errors import SourceError
 from ...record import Manifest, StateRecord
@@ -17,21 +18,19 @@ class Reader(Protocol):
 
     @property
     def outline(self) -> Manifest:
-        """The manifest in the metadata.  The places of a chunk's elements in its item may still be unknown."""
+        """Return the manifest in the metadata.  The places of elements may still be unknown."""
         ...
 
     @property
-    def payloads(self) -> Payloads:
-        """The bytes of the checkpoint's files."""
-        ...
+    def payloads(self) -> Payloads: ...
 
     @property
     def faults(self) -> Sequence[SourceError]:
-        """Damage that shows without reading data, such as missing files, and that did not prevent the outline."""
+        """Return the damage that shows without reading data, such as missing files, and that allowed an outline."""
         ...
 
     def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
-        """These tensors of the outline with the place of each chunk's elements; chunks may have been left out.
+        """Return tensors of the outline, or some of their chunks, with the place of each chunk's elements.
 
         Opens the items of the chunks whose place is unknown.
 
@@ -50,20 +49,40 @@ class LocatedReader:
     faults: tuple[SourceError, ...] = ()
 
     def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
-        """The tensors themselves."""
         return tuple(tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format.
+    """One format, as built-in formats and plug-ins register it.
+
+    What is slow to import may be named as in an entry point, ``"package.module:attribute"``; it is imported when used.
 
     Attributes:
         name: for users.
-        reader: reads a checkpoint's metadata.
-        signs: of a format that is a plug-in, shell patterns of file names by which a directory, or a file, shows it.
+        reader: reads a checkpoint's metadata: a function of its `Location` that returns a `Reader`, or its import path.
+        signs: shell patterns of file names by which a directory, or a file, shows the format.
+        weaker_signs: more such patterns, which count only where no format shows a stronger sign; strongest first.
+        written_as: the word for ``--format``, if the format is written too.
+        writer: a function that returns a `Container` (``converters/target/container.py``), or its import path.  It is
+            called without arguments, or with ``shard_bytes`` if the container is not of ranks and a size was given.
     """
 
     name: str
-    reader: Callable[[Location], Reader]
+    reader: Callable[[Location], Reader] | str
     signs: tuple[str, ...] = ()
+    weaker_signs: tuple[tuple[str, ...], ...] = ()
+    written_as: str | None = None
+    writer: Callable[..., Any] | str | None = None
+
+    def read(self, path: Location) -> Reader:
+        reader: Callable[[Location], Reader] = imported(self.reader)
+        return reader(path)
+
+
+def imported(value: Any) -> Any:
+    """Return what an import path names, or the value itself if it is none."""
+    if not isinstance(value, str):
+        return value
+    module, _, attribute = value.partition(":")
+    return getattr(import_module(module), attribute)

@@ -1,7 +1,7 @@
 """A format that another package brings: a folder of ``.npy`` files, each a tensor that is called like its file.
 
-This and the entry point beside it are a whole plug-in, which muonckpt finds once it is installed: to begin with one of
-your own, copy it.
+This, ``npy_writer`` and the entry point beside them are a whole plug-in, which muonckpt finds once it is installed: to
+begin with one of your own, copy it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from io import BytesIO
 
 from numpy.lib import format as npy
 
+from muonckpt import DamageError
 from muonckpt.box import Box
-from muonckpt.errors import DamageError
 from muonckpt.record import Chunk, Chunks, Extent, Manifest, StateRecord
 from muonckpt.store.io.location import Location
 from muonckpt.store.io.regular import open_regular
@@ -22,13 +22,13 @@ LONGEST_HEADER = 10_000
 
 
 def reader(path: Location) -> LocatedReader:
-    """Reads headers only; elements are read from the extents that the manifest names."""
+    """Read headers only; elements are read from the extents that the manifest names."""
     files = sorted((file for file in path.iterdir() if file.name.endswith(".npy")), key=lambda file: file.name)
     return LocatedReader(Manifest(tuple(map(record, files)), (), {"format": "npy"}), Payloads(path))
 
 
 def record(file: Location) -> StateRecord:
-    """The tensor in a file.
+    """Read the header of the tensor in a file.
 
     Raises:
         DamageError: the header is damaged, or the file has another size than it says.
@@ -49,4 +49,10 @@ def record(file: Location) -> StateRecord:
     return StateRecord(key, (key,), shape, dtype.name, chunks)
 
 
-FORMAT = Format("a folder of .npy files", reader, ("*.npy",))
+FORMAT = Format(
+    "a folder of .npy files",
+    reader,
+    signs=("*.npy",),
+    written_as="npy",
+    writer="npy_writer:NpyFiles",  # imported when it is asked for
+)

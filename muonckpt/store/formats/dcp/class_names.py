@@ -1,6 +1,4 @@
-"""The names of torch's classes in a ``.metadata`` file: apart from its reader, since who writes or checks one needs no
-more of that.
-"""
+"""The names of torch's classes in a ``.metadata`` file: apart, as its writer needs no more of the reader."""
 
 from __future__ import annotations
 

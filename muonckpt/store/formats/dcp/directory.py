@@ -1,31 +1,154 @@
 """Checkpoints of torch.distributed.checkpoint (DCP): a directory of ``.metadata`` and ``__{rank}_{n}.distcp`` files.
 
-``.metadata`` lists the tensors, the boxes in which they are stored, and the file and range of each box's item; an item
-repeats dtype and shape and adds strides (:mod:`.items`), for which it is the authority.  Both are read without torch
-and without running any code in them.
+``.metadata`` lists the tensors, their boxes, and the file and range of each box's item; an item repeats dtype and shape
+and adds strides, for which it is the authority.  Both are read without torch and without running any code.
+
+accelerate saves one checkpoint in sibling folders, models in some and optimizers in others: folders that have both, or
+all the same, are checkpoints of a run, of which the user names one.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
+from typing import Any
 
-from ....box import Box
-from ....chunks import Boxes, Chunks
+import numpy as np
+from numpy.typing import NDArray
+
+from ....box import Box, Index
+from ....chunks import Boxes, Chunks, Strides, columns_of, on_columns
 from ....columns import UNKNOWN, Columns, Row
 from ....errors import DamageError, SourceError, about
+from ....keys import OptimizerPlace, optimizers_of, slot_in
 from ....record import Blob, Extent, Manifest, StateRecord
 from ....vocabulary import KeyPath
 from ...io import limits
-from ...io.bounds import extent_faults
 from ...io.checksums import xxh3_128
 from ...io.location import Location
-from ...io.regular import open_regular
+from ...io.ranges import joined
+from ...io.regular import File, extent_faults, open_regular
 from ...reading.payloads import Payloads
-from ..signs import COMMON_FILE, METADATA_FILE
-from .items import located
+from ..signs import COMMON_FILE, METADATA_FILE, folders_of_dcp
+from ..torch_save import tensor_item
+from ..torch_save.tensor_item import ItemTemplate, TensorItem
 from .metadata_pickle import Metadata, StoredItem, TensorMeta, parse_metadata
+
+
+def located(path: Location, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
+    """Return tensors with ``payload``, ``crc32`` and ``strides`` of each chunk, as its item says.
+
+    Raises:
+        SourceError: an item is not the dense tensor that the metadata promise; names the tensor, the box and the file.
+    """
+    columns = columns_of(tensor.chunks for tensor in tensors)
+    payload, payload_length, crc32 = (
+        column.copy() for column in (columns.payload, columns.payload_length, columns.crc32)
+    )
+    strides: dict[int, Index | None] = {}
+    stored = [(tensor, box) for tensor in tensors for box in tensor.boxes]
+    offsets, lengths = columns.item.tolist(), columns.item_length.tolist()
+    order = np.lexsort((columns.item, columns.file))
+    by_file = np.split(order, np.flatnonzero(np.diff(columns.file[order])) + 1) if len(order) else []
+
+    def read_items(rows: NDArray[np.int64]) -> None:
+        name = columns.names[columns.file[rows[0]]]
+        items = [
+            (row, offsets[row], _template(stored[row][0].dtype, stored[row][1].shape, lengths[row]))
+            for row in rows.tolist()
+        ]
+        with open_regular(path / name) as file:
+            around = _Surroundings(file, ((known, offset) for _, offset, known in items if known is not None))
+            for row, offset, template in items:
+                if template is not None and (sums := around.crc32(template, offset)) is not None:
+                    payload[row], payload_length[row] = offset + len(template.head), template.payload_length
+                    crc32[row] = sums
+                    continue
+                tensor, box = stored[row]
+                try:
+                    item = _parsed(file, tensor, box, offset, lengths[row])
+                except SourceError as error:
+                    where = f"{path / name} at byte {offset}: tensor {tensor.key!r} box {box}"
+                    raise SourceError(f"{where}: {error}") from error
+                payload[row], payload_length[row] = item.offset, item.length
+                crc32[row] = UNKNOWN if item.crc32 is None else item.crc32
+                if not item.row_major:
+                    strides[row] = item.strides  # saved while transposed or channels-last
+
+    if len(by_file) > 1:
+        with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+            list(pool.map(read_items, by_file))
+    else:
+        list(map(read_items, by_file))
+    known = replace(columns, payload=payload, payload_length=payload_length, crc32=crc32)
+    return tuple(
+        replace(tensor, chunks=replace(own, strides=_strides(own, strides)))
+        for tensor, own in zip(tensors, on_columns((tensor.chunks for tensor in tensors), known), strict=True)
+    )
+
+
+def _strides(chunks: Chunks, of_rows: Mapping[int, Index | None]) -> Strides | None:
+    if not of_rows:
+        return None
+    own = tuple(map(of_rows.get, range(chunks.start, chunks.stop)))
+    return own if any(own) else None
+
+
+_FILES_AT_ONCE = 16
+"""Files, or objects, from which threads read at once: a store, or a network's disk, is slow to answer."""
+
+
+class _Surroundings:
+    """The bytes before and after the payloads of items of one file, read many items at a time.
+
+    Args:
+        items: those that may be like their template, each with its first byte; in the order of the file.
+    """
+
+    def __init__(self, file: File, items: Iterable[tuple[ItemTemplate, int]]) -> None:
+        self._file = file
+        ends = chain.from_iterable(span for item in items for span in _spans(*item))
+        start, stop = np.fromiter(ends, np.int64).reshape(-1, 2).T
+        runs = joined(start, stop, file.gap, file.most)
+        self._runs = zip(runs.start.tolist(), runs.stop.tolist(), strict=True)
+        self._start = self._stop = 0
+        self._data = b""
+        """The run that was read last; shorter than from start to stop where the file ends."""
+
+    def crc32(self, template: ItemTemplate, offset: int) -> int | None:
+        """Return the CRC-32 that the next item has of its payload; None if the item is not like its template."""
+        head, tail = (self._bytes(*span) for span in _spans(template, offset))
+        return template.crc32_of(head, tail)
+
+    def _bytes(self, start: int, stop: int) -> bytes:
+        while stop > self._stop:
+            self._start, self._stop = next(self._runs)
+            self._data = self._file.read(self._start, self._stop - self._start)
+        if start < self._start:  # items overlap, so that they cannot be read in order
+            return b""
+        return self._data[start - self._start : stop - self._start]
+
+
+def _template(dtype: str, shape: Index, length: int) -> ItemTemplate | None:
+    template = tensor_item.template(dtype, shape)
+    return template if template is not None and template.length == length else None
+
+
+def _spans(template: ItemTemplate, offset: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return where an item's bytes before and after its payload start and stop in the file."""
+    return (offset, offset + len(template.head)), (offset + template.tail_offset, offset + template.length)
+
+
+def _parsed(file: File, tensor: StateRecord, box: Box, offset: int, length: int) -> TensorItem:
+    item = tensor_item.read_tensor(file.read, offset, length)
+    if (item.dtype, item.shape) != (tensor.dtype, box.shape):
+        raise SourceError(
+            f"expected {tensor.dtype} of shape {box.shape}, as .metadata says; found {item.dtype} of shape {item.shape}"
+        )
+    return item
 
 
 class DcpReader:
@@ -51,7 +174,6 @@ class DcpReader:
             raise SourceError(f"cannot read {path}: {error}") from error
 
     def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
-        """The tensors with the place and the CRC-32 of each chunk, as its item says; in the order of files."""
         try:
             return located(self.payloads.directory, tensors)
         except OSError as error:
@@ -59,7 +181,7 @@ class DcpReader:
 
 
 def common_file(path: Location) -> tuple[Blob, ...]:
-    """The item that Megatron keeps beside the checkpoint, if it does."""
+    """Return the item that Megatron keeps beside the checkpoint, if it does."""
     if not (path / COMMON_FILE).exists():
         return ()
     with open_regular(path / COMMON_FILE) as file:
@@ -74,7 +196,7 @@ def _manifest(metadata: Metadata) -> Manifest:
     planned = chunks | {(key, None) for key in metadata.blobs}
     for key, offsets in metadata.storage.keys() - planned:
         raise DamageError(f"expected items of known tensors only, found one for {key!r} at offsets {offsets}")
-    optimizers = _optimizers(metadata.paths)
+    optimizers = optimizers_of(metadata.paths.values())
     return Manifest(
         tuple(_records(metadata, optimizers)),
         tuple(_blob(key, metadata) for key in metadata.blobs),
@@ -82,7 +204,7 @@ def _manifest(metadata: Metadata) -> Manifest:
     )
 
 
-def _records(metadata: Metadata, optimizers: Collection[KeyPath]) -> Iterator[StateRecord]:
+def _records(metadata: Metadata, optimizers: Collection[OptimizerPlace]) -> Iterator[StateRecord]:
     rows, places = list[Row](), list[tuple[int, Boxes]]()
     known: dict[object, Boxes] = {}
     for key, tensor in metadata.tensors.items():
@@ -96,7 +218,7 @@ def _records(metadata: Metadata, optimizers: Collection[KeyPath]) -> Iterator[St
     columns = Columns.of(rows)
     for (key, tensor), place in zip(metadata.tensors.items(), places, strict=True):
         path = _path(key, metadata)
-        name, slot = _optimizer_state(path, optimizers)
+        name, slot = slot_in(path, optimizers)
         yield StateRecord(key, path, tensor.size, tensor.dtype, Chunks(columns, *place), name=name, slot=slot)
 
 
@@ -130,19 +252,6 @@ def _path(key: str, metadata: Metadata) -> KeyPath:
     return metadata.paths.get(key, (key,))
 
 
-def _optimizers(paths: Mapping[str, KeyPath]) -> set[KeyPath]:
-    """The paths of optimizers in the nested state dict: those with a "param_groups"."""
-    return {path[:depth] for path in paths.values() for depth, part in enumerate(path) if part == "param_groups"}
-
-
-def _optimizer_state(path: KeyPath, optimizers: Collection[KeyPath]) -> tuple[str | None, str | None]:
-    """Parameter and slot of ``(*optimizer, "state", parameter, slot)``; None where the structure is another."""
-    match path:
-        case (*where, "state", str(name), str(slot)) if tuple(where) in optimizers:
-            return name, slot
-    return None, None
-
-
 # Files.
 
 
@@ -167,8 +276,6 @@ def _read_metadata(path: Location) -> bytes:
 
 
 def _checkpoints_below(path: Location, names: Collection[str]) -> list[str]:
-    """The folders here that are checkpoints, or hold the folders of one, sorted."""
-
     def is_one(place: Location) -> bool:
         if (place / METADATA_FILE).exists():
             return True
@@ -178,7 +285,77 @@ def _checkpoints_below(path: Location, names: Collection[str]) -> list[str]:
 
 
 def named_items(manifest: Manifest) -> Iterator[tuple[Extent, str]]:
-    """Every item, and what to call it."""
     for tensor in manifest.tensors:
         yield from ((chunk.item, f"{tensor.key!r} box {chunk.box}") for chunk in tensor.chunks)
     yield from ((blob.item, repr(blob.key)) for blob in manifest.blobs)
+
+
+_MOST_NAMES = 8
+
+
+class SiblingsReader:
+    """Reads all folders as one checkpoint.  Keys begin with the name of their folder only if folders share keys.
+
+    ``faults`` are those of all folders.
+
+    Raises:
+        SourceError: the folders are not parts of one checkpoint, or one of them cannot be read.
+    """
+
+    def __init__(self, path: Location) -> None:
+        self.payloads = Payloads(path)
+        readers = {name: DcpReader(path / name) for name in folders_of_dcp(path)}
+        outlines = {name: reader.outline for name, reader in readers.items()}
+        kinds = {_holds_only_optimizers(outline) for outline in outlines.values()}
+        if kinds != {True, False} or any(map(_holds_both, outlines.values())):
+            names = ", ".join(list(outlines)[:_MOST_NAMES]) + ", …" * (len(outlines) > _MOST_NAMES)
+            raise SourceError(
+                f"expected a checkpoint in {path}, found several, in its folders {names}; give the path of one, "
+                f"such as {path / list(outlines)[-1]}"
+            )
+        self.faults = tuple(fault for reader in readers.values() for fault in reader.faults)
+        tensors = [tensor.key for outline in outlines.values() for tensor in outline.tensors]
+        keys = tensors + [blob.key for outline in outlines.values() for blob in outline.blobs]
+        shared = len(set(keys)) < len(keys)
+        parts = [_moved(outline, name, shared) for name, outline in outlines.items()]
+        self.outline = Manifest(
+            tuple(tensor for part in parts for tensor in part.tensors),
+            tuple(blob for part in parts for blob in part.blobs),
+            {**parts[0].provenance, "folders": list(outlines)},
+        )
+
+    def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
+        try:
+            return located(self.payloads.directory, tensors)
+        except OSError as error:
+            raise SourceError(f"cannot read {self.payloads.directory}: {error}") from error
+
+
+def _optimizers(outline: Manifest) -> set[OptimizerPlace]:
+    return optimizers_of(entry.path for entries in (outline.tensors, outline.blobs) for entry in entries)
+
+
+def _holds_only_optimizers(outline: Manifest) -> bool:
+    optimizers = _optimizers(outline)
+
+    def is_state(tensor: StateRecord) -> bool:
+        return any(tensor.path[: len(optimizer.root)] == optimizer.root for optimizer in optimizers)
+
+    return bool(optimizers) and all(map(is_state, outline.tensors))
+
+
+def _holds_both(outline: Manifest) -> bool:
+    return bool(_optimizers(outline)) and not _holds_only_optimizers(outline)
+
+
+def _moved(outline: Manifest, folder: str, named: bool) -> Manifest:
+    """Return the outline with files, and keys if they are ``named``, as they are seen from the folder above."""
+    moved = outline.moved(lambda file: f"{folder}/{file}")
+    if not named:
+        return moved
+
+    def key(entry: StateRecord | Blob) -> dict[str, Any]:
+        return {"key": f"{folder}.{entry.key}", "path": (folder, *entry.path)}
+
+    tensors = tuple(replace(tensor, **key(tensor)) for tensor in moved.tensors)
+    return replace(moved, tensors=tensors, blobs=tuple(replace(blob, **key(blob)) for blob in moved.blobs))

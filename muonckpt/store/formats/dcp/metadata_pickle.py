@@ -1,10 +1,9 @@
 """The ``.metadata`` file of torch.distributed.checkpoint (DCP), read as plain data.
 
-The file is a pickle of small objects of torch (``Metadata`` and its parts).  A stock reader runs it, with any code that
-an attacker put there; :mod:`.inert_pickle` runs nothing.
+It is a pickle of small objects of torch.  A stock reader runs it, with any code in it; :mod:`.inert_pickle` runs
+nothing.
 
-Sources: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py`` (torch 2.13) for the objects and their
-attributes.
+Source: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py`` (torch 2.13).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import cast
 from ....box import Index
 from ....errors import SourceError
 from ....vocabulary import KeyPath
-from ...io.gc_paused import gc_paused
+from ...io.limits import gc_paused
 from ...reading.dtypes import DTYPES
 from ..torch_save.inert_pickle import Global, Record, expect, sequence, sizes_of, unpickle
 from .class_names import FILESYSTEM, KNOWN, METADATA
@@ -35,7 +34,7 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """Where an item lies: ``length`` bytes at byte ``offset`` of ``file``, a name not checked yet.
+    """An item of ``length`` bytes at byte ``offset`` of ``file``, a name not checked yet.
 
     ``transforms`` names what the stream was encoded with (compression, encryption), which is rare.
     """
@@ -50,9 +49,8 @@ class StoredItem:
 class Metadata:
     """The content of a ``.metadata`` file.
 
-    ``storage`` is keyed by (tensor key, offsets of the chunk) and by (blob key, None).  ``paths`` says where a flat
-    key sat in the nested state dict; a key that has none is its own path.  ``extra`` names attributes that another
-    program added; their values are not kept.
+    ``storage`` is keyed by (tensor key, offsets of the chunk) and by (blob key, None).  ``paths`` says where a flat key
+    sat in the nested state dict, if not at its own path.  ``extra`` names other programs' attributes.
     """
 
     tensors: Mapping[str, TensorMeta]
@@ -64,11 +62,11 @@ class Metadata:
 
 
 def parse_metadata(data: bytes) -> Metadata:
-    """The content of a ``.metadata`` file.  Runs nothing, imports nothing.
+    """Parse a ``.metadata`` file.  Runs nothing, imports nothing.
 
     Raises:
-        SourceError: it is not such a file, is cut, names anything that a stock file does not have, or
-            has a size that is not an integer >= 0, or an item twice.  File names are not checked here.
+        SourceError: it is not such a file, is cut, names anything that a stock file does not have, or has a size that
+            is not an integer >= 0, or an item twice.  File names are not checked here.
     """
     with gc_paused():
         content = unpickle(data, KNOWN)
@@ -104,7 +102,6 @@ def _metadata(content: object) -> Metadata:
 
 
 def _fields(kind: str, value: object, module: str = METADATA) -> dict[str, object]:
-    """The attributes of an object of this class."""
     record = expect(Record, value)
     if record.kind != f"{module} {kind}":
         raise SourceError(f"expected an object of class {kind}, found {record.kind}")

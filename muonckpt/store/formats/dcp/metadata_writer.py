@@ -21,7 +21,7 @@ from .class_names import FILESYSTEM, METADATA
 
 @dataclass(frozen=True, slots=True)
 class _TensorEntry:
-    """A tensor to describe; ``items`` gives three lists: of each box the item's file, offset and length in bytes."""
+    """A tensor to describe; ``items`` gives the file, offset and length in bytes of each box's item, in three lists."""
 
     key: str
     path: KeyPath
@@ -32,8 +32,7 @@ class _TensorEntry:
 
 
 def metadata_parts(manifest: Manifest) -> Iterator[bytes]:
-    """The ``.metadata`` with which stock DCP reads the items of this manifest, in parts; its mark says that there is
-    one.
+    """Yield the ``.metadata`` with which stock DCP reads the items of this manifest, in parts.
 
     Raises:
         LayoutError: a key occurs twice, or two chunks of a tensor begin at the same place.
@@ -56,25 +55,19 @@ def _check_offsets(key: str, boxes: Boxes) -> None:
 
 @lru_cache(maxsize=1024)
 def _differ(boxes: Boxes) -> bool:
-    """Whether no two boxes begin at the same place.  Cached: the tensors of a model have few geometries."""
+    """Return whether no two boxes begin at the same place.  Cached: tensors have few geometries."""
     return len(set(map(tuple, boxes.lo.tolist()))) == len(boxes)
 
 
 def _refuse_twice(what: str, values: Iterable[Hashable]) -> None:
-    """Refuse what DCP would keep one of.
-
-    Raises:
-        LayoutError: a value occurs twice.
-    """
     if twice := [value for value, count in Counter(values).items() if count > 1]:
         raise LayoutError(f"expected each {what} once; found {twice[0]!r} twice")
 
 
 def _pickled_parts(tensors: Sequence[_TensorEntry], blobs: Sequence[Blob]) -> Iterator[bytes]:
-    """The ``.metadata`` file of these tensors and items, as stock DCP reads it, in parts of bounded size.
+    """Yield the ``.metadata`` file of these tensors and items, in parts of bounded size.
 
-    It names no directory of a save (``storage_meta`` is None, which DCP accepts), and has `OUR_MARK`, which DCP
-    ignores.
+    It names no directory of a save (``storage_meta`` is None) and has `OUR_MARK`; DCP accepts both.
 
     Raises:
         SourceError: a dtype is not one of torch's.
@@ -133,7 +126,7 @@ class _MetadataWriter(Pickler):
         """What is written of each file between the offsets of a box and those of its item, once it repeats."""
 
     def full_parts(self) -> Iterator[bytes]:
-        """What has been written, if it is long enough to be passed on."""
+        """Yield what has been written, if it is long enough to be passed on."""
         if len(self.out) >= _PART:
             yield bytes(self.out)
             self.out.clear()
@@ -154,13 +147,11 @@ class _MetadataWriter(Pickler):
             self._pickled[name] = bytes(self.out[start:])
 
     def tensor(self, tensor: _TensorEntry) -> None:
-        """Write the ``TensorStorageMetadata`` of a tensor."""
         if tensor.dtype not in DTYPES:
             raise SourceError(f"expected a dtype of torch, found {tensor.dtype!r}")
         self.again(("tensor", tensor.dtype, tensor.shape, tensor.boxes), lambda: self.put(_tensor_record(tensor)))
 
     def item(self, file: str, offset: int, length: int) -> None:
-        """Write the ``_StorageInfo`` of an item."""
         start, known = len(self.out), len(self.memo)
         self.begin("_StorageInfo", FILESYSTEM)
         self.again("relative_path", lambda: self.put("relative_path"))

@@ -23,8 +23,7 @@ from ....errors import SourceError
 from ...io import limits
 
 _LONGEST_SEQUENCE = 64
-"""Most items in a sequence of sizes or path parts: longer ones do not occur, and a hostile file could share one
-often."""
+"""Most items in a sequence of sizes or path parts: a hostile file could share a longer one often."""
 
 _STRIDE = 1 << 16
 """Bytes of a pickle after which the number of objects in it is compared with its limit."""
@@ -49,7 +48,7 @@ class Record:
     items: dict[object, object] | None = None
 
     def own_items(self) -> dict[object, object]:
-        """The dict of items, made when first needed: few of the millions of records in a large file have any."""
+        """Return the dict of items, made when first needed: few of the millions of records in a file have any."""
         if self.items is None:
             self.items = {}
         return self.items
@@ -102,7 +101,7 @@ class _Keys:
 
 
 def unpickle(data: bytes, allowed: Container[str], containers: int | None = None) -> object:
-    """The content of a pickle as tuples, lists, dicts, scalars and :class:`Record`; nothing in it is run.
+    """Read a pickle as tuples, lists, dicts, scalars and :class:`Record`; nothing in it is run.
 
     Args:
         allowed: the names (``"module name"``) that may occur.
@@ -205,7 +204,7 @@ def _run_one(
     allowed: Container[str],
     keys: _Keys,
 ) -> int:
-    """Run one of the rarer opcodes, whose argument starts at byte ``position``.  Returns the position behind it."""
+    """Run one of the rarer opcodes, whose argument starts at byte ``position``; return the position behind it."""
     if opcode in _CONSTANTS:
         stack.append(_CONSTANTS[opcode])
     elif opcode == pickle.BINUNICODE:
@@ -268,14 +267,14 @@ def _update(target: object, items: list[object], counted: _Keys) -> None:
 
 
 def expect(kind: type[T], value: object) -> T:
-    """The value, which must be of exactly this type (so a bool is not an int)."""
+    """Return the value, which must be of exactly this type (so a bool is not an int)."""
     if type(value) is not kind:
         raise SourceError(f"expected {kind.__name__}, found {type(value).__name__}")
     return value
 
 
 def sequence(value: object) -> Sequence[object]:
-    """A short tuple, list or ``torch.Size``.  Short, because in a hostile file many objects can share one."""
+    """Return a short tuple, list or ``torch.Size``; in a hostile file many objects can share one."""
     if type(value) is Record and value.kind == "torch Size":
         (value,) = expect(tuple, value.args)
     if type(value) is not tuple and type(value) is not list:
@@ -286,7 +285,7 @@ def sequence(value: object) -> Sequence[object]:
 
 
 def sizes_of(value: object) -> Index:
-    """A ``torch.Size``, tuple or list of integers >= 0."""
+    """Return a ``torch.Size``, tuple or list of integers >= 0."""
     numbers = tuple(sequence(value))
     for number in numbers:
         if not 0 <= expect(int, number) <= MOST_ELEMENTS:
@@ -343,7 +342,7 @@ class Pickler:
 
 
 def integer(value: int) -> bytes:
-    """The opcode that pushes this integer (>= 0), as Python's pickler chooses it."""
+    """Return the opcode that pushes this integer (>= 0), as Python's pickler chooses it."""
     if 0 <= value < 1 << 8:
         return pickle.BININT1 + value.to_bytes(1, "little")
     if 0 <= value < 1 << 16:

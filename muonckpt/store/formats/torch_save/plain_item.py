@@ -27,7 +27,7 @@ _CODES = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "b1": "<?"
 
 
 def plain_value(raw: bytes, allowed: Container[str] = ()) -> Any:
-    """The object in the bytes of an item: plain data, and `Record`s of the names that are allowed.
+    """Return the object in the bytes of an item: plain data, and `Record`s of the names that are allowed.
 
     A scalar of numpy becomes a Python number.
 
@@ -61,7 +61,7 @@ class PlainParts:
         self._unfolded = 0
 
     def part(self, value: object) -> Any:
-        """A part of the pickle's content as plain data; a scalar of numpy becomes a Python number.
+        """Return a part of the pickle's content as plain data.
 
         Raises:
             LimitError: all parts together have too many elements and characters.
@@ -77,7 +77,7 @@ class PlainParts:
 
 
 class _Conversion:
-    """Turns numpy's numbers in an item into Python's, and computes how much there is if shared parts are repeated.
+    """Turns numpy's numbers into Python's, and counts what there is if shared parts are repeated.
 
     Args:
         strict: refuse what is not plain data.
@@ -89,11 +89,7 @@ class _Conversion:
         """The containers that have been converted, by id: pickles share them."""
 
     def of(self, value: Any) -> tuple[Any, int]:
-        """A value, and its number of elements and characters.
-
-        Raises:
-            SourceError: it is not plain data.
-        """
+        """Return a converted value, and its number of elements and characters."""
         if type(value) is str:
             return value, 1 + len(value)
         if type(value) in (int, float, bool, NoneType):
@@ -135,12 +131,11 @@ class _Conversion:
 
 
 def _is_number(text: str, code: str) -> bool:
-    """Whether these are the bytes of a number, one to a character."""
     return len(text) == struct.calcsize(code) and max(text) <= "\xff"
 
 
 def plain_item(value: object) -> bytes:
-    """The item that ``torch.save(value)`` makes of plain data.
+    """Return the item that ``torch.save(value)`` makes of plain data.
 
     Raises:
         TypeError: the value is not plain data.

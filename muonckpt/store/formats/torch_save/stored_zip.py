@@ -21,8 +21,8 @@ Read = Callable[[int, int], bytes]
 """``read(offset, length)``: that range of a file, in bytes; shorter where the file ends before."""
 
 MEMBER_ALIGNMENT = 64
-"""Members' data begins at multiples of this many bytes of the archive.  We begin archives at such multiples of the file
-too, so that payloads can be mapped as arrays."""
+"""Members' data begins at multiples of this many bytes of the archive, and our archives at such of the file, so that
+payloads can be mapped as arrays."""
 
 SERIALIZATION_ID = b"0" * 40
 """Stands in for torch's hash of the item's names and checksums."""
@@ -39,7 +39,6 @@ _END = struct.Struct("<4s4H2IH")
 
 
 def aligned(offset: int) -> int:
-    """The first multiple of `MEMBER_ALIGNMENT` that is not before this byte."""
     return -(-offset // MEMBER_ALIGNMENT) * MEMBER_ALIGNMENT
 
 
@@ -54,11 +53,11 @@ class ZipEntry:
 
     @property
     def flags(self) -> int:
-        """The name is UTF-8, and a data descriptor follows, which torch omits for an empty member."""
+        """Return the flags: the name is UTF-8, and a data descriptor follows, which torch omits for an empty member."""
         return 0x808 if self.size else 0x800
 
     def zip64(self, packed: int) -> bytes:
-        """The extra field with the numbers that do not fit in 32 bits: both sizes, and the header's offset."""
+        """Return the extra field with the numbers that do not fit in 32 bits: both sizes, and the header's offset."""
         sizes = (self.size, packed) if self.size >= _BIG else ()
         numbers = (*sizes, self.header_offset) if self.header_offset >= _BIG else sizes
         return struct.pack(f"<2H{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
@@ -78,7 +77,7 @@ class ZipMember:
 
 
 def store(contents: Iterable[tuple[str, bytes]], start: int) -> tuple[bytes, tuple[ZipEntry, ...]]:
-    """Small members, one behind another from byte ``start`` of the item."""
+    """Lay out small members, one behind another from byte ``start`` of the item."""
     out, entries = b"", []
     for name, data in contents:
         entry = ZipEntry(name, start + len(out), len(data), zlib.crc32(data))
@@ -88,7 +87,6 @@ def store(contents: Iterable[tuple[str, bytes]], start: int) -> tuple[bytes, tup
 
 
 def local_header(entry: ZipEntry) -> bytes:
-    """A local header, padded so that the member's data is aligned.  Checksum and sizes follow the data."""
     name = f"archive/{entry.name}".encode()
     zip64 = entry.zip64(packed=0)
     padding = -(entry.header_offset + _LOCAL.size + len(name) + len(zip64) + 4) % MEMBER_ALIGNMENT
@@ -104,14 +102,13 @@ def descriptor(entry: ZipEntry) -> bytes:
 
 
 def directory(entries: tuple[ZipEntry, ...], start: int) -> bytes:
-    """The central directory of these members and the end records, for byte ``start`` of the archive."""
+    """Return the central directory of these members and the end records, for byte ``start`` of the archive."""
     central = b"".join(map(_central, entries))
     return central + _end(len(entries), start, len(central))
 
 
 @lru_cache(maxsize=8192)
 def _central(entry: ZipEntry) -> bytes:
-    """Cached: items of one dtype and shape share all but that of the payload."""
     name = f"archive/{entry.name}".encode()
     extra = entry.zip64(packed=entry.size)
     size, header_offset = min(entry.size, _BIG), min(entry.header_offset, _BIG)
@@ -120,7 +117,9 @@ def _central(entry: ZipEntry) -> bytes:
 
 
 def _end(count: int, start: int, size: int) -> bytes:
-    """The end records of a directory of ``size`` bytes at byte ``start``.  torch writes all three for any size."""
+    """Return the end records of a directory of ``size`` bytes at byte ``start``.  torch writes all three for any
+    size.
+    """
     return (
         _END64.pack(b"PK\6\6", _END64.size - 12, 798, 45, 0, 0, count, count, size, start)
         + _LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
@@ -129,9 +128,7 @@ def _end(count: int, start: int, size: int) -> bytes:
 
 
 def read_members(read: Read, length: int) -> tuple[ZipMember, ...]:
-    """The members of an archive of ``length`` bytes, in the order of their data.
-
-    Also for items that are not tensors; what their pickles hold is never looked at.
+    """Return the members of an archive of ``length`` bytes, in the order of their data.
 
     Raises:
         SourceError: it is not a zip archive as torch writes them, or members overlap or leave the item.
@@ -140,7 +137,7 @@ def read_members(read: Read, length: int) -> tuple[ZipMember, ...]:
 
 
 def member_data(read: Read, member: ZipMember, most: int) -> bytes:
-    """The data of a small member, compared with its checksum.  ``read`` takes offsets in the file.
+    """Read a small member, compared with its checksum.  ``read`` takes offsets in the file.
 
     Raises:
         DamageError: it has another checksum.
@@ -201,7 +198,7 @@ def members_in(part: Read, offset: int, length: int) -> tuple[ZipMember, ...]:
 
 
 def _directory(part: Read, length: int) -> tuple[int, int, bytes]:
-    """Where the central directory begins in the item, how many entries it has, and its bytes.
+    """Return where the central directory begins in the item, how many entries it has, and its bytes.
 
     Redundant fields must agree: other zip readers may use those that are not needed here.
     """
@@ -220,7 +217,7 @@ def _directory(part: Read, length: int) -> tuple[int, int, bytes]:
 
 
 def _end64(part: Read, length: int) -> tuple[int, int, int, int] | None:
-    """The numbers of the zip64 end record (entries on this disk, entries, size, offset), if there is one."""
+    """Return the numbers of the zip64 end record (entries on this disk, entries, size, offset), if there is one."""
     before = length - _END.size - _LOCATOR.size
     if before < 0:
         return None
@@ -257,7 +254,7 @@ def _entries(directory: bytes) -> Iterator[ZipEntry]:
 
 
 def _unsaturated(numbers: tuple[int, int, int], extra: bytes) -> Iterator[int]:
-    """Size, packed size and header offset; what does not fit in 32 bits comes from the zip64 extra field."""
+    """Yield size, packed size and header offset; what does not fit in 32 bits comes from the zip64 extra field."""
     big = b""
     while len(extra) >= 4:
         kind, length = struct.unpack_from("<2H", extra)
@@ -273,7 +270,6 @@ def _unsaturated(numbers: tuple[int, int, int], extra: bytes) -> Iterator[int]:
 
 
 def _data_at(part: Read, entry: ZipEntry) -> int:
-    """Where a member's data begins in the item, by its local header."""
     expected = entry.name.encode()
     header = part(entry.header_offset, _LOCAL.size + len(expected))
     signature, *_, name_length, extra_length = _LOCAL.unpack_from(header)

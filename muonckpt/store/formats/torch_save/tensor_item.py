@@ -59,7 +59,6 @@ _TYPED = {f"torch {dtype.storage}": name for name, dtype in DTYPES.items() if dt
 _TENSOR_NAMES = frozenset(
     {PERSISTENT, _UNTYPED, "collections OrderedDict", *_REBUILD, *_TYPED, *(f"torch {name}" for name in DTYPES)}
 )
-"""The names in the pickle of a plain tensor."""
 
 
 # Writing.
@@ -83,7 +82,6 @@ class ItemFrame:
 
     @property
     def payload_offset(self) -> int:
-        """Where the payload begins in the item."""
         return len(self.head)
 
     @property
@@ -91,7 +89,7 @@ class ItemFrame:
         return crc32_of
 
     def tail(self, checksum: int, serialization_id: bytes = SERIALIZATION_ID) -> bytes:
-        """The bytes after a payload with this CRC-32.  ``serialization_id`` has 40 ASCII digits."""
+        """Return the bytes after a payload with this CRC-32.  ``serialization_id`` has 40 ASCII digits."""
         if serialization_id != SERIALIZATION_ID:
             return _tail(self.members, len(self.head) + self.payload_length, checksum, serialization_id)
         after, written = bytearray(self.blank), checksum.to_bytes(4, "little")
@@ -102,7 +100,7 @@ class ItemFrame:
 
 @lru_cache(maxsize=1024)
 def frame(dtype: str, shape: Index) -> ItemFrame:
-    """The item of a dense row-major tensor of this dtype (torch's name) and shape (elements), without its payload.
+    """Return the item of a dense row-major tensor of this dtype (torch's name) and shape, without its payload.
 
     Cached: the tensors of a model have few shapes.
 
@@ -155,11 +153,10 @@ class ItemTemplate:
 
     @property
     def tail_offset(self) -> int:
-        """Where the bytes after the payload begin in the item."""
         return len(self.head) + self.payload_length
 
     def crc32_of(self, head: bytes, tail: bytes) -> int | None:
-        """The CRC-32 of the payload that an item records around it; None if it is another kind of item."""
+        """Return the CRC-32 of the payload that an item records around it; None if it is another kind of item."""
         if head != self.head or len(tail) != self.length - self.tail_offset:
             return None
         crc32, *others = [tail[where] for where in self.crc32_at]
@@ -167,7 +164,7 @@ class ItemTemplate:
         return int.from_bytes(crc32, "little") if alike else None
 
     def recorded(self, items: NDArray[np.uint8]) -> tuple[NDArray[np.bool_], NDArray[np.uint32]]:
-        """Of whole items, ``[items, length]``: which are of this kind, and the CRC-32s that they record."""
+        """Return which of whole items ``[items, length]`` are of this kind, and the CRC-32s that they record."""
         tails = items[:, self.tail_offset :]
         crc32, *others = (np.ascontiguousarray(tails[:, where]).view("<u4")[:, 0] for where in self.crc32_at)
         alike = (items[:, : len(self.head)] == np.frombuffer(self.head, np.uint8)).all(axis=1)
@@ -180,7 +177,8 @@ class ItemTemplate:
 
 @lru_cache(maxsize=4096)
 def template(dtype: str, shape: Index) -> ItemTemplate | None:
-    """The template of the items of dense row-major tensors of this dtype and shape; None if they have no elements.
+    """Return the template of items of dense row-major tensors of this dtype and shape; None if they have no
+    elements.
 
     Raises:
         SourceError: the dtype is not one that torch can save.
@@ -213,12 +211,11 @@ def _tail(members: tuple[ZipEntry, ...], payload_end: int, crc32: int, serializa
 
 @lru_cache(maxsize=1024)
 def _after(start: int, serialization_id: bytes) -> tuple[bytes, tuple[ZipEntry, ...]]:
-    """The members behind the payload.  Cached: items of one dtype and shape share them."""
     return store((("version", b"3\n"), (".data/serialization_id", serialization_id)), start)
 
 
 def _data_pickle(dtype: str, shape: Index) -> bytes:
-    """The pickle of a tensor as Python writes it in protocol 2; ``q`` gives each new object its memo number."""
+    """Return a tensor's pickle as Python writes it in protocol 2; ``q`` gives each new object its memo number."""
     numel, storage = math.prod(shape), DTYPES[dtype].storage
     version, kind, count, element = b"2", f"torch\n{storage}".encode(), numel, b""
     if storage is None:
@@ -260,26 +257,24 @@ class TensorItem:
 
     @property
     def row_major(self) -> bool:
-        """Whether the elements lie in row-major order."""
         return is_row_major(self.shape, self.strides)
 
 
 def is_row_major(shape: Index, strides: Index) -> bool:
-    """Whether these strides are those of row-major order; those of dims of size 1 do not matter."""
+    """Return whether these strides are those of row-major order; those of dims of size 1 do not matter."""
     return 0 in shape or _steps(shape, strides) == _steps(shape, row_major(shape))
 
 
 def _steps(shape: Index, strides: Index) -> list[tuple[int, int]]:
-    """(stride, size) of the dims that have more than one index."""
     return [(stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1]
 
 
 def read_tensor(read: Read, offset: int, length: int) -> TensorItem:
-    """The tensor in the item that is ``length`` bytes at byte ``offset`` of a file.  Does not read its payload.
+    """Read the tensor in the item of ``length`` bytes at byte ``offset`` of a file, without its payload.
 
     Raises:
-        SourceError: it is not a tensor's item, or the payload is not simply the tensor's elements: encoded,
-            big-endian, a view with holes, lazily conjugated; or a checksum of its small members is wrong.
+        SourceError: it is not a tensor's item, or the payload is not simply the tensor's elements: encoded, big-endian,
+            a view with holes, lazily conjugated; or a checksum of its small members is wrong.
     """
     part = window(read, offset, length)
     members = {member.name: member for member in members_in(part, offset, length)}
@@ -301,7 +296,6 @@ def read_tensor(read: Read, offset: int, length: int) -> TensorItem:
 
 @lru_cache(maxsize=1024)
 def _tensor(data: bytes) -> tuple[str, Index, Index]:
-    """Dtype, shape and strides in the pickle of a tensor, whose storage must hold each of its elements once."""
     tensor = described(unpickle(data, _TENSOR_NAMES))
     tensor.check_whole()
     if tensor.storage != "0":
@@ -337,7 +331,7 @@ class Described:
 
 
 def described(value: object) -> Described:
-    """The tensor that part of a pickle stands for.
+    """Return the tensor that part of a pickle stands for.
 
     Raises:
         SourceError: it is something else, a view with gaps or beyond its storage, or more than a plain tensor.
@@ -375,7 +369,6 @@ def _is_empty(hooks: object) -> bool:
 
 
 def _is_dense(shape: Index, strides: Index) -> bool:
-    """Whether these strides visit each element from 0 on once, in any order of dims."""
     if len(shape) != len(strides):
         return False
     step = 1

@@ -16,17 +16,47 @@ from ....box import Box, Index
 from ....errors import SourceError, about
 from ....record import Chunk, Extent
 from ...io import limits
+from ...io.checksums import crc32
 from ...io.location import Location
 from ...io.regular import File, open_regular
 from ...reading.dtypes import itemsize
+from ...reading.payloads import BAND_BYTES, Payloads, compare
 from .inert_pickle import Anything, Global, Record, unpickle
 from .stored_zip import ZipMember, member_data, read_members
 from .tensor_item import described, is_row_major
 
+
+class MemberPayloads(Payloads):
+    """The bytes of files of ``torch.save``, with a checksum for each storage of which tensors use parts.
+
+    Args:
+        in_memory: bytes by file name that stand in for files of the directory.
+        checksums: the CRC-32 of items that are larger than the payloads in them.
+    """
+
+    def __init__(self, directory: Location, in_memory: Mapping[str, bytes], checksums: Mapping[Extent, int]) -> None:
+        super().__init__(directory, in_memory)
+        self._checksums = checksums
+        self._sound: set[Extent] = set()
+
+    def is_checked(self, chunk: Chunk) -> bool:
+        return super().is_checked(chunk) or chunk.item in self._checksums
+
+    def check_inside(self, item: Extent) -> None:
+        """Compare a whole storage with its CRC-32, once."""
+        expected = self._checksums.get(item)
+        if expected is None or item in self._sound:
+            return
+        starts = range(item.offset, item.end, BAND_BYTES)
+        parts = (self.view(Extent(item.file, start, min(BAND_BYTES, item.end - start))) for start in starts)
+        compare("CRC-32", f"{crc32(parts):08x}", f"{expected:08x}")
+        self._sound.add(item)
+
+
 _TYPES = ("torch Tensor", "torch.nn.parameter Parameter")
 _PARAMETERS = ("torch._utils _rebuild_parameter", "torch._utils _rebuild_parameter_with_state")
 WITH_TYPE = "torch._tensor _rebuild_from_type_v2"
-"""Makes a tensor of a class of its own, or with attributes."""
+"""The function that makes a tensor of a class of its own, or with attributes."""
 
 _TENSORS = frozenset((*_PARAMETERS, WITH_TYPE, "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3"))
 
@@ -56,7 +86,7 @@ class TorchFile:
     """Bytes of the pickle, by which limits on what is in it are measured."""
 
     def tensor(self, value: object) -> SavedTensor:
-        """The tensor that part of the content stands for, also if it is a parameter or has attributes.
+        """Decode the tensor that part of the content stands for, also if it is a parameter or has attributes.
 
         Raises:
             SourceError: it is not a tensor, or its elements are not a whole member of the file in row-major order.
@@ -74,9 +104,9 @@ class TorchFile:
         return SavedTensor(tensor.dtype, tensor.shape, payload, member.crc32, _attributes(value))
 
     def chunk(self, value: object) -> tuple[str, Chunk]:
-        """The dtype of a tensor, and its chunk with a box that begins at 0; it may be a view of a part of its storage.
+        """Return the dtype of a tensor, and its chunk with a box that begins at 0.
 
-        Its item is the whole storage; a chunk has a checksum if it is all of that.
+        Its item is the whole storage, of which it may be a part; it has a checksum if it is all of that.
 
         Raises:
             SourceError: it is not a tensor, or its elements are not without gaps in a member of the file.
@@ -95,7 +125,6 @@ class TorchFile:
 
     @property
     def checksums(self) -> dict[Extent, int]:
-        """The CRC-32 of each storage, by its extent."""
         return {
             Extent(self.name, member.offset, member.length): member.crc32
             for name, member in self.members.items()
@@ -104,7 +133,7 @@ class TorchFile:
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a part of the content stands for a tensor, of any kind."""
+    """Return whether a part of the content stands for a tensor, of any kind."""
     return isinstance(value, Record) and value.kind in _TENSORS
 
 
@@ -137,7 +166,7 @@ def _read(file: File, name: str) -> TorchFile:
 
 
 def _bare(value: object) -> object:
-    """The plain tensor in a parameter, or in a tensor with attributes such as Megatron's ``partition_dim``."""
+    """Return the plain tensor in a parameter, or in a tensor with attributes such as Megatron's ``partition_dim``."""
     match value:
         case Record(kind=kind, args=args) if kind in _PARAMETERS:
             return args[0] if isinstance(args, tuple) and args else value

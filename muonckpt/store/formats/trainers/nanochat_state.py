@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from ....box import Box, Index
 from ....errors import DamageError, SourceError, about
+from ....keys import is_optimizer, key_of
 from ....record import Chunk, Chunks, Extent, Manifest, StateRecord
 from ....vocabulary import MOMENTUM, PARAMS, Convention, KeyPath
 from ...io.location import Location
@@ -25,30 +26,36 @@ from ...reading.dtypes import itemsize
 from ...reading.reader import LocatedReader
 from .. import signs
 from ..torch_save.inert_pickle import expect
-from ..torch_save.member_payloads import MemberPayloads
-from ..torch_save.torch_file import TorchFile, is_tensor, read_torch_file
-from .parameter_names import NamesFile, check_shapes, is_optimizer, optimizer_with_names
-from .state_tree import HeldItems, check_shared, key_of_path, leaves, mapping, whole_record
+from ..torch_save.torch_file import MemberPayloads, TorchFile, is_tensor, read_torch_file
+from .state_tree import (
+    HeldItems,
+    NamesFile,
+    check_shapes,
+    check_shared,
+    leaves,
+    mapping,
+    optimizer_with_names,
+    whole_record,
+)
 
 _FILE = re.compile(r"(?:model_([0-9]{6,12})|optim_([0-9]{6,12})_rank(0|[1-9][0-9]{0,5}))\.pt")
 _REPLICATED = 1024
-"""AdamW's state of parameters with fewer elements is on all ranks."""
+"""Elements below which all ranks have AdamW's state of a parameter."""
 
 _OPTIMIZER = "optimizer"
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one rank has of a slot: its dtype and chunk, whose box begins at 0."""
+    """One rank's part of a slot: its dtype and chunk, whose box begins at 0."""
 
     dtype: str
     chunk: Chunk
 
 
 def reader(path: Location) -> LocatedReader:
-    """The checkpoint of one step: in a folder that has no other, or the one whose ``model_{step}.pt`` is given.
-
-    Reads no elements.
+    """Read one step: in a folder that has no other, or the one whose ``model_{step}.pt`` is given.  Reads no
+    elements.
 
     Raises:
         SourceError: the folder has several steps, a file is missing or damaged, or ranks contradict each other.
@@ -90,7 +97,6 @@ def reader(path: Location) -> LocatedReader:
 
 
 def _step(path: Location, listed: Sequence[str]) -> str:
-    """The step, in digits as the names of files have it."""
     if not path.is_dir():
         return expect(str, (_FILE.fullmatch(str(path.name)) or [None, None])[1])
     steps = sorted({m[2] for name in listed if (m := _FILE.fullmatch(name)) and m[2]})
@@ -123,7 +129,7 @@ def _whole(file: TorchFile, items: HeldItems) -> Iterator[StateRecord]:
 def _state(
     files: Sequence[TorchFile], names: NamesFile, shapes: Mapping[str, Index], items: HeldItems
 ) -> tuple[list[StateRecord], bool]:
-    """The tensors of the optimizer's state, and whether its parameters have numbers for names."""
+    """Return the tensors of the optimizer's state, and whether its parameters have numbers for names."""
     ranks = []
     for file in files:
         with about(file.name):
@@ -140,14 +146,14 @@ def _state(
     first = ranks[0]
     for rank, values in enumerate(ranks):
         if differing := values.keys() ^ first.keys():
-            key = key_of_path(min(differing, key=str))
+            key = key_of(min(differing, key=str))
             raise SourceError(f"expected the same keys on all ranks, found {key!r} only in {files[0].name} or "
                               f"{files[rank].name}")  # fmt: skip
     tensors: list[StateRecord] = []
     stacked = _stacks(first)
     for path in first:
         own = [values[path] for values in ranks]
-        with about(key_of_path(path)):
+        with about(key_of(path)):
             parts = [value for value in own if isinstance(value, _Part)]
             if not parts:
                 if len({repr(value) for value in own}) > 1:
@@ -170,7 +176,7 @@ def _values(file: TorchFile, content: Mapping[object, object]) -> Iterator[tuple
     chunks = []
     for path, value in leaves(file, content, (_OPTIMIZER,)):
         if is_tensor(value):
-            with about(key_of_path(path)):
+            with about(key_of(path)):
                 dtype, chunk = file.chunk(value)
                 if chunk.strides is not None:
                     raise SourceError("expected elements in row-major order, found others")
@@ -182,7 +188,6 @@ def _values(file: TorchFile, content: Mapping[object, object]) -> Iterator[tuple
 
 
 def _stacks(values: Mapping[KeyPath, object]) -> dict[str, list[str]]:
-    """The parameters of each group of matrices, by the first of them."""
     stacks = {}
     for path, value in values.items():
         match path:
@@ -193,7 +198,6 @@ def _stacks(values: Mapping[KeyPath, object]) -> dict[str, list[str]]:
 
 
 def _unstacked(params: Sequence[str], slot: str, parts: Sequence[_Part]) -> Iterator[StateRecord]:
-    """The state of each matrix of a group."""
     count, *shape = parts[0].chunk.box.shape
     if count != -(-len(params) // len(parts)):
         raise SourceError(
@@ -211,7 +215,6 @@ def _unstacked(params: Sequence[str], slot: str, parts: Sequence[_Part]) -> Iter
 
 
 def _rows(name: str, slot: str, parts: Sequence[_Part], weight: Index | None) -> StateRecord:
-    """State that is cut by rows, or that all ranks have."""
     local, dtype = parts[0].chunk.box.shape, parts[0].dtype
     cut = (local[0] * len(parts), *local[1:]) if local else ()
     equal = len({part.chunk.crc32 for part in parts}) == 1
@@ -240,4 +243,4 @@ def _rows(name: str, slot: str, parts: Sequence[_Part], weight: Index | None) ->
 def _record(name: str, slot: str, shape: Index, dtype: str, chunks: Sequence[Chunk]) -> StateRecord:
     path = (_OPTIMIZER, "state", name, slot)
     convention = Convention.EMA if slot == MOMENTUM else None
-    return StateRecord(key_of_path(path), path, shape, dtype, Chunks.of(chunks, len(shape)), name, slot, convention)
+    return StateRecord(key_of(path), path, shape, dtype, Chunks.of(chunks, len(shape)), name, slot, convention)

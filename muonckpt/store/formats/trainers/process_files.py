@@ -1,35 +1,52 @@
-"""State dicts that one process saved with ``torch.save``: a file, or the files of a model and its optimizers.
+"""State dicts that one process saved with ``torch.save``: a file, the files of a model and its optimizers, or
+DeepSpeed's.
 
 In a folder, ``optimizer.pt`` (Hugging Face's Trainer) or ``optimizer.bin``, ``optimizer_1.bin``, … (accelerate) are
 under ``optimizer``, ``optimizer_1``, …; weights beside them, in ``model.safetensors`` or ``pytorch_model.bin``, in one
 file or in several with an index, are under ``model``.  A file alone keeps its own keys, but for a bare optimizer's,
 which are under ``optimizer``.  What else lies beside them is not read; the provenance lists it.
 
+DeepSpeed's universal folders ``zero/{parameter}`` have a file for each slot: ``fp32.pt`` is the weight, under
+``model``; ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt`` are AdamW's state.  From ZeRO 1 and 2 a file holds a dict
+with the tensor under ``param``; from ZeRO 3 a flat tensor, whose shape is in ``param_shapes`` of a
+``*_model_states.pt`` beside ``zero``.  The groups of ``zero/optimizer_state.pt`` are not read: they number flattened
+partitions of unknown parameters.
+
 Sources: ``save_accelerator_state`` and ``save_fsdp_model`` of accelerate (1.15), ``_save_optimizer_and_scheduler`` of
-transformers' Trainer.
+transformers' Trainer, ``ds_to_universal.py`` of DeepSpeed (0.19).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ....box import Index
-from ....errors import SourceError, about
-from ....record import Extent, Manifest, StateRecord
+from ....box import Box, Index
+from ....errors import DamageError, SourceError, about
+from ....keys import is_optimizer, key_of
+from ....record import Chunk, Extent, Manifest, StateRecord
 from ....vocabulary import KeyPath
 from ...io.location import Location
 from ...io.regular import read_whole
 from ...reading.reader import LocatedReader
-from .. import signs
-from ..safetensors import folder as safetensors
-from ..torch_save.member_payloads import MemberPayloads
-from ..torch_save.torch_file import TorchFile, is_tensor, read_torch_file
-from .dtensor_pickle import is_dtensor
-from .parameter_names import NamesFile, check_shapes, is_optimizer, optimizers_with_names
-from .state_tree import HeldItems, check_shared, is_mapping, key_of_path, leaves, mapping, whole_record
+from .. import safetensors, signs
+from ..torch_save.inert_pickle import expect, sizes_of
+from ..torch_save.torch_file import MemberPayloads, TorchFile, is_tensor, read_torch_file
+from .state_tree import (
+    HeldItems,
+    NamesFile,
+    check_shapes,
+    check_shared,
+    is_dtensor,
+    is_mapping,
+    leaves,
+    mapping,
+    optimizers_with_names,
+    whole_record,
+)
 
 _OPTIMIZER = re.compile(r"(optimizer(?:_[0-9]{1,4})?)\.(?:pt|bin)")
 _MODEL = re.compile(r"(?:pytorch_model|pytorch_model_fsdp)(_[0-9]{1,4})?\.bin")
@@ -48,11 +65,12 @@ class _Parts:
 
 
 def reader(path: Location) -> LocatedReader:
-    """The checkpoint in a file or a folder.  Reads no elements.
+    """Read a file or a folder, but no elements.
 
     Raises:
         SourceError: a file is missing, damaged, or holds more than tensors and plain data; nothing in it is run.
     """
+    signs.refuse_stray(path)
     try:
         parts = _parts_of_folder(path) if path.is_dir() else _Parts(path.parent, {path.name: ()}, {}, ())
     except OSError as error:
@@ -73,7 +91,7 @@ def reader(path: Location) -> LocatedReader:
             check_shared(file, iter(used))
             checksums |= {c.item: file.checksums[c.item] for c in used if c.crc32 is None and c.item in file.checksums}
     with about(parts.folder):
-        names.check_used({key_of_path(t.path[:-3]) for t in tensors if "state" in t.path[-3:-2]})
+        names.check_used({key_of(t.path[:-3]) for t in tensors if "state" in t.path[-3:-2]})
         _check_names(tensors, numbered)
     provenance: dict[str, object] = {"files": [*parts.pickles, *(str(place.name) for place in parts.weights)]}
     if parts.others:
@@ -108,7 +126,6 @@ def _parts_of_folder(path: Location) -> _Parts:
 
 
 def _indexed(index: Location) -> Sequence[str]:
-    """The files that an index of weights names."""
     with about(index):
         try:
             match json.loads(read_whole(index)):
@@ -120,7 +137,7 @@ def _indexed(index: Location) -> Sequence[str]:
 
 
 def _read(file: TorchFile, root: KeyPath, names: NamesFile, items: HeldItems) -> tuple[list[StateRecord], list[str]]:
-    """The tensors of a file, and the roots of the optimizers in it whose parameters have numbers only."""
+    """Return the tensors of a file, and the roots of the optimizers in it whose parameters have numbers only."""
     content: object = file.content
     if not is_mapping(content):
         raise SourceError("expected a state dict, found something else; nothing was run")
@@ -131,7 +148,7 @@ def _read(file: TorchFile, root: KeyPath, names: NamesFile, items: HeldItems) ->
     for path, value in leaves(file, content, root):
         if is_dtensor(value):
             raise SourceError(
-                f"{key_of_path(path)} is a DTensor, of which this file has the part of one rank: give the folder with "
+                f"{key_of(path)} is a DTensor, of which this file has the part of one rank: give the folder with "
                 "the files of all ranks, under the names that verl or accelerate gave them (docs/formats/trainers.md)"
             )
         if is_tensor(value):
@@ -147,7 +164,96 @@ def _check_names(tensors: Sequence[StateRecord], numbered: Sequence[str]) -> Non
     def slots() -> Iterator[tuple[str, str, Index]]:
         for tensor in tensors:
             match tensor.path:
-                case (*root, "state", name, slot) if key_of_path(tuple(root)) not in numbered:
+                case (*root, "state", name, slot) if key_of(tuple(root)) not in numbered:
                     yield str(name), str(slot), tensor.shape
 
     check_shapes(slots(), weights)
+
+
+_ZERO = "zero"
+_WEIGHT = "fp32"
+_PARAM = "param"
+
+
+def universal_reader(path: Location) -> LocatedReader:
+    """Read DeepSpeed's universal folder, but no elements.
+
+    Raises:
+        SourceError: a parameter has no weight, a file is damaged or holds something else, or a shape is not known.
+    """
+    try:
+        listed = sorted(str(entry.name) for entry in path.iterdir())
+        parameters = {
+            str(entry.name): sorted(str(file.name) for file in entry.iterdir())
+            for entry in (path / _ZERO).iterdir()
+            if entry.is_dir()
+        }
+        loose = [f"{_ZERO}/{entry.name}" for entry in (path / _ZERO).iterdir() if not entry.is_dir()]
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error}") from error
+    items, shapes = HeldItems(), dict[str, Index]()
+    with about(path):
+        if not parameters:
+            raise DamageError(f"expected folders of parameters in {_ZERO}, found none")
+        tensors = []
+        for name, files in sorted(parameters.items()):
+            if f"{_WEIGHT}.pt" not in files:
+                raise DamageError(f"expected {_ZERO}/{name}/{_WEIGHT}.pt, found {', '.join(files) or 'nothing'}")
+            for file in files:
+                tensor = _read_universal(path, name, file, items, shapes, listed)
+                tensors += [tensor] if tensor is not None else []
+    others = [name for name in (*listed, *loose) if name != _ZERO]
+    provenance = {signs.NOT_READ: sorted(others)} if others else {}
+    manifest = Manifest(tuple(tensors), tuple(items.blobs), provenance)
+    return LocatedReader(manifest, MemberPayloads(path, items.in_memory, {}))
+
+
+def _read_universal(
+    path: Location, name: str, file: str, items: HeldItems, shapes: dict[str, Index], listed: list[str]
+) -> StateRecord | None:
+    """Read the tensor in a file; None if it is a number, which becomes an item."""
+    slot, ending, _ = file.partition(".pt")
+    if not ending:
+        raise SourceError(f"expected files of torch.save in {_ZERO}/{name}, found {file}")
+    opened = read_torch_file(path, f"{_ZERO}/{name}/{file}")
+    key = ("model", name) if slot == _WEIGHT else ("optimizer", "state", name, slot)
+    with about(opened.name):
+        content = opened.content
+        value = mapping(content).get(_PARAM) if is_mapping(content) else content
+        if type(value) in (int, float):
+            items.add(key, value)
+            return None
+        if not is_tensor(value):
+            raise SourceError(f"expected a tensor, alone or under {_PARAM!r}, found something else; nothing was run")
+        dtype, chunk = opened.chunk(value)
+        if chunk.crc32 is None:
+            raise SourceError("expected a storage of just the tensor, found a view of it")
+        if not is_mapping(content) and chunk.box.shape and slot != "step":
+            if not shapes:
+                shapes.update(_shapes(path, listed))
+            chunk = _shaped(chunk, shapes.get(name))
+        return whole_record(key, dtype, chunk)
+
+
+def _shaped(flat: Chunk, shape: Index | None) -> Chunk:
+    if shape is None:
+        raise SourceError(
+            "expected its shape in param_shapes of a *_model_states.pt beside zero, found none: from ZeRO 3 "
+            "tensors are flat, and DeepSpeed copies these files there"
+        )
+    if len(flat.box.shape) != 1 or math.prod(shape) != flat.box.numel:
+        raise SourceError(f"expected {math.prod(shape)} elements for the shape {shape}, found shape {flat.box.shape}")
+    return replace(flat, box=Box((0,) * len(shape), shape))
+
+
+def _shapes(path: Location, listed: list[str]) -> Iterator[tuple[str, Index]]:
+    for file in listed:
+        if file.endswith("_model_states.pt"):
+            content = read_torch_file(path, file).content
+            with about(path / file):
+                recorded = mapping(content).get("param_shapes") if is_mapping(content) else None
+                groups = expect(list, recorded) if type(recorded) is list else [recorded]
+                for group in groups:
+                    known: Mapping[object, object] = mapping(group) if is_mapping(group) else {}
+                    yield from ((expect(str, name), sizes_of(shape)) for name, shape in known.items())
+            return

@@ -22,6 +22,7 @@ from functools import lru_cache
 
 from ....box import Index, row_major
 from ....errors import DamageError, SourceError, about
+from ....keys import is_optimizer, key_of
 from ....layouts.mesh import Mesh, fragments_on, local_shape
 from ....record import Chunk, Chunks, Extent, Manifest, StateRecord
 from ....vocabulary import KeyPath
@@ -29,12 +30,23 @@ from ...io.location import Location
 from ...reading.dtypes import itemsize
 from ...reading.reader import LocatedReader
 from .. import signs
-from ..torch_save.member_payloads import MemberPayloads
 from ..torch_save.tensor_item import is_row_major
-from ..torch_save.torch_file import TorchFile, is_tensor, read_torch_file
-from .dtensor_pickle import RankPart, is_dtensor, rank_part
-from .parameter_names import AS_PARAMETER, NamesFile, is_optimizer, optimizer_with_names, optimizers_with_names
-from .state_tree import HeldItems, check_shared, is_mapping, key_of_path, leaves, mapping, whole_record
+from ..torch_save.torch_file import MemberPayloads, TorchFile, is_tensor, read_torch_file
+from .state_tree import (
+    AS_PARAMETER,
+    HeldItems,
+    NamesFile,
+    RankPart,
+    check_shared,
+    is_dtensor,
+    is_mapping,
+    leaves,
+    mapping,
+    optimizer_with_names,
+    optimizers_with_names,
+    rank_part,
+    whole_record,
+)
 
 _VERL = re.compile(r"(model|optim)_world_size_([1-9][0-9]{0,5})_rank_(0|[1-9][0-9]{0,5})\.pt")
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)(_[0-9]{1,4})?_rank(0|[1-9][0-9]{0,5})\.bin")
@@ -45,8 +57,6 @@ _ROOTS = {"model": "model", "optim": "optimizer", "pytorch_model_fsdp": "model",
 
 @dataclass(frozen=True, slots=True)
 class _Plain:
-    """A tensor that is no DTensor."""
-
     dtype: str
     chunk: Chunk
 
@@ -62,7 +72,7 @@ class _RankFile:
 
 
 def reader(path: Location) -> LocatedReader:
-    """The checkpoint in a folder of such files.  Reads no elements.
+    """Read a folder of such files, but no elements.
 
     Raises:
         SourceError: the file of a rank is missing or damaged, ranks contradict each other, or a file holds more than
@@ -74,6 +84,11 @@ def reader(path: Location) -> LocatedReader:
         raise SourceError(f"cannot read {path}: {error}") from error
     files = [file for name in listed if (file := _rank_file(name))]
     files = files or [file for name in listed if (file := _keyed_file(name))]
+    if not files:
+        raise SourceError(
+            f"{path}: expected files of ranks such as model_world_size_8_rank_0.pt, with at most six digits a number, "
+            f"found {listed[:8]!r:.300}"
+        )
     by_root: defaultdict[str, list[_RankFile]] = defaultdict(list)
     for file in sorted(files, key=lambda file: file.rank):
         by_root[file.root].append(file)
@@ -95,7 +110,7 @@ def reader(path: Location) -> LocatedReader:
             joined.add_checksums(ranks)
             if root == "model" and by_root[root][0].world is not None:
                 order = _parameters(values[0])
-        names.check_used({key_of_path(t.path[:-3]) for t in joined.tensors if "state" in t.path[-3:-2]})
+        names.check_used({key_of(t.path[:-3]) for t in joined.tensors if "state" in t.path[-3:-2]})
     known = {file.name for file in files}
     others = [name for name in listed if name not in known and name not in (signs.NAMES_FILE, _METADATA)]
     provenance: dict[str, object] = {"ranks": world}
@@ -122,7 +137,6 @@ def _keyed_file(name: str) -> _RankFile | None:
 
 
 def _world(by_root: Mapping[str, Sequence[_RankFile]]) -> int:
-    """The number of ranks, each of which must have all files."""
     worlds = {file.world for files in by_root.values() for file in files}
     if len(worlds) > 1:
         raise SourceError(
@@ -145,7 +159,7 @@ def _world(by_root: Mapping[str, Sequence[_RankFile]]) -> int:
 def _values(file: TorchFile, root: str, content: object) -> Iterator[tuple[KeyPath, object]]:
     chunks = []
     for path, value in leaves(file, content, (root,)):
-        with about(f"{file.name}: {key_of_path(path)}"):
+        with about(f"{file.name}: {key_of(path)}"):
             if is_dtensor(value):
                 part = rank_part(file, value)
                 chunks.append(part.local)
@@ -160,7 +174,9 @@ def _values(file: TorchFile, root: str, content: object) -> Iterator[tuple[KeyPa
 
 
 def _named(file: TorchFile, root: str, names: NamesFile, order: Mapping[str, Index]) -> tuple[object, list[str]]:
-    """The content of a file with names for the numbers of optimizers, and the keys of optimizers without names."""
+    """Return the content of a file with names for the numbers of optimizers, and the keys of optimizers without
+    names.
+    """
     with about(file.name):
         if not is_mapping(file.content):
             return file.content, []
@@ -172,10 +188,9 @@ def _named(file: TorchFile, root: str, names: NamesFile, order: Mapping[str, Ind
 
 
 def _is_of_whole_model(content: Mapping[object, object], order: Mapping[str, Index], file: TorchFile) -> bool:
-    """Whether the optimizer has one group of as many parameters as the model, and their shapes in the same order.
+    """Return whether an optimizer has one group of all the model's parameters, with their shapes in the same order.
 
-    That is how verl makes one, ``build_optimizer(module.parameters())``, and nothing else writes files of its names
-    with one group.
+    That is how verl makes one, ``build_optimizer(module.parameters())``, and no other program with such file names.
     """
     groups = content["param_groups"]
     if type(groups) is not list or len(groups) != 1 or mapping(groups[0]).get("params") != list(range(len(order))):
@@ -192,7 +207,7 @@ def _is_of_whole_model(content: Mapping[object, object], order: Mapping[str, Ind
 
 
 def _parameters(values: Mapping[KeyPath, object]) -> dict[str, Index]:
-    """The names of a model's parameters with their shapes, in its order; of tied ones the first name."""
+    """Return the names of a model's parameters with their shapes, in its order; of tied ones the first name."""
     order: dict[str, Index] = {}
     storages = set()
     for path, value in values.items():
@@ -215,15 +230,14 @@ class _Joined:
     faults: list[SourceError]
 
     def add(self, ranks: Sequence[Mapping[KeyPath, object]], files: Sequence[str]) -> None:
-        """Add what the ranks have of one state dict."""
         for rank, values in enumerate(ranks):
             if differing := values.keys() ^ ranks[0].keys():
-                key = key_of_path(min(differing, key=str))
+                key = key_of(min(differing, key=str))
                 raise SourceError(f"expected the same keys on all ranks, found {key!r} in only one of {files[0]} and "
                                   f"{files[rank]}")  # fmt: skip
         for path in ranks[0]:
             own = [values[path] for values in ranks]
-            with about(f"tensor {key_of_path(path)!r}"):
+            with about(f"tensor {key_of(path)!r}"):
                 parts = [value for value in own if isinstance(value, RankPart)]
                 if len(parts) == len(own):
                     self._add_sharded(path, parts, files)
@@ -238,13 +252,12 @@ class _Joined:
                     self.items.add(path, own[0])
 
     def add_checksums(self, files: Sequence[TorchFile]) -> None:
-        """Keep the checksums of the storages of which tensors use a part."""
         known = {extent: crc32 for file in files for extent, crc32 in file.checksums.items()}
         used = {chunk.item for tensor in self.tensors for chunk in tensor.chunks if chunk.crc32 is None}
         self.checksums.update((extent, known[extent]) for extent in used & known.keys())
 
     def _add_plain(self, path: KeyPath, own: Sequence[object], files: Sequence[str]) -> None:
-        """A tensor that all ranks have whole, such as a counter of steps."""
+        """Add a tensor that all ranks have whole, such as a counter of steps."""
         kinds = {_content(value) for value in own}
         first = own[0]
         if len(kinds) > 1 or not isinstance(first, _Plain) or (first.chunk.crc32 is None and len(own) > 1):
@@ -278,32 +291,31 @@ class _Joined:
                 if None not in (known.crc32, chunk.crc32) and known.crc32 != chunk.crc32:
                     self.faults.append(
                         DamageError(
-                            f"tensor {key_of_path(path)!r}: the replicas of {chunk.box} in {files[holder]} and "
+                            f"tensor {key_of(path)!r}: the replicas of {chunk.box} in {files[holder]} and "
                             f"{files[rank]} differ"
                         )
                     )
         own = Chunks.of((chunk for chunk, _ in chunks.values()), len(first.shape))
-        self.tensors.append(StateRecord(key_of_path(path), path, first.shape, first.dtype, own))
+        self.tensors.append(StateRecord(key_of(path), path, first.shape, first.dtype, own))
 
 
 def _cut(part: RankPart) -> tuple[object, ...]:
-    """What is the same of a tensor on all ranks."""
+    """Return what is the same of a tensor on all ranks."""
     return part.dtype, part.shape, part.sizes, tuple(map(str, part.placements))
 
 
 def _content(value: object) -> object:
-    """What is equal for equal plain tensors; a replica's bytes are known by their CRC-32."""
+    """Return what is equal for equal plain tensors; a replica's bytes are known by their CRC-32."""
     return (value.dtype, value.chunk.box, value.chunk.crc32) if isinstance(value, _Plain) else type(value)
 
 
 @lru_cache(maxsize=64)
 def _mesh(sizes: Index) -> Mesh:
-    """A mesh of these sizes.  Cached: all tensors of a run are on few, which may have many ranks."""
+    """Return a mesh of these sizes.  Cached: all tensors of a run are on few, which may have many ranks."""
     return Mesh.of(*sizes)
 
 
 def _placed(part: RankPart) -> Iterator[Chunk]:
-    """The chunks of a rank's elements, in the tensor."""
     mesh = _mesh(part.sizes)
     index = sum(i * step for i, step in zip(part.coordinate, row_major(part.sizes), strict=True))
     expected = local_shape(part.shape, mesh, part.placements, index)

@@ -1,20 +1,35 @@
-"""A state dict in a file of ``torch.save``, as tensors and plain data by their paths.
+"""A state dict in a file of ``torch.save``: tensors and plain data by paths, names for numbers, and DTensors' parts.
 
-What dicts and lists share with each other is found as often as it is reached, so everything is counted: a hostile file
-costs no more than in proportion to its own size.
+Dicts and lists can share parts, so everything is counted as often as it is reached: a hostile file costs no more than
+in proportion to its size.
+
+Optimizers number their parameters.  Names are taken from ``param_names``, which torch records for optimizers of named
+parameters, or from ``parameter_names.json``, which a person writes beside the files: docs/formats/trainers.md.  Nothing
+else says them for sure: weights of one shape look alike, and files of weights have another order.
+
+Sources: ``DTensor``, ``DTensorSpec``, ``DeviceMesh`` and the placements of torch 2.4 to 2.13, pickled as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+from ....box import Index
 from ....errors import SourceError, about
+from ....keys import PARAM_GROUPS, STATE, is_optimizer, key_of
+from ....layouts.mesh import AxisPlacement, Replicate, Shard, StridedShard
 from ....record import Blob, Chunk, Chunks, Extent, StateRecord
-from ....vocabulary import KeyPath
+from ....vocabulary import BEGIN_AS_ZEROS, MASTER, PARAMS, SECOND_MOMENT, STEP, KeyPath
 from ...io import limits
-from ..torch_save.inert_pickle import Record, expect
+from ...io.location import Location
+from ...io.regular import read_whole
+from ..signs import NAMES_FILE
+from ..torch_save.inert_pickle import Global, Record, expect, sequence, sizes_of
 from ..torch_save.plain_item import PlainParts, plain_item
-from ..torch_save.torch_file import TorchFile, is_tensor
+from ..torch_save.torch_file import WITH_TYPE, TorchFile, is_tensor
 
 HELD_ITEMS = "items-in-memory"
 """The name, in extents, of items that are decoded parts of files."""
@@ -31,29 +46,21 @@ class HeldItems:
         self.blobs: list[Blob] = []
 
     def add(self, path: KeyPath, value: object) -> None:
-        """Add plain data under a path."""
         item = plain_item(value)
-        self.blobs.append(Blob(key_of_path(path), path, Extent(HELD_ITEMS, len(self._data), len(item))))
+        self.blobs.append(Blob(key_of(path), path, Extent(HELD_ITEMS, len(self._data), len(item))))
         self._data += item
 
     @property
     def in_memory(self) -> dict[str, bytes]:
-        """The bytes of all items, by the name of their file."""
         return {HELD_ITEMS: bytes(self._data)}
 
 
-def key_of_path(path: KeyPath) -> str:
-    """The flat key of a path, as DCP joins it."""
-    return ".".join(map(str, path))
-
-
 def whole_record(path: KeyPath, dtype: str, chunk: Chunk) -> StateRecord:
-    """A tensor in one chunk."""
-    return StateRecord(key_of_path(path), path, chunk.box.shape, dtype, Chunks.of([chunk], chunk.box.ndim))
+    return StateRecord(key_of(path), path, chunk.box.shape, dtype, Chunks.of([chunk], chunk.box.ndim))
 
 
 def leaves(file: TorchFile, content: object, root: KeyPath) -> Iterator[tuple[KeyPath, object]]:
-    """The tensors, as the pickle has them, and the plain data in a state dict, each with its path.
+    """Yield the tensors, as the pickle has them, and the plain data in a state dict, each with its path.
 
     Keys of dicts are strings in paths, positions in lists are integers, as in DCP.
 
@@ -66,7 +73,7 @@ def leaves(file: TorchFile, content: object, root: KeyPath) -> Iterator[tuple[Ke
         if is_tensor(value):
             yield path, value
         else:
-            with about(key_of_path(path)):
+            with about(key_of(path)):
                 yield path, plain.part(value)
 
 
@@ -78,7 +85,7 @@ class _Walk:
         self._met = 0
 
     def below(self, value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]]:
-        """What is not a dict or a list of dicts and tensors, with its path."""
+        """Yield what is not a dict or a list of dicts and tensors, with its path."""
         self._met += 1
         limits.check_limit(self._met, self._most, "values in dicts that a file's pickle uses more than once")
         limits.check_limit(len(path), _DEEPEST, "dicts and lists in each other")
@@ -95,12 +102,12 @@ class _Walk:
 
 
 def is_mapping(value: object) -> bool:
-    """Whether a part of a pickle is a dict, or one that keeps its order."""
+    """Return whether a part of a pickle is a dict, or one that keeps its order."""
     return type(value) is dict or (isinstance(value, Record) and value.kind in _MAPPINGS)
 
 
 def mapping(value: object) -> Mapping[object, object]:
-    """The items of such a dict.
+    """Return the items of such a dict.
 
     Raises:
         SourceError: it is something else.
@@ -123,3 +130,249 @@ def check_shared(file: TorchFile, chunks: Iterator[Chunk]) -> None:
         limits.SMALL_DESCRIPTION + limits.UNFOLDED * stored,
         f"bytes of tensors in {file.name}, which share storages",
     )
+
+
+AS_PARAMETER = (BEGIN_AS_ZEROS | {MASTER}) - {STEP, SECOND_MOMENT}
+"""Slots that have the shape of their parameter in every program that writes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamesFile:
+    """The names of each optimizer's parameters in the order of its numbers, by the optimizer's root."""
+
+    of_optimizers: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def beside(cls, folder: Location) -> NamesFile:
+        """Read the file in a folder: a list of names, for ``optimizer``, or a dict of such lists; empty if there is
+        none.
+
+        Raises:
+            SourceError: it is damaged, or holds something else.
+        """
+        file = folder / NAMES_FILE
+        if not file.is_file():
+            return cls({})
+        with about(file):
+            try:
+                data = json.loads(read_whole(file))
+            except (ValueError, RecursionError) as error:
+                raise SourceError(f"expected JSON, {error}") from error
+            lists = {"optimizer": data} if isinstance(data, list) else data
+            if not isinstance(lists, dict) or not all(
+                isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists.values()
+            ):
+                raise SourceError("expected a list of names, or such a list for each of several optimizers")
+        return cls(lists)
+
+    def check_used(self, roots: Collection[str]) -> None:
+        """Check that it has names for these optimizers only.
+
+        Raises:
+            SourceError: it has some for others.
+        """
+        if not self.of_optimizers.keys() <= {*roots}:
+            raise SourceError(
+                f"{NAMES_FILE} has names for {', '.join(self.of_optimizers)}; optimizers here are {', '.join(roots)}"
+            )
+
+
+def optimizer_with_names(
+    optimizer: Mapping[object, object], listed: Sequence[str] | None
+) -> tuple[Mapping[object, object], Mapping[object, str]]:
+    """Return a state dict with its parameters under names, and the names by number; as it is, and none, if nothing
+    says them.
+
+    Args:
+        listed: the names in the order of numbers, as a person wrote them.
+
+    Raises:
+        SourceError: names and numbers do not fit each other.
+    """
+    groups = [mapping(group) for group in expect(list, optimizer[PARAM_GROUPS])]
+    numbers = [number for group in groups for number in expect(list, group[PARAMS])]
+    state = mapping(optimizer[STATE])
+    if not all(type(number) is int for number in (*numbers, *state)):
+        return optimizer, {}
+    names = _recorded(groups) if listed is None else list(listed)
+    if names is None:
+        return optimizer, {}
+    if len(names) != len(numbers):
+        raise SourceError(f"expected a name for each of the {len(numbers)} parameters in groups, found {len(names)}")
+    by_number = dict(zip(numbers, names, strict=True))
+    if len(by_number) < len(numbers) or len(set(names)) < len(names):
+        raise SourceError("expected every number and every name once, found one twice")
+    if not state.keys() <= by_number.keys():
+        raise SourceError(
+            f"expected a group with parameter {min(state.keys() - by_number.keys(), key=str)}, found none"
+        )
+    regrouped = [{**group, PARAMS: [by_number[number] for number in expect(list, group[PARAMS])]} for group in groups]
+    named_state = {by_number[number]: slots for number, slots in state.items()}
+    return {**optimizer, STATE: named_state, PARAM_GROUPS: regrouped}, by_number
+
+
+def optimizers_with_names(
+    content: Mapping[object, object], root: KeyPath, names: NamesFile
+) -> tuple[Mapping[object, object], list[str]]:
+    """Return content with names for optimizers' numbers, and the keys of those without names.
+
+    Optimizers are looked for in the dict itself, in its parts, and in lists that are its parts.  Raises as
+    `optimizer_with_names`.
+    """
+    if is_optimizer(content):
+        key = key_of(root)
+        content, by_number = optimizer_with_names(content, names.of_optimizers.get(key))
+        return content, [key] if not by_number and has_numbers(content) else []
+    changed, numbered = dict(content), list[str]()
+    for part, value in content.items():
+        if is_mapping(value) and is_optimizer(mapping(value)):
+            changed[part], unnamed = optimizers_with_names(mapping(value), (*root, str(part)), names)
+            numbered += unnamed
+        elif type(value) is list and any(is_mapping(entry) and is_optimizer(mapping(entry)) for entry in value):
+            both = [
+                optimizers_with_names(mapping(entry), (*root, str(part), i), names) for i, entry in enumerate(value)
+            ]
+            changed[part] = [state for state, _ in both]
+            numbered += (key for _, unnamed in both for key in unnamed)
+    return changed, numbered
+
+
+def has_numbers(optimizer: Mapping[object, object]) -> bool:
+    return any(type(number) is int for number in mapping(optimizer[STATE]))
+
+
+def _recorded(groups: Sequence[Mapping[object, object]]) -> list[str] | None:
+    names: list[str] = []
+    for group in groups:
+        own = group.get("param_names")
+        if own is None:
+            return None
+        names += (expect(str, name) for name in expect(list, own))
+        if len(expect(list, own)) != len(expect(list, group[PARAMS])):
+            raise SourceError("expected as many param_names as parameters in a group, found others")
+    return names
+
+
+def check_shapes(slots: Iterator[tuple[str, str, Index]], weights: Mapping[str, Index]) -> None:
+    """Compare the shapes of state (parameter, slot, shape) with those of the weights that lie beside it.
+
+    Raises:
+        SourceError: they differ, so names and numbers are not in the same order.
+    """
+    for name, slot, shape in slots:
+        if slot in AS_PARAMETER and weights.get(name, shape) != shape:
+            raise SourceError(
+                f"expected {slot} of {name!r} in the shape {weights[name]} of its weight, found {shape}: the names are "
+                "in another order than the optimizer's parameters"
+            )
+
+
+_WRAPPER = "torch._utils _rebuild_wrapper_subclass"
+_DTENSOR = frozenset(
+    f"torch.distributed.{module} DTensor" for module in ("tensor", "tensor._api", "_tensor", "_tensor.api")
+)
+_PLACEMENTS = ("torch.distributed.tensor.placement_types ", "torch.distributed._tensor.placement_types ")
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """One rank's part of a tensor of global ``shape``.
+
+    Attributes:
+        sizes: of the mesh's axes.
+        coordinate: of the rank on the mesh.
+        placements: one for each axis.
+        local: the chunk of the rank's own elements, whose box begins at 0.
+    """
+
+    dtype: str
+    shape: Index
+    sizes: Index
+    coordinate: Index
+    placements: tuple[AxisPlacement, ...]
+    local: Chunk
+
+
+def is_dtensor(value: object) -> bool:
+    match value:
+        case Record(kind=kind, args=(Global() as call, Global() as own, *_)):
+            return kind == WITH_TYPE and call == _WRAPPER and own in _DTENSOR
+    return False
+
+
+def rank_part(file: TorchFile, value: object) -> RankPart:
+    """Return the part that a DTensor in a file stands for.
+
+    Raises:
+        SourceError: it is not a DTensor of shards and replicas, or what it says of itself is contradictory.
+    """
+    match value:
+        case Record(args=(_, _, _, (_, dict(state)))) if is_dtensor(value):
+            spec = _fields(state.get("_spec"))
+        case _:
+            raise SourceError("expected a DTensor, found something else")
+    dtype, local = file.chunk(state.get("_local_tensor"))
+    mesh, meta = _fields(spec.get("mesh")), expect(Record, spec.get("tensor_meta"))
+    shape = sizes_of(expect(tuple, meta.args)[0])
+    sizes, coordinate = _sizes(file, mesh), sizes_of(mesh.get("_coordinate_on_dim"))
+    placements = tuple(_placement(entry, len(shape)) for entry in sequence(spec.get("placements")))
+    if not len(sizes) == len(coordinate) == len(placements) or any(
+        index >= size for index, size in zip(coordinate, sizes, strict=True)
+    ):
+        raise SourceError(
+            f"expected a coordinate on a mesh of sizes {sizes} and a placement for each axis, found {coordinate} and "
+            f"{', '.join(map(str, placements))}"
+        )
+    _check_order(spec.get("shard_order"))
+    return RankPart(dtype, shape, sizes, coordinate, placements, local)
+
+
+def _fields(value: object) -> Mapping[object, object]:
+    return expect(dict, expect(Record, value).state)
+
+
+def _sizes(file: TorchFile, mesh: Mapping[object, object]) -> Index:
+    """Return the sizes of a mesh: of torch's layout of it, or before 2.9 of a tensor of ranks."""
+    match mesh.get("_layout"):
+        case Record(state={"axes": axes}):
+            return tuple(_product(_fields(axis).get("shape")) for axis in sequence(axes))
+        case Record(state={"shape": shape}):
+            return tuple(map(_product, sequence(shape))) if type(shape) is tuple else (_product(shape),)
+    _, ranks = file.chunk(mesh.get("mesh"))
+    return ranks.box.shape
+
+
+def _product(size: object) -> int:
+    return math.prod(sizes_of(size)) if type(size) is tuple else sizes_of((size,))[0]
+
+
+def _placement(value: object, ndim: int) -> AxisPlacement:
+    record = expect(Record, value)
+    name = next((record.kind.removeprefix(module) for module in _PLACEMENTS if record.kind.startswith(module)), "")
+    fields = record.state if type(record.state) is dict else {}
+    if name == "Replicate":
+        return Replicate()
+    if name in ("Shard", "_StridedShard"):
+        dim = expect(int, fields.get("dim"))
+        if not 0 <= dim < ndim:
+            raise SourceError(f"expected a shard of one of {ndim} dims, found dim {dim}")
+        if name == "Shard":
+            return Shard(dim)
+        split = expect(int, fields.get("split_factor"))
+        if split < 1:
+            raise SourceError(f"expected a split factor >= 1, found {split}")
+        return StridedShard(dim, split)
+    raise SourceError(
+        f"expected Shard, _StridedShard or Replicate, found {record.kind}, which is not elements of a tensor"
+    )
+
+
+def _check_order(order: object) -> None:
+    """Refuse shards that were not cut from the first axis of the mesh to the last.  Torch before 2.10 has no others."""
+    for entry in () if order is None else sequence(order):
+        fields: Sequence[object] = sequence(entry.args if isinstance(entry, Record) else entry)
+        axes = sizes_of(fields[-1])
+        if list(axes) != sorted(axes):
+            raise SourceError(
+                f"expected shards cut from the first axis of the mesh to the last, found the order {axes}"
+            )

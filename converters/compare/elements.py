@@ -1,0 +1,277 @@
+"""Two tensors compared element by element, in bounded memory: raw bits as numbers, and what differs between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...box import Box
+from ...store.reading.blocks import bands
+from ...store.reading.dtypes import itemsize
+from ...store.reading.payloads import Payloads
+from ..engine.arithmetic import Words
+from ..engine.outputs import OutputTensor
+
+F64 = NDArray[np.float64]
+
+_NATIVE = {"float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"}
+_COMPLEX = {"complex128": "<f8", "complex64": "<f4", "complex32": "<f2"}
+
+# Exponent bits, mantissa bits, exponent bias; whether the largest magnitude is NaN (OCP's "fn"), or a negative zero is
+# (arXiv:2206.02915's "fnuz").
+_SMALL = {
+    "float8_e4m3fn": (4, 3, 7, "fn"),
+    "float8_e4m3fnuz": (4, 3, 8, "fnuz"),
+    "float8_e5m2": (5, 2, 15, "ieee"),
+    "float8_e5m2fnuz": (5, 2, 16, "fnuz"),
+}
+
+
+def as_float64(words: Words, dtype: str) -> F64 | None:
+    """Convert raw words to numbers, flat; complex ones to two.  None for types that are not numbers.
+
+    Integers above 2**53 are rounded.
+    """
+    flat = np.ascontiguousarray(words).reshape(-1)
+    if dtype == "bool":
+        return flat.astype(np.float64)
+    if dtype in _NATIVE:
+        return flat.view(np.dtype(dtype).newbyteorder("<")).astype(np.float64)
+    if dtype == "bfloat16":
+        return (flat.astype("<u4") << 16).view("<f4").astype(np.float64)
+    if dtype in _COMPLEX:
+        return flat.view(_COMPLEX[dtype]).astype(np.float64)
+    if dtype in _SMALL:
+        numbers: F64 = _table(dtype)[flat]
+        return numbers
+    if dtype == "float8_e8m0fnu":
+        return np.where(flat == 255, np.nan, np.exp2(flat.astype(np.float64) - 127))
+    return None
+
+
+@cache
+def _table(dtype: str) -> F64:
+    """Return the values of all 256 words of an 8-bit float."""
+    exponent_bits, mantissa_bits, bias, kind = _SMALL[dtype]
+    words = np.arange(256)
+    exponent = words >> mantissa_bits & (1 << exponent_bits) - 1
+    mantissa = (words & (1 << mantissa_bits) - 1) / (1 << mantissa_bits)
+    normal = (1 + mantissa) * np.exp2((exponent - bias).astype(np.float64))
+    values: F64 = np.where(exponent == 0, mantissa * 2.0 ** (1 - bias), normal)
+    if kind == "ieee":
+        largest = exponent == (1 << exponent_bits) - 1
+        values = np.where(largest, np.where(mantissa == 0, np.inf, np.nan), values)
+    if kind == "fn":
+        values = np.where(words & 0x7F == 0x7F, np.nan, values)
+    values = np.where(words & 0x80, -values, values)
+    return np.where(words == 0x80, np.nan, values) if kind == "fnuz" else values
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Two numbers are close if they differ by at most ``atol + rtol * max(|a|, |b|)``; None asks for equal bits."""
+
+    rtol: float | None = None
+    atol: float | None = None
+
+    @property
+    def exact(self) -> bool:
+        return self.rtol is None and self.atol is None
+
+    def far(self, a: F64, b: F64) -> int:
+        """Count the pairs that are not close; a NaN is close to a NaN only."""
+        if self.exact:
+            return 0
+        allowed = (self.atol or 0) + (self.rtol or 0) * np.maximum(np.abs(a), np.abs(b))
+        with np.errstate(invalid="ignore"):
+            close = (np.abs(a - b) <= allowed) | (a == b) | (np.isnan(a) & np.isnan(b))
+        return int(close.size - np.count_nonzero(close))
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """How the elements of a tensor differ; sums are in float64, over pairs of finite numbers.
+
+    Attributes:
+        elements: their number (real and imaginary parts count as two).
+        changed: how many differ in bits, or if the dtypes differ in value.
+        far: how many of those are not close by the tolerance.
+        max_abs: the largest absolute difference.
+        max_rel: the largest difference, divided by the larger of the two magnitudes.
+        norm_a, norm_b, norm_change: the 2-norms of both and of their difference.
+        nonfinite_a, nonfinite_b: how many are infinite or NaN.
+    """
+
+    elements: int = 0
+    changed: int = 0
+    far: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    norm_a: float = 0.0
+    norm_b: float = 0.0
+    norm_change: float = 0.0
+    dot: float = 0.0
+    nonfinite_a: int = 0
+    nonfinite_b: int = 0
+
+    @property
+    def rms_change(self) -> float:
+        return self.norm_change / math.sqrt(self.elements) if self.elements else 0.0
+
+    @property
+    def cosine(self) -> float | None:
+        """The cosine of the angle between the two; None if one is zero."""
+        norms = self.norm_a * self.norm_b
+        return max(-1.0, min(1.0, self.dot / norms)) if norms else None
+
+    def __add__(self, other: Statistics) -> Statistics:
+        return Statistics(
+            self.elements + other.elements,
+            self.changed + other.changed,
+            self.far + other.far,
+            max(self.max_abs, other.max_abs),
+            max(self.max_rel, other.max_rel),
+            math.hypot(self.norm_a, other.norm_a),
+            math.hypot(self.norm_b, other.norm_b),
+            math.hypot(self.norm_change, other.norm_change),
+            self.dot + other.dot,
+            self.nonfinite_a + other.nonfinite_a,
+            self.nonfinite_b + other.nonfinite_b,
+        )
+
+
+def statistics_of(a: Words, a_dtype: str, b: Words, b_dtype: str, tolerance: Tolerance) -> Statistics:
+    """Compare two parts of the same shape.  Types that are not numbers have only counts."""
+    left, right = as_float64(a, a_dtype), as_float64(b, b_dtype)
+    if left is None or right is None or left.size != right.size:
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return Statistics(a.size, a.size, a.size)
+        changed = int(np.count_nonzero(a != b))
+        return Statistics(a.size, changed, changed)
+    same_type = a_dtype == b_dtype
+    differ = a.reshape(-1) != b.reshape(-1) if same_type else ~((left == right) | (np.isnan(left) & np.isnan(right)))
+    changed, far = int(np.count_nonzero(differ)), tolerance.far(left, right)
+    finite_a, finite_b = np.isfinite(left), np.isfinite(right)
+    bad = [int(left.size - np.count_nonzero(finite)) for finite in (finite_a, finite_b)]
+    if any(bad):
+        both = finite_a & finite_b
+        left, right = left[both], right[both]
+    change = right - left
+    largest = np.maximum(np.abs(left), np.abs(right))
+    relative = np.divide(np.abs(change), largest, out=np.zeros_like(change), where=largest > 0)
+    return Statistics(
+        finite_a.size,
+        changed,
+        far,
+        float(np.abs(change).max(initial=0.0)),
+        float(relative.max(initial=0.0)),
+        _norm(left),
+        _norm(right),
+        _norm(change),
+        float(left @ right),
+        *bad,
+    )
+
+
+def _norm(values: F64) -> float:
+    """Return the 2-norm, scaled where squares of float64 would overflow or vanish."""
+    largest = float(np.abs(values).max(initial=0.0))
+    if largest == 0.0 or 1e-140 < largest < 1e140:
+        return float(np.linalg.norm(values))
+    return float(np.linalg.norm(values / largest)) * largest
+
+
+BYTES_PER_ELEMENT = 80
+"""Memory that the comparison of one element takes: two words, their numbers, and what is computed of them."""
+
+SAME, MOVED, CLOSE, CHANGED = "same", "moved", "close", "changed"
+"""The same bits in the same boxes; in other boxes; other bits within the tolerance; and anything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """What became of one tensor.
+
+    Attributes:
+        status: ``same``, ``moved`` (the same elements in other boxes), ``close`` (within the tolerance), ``changed``.
+        by: ``fingerprint`` if no element was read, else ``elements``; ``shape`` if shapes differ.
+        statistics: None if elements were not read.
+    """
+
+    key: str
+    status: str
+    by: str
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[str, str]
+    statistics: Statistics | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON data; statistics are null where elements were not read."""
+        s = self.statistics
+        names = ("elements", "changed", "far", "max_abs", "max_rel", "norm_a", "norm_b", "rms_change", "cosine",
+                 "nonfinite_a", "nonfinite_b")  # fmt: skip
+        return {"key": self.key, "status": self.status, "by": self.by, "shapes": self.shapes, "dtypes": self.dtypes,
+                **{name: None if s is None else getattr(s, name) for name in names}}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSide:
+    """A tensor of one of the two checkpoints, and the bytes of its chunks."""
+
+    tensor: OutputTensor
+    payloads: Payloads
+
+    def boxes(self) -> frozenset[Box]:
+        return frozenset(fragment.box for fragment in self.tensor.layout.fragments)
+
+    def check(self) -> None:
+        """Compare the chunks with their checksums.
+
+        Raises:
+            SourceError: a chunk is damaged.
+        """
+        self.tensor.check_sources(self.payloads)
+
+    def words(self, box: Box) -> Words:
+        """Return the elements of a box, as raw words."""
+        return self.tensor.elements(self.payloads, [self.tensor.layout.fragments], box)
+
+
+def known_to_be_equal(a: OutputTensor, b: OutputTensor) -> bool:
+    """Return whether fingerprints say that two tensors have the same elements."""
+    mine, theirs = a.record, b.record
+    same_kind = (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+    return same_kind and mine.fingerprint is not None and mine.fingerprint == theirs.fingerprint
+
+
+def compare_elements(
+    a: StoredSide, b: StoredSide, tolerance: Tolerance, most: int, passed: Callable[[int], None]
+) -> TensorDifference:
+    """Compare two tensors of the same shape.
+
+    Args:
+        most: bytes of memory to use.
+        passed: receives bytes that have been compared.
+
+    Raises:
+        SourceError: a chunk is damaged.
+    """
+    one, other = a.tensor.record, b.tensor.record
+    a.check()
+    b.check()
+    found = Statistics()
+    for band in bands(Box.of(one.shape), max(most // BYTES_PER_ELEMENT, 1)):
+        for box in band.boxes:
+            found += statistics_of(a.words(box), one.dtype, b.words(box), other.dtype, tolerance)
+            passed(box.numel * (itemsize(one.dtype) + itemsize(other.dtype)))
+    equal = found.changed == 0 and one.dtype == other.dtype
+    status = CHANGED if tolerance.exact or found.far else CLOSE
+    if equal:
+        status = SAME if a.boxes() == b.boxes() else MOVED
+    return TensorDifference(one.key, status, "elements", (one.shape, other.shape), (one.dtype, other.dtype), found)

@@ -1,0 +1,400 @@
+"""The figures of a checkpoint, alone or beside an earlier one's, and what looks odd in them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import chain
+from statistics import median
+from typing import Any
+
+from ...errors import SourceError, TargetError, did_you_mean
+from ...findings import Finding
+from ...record import StateRecord
+from ...store.io.location import Remote
+from ...store.open_checkpoint import OpenCheckpoint, open
+from ...store.reading.dtypes import itemsize
+from ...store.reading.payloads import Progress
+from ...store.small_tensors import stacked
+from ..engine.outputs import OutputTensor
+from ..look.contents import FirstLook, Role, first_look, unnumbered
+from .elements import StoredSide, Tolerance, compare_elements
+from .figures import ELEMENT_BYTES, TensorFigures, figures_of, figures_of_alike, is_numeric
+
+STATS_MEMORY = 256 << 20
+
+_BATCH = 2 << 20
+"""Bytes of small tensors that are measured at once."""
+
+_ROLES = (Role.WEIGHTS, Role.MOMENTUM, Role.MASTERS, Role.MOMENTS)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointStats:
+    """The numbers of a checkpoint.
+
+    Attributes:
+        since: the earlier checkpoint; None if there is none.
+        steps: of the earlier checkpoint and of this one, None where unknown.
+        tensors: figures of weights, momentum, masters and moments.
+        updates: of the weights that both checkpoints have.
+        health: what looks odd, with what it usually means.
+    """
+
+    checkpoint: str
+    since: str | None
+    steps: tuple[int | float | None, int | float | None]
+    tensors: tuple[TensorFigures, ...]
+    updates: tuple[WeightUpdate, ...]
+    health: tuple[Finding, ...]
+
+    def folded(self) -> tuple[Mapping[str, Any], ...]:
+        """Summarise tensors with layers folded, by parameter and role.
+
+        ``tensors`` is their number; ``rms`` has the least, median and most of them, ``largest`` is a magnitude,
+        ``zeros`` a share, ``nonfinite`` a number of elements, ``stable_rank`` the median.
+        """
+        return tuple(
+            {"pattern": pattern, "role": role, "tensors": len(members), **_summary(members)}
+            for (pattern, role), members in siblings_of(self.tensors).items()
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "checkpoint": self.checkpoint,
+            "since": self.since,
+            "steps": self.steps,
+            "tensors": [tensor.to_json() for tensor in self.tensors],
+            "folded": self.folded(),
+            "updates": [update.to_json() for update in self.updates],
+            "health": [health_json(finding) for finding in self.health],
+        }
+
+
+def health_json(finding: Finding) -> dict[str, Any]:
+    return {"kind": finding.kind, "message": finding.message, "means": finding.means, "keys": finding.names}
+
+
+def _summary(members: Sequence[TensorFigures]) -> dict[str, Any]:
+    rms = [tensor.figures.rms for tensor in members]
+    elements = sum(tensor.figures.elements for tensor in members)
+    ranks = [tensor.stable_rank for tensor in members if tensor.stable_rank is not None]
+    return {
+        "rms": {"least": min(rms), "median": median(rms), "most": max(rms)},
+        "largest": max(tensor.figures.largest for tensor in members),
+        "zeros": sum(tensor.figures.zeros for tensor in members) / elements if elements else 0.0,
+        "nonfinite": sum(tensor.figures.nan + tensor.figures.infinite for tensor in members),
+        "stable_rank": median(ranks) if ranks else None,
+    }
+
+
+def stats(
+    path: str | os.PathLike[str] | Remote,
+    since: str | os.PathLike[str] | Remote | None = None,
+    *,
+    select: Sequence[str] = (),
+    spectra: bool = True,
+    memory: int = STATS_MEMORY,
+    jobs: int = 2,
+    progress: Progress = lambda count, total: None,
+) -> CheckpointStats:
+    """Measure the weights and the optimizer state of a checkpoint, as ``muonckpt stats`` prints it; needs no torch.
+
+    Args:
+        path: a path or a URL, of any format.
+        since: an earlier checkpoint of the run and program, to see how far weights have moved.
+        select: shell patterns; only tensors whose key matches one are read.
+        spectra: whether to sketch singular values, which takes most of the time.
+        memory: bytes that elements may take; larger matrices are read several times.
+        jobs: threads.
+        progress: called with the bytes read since the last call, and with the total.
+
+    Raises:
+        SourceError: a checkpoint cannot be read, or is damaged.
+        LayoutError: a tensor has a hole or an overlap.
+        TargetError: a pattern matches nothing.
+    """
+    with ExitStack() as stack:
+        opened = stack.enter_context(open(path))
+        known = first_look(opened)
+        chosen = measurable(known, select)
+        earlier = stack.enter_context(open(since)) if since is not None else None
+        before = first_look(earlier) if earlier else None
+        pairs = list(_weights_in_both(known, before, {record.key for _, record in chosen})) if before else []
+        total = bytes_of_elements(record for _, record in chosen) + 2 * bytes_of_elements(record for record, _ in pairs)
+
+        def passed(count: int) -> None:
+            progress(count, total)
+
+        tensors = measured(opened, known, chosen, spectra=spectra, memory=memory, jobs=jobs, passed=passed)
+        changes = _changes(opened, earlier, pairs, memory, passed) if earlier else {}
+        return stats_of(opened, known, tensors, earlier, before, changes)
+
+
+Measurable = Sequence[tuple[Role, StateRecord]]
+
+
+def measurable(known: FirstLook, select: Sequence[str] = ()) -> Measurable:
+    """Choose weights, momentum, masters and moments that match, or all tensors if the program is unknown.
+
+    Raises:
+        TargetError: a pattern matches nothing.
+    """
+    tensors = [(role, tensor) for role in _ROLES for tensor in known.contents.tensors.get(role, ())]
+    if not tensors:  # the program is unknown: all that is there
+        tensors = [(Role.OTHER, tensor) for tensor in known.manifest.tensors if tensor.shape]
+    keys = [tensor.key for _, tensor in tensors]
+    for glob in select:
+        if not any(fnmatchcase(key, glob) for key in keys):
+            raise TargetError(f"no tensor of weights or state matches {glob!r}{did_you_mean(glob, keys)}")
+    return [(role, t) for role, t in tensors if not select or any(fnmatchcase(t.key, glob) for glob in select)]
+
+
+def measured(
+    opened: OpenCheckpoint,
+    known: FirstLook,
+    tensors: Measurable,
+    *,
+    spectra: bool,
+    memory: int,
+    jobs: int,
+    passed: Callable[[int], None],
+) -> tuple[TensorFigures, ...]:
+    """Measure these tensors, but those that are not numbers; ``passed`` receives bytes that have been read.
+
+    Raises:
+        SourceError: a chunk is damaged.
+        LayoutError: a tensor has a hole or an overlap.
+    """
+    names = {t.key: p.name for p in known.contents.parameters.values()
+             for t in ([p.weight] if p.weight else []) + list(p.state.values())}  # fmt: skip
+    numeric = [(role, record) for role, record in tensors if is_numeric(record.dtype)]
+    labels = [(names.get(record.key, record.key), str(role)) for role, record in numeric]
+    records = opened.locate([record for _, record in numeric])
+    most = memory // jobs
+
+    def measure(batch: Sequence[int]) -> list[TensorFigures]:
+        """Measure a large tensor, or several small ones."""
+        found: dict[int, TensorFigures] = {}
+        small = [records[n] for n in batch if _is_small(records[n], most)]
+        for members, words in stacked(opened.payloads, small):
+            step = max(most // (2 * ELEMENT_BYTES * math.prod(words.shape[1:])), 1)
+            for start in range(0, len(members), step):
+                own, part = [batch[member] for member in members[start : start + step]], words[start : start + step]
+                figures = figures_of_alike(part, [records[n] for n in own], [labels[n] for n in own], spectra)
+                found |= zip(own, figures, strict=True)
+                passed(part.nbytes)
+        for n in batch:
+            if n not in found:
+                side = StoredSide(OutputTensor.copy_of(records[n]), opened.payloads)
+                found[n] = figures_of(side, *labels[n], most, spectra, passed)
+        return [found[n] for n in batch]
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return tuple(chain.from_iterable(pool.map(measure, _batches(records, most))))
+
+
+def _is_small(record: StateRecord, most: int) -> bool:
+    return 0 < math.prod(record.shape) * 2 * ELEMENT_BYTES <= most
+
+
+def _batches(records: Sequence[StateRecord], most: int) -> Iterator[list[int]]:
+    """Group numbers of tensors to measure at once: neighbours while they are small and few, each large one alone."""
+    limit = min(most // 8, _BATCH)
+    batch: list[int] = []
+    length = 0
+    for number, record in enumerate(records):
+        size = math.prod(record.shape) * itemsize(record.dtype) if _is_small(record, most) else limit + 1
+        if batch and length + size > limit:
+            yield batch
+            batch, length = [], 0
+        batch.append(number)
+        length += size
+    if batch:
+        yield batch
+
+
+def stats_of(
+    opened: OpenCheckpoint,
+    known: FirstLook,
+    tensors: tuple[TensorFigures, ...],
+    earlier: OpenCheckpoint | None,
+    before: FirstLook | None,
+    changes: Mapping[str, float],
+) -> CheckpointStats:
+    """Put together the numbers of a checkpoint whose tensors have been measured.
+
+    Args:
+        changes: the root mean square of each weight's change since the earlier checkpoint, by key.
+    """
+    steps = before.step if before else None, known.step
+    updates = tuple(_updates(known, steps, changes))
+    since = str(earlier.path) if earlier else None
+    return CheckpointStats(str(opened.path), since, steps, tensors, updates, tuple(findings_of(tensors, updates)))
+
+
+def bytes_of_elements(tensors: Iterable[StateRecord]) -> int:
+    """Return the bytes of all their elements."""
+    return sum(math.prod(tensor.shape) * itemsize(tensor.dtype) for tensor in tensors)
+
+
+def _stored(opened: OpenCheckpoint, records: Sequence[StateRecord]) -> list[StoredSide]:
+    return [StoredSide(OutputTensor.copy_of(record), opened.payloads) for record in opened.locate(records)]
+
+
+def _weights_in_both(known: FirstLook, before: FirstLook, keys: set[str]) -> Iterator[tuple[StateRecord, StateRecord]]:
+    """Yield the weights of one shape that both have, as this checkpoint and as the earlier one has them."""
+    former = {t.key: t for t in before.contents.tensors.get(Role.WEIGHTS, ())}
+    for tensor in known.contents.tensors.get(Role.WEIGHTS, ()):
+        other = former.get(tensor.key)
+        if tensor.key in keys and other is not None and other.shape == tensor.shape:
+            yield tensor, other
+
+
+def _changes(
+    opened: OpenCheckpoint,
+    earlier: OpenCheckpoint,
+    pairs: Sequence[tuple[StateRecord, StateRecord]],
+    memory: int,
+    passed: Callable[[int], None],
+) -> dict[str, float]:
+    """Return the root mean square of each weight's change.
+
+    Raises:
+        SourceError: there is no weight to compare, or one is damaged.
+    """
+    if not pairs:
+        raise SourceError(f"{opened.path} and {earlier.path} have no weights of one key and shape in common")
+    now, then = (_stored(side, [pair[n] for pair in pairs]) for n, side in enumerate((opened, earlier)))
+    changes = {}
+    for one, other in zip(then, now, strict=True):
+        found = compare_elements(one, other, Tolerance(), memory, passed).statistics
+        assert found is not None, "elements were compared"
+        changes[other.tensor.record.key] = found.rms_change
+    return changes
+
+
+def _updates(
+    known: FirstLook, steps: tuple[int | float | None, int | float | None], changes: Mapping[str, float]
+) -> Iterator[WeightUpdate]:
+    taken = steps[1] - steps[0] if steps[0] is not None and steps[1] is not None else None
+    rates = {name: group.options.get("lr") for group in known.groups.groups for name in group.parameters}
+    parameters = {p.weight.key: p for p in known.contents.parameters.values() if p.weight}
+    for key, rms in changes.items():
+        parameter = parameters.get(key)
+        lr = rates.get(parameter.name) if parameter else None
+        lr = float(lr) if isinstance(lr, int | float) else None
+        per_step = rms / taken if taken and taken > 0 else None
+        factor = None
+        if parameter and parameter.is_matrix and lr and per_step is not None:
+            factor = per_step / lr * math.sqrt(max(parameter.shape[-2:]))
+        yield WeightUpdate(key, rms, per_step, lr, factor)
+
+
+APART = 5.0
+"""A tensor stands out that is so many times larger or smaller than the median of its siblings."""
+
+_LEAST_SIBLINGS = 3
+_COLLAPSED = 1.1
+"""The stable rank below which a momentum has one direction only."""
+
+
+_COMPARED: Mapping[str, Callable[[TensorFigures], float | None]] = {
+    "rms": lambda tensor: tensor.figures.rms,
+    "stable_rank": lambda tensor: tensor.stable_rank,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """How a weight changed between two checkpoints.
+
+    Attributes:
+        rms: the root mean square of the change; ``per_step`` is divided by the number of steps, None if unknown.
+        lr: the learning rate of its group in the later checkpoint; None if unknown.
+        factor: ``per_step / lr * √max(rows, columns)`` of a matrix: what the update is scaled by, at least, if Muon
+            makes it, less as far as updates do not point one way; None if a part is unknown.
+    """
+
+    key: str
+    rms: float
+    per_step: float | None
+    lr: float | None
+    factor: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"key": self.key, "rms": self.rms, "per_step": self.per_step, "lr": self.lr, "factor": self.factor}
+
+
+def siblings_of(tensors: Sequence[TensorFigures]) -> Mapping[tuple[str, str], list[TensorFigures]]:
+    """Group tensors by what they are in all layers: the key with layers and experts as ``*``, and the role."""
+    groups: defaultdict[tuple[str, str], list[TensorFigures]] = defaultdict(list)
+    for tensor in tensors:
+        groups[unnumbered(tensor.key), tensor.role].append(tensor)
+    return groups
+
+
+def findings_of(tensors: Sequence[TensorFigures], updates: Sequence[WeightUpdate]) -> Iterator[Finding]:
+    """Look for what is odd in numbers, the gravest first."""
+    bad = [t.key for t in tensors if t.figures.nan or t.figures.infinite]
+    if bad:
+        means = "a step that diverged or overflowed: go back to a checkpoint before it"
+        yield _finding("nonfinite", bad, "has infinite or NaN elements", "have infinite or NaN elements", means)
+    groups = siblings_of(tensors)
+    zero = [t for t in tensors if t.figures.elements and t.figures.zeros == t.figures.elements]
+    momenta = [t.key for t in zero if t.role == Role.MOMENTUM]
+    if momenta:
+        means = "no gradient has come: a frozen or unused parameter, an expert without tokens, or state that was lost"
+        yield _finding("zero_momentum", momenta, "momentum is all zeros", "momenta are all zeros", means)
+    for what, value in _COMPARED.items():
+        for (pattern, _), members in groups.items():
+            known = [(t, v) for t in members if (v := value(t))]
+            if len(known) < _LEAST_SIBLINGS:
+                continue
+            middle = median(v for _, v in known)
+            far = [t.key for t, v in known if not middle / APART <= v <= middle * APART]
+            if far:
+                words = "an RMS" if what == "rms" else "a stable rank"
+                is_far = f"{words} more than {APART:g} times off the median {middle:.3g} of {pattern}"
+                means = (
+                    "a layer that trains otherwise than its siblings: its initialisation, rate or data, or damage"
+                    if what == "rms"
+                    else "a matrix with other structure than its siblings: a collapsed, fused or transposed one"
+                )
+                yield _finding(f"outlier_{what}", far, f"has {is_far}", f"have {is_far}", means)
+    flat = [
+        t.key
+        for t in tensors
+        if t.role == Role.MOMENTUM and min(t.shape[-2:], default=0) >= 8 and (t.stable_rank or 2) < _COLLAPSED
+    ]
+    if flat:
+        means = "one direction dominates: few tokens, a dead layer above, or gradients that all agree"
+        yield _finding("collapsed", flat, "momentum has rank one", "momenta have rank one", means)
+    still = [update.key for update in updates if update.rms == 0]
+    if still:
+        means = "frozen, without gradients, or stale in one of the checkpoints"
+        yield _finding("still", still, "weight has not changed", "weights have not changed", means)
+    by_kind: defaultdict[str, list[WeightUpdate]] = defaultdict(list)
+    for update in updates:
+        if update.factor:
+            by_kind[unnumbered(update.key)].append(update)
+    for pattern, alike in by_kind.items():
+        middle = median(update.factor or 0 for update in alike)
+        far = [u.key for u in alike if not middle / APART <= (u.factor or 0) <= middle * APART]
+        if len(alike) >= _LEAST_SIBLINGS and far:
+            means = "another method or rate steps it than its siblings (Muon off, a group of its own)"
+            is_far = f"changed more than {APART:g} times off the median for its rate ({pattern})"
+            yield _finding("outlier_update", far, is_far, is_far, means)
+
+
+def _finding(kind: str, keys: Sequence[str], one: str, many: str, means: str) -> Finding:
+    noun = {"nonfinite": "tensor", "outlier_rms": "tensor", "outlier_stable_rank": "matrix"}.get(kind, "")
+    plural = {"tensor": "tensors", "matrix": "matrices"}.get(noun, "")
+    text = f"1 {noun} {one}" if len(keys) == 1 else f"{len(keys)} {plural} {many}"
+    return Finding.listing(kind, " ".join(text.split()), keys, means)

@@ -1,0 +1,83 @@
+"""Arithmetic on raw elements: products in float64, rounded once to the dtype that is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import SourceError
+
+Words = NDArray[Any]
+"""Raw elements as unsigned words of their size; elements of 16 bytes as two words each, in a last dim of 2."""
+
+Values64 = NDArray[np.float64]
+
+NATIVE_FLOATS: Mapping[str, str] = MappingProxyType({"float64": "<f8", "float32": "<f4", "float16": "<f2"})
+"""The floating-point dtypes that numpy has, by torch's names."""
+
+
+def _read_native(kind: str) -> Callable[[Words], Values64]:
+    return lambda words: words.view(kind).astype(np.float64)
+
+
+def _write_native(kind: str) -> Callable[[Values64], Words]:
+    return lambda values: values.astype(kind).view(f"<u{np.dtype(kind).itemsize}")
+
+
+def _read_bfloat16(words: Words) -> Values64:
+    values: Values64 = (words.astype("<u4") << 16).view("<f4").astype(np.float64)
+    return values
+
+
+def bfloat16_words(values: Values64) -> Words:
+    """Return the bits of the nearest numbers of bfloat16, ties to even.
+
+    Rounds to float32 first.  That changes the second rounding only where it gives the middle of two numbers of
+    bfloat16, and the value is not it: there the float32 number beside it, on the value's side, is taken.
+    """
+    near = values.astype("<f4")
+    bits = near.view("<u4")
+    middle = (bits & 0xFFFF) == 0x8000
+    if middle.any():
+        back = near.astype(np.float64)
+        inexact = middle & (back != values)
+        if inexact.any():
+            above = np.abs(values) > np.abs(back)
+            bits = bits + (inexact & above).astype("<u4") - (inexact & ~above).astype("<u4")
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    words: Words = rounded.astype("<u2")
+    nans = np.isnan(values)
+    if nans.any():
+        words[nans] = near.view("<u4")[nans] >> 16 | 0x40
+    return words
+
+
+_FLOATS: Mapping[str, tuple[Callable[[Words], Values64], Callable[[Values64], Words]]] = MappingProxyType(
+    {name: (_read_native(kind), _write_native(kind)) for name, kind in NATIVE_FLOATS.items()}
+    | {"bfloat16": (_read_bfloat16, bfloat16_words)}
+)
+"""How elements become float64, and how they are rounded from there."""
+
+
+def scaled(words: Words, dtype: str, by: float, to: str | None = None) -> Words:
+    """Return elements multiplied by a factor, each rounded once (to nearest, ties to even).
+
+    Args:
+        words: the raw elements, of any shape.
+        dtype: torch's name of their dtype.
+        to: that of the result; None: the same.
+
+    Raises:
+        SourceError: elements of these dtypes cannot be computed.
+    """
+    for name in (dtype, to or dtype):
+        if name not in _FLOATS:
+            raise SourceError(f"state of dtype {name} cannot be scaled or cast; expected one of {', '.join(_FLOATS)}")
+    read, _ = _FLOATS[dtype]
+    _, write = _FLOATS[to or dtype]
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return write(read(words) * by)

@@ -1,0 +1,162 @@
+"""The chunks of a source as numbered rows, and which of them are still to be checked.
+
+A chunk is checked by what is read of it to be copied, so each is read once, and the bytes that are checked are the
+bytes that are copied.  Its CRC-32 follows from those of the runs of bytes that tile it, in whatever order and by
+whichever thread they are read.  Where a second thread reads bytes once more, for other files, its reading is not
+checked anew: a file that changes in between is found by the tensor's fingerprint, if the source has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from threading import Lock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...chunks import Chunks
+from ...columns import UNKNOWN, Column
+from ...errors import DamageError
+from ...layout import Buffer
+from ...record import Chunk, Manifest, StateRecord
+from ...store.io.checksums import crc32_of
+from ...store.io.ranges import JoinedCrc
+from ...store.reading.payloads import Payloads, check_chunk
+from .outputs import OutputTensor
+
+Mask = NDArray[np.bool_]
+
+
+class SourceRows:
+    """The chunks of the tensors of a source, one tensor after the other, in columns: row 3 is the fourth chunk."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._tensors = manifest.tensors
+        self.columns = manifest.columns
+        self.numel = manifest.elements
+        self._ends = np.cumsum([len(tensor.chunks) for tensor in self._tensors])
+        ends = self._ends.tolist()
+        listed = zip(self._tensors, [0, *ends], strict=False)
+        self._first = {tensor.chunks.place: first for tensor, first in listed if len(tensor.chunks)}
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def first(self, chunks: Chunks) -> int:
+        """Return the row of the first chunk of a tensor."""
+        return self._first[chunks.place] if len(chunks) else 0
+
+    def row(self, output: OutputTensor, buffer: Buffer) -> int:
+        """Return the row of a buffer of an output; -1 if it is in memory."""
+        source, number = output.located(buffer)
+        return -1 if isinstance(source, bytes) else self._first[source.place] + number
+
+    def rows(self, outputs: Sequence[OutputTensor], buffer: Buffer) -> Column:
+        """Return the row of this buffer of each of these outputs; -1 for those in memory."""
+        return np.array([self.row(output, buffer) for output in outputs], np.int64)
+
+    def at(self, row: int) -> tuple[StateRecord, Chunk]:
+        """Return the chunk in a row, and its tensor."""
+        number = int(np.searchsorted(self._ends, row, side="right"))
+        tensor = self._tensors[number]
+        return tensor, tensor.chunks[row - int(self._ends[number]) + len(tensor.chunks)]
+
+    def of(self, output: OutputTensor, buffers: Iterable[Buffer]) -> list[int]:
+        """Return the rows of buffers of an output that are not in memory, in the order in which they lie in files."""
+        rows = {self.row(output, buffer) for buffer in buffers} - {-1}
+        return sorted(rows, key=lambda row: (self.columns.file[row], self.columns.item[row]))
+
+
+class Unchecked:
+    """The chunks of a source that are still to be checked; safe to use from several threads."""
+
+    def __init__(self, rows: SourceRows) -> None:
+        self.rows = rows
+        self._waiting: Mask = rows.numel > 0
+        self._shared: Mask = np.zeros(len(rows), np.bool_)
+        self._taking = Lock()
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self._waiting))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.flatnonzero(self._waiting).tolist())
+
+    def keep(self, chosen: Mask, shared: Mask) -> None:
+        """Leave only the chosen rows to be checked; other processes copy from the shared ones as well."""
+        self._waiting &= chosen
+        self._shared = shared
+
+    def shared_out(self, most: int) -> Iterator[list[int]]:
+        """Yield the rows that are still to be checked, in at most so many parts."""
+        waiting = np.flatnonzero(self._waiting)
+        for numbers in np.array_split(waiting, max(min(most, len(waiting)), 1)):
+            yield numbers.tolist()
+
+    def take(self, rows: Column) -> Mask:
+        """Return which of these rows were still to be checked; now they are not."""
+        with self._taking:
+            taken: Mask = self._waiting[rows]
+            self._waiting[rows] = False
+        return taken
+
+    def waits(self, row: int) -> bool:
+        """Return whether a row is still to be checked."""
+        return bool(self._waiting[row])
+
+    def is_shared(self, row: int) -> bool:
+        """Return whether other processes copy from a row as well."""
+        return bool(self._shared[row])
+
+
+class CopiedRuns:
+    """Runs of chunks that have not been read whole yet; safe to use from several threads.
+
+    Neighbours are joined at once, so a chunk has few of them however many files it is copied to.  Chunks stay unchecked
+    if runs do not tile them: some bytes are not copied, or threads read runs that overlap.
+
+    Args:
+        progress: called with the length of each payload that was checked, in bytes.
+    """
+
+    def __init__(self, payloads: Payloads, unchecked: Unchecked, progress: Callable[[int], None]) -> None:
+        self._payloads = payloads
+        self._unchecked = unchecked
+        self._columns = unchecked.rows.columns
+        self._progress = progress
+        self._runs: dict[int, JoinedCrc] = {}
+        self._adding = Lock()
+
+    def read(self, row: int, start: int, raw: memoryview) -> None:
+        """Add bytes that were read from byte ``start`` of a chunk's payload, as `add` does; if there is a CRC-32."""
+        known = self._runs.get(row)
+        another_thread_did = known is not None and start < known.reached
+        if self._columns.crc32[row] != UNKNOWN and not another_thread_did and self._unchecked.waits(row):
+            self.add(row, start, start + len(raw), crc32_of(raw, 0))
+
+    def add(self, row: int, start: int, stop: int, crc32: int) -> None:
+        """Add bytes ``start:stop`` of a chunk's payload, by their CRC-32.  When the last are added, it is checked.
+
+        Bytes that were added before, as those of replicas are, do not count.
+
+        Raises:
+            SourceError: the chunk is damaged, or was written while it was read.
+        """
+        length = max(int(self._columns.payload_length[row]), 0)
+        with self._adding:
+            runs = self._runs.setdefault(row, JoinedCrc())
+            runs.add(start, stop, crc32)
+            if runs.reached < length:
+                return
+            del self._runs[row]
+        if not self._unchecked.take(np.array([row])).all():
+            return
+        if runs.crc32 != self._columns.crc32[row]:
+            tensor, chunk = self._unchecked.rows.at(row)
+            check_chunk(self._payloads, tensor, chunk)  # says what is wrong
+            where = f"tensor {tensor.key!r} box {chunk.box} in {self._payloads.place(chunk.item.file)}"
+            raise DamageError(
+                f"{where} was written while it was read: what was copied has CRC-32 {runs.crc32:08x}, and what it has "
+                f"now, as expected, {chunk.crc32:08x}"
+            )
+        self._progress(length)

@@ -1,0 +1,92 @@
+"""A summary of the flat buffers that a checkpoint records: their padding, and what each rank holds of them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...layouts.buffers.buffer_layout import rank_of
+from ...layouts.buffers.parameters import newton_schulz
+from ...layouts.buffers.records import GroupBuffer, recorded, recorded_run
+from ...store.reading.dtypes import itemsize
+from .contents import NO_STATE
+
+RUN = "(the run that saved)"
+"""The label of the buffers of a training run, of parameters and gradients."""
+
+
+LabelledBuffer = tuple[str, GroupBuffer]
+
+
+def labelled_buffers(provenance: Mapping[str, Any]) -> tuple[LabelledBuffer, ...]:
+    """Return the buffers that a checkpoint is laid out in, with their slots; if there are none, those of its run.
+
+    Raises:
+        SourceError: a record does not follow ``docs/formats/manifest.md``.
+    """
+    state = tuple((buffer.slot or NO_STATE, buffer) for buffer in recorded(provenance))
+    return state or tuple((RUN, buffer) for buffer in recorded_run(provenance))
+
+
+def buffer_summary(buffers: Sequence[LabelledBuffer]) -> list[dict[str, Any]]:
+    """Return sizes, padding, and what each rank holds, for each label and placement as JSON data.
+
+    ``padding_bytes`` counts one buffer of the dtype.  ``newton_schulz`` is the FLOPs of one iteration on the matrices
+    that a rank owns, null if no rank owns any.  ``busiest`` is the most that a rank holds, divided by the mean.
+    """
+    groups: defaultdict[tuple[str, str, int], list[GroupBuffer]] = defaultdict(list)
+    for label, buffer in buffers:
+        groups[label, buffer.layout.algorithm, buffer.layout.version].append(buffer)
+    return [
+        {"of": label, "algorithm": algorithm, "version": version, **_sizes(members), **_shares(members)}
+        for (label, algorithm, version), members in groups.items()
+    ]
+
+
+def _sizes(members: Sequence[GroupBuffer]) -> dict[str, Any]:
+    layouts = [buffer.layout for buffer in members]
+    elements, padding = sum(sum(layout.filled) for layout in layouts), sum(layout.padding for layout in layouts)
+    return {
+        "buffers": len(layouts),
+        "buckets": sum(len(layout.buckets) for layout in layouts),
+        "elements": elements,
+        "padding": padding,
+        "padding_bytes": sum(layout.padding * itemsize(layout.parameters[0].parameter.dtype) for layout in layouts),
+        "padding_percent": round(100 * padding / (elements + padding), 2),
+    }
+
+
+def _shares(members: Sequence[GroupBuffer]) -> dict[str, Any]:
+    """The ranks are those that share all of the buffers: with experts, a run records the buffers of one group only.
+
+    If no rank shares all of them (buffers of several parts), they are all ranks.
+    """
+    groups = [set(buffer.group) for buffer in members]
+    ranks = sorted(set.intersection(*groups) or set.union(*groups))
+    held: Counter[int] = Counter()
+    work: Counter[int] = Counter()
+    for buffer in members:
+        owners = buffer.layout.owners
+        for placed in buffer.layout.parameters:
+            for shard in buffer.layout.holding(placed):
+                held[buffer.group[rank_of(shard)]] += min(placed.stop, shard.stop) - max(placed.start, shard.start)
+            if (owner := owners[placed.name]) is not None and buffer.layout.whole:
+                work[buffer.group[owner]] += newton_schulz(placed.parameter)
+    owned = any(buffer.layout.whole for buffer in members)
+    costs = [work[rank] if owned else None for rank in ranks]
+    return {
+        "busiest": {
+            "elements": _busiest([held[rank] for rank in ranks]),
+            "newton_schulz": _busiest([work[rank] for rank in ranks]) if owned else None,
+        },
+        "ranks": [
+            {"rank": rank, "elements": held[rank], "newton_schulz": cost}
+            for rank, cost in zip(ranks, costs, strict=True)
+        ],
+    }
+
+
+def _busiest(shares: Sequence[int]) -> float | None:
+    total = sum(shares)
+    return round(max(shares) * len(shares) / total, 3) if total else None

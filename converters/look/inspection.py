@@ -1,0 +1,444 @@
+"""What is in a checkpoint and how it is laid out, from its metadata alone: as data, and as labelled lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ...columns import UNKNOWN
+from ...errors import TargetError, did_you_mean
+from ...findings import Finding
+from ...record import Manifest, StateRecord
+from ...store.io.limits import gc_paused
+from ...store.io.location import Remote
+from ...store.open_checkpoint import OpenCheckpoint, open
+from ...store.reading.dtypes import itemsize
+from ...wording import counted, size
+from ..translate.detection import Detected
+from .contents import NO_STATE, Contents, FirstLook, HyperParameters, Role, first_look
+from .holders import (
+    Branch,
+    StoredShard,
+    balance_of,
+    bytes_by_rank,
+    cut_in_words,
+    held_by,
+    module_tree,
+    newton_schulz_by_rank,
+    shards_of,
+    writing_ranks,
+)
+from .symptoms import symptoms_of
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """A summary of a checkpoint's metadata; sizes are in bytes.
+
+    Attributes:
+        dialect: the program whose keys it has: ``name`` and ``who`` (None if unknown), and the ``reasons``.
+        provenance: which program made it and how, without its long records of flat buffers.
+        chunks: the number of those with elements; some ranks write ``empty_chunks`` of small tensors.
+        other_items: the number of items that are not tensors.
+        step: as the saving program recorded it, or else as the step counters have it if they agree; else None.
+        steps: ``least`` and ``most`` of the step counters that were ``read``, and the number of ``counters``.
+        optimizer: for each update ``method`` the number of ``parameters``, and of ``matrices`` among them.
+        conventions: for each momentum convention the number of ``tensors``, and ``by``: who says so.
+        groups: groups with equal options: their positions (``groups``), the number of ``parameters``, and ``options``.
+        unread_groups: the number of groups of one parameter each that were not read because there are many.
+        roles: for each role ``tensors``, ``elements``, ``bytes``, ``dtypes`` and ``slots``.
+        layouts: each layout on the ranks that wrote, with the number of ``tensors``.
+        cuts: each way to cut tensors into chunks, in words, with the number of ``tensors``.
+        balance: how evenly the files of ranks hold ``bytes`` and, if each matrix is whole on a rank, ``newton_schulz``
+            (FLOPs of one iteration); each None if unknown.
+        buffers: `buffer_summary` of the flat buffers.
+        slots: for each slot of optimizer state ``tensors``, ``elements``, ``bytes`` and ``dtypes``.
+        checks: the numbers of chunks by the best checksum in the metadata: ``digest``, ``crc32``, ``in_the_item``
+            (known when it is opened).  Whether they hold is for `verify` to say.
+        symptoms: what looks sick.
+        notes: what could not be told, and why.
+        manifest: with parameters and slots as the dialect's keys name them.
+    """
+
+    checkpoint: str
+    kind: str
+    dialect: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+    tensors: int
+    chunks: int
+    empty_chunks: int
+    bytes: int
+    other_items: int
+    files: int
+    step: int | float | None
+    steps: Mapping[str, Any]
+    optimizer: tuple[Mapping[str, Any], ...]
+    conventions: tuple[Mapping[str, Any], ...]
+    groups: tuple[Mapping[str, Any], ...]
+    unread_groups: int
+    roles: tuple[Mapping[str, Any], ...]
+    layouts: tuple[Mapping[str, Any], ...]
+    cuts: tuple[Mapping[str, Any], ...]
+    balance: Mapping[str, Any]
+    buffers: tuple[Mapping[str, Any], ...]
+    slots: tuple[Mapping[str, Any], ...]
+    checks: Mapping[str, int]
+    symptoms: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    manifest: Manifest
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the attributes as JSON data, without the manifest."""
+        fields = (field.name for field in dataclasses.fields(self) if field.name != "manifest")
+        symptoms = [{"kind": s.kind, "message": s.message, "names": s.names} for s in self.symptoms]
+        return {name: getattr(self, name) for name in fields} | {"symptoms": symptoms}
+
+    def matching(self, *globs: str) -> tuple[StateRecord, ...]:
+        """Return the tensors whose key matches one of these shell patterns; all of them if there are none.
+
+        Raises:
+            TargetError: a pattern matches no tensor; names the closest keys.
+        """
+        tensors = self.manifest.tensors
+        for glob in globs:
+            if not any(fnmatchcase(tensor.key, glob) for tensor in tensors):
+                raise TargetError(f"no tensor matches {glob!r}{did_you_mean(glob, [t.key for t in tensors])}")
+        return tuple(t for t in tensors if not globs or any(fnmatchcase(t.key, glob) for glob in globs))
+
+    def shards(self, key: str, *index: int) -> tuple[StoredShard, ...]:
+        """Return the shards of one tensor: which file and rank holds which box.
+
+        Args:
+            index: only those with elements at these indices of the first dims, such as the number of an expert.
+
+        Raises:
+            TargetError: there is no such tensor; names the closest keys.
+        """
+        for tensor in self.manifest.tensors:
+            if tensor.key == key:
+                for dim, (wanted, size) in enumerate(zip(index, tensor.shape, strict=False)):
+                    if not 0 <= wanted < size:
+                        raise TargetError(f"{key} has the indices 0 to {size - 1} in dim {dim}, not {wanted}")
+                return tuple(shard for shard in shards_of(tensor) if shard.holds(index))
+        keys = [tensor.key for tensor in self.manifest.tensors]
+        raise TargetError(f"no tensor {key!r}{did_you_mean(key, keys)}")
+
+    def on_rank(self, rank: int) -> Mapping[str, tuple[StoredShard, ...]]:
+        """Return the shards in the files that a rank wrote, by key.
+
+        Raises:
+            TargetError: no file is that rank's.
+        """
+        held = held_by(self.manifest, rank)
+        if not held:
+            ranks = writing_ranks(self.manifest)
+            found = f"ranks {ranks[0]} to {ranks[-1]} do" if ranks else "the names of its files tell no rank"
+            raise TargetError(f"rank {rank} holds nothing of {self.checkpoint}: {found}")
+        return held
+
+    def bytes_of_ranks(self) -> Mapping[int, int]:
+        """Return the bytes of elements in the files of each rank; empty if the names of files do not tell ranks."""
+        return bytes_by_rank(self.manifest)
+
+    def tree(self, *globs: str) -> tuple[Branch, ...]:
+        """Return the tensors that match a shell pattern by module, with layers that are alike as one branch."""
+        return module_tree(self.matching(*globs))
+
+
+def inspect(path: str | os.PathLike[str] | Remote) -> Inspection:
+    """Summarise what is in a checkpoint of any format and how it is laid out, as ``muonckpt inspect`` prints it.
+
+    Reads metadata, hyper-parameters and step counters; needs no torch, and executes nothing.
+
+    Args:
+        path: a path, or a URL such as ``s3://bucket/step1000``.
+
+    Raises:
+        SourceError: there is no checkpoint, or its metadata are damaged or refused.
+    """
+    with open(path) as checkpoint:
+        return inspection_of(checkpoint)
+
+
+@gc_paused()
+def inspection_of(checkpoint: OpenCheckpoint, known: FirstLook | None = None) -> Inspection:
+    """Summarise an open checkpoint; ``known`` is its `first_look`, if that was taken."""
+    known = known or first_look(checkpoint)
+    manifest, groups, contents = known.manifest, known.groups, known.contents
+    layouts = _layouts(manifest)
+    elements = manifest.elements
+    empty = int((elements == 0).sum())
+    return Inspection(
+        checkpoint=str(checkpoint.path),
+        kind=checkpoint.format.name,
+        dialect=_dialect(known.program),
+        provenance=_without_buffers(manifest.provenance),
+        tensors=len(manifest.tensors),
+        chunks=len(elements) - empty,
+        empty_chunks=empty,
+        bytes=sum(map(_bytes, manifest.tensors)),
+        other_items=len(manifest.blobs),
+        files=len({*manifest.columns.names, *(blob.item.file for blob in manifest.blobs)}),
+        step=known.step,
+        steps=dataclasses.asdict(known.steps),
+        optimizer=tuple(_methods(contents)),
+        conventions=tuple(_conventions(contents, groups)),
+        groups=tuple(
+            {"groups": group.groups, "parameters": len(group.parameters), "options": group.options}
+            for group in groups.groups
+        ),
+        unread_groups=groups.unread,
+        roles=tuple(_role(role, contents) for role in contents.tensors),
+        layouts=tuple({**json.loads(layout), "tensors": count} for layout, count in layouts.most_common()),
+        cuts=tuple(
+            {"cut": cut, "tensors": count} for cut, count in Counter(map(cut_in_words, manifest.tensors)).most_common()
+        ),
+        balance=_balance(manifest, contents),
+        buffers=_buffers(manifest.provenance),
+        slots=tuple(_slot(name, manifest.tensors) for name in dict.fromkeys(t.slot for t in manifest.tensors)),
+        checks=_checks(manifest),
+        symptoms=symptoms_of(contents, manifest, groups, known.steps, checkpoint.lost_files),
+        notes=groups.notes,
+        manifest=manifest,
+    )
+
+
+def _without_buffers(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    short = {name: value for name, value in provenance.items() if name != "buffers"}
+    if run := short.get("layer_wise"):
+        short["layer_wise"] = {name: value for name, value in run.items() if name not in ("buffers", "ranks")}
+    return short
+
+
+def _buffers(provenance: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    if not provenance.keys() & {"buffers", "layer_wise"}:
+        return ()
+    from .buffer_summary import buffer_summary, labelled_buffers  # imports all of flat buffers
+
+    return tuple(buffer_summary(labelled_buffers(provenance)))
+
+
+def _layouts(manifest: Manifest) -> Counter[str]:
+    """Count layouts, as JSON text; tensors share few of them."""
+    layouts = {id(tensor.layout): tensor.layout for tensor in manifest.tensors}
+    texts = {number: json.dumps(layout) for number, layout in layouts.items()}
+    return Counter(texts[id(tensor.layout)] for tensor in manifest.tensors if tensor.layout)
+
+
+def _dialect(program: Detected | str) -> dict[str, Any]:
+    if isinstance(program, str):
+        return {"name": None, "who": None, "reasons": [program]}
+    return {"name": program.dialect.name, "who": program.dialect.who, "reasons": list(program.reasons)}
+
+
+def _methods(contents: Contents) -> Iterator[dict[str, Any]]:
+    stateful = [parameter for parameter in contents.parameters.values() if parameter.state]
+    names = Counter(parameter.method.name if parameter.method else "unknown" for parameter in stateful)
+    matrices = Counter(p.method.name if p.method else "unknown" for p in stateful if p.is_matrix)
+    for name, count in names.most_common():
+        yield {"method": name, "parameters": count, "matrices": matrices[name]}
+
+
+def _conventions(contents: Contents, groups: HyperParameters) -> Iterator[dict[str, Any]]:
+    """Count momentum conventions as the manifest records them, or else the group, or else the program."""
+    in_groups = groups.conventions
+    counts: Counter[tuple[str | None, str]] = Counter()
+    for tensor in contents.tensors.get(Role.MOMENTUM, ()):
+        if tensor.convention:
+            counts[str(tensor.convention), "the manifest"] += 1
+        elif convention := in_groups.get(tensor.name or ""):
+            counts[convention, "the parameter group"] += 1
+        elif contents.dialect and contents.dialect.convention:
+            counts[str(contents.dialect.convention), f"{contents.dialect.name} has no other"] += 1
+        else:
+            counts[None, "recorded nowhere"] += 1
+    for (convention, by), count in counts.most_common():
+        yield {"convention": convention, "tensors": count, "by": by}
+
+
+def _balance(manifest: Manifest, contents: Contents) -> dict[str, Any]:
+    held = bytes_by_rank(manifest)
+    work = newton_schulz_by_rank(contents, list(held)) if held else None
+    shares = {"bytes": balance_of(held), "newton_schulz": balance_of(work) if work else None}
+    return {name: share and share.to_json() for name, share in shares.items()}
+
+
+def _checks(manifest: Manifest) -> dict[str, int]:
+    columns, stored = manifest.columns, manifest.elements > 0
+    digests = columns.has_digest & stored
+    sums = (columns.crc32 != UNKNOWN) & ~columns.has_digest & stored
+    counts = {"digest": int(digests.sum()), "crc32": int(sums.sum())}
+    return {**counts, "in_the_item": int(stored.sum()) - sum(counts.values())}
+
+
+def _role(role: Role, contents: Contents) -> dict[str, Any]:
+    members = contents.tensors[role]
+    return {"role": str(role), **_sizes(members), "slots": contents.slots_of(role)}
+
+
+def _slot(name: str | None, tensors: Sequence[StateRecord]) -> dict[str, Any]:
+    members = [tensor for tensor in tensors if tensor.slot == name]
+    return {"slot": name or NO_STATE, **_sizes(members)}
+
+
+def _sizes(members: Sequence[StateRecord]) -> dict[str, Any]:
+    return {
+        "tensors": len(members),
+        "elements": sum(math.prod(tensor.shape) for tensor in members),
+        "bytes": sum(map(_bytes, members)),
+        "dtypes": sorted({tensor.dtype for tensor in members}),
+    }
+
+
+def _bytes(tensor: StateRecord) -> int:
+    return math.prod(tensor.shape) * itemsize(tensor.dtype)
+
+
+_MOST_LINES = 8
+
+_FIRST = ("algorithm", "lr", "weight_decay", "wd", "momentum", "mu", "betas", "beta1", "beta2", "adamw_betas", "step",
+          "convention", "nesterov")  # fmt: skip
+"""Options that come first; what programs call them does not matter otherwise."""
+
+_MOST_OPTIONS = 8
+"""The most options of a group that are shown; `--items` and JSON have all."""
+
+_SAID_ELSEWHERE = frozenset({"step", "resharded"})
+
+
+def overview(inspection: Inspection) -> Iterator[tuple[str, str]]:
+    """Yield the summary of a checkpoint as labelled lines, with what looks sick; the tables are not included."""
+    yield from description(inspection)
+    yield from _some("look at", [symptom.message for symptom in inspection.symptoms])
+
+
+def description(inspection: Inspection) -> Iterator[tuple[str, str]]:
+    """Yield the summary without what looks sick; an empty label goes on with the one above."""
+    yield "checkpoint", inspection.checkpoint
+    yield "kind", inspection.kind
+    for name, value in inspection.provenance.items():
+        if name not in _SAID_ELSEWHERE and value not in ([], {}, None, ""):
+            yield name, value if isinstance(value, str) else json.dumps(value)
+    for step in inspection.provenance.get("resharded") or ():
+        yield "resharded", _resharded(step)
+    yield from _step_lines(inspection)
+    yield from _optimizer(inspection)
+    yield "tensors", f"{inspection.tensors} in {counted(inspection.chunks, 'chunk')}, {size(inspection.bytes)}"
+    if inspection.empty_chunks:
+        yield "", f"and {counted(inspection.empty_chunks, 'chunk')} without elements"
+    yield "other items", str(inspection.other_items)
+    yield "files", str(inspection.files)
+    dialect = inspection.dialect
+    yield "keys", f"{dialect['name']} ({dialect['who']})" if dialect["name"] else "unknown"
+    for reason in dialect["reasons"]:
+        yield "", reason
+    layouts = [f"{counted(layout['tensors'], 'tensor')} {_how(layout)}" for layout in inspection.layouts]
+    yield from _some("layout", layouts)
+    yield "cut into", "; ".join(f"{cut['tensors']}: {cut['cut']}" for cut in inspection.cuts[:_MOST_LINES])
+    yield from _balance_lines(inspection.balance)
+    yield "checksums", _checksum_words(inspection.checks)
+
+
+def _step_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
+    steps = inspection.steps
+    if inspection.step is not None:
+        yield "step", str(inspection.step)
+    if steps["least"] is not None and (steps["least"], steps["most"]) != (inspection.step, inspection.step):
+        which = "all" if steps["read"] == steps["counters"] else f"{steps['read']}"
+        span = steps["most"] if steps["least"] == steps["most"] else f"{steps['least']} to {steps['most']}"
+        yield "counters", f"{span}, by {which} of {counted(steps['counters'], 'step counter')}"
+
+
+def _optimizer(inspection: Inspection) -> Iterator[tuple[str, str]]:
+    methods = [
+        f"{method['method']}: {counted(method['parameters'], 'parameter')} ({_matrices(method['matrices'])})"
+        for method in inspection.optimizer
+    ]
+    yield "optimizer", "; ".join(methods) if methods else "no state"
+    for row in inspection.conventions:
+        yield "momentum", f"{row['convention'] or 'unknown'} in {counted(row['tensors'], 'tensor')} ({row['by']})"
+    yield from _some("group", [_group_line(group) for group in inspection.groups])
+    if inspection.unread_groups:
+        yield "", f"and {inspection.unread_groups} groups of one parameter, which were not read"
+    if inspection.optimizer:
+        for note in inspection.notes:
+            yield "", note
+
+
+def _matrices(count: int) -> str:
+    return f"{count or 'no'} {'matrix' if count == 1 else 'matrices'}"
+
+
+def _group_line(group: Mapping[str, Any]) -> str:
+    numbers = f"{', '.join(map(str, group['groups']))}: " if group["groups"] else ""
+    given = {name: value for name, value in group["options"].items() if value is not None}
+    shown = sorted(given, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))[:_MOST_OPTIONS]
+    options = ", ".join(f"{name} {_value(given[name])}" for name in shown) or "without options"
+    more = f" and {len(given) - len(shown)} more" if len(given) > len(shown) else ""
+    return f"{numbers}{counted(group['parameters'], 'parameter')}, {options}{more}"
+
+
+def _value(value: object) -> str:
+    match value:
+        case [*parts]:
+            return "/".join(map(_value, parts))
+        case float():
+            return f"{value:.6g}"
+        case _:
+            return str(value)
+
+
+def _balance_lines(balance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    held, work = balance["bytes"], balance["newton_schulz"]
+    if held:
+        most = f", at most {size(held['most'])} (rank {held['busiest_rank']}): {held['most_to_mean']:.3g} of the mean"
+        mean = f"{size(round(held['mean']))} a rank{most if held['ranks'] > 1 else ''}"
+        yield "balance", f"{counted(held['ranks'], 'rank')}, {mean}"
+    if work and work["ranks"] > 1:
+        busiest = f"rank {work['busiest_rank']} has {work['most_to_mean']:.3g} of the mean"
+        yield "", f"Newton-Schulz work of the matrices that ranks hold: {busiest}"
+
+
+def _checksum_words(checks: Mapping[str, int]) -> str:
+    words = {"digest": "digests", "crc32": "CRC-32s", "in_the_item": "in the items, if any"}
+    found = ", ".join(f"{checks[kind]} {word}" for kind, word in words.items() if checks[kind])
+    return f"{found or 'none'}; when they were last compared is not recorded: `muonckpt verify` does it"
+
+
+def _resharded(step: Mapping[str, Any]) -> str:
+    mesh = step.get("mesh")
+    on = f" on {','.join(f'{axis}={size}' for axis, size in mesh.items())}" if isinstance(mesh, dict) else ""
+    named = {"program", "source", "mesh", "layout"}
+    more = "".join(f", {name} {json.dumps(value)}" for name, value in step.items() if name not in named and value)
+    return f"from {step.get('source')} to {step.get('layout')}{on}{more}, by {step.get('program')}"
+
+
+def _some(label: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for line in lines[:_MOST_LINES]:
+        yield label, line
+    if len(lines) > _MOST_LINES:
+        yield "", f"and {len(lines) - _MOST_LINES} more (--json)"
+
+
+def _how(layout: Mapping[str, Any]) -> str:
+    match layout:
+        case {"algorithm": "mesh", "mesh": [*sizes], "placements": [*placements]}:
+            return f"on mesh {_mesh_in_words(sizes, layout)}: {', '.join(map(str, placements))}"
+        case {"algorithm": algorithm, "version": version, "mesh": [*sizes], "cuts": [*cuts]}:
+            cut = "".join(f", {axis} cuts dim {dim}" for axis, dim in cuts)
+            return f"by {algorithm} v{version} on mesh {_mesh_in_words(sizes, layout)}{cut}"
+        case _:
+            return json.dumps({name: value for name, value in layout.items() if name != "tensors"})
+
+
+def _mesh_in_words(sizes: Sequence[object], layout: Mapping[str, Any]) -> str:
+    axes = layout.get("axes") or [None] * len(sizes)
+    named = (str(size) if axis is None else f"{axis}={size}" for axis, size in zip(axes, sizes, strict=True))
+    return " x ".join(named)

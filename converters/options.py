@@ -1,0 +1,177 @@
+"""The options that `reshard`, `convert` and `merge` share, as values: what is translated, and how the work is done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ..errors import TargetError
+from ..store.io.location import Location
+from ..store.reading.payloads import Progress
+from ..vocabulary import Convention
+from .engine.job import Job
+from .engine.launch import TIMEOUT
+from .engine.run import MEMORY, THREADS, run_job
+from .engine.workers import Workers
+from .programs.dialect import Dialect
+from .programs.registry import program
+from .report import Report, report_of
+from .translate.conventions import STATE_DTYPES, Overrides, WeightsFrom
+from .translate.detection import placed
+from .translate.groups import GroupTemplate
+from .translate.names import NameRules, load_rules
+from .translate.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """What a translation has to know beside the program to write for, where the checkpoint does not say it.
+
+    Attributes:
+        from_dialect: the program whose keys the source has; None means that the keys tell.
+        keys: the form of the optimizer's keys, ``"nested"`` or ``"flat"``; None means that of the target's program.
+        roots: where the target has its model and its optimizer in the state dict, if not where its program has them:
+            ``{"optimizer": "app.optimizer", "model": "app.model"}``; an empty path is the top.
+        rules: tables of names and structure, applied in order: names of ready-made ones, TOML files, or `NameRules`;
+            ``inverse:`` before a name means the opposite direction.
+        convention: of the source's momentum, if it is not recorded: ``"ema"`` or ``"sum"``.
+        target_convention: the convention to write, if the target's program has none of its own.
+        mu: the momentum coefficient, if the source's groups have none.
+        step: the number of steps taken, if the target stores it and the source does not.
+        drop: slots of optimizer state to leave out.
+        tensors_only: leave out items that are not tensors.
+        fill_missing: write zeros as the state of parameters in groups that have none, as they never had a gradient.
+        weights: what weights are made of where the source has float32 masters as well: ``"masters"``, or ``"model"``;
+            the other is left out.  None: both are written, which only programs with masters can load.
+        state_dtype: the dtype of momentum and moments, ``"float32"`` or ``"bfloat16"``, each element rounded once;
+            None: the source's.
+        like: the groups of the run that the result is for, as ``Muon.describe()`` returns them, or a file of JSON with
+            that.  The result has these groups, in this order, and takes from them what the source does not say.
+    """
+
+    from_dialect: str | None = None
+    keys: str | None = None
+    roots: Mapping[str, str] = field(default_factory=dict)
+    rules: str | NameRules | Iterable[str | NameRules] = ()
+    convention: str | None = None
+    target_convention: str | None = None
+    mu: float | None = None
+    step: int | None = None
+    drop: Collection[str] = ()
+    tensors_only: bool = False
+    fill_missing: bool = False
+    weights: str | None = None
+    state_dtype: str | None = None
+    like: str | os.PathLike[str] | Mapping[str, Any] | None = None
+
+    def request(self, to_dialect: str | None) -> Request:
+        """Return the request for this program; None means the source's.
+
+        Raises:
+            TargetError: an option does not fit the others, or has no such value.
+            LayoutError: a table of rules cannot be read.
+        """
+        tables = [self.rules] if isinstance(self.rules, str | NameRules) else self.rules
+        return Request(
+            program(self.from_dialect, "--from"),
+            self._with_keys(program(to_dialect, "--to")),
+            sum((load_rules(table) if isinstance(table, str) else table for table in tables), NameRules()),
+            Overrides(
+                _convention(self.convention),
+                _convention(self.target_convention),
+                self.mu,
+                self.step,
+                self.fill_missing,
+                None if self.weights is None else WeightsFrom(_one_of("--weights", self.weights, list(WeightsFrom))),
+                None if self.state_dtype is None else _one_of("--state-dtype", self.state_dtype, STATE_DTYPES),
+            ),
+            frozenset(self.drop),
+            self.tensors_only,
+            None if self.like is None else GroupTemplate.read(self.like),
+        )
+
+    def _with_keys(self, target: Dialect | None) -> Dialect | None:
+        if self.keys is None and not self.roots:
+            return target
+        if target is None:
+            raise TargetError(
+                "--keys and --root have no meaning without --to; leave them out, and keys stay as they are"
+            )
+        return placed(target, self.keys, self.roots)
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How the work is done.
+
+    Attributes:
+        memory: bytes of all buffers together.
+        jobs: threads that check and write files.
+        resume: continue an interrupted run with the same arguments.
+        verify: read everything back and compare before it is published.
+        dry_run: plan only; nothing is written.
+        timeout: seconds without an answer after which another process counts as lost, which ends all of them, if
+            several processes share the work (under torchrun).
+        progress: receives the bytes done since its last call and the total.
+    """
+
+    memory: int = MEMORY
+    jobs: int = THREADS
+    resume: bool = False
+    verify: bool = False
+    dry_run: bool = False
+    timeout: float = TIMEOUT
+    progress: Progress = lambda count, total: None
+
+    def run(self, job: Job, place: Location, notes: tuple[str, ...], workers: Workers) -> Report | None:
+        """Do a worker's share of a job, and report; ``notes`` come before those of the job.
+
+        Returns:
+            What was done, or would be; None in all workers but the coordinator.
+        """
+        report = report_of(job, place, notes)
+        if self.dry_run:
+            return report if workers.me.coordinates else None
+        total = (job.bytes_to_check + job.payload_to_write * (1 + self.verify)) // workers.me.world
+        manifest = run_job(
+            job,
+            place,
+            memory=self.memory,
+            threads=self.jobs,
+            resume=self.resume,
+            verify=self.verify,
+            progress=lambda count: self.progress(count, total),
+            workers=workers,
+        )
+        return None if manifest is None else report.finished(manifest)
+
+
+AS_THE_SOURCE_SAYS = Translation()
+
+IN_ONE_GO = Execution()
+
+
+def grouped(**options: Any) -> dict[str, Any]:
+    """Return the arguments of `reshard`, `convert` or `merge` for options in one list, as a command has them."""
+    translation, execution = ({field.name for field in fields(kind)} for kind in (Translation, Execution))
+    arguments = {name: value for name, value in options.items() if name not in translation | execution}
+    for name, kind, own in (("translation", Translation, translation), ("execution", Execution, execution)):
+        if chosen := {option: value for option, value in options.items() if option in own}:
+            arguments[name] = kind(**chosen)
+    return arguments
+
+
+def _convention(name: str | None) -> Convention | None:
+    if name is None:
+        return None
+    if name not in set(Convention):
+        raise TargetError(f"unknown momentum convention {name!r}; expected one of {', '.join(Convention)}")
+    return Convention(name)
+
+
+def _one_of(option: str, name: str, known: Collection[str]) -> str:
+    if name not in set(known):
+        raise TargetError(f"{option} {name!r}: expected one of {', '.join(known)}")
+    return name

@@ -1,0 +1,6 @@
+"""What the known programs save: one file a program, which is mostly data.
+
+A program is a `Dialect`: templates of its keys, its update methods with their slots and options, what tells it from
+others, and how its momentum accumulates.  ``codings`` are options that need more than another name.  ``registry``
+knows all programs, those of plug-ins included.  Open ``dialect`` first.
+"""

@@ -1,0 +1,359 @@
+"""How one program names what it saves: a :class:`Dialect` is data, and reads and writes with the same templates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Set
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+from ...box import Index
+from ...errors import SourceError
+from ...keys import PARAM_GROUPS, STATE, OptimizerPlace, key_of
+from ...store.formats.signs import COMMON_FILE
+from ...vocabulary import Convention, KeyPath
+from .codings import Coding
+
+_FIELDS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "name": ("name", ".+"),
+        "number": ("name", "0|[1-9][0-9]*"),
+        "weight": ("name", r"(?!(?:chained_[0-9]+\.)*optimizer\.).+"),
+        "slot": ("slot", "[^.]+"),
+        "option": ("option", "[^.]+"),
+        "group": ("group", "0|[1-9][0-9]*"),
+        "chain": ("chain", r"(?:chained_[0-9]+\.)*"),
+    }
+)
+"""The names of fields when read, and patterns of their values.  Three are names of parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A key path with fields, such as ``("model", "module.{name}")``; ``{group}`` is a list position.
+
+    ``root`` is the path, without fields, under which this path lies.
+    """
+
+    parts: tuple[str, ...]
+    root: KeyPath = ()
+
+    def read(self, path: KeyPath) -> dict[str, str] | None:
+        """Return the fields of a path, or None if the path does not match."""
+        depth = len(self.root)
+        if len(path) != depth + len(self.parts) or path[:depth] != self.root:
+            return None
+        fields: dict[str, str] = {}
+        for pattern, part in zip(map(_pattern, self.parts), path[depth:], strict=True):
+            match = pattern.fullmatch(str(part))
+            if match is None:
+                return None
+            fields |= match.groupdict()
+        return fields
+
+    def write(self, **fields: str) -> KeyPath:
+        """Return the path with these fields.
+
+        Raises:
+            SourceError: they cannot be read back from it.
+        """
+        values = {field: fields.get(name, "") for field, (name, _) in _FIELDS.items()}
+        parts = (int(values["group"]) if part == "{group}" else part.format(**values) for part in self.parts)
+        path = (*self.root, *parts)
+        if self.read(path) not in (fields, {"chain": "", **fields}):
+            raise SourceError(f"{self} cannot hold {fields}")
+        return path
+
+    @property
+    def numbered(self) -> bool:
+        """Return whether it names parameters by their number in the optimizer."""
+        return "{number}" in self.parts
+
+    @property
+    def listed(self) -> bool:
+        """Return whether it names groups by their position in a list."""
+        return "{group}" in self.parts
+
+    @property
+    def chained(self) -> bool:
+        """Return whether its paths say to which of several optimizers they belong."""
+        return "{chain}" in self.parts[0]
+
+    def __str__(self) -> str:
+        return key_of((*self.root, *self.parts)).replace("{chain}", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Templates:
+    """A template for each of several optimizers, by ``{chain}``, where it lies."""
+
+    by_chain: Mapping[str, Template]
+
+    def read(self, path: KeyPath) -> dict[str, str] | None:
+        """Return the fields of a path, or None if the path matches no template."""
+        for chain, template in self.by_chain.items():
+            if fields := template.read(path):
+                return {**fields, "chain": chain}
+        return None
+
+    def write(self, *, chain: str, **fields: str) -> KeyPath:
+        """Return the path with these fields, as in `Template.write`."""
+        return self.by_chain[chain].write(**fields)
+
+    @property
+    def numbered(self) -> bool:
+        """Return whether they name parameters by their number in the optimizer."""
+        return any(template.numbered for template in self.by_chain.values())
+
+    @property
+    def listed(self) -> bool:
+        """Return whether they name groups by their position in a list."""
+        return all(template.listed for template in self.by_chain.values())
+
+    @property
+    def chained(self) -> bool:
+        """Return True: paths say to which of several optimizers they belong."""
+        return True
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.by_chain.values()))
+
+
+AnyTemplate = Template | Templates
+
+
+@lru_cache(maxsize=256)
+def _pattern(part: str) -> re.Pattern[str]:
+    pieces = re.split(r"\{([a-z]+)\}", part)
+    fields = (f"(?P<{name}>{allowed})" for name, allowed in map(_FIELDS.__getitem__, pieces[1::2]))
+    return re.compile("".join(a + b for a, b in zip(map(re.escape, pieces[::2]), [*fields, ""], strict=True)))
+
+
+# Keys that many programs have.
+
+
+def state_template(place: OptimizerPlace, numbered: bool = False) -> Template:
+    """Return the template of the state of an optimizer of torch."""
+    if place.flat:
+        return Template((f"{place.prefix}{STATE}.{{name}}.{{slot}}",), place.root)
+    return Template((STATE, "{number}" if numbered else "{name}", "{slot}"), place.root)
+
+
+def option_template(place: OptimizerPlace) -> Template:
+    """Return the template of the options of an optimizer of torch."""
+    if place.flat:
+        return Template((f"{place.prefix}{PARAM_GROUPS}.{{name}}.{{option}}",), place.root)
+    return Template((PARAM_GROUPS, "{group}", "{option}"), place.root)
+
+
+_NESTED, _FLAT = OptimizerPlace(("optimizer",)), OptimizerPlace(("optimizer",), flat=True)
+MODEL = Template(("{name}",), ("model",))
+NESTED, LISTED = state_template(_NESTED), option_template(_NESTED)
+NUMBERED = state_template(_NESTED, numbered=True)
+FLAT, FLAT_OPTIONS = state_template(_FLAT), option_template(_FLAT)
+
+
+# Programs.
+
+RATES: Mapping[str, str] = MappingProxyType({"lr": "lr", "weight_decay": "weight_decay"})
+"""Options that have these names in most programs."""
+
+UNFUSED: Mapping[str, object] = MappingProxyType({"columns": None, "interleaved": 1, "maximize": False})
+"""Facts of every program but ours: no parameter has fused columns or interleaved rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMethod:
+    """An update method as a program stores it.
+
+    Attributes:
+        slots: the program's names of slots, by common name (``momentum``, ``first``, ``second``, ``step``, ``master``).
+        options: the program's names of options whose values are common ones (``lr``, ``momentum``, ``pieces``, …).
+        codings: the other options that change the update.
+        idle: options that a group has and that do not change this update, with their values in a new optimizer.
+        assumed: options that change it and that the program needs, with their values in a new optimizer.
+        derived: functions from common options and a shape to the slots that follow from these; None: they do not.
+        family: methods of one family have the same options with the same meaning.
+    """
+
+    name: str
+    slots: Mapping[str, str]
+    options: Mapping[str, str] = field(default_factory=dict)
+    codings: tuple[Coding, ...] = ()
+    idle: Mapping[str, object] = field(default_factory=dict)
+    assumed: Mapping[str, object] = field(default_factory=dict)
+    derived: Mapping[str, Callable[[Mapping[str, Any], Index], float | None]] = field(default_factory=dict)
+    family: str | None = None
+
+    def shares_options_with(self, other: StoredMethod) -> bool:
+        """Return whether both are of one program, so that group options mean the same."""
+        return self.name == other.name and (self is other or (self.family is not None and self.family == other.family))
+
+
+@dataclass(frozen=True, slots=True)
+class MomentumOptions:
+    """The options by which a program's groups with momentum are known.
+
+    Attributes:
+        always: options of every such group, in all versions of the program.
+        beside: others that it may have; None: any.
+    """
+
+    always: frozenset[str]
+    beside: frozenset[str] | None = None
+
+    def contradicted_by(self, options: Collection[str]) -> str:
+        """Say why a group with these options is not the program's; empty if it may be."""
+        if lacking := sorted(self.always - {*options}):
+            return f"the group lacks {', '.join(map(repr, lacking))}, which the program always writes"
+        if self.beside is not None and (others := sorted({*options} - self.always - self.beside)):
+            return f"the group has {', '.join(map(repr, others))}, which the program never writes"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What only one program writes.
+
+    Attributes:
+        slots, options: these slots, and these options of one group, together.
+        closed: groups with momentum that `Dialect.momentum_options` does not contradict.
+        at_home: the keys have to lie where the program puts them; then this mark goes before others that are closed.
+    """
+
+    slots: Set[str] = frozenset()
+    options: Set[str] = frozenset()
+    closed: bool = False
+    at_home: bool = False
+
+    def __str__(self) -> str:
+        named = (("slot", sorted(self.slots)), ("option", sorted(self.options)))
+        return " and the ".join(
+            f"{kind}{'s' * (len(names) > 1)} {', '.join(map(repr, names))}" for kind, names in named if names
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What one program's checkpoints look like.
+
+    Attributes:
+        name: the value of ``--to`` and ``--from``.
+        who: the program.
+        model, state, option: templates of keys; ``option`` is None if groups are not stored as items.
+        convention: the convention of the momentum; None if the user must say it.
+        methods: the update methods, in the order in which they are tried.
+        momentum_options: by which its groups with momentum are known, so that the convention holds for them.
+        marks: any of them tells the program.
+        own_keys: whether the form of its keys tells the program.
+        derived: slots that the program can compute again; they are left out when another dialect is written.
+        method_option: the group option that names the method; None if the slots tell it.
+        names_option: the option in which groups list the names of their parameters once more, as groups of torch do
+            that are made of named parameters; None if none is written.
+        facts: common options that the program has no words for, by method and name: what it always does.
+        hints: for common options that the program does not store: where a user finds them.
+        writable: whether checkpoints of this dialect can be written.
+        common: the item that holds all groups and all other non-tensor values; None if there is no such item.
+        chains: the key prefix for the state of each method, if the source has none.
+        item: makes the key for an item of another program that this one does not know.
+        unsaid: options that would point to a program, and so to a convention; they are never added.
+        private: globs of items that mean nothing to other programs; a program with the same glob keeps them.
+        opaque: globs of state that only the program can read, as nothing says whose it is.
+        format: the format that the program needs, by the name of the `Container`; None if any that DCP reads will do.
+    """
+
+    name: str
+    who: str
+    model: Template
+    state: AnyTemplate
+    option: AnyTemplate | None
+    convention: Convention | None
+    methods: tuple[StoredMethod, ...]
+    momentum_options: MomentumOptions = MomentumOptions(frozenset())
+    marks: tuple[Mark, ...] = ()
+    own_keys: bool = False
+    derived: frozenset[str] = frozenset()
+    method_option: str | None = None
+    names_option: str | None = None
+    facts: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    hints: Mapping[str, str] = field(default_factory=dict)
+    writable: bool = True
+    common: KeyPath | None = None
+    chains: Mapping[str, str] = field(default_factory=dict)
+    item: Callable[[str], str] = str
+    unsaid: frozenset[str] = frozenset()
+    private: frozenset[str] = frozenset()
+    opaque: frozenset[str] = frozenset()
+    format: str | None = None
+
+    @property
+    def numbered(self) -> bool:
+        """Return whether parameters are named by their number in the optimizer."""
+        return self.state.numbered
+
+    def slots_called(self, name: str) -> frozenset[str]:
+        """Return what its methods call the slot of this common name."""
+        return frozenset(method.slots[name] for method in self.methods if name in method.slots)
+
+    def holds_groups(self, path: KeyPath) -> bool:
+        """Return whether this is the item that holds all groups."""
+        return self.common is not None and path in (self.common, (COMMON_FILE,))
+
+    @property
+    def chained(self) -> bool:
+        """Return whether keys of state say to which of several optimizers it belongs."""
+        return self.state.chained
+
+    def writes(self, method: StoredMethod) -> StoredMethod:
+        """Return the method of this dialect for what another dialect stores as ``method``.
+
+        Raises:
+            SourceError: there is none, or none with slots for all of that state.
+        """
+        candidates = [candidate for candidate in self.methods if candidate.name == method.name]
+        needed = method.slots.keys() - {"step"}
+        for candidate in candidates:
+            if needed <= candidate.slots.keys():
+                return candidate
+        slots = sorted({slot for candidate in candidates for slot in candidate.slots.values()})
+        available = ", ".join(slots) or "no such method"
+        missing = ", ".join(sorted(method.slots[name] for name in needed))
+        raise SourceError(
+            f"{self.name} has no place for {method.name} with {missing} (it has {available}); leave out "
+            "slots with --drop, and where these are float32 masters, make them weights with --weights masters, or "
+            "leave them out with --weights model"
+        )
+
+    def method(
+        self, slots: frozenset[str], named: str | None, about: str, dropped: Collection[str] = ()
+    ) -> StoredMethod:
+        """Return the method of a parameter with these slots; ``named`` is the name in its group, if there is one.
+
+        NorMuon whose row variances are ``dropped`` is Muon.
+
+        Raises:
+            SourceError: no method has these slots, or more than one.
+        """
+        stored = slots - self.derived
+        without_dropped = [
+            {name: slot for name, slot in m.slots.items() if slot not in dropped}
+            for m in self.methods
+            if m.name == named
+        ]
+        fitting = [
+            method
+            for method in self.methods
+            if set(method.slots.values()) == stored
+            and (named in (None, method.name) or ("momentum" in method.slots and method.slots in without_dropped))
+        ]
+        if len({method.name for method in fitting}) != 1:
+            available = "; ".join(f"{m.name}: {', '.join(m.slots.values())}" for m in self.methods)
+            state = f"{', '.join(sorted(stored))}" + (f" in a group of {named!r}" if named else "")
+            count = "more than one method" if fitting else "no method"
+            raise SourceError(
+                f"parameter {about!r} has {state}: {count} of {self.name} ({available}) fits; "
+                "--drop leaves a slot out, --from names another program"
+            )
+        return fitting[0]

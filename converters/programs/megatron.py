@@ -1,0 +1,108 @@
+"""Megatron (megatron-core 0.19), whose keys have forms of their own: fsdp_dtensor, torch_dist, and files of ranks.
+
+Sources: ``docs/formats/fsdp_dtensor.md`` and ``docs/formats/torch_dist.md`` list where the keys were seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...store.formats.signs import COMMON_FILE, COMMON_STATE, item_key
+from ...vocabulary import MASTER
+from .codings import betas
+from .dialect import MODEL, RATES, Dialect, StoredMethod, Template
+
+_IDLE: Mapping[str, object] = {
+    "wd_mult": 1.0,
+    "lr_mult": 1.0,
+    "is_expert_parallel": False,
+    "is_decoupled_lr": False,
+}
+"""Options by which groups are told apart (`param_group_identifier_keys` of core 0.19.2)."""
+
+_MASTER, _STEP = {"master": MASTER}, {"step": "step"}
+
+
+def _methods(*more: Mapping[str, str]) -> tuple[StoredMethod, ...]:
+    """Return Muon and AdamW, each with every one of these sets of additional slots."""
+    muon = "muon", {"momentum": "momentum_buffer"}, {**RATES, "momentum": "momentum"}, ()
+    adamw = (
+        "adamw",
+        {"first": "exp_avg", "second": "exp_avg_sq"},
+        {**RATES, "eps": "eps", "step": "step"},
+        (betas("betas"),),
+    )
+    return tuple(
+        StoredMethod(name, {**slots, **extra}, options, codings, _IDLE, family="megatron")
+        for extra in more
+        for name, slots, options, codings in (muon, adamw)
+    )
+
+
+_ITEMS = frozenset(
+    {COMMON_STATE, COMMON_FILE, "args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"}
+    | {"opt_param_scheduler.*", "rng_state*", "rerun_state_machine*"}
+)
+"""What Megatron saves of its run."""
+
+_BUCKETS = frozenset({"*optimizer.distributed.dp_group_idx_*"})
+"""What Megatron's distributed optimizer saves in `dp_reshardable` form: flat buckets without the names in them."""
+
+_HINTS = {
+    "ns": "Megatron's --muon-coefficient-type",
+    "ns_steps": "Megatron's --muon-num-ns-steps",
+    "nesterov": "Megatron's --muon-use-nesterov",
+    "scale": "Megatron's --muon-scale-mode",
+    "pieces": "Megatron splits fused qkv unless --muon-no-split-qkv",
+}
+
+
+def _torch_dist(name: str, who: str, chains: Mapping[str, str]) -> Dialect:
+    return Dialect(
+        name,
+        who,
+        Template(("{weight}",)),
+        Template(("{chain}optimizer.state.{slot}.{name}",)),
+        None,
+        None,
+        _methods(_MASTER, {}),
+        own_keys=not chains,
+        hints=_HINTS,
+        common=(COMMON_STATE,),
+        chains=chains,
+        item=item_key,
+        private=_ITEMS,
+        opaque=_BUCKETS,
+        format="torch_dist",
+    )
+
+
+FSDP_DTENSOR = Dialect(
+    "fsdp_dtensor",
+    "fsdp_dtensor, dialect A: Megatron-LM with Megatron-FSDP v1",
+    Template(("model", "module.{name}")),
+    Template(("optimizer", "state", "module.module.module.{name}", "{slot}")),
+    Template(("optimizer", "param_to_group_meta", "module.module.module.{name}", "{option}")),
+    None,
+    _methods({}, _STEP),
+    own_keys=True,
+    private=_ITEMS,
+)
+TORCH_DIST = _torch_dist("torch_dist", "Megatron torch_dist with layer-wise Muon", {})
+TORCH_DIST_CHAINED = _torch_dist(
+    "torch_dist_chained",
+    "the same of more than one optimizer: Muon's state first, then AdamW's",
+    {"muon": "chained_0.", "adamw": "chained_1."},
+)
+LAYER_WISE = Dialect(
+    "layer_wise",
+    "Megatron's layer_wise_optimizer_{rank}.pt, under names",
+    MODEL,
+    Template(("layer_wise", "state", "{name}", "{slot}")),
+    Template(("layer_wise", "param_groups", "{group}", "{option}")),
+    None,
+    _methods(_MASTER, {}, {**_MASTER, **_STEP}, _STEP),
+    own_keys=True,
+    writable=False,
+    private=_ITEMS,
+)

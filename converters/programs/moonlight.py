@@ -1,0 +1,45 @@
+"""MoonshotAI/Moonlight (``examples/toy_train.py``), which can be read but not written."""
+
+from __future__ import annotations
+
+from ...vocabulary import Convention
+from .codings import betas
+from .dialect import LISTED, MODEL, NESTED, Dialect, Mark, MomentumOptions, StoredMethod
+from .torch import PLAIN
+
+_RATES = {"lr": "lr", "weight_decay": "wd"}
+
+PROGRAM = Dialect(
+    "moonlight",
+    "MoonshotAI/Moonlight",
+    MODEL,
+    NESTED,
+    LISTED,
+    Convention.SUM,
+    (
+        StoredMethod(
+            "muon",
+            {"momentum": "momentum_buffer"},
+            {**_RATES, "momentum": "momentum", "nesterov": "nesterov", "ns_steps": "ns_steps"},
+            idle={"adamw_betas": None, "adamw_eps": None},
+        ),
+        StoredMethod(
+            "adamw",
+            {"first": "moment1", "second": "moment2", "step": "step"},
+            {**_RATES, "eps": "adamw_eps"},
+            (betas("adamw_betas"),),
+            idle={"momentum": None, "nesterov": None, "ns_steps": None},
+        ),
+    ),
+    MomentumOptions(frozenset({"wd", "momentum", "adamw_betas", "adamw_eps"})),
+    marks=(
+        Mark(slots={"use_muon"}, options={"wd", "adamw_betas", "adamw_eps"}),
+        Mark(slots={"use_muon", "moment1"}),
+    ),
+    derived=frozenset({"use_muon"}),
+    facts={
+        "muon": {**PLAIN, "pieces": None, "gram": None, "ns": "keller", "scale": "rms"},
+        "adamw": PLAIN,
+    },
+    writable=False,
+)

@@ -1,0 +1,30 @@
+"""VeOmni (``veomni/optim/muon.py``): torch's AdamW, and a Muon that also has the Gram form of Newton-Schulz."""
+
+from __future__ import annotations
+
+from ...vocabulary import Convention
+from .codings import GRAM, coefficients, equal_parts, scale
+from .dialect import FLAT, FLAT_OPTIONS, MODEL, Dialect, Mark, MomentumOptions, StoredMethod
+from .torch import ADAMW, MUON_ASSUMED, MUON_OPTIONS, PLAIN, SCALES
+
+_MUON = StoredMethod(
+    "muon",
+    {"momentum": "momentum_buffer"},
+    MUON_OPTIONS,
+    (coefficients(of_steps=True), scale("adjust_lr_fn", SCALES), GRAM, equal_parts("head_blocks", False)),
+    idle={"gram_ns_reset_iterations": (2,)},
+    assumed={**MUON_ASSUMED, "ns_implementation": "gram_quack"},
+)
+
+PROGRAM = Dialect(
+    "veomni",
+    "VeOmni: several optimizers in one flat dict",
+    MODEL,
+    FLAT,
+    FLAT_OPTIONS,
+    Convention.EMA,
+    (_MUON, ADAMW),
+    MomentumOptions(frozenset({"momentum", "ns_implementation"})),
+    marks=(Mark(options={"ns_implementation", "gram_ns_reset_iterations"}),),
+    facts={"muon": PLAIN, "adamw": PLAIN},
+)

@@ -1,0 +1,261 @@
+"""Reading elements of a checkpoint into live tensors, after or while they are checked.
+
+A plan says which elements of which chunk go where.  Every chunk of which something is read is checked: compared with
+its digest, or, where ranks need one run of bytes each, by its CRC-32, which follows from those of the runs and detects
+accidents, as it does in a zip archive.  Only plain data is unpickled.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..box import Box, Index
+from ..chunks import Boxes, chunks_numbered, layout_in_boxes
+from ..errors import DamageError
+from ..plan import Copy, make_share
+from ..record import Blob, Chunk, Extent, StateRecord
+from ..store.io.checksums import crc32
+from ..store.io.location import Location, Remote
+from ..store.io.ranges import JoinedCrc
+from ..store.open_checkpoint import OpenCheckpoint, checked_blob, open
+from ..store.reading.dtypes import itemsize
+from ..store.reading.payloads import as_words, check_chunk, checked_elements, payload_of
+from .bits import bits_of
+from .live_state import LiveState, RankBoxes, asked_layouts
+from .storable import refuse_code
+
+WhenChecked = Literal["before", "while"]
+
+Where = tuple[str, Index]
+"""Identifies a chunk: its tensor's key, and its first index."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRun:
+    """Bytes ``start:stop`` of a chunk's payload, and their CRC-32 as a rank read them."""
+
+    start: int
+    stop: int
+    crc32: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise ValueError(f"expected a range of bytes, got {self.start}:{self.stop}")
+
+
+@dataclass(frozen=True, slots=True)
+class PartlyRead:
+    """The runs that a rank has read of a chunk, with the payload's length and CRC-32 as its item records them."""
+
+    length: int
+    crc32: int
+    runs: tuple[ByteRun, ...]
+
+
+def run_of(window_lo: Index, window: Index, shape: Index) -> tuple[int, int] | None:
+    """Return where a window of a dense row-major chunk begins and ends, in elements; None if it is not contiguous.
+
+    Args:
+        window_lo: its first index in the chunk, one per dim.
+        window: its shape.
+        shape: that of the chunk.
+    """
+    start, numel, row = 0, 1, 1
+    for lo, n, size in zip(reversed(window_lo), reversed(window), reversed(shape), strict=True):
+        if n != 1 and numel != row:  # parts of several rows
+            return None
+        start, numel, row = start + lo * row, numel * n, row * size
+    return start, start + numel
+
+
+def holds(reads: Sequence[PartlyRead]) -> bool | None:
+    """Return whether the runs that ranks have read of a chunk are its payload; None if they do not tile it.
+
+    Several ranks may read the same run, as replicas do; their checksums must agree, and so must the items'.
+    """
+    (length, recorded), *disagreeing = {(read.length, read.crc32) for read in reads}
+    sums: dict[tuple[int, int], int] = {}
+    for run in (run for read in reads for run in read.runs):
+        if sums.setdefault((run.start, run.stop), run.crc32) != run.crc32:
+            return False
+    joined = JoinedCrc()
+    for (start, stop), crc in sorted(sums.items()):
+        joined.add(start, stop, crc)
+    return not disagreeing and joined.crc32 == recorded if joined.reached == length else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Elements of a chunk that go into memory: those of ``box``, which lies in the chunk's."""
+
+    tensor: StateRecord
+    chunk: Chunk
+    box: Box
+    target: Tensor
+
+    @property
+    def run(self) -> range | None:
+        """The bytes of the payload, if they are a run, not all of it, that can be checked by itself."""
+        box, whole = self.box, self.chunk.box
+        if self.chunk.strides is not None or self.chunk.crc32 is None or box == whole:
+            return None
+        run = run_of(tuple(map(int.__sub__, box.lo, whole.lo)), box.shape, whole.shape)
+        return None if run is None else range(*(place * itemsize(self.tensor.dtype) for place in run))
+
+
+class ChunkReader:
+    """A reader of elements, after all that ranks read has been checked, or chunk by chunk while it is.
+
+    Args:
+        place: the checkpoint.
+        check: when its bytes are compared with their checksums; None: ``"before"``, but in an object store, from which
+            they would be read twice, ``"while"``.
+        opened: the checkpoint, if another rank has opened it for this one.
+
+    Attributes:
+        partly_read: the runs that this rank has read of chunks that it did not read whole, for `judge`.
+    """
+
+    def __init__(self, place: Location, check: WhenChecked | None = None, opened: OpenCheckpoint | None = None) -> None:
+        self.place = place
+        self.partly_read: dict[Where, PartlyRead] = {}
+        self._opened = opened
+        self._checks_before = (check or ("while" if isinstance(place, Remote) else "before")) == "before"
+        self._checked: set[Chunk] = set()
+        self._blobs: dict[str, Blob] = {}
+        self._raw: dict[str, bytes] = {}
+        self._reads: list[_Read] = []
+        """In the order in which they lie in files."""
+
+    @cached_property
+    def checkpoint(self) -> OpenCheckpoint:
+        """The checkpoint, opened when it is first needed, where errors keep their type and reach all ranks."""
+        return self._opened or open(self.place)
+
+    @cached_property
+    def _tensors(self) -> Mapping[str, StateRecord]:
+        return {tensor.key: tensor for tensor in self.checkpoint.outline.tensors}
+
+    def prove_covered(self) -> None:
+        """Prove that the chunks of every tensor tile it; no item is opened."""
+        for tensor in self._tensors.values():
+            tensor.chunk_layout()
+
+    def plan(self, live: LiveState, sources: Mapping[str, str]) -> None:
+        """Plan to read values of a state dict, and open the items that have them, and no others.
+
+        Args:
+            sources: keys of the checkpoint, by those of the state dict.
+        """
+        blobs = {blob.key: blob for blob in self.checkpoint.outline.blobs}
+        self._blobs = {key: blobs[source] for key, source in sources.items() if source not in self._tensors}
+        wanted: defaultdict[str, list[tuple[int, Box, Tensor]]] = defaultdict(list)
+        for key, source in sources.items():
+            if source in self._tensors:
+                tensor, local = self._tensors[source], live.local(key)
+                for copy in _takes(tensor.shape, tensor.boxes, local.boxes):
+                    wanted[source].append((int(copy.source.buffer), copy.box, local.view(copy.target, copy.box)))
+        tensors = [tensor for key, tensor in self._tensors.items() if wanted[key]]
+        numbers = [sorted({number for number, _, _ in wanted[tensor.key]}) for tensor in tensors]
+        touched = chunks_numbered(list(zip((tensor.chunks for tensor in tensors), map(tuple, numbers), strict=True)))
+        located = self.checkpoint.locate(
+            [replace(tensor, chunks=own) for tensor, own in zip(tensors, touched, strict=True)]
+        )
+        reads = []
+        for tensor, own in zip(located, numbers, strict=True):
+            chunks = dict(zip(own, tensor.chunks, strict=True))
+            reads += [_Read(tensor, chunks[number], box, view) for number, box, view in wanted[tensor.key]]
+        self._reads = sorted(reads, key=lambda read: (read.chunk.item.file, read.chunk.item.offset))
+
+    def check(self) -> Mapping[Where, PartlyRead]:
+        """Read what is not a tensor, and check the plan's elements if that is done before; return partial reads."""
+        for key, blob in self._blobs.items():
+            self._raw[key] = checked_blob(self.checkpoint.payloads, blob)
+            refuse_code(blob.key, self._raw[key])
+        for read in self._reads if self._checks_before else ():
+            self._check(read)
+        return self.partly_read
+
+    def read(self) -> dict[str, Any]:
+        """Read the plan's elements into their tensors, after all ranks have checked, and return what is no tensor."""
+        if self._checks_before:
+            self._checked.update(read.chunk for read in self._reads)
+            self.partly_read = {}
+        for read in self._reads:
+            self._copy(read)
+        return {key: torch.load(io.BytesIO(raw), weights_only=False) for key, raw in self._raw.items()}
+
+    def _check(self, read: _Read) -> None:
+        """Check a run of the chunk, noted for `judge`, or the whole chunk, once."""
+        tensor, chunk, run = read.tensor, read.chunk, read.run
+        if chunk in self._checked:
+            return
+        if run is None:
+            check_chunk(self.checkpoint.payloads, tensor, chunk)
+            self._checked.add(chunk)
+        else:
+            extent = Extent(chunk.item.file, payload_of(tensor, chunk).offset + run.start, len(run))
+            self._note(read, ByteRun(run.start, run.stop, crc32(self.checkpoint.payloads.bands(extent))))
+
+    def _copy(self, read: _Read) -> None:
+        tensor, chunk, target, payloads = read.tensor, read.chunk, read.target, self.checkpoint.payloads
+        staged = target if target.is_cpu else torch.empty(target.shape, dtype=target.dtype)
+        words, payload = bits_of(staged), payload_of(tensor, chunk)
+        if chunk not in self._checked and (run := read.run):
+            raw = payloads.view(Extent(payload.file, payload.offset + run.start, len(run)))
+            self._note(read, ByteRun(run.start, run.stop, crc32([raw])))
+            np.copyto(words, as_words(raw, tensor.dtype, read.box.shape))
+        elif chunk not in self._checked and read.box == chunk.box:
+            np.copyto(words, checked_elements(payloads, tensor, chunk))
+            self._checked.add(chunk)
+        else:
+            self._check(read)
+            payloads.gather_into(words, payload, tensor.dtype, chunk.stored("").place_at(read.box.lo), read.box.shape)
+        if staged is not target:
+            target.copy_(staged)
+
+    def _note(self, read: _Read, run: ByteRun) -> None:
+        tensor, chunk = read.tensor, read.chunk
+        assert chunk.crc32 is not None, "other chunks are read whole"
+        where = tensor.key, chunk.box.lo
+        known = self.partly_read.get(where, PartlyRead(payload_of(tensor, chunk).length, chunk.crc32, ()))
+        self.partly_read[where] = replace(known, runs=(*known.runs, run))
+
+    def judge(self, partly_read: Sequence[Mapping[Where, PartlyRead]]) -> None:
+        """Compare the chunks that ranks have read in runs with their recorded checksums."""
+        reads: defaultdict[Where, list[PartlyRead]] = defaultdict(list)
+        for of_rank in partly_read:
+            for where, read in of_rank.items():
+                reads[where].append(read)
+        for (key, lo), of_chunk in reads.items():
+            verdict = holds(of_chunk)
+            if verdict:
+                continue
+            tensor = self._tensors[key]
+            (number,) = (n for n, box in enumerate(tensor.boxes) if box.lo == lo and box.numel)
+            # Read it whole, also to find out what is wrong.
+            (located,) = self.checkpoint.locate([replace(tensor, chunks=tensor.chunks.only([number]))])
+            (chunk,) = located.chunks
+            check_chunk(self.checkpoint.payloads, tensor, chunk)
+            if verdict is False:
+                raise DamageError(
+                    f"tensor {tensor.key!r} box {chunk.box}: a rank read other bytes than {chunk.item.file} has"
+                )
+
+
+@lru_cache(maxsize=4096)
+def _takes(shape: Index, boxes: Boxes, here: tuple[Box, ...]) -> tuple[Copy, ...]:
+    """Return the copies from chunks, by their numbers, that fill boxes; the tensors of a model have few geometries."""
+    if not here:
+        return ()
+    (asked,) = asked_layouts(shape, (RankBoxes(0, here),))
+    return make_share(layout_in_boxes(shape, boxes), asked, 0).takes

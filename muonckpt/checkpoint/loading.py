@@ -1,0 +1,256 @@
+"""Loading a checkpoint into live tensors, on any mesh: all of it, or an error that is the same on all ranks.
+
+All ranks agree on what to load, each checks what it is to read, and then reads it.  What describes the checkpoint is
+read and parsed once, by the first rank.  An error on one rank, wherever it is raised, is the error of all.  Up to the
+reading it leaves all tensors as they were.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from ..columns import UNKNOWN
+from ..errors import ArgumentError, SourceError
+from ..resumption import IN_A_TRAINER, Extra, Globs, LoadReport
+from ..store.io.location import Location, location
+from ..store.open_checkpoint import OpenCheckpoint, open
+from .all_ranks import broadcast_from_first, decide_on_first, group_ranks, refuse_crossed, refuse_differing, unusable
+from .attestation import attest_loaded
+from .chunk_reader import ChunkReader, PartlyRead, WhenChecked, Where
+from .live_state import LiveState, RankState, prove_asked_whole, refuse_no_state_dict
+from .load_template import Matching, Stored, template_of
+from .matching import RankRequest, dropped_by_torch, judge, match, misfit
+
+
+@dataclass(frozen=True, slots=True)
+class LoadArguments:
+    """What a rank was asked to load, and how: as `load` has it."""
+
+    path: str | os.PathLike[str]
+    allow_extra: bool | Iterable[str]
+    fresh: Iterable[str]
+    attest: bool
+    check: WhenChecked | None
+
+    def checked(self) -> tuple[Location, Extra, Globs]:
+        """Return the place of the checkpoint, and the globs.
+
+        Raises:
+            ArgumentError: an argument is not what it may be.
+        """
+        if self.check not in (None, "before", "while"):
+            raise ArgumentError(f"check is 'before', 'while' or None; got {self.check!r}")
+        try:
+            globs, extra = Globs.of(self.fresh), Extra.of(self.allow_extra)
+        except TypeError as error:
+            raise ArgumentError(str(error)) from error
+        return location(self.path, SourceError), extra, globs
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A rank's question to the first one: arguments that have to be the same, what it takes, and where that goes.
+
+    Attributes:
+        placed: for each kind of ``asked`` the global ranks that hold elements, where placements say that.
+    """
+
+    arguments: Mapping[str, object]
+    request: RankRequest
+    asked: RankState
+    placed: Sequence[Collection[int]]
+
+
+class JointLoad:
+    """One load.
+
+    Attributes:
+        matching: what this rank takes; exists once that is decided.
+    """
+
+    matching: Matching
+
+    def __init__(self, arguments: LoadArguments, process_group: dist.ProcessGroup | None) -> None:
+        self._arguments, self._group = arguments, process_group
+        self._live: LiveState
+        self._reader: ChunkReader
+        self._stored: Stored
+        self._report: LoadReport
+        self._sources: Mapping[str, str]
+        """Keys of the checkpoint by those of the state dict, of what any rank loads; on the coordinator alone."""
+
+    def run(self, state_dict: dict[str, Any]) -> LoadReport:
+        """Load in place, or fail on all ranks with one error."""
+
+        def place() -> Location:
+            refuse_no_state_dict(state_dict, "to load into")
+            return self._arguments.checked()[0]
+
+        opened = _opened_together(self._group, place)
+        decide_on_first(self._group, SourceError, lambda: self._ask(state_dict, opened), self._answer)
+
+        def read() -> Mapping[Where, PartlyRead]:
+            values = self._reader.read()
+            for key in self.matching.zeros:
+                for part in self._live.parts.get(key, {}).values():
+                    part.zero_()
+            self._live.put(values, self.matching.added)
+            return self._reader.partly_read
+
+        def report(ranks: list[Mapping[Where, PartlyRead]]) -> LoadReport:
+            self._reader.judge(ranks)
+            return self._report
+
+        # All ranks hear of it before any of them writes.
+        decide_on_first(self._group, SourceError, self._reader.check, self._reader.judge)
+        with unusable('; check="before" finds damage before any tensor is touched'):
+            loaded = decide_on_first(self._group, SourceError, read, report)
+        if self._arguments.attest:
+            with unusable():
+                attest_loaded(state_dict, self._reader.checkpoint, lambda: self._sources, self._group)
+        self._reader.checkpoint.close()
+        return loaded
+
+    def _ask(self, state_dict: dict[str, Any], opened: Callable[[], OpenCheckpoint | None]) -> _Question:
+        place, extra, globs = self._arguments.checked()
+        live = self._live = LiveState.of(state_dict, "to load into")
+        self._reader = ChunkReader(place, self._arguments.check, opened())
+        self._reader.prove_covered()
+        self._stored = Stored.of(self._reader.checkpoint)
+        template = template_of(live, extra.everything)
+        matching = self.matching = match(template, self._stored, globs)
+        asked = RankState((), (), ())
+        if matching.fits:
+            self._reader.plan(live, matching.sources)
+            asked = live.described.boxes({*matching.sources, *matching.zeros})
+        given = self._arguments
+        arguments = {
+            "path": str(place), "allow_extra": extra.patterns, "attest": given.attest, "check": given.check
+        }  # fmt: skip
+        return _Question(arguments, RankRequest(matching, template.optimizers, globs), asked, live.placed_on(asked))
+
+    def _answer(self, ranks: list[_Question]) -> None:
+        """Decide for all ranks, on the coordinator."""
+        refuse_differing(self._group, "load", [question.arguments for question in ranks])
+        extra = self._arguments.checked()[1]
+        matching, self._report = judge([question.request for question in ranks], self._stored, extra)
+        self._sources = matching.sources
+        if not matching.fits:
+            raise SourceError(self._refusal(matching))
+        asked = ((question.asked, question.placed) for question in ranks)
+        prove_asked_whole(dict(zip(group_ranks(self._group), asked, strict=True)))
+
+    def _refusal(self, matching: Matching) -> str:
+        path, cure = self._reader.place, f"muonckpt.load(..., {{}}){IN_A_TRAINER}"
+        other_keys = matching.differences or matching.extra_state or matching.faults[0].startswith("missing")
+        if not other_keys or self._stored.translated:
+            return f"{path} does not fit the state dict: {misfit(matching, cure)}"
+        translated = (
+            "State of another program or optimizer, such as torch.optim.Muon, is translated first: muonckpt "
+            f"convert {path} NEW --to muonckpt (muonckpt inspect {path} says whose keys these are)"
+        )
+        end = "" if matching.differences else f". {translated}"
+        return f"{path} does not fit the state dict: {misfit(matching, cure, translated)}{end}"
+
+
+def _opened_together(
+    process_group: dist.ProcessGroup | None, place: Callable[[], Location]
+) -> Callable[[], OpenCheckpoint | None]:
+    """Open a checkpoint on the first rank, and return what gives it on each; None where each has to open it.
+
+    That is so with readers that cannot be sent, such as those of a plug-in; and with elements that have no checksum
+    and lie where only the description says: a rank that sees another file would take whatever bytes are there.
+
+    Args:
+        place: asked on the first rank of the group, whose errors are those of all.
+
+    Returns:
+        A function to call once, where an error reaches all ranks: this one may lack a reader that the first has.
+    """
+    mine: list[OpenCheckpoint] = []
+
+    def packed() -> bytes | None:
+        mine.append(open(place()))
+        columns, elements = mine[0].outline.columns, mine[0].outline.elements
+        guarded = columns.has_digest | (columns.crc32 != UNKNOWN) | (columns.payload == UNKNOWN)  # an item says it
+        if not dist.is_initialized() or not (guarded | (elements == 0)).all():
+            return None
+        try:
+            return zlib.compress(pickle.dumps(mine[0]), 1)  # columns are mostly zeros, or alike
+        except Exception:  # whatever a reader raises that cannot be pickled
+            return None
+
+    heard = broadcast_from_first(process_group, SourceError, packed)
+    return lambda: mine[0] if mine else None if heard is None else pickle.loads(zlib.decompress(heard))
+
+
+def load(
+    state_dict: dict[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    allow_extra: bool | Iterable[str] = False,
+    fresh: Iterable[str] = (),
+    attest: bool = False,
+    check: WhenChecked | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> LoadReport:
+    """Load a checkpoint in place into the tensors of ``state_dict``, whatever mesh they are on.  Collective.
+
+    Keys, coverage, shapes, dtypes, momentum conventions and the items of a stock checkpoint are checked on all ranks
+    before any tensor is touched, and so are digests and checksums unless ``check`` says otherwise.  The first rank
+    reads what describes the checkpoint, for all; each opens only the items that it loads.  A rank that needs one run
+    of elements of a chunk, such as rows, reads only that, and all ranks check the chunk together.
+
+    Args:
+        state_dict: the template, nested as it was saved; other objects with ``load_state_dict`` are called.
+        path: a path or a URL of a checkpoint of this package, of stock DCP, or of any other format that this package
+            reads, if its keys are those of the template.
+        allow_extra: True: load only what the template asks for.  Globs of keys, such as ``["lr_scheduler.*"]``, where
+            ``*`` stands for any characters: leave only these.  Other keys that only one side has are an error; but
+            options that a converted checkpoint lacks stay as the running optimizer has them, with a warning.
+        fresh: globs of parameters' names as the optimizer's state has them, such as ``["lm_head.*"]``; the same on
+            every rank.  The state of these parameters becomes zeros, the number of their steps too; their options are
+            those of their group.  A weight of such a name, which is the last part of its path, is loaded where both
+            sides have it and keeps its values where the checkpoint has none.  What only the checkpoint has is dropped.
+        attest: at the end compare the fingerprints of the loaded tensors, taken from memory, with those of the
+            checkpoint (docs/guide/attest.md).
+        check: ``"before"``: no rank touches a tensor unless what all of them load is whole.  ``"while"``: each chunk is
+            checked when it is read, so other tensors may have been overwritten when damage is found; the error says
+            that the state dict is unusable.  None: ``"before"``, but for an object store, from which the bytes would be
+            read twice, ``"while"``.
+
+    Returns:
+        What was done with which parameters, the same on every rank; print it.
+
+    Raises:
+        SourceError: it is missing, damaged or does not fit, or a glob matches nothing; lists what differs.
+        LayoutError: it has a hole or an overlap.
+        AttestError: what is in memory is not what the checkpoint has.
+        LostRankError: another rank was lost, or did not answer within the time-out of the process group.
+        ArgumentError: an argument is none of these, or not the same on all ranks.
+    """
+    refuse_crossed(process_group, "load")
+    joint = JointLoad(LoadArguments(path, allow_extra, fresh, attest, check), process_group)
+    report, matching = joint.run(state_dict), joint.matching
+    if matching.own_options:
+        own = "; ".join(matching.own_options)
+        warnings.warn(f"{path} does not say options, which stay as the running optimizer's: {own}", stacklevel=2)
+    for doubt in matching.doubts:
+        warnings.warn(f"{path}: {doubt}", stacklevel=2)
+    if dropped := dropped_by_torch(matching.added):
+        warnings.warn(
+            f"{path} has {', '.join(dropped)}, which torch's set_state_dict drops from a flattened state dict, because "
+            "the running optimizer's groups have no such option; a scheduler would then begin at the loaded lr: give "
+            "the groups that option, of any value, before get_state_dict (a scheduler that is made then does), or load "
+            "a nested state dict",
+            stacklevel=2,
+        )
+    return report

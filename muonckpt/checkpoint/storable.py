@@ -1,0 +1,143 @@
+"""What a checkpoint can hold: tensors whose elements lie in dense memory, and plain data.
+
+What `load` refuses, `save` does not write.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from ..errors import DestinationError, SourceError
+from ..layouts.tensors import local_of
+from ..store.formats.torch_save.inert_pickle import Anything
+from ..store.formats.torch_save.plain_item import plain_value
+from ..store.io.limits import LimitError
+from ..store.reading.dtypes import DTYPES
+from .bits import dtype_name
+
+_UNWRITABLE: Mapping[str, Callable[[Tensor], bool]] = {
+    "has not been initialized": is_lazy,
+    "is nested": lambda tensor: tensor.is_nested,
+    "is quantized": lambda tensor: tensor.is_quantized,
+    "has the layout {0.layout}": lambda tensor: tensor.layout is not torch.strided,
+    "is on the device meta, without elements": lambda tensor: tensor.is_meta,
+    "has the dtype {0.dtype}": lambda tensor: dtype_name(tensor.dtype) not in DTYPES,
+    "is a {0.__class__.__name__}": lambda tensor: _is_opaque(tensor),
+}
+"""What no checkpoint holds, in the words of an error."""
+
+
+def refuse_unwritable(key: str, value: Tensor) -> None:
+    """Refuse a tensor that has no elements in dense memory of a dtype that checkpoints have.
+
+    Raises:
+        DestinationError: names the key and the reason.
+    """
+    local = local_of(value) if isinstance(value, DTensor) else value
+    for what, is_so in _UNWRITABLE.items():
+        if is_so(local):
+            raise DestinationError(
+                f"{key!r} {what.format(local)}: expected a tensor whose elements lie in dense memory; save it as such "
+                "tensors, its values and indices for one, or leave it out of the state dict"
+            )
+
+
+def _is_opaque(tensor: Tensor) -> bool:
+    """Return whether nobody, we and DCP included, can look at the elements of this class."""
+    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    if plain or isinstance(tensor, ShardedTensor) or hasattr(tensor, "__create_write_items__"):
+        return False
+    try:
+        tensor.detach().reshape(-1)[:0].cpu().view(torch.uint8).numpy()
+    except (RuntimeError, TypeError):
+        return True
+    return False
+
+
+def refuse_unstorable(flat: Mapping[str, object]) -> None:
+    """Refuse a flat state dict of which a checkpoint cannot hold something, or from which `load` would refuse it.
+
+    Raises:
+        DestinationError: names the key, and the reason or the classes.
+    """
+    for key, value in flat.items():
+        if isinstance(value, Tensor):
+            refuse_unwritable(key, value)
+        else:
+            _refuse_unloadable(key, value)
+
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def refuse_code(key: str, raw: bytes) -> None:
+    """Refuse an item that is more than plain data.
+
+    Raises:
+        LimitError: it would cost too much to find out.
+        SourceError: names the item and the classes.
+    """
+    try:
+        classes = _refused(raw)
+    except LimitError as error:
+        raise LimitError(f"refused {key!r}: {error}") from error
+    if classes is not None:
+        raise SourceError(
+            f"refused {key!r}: it holds more than plain data ({classes}); if you trust the checkpoint, name its "
+            "classes with torch.serialization.add_safe_globals"
+        )
+
+
+def _refuse_unloadable(key: str, value: object) -> None:
+    if _is_plain(value):
+        return
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+    except Exception as error:  # whatever an object raises that cannot be pickled
+        classes: str | None = f"{type(error).__name__}: {error}"
+    else:
+        classes = _refused(stream.getvalue())
+    if classes is not None:
+        raise DestinationError(
+            f"{key!r} holds more than plain data ({classes}), which load would refuse, so it is not saved: save what "
+            "is needed of it as numbers, strings, lists and dicts, such as vars() of a namespace, or allow its classes "
+            "on both sides with torch.serialization.add_safe_globals"
+        )
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether this is plain data at first sight, as almost everything is; subclasses are looked at."""
+    kind = type(value)
+    if kind is dict:
+        assert isinstance(value, dict)
+        return all(type(key) in _PLAIN and _is_plain(part) for key, part in value.items())
+    if kind is list or kind is tuple:
+        assert isinstance(value, list | tuple)
+        return all(map(_is_plain, value))
+    return kind in _PLAIN
+
+
+def _refused(raw: bytes) -> str | None:
+    """Return the classes for which torch does not load these bytes as plain data, None if it loads them."""
+    stream = io.BytesIO(raw)
+    try:
+        plain_value(raw, Anything())  # torch's reader has no limits on memory and time
+        torch.load(stream, weights_only=True)  # what passes here holds no code
+    except LimitError:
+        raise
+    except (SourceError, pickle.UnpicklingError) as error:
+        stream.seek(0)
+        with suppress(ValueError):  # it is not a zip archive
+            return ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(stream)) or str(error)
+        return str(error)
+    return None

@@ -1,0 +1,237 @@
+"""Keys of optimizers in torch's state dicts, which are recognised and written here only.
+
+* Nested: ``(*root, "state", PARAMETER, SLOT)`` and ``(*root, "param_groups", NUMBER, OPTION)``, where a parameter is a
+  name, or its number in the order in which groups list it.
+* Flat: ``(*root, "state.PARAMETER.SLOT")`` and ``(*root, "param_groups.PARAMETER.OPTION")``; the string may begin with
+  a prefix, and parameters have names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from .vocabulary import PARAMS, KeyPath
+
+STATE = "state"
+PARAM_GROUPS = "param_groups"
+NUMBER = re.compile("0|[1-9][0-9]*")
+"""The number of a parameter or of a group, as text."""
+
+
+class StateForm(Enum):
+    """The forms of an optimizer's state dict: parameters have numbers, or names in groups, or options each."""
+
+    NUMBERED = "numbered"
+    NESTED = "nested"
+    FLAT = "flat"
+
+
+def key_of(path: KeyPath) -> str:
+    """Return a path as one string, with dots between its parts."""
+    return ".".join(map(str, path))
+
+
+# Paths of a checkpoint.
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerPlace:
+    """Where the state dict of an optimizer lies: the path ``root``, then ``prefix`` in the string of a ``flat`` key."""
+
+    root: KeyPath
+    prefix: str = ""
+    flat: bool = False
+
+    def __str__(self) -> str:
+        return key_of((*self.root, self.prefix.removesuffix("."))).strip(".") or "the top"
+
+
+class OptimizerKey(NamedTuple):
+    """A path read as that of a slot or of an option.
+
+    ``name`` is a parameter, or the number of a group in the nested form; ``leaf`` is the slot or the option.
+    """
+
+    place: OptimizerPlace
+    name: str
+    leaf: str
+
+    @classmethod
+    def of_slot(cls, path: KeyPath) -> Iterator[OptimizerKey]:
+        """Yield the ways to read a path as that of a slot, the shortest prefix first."""
+        return cls._readings(path, STATE)
+
+    @classmethod
+    def of_option(cls, path: KeyPath) -> Iterator[OptimizerKey]:
+        """Yield the ways to read a path as that of an option, the shortest prefix first."""
+        return (key for key in cls._readings(path, PARAM_GROUPS) if key.place.flat or NUMBER.fullmatch(key.name))
+
+    @classmethod
+    def _readings(cls, path: KeyPath, word: str) -> Iterator[OptimizerKey]:
+        if len(path) > 2 and path[-3] == word:
+            yield cls(OptimizerPlace(path[:-3]), str(path[-2]), str(path[-1]))
+        last = str(path[-1])
+        for match in _AFTER_DOT[word].finditer(last) if word in last else ():
+            name, _, leaf = last[match.end() :].rpartition(".")
+            prefix = last[: match.start()]
+            if name and leaf and not {"{", "}"} & set(prefix):
+                yield cls(OptimizerPlace(path[:-1], prefix, True), name, leaf)
+
+
+_AFTER_DOT = {word: re.compile(rf"(?:(?<=\.)|^){word}\.") for word in (STATE, PARAM_GROUPS)}
+
+
+def optimizers_of(paths: Iterable[KeyPath]) -> set[OptimizerPlace]:
+    """Return where there are optimizers: where there are parameter groups, also as one item."""
+    places = set[OptimizerPlace]()
+    for path in paths:
+        if PARAM_GROUPS in path:
+            places |= {OptimizerPlace(path[:depth]) for depth, part in enumerate(path) if part == PARAM_GROUPS}
+        elif path:
+            places |= {key.place for key in OptimizerKey.of_option(path)}
+    return places
+
+
+def slot_in(path: KeyPath, optimizers: Collection[OptimizerPlace]) -> tuple[str | None, str | None]:
+    """Return the parameter and the slot that a path is of in one of these optimizers, or two None."""
+    key = next((key for key in OptimizerKey.of_slot(path) if key.place in optimizers), None)
+    return (None, None) if key is None else (key.name, key.leaf)
+
+
+# State dicts in memory.
+
+
+def is_optimizer(node: Mapping[Any, Any]) -> bool:
+    """Return whether a dict has the keys of an optimizer's state dict in the nested form."""
+    return {STATE, PARAM_GROUPS} <= node.keys()
+
+
+def slots_of(node: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, str, str, Mapping[str, Any]]]:
+    """Yield path, parameter, slot and group of the state in an optimizer's state dict; nothing for another dict.
+
+    A flat group has the options `convention` and `pieces` only.
+    """
+    match node:
+        case {"state": Mapping() as state, "param_groups": [*groups]} if all(isinstance(g, Mapping) for g in groups):
+            group_of = {name: group for group in groups for name in group.get(PARAMS) or ()}
+            for name, slots in state.items():
+                for slot in slots if isinstance(slots, Mapping) else ():
+                    yield (STATE, str(name), str(slot)), str(name), str(slot), group_of.get(name, {})
+        case _:
+            for key in node:
+                prefix, _, rest = str(key).partition(".")
+                name, _, slot = rest.rpartition(".")
+                options = f"{PARAM_GROUPS}.{name}."
+                if prefix == STATE and name and f"{options}lr" in node:
+                    yield (str(key),), name, slot, {o: node.get(options + o) for o in ("convention", "pieces")}
+
+
+@dataclass(frozen=True, slots=True)
+class NamedOptimizer:
+    """An optimizer's state dict in a template, in which parameters have names.
+
+    Attributes:
+        key: of the state dict, such as "optimizer"; "" if the template itself is one.
+        groups: the names of each group's parameters; None in the flat form, where parameters have options.
+    """
+
+    key: str
+    groups: tuple[tuple[str, ...], ...] | None
+
+    @property
+    def form(self) -> StateForm:
+        return StateForm.FLAT if self.groups is None else StateForm.NESTED
+
+    @property
+    def state(self) -> str:
+        """What the keys of its state begin with."""
+        return f"{_child(self.key, STATE)}."
+
+    @property
+    def options(self) -> str:
+        """What the keys of its parameter groups begin with."""
+        return option_prefix(self.key)
+
+    def state_of_names(self, keys: Iterable[str], known: Collection[str]) -> dict[str, dict[str, str]]:
+        """Return the keys of its state, by parameter and slot.
+
+        Args:
+            known: what follows one of these names is a slot; without any, the last part of a key is.
+        """
+        state: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        for key in keys:
+            if key.startswith(self.state):
+                rest = key.removeprefix(self.state)
+                name = rest.rpartition(".")[0]
+                while name and name not in known:
+                    name = name.rpartition(".")[0]
+                name = name or rest.rpartition(".")[0]
+                state[name][rest.removeprefix(f"{name}.")] = key
+        return dict(state)
+
+    def options_of_names(self, keys: Iterable[str]) -> dict[str, dict[str, str]]:
+        """In the flat form, return the keys of its options, by parameter and option."""
+        options: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        for key in keys:
+            if key.startswith(self.options):
+                name, _, option = key.removeprefix(self.options).rpartition(".")
+                options[name][option] = key
+        return dict(options)
+
+    def options_of_groups(self, keys: Iterable[str]) -> dict[int, dict[str, str]]:
+        """In the nested form, return the keys of its options, by the number of the group and option."""
+        options: defaultdict[int, dict[str, str]] = defaultdict(dict)
+        for key in keys:
+            if key.startswith(self.options):
+                number, _, option = key.removeprefix(self.options).partition(".")
+                if number.isdecimal():
+                    options[int(number)][option] = key
+        return dict(options)
+
+
+def option_prefix(key: str) -> str:
+    """Return what the keys of the parameter groups of the optimizer under ``key`` begin with."""
+    return f"{_child(key, PARAM_GROUPS)}."
+
+
+def _child(key: str, part: str) -> str:
+    return f"{key}.{part}" if key else part
+
+
+def named_optimizers(state_dict: Any, key: str = "") -> Iterator[NamedOptimizer]:
+    """Yield the optimizers' state dicts in a nested one, but for those whose parameters have numbers."""
+    match state_dict:
+        case {"state": Mapping(), "param_groups": list() as groups} if groups and all(
+            _params_are(group, str) for group in groups
+        ):
+            yield NamedOptimizer(key, tuple(tuple(group[PARAMS]) for group in groups))
+        case Mapping() if any(str(part).startswith(f"{PARAM_GROUPS}.") for part in state_dict):
+            yield NamedOptimizer(key, None)
+        case Mapping():
+            for part, value in state_dict.items():
+                yield from named_optimizers(value, _child(key, str(part)))
+        case list():  # DCP stores a tuple as one item
+            for index, value in enumerate(state_dict):
+                yield from named_optimizers(value, _child(key, str(index)))
+
+
+def numbered_optimizers(state_dict: Any, key: str = "") -> Iterator[str]:
+    """Yield the keys of optimizers' state dicts whose parameters have numbers, as in ``optimizer.state_dict()``."""
+    match state_dict:
+        case {"state": Mapping(), "param_groups": list() as groups} if groups and all(
+            _params_are(group, int) for group in groups
+        ):
+            yield key
+        case Mapping():
+            for part, value in state_dict.items():
+                yield from numbered_optimizers(value, _child(key, str(part)))
+
+
+def _params_are(group: Any, kind: type) -> bool:
+    params = group.get(PARAMS) if isinstance(group, Mapping) else None
+    return isinstance(params, list | tuple) and all(isinstance(param, kind) for param in params)

@@ -1,0 +1,224 @@
+"""Flat buffers as JSON data in checkpoints, so that no reader has to know how parameters were placed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from types import NoneType
+from typing import Any
+
+from ...box import MOST_ELEMENTS, Index
+from ...errors import LayoutError, SourceError
+from ...layout import Fragment
+from .buffer_layout import BufferLayout, PlacedParameter, consecutive_shards, rank_of
+from .parameters import Parameter
+
+FieldTypes = Mapping[str, tuple[type, ...]]
+
+LAYOUT: FieldTypes = {
+    "algorithm": (str,),
+    "version": (int,),
+    "options": (dict,),
+    "ranks": (int,),
+    "numel": (int,),
+    "padding": (int,),
+    "alignment": (int,),
+    "whole": (bool,),
+    "buckets": (list,),
+    "shards": (list,),
+    "parameters": (list,),
+}
+"""The fields of a layout.  ``buckets`` are [start, stop], ``shards`` [start, stop, rank], in elements."""
+
+PARAMETER: FieldTypes = {
+    "name": (str,),
+    "shape": (list,),
+    "dtype": (str,),
+    "expert": (bool,),
+    "tied": (bool,),
+    "chunk": (int,),
+    "unit": (int, NoneType),
+    "fold": (int,),
+    "start": (int,),
+    "stop": (int,),
+    "bucket": (int,),
+    "owner": (int, NoneType),
+}
+"""What the algorithm looked at, then where the parameter lies, and its owner if it has one."""
+
+
+def to_json(layout: BufferLayout) -> dict[str, Any]:
+    """Write a layout with owners and ends, parameters in forward order, so that readers compute nothing."""
+    owners = layout.owners
+    return {
+        "algorithm": layout.algorithm,
+        "version": layout.version,
+        "options": dict(layout.options),
+        "ranks": layout.ranks,
+        "numel": layout.numel,
+        "padding": layout.padding,
+        "alignment": layout.alignment,
+        "whole": layout.whole,
+        "buckets": [list(bucket) for bucket in layout.buckets],
+        "shards": [[shard.start, shard.stop, rank_of(shard)] for shard in layout.shards],
+        "parameters": [
+            {
+                **asdict(placed.parameter),
+                "shape": list(placed.parameter.shape),
+                "start": placed.start,
+                "stop": placed.stop,
+                "bucket": placed.bucket,
+                "owner": owners[placed.name],
+            }
+            for placed in layout.parameters
+        ],
+    }
+
+
+def from_json(data: Mapping[str, Any]) -> BufferLayout:
+    """Read what `to_json` wrote.  Parameters stay where they are, even if a later version of the algorithm differs.
+
+    Raises:
+        SourceError: a field is missing, unknown, of another type, or not what the others say.
+    """
+    try:
+        check_fields(data, LAYOUT)
+        layout = BufferLayout(
+            **{key: data[key] for key in ("algorithm", "version", "options", "ranks", "alignment", "whole")},
+            parameters=tuple(map(_placed, data["parameters"])),
+            buckets=tuple((start, stop) for start, stop in map(int_tuple, data["buckets"])),
+            shards=consecutive_shards((start, stop, rank) for start, stop, rank in map(int_tuple, data["shards"])),
+        )
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise SourceError(f"damaged buffer layout: {error}") from error
+    written = to_json(layout)
+    if wrong := [key for key in LAYOUT if data[key] != written[key]]:
+        raise SourceError(f"damaged buffer layout: {wrong} do not agree with the rest")
+    return layout
+
+
+def _placed(data: Any) -> PlacedParameter:
+    check_fields(data, PARAMETER)
+    seen = {field.name: data[field.name] for field in fields(Parameter)}
+    return PlacedParameter(Parameter(**{**seen, "shape": int_tuple(data["shape"])}), data["start"], data["bucket"])
+
+
+def check_fields(data: Any, kinds: FieldTypes) -> None:
+    """Check that an object has exactly these fields, each of one of its types.
+
+    Raises:
+        TypeError: it does not.
+    """
+    if not isinstance(data, Mapping) or data.keys() != kinds.keys():
+        raise TypeError(f"expected an object with {sorted(kinds)}, got {data!r:.200}")
+    for key, value in data.items():
+        if type(value) not in kinds[key]:  # a bool is not an int here
+            raise TypeError(f"{key!r} cannot be {value!r:.200}")
+
+
+def int_tuple(values: Any) -> tuple[int, ...]:
+    """Convert a JSON list of integers.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if type(values) is not list or any(type(value) is not int or abs(value) > MOST_ELEMENTS for value in values):
+        raise TypeError(f"expected a list of integers of at most {MOST_ELEMENTS}, got {values!r:.200}")
+    return tuple(values)
+
+
+GROUP: FieldTypes = {"slot": (str, NoneType), "part": (int,), "group": (list,), "origins": (list,)}
+"""Fields of a recorded buffer besides those of its layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBuffer:
+    """A buffer of one slot of state, shared by a group of ranks.
+
+    Args:
+        slot: of the optimizer's state; None for weights and everything else without a slot.
+        part: number of the group among those that cut the same tensors.
+        group: the global rank of each rank of the layout.
+        origins: for each parameter of the layout the global index of its first element: where other axes of the mesh
+            cut the tensor as well, the buffer holds a box of it only.
+        layout: its parameters have the keys of the tensors as names, and their dtypes.
+
+    Raises:
+        LayoutError: the layout has no parameters, the group does not have as many distinct ranks, or the origins do not
+            fit the parameters.
+    """
+
+    slot: str | None
+    part: int
+    group: tuple[int, ...]
+    origins: tuple[Index, ...]
+    layout: BufferLayout
+
+    def __post_init__(self) -> None:
+        if not self.layout.parameters:
+            raise LayoutError("expected a buffer with parameters, got one of padding only")
+        if len(self.group) != self.layout.ranks or len(set(self.group)) != len(self.group) or min(self.group) < 0:
+            raise LayoutError(f"expected {self.layout.ranks} ranks that share a buffer, got {self.group}")
+        dims = [len(origin) for origin in self.origins]
+        if dims != [len(placed.parameter.shape) for placed in self.layout.parameters]:
+            raise LayoutError(f"the origins {self.origins} are not those of the buffer's parameters")
+
+    def fragments(self) -> Iterator[tuple[str, Fragment]]:
+        """Yield the key of each tensor with the fragments of its boxes, whose buffers are the global ranks."""
+        held = self.layout.held_layouts(self.group)
+        for placed, origin in zip(self.layout.parameters, self.origins, strict=True):
+            for fragment in held[placed.name].fragments:
+                yield placed.name, Fragment(fragment.box.shift(origin), fragment.place)
+
+    def to_json(self) -> dict[str, Any]:
+        """Write the fields of `GROUP`, then those of the layout."""
+        return {
+            "slot": self.slot,
+            "part": self.part,
+            "group": list(self.group),
+            "origins": list(map(list, self.origins)),
+            **to_json(self.layout),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> GroupBuffer:
+        """Read what `to_json` wrote; other fields belong to the format that has them.
+
+        Raises:
+            SourceError: a field is missing, of another type, or not what the others say.
+        """
+        try:
+            own = {key: data[key] for key in GROUP}
+            check_fields(own, GROUP)
+            layout = from_json({key: data[key] for key in LAYOUT})
+            return cls(own["slot"], own["part"], int_tuple(own["group"]), tuple(map(int_tuple, own["origins"])), layout)
+        except (KeyError, TypeError, ValueError) as error:
+            raise SourceError(f"damaged record of a flat buffer: {type(error).__name__}: {error}") from error
+
+
+def recorded(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
+    """Read the flat buffers that the tensors of a checkpoint lie in from its provenance.
+
+    Raises:
+        SourceError: the record is not as docs/formats/manifest.md says.
+    """
+    try:
+        return tuple(map(GroupBuffer.from_json, provenance.get("buffers", ())))
+    except TypeError as error:
+        raise SourceError(f"damaged record of flat buffers: {error}") from error
+
+
+def recorded_run(provenance: Mapping[str, Any]) -> tuple[GroupBuffer, ...]:
+    """Read the flat buffers of the layer-wise run that saved a checkpoint from its provenance; none of another run.
+
+    They have no slot: they hold parameters and gradients, by the names of the parameters.
+
+    Raises:
+        SourceError: the record is not as docs/formats/manifest.md says.
+    """
+    try:
+        run = provenance.get("layer_wise", {"buffers": (), "ranks": ()})
+        buffers = zip(map(from_json, run["buffers"]), map(int_tuple, run["ranks"]), strict=True)
+        return tuple(GroupBuffer(None, 0, ranks, layout.origins, layout) for layout, ranks in buffers)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SourceError(f"damaged record of flat buffers: {type(error).__name__}: {error}") from error

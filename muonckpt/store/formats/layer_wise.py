@@ -1,0 +1,359 @@
+"""Megatron's per-rank files of the layer-wise optimizer, ``layer_wise_optimizer_{rank}.pt``, as one checkpoint.
+
+A file records neither names nor owners.  They come from a description beside the files (:mod:`.layer_wise_names`), and
+must agree with the files: with counts and shapes, and with the weights, where these are available, to which the fp32
+masters must round.  docs/formats/layer_wise.md has the format and the keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...box import Box, Index
+from ...errors import SourceError
+from ...layouts.buffers.buffer_layout import PlacedParameter
+from ...layouts.buffers.records import GroupBuffer
+from ...record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
+from ...vocabulary import MASTER, PARAMS, KeyPath
+from ..io.location import Location
+from ..reading.payloads import Payloads, as_words, elements
+from ..reading.reader import LocatedReader
+from .dcp.directory import DcpReader
+from .layer_wise_names import (
+    DESCRIPTION_PARSERS,
+    Dealt,
+    Description,
+    ListedParameter,
+    ParameterState,
+    PartsPayloads,
+    RankFile,
+    RankGroup,
+    TensorParallelism,
+    deal,
+    read_description,
+    read_rank_file,
+)
+from .torch_save import torch_file
+from .torch_save.inert_pickle import Record
+from .torch_save.plain_item import plain_item
+from .torch_save.torch_file import SavedTensor
+
+_EXPERTS = "is_expert_parallel"
+
+_RANK = re.compile(r"layer_wise_optimizer_(0|[1-9][0-9]*)\.pt")
+
+_STATE = ("layer_wise", "state")
+_OPTION = ("layer_wise", "param_groups")
+"""Paths of keys: state by parameter and slot, options by group and name.  Weights are under ``model``."""
+
+
+def reader(path: Location) -> LocatedReader:
+    """Read the files of a directory.
+
+    Reads no elements, except that it compares the first few thousand of each parameter with the weights, if there are
+    any.  Options of groups become items in memory, whose extents name the description as their file.
+
+    Raises:
+        SourceError: there is no description, or a file is missing, damaged or contradicts the description.
+    """
+    description = read_description(path)
+    if description is None:
+        raise SourceError(
+            f"{path} holds Megatron's per-rank optimizer files, which record neither names nor owners: "
+            f"write {next(iter(DESCRIPTION_PARSERS))} beside them (docs/formats/layer_wise.md)"
+        )
+    parts = [_part(path, description, folder) for folder in description.folders]
+    first, files = parts[0], [file for part in parts for file in part.files]
+    params: defaultdict[int, list[str]] = defaultdict(list)
+    for member in first.members:
+        params[member.group].append(member.parameter.name)
+    blobs, item_bytes = _items(path, _options(files, params), first.states)
+    in_memory = {_description_file(path): item_bytes}
+    provenance: dict[str, object] = {
+        "format": "layer_wise_optimizer",
+        "dealt": {"algorithm": description.algorithm, "ranks": len(first.files)},
+        "not_kept": sorted(set().union(*(file.others for file in files))),
+    }
+    if description.tensor_parallel is None:
+        provenance["buffers"] = [buffer.to_json() for buffer in _buffers(first.dealt, first.states)]
+        manifest = Manifest(tuple(first.records), blobs, provenance)
+        return LocatedReader(manifest, Payloads(path, in_memory))
+    records = tuple(_joined(parts, description.tensor_parallel))
+    manifest = Manifest(records, blobs, {**provenance, "tensor_parallel": len(parts)})
+    of_parts = (record.chunks[0] for part in parts for record in part.records)
+    checksums = {chunk.item: chunk.crc32 for chunk in of_parts if chunk.crc32 is not None}
+    return LocatedReader(manifest, PartsPayloads(path, in_memory, checksums))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor-parallel rank: the files of its data-parallel ranks, and what is in them."""
+
+    files: Sequence[RankFile]
+    members: Sequence[ListedParameter]
+    dealt: Dealt
+    states: Mapping[str, ParameterState]
+    records: Sequence[StateRecord]
+
+
+def _part(path: Location, description: Description, folder: str) -> _Part:
+    names = description.files or _files(path / folder.rstrip("/") if folder else path)
+    files = [read_rank_file(path, f"{folder}{name}") for name in names]
+    model = read_weights(path, f"{folder}{description.model}") if description.model else None
+    members = description.selected(model.listed if model else ())
+    dealt = deal(description, members, len(files))
+    _check_experts(files, members)
+    shapes = {member.parameter.name: member.parameter.shape for member in members}
+    states = dict(_named(files, dealt, shapes, description))
+    if model:
+        model.check_masters(path, states)
+    weights = model.weights.values() if model and model.folder == path else ()
+    return _Part(files, members, dealt, states, (*_records(dealt, states), *weights))
+
+
+def _joined(parts: Sequence[_Part], how: TensorParallelism) -> Iterator[StateRecord]:
+    """Yield the tensors of all tensor-parallel ranks, each as one.
+
+    Raises:
+        SourceError: the ranks have other tensors, other numbers, or parts that do not fit.
+    """
+    for rank, part in enumerate(parts):
+        if [own.parameter for own in part.members] != [own.parameter for own in parts[0].members]:
+            raise SourceError(f"the models in {how.folders[0]} and {how.folders[rank]} have other parameters or shapes")
+        how.check_masters(rank, part.states)
+        for name, state in parts[0].states.items():
+            plain = [{k: v for k, v in s.items() if not isinstance(v, SavedTensor)} for s in (state, part.states[name])]
+            if plain[0] != plain[1]:
+                raise SourceError(f"state of {name!r} is {plain[0]} in {how.folders[0]}, {plain[1]} in {part.files[0]}")
+    tables = [{record.key: record for record in part.records} for part in parts]
+    for folder, table in zip(how.folders, tables, strict=True):
+        if differing := sorted(table.keys() ^ tables[0].keys()):
+            raise SourceError(f"only one of {how.folders[0]} and {folder} has {differing[0]!r}")
+    for key, record in tables[0].items():
+        yield how.joined(record.name or key.removeprefix("model."), [table[key] for table in tables])
+
+
+def _files(path: Location) -> tuple[str, ...]:
+    if not path.is_dir():
+        raise SourceError(f"expected a folder with the files of every rank at {path}, found none")
+    matches = (_RANK.fullmatch(file.name) for file in path.iterdir())
+    numbered = sorted((int(match[1]), match[0]) for match in matches if match)
+    if not numbered or [rank for rank, _ in numbered] != list(range(len(numbered))):
+        raise SourceError(
+            f"{path}: expected a file of every rank from 0, found those of {[rank for rank, _ in numbered]}"
+        )
+    return tuple(name for _, name in numbered)
+
+
+def _description_file(path: Location) -> str:
+    return next((name for name in DESCRIPTION_PARSERS if (path / name).is_file()), next(iter(DESCRIPTION_PARSERS)))
+
+
+# Names.
+
+
+def _named(
+    files: Sequence[RankFile], dealt: Dealt, shapes: Mapping[str, Index], description: Description
+) -> Iterator[tuple[str, ParameterState]]:
+    counts = {len(file.groups) for file in files}
+    groups = max(counts)
+    if len(counts) > 1 or any(group >= groups for _, group in dealt.shares):
+        raise SourceError(
+            f"the ranks' files have {sorted(counts)} parameter groups, the description has "
+            f"{1 + max(group for _, group in dealt.shares)}"
+        )
+    for rank, file in enumerate(files):
+        for number, group in enumerate(file.groups):
+            names = dealt.shares.get((rank, number), ())
+            _agree(file.name, number, group, [(name, shapes[name]) for name in names], description.algorithm)
+            yield from zip(names, group.states, strict=True)
+
+
+def _check_experts(files: Sequence[RankFile], members: Sequence[ListedParameter]) -> None:
+    for group, expert in {(member.group, member.parameter.expert) for member in members}:
+        for file in files:
+            recorded = file.groups[group].options.get(_EXPERTS, expert) if group < len(file.groups) else expert
+            if recorded != expert:
+                raise SourceError(
+                    f"group {group} of {file.name} says {_EXPERTS}={recorded}, the description says the opposite"
+                )
+
+
+def _agree(file: str, number: int, group: RankGroup, expected: list[tuple[str, Index]], algorithm: str) -> None:
+    """Refuse a group of a file that cannot have these parameters."""
+    stored = [{value.shape for value in state.values() if _is_elementwise(value)} for state in group.states]
+    for position, (parameter, shapes) in enumerate(zip_longest(expected, stored)):
+        if parameter is None or shapes != {parameter[1]}:
+            raise SourceError(
+                f"{file}: group {number} has {len(stored)} parameters, with {algorithm} its rank owns {len(expected)}: "
+                f"number {position} should be {parameter}, found shape {shapes}; the algorithm or the parameters differ"
+            )
+
+
+def _is_elementwise(value: object) -> TypeGuard[SavedTensor]:
+    return isinstance(value, SavedTensor) and value.shape != ()
+
+
+def _records(dealt: Dealt, states: Mapping[str, ParameterState]) -> Iterator[StateRecord]:
+    buffers = {placed.name: buffer for _, buffer in dealt.buffers for placed in buffer.parameters}
+    for name, state in states.items():
+        buffer = buffers[name]
+        words = {"algorithm": buffer.algorithm, "version": buffer.version}
+        words |= {"mesh": [buffer.ranks], "axes": ["dp"], "cuts": []}
+        for slot, value in state.items():
+            if isinstance(value, SavedTensor):
+                record = whole_tensor((*_STATE, name, slot), value)
+                yield replace(record, name=name, slot=slot, layout=words if value.shape else None)
+
+
+def _buffers(dealt: Dealt, states: Mapping[str, ParameterState]) -> Iterator[GroupBuffer]:
+    """Yield the run's buffers for every slot, each with those of its parameters that have the slot."""
+    for number, (group, buffer) in enumerate(dealt.buffers):
+        named = [(placed, states[placed.name]) for placed in buffer.parameters]
+        for slot in dict.fromkeys(slot for _, state in named for slot in state):
+            held = tuple(
+                replace(placed, parameter=replace(placed.parameter, name=_key(placed, slot), dtype=value.dtype))
+                for placed, state in named
+                if _is_elementwise(value := state.get(slot))
+            )
+            if held:
+                layout = replace(buffer, parameters=held)
+                yield GroupBuffer(slot, number, group, layout.origins, layout)
+
+
+def _key(placed: PlacedParameter, slot: str) -> str:
+    return ".".join((*_STATE, placed.name, slot))
+
+
+# Options.
+
+
+def _options(files: Sequence[RankFile], params: Mapping[int, Sequence[str]]) -> Iterator[tuple[int, dict[str, object]]]:
+    """Yield the options of each group that has parameters, and their names; ranks without parameters are ignored."""
+    for number, names in sorted(params.items()):
+        held = [(file.name, file.groups[number]) for file in files if file.groups[number].states]
+        first = held[0][1].options
+        for file, group in held:
+            if repr(group.options) != repr(first):
+                differing = sorted(set(map(repr, group.options.items())) ^ set(map(repr, first.items())))[0]
+                raise SourceError(f"group {number}: {held[0][0]} and {file} differ in {differing}")
+        yield number, {**first, PARAMS: list(names)}
+
+
+def _items(
+    path: Location, groups: Iterator[tuple[int, dict[str, object]]], states: Mapping[str, ParameterState]
+) -> tuple[tuple[Blob, ...], bytes]:
+    """Return items for options and for state that is not a tensor; and their bytes."""
+    values: list[tuple[KeyPath, object]] = [
+        ((*_OPTION, number, option), value) for number, options in groups for option, value in options.items()
+    ]
+    values += [
+        ((*_STATE, name, slot), value)
+        for name, state in states.items()
+        for slot, value in state.items()
+        if not isinstance(value, SavedTensor)
+    ]
+    blobs, item_bytes, file = [], bytearray(), _description_file(path)
+    for path_of_item, value in values:
+        item = plain_item(value)
+        blobs.append(Blob(".".join(map(str, path_of_item)), path_of_item, Extent(file, len(item_bytes), len(item))))
+        item_bytes += item
+    return tuple(blobs), bytes(item_bytes)
+
+
+_COMPARED_ELEMENTS = 1 << 14
+
+_OF_OPTIMIZER = re.compile(r"(chained_[0-9]+\.)*optimizer\.")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """Weights by name, in the order in which they are listed; their chunks are in files of ``folder``."""
+
+    folder: Location
+    weights: Mapping[str, StateRecord]
+
+    @property
+    def listed(self) -> tuple[tuple[str, Index, str], ...]:
+        return tuple((name, weight.shape, weight.dtype) for name, weight in self.weights.items())
+
+    def check_masters(self, path: Location, states: Mapping[str, ParameterState]) -> None:
+        """Compare the first rows of each fp32 master (in files of ``path``), rounded, with the weight.
+
+        Raises:
+            SourceError: a weight is missing, has another shape, or differs from its rounded master.
+        """
+        with Payloads(path) as payloads, Payloads(self.folder) as weight_payloads:
+            for name, state in states.items():
+                master, weight = state.get(MASTER), self.weights.get(name)
+                if not isinstance(master, SavedTensor):
+                    continue
+                chunks = [chunk for chunk in weight.chunks if chunk.box.numel] if weight else []
+                if weight is None or (weight.shape, master.dtype) != (master.shape, "float32") or not chunks:
+                    stored = "none" if weight is None else f"shape {weight.shape} in {len(chunks)} chunks"
+                    raise SourceError(
+                        f"expected a weight {name!r} of shape {master.shape} in {self.folder}, and a float32 master; "
+                        f"found {stored}, and {master.dtype}"
+                    )
+                box = chunks[0].box
+                rows = slice(max(1, _COMPARED_ELEMENTS * box.shape[0] // box.numel)) if box.shape else ()
+                words = as_words(payloads.view(master.payload), master.dtype, master.shape)
+                part = words[tuple(map(slice, box.lo, box.hi))][rows]
+                if not np.array_equal(_rounded(part, weight.dtype), elements(weight_payloads, weight, chunks[0])[rows]):
+                    raise SourceError(
+                        f"the master of {name!r} in {master.payload.file} does not round to that in {self.folder}: "
+                        "another algorithm, another order of the parameters, or weights of another step"
+                    )
+
+
+def read_weights(path: Location, where: str) -> ModelWeights:
+    """Read the weights under ``model`` in a file of ``torch.save``, or those in a DCP checkpoint, inside the
+    directory.
+
+    Raises:
+        SourceError: neither exists, or it is damaged.
+    """
+    if (path / where).is_dir():
+        stored = DcpReader(path / where)
+        for fault in stored.faults:
+            raise fault
+        of_model = [tensor for tensor in stored.outline.tensors if not _OF_OPTIMIZER.match(tensor.key)]
+        return ModelWeights(path / where, {tensor.key: tensor for tensor in stored.locate(of_model)})
+    file = torch_file.read_torch_file(path, where)
+    content = file.content.get("model") if isinstance(file.content, dict) else None
+    named = content.items if isinstance(content, Record) else content
+    if not isinstance(named, dict):
+        raise SourceError(f"{path / where}: expected weights by name under 'model'")
+    weights = {}
+    for name, value in named.items():  # among them `_extra_state`s of modules, which are not tensors
+        if isinstance(name, str) and isinstance(value, Record) and value.kind.startswith("torch._"):
+            weights[name] = whole_tensor(("model", name), file.tensor(value))
+    return ModelWeights(path, weights)
+
+
+def whole_tensor(path: tuple[str, ...], tensor: SavedTensor) -> StateRecord:
+    box = Box((0,) * len(tensor.shape), tensor.shape)
+    chunk = Chunk(box, tensor.payload, tensor.payload, crc32=tensor.crc32)
+    return StateRecord(".".join(path), path, tensor.shape, tensor.dtype, Chunks.of([chunk], box.ndim))
+
+
+def _rounded(words: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Round float32 elements to nearest even in a dtype of weights; both as bits."""
+    match dtype:
+        case "float32":
+            return words
+        case "float16":
+            return np.ascontiguousarray(words).view("<f4").astype("<f2").view("<u2")
+        case "bfloat16":
+            wide = words.astype(np.uint64)
+            return ((wide + 0x7FFF + (wide >> 16 & 1)) >> 16).astype("<u2")
+        case _:
+            raise SourceError(f"expected weights of float32, float16 or bfloat16, found {dtype}")

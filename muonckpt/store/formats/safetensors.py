@@ -1,0 +1,436 @@
+"""safetensors: one file, or a folder of files with an index as Hugging Face libraries use it.
+
+A file is 8 bytes (the header's length, little-endian), the header (JSON), and the data.  The header maps each tensor to
+its dtype, shape and byte range in the data, which the ranges tile; ``__metadata__`` maps strings to strings.  What the
+format does not record is in a manifest there, under ``muonckpt``: docs/formats/safetensors.md.
+
+Source: the checks of the Rust reader, safetensors 0.8 (``tensor.rs``: ``HeaderTooLarge`` at 100 MB, ``InvalidOffset``,
+``TensorInvalidInfo``, ``MetadataIncompleteBuffer``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from ...box import MOST_DIMS, MOST_ELEMENTS, Box, Index
+from ...chunks import in_columns
+from ...errors import DamageError, DestinationError, SourceError, about
+from ...fingerprint import as_hex
+from ...record import Chunk, Extent, Manifest, StateRecord
+from ...seal import check_digest, digest_of
+from ..io import limits
+from ..io.checksums import Sums, xxh3_128
+from ..io.location import Location
+from ..io.new_file import write_synced
+from ..io.regular import File, open_regular, read_whole
+from ..reading.dtypes import itemsize
+from ..reading.payloads import Payloads
+from ..reading.reader import LocatedReader
+from .signs import refuse_stray
+
+_ZIP = b"PK\x03\x04"
+
+MAX_HEADER_BYTES = 100_000_000
+
+METADATA_KEY = "__metadata__"
+"""The one name that no tensor can have."""
+
+MANIFEST_KEY = "muonckpt"
+"""Our manifest among the metadata; other programs' files have none."""
+
+DTYPE_OF_CODE: Mapping[str, str] = MappingProxyType(
+    {
+        "F64": "float64",
+        "F32": "float32",
+        "F16": "float16",
+        "BF16": "bfloat16",
+        "I64": "int64",
+        "I32": "int32",
+        "I16": "int16",
+        "I8": "int8",
+        "U64": "uint64",
+        "U32": "uint32",
+        "U16": "uint16",
+        "U8": "uint8",
+        "BOOL": "bool",
+        "C64": "complex64",
+        "F8_E4M3": "float8_e4m3fn",
+        "F8_E4M3FNUZ": "float8_e4m3fnuz",
+        "F8_E5M2": "float8_e5m2",
+        "F8_E5M2FNUZ": "float8_e5m2fnuz",
+        "F8_E8M0": "float8_e8m0fnu",
+    }
+)
+"""Our name of each element type by the format's; types of less than a byte (F4, F6) are not supported."""
+
+CODE_OF_DTYPE: Mapping[str, str] = MappingProxyType({name: code for code, name in DTYPE_OF_CODE.items()})
+
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderEntry:
+    """One tensor: ``dtype`` by torch's name, ``start`` and ``stop`` in bytes of the data.
+
+    Raises:
+        SourceError: the length of the range is not what dtype and shape need.
+    """
+
+    dtype: str
+    shape: Index
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if len(self.shape) > MOST_DIMS or not all(
+            0 <= number <= MOST_ELEMENTS for number in (*self.shape, self.start, self.stop)
+        ):
+            raise DamageError(f"expected at most {MOST_DIMS} sizes, and offsets, of 0 to {MOST_ELEMENTS}, found others")
+        needed = math.prod(self.shape) * itemsize(self.dtype)
+        if self.stop - self.start != needed:
+            raise DamageError(
+                f"expected {needed} bytes for {self.dtype} of shape {self.shape}, found {self.start}:{self.stop}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """``entries`` in the order of their bytes, without gap or overlap.
+
+    Raises:
+        SourceError: there is a gap, an overlap or a wrong order.
+    """
+
+    entries: Mapping[str, HeaderEntry]
+    metadata: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        end = 0
+        for name, entry in self.entries.items():
+            if entry.start != end:
+                raise DamageError(f"expected tensor {name!r} at byte {end} of the data, found it at {entry.start}")
+            end = entry.stop
+
+    @property
+    def data_length(self) -> int:
+        return max((entry.stop for entry in self.entries.values()), default=0)
+
+    def encode(self) -> bytes:
+        """Return the bytes before the data, a multiple of 8, so that 8-byte elements are aligned."""
+        fields: dict[str, Any] = {METADATA_KEY: dict(self.metadata)}
+        for name, entry in self.entries.items():
+            place = [entry.start, entry.stop]
+            fields[name] = {"dtype": CODE_OF_DTYPE[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
+        text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
+
+
+def read_header(file: File) -> tuple[Header, int, str]:
+    """Read the header of an open file, the byte at which its data begins, and the xxh3-128 of its text in hex.
+
+    Raises:
+        SourceError: it is not a safetensors file, or contradicts itself or its length.
+    """
+    size = file.size
+    head = file.read(0, 8)
+    length = int.from_bytes(head, "little")
+    most = min(max(size - 8, 0), MAX_HEADER_BYTES)
+    if head[:4] == _ZIP:
+        raise SourceError(
+            "expected a safetensors file, found a zip archive, such as torch.save writes: load it and save it with "
+            "torch.distributed.checkpoint or safetensors"
+        )
+    if size < 8 or length > most:
+        kind = DamageError if file.read(8, 1) == b"{" else SourceError  # cut, or another kind of file
+        raise kind(
+            f"expected a safetensors file (checkpoints of other formats are directories): a header of at most {most} "
+            f"bytes in {size}, found one of {length}"
+        )
+    if length > limits.SMALL_DESCRIPTION:
+        rest = max(file.on_disk - 8 - length, 0)
+        limits.check_limit(
+            length, limits.SMALL_DESCRIPTION + rest, f"bytes of a header before {rest} bytes on the disk"
+        )
+    text = file.read(8, length)
+    header = parse_header(text)
+    if 8 + length + header.data_length != size:
+        raise DamageError(f"expected {8 + length + header.data_length} bytes, found {size}: it was cut or grew")
+    return header, 8 + length, xxh3_128([text])
+
+
+def parse_header(text: bytes) -> Header:
+    limits.check_text(text)
+    try:
+        fields = _fields(json.loads(text.decode(), object_pairs_hook=_unique))
+    except (ValueError, RecursionError) as error:
+        raise DamageError(f"damaged safetensors header: {type(error).__name__}: {error}") from error
+    metadata = fields.pop(METADATA_KEY, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise DamageError(f"expected strings in {METADATA_KEY}, found something else")
+    strange = DamageError if MANIFEST_KEY in metadata else SourceError
+    entries = {name: _entry(name, value, strange) for name, value in fields.items()}
+    return Header(dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop))), metadata)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("expected a JSON object")
+    return value
+
+
+def _entry(name: str, value: Any, strange: type[SourceError]) -> HeaderEntry:
+    match value:
+        case {"dtype": str(code), "shape": [*shape], "data_offsets": [start, stop], **more} if not more and all(
+            type(number) is int
+            for number in (*shape, start, stop)  # a bool is not a number here
+        ):
+            pass
+        case _:
+            raise DamageError(f"tensor {name!r}: expected dtype, shape and data_offsets, found {str(value)[:200]}")
+    if code not in DTYPE_OF_CODE:
+        raise strange(f"tensor {name!r}: expected one of the dtypes {', '.join(DTYPE_OF_CODE)}, found {code!r}")
+    try:
+        return HeaderEntry(DTYPE_OF_CODE[code], tuple(shape), start, stop)
+    except DamageError as error:
+        raise DamageError(f"tensor {name!r}: {error}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return fields
+
+
+INDEX_FILE = "model.safetensors.index.json"
+"""The index of a sharded checkpoint, as we write it.  Any other single index is read, too."""
+
+_DATA = "data"
+"""The file in that manifest's extents, which count from the data section, not to depend on its own length."""
+
+_PARTS = "DCP_SHARDING_INFO"
+"""A key that DCP's ``HuggingFaceStorageWriter`` writes to ``__metadata__``: the file's tensors may be parts of tensors
+whose size it does not record.  Where it has written whole tensors there is an index."""
+
+_SHARD = re.compile(r"model-[0-9]+-of-[0-9]+\.safetensors$")
+"""Files of a sharded checkpoint: one without an index is a part, or unfinished."""
+
+
+def reader(path: Location) -> LocatedReader:
+    """Read a file, or a folder of files.
+
+    Raises:
+        SourceError: as `read_safetensors`; or a single file lies beside checkpoints of a run.
+    """
+    refuse_stray(path)
+    return LocatedReader(read_safetensors(path), Payloads(folder(path)))
+
+
+def read_safetensors(path: Location) -> Manifest:
+    """Read the headers of a file, or of a folder with an index or a single file.
+
+    Extents name files in ``folder(path)``.  Of others' tensors only the name is known, which is their key.
+
+    Raises:
+        SourceError: there is none, it is damaged, or headers, index and manifest disagree.
+    """
+    try:
+        files, index = ([path], None) if not path.is_dir() else _files(path)
+        tensors: dict[str, StateRecord] = {}
+        provenance: Mapping[str, Any] = {}
+        for file in files:
+            with about(file):
+                recorded, tensors_of_file = _read_file(file, index)
+                for tensor in tensors_of_file:
+                    if tensors.setdefault(tensor.key, tensor) is not tensor:
+                        raise DamageError(f"tensor {tensor.key!r} is in another file of the checkpoint as well")
+            provenance = provenance or recorded
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error}") from error
+    file_of_tensor = {key: tensor.chunks[0].item.file for key, tensor in tensors.items()}
+    if index is not None and file_of_tensor != index.files:
+        differing = sorted(file_of_tensor.items() ^ index.files.items())[0]
+        raise DamageError(f"{path}: the index and the files disagree about tensor {differing[0]!r}")
+    return Manifest(tuple(tensors.values()), (), provenance or {"format": "safetensors"})
+
+
+def folder(path: Location) -> Location:
+    return path if path.is_dir() else path.parent
+
+
+def refuse(tensors: Sequence[StateRecord]) -> None:
+    """Refuse tensors that the format cannot hold."""
+    for tensor in tensors:
+        if tensor.dtype not in CODE_OF_DTYPE:
+            raise SourceError(
+                f"tensor {tensor.key!r}: safetensors has no dtype {tensor.dtype}; it has {', '.join(CODE_OF_DTYPE)}"
+            )
+        if tensor.key == METADATA_KEY:
+            raise SourceError(f"safetensors keeps the name {METADATA_KEY!r} for itself; no tensor can have it")
+        try:
+            tensor.key.encode()
+        except UnicodeEncodeError:
+            raise SourceError(f"tensor {tensor.key!r}: the format demands names of valid Unicode") from None
+
+
+def front(tensors: Sequence[StateRecord], provenance: Mapping[str, Any], sums: Sequence[tuple[str, int]] = ()) -> bytes:
+    """Return the bytes before the elements of these tensors, which follow each other in this order.
+
+    Args:
+        sums: digest and share of the fingerprint of each tensor.  Without them the length is the same.
+
+    Raises:
+        DestinationError: the header would be longer than readers accept.
+    """
+    none = Sums()
+    entries, chunks, start = {}, [], 0
+    sums = sums or [(none.digest, none.share)] * len(tensors)
+    for tensor, (digest, _) in zip(tensors, sums, strict=True):
+        place = Extent(_DATA, start, length_of(tensor))
+        entries[tensor.key] = HeaderEntry(tensor.dtype, tensor.shape, start, place.end)
+        chunks.append(([Chunk(Box.of(tensor.shape), place, place, digest)], len(tensor.shape)))
+        start = place.end
+    described = (
+        dataclasses.replace(tensor, chunks=own, fingerprint=as_hex(share))
+        for tensor, own, (_, share) in zip(tensors, in_columns(chunks), sums, strict=True)
+    )
+    # "format" tells Hugging Face libraries whose tensors these are; some refuse a file without it.
+    manifest = Manifest(tuple(described), (), provenance).to_json()
+    head = Header(entries, {"format": "pt", MANIFEST_KEY: manifest}).encode()
+    if len(head) - 8 > MAX_HEADER_BYTES:
+        raise DestinationError(f"a header of {len(head)} bytes, of at most {MAX_HEADER_BYTES}; use --shard-size")
+    return head
+
+
+def shards(tensors: Sequence[StateRecord], most: int) -> list[tuple[str, list[StateRecord]]]:
+    """Return the names of files, and the tensors in each, in order.
+
+    A file has at most ``most`` bytes of elements, or one tensor.  Without tensors there is one empty file.
+    """
+    contents: list[list[StateRecord]] = [[]]
+    used = 0
+    for tensor in tensors:
+        if contents[-1] and used + length_of(tensor) > most:
+            contents.append([])
+            used = 0
+        contents[-1].append(tensor)
+        used += length_of(tensor)
+    return [(f"model-{number:05d}-of-{len(contents):05d}.safetensors", own) for number, own in enumerate(contents, 1)]
+
+
+def write_shard_index(manifest: Manifest, names: Sequence[str], directory: Location) -> None:
+    """Write the index of finished shards, and wait until it is on disk.
+
+    The digests of the shards' headers, which have those of their tensors, bind the files together.
+    """
+    headers = {}
+    for name in names:
+        with open_regular(directory / name) as opened:
+            _, _, headers[name] = read_header(opened)
+    files = {tensor.key: tensor.chunks[0].item.file for tensor in manifest.tensors}
+    sizes = {"total_size": sum(map(length_of, manifest.tensors))}
+    ours = {"version": 1, "headers": headers}
+    seal = digest_of([sizes, ours, files])
+    index = {"metadata": {**sizes, MANIFEST_KEY: {**ours, "digest": seal}}, "weight_map": files}
+    write_synced(directory / INDEX_FILE, json.dumps(index, indent=1, ensure_ascii=False).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """The file of each tensor; and if we wrote the index, the digest of each file's header, else nothing."""
+
+    files: Mapping[str, str]
+    headers: Mapping[str, str]
+
+    @classmethod
+    def of(cls, data: Any) -> _Index:
+        """Parse the JSON of its file.
+
+        Raises:
+            DamageError: it is not an index, or is ours and not the one that was written.
+        """
+        match data:
+            case {"weight_map": dict(files)} if all(isinstance(name, str) for name in files.values()):
+                pass
+            case _:
+                raise DamageError("damaged index: expected a weight_map of file names")
+        match data.get("metadata"):
+            case {"muonckpt": {"digest": recorded, "headers": dict(headers), **version}, **sizes}:
+                check_digest(recorded, [sizes, {**version, "headers": headers}, files])
+                return cls(files, headers)
+            case {"muonckpt": _}:
+                raise DamageError("damaged index: expected digests of headers under muonckpt")
+        return cls(files, {})
+
+
+def by_element_size(tensors: Sequence[StateRecord]) -> list[StateRecord]:
+    """Sort tensors by element size, the largest first, which aligns all of them."""
+    return sorted(tensors, key=lambda tensor: -itemsize(tensor.dtype))
+
+
+def length_of(tensor: StateRecord) -> int:
+    return Box.of(tensor.shape).numel * itemsize(tensor.dtype)
+
+
+def _files(path: Location) -> tuple[list[Location], _Index | None]:
+    indices: list[Location] = sorted(path.glob("*.safetensors.index.json"), key=str)
+    singles: list[Location] = sorted(path.glob("*.safetensors"), key=str)
+    if not indices and len(singles) == 1 and not _SHARD.match(singles[0].name):
+        return singles, None
+    if len(indices) != 1:
+        lost = not indices and any(_SHARD.match(single.name) for single in singles)
+        kind = DamageError if lost else SourceError
+        raise kind(f"{path}: expected one index (*.safetensors.index.json), found {len(indices)}")
+    with about(indices[0]):
+        try:
+            index = _Index.of(json.loads(read_whole(indices[0])))
+        except (ValueError, RecursionError) as error:
+            raise DamageError(f"damaged index: {error}") from error
+        names = sorted({Extent(name, 0, 0).file for name in (*index.files.values(), *index.headers)})
+        return [path / name for name in names], index
+
+
+def _read_file(file: Location, index: _Index | None) -> tuple[Mapping[str, Any], list[StateRecord]]:
+    with open_regular(file) as opened:
+        file_header, start, actual = read_header(opened)
+    expected = actual if index is None else index.headers.get(file.name, actual)
+    if actual != expected:
+        raise DamageError(
+            f"its header has digest {actual}, the index expects {expected}: it is damaged, or of another save"
+        )
+    if _PARTS in file_header.metadata and index is None:
+        raise SourceError(
+            "expected whole tensors, found what one rank had of them (by DCP's HuggingFaceStorageWriter with "
+            "save_distributed): consolidate the files of all ranks with torch first"
+        )
+    text = file_header.metadata.get(MANIFEST_KEY)
+    recorded = Manifest(()) if text is None else Manifest.from_json(text)
+    known = {tensor.key: tensor for tensor in recorded.tensors}
+    lost = sorted(known.keys() - file_header.entries.keys())
+    if lost:
+        raise DamageError(f"expected tensor {lost[0]!r}, which {METADATA_KEY} describes; found none")
+    stored = []
+    for key, entry in file_header.entries.items():
+        place, box = Extent(file.name, start + entry.start, entry.stop - entry.start), Box.of(entry.shape)
+        tensor = known.get(key)
+        if tensor and (tensor.dtype, tensor.shape, [*tensor.boxes]) != (entry.dtype, entry.shape, [box]):
+            raise DamageError(
+                f"tensor {key!r}: {entry.dtype} of shape {entry.shape}, but {METADATA_KEY} says otherwise"
+            )
+        digest = None if tensor is None else tensor.chunks[0].digest
+        stored.append(([Chunk(box, place, place, digest)], len(entry.shape)))
+    tensors = [
+        dataclasses.replace(known[key], chunks=chunks)
+        if key in known
+        else StateRecord(key, (key,), entry.shape, entry.dtype, chunks)
+        for (key, entry), chunks in zip(file_header.entries.items(), in_columns(stored), strict=True)
+    ]
+    return recorded.provenance, tensors

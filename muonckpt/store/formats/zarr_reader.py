@@ -1,0 +1,499 @@
+"""Checkpoints in a zarr v3 hierarchy: a group for each parameter, an array for each of its tensors.
+
+Arrays whose elements are stored unencoded (with or without shards and checksums) are read from their files.  For other
+codecs the zarr library, imported when needed, decodes whole files.  ``zarr.json`` is read without trust.
+
+Source: the Zarr v3 core specification, and those of the codecs ``bytes``, ``crc32c`` and ``sharding_indexed`` 1.0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from ... import json_fields
+from ...box import MOST_DIMS, MOST_ELEMENTS, Box, Index
+from ...errors import DamageError, SourceError, about
+from ...record import Chunk, Chunks, Extent, Manifest, StateRecord
+from ...seal import check_digest, digest_of
+from ..io import limits
+from ..io.location import Location
+from ..io.regular import FileBytes, Held, open_regular, read_whole
+from ..reading.dtypes import DTYPES, itemsize
+from ..reading.payloads import Payloads
+from ..reading.reader import LocatedReader
+from .native import tensor_of
+from .signs import ZARR_FILE
+
+MANIFEST_ATTRIBUTE = "muonckpt"
+"""The attribute with what zarr's own fields cannot express."""
+
+SEAL = "digest"
+"""The field of that attribute with the digest of what it describes."""
+
+INDEX_CHECKSUM = 4
+
+_ZARR_DTYPES: Mapping[str, str] = MappingProxyType(
+    {
+        name: name
+        for name in DTYPES
+        if name.startswith(("bool", "int", "uint", "float16", "float32", "float64", "complex64", "complex128"))
+    }
+)
+"""Our element types that zarr has, under the same names.  The others are stored as their bits."""
+
+MISSING_CHUNK = 2**64 - 1
+"""The offset and length, in the index of a shard, of a chunk that is not there."""
+
+_READABLE = _ZARR_DTYPES.keys() | {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
+"""The last ones are extensions, which tensorstore writes and stock zarr cannot read."""
+
+_CRC32C = {"name": "crc32c"}
+_INDEX_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, _CRC32C]
+
+
+def stored_as(dtype: str) -> str:
+    """Return the zarr data type that holds this one: itself, or unsigned integers of its bits."""
+    return _ZARR_DTYPES.get(dtype, f"uint{8 * itemsize(dtype)}")
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrArray:
+    """One array; ``dtype`` is zarr's.
+
+    ``file_shape`` is the shape of one file, ``chunk_shape`` of one chunk in it (the same without shards), both with the
+    dims of ``shape``.  ``trailer`` are the bytes behind each chunk's elements (its CRC-32C), None where elements are
+    not stored as they are.  ``sharded`` files end (``index_first``: begin) with an index.
+
+    Raises:
+        SourceError: the shapes do not fit each other.
+    """
+
+    node: str
+    shape: Index
+    dtype: str
+    file_shape: Index
+    chunk_shape: Index
+    trailer: int | None
+    sharded: bool
+    index_first: bool = False
+    prefix: str = "c"
+    separator: str = "/"
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shapes = (self.shape, self.file_shape, self.chunk_shape)
+        if len({len(shape) for shape in shapes}) != 1 or len(self.shape) > MOST_DIMS:
+            raise SourceError(f"expected an array, files and chunks with equal numbers of dims, found {shapes!s:.200}")
+        if max((size for shape in shapes for size in shape), default=0) > MOST_ELEMENTS:
+            raise SourceError(f"expected sizes of at most {MOST_ELEMENTS}, found larger ones")
+        if min(self.shape, default=0) < 0 or min((*self.file_shape, *self.chunk_shape), default=1) < 1:
+            raise SourceError(f"expected a shape and chunks of at least one element, found {shapes}")
+        if any(whole % part for whole, part in zip(self.file_shape, self.chunk_shape, strict=True)):
+            raise SourceError(f"expected shards {self.file_shape} that are whole numbers of chunks {self.chunk_shape}")
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether every chunk's elements inside the array are a prefix of its stored bytes."""
+        first = next((dim for dim, size in enumerate(self.chunk_shape) if size > 1), len(self.shape))
+        cut = any(self.shape[d] % self.chunk_shape[d] for d in range(first + 1, len(self.shape)))
+        return self.trailer is not None and not cut
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Return the bytes of one chunk's elements, those beyond the array's edge included."""
+        return math.prod(self.chunk_shape) * itemsize(self.dtype)
+
+    @property
+    def chunks_per_file(self) -> int:
+        return math.prod(self.file_shape) // math.prod(self.chunk_shape)
+
+    @property
+    def index_bytes(self) -> int:
+        return 16 * self.chunks_per_file + INDEX_CHECKSUM if self.sharded else 0
+
+    def files(self) -> Iterator[tuple[str, Box]]:
+        """Yield each file, by its path below the root, and the box of the array that it holds."""
+        for cell, box in _grid(Box.of(self.shape), self.file_shape):
+            key = self.separator.join((self.prefix, *map(str, cell)) if self.prefix else map(str, cell)) or "0"
+            yield f"{self.node}/{key}" if self.node else key, box
+
+    def chunks(self, file: Box) -> Iterator[tuple[int, Box]]:
+        """Yield the number of each chunk of a file that has elements, in row-major order, and its box of the array."""
+        for cell, box in _grid(file, self.chunk_shape):
+            number = 0
+            for index, whole, part in zip(cell, self.file_shape, self.chunk_shape, strict=True):
+                number = number * (whole // part) + index
+            yield number, box
+
+    def to_json(self) -> str:
+        codecs = [_bytes_codec(self.dtype), _CRC32C]
+        if self.sharded:
+            inside = {"chunk_shape": list(self.chunk_shape), "codecs": codecs, "index_codecs": _INDEX_CODECS}
+            codecs = [{"name": "sharding_indexed", "configuration": {**inside, "index_location": "end"}}]
+        return json.dumps(
+            {
+                "zarr_format": 3,
+                "node_type": "array",
+                "shape": list(self.shape),
+                "data_type": self.dtype,
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(self.file_shape)}},
+                "chunk_key_encoding": {"name": "default", "configuration": {"separator": self.separator}},
+                "fill_value": _fill_value(self.dtype),
+                "codecs": codecs,
+                "attributes": dict(self.attributes),
+            },
+            indent=1,
+        )
+
+
+def array_seal(array: ZarrArray, entry: Mapping[str, Any]) -> str:
+    """Return the digest of an array's description: its shape, its data type and our entry, without the digest."""
+    return digest_of([list(array.shape), array.dtype, {key: value for key, value in entry.items() if key != SEAL}])
+
+
+def parse_node(data: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(data.decode())
+        if fields["zarr_format"] != 3 or fields["node_type"] not in ("group", "array"):
+            raise SourceError(f"expected a node of zarr format 3, found {fields['zarr_format']!r}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamageError(f"damaged {ZARR_FILE}: {type(error).__name__}: {error}") from error
+    if not isinstance(fields.setdefault("attributes", {}), dict):
+        raise DamageError(f"damaged {ZARR_FILE}: expected attributes by name")
+    return dict(fields)
+
+
+def parse_array(node: str, fields: Mapping[str, Any]) -> ZarrArray:
+    """Parse the fields of an array.
+
+    Raises:
+        DamageError: a field is missing or not what it should be; or it has our attribute, and something that we never
+            write.
+        SourceError: the data type, the grid, the key encoding or a storage transformer is unknown.
+    """
+    try:
+        return _parsed(node, fields)
+    except SourceError as error:
+        if MANIFEST_ATTRIBUTE in fields["attributes"]:
+            raise DamageError(str(error)) from error
+        raise
+
+
+def _parsed(node: str, fields: Mapping[str, Any]) -> ZarrArray:
+    try:
+        if fields.get("storage_transformers"):
+            raise SourceError(f"expected no storage transformers, found {fields['storage_transformers']!r:.200}")
+        if fields["data_type"] not in _READABLE:
+            kinds = ", ".join(_READABLE)
+            raise SourceError(f"expected one of the data types {kinds}, found {fields['data_type']!r:.200}")
+        files = _ints(_configuration(fields["chunk_grid"], "regular")["chunk_shape"])
+        prefix, separator = _keys(fields["chunk_key_encoding"])
+        chunks, trailer, index_first = _codecs(fields["codecs"])
+        return ZarrArray(
+            node=node,
+            shape=_ints(fields["shape"]),
+            dtype=fields["data_type"],
+            file_shape=files,
+            chunk_shape=files if chunks is None else chunks,
+            trailer=trailer,
+            sharded=chunks is not None,
+            index_first=index_first,
+            prefix=prefix,
+            separator=separator,
+            attributes=fields["attributes"],
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamageError(f"damaged {ZARR_FILE}: {type(error).__name__}: {error}") from error
+
+
+def _grid(box: Box, step: Index) -> Iterator[tuple[Index, Box]]:
+    """Yield the cells of a regular grid that begins at the corner of the box, in row-major order, and their parts
+    inside.
+    """
+    counts = [-(-size // part) for size, part in zip(box.shape, step, strict=True)]
+    for number in range(math.prod(counts)):  # one at a time: a hostile array may have very many
+        cell = _cell(number, counts)
+        lo = tuple(start + index * part for start, index, part in zip(box.lo, cell, step, strict=True))
+        hi = tuple(min(start + part, end) for start, part, end in zip(lo, step, box.hi, strict=True))
+        yield cell, Box(lo, hi)
+
+
+def _cell(number: int, counts: list[int]) -> Index:
+    cell = []
+    for count in reversed(counts):
+        number, index = divmod(number, count)
+        cell.append(index)
+    return tuple(reversed(cell))
+
+
+def _codecs(codecs: Any) -> tuple[Index | None, int | None, bool]:
+    """Return the shape of the chunks in a shard (None without shards), their trailer, and the index's place."""
+    match codecs:
+        case [{"name": "sharding_indexed", "configuration": {"chunk_shape": shape, "codecs": inner, **rest}}]:
+            if rest.get("index_codecs") != _INDEX_CODECS or rest.get("index_location", "end") not in ("start", "end"):
+                raise SourceError("expected a shard index of little-endian numbers with a CRC-32C")
+            chunks, trailer, _ = _codecs(inner)
+            if chunks is not None:
+                raise SourceError("expected no shards within shards")
+            return _ints(shape), trailer, rest.get("index_location") == "start"
+        case [{"name": "bytes", **how}] if _is_little(how):
+            return None, 0, False
+        case [{"name": "bytes", **how}, {"name": "crc32c"}] if _is_little(how):
+            return None, INDEX_CHECKSUM, False
+        case [*_]:
+            return None, None, False
+    raise SourceError(f"expected a list of codecs, found {codecs!r:.200}")
+
+
+def _is_little(codec: Mapping[Any, Any]) -> bool:
+    return bool(_setting(codec, "endian", "little") == "little")
+
+
+def _setting(extension: Mapping[Any, Any], name: str, usual: str) -> Any:
+    return extension.get("configuration", {}).get(name, usual)
+
+
+def _keys(encoding: Any) -> tuple[str, str]:
+    """Return prefix and separator of the names of chunks."""
+    match encoding:
+        case {"name": "default", **rest}:
+            prefix, usual = "c", "/"
+        case {"name": "v2", **rest}:
+            prefix, usual = "", "."
+        case _:
+            raise SourceError(f"expected a chunk key encoding default or v2, found {encoding!r:.200}")
+    separator = _setting(rest, "separator", usual)
+    if separator not in ("/", "."):
+        raise SourceError(f"expected a separator / or ., found {separator!r:.200}")
+    return prefix, separator
+
+
+def _configuration(value: Any, name: str) -> dict[str, Any]:
+    match value:
+        case {"name": kind, "configuration": dict(configuration)} if kind == name:
+            return configuration
+    raise SourceError(f"expected {name!r} with a configuration, found {value!r:.200}")
+
+
+def _ints(value: Any) -> Index:
+    if not isinstance(value, list) or not all(type(number) is int for number in value):
+        raise SourceError(f"expected a list of integers, found {value!r:.200}")
+    return tuple(value)
+
+
+def _bytes_codec(dtype: str) -> dict[str, Any]:
+    return {"name": "bytes", **({"configuration": {"endian": "little"}} if itemsize(dtype) > 1 else {})}
+
+
+def _fill_value(dtype: str) -> Any:
+    kinds = {"bool": False, "float": 0.0, "complex": [0.0, 0.0]}
+    return next((value for kind, value in kinds.items() if dtype.startswith(kind)), 0)
+
+
+_DECODED_FILES = 4
+
+
+class ZarrPayloads(Payloads):
+    """The bytes of the elements: those of the files, or of whole decoded files where they are encoded."""
+
+    def __init__(self, directory: Location, arrays: Sequence[ZarrArray]) -> None:
+        super().__init__(directory)
+        self._encoded = {
+            file: (array, box) for array in arrays if not _is_read_raw(array) for file, box in array.files()
+        }
+        self._checked = {file for array in arrays if array.trailer for file, _ in array.files()}
+        self._decode = lru_cache(_DECODED_FILES)(self._decoded)
+
+    def _bytes(self, name: str) -> FileBytes:
+        return Held(self._decode(name)) if name in self._encoded else super()._bytes(name)
+
+    def is_checked(self, chunk: Chunk) -> bool:
+        return chunk.item.file in self._checked
+
+    def check_inside(self, item: Extent) -> None:
+        """Check the CRC-32C behind an unencoded chunk; decoding checks that of an encoded one."""
+        from google_crc32c import value as crc32c
+
+        if item.file in self._checked and item.file not in self._encoded:
+            raw = bytes(self.view(item))
+            actual, expected = crc32c(raw[:-INDEX_CHECKSUM]), int.from_bytes(raw[-INDEX_CHECKSUM:], "little")
+            if actual != expected:
+                raise DamageError(f"CRC-32C {actual:08x}, expected {expected:08x}")
+
+    def _decoded(self, file: str) -> memoryview:
+        array, box = self._encoded[file]
+        size = math.prod(array.file_shape) * itemsize(array.dtype)
+        limits.check_limit(size, limits.DECODED + 1000 * self.on_disk(file), f"bytes in {file} when it is decoded")
+        try:
+            import zarr
+
+            opened = zarr.open_array(str(self.directory / array.node), mode="r")
+            block = np.asarray(opened[tuple(map(slice, box.lo, box.hi))])
+        except Exception as error:  # whatever a codec raises
+            raise SourceError(f"cannot decode {self.directory / file}: {type(error).__name__}: {error}") from error
+        little = block.astype(block.dtype.newbyteorder("<"), copy=False)
+        return np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
+
+
+def reader(path: Location) -> LocatedReader:
+    """Read the metadata of a hierarchy and the indices of shards.
+
+    A chunk's ``item`` is its stored bytes, its ``payload`` the elements; of encoded arrays an extent of the whole
+    decoded file, which `ZarrPayloads` provides.
+
+    Raises:
+        SourceError: there is none, it is damaged or refused; or a chunk is missing, which zarr would read as zeros.
+    """
+    try:
+        attributes, arrays = _nodes(path)
+        tensors = tuple(_record(path, array) for array in arrays)
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error}") from error
+    _check_root(path, attributes, arrays)
+    match attributes.get(MANIFEST_ATTRIBUTE):
+        case None:
+            provenance: Mapping[str, Any] = {"format": "zarr"}
+        case {"tensors": int(count), "provenance": recorded} if count == len(tensors):
+            try:
+                provenance = json_fields.provenance(recorded)
+            except (TypeError, ValueError) as error:
+                raise DamageError(f"{path / ZARR_FILE}: damaged provenance: {error}") from error
+        case {"tensors": int(count)}:
+            raise DamageError(f"{path}: expected {count} arrays, found {len(tensors)}")
+        case _:
+            raise DamageError(f"{path / ZARR_FILE}: damaged attribute {MANIFEST_ATTRIBUTE!r}")
+    return LocatedReader(Manifest(tensors, (), provenance), ZarrPayloads(path, arrays))
+
+
+def _nodes(path: Location) -> tuple[Mapping[str, Any], list[ZarrArray]]:
+    """Return the attributes of the root, and all arrays below it, or the one that it is, by name.  No link is
+    followed.
+    """
+    attributes: Mapping[str, Any] = {}
+    arrays, pending = [], [""]
+    while pending:
+        node = pending.pop()
+        place = path / node
+        with about(place / ZARR_FILE):
+            fields = parse_node(read_whole(place / ZARR_FILE))
+            if not node:
+                attributes = fields["attributes"]
+            if fields["node_type"] == "array":
+                arrays.append(parse_array(node, fields))
+                continue
+        inside = [entry.name for entry in place.iterdir() if entry.is_dir() and not entry.is_symlink()]
+        members = [f"{node}/{name}" if node else name for name in sorted(inside, reverse=True)]
+        pending += [member for member in members if (path / member / ZARR_FILE).exists()]
+    return attributes, arrays
+
+
+def _record(path: Location, array: ZarrArray) -> StateRecord:
+    with about(path / array.node):
+        chunks = list(_chunks(path, array)) if 0 not in array.shape else []
+        if MANIFEST_ATTRIBUTE not in array.attributes:
+            parts = tuple(array.node.split("/"))
+            stored = Chunks.of(chunks, len(array.shape))
+            return StateRecord(array.node or path.name, parts, array.shape, array.dtype, stored)
+        entry = array.attributes[MANIFEST_ATTRIBUTE]
+        if not isinstance(entry, dict):
+            raise DamageError(f"damaged attribute {MANIFEST_ATTRIBUTE!r}")
+        if entry.get(SEAL, seal := array_seal(array, entry)) != seal:
+            raise DamageError(f"its description has digest {seal}, expected {entry[SEAL]}")
+        tensor = tensor_of(entry)
+        if (tensor.shape, stored_as(tensor.dtype)) != (array.shape, array.dtype):
+            raise DamageError(
+                f"{array.dtype} of shape {array.shape}, but attribute {MANIFEST_ATTRIBUTE!r} says otherwise"
+            )
+        digests = entry.get("digests", [None] * len(chunks))
+        if len(digests) != len(chunks):
+            raise DamageError(f"expected {len(digests)} chunks, as attribute {MANIFEST_ATTRIBUTE!r} says")
+        sealed = (dataclasses.replace(c, digest=digest) for c, digest in zip(chunks, digests, strict=True))
+        return dataclasses.replace(tensor, chunks=Chunks.of(sealed, len(tensor.shape)))
+
+
+def _check_root(path: Location, attributes: Mapping[str, Any], arrays: Sequence[ZarrArray]) -> None:
+    match attributes.get(MANIFEST_ATTRIBUTE):
+        case {"arrays": of_arrays, "digest": recorded, **rest}:
+            with about(path / ZARR_FILE):
+                check_digest(recorded, {**rest, "arrays": of_arrays})
+            entries = ((array.node, array.attributes.get(MANIFEST_ATTRIBUTE)) for array in arrays)
+            seals = {node: entry.get(SEAL) for node, entry in entries if isinstance(entry, dict)}
+            with about(f"{path}: the arrays are not those of {ZARR_FILE}"):
+                check_digest(of_arrays, seals)
+
+
+def _is_read_raw(array: ZarrArray) -> bool:
+    """Return whether no decoding is needed: it checks a CRC-32C unless there is a fingerprint to compare with."""
+    checked = array.trailer == 0 or MANIFEST_ATTRIBUTE in array.attributes
+    return array.is_plain and checked
+
+
+def _chunks(path: Location, array: ZarrArray) -> Iterator[Chunk]:
+    raw = _is_read_raw(array)
+    for file, box in array.files():
+        size = _size(path, file)
+        if not raw:
+            with about(path / file):
+                if array.sharded:
+                    list(_stored(path, array, file, size, box))  # checks that no chunk is missing
+            item = Extent(file, 0, size)
+            yield Chunk(box, item, Extent(file, 0, box.numel * itemsize(array.dtype)))
+            continue
+        with about(path / file):
+            for part, offset, length in _stored(path, array, file, size, box):
+                if length != array.chunk_bytes + (array.trailer or 0):
+                    raise DamageError(f"box {part}: expected {array.chunk_bytes} bytes and a checksum, found {length}")
+                payload = Extent(file, offset, part.numel * itemsize(array.dtype))
+                yield Chunk(part, Extent(file, offset, length), payload)
+
+
+def _stored(path: Location, array: ZarrArray, file: str, size: int, box: Box) -> Iterator[tuple[Box, int, int]]:
+    if not array.sharded:
+        yield box, 0, size
+        return
+    index = _index(path, array, file, size)
+    for number, part in array.chunks(box):
+        offset, length = map(int, index[number])
+        if offset == MISSING_CHUNK:
+            raise DamageError(f"box {part} is not stored: zarr reads it as its fill value, but it may have been lost; "
+                              "write it with write_empty_chunks")  # fmt: skip
+        if offset + length > size:
+            raise DamageError(f"box {part}: expected bytes within {size}, found {offset}+{length}: the file was cut")
+        yield part, offset, length
+
+
+def _index(path: Location, array: ZarrArray, file: str, size: int) -> Any:
+    from google_crc32c import value as crc32c
+
+    if size < array.index_bytes:
+        raise DamageError(f"expected a shard index of {array.index_bytes} bytes in a file of {size}: it was cut")
+    with open_regular(path / file) as opened:
+        limits.check_limit(
+            array.index_bytes, limits.SMALL_DESCRIPTION + opened.on_disk, f"bytes of the index of {file}"
+        )
+        raw = opened.read(0 if array.index_first else size - array.index_bytes, array.index_bytes)
+    index, checksum = raw[:-INDEX_CHECKSUM], int.from_bytes(raw[-INDEX_CHECKSUM:], "little")
+    if crc32c(index) != checksum:
+        raise DamageError(f"shard index with CRC-32C {crc32c(index):08x}, expected {checksum:08x}")
+    return np.frombuffer(index, "<u8").reshape(-1, 2)
+
+
+def _size(path: Location, file: str) -> int:
+    """Return the size of the file of a chunk; a link anywhere on the way is refused."""
+    place = path / file
+    if not (place.exists() or place.is_symlink()):
+        raise DamageError(f"{place} is not stored: zarr reads its box as the fill value, but it may have been lost; "
+                          "write it with write_empty_chunks")  # fmt: skip
+    if place.resolve() != path.resolve() / file:
+        raise SourceError(f"cannot open {place}: one of its directories is a symbolic link")
+    with open_regular(place) as opened:
+        return opened.size

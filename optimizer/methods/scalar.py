@@ -1,0 +1,267 @@
+"""Algorithms that work element by element, for every parameter that is not a matrix: AdamW and Lion.
+
+No element needs another, so a sharded parameter is stepped where it rests, without communication.  All arithmetic is
+torch's operators, in float32 at least (`foreach.rounded_once`).  Those compute an element alike wherever a shard begins
+or ends, so the bits do not depend on the layout, nor on which tensors are computed together (`foreach.in_portions`).
+torch's fused AdamW rounds the last elements of a tensor otherwise than the vectors before them on the CPU, so it is not
+used.
+
+Each algorithm has two forms: with rates and counts of steps on the host, and, for devices whose steps can be captured
+(`cuda_graphs.capturable`), with all of them on the device, where a CUDA graph finds today's at every replay.  torch's
+capturable AdamW is not used there: it reads betas that are tensors back, and rounds rates to the parameter's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layouts.tensors import locals_of
+from ...vocabulary import ADAMW, EXP_AVG, EXP_AVG_SQ, LION, STEP, ParamGroup
+from ..ground.cuda_graphs import capturable, capturing, refuse_absent, refuse_host
+from ..ground.foreach import Tensors, in_dtype, in_portions, rounded_once
+
+Slots = Mapping[str, Tensors]
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """An element-wise algorithm.
+
+    Args:
+        slots: the state of a parameter: by name, what makes it for a new parameter.
+        defaults: options of its groups besides ``lr``, ``weight_decay`` and ``cautious``.
+        on_host, on_device: one step of local tensors of one device and dtype, of at least 32 bits: parameters,
+            gradients, state by slot, all in the same order, and the group.  On the host all have stepped as often, if
+            the state counts it, and what the group says are numbers; on a device nothing is read back.
+    """
+
+    slots: Mapping[str, Callable[[Tensor], Tensor]]
+    defaults: Mapping[str, Any]
+    on_host: Callable[[Tensors, Tensors, Slots, float, ParamGroup], None]
+    on_device: Callable[[Tensors, Tensors, Slots, ParamGroup], None]
+
+    def fresh(self, param: Tensor) -> dict[str, Tensor]:
+        """State of a parameter that has not been stepped."""
+        return {slot: make(param) for slot, make in self.slots.items()}
+
+    def check(self, group: ParamGroup) -> None:
+        """Refuse options that the algorithm does not have, or out of range.
+
+        Raises:
+            ValueError: names the option, its value and what is expected.
+        """
+        if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
+            raise ValueError(f"betas={group['betas']!r}: expected two numbers in [0, 1)")
+        if not 0 <= group.get("eps", 0) < math.inf:
+            raise ValueError(f"eps={group['eps']!r}: expected a finite number >= 0")
+
+    def step(self, group: ParamGroup, state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+        """Step those parameters of ``group`` that have a gradient, in place, with their state.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured, and a parameter has no gradient or is not on a GPU.
+        """
+        params = [param for param in group["params"] if param.grad is not None]
+        if capturing():
+            refuse_absent([tuple(p.shape) for p in group["params"]], [p.grad is not None for p in group["params"]])
+        alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for param in params:
+            alike[param.device, param.dtype].append(param)
+        for (device, _), params in alike.items():
+            states = [state[param] for param in params]
+            held = {slot: locals_of([slots[slot] for slots in states]) for slot in self.slots}
+            weights, gradients = locals_of(params), locals_of(p.grad for p in params if p.grad is not None)
+            if capturable(device):
+                with rounded_once(weights, *held.values()) as (exact, *changed):
+                    # A gradient may have a dtype of its own (`Tensor.grad_dtype`).
+                    given = [gradient.to(exact[0].dtype) for gradient in gradients]
+                    self.on_device(exact, given, dict(zip(held, changed, strict=True)), group)
+            else:
+                refuse_host(group["algorithm"], device)
+                self._step_on_host(weights, gradients, held, group)
+
+    def _step_on_host(self, weights: list[Tensor], gradients: list[Tensor], held: Slots, group: ParamGroup) -> None:
+        lr, weight_decay, *betas = map(float, (group["lr"], group["weight_decay"], *group["betas"]))
+        numbers = {**group, "lr": lr, "weight_decay": weight_decay, "betas": betas}
+        counts = [0.0] * len(weights)
+        if STEP in held:
+            _add_number(held[STEP], 1)
+            counts = [counter.item() for counter in held[STEP]]
+        moments = {slot: tensors for slot, tensors in held.items() if slot != STEP}
+        alike: defaultdict[tuple[torch.dtype, float], list[list[Tensor]]] = defaultdict(list)
+        for count, *tensors in zip(counts, gradients, weights, *moments.values(), strict=True):
+            alike[tensors[0].dtype, count].append(tensors)
+        for (_, count), parallel in alike.items():
+            for given, *changing in in_portions(list(zip(*parallel, strict=True))):
+                with rounded_once(*changing) as (exact, *changed):
+                    given = in_dtype(given, exact[0].dtype)
+                    self.on_host(exact, given, dict(zip(moments, changed, strict=True)), count, numbers)
+
+
+def decay(params: Tensors, updates: Tensors, rate: float, cautious: bool) -> None:
+    """Decoupled weight decay in place: ``p -= rate * p`` (Loshchilov & Hutter 2019, arXiv 1711.05101).
+
+    If ``cautious``, only where the update, which will be subtracted, does not move the element away from zero, that is
+    where ``update * p >= 0`` (Chen et al. 2025, arXiv 2510.12402, algorithm 1); the others keep their bits.
+
+    Args:
+        updates: only their signs matter; as ``params`` in shape and dtype.
+        rate: learning rate times weight decay.
+    """
+    if cautious:
+        torch._foreach_add_(params, _unopposed(params, updates), alpha=-rate)
+    elif rate:
+        torch._foreach_mul_(params, _number(1 - rate, params))
+
+
+def _number(value: float, like: Tensors) -> Tensor:
+    """0-d, as the tensors in dtype and device.  torch would make one of a number anew for each tensor of a list."""
+    return torch.tensor(value, dtype=like[0].dtype, device=like[0].device)
+
+
+def _add_number(tensors: Tensors, value: float) -> None:
+    # Without ``alpha`` torch takes it for a number all the same.
+    torch._foreach_add_(tensors, _number(value, tensors), alpha=1)
+
+
+def _unopposed(params: Tensors, updates: Tensors) -> tuple[Tensor, ...]:
+    """Parameters where their update does not move them away from zero, and zeros elsewhere; exact."""
+    # Signs, as a product of small numbers may vanish.
+    signs = torch._foreach_sign(updates)
+    opposed = torch._foreach_mul(signs, params)
+    torch._foreach_clamp_max_(opposed, 0)
+    torch._foreach_mul_(opposed, signs)
+    return torch._foreach_sub(params, opposed)
+
+
+# Numbers on the host.
+
+
+def _adamw_on_host(params: Tensors, gradients: Tensors, slots: Slots, count: float, group: ParamGroup) -> None:
+    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101): the operators of `torch.optim.AdamW` with its defaults."""
+    means, squares, lr, (beta1, beta2) = slots[EXP_AVG], slots[EXP_AVG_SQ], group["lr"], group["betas"]
+    torch._foreach_lerp_(means, gradients, 1 - beta1)
+    # The sign of Adam's update is the one of its first moment.
+    decay(params, means, lr * group["weight_decay"], group["cautious"])
+    torch._foreach_mul_(squares, _number(beta2, squares))
+    torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+    divisors = torch._foreach_sqrt(squares)
+    torch._foreach_div_(divisors, _number((1 - beta2**count) ** 0.5, divisors))
+    _add_number(divisors, group["eps"])
+    torch._foreach_addcdiv_(params, means, divisors, -(lr / (1 - beta1**count)))
+
+
+def _lion_on_host(params: Tensors, gradients: Tensors, slots: Slots, count: float, group: ParamGroup) -> None:
+    """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2): the sign of a mean of momentum and gradient."""
+    momenta, lr, (beta1, beta2) = slots[EXP_AVG], group["lr"], group["betas"]
+    updates = torch._foreach_lerp(momenta, gradients, 1 - beta1)
+    torch._foreach_sign_(updates)
+    torch._foreach_lerp_(momenta, gradients, 1 - beta2)
+    decay(params, updates, lr * group["weight_decay"], group["cautious"])
+    torch._foreach_add_(params, updates, alpha=-lr)
+
+
+# Numbers on the device.  Every operator rounds once, so the bits do not depend on which of its kernels torch takes.
+
+
+def _adamw_on_device(params: Tensors, gradients: Tensors, slots: Slots, group: ParamGroup) -> None:
+    """Step as `_adamw_on_host`.  A list is one launch, but for two a tensor, which has its own count of steps."""
+    lr, weight_decay, beta1, beta2 = _live(group, params[0].device)
+    means, squares = slots[EXP_AVG], slots[EXP_AVG_SQ]
+    torch._foreach_add_(slots[STEP], 1)
+    _mix(means, _times(gradients, 1 - beta1), beta1)
+    squared = torch._foreach_mul(gradients, gradients)
+    torch._foreach_mul_(squared, (1 - beta2).to(squared[0].dtype))
+    _mix(squares, squared, beta2)
+    del squared
+    _decay_on_device(params, means, lr * weight_decay, group["cautious"])
+    count = torch.stack(slots[STEP]).double()
+    divisors = torch._foreach_sqrt(squares)
+    torch._foreach_div_(divisors, _each((1 - beta2**count).sqrt(), params))
+    torch._foreach_add_(divisors, group["eps"])
+    # A rate of 0 makes them infinite, and the updates zeros.
+    torch._foreach_mul_(divisors, _each((1 - beta1**count) / lr, params))
+    torch._foreach_addcdiv_(params, means, divisors, -1)
+
+
+def _lion_on_device(params: Tensors, gradients: Tensors, slots: Slots, group: ParamGroup) -> None:
+    lr, weight_decay, beta1, beta2 = _live(group, params[0].device)
+    updates = _times(slots[EXP_AVG], beta1)
+    torch._foreach_add_(updates, _times(gradients, 1 - beta1))
+    torch._foreach_sign_(updates)
+    _mix(slots[EXP_AVG], _times(gradients, 1 - beta2), beta2)
+    _decay_on_device(params, updates, lr * weight_decay, group["cautious"])
+    torch._foreach_sub_(params, _times(updates, lr))
+
+
+def _decay_on_device(params: Tensors, updates: Tensors, rate: Tensor, cautious: bool) -> None:
+    decaying = _unopposed(params, updates) if cautious else params
+    torch._foreach_sub_(params, _times(decaying, rate))
+
+
+def _live(group: ParamGroup, device: torch.device) -> list[Tensor]:
+    """Rate, decay and betas, float64, 0-d.  What is a tensor on the device is read there whenever the step runs; the
+    rest is written there now, and is a constant of a graph that is being captured."""
+    return [
+        value.reshape(()).double()
+        if isinstance(value, Tensor) and value.device == device
+        else torch.full((), float(value), dtype=torch.float64, device=device)
+        for value in (group["lr"], group["weight_decay"], *group["betas"])
+    ]
+
+
+def _mix(means: Tensors, shares: Tensors, beta: Tensor) -> None:
+    """Exponential moving averages, in place: ``beta * mean + share``, where a share is ``(1 - beta) * value``."""
+    torch._foreach_mul_(means, beta.to(means[0].dtype))
+    torch._foreach_add_(means, shares)
+
+
+def _times(tensors: Tensors, factor: Tensor) -> tuple[Tensor, ...]:
+    # A factor of another dtype would cost a launch for each tensor.
+    products: tuple[Tensor, ...] = torch._foreach_mul(tensors, factor.to(tensors[0].dtype))
+    return products
+
+
+def _each(numbers: Tensor, like: Tensors) -> list[Tensor]:
+    return list(numbers.to(like[0].dtype).unbind())
+
+
+# State.
+
+
+def _moment(param: Tensor) -> Tensor:
+    return torch.zeros_like(param, memory_format=torch.contiguous_format)
+
+
+def counted_on(param: Tensor) -> torch.device:
+    """Return where steps of a parameter are counted: on its device if a CUDA graph may have to count them, else on the
+    CPU, so that reading them waits for no device."""
+    return param.device if capturable(param.device) else torch.device("cpu")
+
+
+def _counter(param: Tensor) -> Tensor:
+    """0-d float32, as a 16-bit float stops counting at 256."""
+    return torch.zeros((), dtype=torch.float32, device=counted_on(param))
+
+
+SCALARS: Mapping[str, Scalar] = {
+    "adamw": Scalar(
+        slots={STEP: _counter, EXP_AVG: _moment, EXP_AVG_SQ: _moment},
+        defaults=ADAMW,
+        on_host=_adamw_on_host,
+        on_device=_adamw_on_device,
+    ),
+    "lion": Scalar(
+        slots={EXP_AVG: _moment},
+        defaults=LION,
+        on_host=_lion_on_host,
+        on_device=_lion_on_device,
+    ),
+}

@@ -1,0 +1,199 @@
+"""What an optimizer does with which parameters, and warnings of what works and is probably not meant."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..vocabulary import ParamGroup
+from .methods.matrix import MATRICES, Scales, fused_of
+from .planning.matrices import rows_columns, shapes_of
+from .planning.schedule import Schedule
+from .step.rank_sets import RankSet
+
+LARGEST_VECTOR = 1 << 22
+"""Elements of the largest parameter of one dim that a model is expected to have: wrappers flatten matrices to such."""
+
+ADAMW_RMS = (0.2, 0.4)
+"""The root mean square of AdamW's updates over the rate, as measured by Liu et al. 2025 (arXiv 2502.16982)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReport:
+    """A parameter group.
+
+    Attributes:
+        name: the user's.
+        matrices: how many are orthogonalised.
+        elements: of all its parameters, on all ranks.
+        update_rms: the smallest and largest root mean square of an update that is expected at the present rate, without
+            decay: of an orthogonal ``m x n`` matrix it is ``1 / √max(m, n)``.
+    """
+
+    number: int
+    name: str
+    algorithm: str
+    parameters: int
+    matrices: int
+    elements: int
+    update_rms: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class MuonReport:
+    """An optimizer's groups, and what this rank's part of a step is.
+
+    Attributes:
+        owned: the fewest and the most matrices that a rank orthogonalises, and how many are this rank's; None before
+            the first step, which plans.
+        sent: bytes that this rank sends to others in a step; None before the first step.
+        skipped: steps of this run that were skipped, as gradients were not finite.
+        doubts: what is probably not meant, in words.
+    """
+
+    groups: tuple[GroupReport, ...]
+    owned: tuple[int, int, int] | None
+    sent: int | None
+    skipped: int
+    doubts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        header = ("group", "name", "algorithm", "parameters", "matrices", "elements", "update RMS")
+        rows = [
+            (
+                *(str(group.number), group.name, group.algorithm, str(group.parameters), str(group.matrices)),
+                *(f"{group.elements:,}", " to ".join(dict.fromkeys(f"{rms:.2g}" for rms in group.update_rms))),
+            )
+            for group in self.groups
+        ]
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
+        ]
+        if self.owned is None:
+            lines.append("owners are known after the first step")
+        else:
+            fewest, most, mine = self.owned
+            lines.append(
+                f"{fewest} to {most} matrices a rank, {mine} on this one, which sends {self.sent:,} bytes a step"
+            )
+        if self.skipped:
+            lines.append(f"{self.skipped} steps were skipped, as gradients were not finite")
+        return "\n".join([*map(str.rstrip, lines), *(f"warning: {doubt}" for doubt in self.doubts)])
+
+
+def muon_report(
+    groups: Sequence[ParamGroup],
+    scales: Scales,
+    schedules: Iterable[Schedule],
+    skipped: int,
+    most_elementwise: float,
+) -> MuonReport:
+    """Report what an optimizer does, and warn of each doubt.
+
+    Args:
+        schedules: that this rank takes part in; none before the first step.
+        skipped: how many steps were.
+        most_elementwise: the share of elements in parameters of two dims or more that AdamW and Lion may step.
+    """
+    schedules, rank = list(schedules), dist.get_rank() if dist.is_initialized() else 0
+    owned = Counter({rank: 0 for schedule in schedules for rank in schedule.ranks})
+    owned.update(unit.owner for schedule in schedules for unit in schedule.units)
+    report = MuonReport(
+        tuple(_group(number, group, scales) for number, group in enumerate(groups)),
+        (min(owned.values()), max(owned.values()), owned[rank]) if owned else None,
+        sum(_sent(schedule, rank) for schedule in schedules) if schedules else None,
+        skipped,
+        tuple(_doubts(groups, most_elementwise)),
+    )
+    for doubt in report.doubts:
+        warnings.warn(doubt, RuntimeWarning, stacklevel=3)
+    return report
+
+
+def _group(number: int, group: ParamGroup, scales: Scales) -> GroupReport:
+    params = group["params"]
+    matrices = list(_matrices(params, group)) if group["algorithm"] in MATRICES else []
+    rms = [_rms(*matrix, group, scales) for matrix in matrices] or _elementwise_rms(group["algorithm"])
+    rate = float(group["lr"])
+    elements = sum(param.numel() for param in params)
+    bounds = (rate * min(rms), rate * max(rms))
+    name = str(group.get("name", ""))
+    return GroupReport(number, name, group["algorithm"], len(params), len(matrices), elements, bounds)
+
+
+def _matrices(params: Iterable[Tensor], group: ParamGroup) -> Iterator[tuple[int, int]]:
+    for param in params:
+        yield from map(rows_columns, shapes_of(tuple(param.shape), fused_of(group)))
+
+
+def _rms(rows: int, columns: int, group: ParamGroup, scales: Scales) -> float:
+    own = 0.2 if group.get("update_norm") == "rms" else 1 / math.sqrt(max(rows, columns))
+    return scales.factor(group, rows, columns) * own
+
+
+def _elementwise_rms(algorithm: str) -> tuple[float, ...]:
+    return (1.0,) if algorithm == "lion" else ADAMW_RMS
+
+
+def _sent(schedule: Schedule, rank: int) -> int:
+    here = schedule.ranks.index(rank) if rank in schedule.ranks else 0
+    routes = (route for stage in schedule.stages for route in (stage.gather, stage.scatter))
+    return sum(sum(route.send_counts) - route.send_counts[here] for route in routes)
+
+
+def _doubts(groups: Sequence[ParamGroup], most_elementwise: float) -> Iterator[str]:
+    counted: Counter[bool] = Counter()
+    for number, group in enumerate(groups):
+        for param in group["params"]:
+            if param.ndim > 1:
+                counted[group["algorithm"] in MATRICES] += param.numel()
+            elif param.numel() > LARGEST_VECTOR:
+                yield (
+                    f"group {number} has a vector of {param.numel():,} elements: if a wrapper has flattened matrices, "
+                    "Muon cannot orthogonalise them; wrap the model in a way that keeps their shapes"
+                )
+    share = counted[False] / max(1, sum(counted.values()))
+    if share > most_elementwise:
+        yield (
+            f"{share:.0%} of the elements in parameters of two dims or more are stepped by AdamW or Lion: give "
+            "the matrices of hidden layers to a group of Muon"
+        )
+
+
+def doubt_idle(groups: Iterable[Mapping[str, Any]], stacklevel: int) -> None:
+    """Warn if no parameter has a gradient.
+
+    Args:
+        stacklevel: of the warning, counted from here.
+    """
+    if all(param.grad is None for group in groups for param in group["params"]):
+        warnings.warn(
+            "no parameter of this optimizer has a gradient, so a step changes nothing. If the model was sharded "
+            "(fully_shard) or materialised (to_empty) after the optimizer was built, it has other parameters now: "
+            "build the optimizer of those",
+            RuntimeWarning,
+            stacklevel=stacklevel,
+        )
+
+
+def doubt_plain(held: RankSet) -> None:
+    """Warn if this rank is to orthogonalise plain tensors alone, and there are others that may hold the same."""
+    plain = [member for member in held.matrices if not isinstance(member.param, DTensor)]
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if plain and world > 1:
+        warnings.warn(
+            f"{len(plain)} parameters of matrix groups are plain tensors, so each of {world} ranks orthogonalises all "
+            "of them. If ranks hold the same parameters (DDP), give replicas=torch.distributed.group.WORLD, or the "
+            "group of DDP, and they share the work",
+            RuntimeWarning,
+            stacklevel=2,
+        )

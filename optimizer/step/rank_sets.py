@@ -1,0 +1,234 @@
+"""The ranks that hold a parameter, process groups of exactly those, and the parameters that one set of ranks holds."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from types import MappingProxyType
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ...new_group import new_group, time_out
+from ...vocabulary import EXP_AVG, MOMENTUM, ParamGroup
+from ..methods.matrix import MATRICES
+from ..planning.schedule import Ranks
+from .agreement import Facts, Intent, step_intent
+
+
+def ranks_of(param: Tensor, replicas: dist.ProcessGroup | None) -> Ranks:
+    """Return the global ranks that hold parts or copies of a parameter, sorted; none for this process alone.
+
+    Of a mesh only its ranks count here; what each axis does is in the layout.
+    """
+    if isinstance(param, DTensor):
+        return tuple(sorted(param.device_mesh.mesh.flatten().tolist()))
+    return members(replicas)
+
+
+def members(group: dist.ProcessGroup | None) -> Ranks:
+    """Return the global ranks of a process group, sorted; none for this process alone."""
+    return tuple(sorted(dist.get_process_group_ranks(group))) if group is not None else ()
+
+
+def one_of_each(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup | None]:
+    """Return groups with the first of those that have the same ranks in the place of each: it is ranks that tell groups
+    apart, not objects, and ``new_group`` makes another object of the same ranks every time."""
+    first: dict[Ranks, dist.ProcessGroup] = {}
+    return [first.setdefault(members(group), group) if group is not None else None for group in groups]
+
+
+def in_order(ranks: Ranks) -> tuple[int, int, Ranks]:
+    """Return the key by which every rank sorts its sets of ranks, for collectives in one global order.
+
+    A set comes before those that contain it, and the sets of a mesh axis before those of the axes outside of it.  So
+    what a rank has to tell reaches all ranks of a mesh in one pass, set by set.
+    """
+    return ranks[-1] - ranks[0] if ranks else -1, len(ranks), ranks
+
+
+def crossing(sets: Sequence[Ranks]) -> ValueError | None:
+    """Return why ranks could not decide alike whether a step is taken: no set has all ranks of the others.
+
+    Args:
+        sets: those that this rank shares parameters with, `in_order`.
+    """
+    for ranks in sets:
+        if not {*ranks} <= {*sets[-1]}:
+            return ValueError(
+                f"nonfinite: this rank shares some parameters with ranks {ranks} and others with {sets[-1]}, and "
+                "neither are all of them, so what one finds would not reach the others without one more collective. "
+                "Put a parameter on a mesh of all these ranks, such as a norm's weight, replicated on one axis, or "
+                "give nonfinite=None, and look at the norm that clip_grad_norm_ returns"
+            )
+    return None
+
+
+class ProcessGroups:
+    """Groups that exist, and groups of our own for what they lack, by their ranks."""
+
+    def __init__(self) -> None:
+        self._own: dict[Ranks, dist.ProcessGroup] = {}
+
+    def of(self, ranks: Ranks, *existing: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+        """Return a process group of exactly these ranks, this one among them; None for one rank.
+
+        Collective over ``ranks`` (and no others) if it has to be made.
+
+        Args:
+            existing: groups to look at, besides that of the world.
+        """
+        if len(ranks) < 2:
+            return None
+        for group in (dist.group.WORLD, *existing):
+            if members(group) == ranks and _carries(group):
+                return group
+        if ranks not in self._own:
+            world = dist.group.WORLD
+            assert world is not None, "there are ranks"
+            self._own[ranks] = new_group(ranks, dist.get_backend(world), time_out(world, world._device_types[0]))
+        return self._own[ranks]
+
+
+_of_worlds: WeakKeyDictionary[dist.ProcessGroup, ProcessGroups] = WeakKeyDictionary()
+"""What `group_of` has made, by the default process group of its time: it ends with it."""
+
+
+def group_of(ranks: Ranks, *existing: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return a process group of these ranks (`ProcessGroups.of`), the same one as long as this world lasts.
+
+    Raises:
+        ValueError: this rank is not among them.
+    """
+    if ranks and dist.get_rank() not in ranks:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not on the mesh of a parameter (ranks {ranks}); give each rank parameters that "
+            "it holds, and no others"
+        )
+    world = dist.group.WORLD
+    return _of_worlds.setdefault(world, ProcessGroups()).of(ranks, *existing) if world is not None else None
+
+
+def groups_of_mesh(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
+    """Return the process groups of the axes of a mesh."""
+    return mesh.get_all_groups() if mesh is not None else []
+
+
+def _carries(group: dist.ProcessGroup | None) -> bool:
+    """Return False for the fake groups of unused mesh axes, which carry nothing."""
+    return (dist.get_backend(group) == "fake") == (dist.get_backend() == "fake")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """A parameter in the group of this number, and its name if groups have names."""
+
+    param: Tensor
+    group: int
+    algorithm: str
+    name: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class RankSet:
+    """Parameters of one optimizer that are held by the same ranks.
+
+    Attributes:
+        ranks: sorted; none for this process alone.
+        members: in the order of the optimizer; there may be none where the ranks are those of ``replicas``.
+        state: the optimizer's, by parameter and slot.
+    """
+
+    ranks: Ranks
+    members: tuple[Member, ...]
+    state: Mapping[Tensor, Mapping[str, Tensor]]
+
+    @cached_property
+    def matrices(self) -> list[Member]:
+        return [member for member in self.members if member.algorithm in MATRICES]
+
+    @property
+    def alone(self) -> bool:
+        return len(self.ranks) < 2
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which its tensors are exchanged."""
+        return self.members[0].param.device if self.members else torch.device("cpu")
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """A mesh of these ranks, if a parameter is on one."""
+        meshes = (member.param.device_mesh for member in self.members if isinstance(member.param, DTensor))
+        return next(meshes, None)
+
+    @cached_property
+    def numbers(self) -> dict[int, int]:
+        """The number that all ranks have in common for a group, by its number on this rank."""
+        return {group: number for number, group in enumerate(dict.fromkeys(member.group for member in self.members))}
+
+    @property
+    def labels(self) -> list[str]:
+        """Names of the parameters, the same on all ranks."""
+        named = enumerate(member.name for member in self.members)
+        return [f"parameter {number}" if name is None else f"parameter {name!r}" for number, name in named]
+
+    def step_intent(self, all_groups: Sequence[ParamGroup], constants: Facts) -> Intent:
+        """Return the intent to step those of the parameters that have a gradient."""
+        gradients = tuple([None if (given := param.grad) is None else given.dtype for param, *_ in self._momenta])
+        momenta = tuple([slots[slot].dtype for _, slots, slot in self._momenta])
+        groups = self.groups(all_groups)
+        return step_intent(groups, self.device, constants, gradients, momenta, lambda: self.labels)
+
+    @cached_property
+    def _momenta(self) -> list[tuple[Tensor, Mapping[str, Tensor], str]]:
+        """Parameters, their states, and the slots of momenta; a look-up by parameter in each step would take longer."""
+        return [
+            (member.param, self.state[member.param], MOMENTUM if member.algorithm in MATRICES else EXP_AVG)
+            for member in self.members
+        ]
+
+    def groups(self, all_groups: Sequence[ParamGroup]) -> dict[int, ParamGroup]:
+        """Return the groups of its parameters, by the numbers that the ranks have in common."""
+        return {number: all_groups[group] for group, number in self.numbers.items()}
+
+
+_built: WeakKeyDictionary[dist.ProcessGroup, Counter[Hashable]] = WeakKeyDictionary()
+"""How many optimizers of each kind this process has built, by the default process group of its time."""
+
+
+def ordinals(groups: Sequence[ParamGroup], replicas: dist.ProcessGroup | None) -> dict[Ranks, int]:
+    """Return, for each set of ranks, the number that an optimizer with these groups has among those that this process
+    has built of the same parameters there.  So ranks tell optimizers apart without talking.
+    """
+    numbers: dict[Ranks, int] = {}
+    if (world := dist.group.WORLD) is None:
+        return numbers
+    built = _built.setdefault(world, Counter())
+    for held in rank_sets(groups, replicas):
+        kind = (held.ranks, *((member.algorithm, member.name, member.param.shape) for member in held.members))
+        built[kind] += 1
+        numbers[held.ranks] = built[kind]
+    return numbers
+
+
+def rank_sets(
+    groups: Sequence[ParamGroup],
+    replicas: dist.ProcessGroup | None,
+    state: Mapping[Tensor, Mapping[str, Tensor]] = MappingProxyType({}),
+) -> list[RankSet]:
+    """Return the parameters of some groups by their ranks, in the order in which all ranks take part in collectives."""
+    held: defaultdict[Ranks, list[Member]] = defaultdict(list)
+    if replicas is not None:
+        held[members(replicas)] = []
+    for number, group in enumerate(groups):
+        for param, name in zip_longest(group["params"], group.get("param_names", ())[: len(group["params"])]):
+            held[ranks_of(param, replicas)].append(Member(param, number, group["algorithm"], name))
+    return [RankSet(ranks, tuple(held[ranks]), state) for ranks in sorted(held, key=in_order)]

@@ -1,0 +1,17 @@
+"""A program that another package brings: torch's nested keys, and a momentum that it calls ``velocity``."""
+
+from __future__ import annotations
+
+from muonckpt.converters.programs.dialect import LISTED, MODEL, NESTED, RATES, Dialect, Mark, StoredMethod
+from muonckpt.vocabulary import Convention
+
+PROGRAM = Dialect(
+    "mine",
+    "a program of one's own",
+    MODEL,
+    NESTED,
+    LISTED,
+    Convention.SUM,
+    (StoredMethod("muon", {"momentum": "velocity"}, {**RATES, "momentum": "inertia"}),),
+    marks=(Mark(slots={"velocity"}),),
+)
