@@ -140,7 +140,7 @@ class CopiedRuns:
         Bytes that were added before, as those of replicas are, do not count.
 
         Raises:
-            SourceError: the chunk is damaged, or was written while it was read.
+            SourceError: the chunk is damaged, or changed while it was read.
         """
         length = max(int(self._columns.payload_length[row]), 0)
         with self._adding:
@@ -156,7 +156,7 @@ class CopiedRuns:
             check_chunk(self._payloads, tensor, chunk)  # says what is wrong
             where = f"tensor {tensor.key!r} box {chunk.box} in {self._payloads.place(chunk.item.file)}"
             raise DamageError(
-                f"{where} was written while it was read: what was copied has CRC-32 {runs.crc32:08x}, and what it has "
+                f"{where} changed while it was read: what was copied has CRC-32 {runs.crc32:08x}, and what it has "
                 f"now, as expected, {chunk.crc32:08x}"
             )
         self._progress(length)

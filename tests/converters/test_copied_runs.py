@@ -47,7 +47,7 @@ def test_the_runs_of_a_chunk_tell_whether_it_is_whole(tmp_path: Path):
                 copied.add(0, *run)
 
         flipped = bytes([payload[0] ^ 1, *payload[1:]])
-        with pytest.raises(SourceError, match=r"tensor 'a' box \[0:500\] in .* was written while it was read"):
+        with pytest.raises(SourceError, match=r"tensor 'a' box \[0:500\] in .* changed while it was read"):
             add_all(flipped)
         edit(tmp_path / "c" / chunk.item.file, chunk.payload.offset)
         with pytest.raises(SourceError, match="is damaged: digest"):

@@ -97,5 +97,5 @@ def test_few_of_the_files_that_a_process_may_open_are_open_at_once(tmp_path):
             assert bytes(payloads.view(Extent(str(number), 0, 1))) == bytes([number])
         assert len(list(Path("/proc/self/fd").iterdir())) - open_before == 16
         (tmp_path / "0").write_bytes(b"other")
-        with pytest.raises(DamageError, match="was written while it was read"):  # it was closed in between
+        with pytest.raises(DamageError, match="changed while it was read"):  # it was closed in between
             payloads.view(Extent("0", 0, 1))

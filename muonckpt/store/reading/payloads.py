@@ -295,7 +295,7 @@ class Payloads:
         with open_regular(file) as opened:
             check_holes(file, opened.size, opened.on_disk)
             if self._states.setdefault(name, opened.state) != opened.state:
-                raise DamageError(f"{file} was written while it was read")
+                raise DamageError(f"{file} changed while it was read")
             return opened.contents()
 
 
