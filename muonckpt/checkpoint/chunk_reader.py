@@ -163,7 +163,9 @@ class ChunkReader:
             if source in self._tensors:
                 tensor, local = self._tensors[source], live.local(key)
                 for copy in _takes(tensor.shape, tensor.boxes, local.boxes):
-                    wanted[source].append((int(copy.source.buffer), copy.box, local.view(copy.target, copy.box)))
+                    wanted[source].append(
+                        (int(copy.source.buffer), copy.box, local.view(copy.target.offset, copy.box.lo, copy.box.hi))
+                    )
         tensors = [tensor for key, tensor in self._tensors.items() if wanted[key]]
         numbers = [sorted({number for number, _, _ in wanted[tensor.key]}) for tensor in tensors]
         touched = chunks_numbered(list(zip((tensor.chunks for tensor in tensors), map(tuple, numbers), strict=True)))

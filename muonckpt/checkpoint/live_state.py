@@ -27,7 +27,7 @@ from ..box import Box, Index
 from ..chunks import no_chunks
 from ..errors import ArgumentError, LayoutError, about
 from ..keys import slots_of
-from ..layout import Buffer, Fragment, Place, TensorLayout, dense, holes_in
+from ..layout import Buffer, Fragment, TensorLayout, dense, holes_in
 from ..layouts.boxed_tensor import Parts, parts_of, whole_shape
 from ..layouts.tensors import declares_boxes, layout_of, placement_json
 from ..overlap import overlaps
@@ -129,12 +129,11 @@ class LocalParts:
         boxes = tuple(Box.of(tuple(part.shape)).shift(lo) for lo, part in parts.items())
         return cls(boxes, tuple(parts.values()), tuple(accumulate((box.numel for box in boxes), initial=0))[:-1])
 
-    def view(self, place: Place, box: Box) -> Tensor:
-        """Return the elements of a box that lies in the part at a place."""
-        number = bisect_right(self.starts, place.offset) - 1
-        lo = self.boxes[number].lo
-        window = tuple(slice(a - at, b - at) for a, b, at in zip(box.lo, box.hi, lo, strict=True))
-        return self.parts[number][window]
+    def view(self, offset: int, lo: Sequence[int], hi: Sequence[int]) -> Tensor:
+        """Return the elements of the box with these corners, which lies in the part that has the offset."""
+        number = bisect_right(self.starts, offset) - 1
+        origin = self.boxes[number].lo
+        return self.parts[number][tuple(slice(a - at, b - at) for a, b, at in zip(lo, hi, origin, strict=True))]
 
 
 Item = tuple[str, Index | None]
@@ -240,6 +239,13 @@ class LiveState:
     def devices(self) -> frozenset[str]:
         """Types of the devices that have its tensors."""
         return frozenset(part.device.type for parts in self.parts.values() for part in parts.values())
+
+    @torch.no_grad()
+    def zero(self, keys: Iterable[str]) -> None:
+        """Set tensors to zeros, as far as they are here."""
+        for key in keys:
+            for part in self.parts.get(key, {}).values():
+                part.zero_()
 
     @torch.no_grad()
     def put(self, values: Mapping[str, Any], added: Mapping[KeyPath, Any]) -> None:

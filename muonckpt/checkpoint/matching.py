@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..errors import ArgumentError
 from ..keys import NamedOptimizer, StateForm
 from ..record import Blob, StateRecord
 from ..resumption import (
@@ -45,6 +46,18 @@ class RankRequest:
     matching: Matching
     optimizers: tuple[NamedOptimizer, ...]
     globs: Globs
+
+
+def selection(allow_extra: bool | Iterable[str], fresh: Iterable[str]) -> tuple[Extra, Globs]:
+    """Return what a user has given as ``allow_extra=`` and ``fresh=``.
+
+    Raises:
+        ArgumentError: one of them is something else.
+    """
+    try:
+        return Extra.of(allow_extra), Globs.of(fresh)
+    except TypeError as error:
+        raise ArgumentError(str(error)) from error
 
 
 def match(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:

@@ -1,7 +1,7 @@
 """Live state from one mesh to another, between the ranks of one process group, without a disk.
 
-Every rank tells all others what it has, then what it asks for.  From that each derives the same plans and stages, and
-in each stage sends exactly what others ask of it, and receives exactly what it asks for.
+Every rank tells all others what it has, then what it asks for.  From that each derives the same plans and stages, which
+are pure.  In each stage it sends exactly what others ask of it, and receives exactly what it asks for.
 """
 
 from __future__ import annotations
@@ -11,25 +11,30 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import ArgumentError, AttestError, LayoutError, SourceError, TargetError, about
+from ..box import Box, Index
+from ..errors import AttestError, LayoutError, SourceError, TargetError, about
 from ..fingerprint import as_hex, combine
 from ..layouts.boxed_tensor import Parts
+from ..overlap import IntArray
+from ..plan import Plan, make_plan
 from ..record import Blob, Extent, StateRecord
 from ..resumption import Extra, Globs, LoadReport
 from ..store.io.checksums import xxh3_128
 from ..store.reading.dtypes import itemsize
-from .all_ranks import gather_on_all, group_ranks, refuse_crossed, refuse_differing, unusable, wire_device
+from .all_ranks import exchanged, gather_on_all, group_ranks, refuse_crossed, refuse_differing, unusable, wire_device
 from .attestation import held_together, shares_of
-from .live_state import HeldTensor, LiveState, RankBoxes, RankState
+from .bits import share_of, unsigned
+from .live_state import NOBODY, HeldTensor, LiveState, LocalParts, RankBoxes, RankState, asked_layouts, held_layout
 from .load_template import Stored, template_of
-from .matching import RankRequest, judge, match, misfit
-from .transfers import Carrier, Transfer, stages_of, transfers_of
+from .matching import RankRequest, judge, match, misfit, selection
 
 DEFAULT_MEMORY = 256 << 20
 """Bytes of a rank's exchange buffers."""
@@ -41,9 +46,9 @@ class Redistribution:
 
     Attributes:
         report: of parameters, as `load` gives it.
-        tensors: that were filled, each counted once.
+        tensors: the number of tensors that were filled.
         sent, received: bytes that this rank exchanged with others.
-        stages: exchanges.
+        stages: the number of exchanges.
         buffers: bytes of the largest exchange of this rank, both ways.
     """
 
@@ -62,29 +67,31 @@ class Redistribution:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _Offer:
     """A rank's source, as it tells the others.
 
     Attributes:
-        pickled: what is not a tensor, by key.
+        arguments: those that have to be the same on all ranks.
+        pickled: objects that are not tensors, by key.
         options: values of options that are tensors, by key.
         devices: types of the devices that have its tensors.
     """
 
+    arguments: Mapping[str, object]
     state: RankState
     pickled: Mapping[str, bytes]
     options: Mapping[str, float]
     devices: frozenset[str]
 
     @classmethod
-    def of(cls, live: LiveState) -> _Source:
+    def of(cls, live: LiveState, arguments: Mapping[str, object]) -> _Offer:
         options = {
             key: float(live.flat[key])
             for key in live.parts
             if type(live.flat[key]) is Tensor and live.flat[key].numel() == 1 and "param_groups" in key
         }
         pickled = {key: pickle.dumps(value) for key, value in live.flat.items() if key not in live.parts}
-        return cls(live.described, pickled, options, live.devices)
+        return cls(arguments, live.described, pickled, options, live.devices)
 
     def entries(self) -> Iterator[StateRecord | Blob]:
         yield from self.state.records()
@@ -133,65 +140,57 @@ def redistribute(
         ArgumentError: an argument is none of these, or not the same on all ranks.
         LostRankError: another rank was lost, or did not answer within the time-out of the process group.
     """
-    held: list[LiveState] = []
-    globs_of: list[tuple[Globs, Extra]] = []
+    refuse_crossed(group, "redistribute")
+    ranks = group_ranks(group)
+    source: LiveState
+    target: LiveState
+    chosen: tuple[Extra, Globs]
 
-    def described() -> tuple[Mapping[str, object], _Source]:
+    def offer() -> _Offer:
+        nonlocal source, chosen
         if memory < 1:
             raise TargetError(f"expected memory of at least 1 byte, found {memory}")
-        try:
-            globs_of.append((Globs.of(fresh), Extra.of(allow_extra)))
-        except TypeError as error:
-            raise ArgumentError(str(error)) from error
-        held.append(LiveState.of(source_state_dict, "to redistribute from"))
-        return {"allow_extra": globs_of[0][1].patterns, "attest": attest}, _Source.of(held[0])
+        chosen = selection(allow_extra, fresh)
+        source = LiveState.of(source_state_dict, "to redistribute from")
+        return _Offer.of(source, {"allow_extra": chosen[0].patterns, "attest": attest})
 
-    refuse_crossed(group, "redistribute")
-    answers = gather_on_all(group, SourceError, described)
-    refuse_differing(group, "redistribute", [arguments for arguments, _ in answers])
-    sources = dict(zip(group_ranks(group), (source for _, source in answers), strict=True))
-    items, stored = _stored(sources)
-    [(globs, extra)] = globs_of
+    offers = gather_on_all(group, SourceError, offer)
+    refuse_differing(group, "redistribute", [offer.arguments for offer in offers])
+    items, stored = _stored(ranks, offers)
 
-    def asked() -> _Request:
-        held.append(LiveState.of(target_state_dict, "to redistribute into"))
-        return _asked(held[0], held[1], stored, globs, extra, memory)
+    def ask() -> _Request:
+        nonlocal target
+        target = LiveState.of(target_state_dict, "to redistribute into")
+        return _asked(source, target, stored, *chosen, memory)
 
-    requests = dict(zip(sources, gather_on_all(group, SourceError, asked), strict=True))
-    matching, report = judge([request.rank for request in requests.values()], stored, extra)
+    requests = gather_on_all(group, SourceError, ask)
+    matching, report = judge([request.rank for request in requests], stored, chosen[0])
     if not matching.fits:
         cure = "muonckpt.redistribute(..., {})"
         raise SourceError(f"the source does not fit the target: {misfit(matching, cure)}")
-    moves = _moves(sources, requests)
-    budget = min(request.memory for request in requests.values())
-    stages = stages_of(moves, list(sources), budget)
-    source, target = held
-    kinds = frozenset().union(
-        *(source.devices for source in sources.values()), *(request.devices for request in requests.values())
-    )
-    carrier = Carrier(source.parts, target.parts, moves, stages, list(sources), group)
-    gather_on_all(group, TargetError, lambda: carrier.make_buffers(wire_device(group, kinds)))
+    moves = _moves(ranks, offers, requests)
+    stages = stages_of(moves, len(ranks), min(request.memory for request in requests))
+    carrier = Carrier(source, target, moves, stages, group)
+    devices = frozenset().union(*(side.devices for side in (*offers, *requests)))
+    gather_on_all(group, TargetError, lambda: carrier.make_buffers(wire_device(group, devices)))
     if attest:
         moving = {move.source for move in moves}
-        held_by_rank = gather_on_all(group, AttestError, lambda: shares_of(source, moving))
-        if faults := held_together(list(sources), held_by_rank).faults:
+        shares = gather_on_all(group, AttestError, lambda: shares_of(source, moving))
+        if faults := held_together(ranks, shares).faults:
             raise AttestError(f"the source differs from rank to rank: {'; '.join(faults[:12])}")
     carrier.run()
-    mine = requests[carrier.rank].rank.matching
+    mine = requests[carrier.place].rank.matching
 
     def finish() -> tuple[Mapping[tuple[int, int], int], Mapping[int, int]]:
         if carrier.failure is not None:
             raise carrier.failure
-        for key in mine.zeros:
-            for part in target.parts[key].values():
-                part.zero_()
-        target.put(
-            {key: pickle.loads(items[origin]) for key, origin in mine.sources.items() if origin in items}, mine.added
-        )
+        target.zero(mine.zeros)
+        objects = {key: pickle.loads(items[origin]) for key, origin in mine.sources.items() if origin in items}
+        target.put(objects, mine.added)
         return (carrier.departed(), carrier.arrived()) if attest else ({}, {})
 
     with unusable():
-        _compare(moves, dict(zip(sources, gather_on_all(group, TargetError, finish), strict=True)))
+        _compare(ranks, moves, gather_on_all(group, TargetError, finish))
     if mine.own_options:
         own = "; ".join(mine.own_options)
         warnings.warn(f"the source does not say options, which stay as the running optimizer's: {own}", stacklevel=2)
@@ -199,15 +198,13 @@ def redistribute(
     return Redistribution(report, filled, carrier.sent, carrier.received, len(stages), carrier.largest)
 
 
-def _stored(sources: Mapping[int, _Source]) -> tuple[dict[str, bytes], Stored]:
-    entries: dict[str, StateRecord | Blob] = {}
-    holder: dict[str, int] = {}
+def _stored(ranks: Sequence[int], offers: Sequence[_Offer]) -> tuple[dict[str, bytes], Stored]:
+    entries: dict[str, tuple[StateRecord | Blob, int]] = {}
     items: dict[str, bytes] = {}
     options: dict[str, Any] = {}
-    for rank, source in sources.items():
-        for entry in source.entries():
-            known = entries.setdefault(entry.key, entry)
-            first = holder.setdefault(entry.key, rank)
+    for rank, offer in zip(ranks, offers, strict=True):
+        for entry in offer.entries():
+            known, first = entries.setdefault(entry.key, (entry, rank))
             if _kind(known) != _kind(entry):
                 raise LayoutError(
                     f"{entry.key!r} is {_kind(known)} in the source of rank {first}, and {_kind(entry)} in that of "
@@ -219,20 +216,20 @@ def _stored(sources: Mapping[int, _Source]) -> tuple[dict[str, bytes], Stored]:
                     f"rank {first} is taken",
                     stacklevel=3,
                 )
-        items = {**source.pickled, **items}
-        options = {**source.options, **options}
+        items = {**offer.pickled, **items}
+        options = {**offer.options, **options}
 
     def read(entry: StateRecord | Blob) -> Any:
         return pickle.loads(items[entry.key]) if isinstance(entry, Blob) else options.get(entry.key, str(entry))
 
-    return items, Stored(entries.values(), read)
+    return items, Stored((entry for entry, _ in entries.values()), read)
 
 
 def _kind(entry: StateRecord | Blob) -> str:
     return f"{entry.dtype} of shape {entry.shape}" if isinstance(entry, StateRecord) else "no tensor"
 
 
-def _asked(source: LiveState, target: LiveState, stored: Stored, globs: Globs, extra: Extra, memory: int) -> _Request:
+def _asked(source: LiveState, target: LiveState, stored: Stored, extra: Extra, globs: Globs, memory: int) -> _Request:
     """Return what this rank asks for, after checking that it overwrites nothing that it has to give."""
     template = template_of(target, extra.everything)
     matching = match(template, stored, globs)
@@ -242,41 +239,307 @@ def _asked(source: LiveState, target: LiveState, stored: Stored, globs: Globs, e
     return _Request(request, target.described.boxes(keys), target.devices, memory)
 
 
-def _moves(sources: Mapping[int, _Source], requests: Mapping[int, _Request]) -> list[Transfer]:
+def _moves(ranks: Sequence[int], offers: Sequence[_Offer], requests: Sequence[_Request]) -> list[Transfer]:
     """Return what has to move, after proving that the source has neither hole nor overlap."""
     kinds: dict[str, HeldTensor] = {}
     given: defaultdict[str, list[RankBoxes]] = defaultdict(list)
-    for rank, source in sources.items():
-        for key, kind in source.state.tensors():
-            kinds.setdefault(key, kind)
-            if kind.boxes:
-                given[key].append(RankBoxes(rank, kind.boxes))
     asked: defaultdict[tuple[str, str], list[RankBoxes]] = defaultdict(list)
-    for rank, request in requests.items():
+    for rank, offer, request in zip(ranks, offers, requests, strict=True):
+        for key, kind in offer.state.tensors():
+            kinds.setdefault(key, kind)
+            given[key] += [RankBoxes(rank, kind.boxes)] if kind.boxes else []
         for key, kind in request.state.tensors():
-            asked[request.rank.matching.sources[key], key].append(RankBoxes(rank, kind.boxes))
+            asked[request.rank.matching.sources[key], key] += [RankBoxes(rank, kind.boxes)] if kind.boxes else []
     moves: list[Transfer] = []
-    for (origin, target), wanted in sorted(asked.items()):
-        kind, takers = kinds[origin], tuple(taker for taker in wanted if taker.boxes)
+    for (origin, target), takers in sorted(asked.items()):
+        kind, boxes = kinds[origin], (tuple(given[origin]), tuple(takers))
         with about(f"tensor {origin!r} of the source"):
-            moves += transfers_of(origin, target, itemsize(kind.dtype), kind.shape, tuple(given[origin]), takers)
+            moves += transfers_of(origin, target, itemsize(kind.dtype), kind.shape, *boxes, tuple(ranks))
     return moves
 
 
 def _compare(
-    moves: Sequence[Transfer], shares: Mapping[int, tuple[Mapping[tuple[int, int], int], Mapping[int, int]]]
+    ranks: Sequence[int],
+    moves: Sequence[Transfer],
+    shares: Sequence[tuple[Mapping[tuple[int, int], int], Mapping[int, int]]],
 ) -> None:
     sent: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-    for departed, _ in shares.values():
+    for departed, _ in shares:
         for taker, part in departed.items():
             sent[taker].append(part)
-    for rank, (_, arrived) in shares.items():
+    for place, (_, arrived) in enumerate(shares):
         for number, actual in arrived.items():
-            expected = combine(*sent[number, rank])
+            expected = combine(*sent[number, place])
             if actual != expected:
                 raise AttestError(
-                    f"tensor {moves[number].target!r}: rank {rank} holds {as_hex(actual)}, sent was {as_hex(expected)}"
+                    f"tensor {moves[number].target!r}: rank {ranks[place]} holds {as_hex(actual)}, sent was "
+                    f"{as_hex(expected)}"
                 )
+
+
+# --- Which elements move in which stages ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankCopies:
+    """The copies of a plan that ranks ask for, in columns, with ranks as their places in the process group.
+
+    Attributes:
+        lo, hi: corners of each copy's box in the tensor, ``[n, d]``.
+        giver, taker: ``[n]``.
+        source_offset, target_offset: where the box begins if the rank's boxes lie dense and end to end, ``[n]``.
+    """
+
+    lo: IntArray
+    hi: IntArray
+    giver: IntArray
+    taker: IntArray
+    source_offset: IntArray
+    target_offset: IntArray
+
+    def exchanged(self, box: Box, ranks: int) -> IntArray:
+        """Return how many elements of a box each rank sends and receives, together."""
+        sizes = np.minimum(self.hi, np.array(box.hi, np.int64)) - np.maximum(self.lo, np.array(box.lo, np.int64))
+        volumes = np.maximum(sizes, 0).prod(axis=1) * (self.giver != self.taker)
+        there = np.bincount(self.giver, volumes, ranks) + np.bincount(self.taker, volumes, ranks)
+        return there.astype(np.int64)
+
+
+@lru_cache(maxsize=65536)
+def _rank_copies(plan: Plan, ranks: tuple[int, ...]) -> RankCopies:
+    places = {rank: place for place, rank in enumerate(ranks)}
+    givers, takers = (
+        np.array([-1 if buffer == NOBODY else places[int(buffer)] for buffer in buffers], np.int64)
+        for buffers in (plan.sources, plan.targets)
+    )
+    table, lo, taker = plan.table, plan.starts, takers[plan.table.target]
+    columns = lo, lo + table.sizes, givers[table.source], taker, table.source_offset, table.target_offset
+    return RankCopies(*(column[taker >= 0] for column in columns))
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A tensor that moves: its keys on both sides, the bytes of an element, and the copies that fill the target."""
+
+    source: str
+    target: str
+    itemsize: int
+    shape: Index
+    copies: RankCopies
+
+
+class Portion(NamedTuple):
+    """The elements of a box of the tensor whose transfer has this number."""
+
+    number: int
+    box: Box
+
+
+Portions = tuple[Portion, ...]
+"""A stage: what is exchanged at a time.  All elements have the same size."""
+
+
+def transfers_of(
+    source: str,
+    target: str,
+    itemsize: int,
+    shape: Index,
+    given: tuple[RankBoxes, ...],
+    asked: tuple[RankBoxes, ...],
+    ranks: tuple[int, ...],
+) -> list[Transfer]:
+    """Return the moves that fill what ranks ask for of a tensor: several, if they ask for boxes that overlap in part.
+
+    Raises:
+        LayoutError: as `held_layout` and `asked_layouts`.
+    """
+    layout = held_layout(shape, given)
+    plans = [make_plan(layout, wanted) for wanted in asked_layouts(shape, asked)]
+    return [Transfer(source, target, itemsize, shape, _rank_copies(plan, ranks)) for plan in plans]
+
+
+def stages_of(moves: Sequence[Transfer], ranks: int, memory: int) -> list[Portions]:
+    """Cut the moves into stages in which none of so many ranks sends and receives more bytes than ``memory`` together.
+
+    Raises:
+        TargetError: one element does not fit.
+    """
+    stages: list[Portions] = []
+    stage: list[Portion] = []
+    filled, size = np.zeros(ranks, np.int64), 0
+    for number in sorted(range(len(moves)), key=lambda number: -moves[number].itemsize):
+        move = moves[number]
+        for box, elements in _portions(move.copies, Box.of(move.shape), ranks, memory // move.itemsize):
+            cost = elements * move.itemsize
+            if stage and (size != move.itemsize or int((filled + cost).max()) > memory):
+                stages.append(tuple(stage))
+                stage, filled = [], np.zeros(ranks, np.int64)
+            size = move.itemsize
+            stage.append(Portion(number, box))
+            filled = filled + cost
+    return [*stages, tuple(stage)] if stage else stages
+
+
+def _portions(copies: RankCopies, box: Box, ranks: int, most: int) -> Iterator[tuple[Box, IntArray]]:
+    """Halve a box, along the dim that spreads its elements best, until no rank moves more than so many at once."""
+    elements = copies.exchanged(box, ranks)
+    peak = int(elements.max(initial=0))
+    if peak == 0:
+        return
+    if peak <= most:
+        yield box, elements
+        return
+    if box.numel == 1:
+        raise TargetError(
+            f"the memory has {most} places for elements of a tensor, and one of them needs {peak}: give more"
+        )
+
+    def halves(dim: int) -> tuple[Box, Box]:
+        middle = (box.lo[dim] + box.hi[dim]) // 2
+        hi, lo = ((*corner[:dim], middle, *corner[dim + 1 :]) for corner in (box.hi, box.lo))
+        return Box(box.lo, hi), Box(lo, box.hi)
+
+    cuts = [halves(dim) for dim in range(box.ndim) if box.shape[dim] > 1]
+    for half in min(cuts, key=lambda pair: max(int(copies.exchanged(half, ranks).max()) for half in pair)):
+        yield from _portions(copies, half, ranks, most)
+
+
+# --- One rank's part --------------------------------------------------------------------------------------------------
+
+
+class _Side(NamedTuple):
+    """The copies of a transfer that this rank gives, or takes: columns, with the place of the other rank."""
+
+    parts: LocalParts
+    lo: IntArray
+    hi: IntArray
+    offset: IntArray
+    other: IntArray
+
+    def rows(self, chosen: IntArray) -> _Side:
+        return _Side(self.parts, *(column[chosen] for column in self[1:]))
+
+    def within(self, box: Box) -> _Side:
+        """Return the parts of these copies that lie in a box."""
+        lo, hi = np.maximum(self.lo, np.array(box.lo, np.int64)), np.minimum(self.hi, np.array(box.hi, np.int64))
+        return self._replace(lo=lo, hi=hi).rows((lo < hi).all(axis=1))
+
+    def views(self) -> Iterator[Tensor]:
+        """Yield the elements of each copy, where they lie here."""
+        return map(self.parts.view, self.offset.tolist(), self.lo.tolist(), self.hi.tolist())
+
+
+class _Parcels(NamedTuple):
+    """What this rank gives or takes in a stage, ordered by the other rank; and the bytes for each of these."""
+
+    elements: list[Tensor]
+    splits: list[int]
+
+    def raw(self, wire: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the elements of each copy here and on the wire: aligned, as all elements of a stage have one size."""
+        if self.elements:
+            for here, raw in zip(self.elements, wire.split([part.nbytes for part in self.elements]), strict=True):
+                yield here, raw.view(here.dtype).view(here.shape)
+
+
+class Carrier:
+    """The executor of this rank's part of moves.
+
+    Errors of this rank are kept in ``failure``, and it goes on exchanging, so that the others do not hang.
+
+    Attributes:
+        place: the rank's, in the process group.
+        sent, received: bytes so far.
+        largest: bytes of its buffers.
+    """
+
+    def __init__(
+        self,
+        source: LiveState,
+        target: LiveState,
+        moves: Sequence[Transfer],
+        stages: Sequence[Portions],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.place = dist.get_rank(group) if dist.is_initialized() else 0
+        self.failure: Exception | None = None
+        self.sent = self.received = 0
+        self._group = group
+        self._gives, self._takes = list[_Side](), list[_Side]()
+        for move in moves:
+            copies = move.copies
+            given, taken = np.flatnonzero(copies.giver == self.place), np.flatnonzero(copies.taker == self.place)
+            here, there = source.local(move.source), target.local(move.target)
+            self._gives.append(_Side(here, copies.lo, copies.hi, copies.source_offset, copies.taker).rows(given))
+            self._takes.append(_Side(there, copies.lo, copies.hi, copies.target_offset, copies.giver).rows(taken))
+        world = len(group_ranks(group))
+        self._stages = [
+            tuple(_parcels(stage, sides, self.place, world) for sides in (self._gives, self._takes)) for stage in stages
+        ]
+        self.largest = max((sum(gives.splits) + sum(takes.splits) for gives, takes in self._stages), default=0)
+        self._wire = torch.empty(0, dtype=torch.uint8)
+
+    def make_buffers(self, device: torch.device) -> None:
+        """Have memory for the largest stage."""
+        self._wire = torch.empty(self.largest, dtype=torch.uint8, device=device)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Copy what stays here, and exchange what does not.  Collective."""
+        self._copy(
+            pair
+            for gives, takes in zip(self._gives, self._takes, strict=True)
+            for pair in zip(*(side.rows(side.other == self.place).views() for side in (takes, gives)), strict=True)
+        )
+        for gives, takes in self._stages:
+            sent, received = sum(gives.splits), sum(takes.splits)
+            send, receive = self._wire[:sent], self._wire[sent : sent + received]
+            self._copy((raw, here) for here, raw in gives.raw(send))
+            exchanged(self._group, send, gives.splits, receive, takes.splits)
+            self._copy(takes.raw(receive))
+            self.sent, self.received = self.sent + sent, self.received + received
+        self._wire = self._wire[:0].clone()
+
+    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        try:
+            for target, source in pairs:
+                target.copy_(source)
+        except Exception as error:
+            self.failure = self.failure or error
+
+    def departed(self) -> dict[tuple[int, int], int]:
+        """Return shares of fingerprints of what this rank has given, by number of the move and place of the taker."""
+        shares: defaultdict[tuple[int, int], int] = defaultdict(int)
+        for number, side in enumerate(self._gives):
+            boxes = map(Box, map(tuple, side.lo.tolist()), map(tuple, side.hi.tolist()))
+            for elements, box, taker in zip(side.views(), boxes, side.other.tolist(), strict=True):
+                shares[number, taker] = combine(shares[number, taker], _share(elements, box))
+        return dict(shares)
+
+    def arrived(self) -> dict[int, int]:
+        """Return shares of fingerprints of what this rank has taken, by number of the move."""
+        return {
+            number: combine(*map(_share, side.parts.parts, side.parts.boxes))
+            for number, side in enumerate(self._takes)
+            if len(side.other)
+        }
+
+
+def _parcels(stage: Portions, sides: Sequence[_Side], place: int, world: int) -> _Parcels:
+    """List what is exchanged with each rank, on both in the same order: of the stage, and of the plan."""
+    elements, others = list[Tensor](), list[int]()
+    for number, box in stage:
+        part = sides[number].rows(sides[number].other != place).within(box)
+        elements += part.views()
+        others += part.other.tolist()
+    order = np.argsort(np.array(others, np.int64), kind="stable").tolist()
+    splits = np.zeros(world, np.int64)
+    np.add.at(splits, np.array(others, np.int64), [part.nbytes for part in elements])
+    return _Parcels([elements[row] for row in order], splits.tolist())
+
+
+def _share(elements: Tensor, box: Box) -> int:
+    return unsigned(int(share_of(elements, box.lo)))
 
 
 # --- Tensors that share memory ----------------------------------------------------------------------------------------
@@ -310,7 +573,11 @@ def check_apart(source: Mapping[str, Parts], target: Mapping[str, Parts], origin
     ranges = [_Range.of(key, part, False) for key, parts in source.items() for part in parts.values()]
     for key, parts in target.items():
         same = source.get(origins.get(key, ""), {})
-        ranges += [_Range.of(key, part, True) for lo, part in parts.items() if not _identical(part, same.get(lo))]
+        ranges += [
+            _Range.of(key, part, True)
+            for lo, part in parts.items()
+            if lo not in same or _elements(part) != _elements(same[lo])
+        ]
     read = written = _Range("", 0, 0, False, "")
     for span in sorted(ranges):
         other = read if span.written else written
@@ -324,10 +591,6 @@ def check_apart(source: Mapping[str, Parts], target: Mapping[str, Parts], origin
             written = span
         elif not span.written and (read.device, read.stop) < (span.device, span.stop):
             read = span
-
-
-def _identical(part: Tensor, other: Tensor | None) -> bool:
-    return other is not None and _elements(part) == _elements(other)
 
 
 def _elements(part: Tensor) -> tuple[torch.device, int, torch.Size, tuple[int, ...], torch.dtype]:

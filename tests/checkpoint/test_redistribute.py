@@ -23,8 +23,8 @@ from torch.distributed.tensor import Replicate, Shard
 import muonckpt
 from muonckpt import AttestError, BoxedTensor, LayoutError, SourceError, TargetError
 from muonckpt.box import Box
-from muonckpt.checkpoint.live_state import NOBODY, RankBoxes
-from muonckpt.checkpoint.transfers import stages_of, transfers_of
+from muonckpt.checkpoint.live_state import RankBoxes
+from muonckpt.checkpoint.redistribution import stages_of, transfers_of
 from muonckpt.layouts.boxed_tensor import parts_of
 
 S, R = Shard, Replicate()
@@ -175,7 +175,7 @@ def within(box: Box) -> set[tuple[int, ...]]:
 def test_stages_move_every_element_once_and_keep_to_the_memory(seed):
     """Random layouts on 12 ranks, some of which have the source only or the target only, in one process."""
     rng = np.random.default_rng(seed)
-    ranks, memory, moves, expected, owned = list(range(12)), int(rng.integers(96, 400)), [], Counter(), []
+    ranks, memory, moves, expected, owned = tuple(range(12)), int(rng.integers(96, 400)), [], Counter(), []
     for number in range(6):
         shape, size = random_shape(rng), int(rng.choice([1, 2, 4]))
         given, asked = (held(READERS[rng.integers(len(READERS))](rng, shape), shift) for shift in (0, 4))
@@ -189,21 +189,23 @@ def test_stages_move_every_element_once_and_keep_to_the_memory(seed):
             for index in set().union(*map(within, boxes)) - mine.get(rank, set()):
                 expected[f"{number}", rank, index] = 1
         owned.append(mine)
-        moves += transfers_of(f"{number}", f"{number}", size, shape, given, asked)
+        moves += transfers_of(f"{number}", f"{number}", size, shape, given, asked, ranks)
     found: Counter = Counter()
-    for stage in stages_of(moves, ranks, memory):
+    for stage in stages_of(moves, len(ranks), memory):
         load: Counter = Counter()
         assert len({moves[portion.number].itemsize for portion in stage}) == 1
         for portion in stage:
             move = moves[portion.number]
-            for copy in move.copies():
-                assert copy.target.buffer != NOBODY
-                common = copy.box & portion.box
-                if common is None or copy.source.buffer == copy.target.buffer:
+            copies = move.copies
+            columns = (column.tolist() for column in (copies.lo, copies.hi, copies.giver, copies.taker))
+            for lo, hi, giver, taker in zip(*columns, strict=True):
+                assert taker in ranks
+                common = Box(tuple(lo), tuple(hi)) & portion.box
+                if common is None or giver == taker:
                     continue
-                assert within(common) <= owned[int(move.source)][copy.source.buffer]
-                found.update((move.target, copy.target.buffer, index) for index in within(common))
-                for rank in (copy.source.buffer, copy.target.buffer):
+                assert within(common) <= owned[int(move.source)][giver]
+                found.update((move.target, taker, index) for index in within(common))
+                for rank in (giver, taker):
                     load[rank] += common.numel * move.itemsize
         assert max(load.values()) <= memory
     assert found == expected
