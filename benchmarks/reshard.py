@@ -28,8 +28,8 @@ from pathlib import Path
 from machine import describe
 
 import muonckpt
+from muonckpt.converters.engine.container import container_of
 from muonckpt.converters.engine.job import Job, make_job
-from muonckpt.converters.target.container import container_of
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.request import unchanged
 

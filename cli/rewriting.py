@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 import click
 
+from ..converters.engine.container import FORMATS, container_of
 from ..converters.engine.launch import TIMEOUT, worker_of
 from ..converters.engine.run import MEMORY, THREADS
 from ..converters.engine.workers import LaunchError
 from ..converters.options import grouped
 from ..converters.programs.registry import DIALECTS
 from ..converters.report import Report
-from ..converters.target.container import FORMATS, container_of
 from ..converters.target.topology import LAYOUTS, ROWS
 from ..converters.translate.conventions import STATE_DTYPES, WeightsFrom
 from ..converters.translate.detection import FORMS as KEY_FORMS

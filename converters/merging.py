@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import DestinationError, TargetError
 from ..store.io.location import Location, Remote, location
 from ..store.open_checkpoint import OpenCheckpoint, open
+from .engine.container import container_of
 from .engine.job import check_destination, make_job
 from .engine.launch import joined
 from .look.contents import first_look
@@ -21,7 +22,6 @@ from .merge.merged_outputs import MergeRequest, shares
 from .options import AS_THE_SOURCE_SAYS, IN_ONE_GO, Execution, Translation
 from .report import Report
 from .rewrite import check_use, default_format, target_of
-from .target.container import container_of
 from .target.topology import ROWS, AxisCut
 
 _ENDS = {"first": 0, "last": -1}

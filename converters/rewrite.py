@@ -14,12 +14,12 @@ from ..store.formats.registry import BUFFERS
 from ..store.formats.signs import NOT_READ, is_torch_dist, items_beside
 from ..store.io.location import Remote, location
 from ..store.open_checkpoint import OpenCheckpoint, open
+from .engine.container import Container, container_of
 from .engine.job import check_destination, make_job
 from .engine.launch import joined
 from .options import AS_THE_SOURCE_SAYS, IN_ONE_GO, Execution, Translation
 from .programs.dialect import Dialect
 from .report import Report
-from .target.container import Container, container_of
 from .target.topology import ROWS, AxisCut, ShardRule, Target
 from .translate.detection import momentum_note, with_slots
 

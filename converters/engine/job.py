@@ -25,10 +25,10 @@ from ...store.io.limits import gc_paused
 from ...store.io.location import Location, at_each
 from ...store.io.regular import open_regular
 from ...store.reading.payloads import Payloads
-from ..target.container import Container
-from ..target.item_file import ItemFile
 from ..target.topology import Target
-from .output_files import ChunkPlan, OutputFile, WriteRequest
+from .container import Container, WriteRequest
+from .item_file import ItemFile
+from .output_files import ChunkPlan, OutputFile
 from .outputs import Check, Outputs, OutputTensor, layout_digest
 from .source_rows import SourceRows
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
-from typing import Any, ClassVar, Protocol, overload
+from typing import ClassVar, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +28,7 @@ from ...record import Blob, Extent, StateRecord
 from ...store.formats.torch_save.stored_zip import aligned
 from ...store.io.checksums import Checksum, crc32_of
 from ...store.reading.dtypes import itemsize
-from ...store.reading.payloads import Payloads
-from ..target.item_file import ItemFile
-from ..target.topology import Target
-from .outputs import OutputItem, Outputs, OutputTensor, copies_into
+from .outputs import OutputItem, OutputTensor, copies_into
 from .source_rows import Mask, SourceRows
 from .staging import SUMS, ChunkSums, FinishedFile
 
@@ -282,32 +279,6 @@ def place_items(name: str, items: Sequence[OutputItem]) -> tuple[tuple[PlacedIte
         placed.append(PlacedItem(item, blob))
         end = aligned(blob.item.end)
     return tuple(placed), end
-
-
-@dataclass(frozen=True, slots=True)
-class WriteRequest:
-    """A request to a container: write ``outputs``, made from a source and chosen by ``select``, for ``target``."""
-
-    source: str
-    provenance: Mapping[str, Any]
-    payloads: Payloads
-    outputs: Outputs
-    target: Target
-    select: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Arranged:
-    """The files to write, and what the manifest says about them.
-
-    ``recorded_layouts`` are the layouts of tensors as JSON data, by key.  ``items`` is a file beside the destination
-    for the non-tensor items, if the other files cannot hold them.
-    """
-
-    files: tuple[OutputFile, ...]
-    recorded_layouts: Mapping[str, Mapping[str, Any] | None]
-    provenance: Mapping[str, Any]
-    items: ItemFile | None = None
 
 
 def written_tensors(

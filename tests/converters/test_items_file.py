@@ -19,9 +19,9 @@ from support.trees import tree
 
 import muonckpt
 from muonckpt import DestinationError, Interrupted, SourceError
+from muonckpt.converters.engine.item_file import ItemFile
 from muonckpt.converters.engine.outputs import OutputItem
 from muonckpt.converters.options import grouped
-from muonckpt.converters.target.item_file import ItemFile
 from muonckpt.seal import check_seal
 from muonckpt.store.io.location import location
 from muonckpt.store.io.regular import open_regular

@@ -126,7 +126,7 @@ from pathlib import Path
 import muonckpt
 from muonckpt.converters.engine.job import make_job
 from muonckpt.converters.engine.run import run_job
-from muonckpt.converters.target.container import container_of
+from muonckpt.converters.engine.container import container_of
 from muonckpt.converters.target.topology import ShardRule, Target
 from muonckpt.converters.translate.request import unchanged
 def watch(count):

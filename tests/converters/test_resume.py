@@ -20,8 +20,8 @@ from support.trees import tree
 
 import muonckpt
 from muonckpt import DestinationError, Interrupted
+from muonckpt.converters.engine.container import container_of
 from muonckpt.converters.engine.run import run_job
-from muonckpt.converters.target.container import container_of
 from muonckpt.converters.target.topology import Target
 from muonckpt.converters.translate.request import unchanged
 

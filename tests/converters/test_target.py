@@ -22,8 +22,8 @@ from muonckpt import DestinationError, OpenCheckpoint, TargetError
 from muonckpt.chunks import no_chunks
 from muonckpt.converters.engine.output_files import is_direct
 from muonckpt.converters.engine.outputs import OutputItem, Outputs, OutputTensor
+from muonckpt.converters.engine.rank_files import lay_out
 from muonckpt.converters.engine.run import run_job
-from muonckpt.converters.target.layouts import lay_out
 from muonckpt.converters.target.topology import LAYOUTS, ShardRule, Target
 from muonckpt.converters.translate.request import unchanged
 from muonckpt.layout import stacked, through

@@ -40,11 +40,11 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import muonckpt
 from muonckpt import Interrupted, SourceError
+from muonckpt.converters.engine.container import container_of
 from muonckpt.converters.engine.mover import LARGEST_BAND, expected_parts
 from muonckpt.converters.engine.output_files import OutputChunks, OutputFile
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.engine.staging import FinishedFile
-from muonckpt.converters.target.container import container_of
 from muonckpt.converters.target.topology import LAYOUTS, Target
 from muonckpt.layouts.buffers.megatron import distributed_optimizer, legacy_pingpong, padded_nscost, padded_numel
 from muonckpt.layouts.buffers.parameters import GroupSizes

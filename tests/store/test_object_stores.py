@@ -22,9 +22,9 @@ from support.sharded import elements_of
 import muonckpt
 from muonckpt import DestinationError, SourceError
 from muonckpt.box import row_major
+from muonckpt.converters.engine.container import FORMATS, container_of
 from muonckpt.converters.engine.job import Job
 from muonckpt.converters.engine.run import run_job
-from muonckpt.converters.target.container import FORMATS, container_of
 from muonckpt.converters.target.topology import Target
 from muonckpt.layout import Place
 from muonckpt.record import Extent

@@ -10,8 +10,8 @@ import torch
 from support.commands import called
 
 import muonckpt
+from muonckpt.converters.engine.container import FORMATS, Container
 from muonckpt.converters.programs.registry import with_plugins
-from muonckpt.converters.target.container import FORMATS, Container
 from muonckpt.store.formats.registry import BUILT_IN
 from muonckpt.store.reading.reader import imported
 

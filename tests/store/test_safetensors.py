@@ -25,7 +25,7 @@ from muonckpt import SourceError
 from muonckpt.box import Box
 from muonckpt.chunks import no_chunks
 from muonckpt.converters.engine.run import run_job
-from muonckpt.converters.target.safetensors_files import SafetensorsFile, SafetensorsFolder
+from muonckpt.converters.engine.whole_files import SafetensorsFile, SafetensorsFolder
 from muonckpt.converters.target.topology import Target
 from muonckpt.record import Manifest, StateRecord
 from muonckpt.store.formats import safetensors

@@ -17,7 +17,7 @@ import muonckpt
 from muonckpt import SourceError
 from muonckpt.box import Box
 from muonckpt.chunks import no_chunks
-from muonckpt.converters.target.zarr_files import ZarrFiles
+from muonckpt.converters.engine.whole_files import ZarrFiles
 from muonckpt.record import StateRecord
 from muonckpt.store.formats import zarr_writer
 from muonckpt.store.formats.registry import ZARR, format_of

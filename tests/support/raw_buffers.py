@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from muonckpt.chunks import no_chunks
+from muonckpt.converters.engine.container import container_of
 from muonckpt.converters.engine.run import run_job
-from muonckpt.converters.target.container import container_of
 from muonckpt.converters.target.topology import ShardRule, Target
 from muonckpt.layouts.buffers.parameters import Parameter
 from muonckpt.layouts.buffers.records import GroupBuffer

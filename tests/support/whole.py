@@ -11,9 +11,9 @@ import torch
 
 from muonckpt.box import Box
 from muonckpt.chunks import no_chunks
+from muonckpt.converters.engine.container import Container
 from muonckpt.converters.engine.outputs import Outputs, OutputTensor
 from muonckpt.converters.engine.run import run_job
-from muonckpt.converters.target.container import Container
 from muonckpt.converters.target.topology import Target
 from muonckpt.layout import dense
 from muonckpt.layouts.flat import owned_layout

@@ -39,7 +39,7 @@ def _refuse_zero(path: Location) -> Reader:
 
 
 _FORMATS = "muonckpt.store.formats"
-_WRITERS = "muonckpt.converters.target"
+_WRITERS = "muonckpt.converters.engine"
 
 OWN = Format(
     "muonckpt",
@@ -74,7 +74,7 @@ ZARR = Format(
     f"{_FORMATS}.zarr_reader:reader",
     (signs.ZARR_FILE,),
     written_as="zarr",
-    writer=f"{_WRITERS}.zarr_files:ZarrFiles",
+    writer=f"{_WRITERS}.whole_files:ZarrFiles",
 )
 RANK_STATE = Format(
     "torch.save's files of ranks with DTensors",
@@ -103,7 +103,7 @@ SAFETENSORS = Format(
     f"{_FORMATS}.safetensors:reader",
     ("*.safetensors", "*.safetensors.index.json"),
     written_as="safetensors",
-    writer=f"{_WRITERS}.safetensors_files:safetensors_files",
+    writer=f"{_WRITERS}.whole_files:safetensors_files",
 )
 ZERO = Format("DeepSpeed's ZeRO files", _refuse_zero, weaker_signs=(("*_optim_states.pt",),))
 UNIVERSAL = Format(

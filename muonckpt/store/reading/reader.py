@@ -64,7 +64,7 @@ class Format:
         signs: shell patterns of file names by which a directory, or a file, shows the format.
         weaker_signs: more such patterns, which count only where no format shows a stronger sign; strongest first.
         written_as: the word for ``--format``, if the format is written too.
-        writer: a function that returns a `Container` (``converters/target/container.py``), or its import path.  It is
+        writer: a function that returns a `Container` (``converters/engine/container.py``), or its import path.  It is
             called without arguments, or with ``shard_bytes`` if the container is not of ranks and a size was given.
     """
 

@@ -13,7 +13,7 @@ from muonckpt import SourceError
 from muonckpt.box import Box
 from muonckpt.converters.engine.output_files import OutputChunks, OutputFile, bare, chunk_plans
 from muonckpt.converters.engine.outputs import OutputTensor
-from muonckpt.converters.target.container import WholeFiles
+from muonckpt.converters.engine.whole_files import WholeFiles
 from muonckpt.record import Manifest
 from muonckpt.store.io.location import Location
 

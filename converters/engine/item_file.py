@@ -19,7 +19,7 @@ from ...store.formats.torch_save.plain_item import plain_value
 from ...store.io.checksums import xxh3_128
 from ...store.open_checkpoint import checked_blob
 from ...store.reading.payloads import Payloads
-from ..engine.outputs import OutputItem
+from .outputs import OutputItem
 
 _VERSION = 1
 

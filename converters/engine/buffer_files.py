@@ -16,8 +16,8 @@ from ...record import Manifest
 from ...store.formats import flat_buffers
 from ...store.formats.flat_buffers import ITEMS, RANK_FILE
 from ...store.io.location import Location
-from ..engine.output_files import OutputChunks, OutputFile, PayloadFrame, bare, place_items
-from ..engine.outputs import OutputItem
+from .output_files import OutputChunks, OutputFile, PayloadFrame, bare, place_items
+from .outputs import OutputItem
 from .rank_files import Filled, LocalBoxes, RankFiles
 
 

@@ -12,11 +12,39 @@ from ...record import Manifest
 from ...store.formats.registry import BUILT_IN, format_written_as
 from ...store.io import publish
 from ...store.io.location import Location
+from ...store.reading.payloads import Payloads
 from ...store.reading.reader import imported
 from ...version import PROGRAM
-from ..engine.output_files import Arranged, OutputFile, WriteRequest
-from ..engine.outputs import OutputTensor
+from ..target.topology import Target
 from .item_file import ItemFile
+from .output_files import OutputFile
+from .outputs import Outputs
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRequest:
+    """A request to a container: write ``outputs``, made from a source and chosen by ``select``, for ``target``."""
+
+    source: str
+    provenance: Mapping[str, Any]
+    payloads: Payloads
+    outputs: Outputs
+    target: Target
+    select: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """The files to write, and what the manifest says about them.
+
+    ``recorded_layouts`` are the layouts of tensors as JSON data, by key.  ``items`` is a file beside the destination
+    for the non-tensor items, if the other files cannot hold them.
+    """
+
+    files: tuple[OutputFile, ...]
+    recorded_layouts: Mapping[str, Mapping[str, Any] | None]
+    provenance: Mapping[str, Any]
+    items: ItemFile | None = None
 
 
 class Container(ABC):
@@ -67,38 +95,6 @@ def extended_provenance(
     source = {key: value for key, value in request.provenance.items() if key != "buffers"}
     extended = {**source, name: entry if earlier is None else [*earlier, entry]}
     return {**extended, "buffers": list(buffers)} if buffers else extended
-
-
-@dataclass(frozen=True, slots=True)
-class WholeFiles(Container):
-    """Whole tensors, with at most ``shard_bytes`` of elements in a file, None for the format's default.
-
-    Non-tensor items are in a file of items beside the destination.
-    """
-
-    shard_bytes: int | None = None
-    of_ranks: ClassVar[bool] = False
-
-    def arrange(self, request: WriteRequest) -> Arranged:
-        outputs = request.outputs
-        items = ItemFile.of(outputs.items, request.payloads, request.source) if outputs.items else None
-        layouts = {output.key: output.record.layout for output in outputs.tensors}
-        buffers = (
-            request.provenance.get("buffers", ()) if any(layouts.values()) else ()
-        )  # a tensor still refers to them
-        step: dict[str, Any] = {}
-        if items:
-            step = {"items": len(items.decoded), "undecoded": list(items.undecoded), "items_digest": items.digest}
-        recorded = extended_provenance(request, "exported", step, None, buffers)
-        return Arranged(tuple(self.files(outputs.tensors, recorded)), layouts, recorded, items)
-
-    @abstractmethod
-    def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
-        """Return the files of these tensors; ``recorded`` is the provenance to write.
-
-        Raises:
-            SourceError: the format cannot hold one of the tensors.
-        """
 
 
 FORMATS = tuple(format.written_as for format in BUILT_IN if format.written_as)

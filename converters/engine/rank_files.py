@@ -5,33 +5,35 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...box import Index
-from ...layout import Buffer
-from ...record import Manifest
+from ...errors import TargetError, did_you_mean
+from ...layout import Buffer, TensorLayout
+from ...layouts.flat import owned_layout
+from ...layouts.mesh import AxisPlacement, Mesh, Replicate, Shard, mesh_layout
+from ...record import Manifest, StateRecord
 from ...store.formats import native
 from ...store.formats.signs import COMMON_FILE
 from ...store.formats.torch_save import tensor_item
 from ...store.formats.torch_save.stored_zip import MEMBER_ALIGNMENT, aligned
 from ...store.io.location import Location
 from ...store.reading.dtypes import itemsize
-from ..engine.output_files import (
-    Arranged,
+from ..target.topology import ROWS, AxisCut, LaidOut, Target
+from .container import Arranged, Container, WriteRequest, extended_provenance
+from .output_files import (
     ChunkPlan,
     FrameOf,
     OutputChunks,
     OutputFile,
     PayloadFrame,
-    WriteRequest,
     chunk_plans,
     place_items,
 )
-from ..engine.outputs import OutputItem, OutputTensor
-from .container import Container, extended_provenance
-from .layouts import lay_out
-from .topology import LaidOut
+from .outputs import OutputItem, OutputTensor
 
 if TYPE_CHECKING:
     from ...layouts.buffers.records import GroupBuffer
@@ -155,3 +157,60 @@ def _by_rank(tensors: Sequence[OutputTensor], laid: LaidOut, ranks: int, frame_o
 def _rank(buffer: Buffer) -> int:
     assert isinstance(buffer, int), "the buffers of a target are ranks"
     return buffer
+
+
+def lay_out(
+    target: Target, tensors: Sequence[StateRecord], provenance: Mapping[str, Any] = MappingProxyType({})
+) -> LaidOut:
+    """Lay these tensors out on the target.
+
+    Args:
+        provenance: of their source.  If it records buffers of the target's layout, in which the same ranks share the
+            same tensors, these buffers are used as they are, so that owners do not change.
+
+    Raises:
+        TargetError: a rule matches no tensor, or cuts a dim that a matching tensor does not have.
+        SourceError: the provenance is damaged.
+    """
+    for rule in target.rules:
+        if not any(fnmatchcase(tensor.key, rule.glob) for tensor in tensors):
+            close = did_you_mean(rule.glob, [tensor.key for tensor in tensors])
+            raise TargetError(f"rule {rule} matches none of {len(tensors)} tensors{close}")
+    if target.layout == ROWS:
+        return _in_rows(target, tensors)
+    from ..target.buffer_layouts import lay_out_in_buffers  # not needed for rows
+
+    return lay_out_in_buffers(target, tensors, provenance)
+
+
+def _in_rows(target: Target, tensors: Sequence[StateRecord]) -> LaidOut:
+    layouts: dict[str, TensorLayout] = {}
+    recorded: dict[str, Mapping[str, Any] | None] = {}
+    grids: dict[tuple[AxisCut, ...], tuple[Mesh, tuple[AxisPlacement, ...], Mapping[str, Any]]] = {}
+    all_axes = tuple((axis, 0) for axis in target.mesh)
+    for tensor in tensors:
+        if not tensor.shape:
+            layouts[tensor.key], recorded[tensor.key] = owned_layout((), 0), None
+            continue
+        cuts = target.cuts(tensor, all_axes)
+        if cuts not in grids:
+            grids[cuts] = _grid(target, cuts)
+        mesh, placements, recorded[tensor.key] = grids[cuts]
+        layouts[tensor.key] = mesh_layout(tensor.shape, mesh, placements)
+    return LaidOut(layouts, recorded)
+
+
+def _grid(target: Target, cuts: Sequence[AxisCut]) -> tuple[Mesh, tuple[AxisPlacement, ...], Mapping[str, Any]]:
+    """Return the mesh and the placements of tensors with these cuts, and both as JSON data."""
+    mesh, axes = target.grid(cuts)
+    placements: list[AxisPlacement] = [Shard(dim) for _, dim in cuts]
+    placements += [Replicate()] * (len(axes) - len(cuts))
+    recorded = {
+        "algorithm": "mesh",
+        "version": 1,
+        "mesh": list(mesh.shape),
+        "axes": list(axes),
+        "ranks": list(mesh.ranks),
+        "placements": list(map(str, placements)),
+    }
+    return mesh, tuple(placements), recorded

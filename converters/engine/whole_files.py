@@ -1,0 +1,148 @@
+"""Whole tensors as a destination: safetensors files, or a zarr hierarchy."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...box import Box
+from ...record import Manifest, StateRecord
+from ...store.formats import safetensors, zarr_writer
+from ...store.formats.zarr_reader import ZarrArray
+from ...store.io import publish
+from ...store.io.location import Location
+from ...store.reading.dtypes import itemsize
+from .container import Arranged, Container, WriteRequest, extended_provenance
+from .item_file import ItemFile
+from .output_files import ChunkPlan, OutputChunks, OutputFile, bare, chunk_plans
+from .outputs import OutputTensor
+from .staging import SUMS, ChunkSums
+
+
+@dataclass(frozen=True, slots=True)
+class WholeFiles(Container):
+    """Whole tensors, with at most ``shard_bytes`` of elements in a file, None for the format's default.
+
+    Non-tensor items are in a file of items beside the destination.
+    """
+
+    shard_bytes: int | None = None
+    of_ranks: ClassVar[bool] = False
+
+    def arrange(self, request: WriteRequest) -> Arranged:
+        outputs = request.outputs
+        items = ItemFile.of(outputs.items, request.payloads, request.source) if outputs.items else None
+        layouts = {output.key: output.record.layout for output in outputs.tensors}
+        buffers = (
+            request.provenance.get("buffers", ()) if any(layouts.values()) else ()
+        )  # a tensor still refers to them
+        step: dict[str, Any] = {}
+        if items:
+            step = {"items": len(items.decoded), "undecoded": list(items.undecoded), "items_digest": items.digest}
+        recorded = extended_provenance(request, "exported", step, None, buffers)
+        return Arranged(tuple(self.files(outputs.tensors, recorded)), layouts, recorded, items)
+
+    @abstractmethod
+    def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
+        """Return the files of these tensors; ``recorded`` is the provenance to write.
+
+        Raises:
+            SourceError: the format cannot hold one of the tensors.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsFile(WholeFiles):
+    """One file.  In an object store, too, it appears under its name only when it is complete."""
+
+    name: ClassVar[str] = "safetensors"
+
+    @property
+    def root(self) -> str:
+        return "model.safetensors"
+
+    def staged(self, destination: Location) -> Location:
+        return publish.staging_file(destination)
+
+    def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
+        safetensors.refuse([output.record for output in tensors])
+        return [_file(self.root, tensors, recorded)]
+
+    def describe(self, manifest: Manifest, folder: Location) -> None:
+        """Nothing: the header describes the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsFolder(WholeFiles):
+    """A folder of files of at most ``shard_bytes`` of elements, and an index."""
+
+    shard_bytes: int
+    name: ClassVar[str] = "safetensors"
+
+    def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
+        records = [output.record for output in tensors]
+        safetensors.refuse(records)
+        by_key = {output.key: output for output in tensors}
+        shards = safetensors.shards(records, self.shard_bytes)
+        return [_file(name, [by_key[record.key] for record in shard], recorded) for name, shard in shards]
+
+    def describe(self, manifest: Manifest, folder: Location) -> None:
+        names = [name for name, _ in safetensors.shards(manifest.tensors, self.shard_bytes)]
+        safetensors.write_shard_index(manifest, names, folder)
+
+
+def safetensors_files(shard_bytes: int | None = None) -> WholeFiles:
+    """Return the container of one file, or of files of at most ``shard_bytes`` of elements."""
+    return SafetensorsFile() if shard_bytes is None else SafetensorsFolder(shard_bytes)
+
+
+def _file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> OutputFile:
+    by_key = {output.key: output for output in tensors}
+    records = safetensors.by_element_size([output.record for output in tensors])
+
+    def header(chunk_sums: ChunkSums) -> bytes:
+        sums = [(digest.hex(), share) for digest, _, share in chunk_sums.tolist()]
+        return safetensors.front(records, recorded, sums)
+
+    listed = [by_key[record.key] for record in records]
+    plans = [chunk_plans(output, [Box.of(output.record.shape)], bare)[0] for output in listed]
+    start = len(header(np.empty(0, SUMS)))
+    chunks = OutputChunks.end_to_end(name, listed, plans, start)
+    return OutputFile(name, (), chunks, chunks.end if listed else start, header)
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrFiles(WholeFiles):
+    """A zarr hierarchy with chunks of at most ``chunk_bytes``, which is the least that zarr reads at a time."""
+
+    chunk_bytes: int = zarr_writer.CHUNK_BYTES
+    name: ClassVar[str] = "zarr"
+
+    def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
+        arrays = self._arrays([output.record for output in tensors])
+        return [file for output, array in zip(tensors, arrays, strict=True) for file in _array_files(output, array)]
+
+    def describe(self, manifest: Manifest, folder: Location) -> None:
+        zarr_writer.write_descriptions(manifest, self._arrays(manifest.tensors), folder)
+
+    def _arrays(self, tensors: Sequence[StateRecord]) -> list[ZarrArray]:
+        return zarr_writer.arrays(tensors, self.shard_bytes, self.chunk_bytes)
+
+
+def _array_files(output: OutputTensor, array: ZarrArray) -> Iterator[OutputFile]:
+    dtype = output.record.dtype
+    files = [(name, list(array.chunks(box))) for name, box in array.files()]
+    copies = iter(output.copies([box for _, chunks in files for _, box in chunks]))
+    for name, chunks in files:
+        index = zarr_writer.index_of(array, [number for number, _ in chunks])
+        plans = []
+        for number, box in chunks:
+            suffix = index if number == chunks[-1][0] else b""
+            frame = zarr_writer.ChunkFrame(box.numel * itemsize(dtype), array.chunk_bytes, suffix)
+            plans.append(ChunkPlan(box, dtype, frame, next(copies)))
+        written = OutputChunks.end_to_end(name, [output] * len(plans), plans)
+        yield OutputFile(name, (), written, written.end)
