@@ -27,8 +27,13 @@ from step import TRANSFORMER, on_ranks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from muonckpt.layouts.buffers.balanced import balanced
-from muonckpt.layouts.buffers.megatron import decoupled_total_order, legacy_pingpong, padded_nscost, padded_numel
+from muonckpt.layouts.buffers.algorithms import (
+    balanced,
+    decoupled_total_order,
+    legacy_pingpong,
+    padded_nscost,
+    padded_numel,
+)
 from muonckpt.layouts.buffers.parameters import Parameter, newton_schulz, numel
 from muonckpt.optimizer.layer_wise.optimizer import LayerWise
 

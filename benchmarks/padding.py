@@ -15,9 +15,8 @@ from dataclasses import replace
 import numpy as np
 from models import Model, Weight, deepseek_v3, llama3_8b, llama3_70b, qwen3_235b
 
-from muonckpt.layouts.buffers.balanced import balanced
+from muonckpt.layouts.buffers.algorithms import balanced, padded_nscost, padded_numel
 from muonckpt.layouts.buffers.buffer_layout import BufferLayout
-from muonckpt.layouts.buffers.megatron import padded_nscost, padded_numel
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter, newton_schulz, numel
 
 MODELS = (llama3_8b, llama3_70b, qwen3_235b, deepseek_v3)

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import numpy as np
 from models import Matrix
 
+from muonckpt.layouts.buffers.algorithms import decoupled_total_order, padded_nscost
 from muonckpt.layouts.buffers.buffer_layout import BufferLayout
-from muonckpt.layouts.buffers.megatron import decoupled_total_order, padded_nscost
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter
 
 HALF, FULL = 2, 4

@@ -146,7 +146,12 @@ def parts_of(tensor: Tensor) -> Parts:
         LayoutError: neither hooks nor placements say it.
     """
     if isinstance(tensor, ShardedTensor):
-        return dict(_shards(tensor))
+        # A shard may itself be a sharded tensor, as FSDP1 made them of tensor parallelism.
+        return {
+            tuple(map(int.__add__, shard.metadata.shard_offsets, lo)): part
+            for shard in tensor.local_shards()
+            for lo, part in parts_of(shard.tensor).items()
+        }
     if declares_boxes(tensor):
         return dict(_declared_parts(tensor))
     if isinstance(tensor, DTensor):
@@ -155,7 +160,7 @@ def parts_of(tensor: Tensor) -> Parts:
 
 
 def whole_shape(tensor: Tensor) -> Index:
-    """Return the global shape of any tensor; hooks may say another than the tensor that has them."""
+    """Return the global shape of any tensor: where it has DCP's hooks, the one that they name."""
     if not isinstance(tensor, DTensor | ShardedTensor | BoxedTensor) and declares_boxes(tensor):
         items: list[WriteItem] = tensor.__create_write_items__("", tensor)  # type: ignore[attr-defined]
         for item in items:
@@ -174,13 +179,6 @@ def _placed_parts(tensor: DTensor) -> Parts:
         window = tuple(slice(int(lo), int(lo) + n) for lo, n in zip(starts, fragment.box.shape, strict=True))
         parts[fragment.box.lo] = local[window]
     return parts
-
-
-def _shards(tensor: ShardedTensor) -> Iterator[tuple[Index, Tensor]]:
-    """Yield the shards that are here; one may itself be a sharded tensor, as FSDP1 made them of tensor parallelism."""
-    for shard in tensor.local_shards():
-        for lo, part in parts_of(shard.tensor).items():
-            yield tuple(map(int.__add__, shard.metadata.shard_offsets, lo)), part
 
 
 def _declared_parts(tensor: Any) -> Iterator[tuple[Index, Tensor]]:

@@ -85,7 +85,7 @@ class Cuts:
         return math.prod(self.mesh.shape[axis] for axis in self.flat)
 
     def part(self, shape: Index, coordinate: Index) -> Box:
-        """Return what tensor parallelism gives to the rank at a coordinate: equal parts along one dim.
+        """Return the box that tensor parallelism gives to the rank at a coordinate: equal parts along one dim.
 
         Raises:
             LayoutError: the dim does not divide into equal parts.
@@ -93,13 +93,12 @@ class Cuts:
         if self.split is None:
             return Box.of(shape)
         axis, dim = self.split
-        parts, index = self.mesh.shape[axis], coordinate[axis]
+        parts = self.mesh.shape[axis]
         if not 0 <= dim < len(shape) or shape[dim] % parts:
             raise LayoutError(f"dim {dim} of a tensor of shape {shape} does not divide into {parts} parts")
         size = shape[dim] // parts
-        lo, hi = [0] * len(shape), list(shape)
-        lo[dim], hi[dim] = index * size, (index + 1) * size
-        return Box(tuple(lo), tuple(hi))
+        origin = (0,) * dim + (coordinate[axis] * size,) + (0,) * (len(shape) - dim - 1)
+        return Box.of((*shape[:dim], size, *shape[dim + 1 :])).shift(origin)
 
     def shard(self, coordinate: Index) -> int:
         """Return the number of the part of the buffer that the rank at a coordinate holds."""

@@ -22,12 +22,12 @@ from ..overlap import IntArray, expanded
 
 @dataclass(frozen=True)
 class DimShares:
-    """What some shares hold of one dim.
+    """The runs of one dim that some shares hold.
 
     Attributes:
-        count: the number of shares.
+        count: how many shares there are.
         share: for each run the number of its share, ascending; within a share runs are in local order.
-        start, stop: of each run; none is empty.
+        start, stop: for each run; none is empty.
     """
 
     count: int
@@ -43,14 +43,14 @@ class DimShares:
     @cached_property
     def before(self) -> IntArray:
         """For each run the number of indices before it in its share."""
-        sums = _from_zero(np.cumsum(self.stop - self.start))
+        sums = np.append(0, np.cumsum(self.stop - self.start))
         before: IntArray = sums[:-1] - sums[self.first[self.share]]
         return before
 
     @cached_property
     def length(self) -> IntArray:
         """The number of indices of each share."""
-        length: IntArray = np.diff(_from_zero(np.cumsum(self.stop - self.start))[self.first])
+        length: IntArray = np.diff(np.append(0, np.cumsum(self.stop - self.start))[self.first])
         return length
 
     def cut(self, parts: int) -> DimShares:
@@ -69,10 +69,6 @@ class DimShares:
         apart = np.ones(len(self.share), np.bool_)
         apart[1:] = (self.share[1:] != self.share[:-1]) | (self.start[1:] != self.stop[:-1])
         return DimShares(self.count, self.share[apart], self.start[apart], self.stop[np.roll(apart, -1)])
-
-
-def _from_zero(sums: IntArray) -> IntArray:
-    return np.append(0, sums)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,13 +76,12 @@ def rows_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
     """
     if not isinstance(tensor, DTensor):
         return [(0, tensor.shape[0])]
-    boxes = [fragment.box for fragment in fragments_here(tensor)]
-    # No placement reverses rows.
-    return sorted({(box.lo[0], box.hi[0]) for box in boxes})
+    # Sorted ranges are in the order of memory, as no placement reverses rows.
+    return sorted({(fragment.box.lo[0], fragment.box.hi[0]) for fragment in fragments_here(tensor)})
 
 
 def zeros_placed_as(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Make zeros of another shape with as many dims, on the mesh and with the placements of ``tensor`` if it has any.
+    """Return zeros of another shape with as many dims, placed on the mesh as ``tensor`` is if that is a DTensor.
 
     Where a dim is shorter than the axis that shards it, the last ranks are empty.
     """
@@ -112,7 +111,7 @@ def placement_json(tensor: torch.Tensor) -> Mapping[str, Any] | None:
 def _placement_json(
     mesh: Mesh, names: tuple[str, ...] | None, placements: tuple[TorchPlacement, ...], ndim: int
 ) -> Mapping[str, Any]:
-    """Cached, as many tensors have the same; not to be changed."""
+    """The result is cached and shared, so callers must not change it."""
     return {
         "algorithm": "mesh",
         "version": 1,
@@ -130,7 +129,7 @@ def declares_boxes(tensor: torch.Tensor) -> bool:
 
 
 def fragments_here(tensor: DTensor) -> tuple[Fragment, ...]:
-    """Return what this rank holds of a DTensor by its placements; places are in its local tensor, as if dense.
+    """Return the fragments of a DTensor on this rank, placed as if its local tensor were dense.
 
     Raises:
         LayoutError: as `layout_of`.
@@ -140,7 +139,7 @@ def fragments_here(tensor: DTensor) -> tuple[Fragment, ...]:
 
 
 def _checked(tensor: DTensor) -> tuple[Mesh, tuple[AxisPlacement, ...]]:
-    """Return mesh and placements, once the local tensor is what they say."""
+    """Return mesh and placements after checking that the local tensor has the shape that they imply."""
     rank = torch.distributed.get_rank()
     mesh = _mesh(tensor.device_mesh)
     placements, expected = _placed(tensor.shape, mesh, tensor.placements, rank)
@@ -157,7 +156,7 @@ def _checked(tensor: DTensor) -> tuple[Mesh, tuple[AxisPlacement, ...]]:
 def _placed(
     shape: torch.Size, mesh: Mesh, placements: tuple[TorchPlacement, ...], rank: int
 ) -> tuple[tuple[AxisPlacement, ...], Index | None]:
-    """Return placements in our words, and the shape of a rank's local tensor; None if it is not on the mesh.
+    """Return our placements, and the shape of a rank's local tensor; None if it is not on the mesh.
 
     Cached by what torch calls equal, so that a model's thousands of equal tensors cost a look-up each.
     """

@@ -16,7 +16,7 @@ from layer_wise import ALL_REDUCED, LAYOUTS, UNPADDED, Case, Memory, Sent, memor
 from models import Model, Weight
 from padding import busiest, padding, ranks_of
 
-from muonckpt.layouts.buffers.megatron import padded_nscost
+from muonckpt.layouts.buffers.algorithms import padded_nscost
 from muonckpt.layouts.buffers.parameters import newton_schulz
 from muonckpt.optimizer.planning.schedule import NOTE
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import muonckpt
 from muonckpt.cli.main import run as muonckpt_command
 from muonckpt.converters.look.buffer_summary import buffer_summary, labelled_buffers
-from muonckpt.layouts.buffers.balanced import balanced
+from muonckpt.layouts.buffers.algorithms import balanced
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter, newton_schulz
 from muonckpt.layouts.buffers.records import to_json
 from muonckpt.optimizer import LayerWise

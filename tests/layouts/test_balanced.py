@@ -8,8 +8,14 @@ from itertools import product
 import numpy as np
 import pytest
 
-from muonckpt.layouts.buffers.balanced import ALIGNMENT, TOLERANCE, balanced, balanced_owners
-from muonckpt.layouts.buffers.megatron import padded_nscost, padded_numel
+from muonckpt.layouts.buffers.algorithms import (
+    ALIGNMENT,
+    TOLERANCE,
+    balanced,
+    balanced_owners,
+    padded_nscost,
+    padded_numel,
+)
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter, newton_schulz
 
 

@@ -14,15 +14,15 @@ from support.oracle import arange, execute, scatter
 from muonckpt import LayoutError, SourceError
 from muonckpt.box import Box
 from muonckpt.layout import dense
-from muonckpt.layouts.buffers.balanced import balanced
-from muonckpt.layouts.buffers.buffer_layout import BufferLayout, PlacedParameter, divided, owned
-from muonckpt.layouts.buffers.megatron import (
+from muonckpt.layouts.buffers.algorithms import (
+    balanced,
     decoupled_total_order,
     distributed_optimizer,
     legacy_pingpong,
     padded_nscost,
     padded_numel,
 )
+from muonckpt.layouts.buffers.buffer_layout import BufferLayout, PlacedParameter, divided, owned
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter, split
 from muonckpt.layouts.buffers.records import GroupBuffer, from_json, recorded, recorded_run, to_json
 from muonckpt.layouts.flat import Cuts, FlatShard, flat_layout

@@ -13,14 +13,14 @@ from support.foreign_buffers import cut_rows, fsdp_v1, fsdp_v2
 from support.golden import golden
 
 from muonckpt import LayoutError
-from muonckpt.layouts.buffers.buffer_layout import BufferLayout
-from muonckpt.layouts.buffers.megatron import (
+from muonckpt.layouts.buffers.algorithms import (
     decoupled_total_order,
     distributed_optimizer,
     legacy_pingpong,
     padded_nscost,
     padded_numel,
 )
+from muonckpt.layouts.buffers.buffer_layout import BufferLayout
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter
 from muonckpt.layouts.flat import Cuts
 from muonckpt.layouts.mesh import Mesh

@@ -46,7 +46,7 @@ from muonckpt.converters.engine.output_files import OutputChunks, OutputFile
 from muonckpt.converters.engine.run import run_job
 from muonckpt.converters.engine.staging import FinishedFile
 from muonckpt.converters.target.topology import LAYOUTS, Target
-from muonckpt.layouts.buffers.megatron import distributed_optimizer, legacy_pingpong, padded_nscost, padded_numel
+from muonckpt.layouts.buffers.algorithms import distributed_optimizer, legacy_pingpong, padded_nscost, padded_numel
 from muonckpt.layouts.buffers.parameters import GroupSizes
 from muonckpt.layouts.buffers.placements import PLACEMENTS
 from muonckpt.optimizer import LayerWise

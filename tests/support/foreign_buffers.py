@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import product
 
 from muonckpt import LayoutError
+from muonckpt.layouts.buffers.algorithms import decoupled_total_order
 from muonckpt.layouts.buffers.buffer_layout import (
     BufferLayout,
     PlacedParameter,
@@ -23,7 +24,6 @@ from muonckpt.layouts.buffers.buffer_layout import (
     divided,
     round_up,
 )
-from muonckpt.layouts.buffers.megatron import decoupled_total_order
 from muonckpt.layouts.buffers.parameters import GroupSizes, Parameter, in_buckets, reaching
 from muonckpt.layouts.flat import Cuts, FlatShard
 

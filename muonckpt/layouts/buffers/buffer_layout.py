@@ -112,8 +112,8 @@ class BufferLayout:
     ``whole`` each in one shard.
 
     Args:
-        algorithm: the name of the placement; ``version`` is that of its rules.  A checkpoint records both and the
-        result. ranks: size of the data-parallel group; shards name its ranks ``0 … ranks - 1``.
+        algorithm: the name of the placement; ``version`` is that of its rules.  A checkpoint records both.
+        ranks: size of the data-parallel group; shards name its ranks ``0 … ranks - 1``.
         parameters: in forward order of the model.
         buckets: in order, as are the shards, replicas by rank.
         alignment: every parameter begins at a multiple of it.
@@ -143,17 +143,17 @@ class BufferLayout:
 
     @property
     def numel(self) -> int:
-        """The size of the buffer, padding included."""
+        """Number of elements, padding included."""
         return self.buckets[-1][1] if self.buckets else 0
 
     @property
     def padding(self) -> int:
-        """The number of elements that belong to no parameter."""
-        return self.numel - sum(placed.parameter.numel for placed in self.parameters)
+        """Number of elements that belong to no parameter."""
+        return self.numel - sum(self.filled)
 
     @property
     def filled(self) -> tuple[int, ...]:
-        """For each bucket the number of elements that belong to parameters."""
+        """Number of elements of each bucket that belong to parameters."""
         filled = [0] * len(self.buckets)
         for placed in self.parameters:
             filled[placed.bucket] += placed.parameter.numel
@@ -161,7 +161,7 @@ class BufferLayout:
 
     @property
     def owners(self) -> dict[str, int | None]:
-        """For each parameter the only rank that holds any of it; None where it is cut or replicated."""
+        """The only rank that holds any of each parameter; None where it is cut or replicated."""
         held = ((placed.name, tuple(self.holding(placed))) for placed in self.parameters)
         return {name: rank_of(shards[0]) if len(shards) == 1 else None for name, shards in held}
 
@@ -172,12 +172,12 @@ class BufferLayout:
 
     @property
     def even(self) -> bool:
-        """Whether every bucket is cut into ``ranks`` equal shards, in order, as a plain reduce-scatter needs."""
+        """True if every bucket is cut into ``ranks`` equal shards, in order, as a plain reduce-scatter needs."""
         divides = all((stop - start) % self.ranks == 0 for start, stop in self.buckets)
         return divides and self.shards == divided(self.buckets, self.ranks)
 
     def holding(self, placed: PlacedParameter) -> Iterator[FlatShard]:
-        """Return the shards that hold any of ``placed``, in order."""
+        """Yield the shards that hold any of ``placed``, in order."""
         last = max(bisect_right(self._starts, placed.start) - 1, 0)
         for number in range(bisect_left(self._starts, self._starts[last]), bisect_left(self._starts, placed.stop)):
             yield self.shards[number]

@@ -2,13 +2,14 @@
 
 The name is the same in training (``LayerWise(layout=...)``), on the command line (``--layout``), in
 ``layer_wise.toml``, and as ``algorithm`` in every record of a buffer; docs/design/buffers.md says how names were
-chosen.  The algorithms are imported when they are used: a program that only lists names starts fast.
+chosen.  The ``algorithms`` are imported when they are used, so that programs which list names start without numpy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,7 @@ class ToPlace:
 class BufferPlacement:
     """One way to place parameters.
 
-    Args:
+    Attributes:
         description: one line for help texts.
         place: makes the buffers; those of matrices record the placement's name as their ``algorithm``.
     """
@@ -61,50 +62,35 @@ class BufferPlacement:
     place: Callable[[ToPlace], tuple[BufferLayout, ...]]
 
 
-def _padded_nscost(model: ToPlace) -> tuple[BufferLayout, ...]:
-    from .megatron import padded_nscost
+def _place(name: str, model: ToPlace) -> tuple[BufferLayout, ...]:
+    from . import algorithms
 
-    return *padded_nscost(model.whole, model.sizes, model.bucket_size, model.busbw), *_cut_evenly(model)
-
-
-def _padded_numel(model: ToPlace) -> tuple[BufferLayout, ...]:
-    from .megatron import padded_numel
-
-    return *padded_numel(model.whole, model.sizes, model.bucket_size, model.busbw), *_cut_evenly(model)
-
-
-def _decoupled_total_order(model: ToPlace) -> tuple[BufferLayout, ...]:
-    from .megatron import decoupled_total_order
-
-    return *decoupled_total_order(model.whole, model.sizes, model.bucket_size), *_cut_evenly(model)
-
-
-def _legacy_pingpong(model: ToPlace) -> tuple[BufferLayout, ...]:
-    from .megatron import legacy_pingpong
-
-    return legacy_pingpong(model.parameters, model.sizes, model.bucket_size, model.groups)
-
-
-def _balanced(model: ToPlace) -> tuple[BufferLayout, ...]:
-    from .balanced import balanced
-
-    return *balanced(model.whole, model.sizes, model.bucket_size, model.previous), *_cut_evenly(model)
-
-
-def _cut_evenly(model: ToPlace) -> tuple[BufferLayout, ...]:
-    """Place what is no matrix in equal shards that may end inside a parameter."""
-    from .megatron import distributed_optimizer
-
-    return distributed_optimizer(model.rest, model.sizes, model.bucket_size, model.busbw)
+    whole, sizes, bucket_size = model.whole, model.sizes, model.bucket_size
+    match name:
+        case "padded-nscost":
+            buffers = algorithms.padded_nscost(whole, sizes, bucket_size, model.busbw)
+        case "padded-numel":
+            buffers = algorithms.padded_numel(whole, sizes, bucket_size, model.busbw)
+        case "decoupled-total-order":
+            buffers = algorithms.decoupled_total_order(whole, sizes, bucket_size)
+        case "balanced":
+            buffers = algorithms.balanced(whole, sizes, bucket_size, model.previous)
+        case _:
+            return algorithms.legacy_pingpong(model.parameters, sizes, bucket_size, model.groups)
+    return buffers + algorithms.distributed_optimizer(model.rest, sizes, bucket_size, model.busbw)
 
 
 PLACEMENTS: Mapping[str, BufferPlacement] = MappingProxyType(
     {
-        "padded-nscost": BufferPlacement("Megatron main: padded, owners by Newton-Schulz cost", _padded_nscost),
-        "padded-numel": BufferPlacement("Megatron core 0.18, 0.19: padded, owners by elements", _padded_numel),
-        "decoupled-total-order": BufferPlacement("Megatron dev: no padding, ping-pong owners", _decoupled_total_order),
-        "legacy-pingpong": BufferPlacement("Megatron core 0.16 to 0.19: ping-pong owners of all", _legacy_pingpong),
-        "balanced": BufferPlacement("ours: no padding, owners by Newton-Schulz cost", _balanced),
+        name: BufferPlacement(description, partial(_place, name))
+        for name, description in (
+            ("padded-nscost", "Megatron main: padded, owners by Newton-Schulz cost"),
+            ("padded-numel", "Megatron core 0.18, 0.19: padded, owners by elements"),
+            ("decoupled-total-order", "Megatron dev: no padding, ping-pong owners"),
+            ("legacy-pingpong", "Megatron core 0.16 to 0.19: ping-pong owners of all"),
+            ("balanced", "ours: no padding, owners by Newton-Schulz cost"),
+        )
     }
 )
-"""By public name.  All but "legacy-pingpong" put the other parameters into buffers of their own, in equal shards."""
+"""By public name.  All but "legacy-pingpong" put the parameters that are no matrices into buffers of their own, in
+equal shards that may end inside a parameter."""

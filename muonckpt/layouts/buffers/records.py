@@ -44,11 +44,11 @@ PARAMETER: FieldTypes = {
     "bucket": (int,),
     "owner": (int, NoneType),
 }
-"""What the algorithm looked at, then where the parameter lies, and its owner if it has one."""
+"""The fields of a parameter: what the algorithm looked at, then its range, its bucket, and its owner if it has one."""
 
 
 def to_json(layout: BufferLayout) -> dict[str, Any]:
-    """Write a layout with owners and ends, parameters in forward order, so that readers compute nothing."""
+    """Return a layout as JSON data, with owners and ends, so that readers compute nothing."""
     owners = layout.owners
     return {
         "algorithm": layout.algorithm,
@@ -171,7 +171,7 @@ class GroupBuffer:
                 yield placed.name, Fragment(fragment.box.shift(origin), fragment.place)
 
     def to_json(self) -> dict[str, Any]:
-        """Write the fields of `GROUP`, then those of the layout."""
+        """Return JSON data: the fields of `GROUP`, then those of the layout."""
         return {
             "slot": self.slot,
             "part": self.part,

@@ -1,26 +1,36 @@
-"""Megatron's placements of parameters in flat buffers, taken in backprop order, the reverse of the forward order.
+"""Algorithms that place parameters in flat buffers, all in backprop order, the reverse of the forward order.
 
-Padded buffers hold whole parameters in equal shards (layer-wise optimizer), or cut them anywhere (all others).  Compact
-ones lay parameters end to end without padding, and deal them, sorted by elements, to ranks 0 … n-1, n-1 … 0, and so
-on; two versions of Megatron break ties in different orders.  Gradients are all-reduced; an owner steps its whole
-parameters.
+Megatron's *padded* buffers hold whole parameters in equal shards (layer-wise optimizer), or cut them anywhere (all
+others).  Its *compact* ones lay parameters end to end without padding, and deal them, sorted by elements, to ranks
+0 … n-1, n-1 … 0, and so on; two versions break ties in different orders.  Gradients are all-reduced there; an owner
+steps its whole parameters.
 
-Rules read from Megatron-LM main d98e8a64, branch dev d48bd6be (``layer_wise_optimizer.py``, ``distrib_optimizer.py``,
-``param_layout.py``, ``param_and_grad_buffer.py``) and megatron-core 0.19.2.  Where upstream computes in floating point,
-so do we: the last bit can decide where a parameter goes.
+Megatron's rules were read from Megatron-LM main d98e8a64, branch dev d48bd6be (``layer_wise_optimizer.py``,
+``distrib_optimizer.py``, ``param_layout.py``, ``param_and_grad_buffer.py``) and megatron-core 0.19.2.  Where upstream
+computes in floating point, so do we: the last bit can decide where a parameter goes.
+
+Megatron pads because its shards must be equal: a bucket takes at least ``ranks * largest parameter``.  In our own
+*balanced* buffers a bucket takes what its parameters take, each rank's side by side, and shards may be unequal.  So
+buckets do not restrict owners: one assignment balances all buckets of all buffers, dense and expert together.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
 
 from ...errors import LayoutError
 from .buffer_layout import BufferLayout, PlacedParameter, Span, divided, end_to_end, owned, round_up
-from .parameters import GroupSizes, Parameter, in_buckets, numel, reaching, split
+from .parameters import GroupSizes, Parameter, in_buckets, newton_schulz, numel, reaching, split
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
+"""Parameters begin at multiples of this many elements, except in compact buffers; balanced, also at their owner."""
+
+TOLERANCE = 1.02
+"""The busiest rank may work so many times as long as with a fresh assignment if parameters then keep their owners."""
 
 _FILL = 0.9
 """A bucket stays open until it fills this fraction of shards as large as its largest parameter."""
@@ -75,7 +85,25 @@ def distributed_optimizer(
 
     Arguments as for `padded_numel`; here a bucket closes after the parameter that fills it.
     """
-    return tuple(_cut_anywhere(own, sizes.of(own[0]), bucket_size, busbw) for own in split(parameters))
+
+    def buffer(own: Sequence[Parameter], ranks: int) -> BufferLayout:
+        def full(bucket: list[Parameter]) -> bool:
+            *before, last = (parameter.numel for parameter in bucket)
+            return bucket_size is not None and sum(round_up(size, ALIGNMENT) for size in before) + last >= bucket_size
+
+        ranges, buckets = end_to_end(in_buckets(reversed(own), full), ALIGNMENT, _bucket_divisor(ranks, busbw))
+        return BufferLayout(
+            algorithm="distributed-optimizer",
+            version=1,
+            ranks=ranks,
+            parameters=tuple(ranges[parameter.name] for parameter in own),
+            buckets=buckets,
+            shards=divided(buckets, ranks),
+            alignment=ALIGNMENT,
+            options={"bucket_size": bucket_size, "busbw": busbw},
+        )
+
+    return tuple(buffer(own, sizes.of(own[0])) for own in split(parameters))
 
 
 def _matrix_cost(parameter: Parameter) -> int:
@@ -91,7 +119,7 @@ def _bucket_divisor(ranks: int, busbw: bool) -> int:
 
 
 def _shard_divisor(ranks: int, busbw: bool) -> int:
-    return math.lcm(_ALIGNMENT, _bucket_divisor(ranks, busbw) // ranks)
+    return math.lcm(ALIGNMENT, _bucket_divisor(ranks, busbw) // ranks)
 
 
 def _is_full(bucket: list[Parameter], ranks: int, bucket_size: int | None) -> bool:
@@ -114,7 +142,7 @@ def _closed_when_grown(
             yield from (bucket, [parameter])
             bucket, filled = [], [0] * ranks
             continue
-        fits = round_up(min(filled), _ALIGNMENT) + parameter.numel <= round_up(max(filled), divisor)
+        fits = round_up(min(filled), ALIGNMENT) + parameter.numel <= round_up(max(filled), divisor)
         if not fits and _is_full(bucket, ranks, bucket_size):
             yield bucket
             bucket, filled = [], [0] * ranks
@@ -129,7 +157,7 @@ def _emptiest(filled: Sequence[int]) -> int:
 
 def _append(parameter: Parameter, shard: int, filled: list[int]) -> tuple[Parameter, int, int]:
     """Put a parameter at the end of a shard and update ``filled``, the end of each shard."""
-    start = round_up(filled[shard], _ALIGNMENT)
+    start = round_up(filled[shard], ALIGNMENT)
     filled[shard] = start + parameter.numel
     return parameter, shard, start
 
@@ -147,7 +175,7 @@ def _by_cost(bucket: list[Parameter], load: list[int]) -> _PackedBucket:
     filled = [0] * len(load)
     most = sum(parameter.numel for parameter in bucket) / len(load) * _SLACK
     for parameter in sorted(bucket, key=lambda p: -_matrix_cost(p)):
-        fitting = [s for s, stop in enumerate(filled) if round_up(stop, _ALIGNMENT) + parameter.numel <= most]
+        fitting = [s for s, stop in enumerate(filled) if round_up(stop, ALIGNMENT) + parameter.numel <= most]
         shard = min(fitting, key=lambda s: load[s]) if fitting else _emptiest(filled)
         placed.append(_append(parameter, shard, filled))
         load[shard] += _matrix_cost(parameter)
@@ -179,27 +207,8 @@ def _assemble(
         parameters=tuple(ranges[parameter.name] for parameter in parameters),
         buckets=tuple(buckets),
         shards=divided(buckets, ranks),
-        alignment=_ALIGNMENT,
+        alignment=ALIGNMENT,
         whole=True,
-        options={"bucket_size": bucket_size, "busbw": busbw},
-    )
-
-
-def _cut_anywhere(parameters: Sequence[Parameter], ranks: int, bucket_size: int | None, busbw: bool) -> BufferLayout:
-    def full(bucket: list[Parameter]) -> bool:
-        *before, last = (parameter.numel for parameter in bucket)
-        return bucket_size is not None and sum(round_up(size, _ALIGNMENT) for size in before) + last >= bucket_size
-
-    contents = in_buckets(reversed(parameters), full)
-    ranges, buckets = end_to_end(contents, _ALIGNMENT, _bucket_divisor(ranks, busbw))
-    return BufferLayout(
-        algorithm="distributed-optimizer",
-        version=1,
-        ranks=ranks,
-        parameters=tuple(ranges[parameter.name] for parameter in parameters),
-        buckets=buckets,
-        shards=divided(buckets, ranks),
-        alignment=_ALIGNMENT,
         options={"bucket_size": bucket_size, "busbw": busbw},
     )
 
@@ -288,3 +297,91 @@ def _with_owners(
         )
         for ranges, buckets in buffers
     )
+
+
+def balanced(
+    parameters: Sequence[Parameter],
+    sizes: GroupSizes,
+    bucket_size: int | None = None,
+    previous: Mapping[str, int | None] | None = None,
+) -> tuple[BufferLayout, ...]:
+    """Place parameters in buffers whose shards are unequal, with owners from `balanced_owners`.
+
+    Args:
+        parameters: in forward order.
+        bucket_size: elements; a bucket closes after the parameter that fills it; None: one bucket.
+        previous: as for `balanced_owners`.
+    """
+    owners = balanced_owners(parameters, sizes, previous)
+
+    def buffer(own: Sequence[Parameter], ranks: int) -> BufferLayout:
+        contents = in_buckets(reversed(own), reaching(bucket_size))
+        by_owner = (sorted(bucket, key=lambda parameter: owners[parameter.name]) for bucket in contents)
+        ranges, buckets = end_to_end(by_owner, ALIGNMENT, ALIGNMENT)
+        return BufferLayout(
+            algorithm="balanced",
+            version=1,
+            ranks=ranks,
+            parameters=tuple(ranges[parameter.name] for parameter in own),
+            buckets=buckets,
+            shards=owned(ranges.values(), buckets[-1][1], owners),
+            alignment=ALIGNMENT,
+            whole=True,
+            options={"bucket_size": bucket_size},
+        )
+
+    return tuple(buffer(own, sizes.of(own[0])) for own in split(parameters))
+
+
+def balanced_owners(
+    parameters: Sequence[Parameter],
+    sizes: GroupSizes,
+    previous: Mapping[str, int | None] | None = None,
+) -> dict[str, int]:
+    """Choose the owner of each parameter by name, a rank of its own data-parallel group.
+
+    Longest processing time first (Graham 1969), over dense and expert parameters at once.  Among equally loaded ranks:
+    the one that still waits for the least of what it owned before, then the one with the fewest elements, then the
+    first.
+
+    Expert rank ``e`` is assumed to be the dense ranks from ``e * dense / expert`` to ``(e + 1) * dense / expert``, as
+    where expert parallelism is the innermost axis.  Elsewhere only the balance suffers.
+
+    Tied parameters belong to rank 0 whatever their cost, so that the pipeline stages that share them agree.
+
+    Args:
+        previous: owners by name.  A parameter stays with its own, if that is still a rank, unless that rank would then
+            work longer than `TOLERANCE` times the busiest of a fresh assignment.
+    """
+    tied = {parameter.name: 0 for parameter in parameters if parameter.tied}
+    fresh, busiest = _longest_first(parameters, sizes, tied, 0)
+    if previous is None:
+        return fresh
+    return _longest_first(parameters, sizes, {**previous, **tied}, int(busiest * TOLERANCE))[0]
+
+
+def _longest_first(
+    parameters: Sequence[Parameter], sizes: GroupSizes, homes: Mapping[str, int | None], limit: int
+) -> tuple[dict[str, int], int]:
+    """Return owners by name, each at its home while that rank's load stays within ``limit``; and the greatest load.
+
+    Loads are kept per *seat*: dense and expert ranks alike are equal groups of neighbouring seats.
+    """
+    seats = math.lcm(*(sizes.of(parameter) for parameter in parameters))
+    cost = {parameter.name: newton_schulz(parameter) for parameter in parameters}
+    load, held, awaited = np.zeros((3, seats), np.int64)
+    for p in parameters:
+        if (home := homes.get(p.name)) is not None and home < sizes.of(p):
+            awaited.reshape(sizes.of(p), -1)[home] += cost[p.name]
+    owners: dict[str, int] = {}
+    for p in sorted(parameters, key=lambda p: (-cost[p.name], -p.numel)):
+        loads, elements, waiting = (seat.reshape(sizes.of(p), -1) for seat in (load, held, awaited))
+        owner = int(np.lexsort((elements.max(1), waiting.max(1), loads.max(1)))[0])
+        if (home := homes.get(p.name)) is not None and home < len(loads):
+            waiting[home] -= cost[p.name]
+            if p.tied or loads[home].max() + cost[p.name] <= limit:
+                owner = home
+        loads[owner] += cost[p.name]
+        elements[owner] += p.numel
+        owners[p.name] = owner
+    return owners, int(load.max())
