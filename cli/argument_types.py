@@ -1,19 +1,20 @@
-"""Types of the arguments that several commands take."""
+"""Arguments and options that several commands take, and their types."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import click
-import click.shell_completion
+from click.shell_completion import CompletionItem
 
 from ..errors import did_you_mean
 from ..store.io.location import Location, location
 
-if TYPE_CHECKING:
-    from ..converters.target.topology import AxisCut
+Function = TypeVar("Function", bound=Callable[..., Any])
+Cuts = tuple[tuple[str, int], ...]
+ShardRule = tuple[str, Cuts]
 
 
 class CheckpointType(click.ParamType):  # type: ignore[type-arg]  # generic in new releases of click only
@@ -27,11 +28,9 @@ class CheckpointType(click.ParamType):  # type: ignore[type-arg]  # generic in n
         except ValueError as error:
             self.fail(str(error), param, context)
 
-    def shell_complete(
-        self, context: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[click.shell_completion.CompletionItem]:
+    def shell_complete(self, context: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Leave paths to the shell."""
-        return [click.shell_completion.CompletionItem(incomplete, type="file")]
+        return [CompletionItem(incomplete, type="file")]
 
 
 class RulesType(click.ParamType):  # type: ignore[type-arg]
@@ -42,22 +41,15 @@ class RulesType(click.ParamType):  # type: ignore[type-arg]
     def __init__(self, files: bool) -> None:
         self.files = files
 
-    def shell_complete(
-        self, context: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[click.shell_completion.CompletionItem]:
+    def shell_complete(self, context: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from ..converters.translate.names import READY_MADE  # not needed to parse
 
         tables = (f"{prefix}{table}" for prefix in ("", "inverse:") for table in READY_MADE)
-        named = [click.shell_completion.CompletionItem(table) for table in tables if table.startswith(incomplete)]
-        return named or [click.shell_completion.CompletionItem(incomplete, type="file")] * self.files
+        named = [CompletionItem(table) for table in tables if table.startswith(incomplete)]
+        return named or [CompletionItem(incomplete, type="file")] * self.files
 
 
 CHECKPOINT = CheckpointType()
-
-LEAST_MEMORY = 64_000
-"""Bytes below which buffers would hold single rows."""
-
-JOBS = click.IntRange(1, 1024)
 
 _UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _MAX_SIZE_DIGITS = 6
@@ -81,6 +73,22 @@ class ByteCountType(click.ParamType):  # type: ignore[type-arg]  # generic in ne
         if count < self.least:
             self.fail(f"{value!r} is too little; expected at least {self.least} bytes", param, context)
         return count
+
+
+_LEAST_MEMORY = 64_000
+"""Bytes below which buffers would hold single rows."""
+
+
+def memory_option(default: int, help: str = "Memory.", **more: Any) -> Callable[[Function], Function]:
+    """Return ``--memory``, which by default is so many bytes."""
+    kind = ByteCountType(_LEAST_MEMORY)
+    return click.option("--memory", type=kind, default=f"{default >> 20}MiB", show_default=True, help=help, **more)
+
+
+def jobs_option(default: int = 2, help: str = "Threads.", **more: Any) -> Callable[[Function], Function]:
+    """Return ``--jobs``."""
+    kind = click.IntRange(1, 1024)
+    return click.option("--jobs", type=kind, default=default, show_default=True, metavar="N", help=help, **more)
 
 
 class MeshType(click.ParamType):  # type: ignore[type-arg]
@@ -110,9 +118,7 @@ class ShardRuleType(click.ParamType):  # type: ignore[type-arg]
 
     name = "glob=axis:dim,..."
 
-    def convert(
-        self, value: object, param: click.Parameter | None, context: click.Context | None
-    ) -> tuple[str, tuple[tuple[str, int], ...]]:
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> ShardRule:
         glob, equals, cuts_text = str(value).rpartition("=")  # a key may contain "=", an axis cannot
         parts = cuts_text.split(",") if cuts_text else []
         matches = [re.fullmatch(r"([A-Za-z_]\w*):([0-9]{1,2})", part.strip()) for part in parts]
@@ -122,14 +128,17 @@ class ShardRuleType(click.ParamType):  # type: ignore[type-arg]
         return glob, cuts
 
 
-def first_cuts(
-    _: click.Context, __: click.Parameter, rules: Sequence[tuple[str, tuple[AxisCut, ...]]]
-) -> Mapping[str, tuple[AxisCut, ...]]:
-    """Return rules by pattern, in their order; of equal patterns the first counts."""
-    cuts: dict[str, tuple[AxisCut, ...]] = {}
-    for pattern, axes in rules:
-        cuts.setdefault(pattern, axes)
-    return cuts
+def shard_option(help: str) -> Callable[[Function], Function]:
+    """Return ``--shard``, which gives rules by pattern, in their order; of equal patterns the first counts."""
+
+    def first_cuts(_: click.Context, __: click.Parameter, rules: Sequence[ShardRule]) -> Mapping[str, Cuts]:
+        cuts: dict[str, Cuts] = {}
+        for pattern, axes in rules:
+            cuts.setdefault(pattern, axes)
+        return cuts
+
+    kind, metavar = ShardRuleType(), "GLOB=AXIS:DIM,..."
+    return click.option("--shard", type=kind, multiple=True, callback=first_cuts, metavar=metavar, help=help)
 
 
 class WordType(click.Choice):  # type: ignore[type-arg]

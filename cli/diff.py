@@ -11,10 +11,9 @@ import click
 from ..converters.compare.diff import DIFF_MEMORY, Difference, diff
 from ..converters.compare.elements import TensorDifference
 from ..converters.programs.registry import DIALECTS
-from ..errors import TargetError
 from ..store.io.location import Location
 from ..wording import counted, size
-from .argument_types import CHECKPOINT, JOBS, LEAST_MEMORY, ByteCountType, ProgramType
+from .argument_types import CHECKPOINT, ProgramType, jobs_option, memory_option
 from .printing import print_duration, print_json, print_line, print_section, progress, some_of
 
 _MOST_ROWS = 20
@@ -34,12 +33,10 @@ _WRITABLE = [dialect.name for dialect in DIALECTS.values() if dialect.writable]
 @click.option("--from-a", type=ProgramType(list(DIALECTS)), metavar="PROGRAM", help="Program that wrote A, if unclear.")
 @click.option("--from-b", type=ProgramType(list(DIALECTS)), metavar="PROGRAM", help="Program that wrote B, if unclear.")
 @click.option("--read", is_flag=True, help="Read both whole, and check everything against what was recorded.")
-@click.option(
-    "--memory", type=ByteCountType(LEAST_MEMORY), default=f"{DIFF_MEMORY >> 20}MiB", show_default=True, help="Memory."
-)
-@click.option("--jobs", type=JOBS, default=2, show_default=True, metavar="N", help="Threads.")
+@memory_option(DIFF_MEMORY)
+@jobs_option()
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def command(
+def diff_command(
     a: Location, b: Location, globs: Sequence[str], summary: bool, every: bool, as_json: bool, **options: Any
 ) -> int:
     """Say what differs between the checkpoints A and B, of any formats and meshes; exit with 1 if anything does.
@@ -53,11 +50,8 @@ def command(
     """
     if (options["from_a"] or options["from_b"]) and not options["to_dialect"]:
         raise click.UsageError("--from-a and --from-b have no meaning without --to")
-    try:
-        with progress("diff") as advance:
-            found = diff(a, b, select=globs, progress=advance, **options)
-    except TargetError as error:
-        raise click.UsageError(str(error)) from error
+    with progress("diff") as advance:
+        found = diff(a, b, select=globs, progress=advance, **options)
     if as_json:
         print_json(found.to_json())
         return int(found.differs)
@@ -70,8 +64,16 @@ def command(
 
 
 def _print_details(found: Difference, every: bool) -> None:
+
+    def change(tensor: TensorDifference) -> float:
+        """Return the norm of the change, divided by the norms; what has no numbers comes first."""
+        if tensor.statistics is None:
+            return float("inf")
+        largest = max(tensor.statistics.norm_a, tensor.statistics.norm_b)
+        return tensor.statistics.norm_change / largest if largest else 0.0
+
     changed = [tensor for tensor in found.tensors if tensor.status in ("changed", "close")]
-    changed.sort(key=lambda tensor: -_change(tensor))
+    changed.sort(key=change, reverse=True)
     headers = ("tensor", "changed", "max abs", "max rel", "cosine", "norm A", "norm B", "RMS change")
     print_section(headers, [_row(tensor) for tensor in (changed if every else changed[:_MOST_ROWS])])
     if len(changed) > _MOST_ROWS and not every:
@@ -85,28 +87,17 @@ def _print_details(found: Difference, every: bool) -> None:
         print_line()
 
 
-def _change(tensor: TensorDifference) -> float:
-    """Return the norm of the change, divided by the norms; what has no numbers comes first."""
-    if tensor.statistics is None:
-        return float("inf")
-    largest = max(tensor.statistics.norm_a, tensor.statistics.norm_b)
-    return tensor.statistics.norm_change / largest if largest else 0.0
-
-
 def _row(tensor: TensorDifference) -> tuple[object, ...]:
     (shape_a, shape_b), (dtype_a, dtype_b) = tensor.shapes, tensor.dtypes
     name = tensor.key if dtype_a == dtype_b else f"{tensor.key} ({dtype_a}, {dtype_b})"
     s = tensor.statistics
     if s is None:
-        return name, f"shape {_shape(shape_a)}, {_shape(shape_b)}", *("-" for _ in range(6))
+        shapes = ", ".join(" x ".join(map(str, shape)) or "scalar" for shape in (shape_a, shape_b))
+        return name, f"shape {shapes}", *("-" for _ in range(6))
     share = f"{s.changed} of {s.elements}"
     cosine = "-" if s.cosine is None else f"{s.cosine:.6f}"
     numbers = (f"{value:.4g}" for value in (s.norm_a, s.norm_b, s.rms_change))
     return name, share, f"{s.max_abs:.3g}", f"{s.max_rel:.3g}", cosine, *numbers
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
 
 
 def _both(a: object, b: object) -> tuple[str, str]:
@@ -127,14 +118,10 @@ def _summary(found: Difference) -> Iterator[str]:
     counts = found.counts
     ways = Counter(tensor.by for tensor in found.tensors)
     words = {"same": "same", "moved": "moved only", "close": "within the tolerance", "changed": "changed"}
-    parts = ", ".join(
-        f"{counts[status]} {word}" for status, word in words.items() if counts[status] or status == "same"
-    )
-    how = ", ".join(
-        [f"{ways[way]} by {way}" for way in ("fingerprint", "elements", "shape") if ways[way]]
-        + [f"{size(found.read)} read" if found.read else "nothing read"]
-    )
-    yield f"{counted(len(found.tensors), 'tensor')} in both: {parts} ({how})"
+    parts = ", ".join(f"{counts[status]} {words[status]}" for status in words if counts[status] or status == "same")
+    how = [f"{ways[way]} by {way}" for way in ("fingerprint", "elements", "shape") if ways[way]]
+    how.append(f"{size(found.read)} read" if found.read else "nothing read")
+    yield f"{counted(len(found.tensors), 'tensor')} in both: {parts} ({', '.join(how)})"
     bad = [tensor.key for tensor in found.tensors if tensor.statistics and tensor.statistics.nonfinite_b]
     if bad:
         yield f"infinite or NaN in B: {some_of(bad)}"
@@ -148,13 +135,8 @@ def _summary(found: Difference) -> Iterator[str]:
             f"look at: {counted(len(found.unmoved), 'tensor')} of weights and state identical although the steps "
             f"differ ({steps}): stale, frozen or without gradients: {some_of(found.unmoved)}"
         )
-    yield f"{found.a} and {found.b}: {_verdict(found)}"
-
-
-def _verdict(found: Difference) -> str:
-    """Say what is known: equal records say what was written, not what the files hold now."""
-    if found.differs or not found.unread:
-        return "different" if found.differs else "the same"
-    if not found.read:
-        return "the same as recorded; nothing was read"
-    return f"the same; of that {found.unread} tensors and items as recorded, which were not read"
+    verdict = "different" if found.differs else "the same"
+    if not found.differs and found.unread:  # equal records say what was written, not what the files hold now
+        unread = f"; of that {found.unread} tensors and items as recorded, which were not read"
+        verdict += unread if found.read else " as recorded; nothing was read"
+    yield f"{found.a} and {found.b}: {verdict}"

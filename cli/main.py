@@ -22,7 +22,7 @@ from types import FrameType
 
 import click
 
-from ..errors import DestinationError, Interrupted, LayoutError, MuonckptError, SourceError, did_you_mean
+from ..errors import DestinationError, Interrupted, LayoutError, MuonckptError, SourceError, TargetError, did_you_mean
 from ..version import VERSION
 from .printing import BEGAN, printable
 
@@ -39,6 +39,9 @@ COMMANDS = {
     "rules": "Print the ready-made tables of names and structure; list programs and layouts.",
 }
 """The commands, each with a line for `--help`, which imports none of them."""
+
+_FILES = dict.fromkeys(("reshard", "convert", "merge"), "rewriting")
+"""The modules of commands that do not have one of their own name."""
 
 _EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (SourceError, 3),
@@ -61,13 +64,20 @@ class _Commands(click.Group):
     """Imports the module of a command only when that command runs."""
 
     def invoke(self, context: click.Context) -> object:
-        """Run the command.  A closed output is handled here because click would exit with 1, which means damage."""
+        """Run the command.
+
+        A closed output is handled here because click would exit with 1, which means damage.
+        """
         context.meta[BEGAN] = time.monotonic()
         try:
             return super().invoke(context)
         except BrokenPipeError:  # `muonckpt inspect … | head`
             _discard_output()
             raise click.exceptions.Exit(141) from None
+        except TargetError as error:  # a mistake in the command line
+            name = context.invoked_subcommand or ""
+            command = self.get_command(context, name) or self
+            raise click.UsageError(str(error), click.Context(command, context, name)) from error
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -75,7 +85,8 @@ class _Commands(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command: click.Command = import_module(f".{name}", __package__).command
+        module = import_module(f".{_FILES.get(name, name)}", __package__)
+        command: click.Command = getattr(module, f"{name}_command")
         return command
 
     def resolve_command(

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import TargetError
 from ..wording import counted, size
-from .argument_types import CHECKPOINT, ByteCountType, MeshType, ShardRuleType, first_cuts
+from .argument_types import CHECKPOINT, ByteCountType, Cuts, MeshType, shard_option
 from .printing import print_duration, print_json, print_line, print_table
 
 if TYPE_CHECKING:
-    from ..converters.target.topology import AxisCut
     from ..forecasting.prospects import Prospect
     from ..forecasting.topologies import Topology
 
@@ -24,21 +22,10 @@ if TYPE_CHECKING:
 @click.option("--model", type=CHECKPOINT, metavar="JSON", help="A config.json of Hugging Face's.")
 @click.option("--ckpt", "checkpoint", type=CHECKPOINT, metavar="CKPT", help="Or a checkpoint with momentum.")
 @click.option(
-    "--mesh",
-    "meshes",
-    type=MeshType(),
-    multiple=True,
-    required=True,
+    "--mesh", "meshes", type=MeshType(), multiple=True, required=True,
     help="Axes, outermost first: dp=8,tp=2; repeatable.",
-)
-@click.option(
-    "--shard",
-    type=ShardRuleType(),
-    multiple=True,
-    callback=first_cuts,
-    metavar="GLOB=AXIS:DIM,...",
-    help="Axes that cut matching parameters, on meshes that have them; repeatable.",
-)
+)  # fmt: skip
+@shard_option("Axes that cut matching parameters, on meshes that have them; repeatable.")
 @click.option("--select", multiple=True, metavar="GLOB", help="Only parameters with a matching name; repeatable.")
 @click.option("--dtype", metavar="DTYPE", help="Of a model's parameters and state, if not the config's.")
 @click.option("--link", type=ByteCountType(), metavar="BYTES", help="What a rank sends in a second: 50GB.")
@@ -50,9 +37,7 @@ if TYPE_CHECKING:
 @click.option("--ns-steps", type=click.IntRange(1), metavar="N", help="Steps of Newton-Schulz.")
 @click.option("--ns-dtype", metavar="DTYPE", help="What it computes in: bfloat16, float16 or float32.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def command(
-    meshes: Sequence[dict[str, int]], shard: Mapping[str, tuple[AxisCut, ...]], as_json: bool, **options: Any
-) -> None:
+def plan_command(meshes: Sequence[dict[str, int]], shard: Mapping[str, Cuts], as_json: bool, **options: Any) -> None:
     """Say what a step of Muon, a rank's memory and a checkpoint would cost on each mesh, and which is the cheapest.
 
     The optimizer's own planner plans the step, so this command needs torch; no process is started.
@@ -63,27 +48,19 @@ def command(
     """
     from ..forecasting.prospects import forecast  # imports torch
 
+    begin = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        if time.monotonic() - begin >= 1 or sys.stderr.isatty():
+            print_line(f"plan: mesh {done + 1} of {total}", err=True)
+
     given = {name: value for name, value in options.items() if value is not None}
-    try:
-        found = forecast(meshes, shard=shard, progress=_progress(), **given)
-    except TargetError as error:
-        raise click.UsageError(str(error)) from error
+    found = forecast(meshes, shard=shard, progress=progress, **given)
     if as_json:
         print_json(found.to_json())
         return
     _print(found)
     print_duration()
-
-
-def _progress() -> Any:
-    """Return a function that prints lines on standard error, from the first second on."""
-    begin = time.monotonic()
-
-    def line(done: int, total: int) -> None:
-        if time.monotonic() - begin >= 1 or sys.stderr.isatty():
-            print_line(f"plan: mesh {done + 1} of {total}", err=True)
-
-    return line
 
 
 def _print(found: Prospect) -> None:
@@ -119,18 +96,15 @@ def _column(t: Topology) -> Iterator[tuple[str, str]]:
     yield "  most of a rank", size(t.checkpoint["most"])
     for padding in t.padding:
         yield f"padding: {padding['layout']}", f"{padding['padding_percent']} %"
-    for name, label in _DURATIONS:
+    for name, label in (
+        ("exchange", "time: exchange"),
+        ("newton_schulz", "time: Newton-Schulz"),
+        ("muon", "time: Muon, overlapped"),
+        ("save", "time: save"),
+        ("reshard", "time: reshard, one process"),
+    ):
         seconds = t.seconds[name]
         yield label, "-" if seconds is None else _seconds(seconds)
-
-
-_DURATIONS = (
-    ("exchange", "time: exchange"),
-    ("newton_schulz", "time: Newton-Schulz"),
-    ("muon", "time: Muon, overlapped"),
-    ("save", "time: save"),
-    ("reshard", "time: reshard, one process"),
-)
 
 
 def _seconds(seconds: float) -> str:

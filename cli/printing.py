@@ -52,13 +52,13 @@ def _print_narrow(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None
     """Print each row as its first cell, and below it the others with their headers."""
     for first, *others in rows:
         print_line(first)
-        known = [f"{header} {cell}" for header, cell in zip(headers[1:], others, strict=True) if cell not in ("", "-")]
         line = ""
-        for part in known:
-            if line and len(line) + len(part) > _NARROW:
+        for header, cell in zip(headers[1:], others, strict=True):
+            part = f"{header} {cell}, " if cell not in ("", "-") else ""
+            if line and len(line) + len(part) - 2 > _NARROW:
                 print_line(f"    {line.rstrip(', ')}")
                 line = ""
-            line += f"{part}, "
+            line += part
         if line:
             print_line(f"    {line.rstrip(', ')}")
 
@@ -68,12 +68,6 @@ def print_section(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> N
     if rows:
         print_line()
         print_table(headers, rows)
-
-
-def print_labelled(lines: Iterable[tuple[str, str]]) -> None:
-    """Print labelled lines; an empty label goes on with the one above."""
-    for label, value in lines:
-        print_line(f"{label:<13} {value}")
 
 
 def print_line(text: str = "", *, err: bool = False) -> None:
@@ -135,64 +129,50 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
             if total and tenths < bytes_done * 10 // total and time.monotonic() - last >= 1:
                 tenths, last = bytes_done * 10 // total, time.monotonic()
                 with suppress(OSError):  # a closed standard error must not stop the work
-                    click.echo(
-                        f"{label}: {size(bytes_done)} of {size(total)} ({bytes_done * 100 // total} %)", err=True
-                    )
+                    share = bytes_done * 100 // total
+                    click.echo(f"{label}: {size(bytes_done)} of {size(total)} ({share} %)", err=True)
 
     yield advance
 
 
 _FEW_RANKS = 24
 
-_SIZES = ("buffers of", "placed by", "ranks", "buckets", "elements", "padding")
-_HEADERS = (*_SIZES, "busiest by elements", "by Newton-Schulz")
-_RANK_HEADERS = ("rank", "buffers of", "placed by", "elements", "Newton-Schulz", "of the mean")
-_PARAMETER_HEADERS = ("parameter", "buffers of", "placed by", "bucket", "elements", "owner")
-
 
 def print_buffers(summary: Sequence[Mapping[str, Any]], every_rank: bool = False) -> None:
-    """Print a summary of flat buffers, with a line for each rank if there are few or all are asked for."""
-    rank_rows = list(_rank_rows(summary))
-    print_section(_HEADERS, list(_buffer_rows(summary)))
-    print_section(_RANK_HEADERS, rank_rows if every_rank or len(rank_rows) <= _FEW_RANKS else ())
+    """Print a summary of flat buffers, with a line for each rank if there are few or all are asked for.
+
+    A rank's share is compared with the mean Newton-Schulz work, or with that of elements if no rank owns a matrix.
+    """
+    rows: list[tuple[object, ...]] = []
+    rank_rows: list[tuple[object, ...]] = []
+    for entry in summary:
+        padding = f"{entry['padding']} ({entry['padding_percent']:g} %, {size(entry['padding_bytes'])})"
+        busiest = (_or_dash(entry["busiest"][measure]) for measure in ("elements", "newton_schulz"))
+        placed_by, ranks = f"{entry['algorithm']} v{entry['version']}", entry["ranks"]
+        rows.append((entry["of"], placed_by, len(ranks), entry["buckets"], entry["elements"], padding, *busiest))
+        measure = "elements" if ranks[0]["newton_schulz"] is None else "newton_schulz"
+        mean = sum(share[measure] for share in ranks) / len(ranks)
+        for share in ranks:
+            ratio = f"{share[measure] / mean:.3f}" if mean else "-"
+            cost = _or_dash(share["newton_schulz"])
+            rank_rows.append((share["rank"], entry["of"], placed_by, share["elements"], cost, ratio))
+    sizes = ("buffers of", "placed by", "ranks", "buckets", "elements", "padding")
+    print_section((*sizes, "busiest by elements", "by Newton-Schulz"), rows)
+    if every_rank or len(rank_rows) <= _FEW_RANKS:
+        print_section(("rank", "buffers of", "placed by", "elements", "Newton-Schulz", "of the mean"), rank_rows)
 
 
 def print_buffer_parameters(buffers: Iterable[LabelledBuffer]) -> None:
     """Print where each parameter of each buffer lies, and which rank owns it."""
-    print_section(_PARAMETER_HEADERS, list(_parameter_rows(buffers)))
-
-
-def _buffer_rows(summary: Iterable[Mapping[str, Any]]) -> Iterator[tuple[object, ...]]:
-    for entry in summary:
-        padding = f"{entry['padding']} ({entry['padding_percent']:g} %, {size(entry['padding_bytes'])})"
-        busiest = (_or_dash(entry["busiest"][measure]) for measure in ("elements", "newton_schulz"))
-        sizes = len(entry["ranks"]), entry["buckets"], entry["elements"]
-        yield entry["of"], _placed_by(entry), *sizes, padding, *busiest
-
-
-def _rank_rows(summary: Iterable[Mapping[str, Any]]) -> Iterator[tuple[object, ...]]:
-    """Yield shares, compared with the mean Newton-Schulz work, or of elements if no rank owns any."""
-    for entry in summary:
-        measure = "elements" if entry["ranks"][0]["newton_schulz"] is None else "newton_schulz"
-        mean = sum(share[measure] for share in entry["ranks"]) / len(entry["ranks"])
-        for share in entry["ranks"]:
-            ratio = f"{share[measure] / mean:.3f}" if mean else "-"
-            cost = _or_dash(share["newton_schulz"])
-            yield share["rank"], entry["of"], _placed_by(entry), share["elements"], cost, ratio
-
-
-def _parameter_rows(buffers: Iterable[LabelledBuffer]) -> Iterator[tuple[object, ...]]:
+    rows: list[tuple[object, ...]] = []
     for label, buffer in buffers:
         layout, owners = buffer.layout, buffer.layout.owners
+        placed_by = f"{layout.algorithm} v{layout.version}"
         for placed in layout.parameters:
-            owner = owners[placed.name]
-            name, span = placed.name, f"{placed.start}:{placed.stop}"
-            placed_by = f"{layout.algorithm} v{layout.version}"
-            yield name, label, placed_by, placed.bucket, span, "-" if owner is None else buffer.group[owner]
-
-
-def _placed_by(entry: Mapping[str, Any]) -> str:
-    return f"{entry['algorithm']} v{entry['version']}"
+            owner, span = owners[placed.name], f"{placed.start}:{placed.stop}"
+            holder = "-" if owner is None else buffer.group[owner]
+            rows.append((placed.name, label, placed_by, placed.bucket, span, holder))
+    print_section(("parameter", "buffers of", "placed by", "bucket", "elements", "owner"), rows)
 
 
 def _or_dash(value: object) -> object:

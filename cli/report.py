@@ -9,11 +9,10 @@ from typing import Any, get_args
 import click
 
 from ..converters.compare.stats import STATS_MEMORY
-from ..errors import TargetError
 from ..page.checkpoint_page import StatsChoice, report
 from ..store.io.location import Location
 from ..wording import counted
-from .argument_types import CHECKPOINT, JOBS, LEAST_MEMORY, ByteCountType
+from .argument_types import CHECKPOINT, jobs_option, memory_option
 from .printing import print_duration, print_json, print_line, progress
 
 
@@ -21,27 +20,18 @@ from .printing import print_duration, print_json, print_line, progress
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.argument("other", type=CHECKPOINT, required=False)
 @click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    required=True,
-    metavar="FILE",
+    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, metavar="FILE",
     help="Page to write.",
-)
+)  # fmt: skip
 @click.option(
-    "--stats",
-    type=click.Choice(get_args(StatsChoice)),
-    default="spectra",
-    show_default=True,
+    "--stats", type=click.Choice(get_args(StatsChoice)), default="spectra", show_default=True,
     help="What is measured; none reads metadata only.",
-)
+)  # fmt: skip
 @click.option("--select", multiple=True, metavar="GLOB", help="Measure only what has a matching key; repeatable.")
-@click.option(
-    "--memory", type=ByteCountType(LEAST_MEMORY), default=f"{STATS_MEMORY >> 20}MiB", show_default=True, help="Memory."
-)
-@click.option("--jobs", type=JOBS, default=2, show_default=True, metavar="N", help="Threads.")
+@memory_option(STATS_MEMORY)
+@jobs_option()
 @click.option("--json", "as_json", is_flag=True, help="Print the page's place, bytes and number of findings as JSON.")
-def command(
+def report_command(
     checkpoint: Location, other: Location | None, output: Path, select: Sequence[str], as_json: bool, **options: Any
 ) -> None:
     """Write a page about CHECKPOINT, of any format: findings, a map of its shards, balance, norms, and every tensor.
@@ -53,11 +43,8 @@ def command(
     muonckpt report run/step-00001000 -o report.html
     muonckpt report run/step-00001100 run/step-00001000 -o report.html --stats norms
     """
-    try:
-        with progress("report") as advance:
-            page = report(checkpoint, other, select=select, progress=advance, **options)
-    except TargetError as error:
-        raise click.UsageError(str(error)) from error
+    with progress("report") as advance:
+        page = report(checkpoint, other, select=select, progress=advance, **options)
     written = page.write(output)
     if as_json:
         print_json({"page": str(output), "bytes": written, "findings": page.findings})

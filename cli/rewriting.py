@@ -1,4 +1,4 @@
-"""What `reshard`, `convert` and `merge` have in common: options, progress, and the printed report.
+"""`muonckpt reshard`, `convert` and `merge`: their options, progress, and the printed report.
 
 Each option has the name of the Python function's argument; help lists the rare ones at the end.
 """
@@ -6,8 +6,9 @@ Each option has the name of the Python function's argument; help lists the rare 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import click
 
@@ -18,24 +19,26 @@ from ..converters.engine.workers import LaunchError
 from ..converters.options import grouped
 from ..converters.programs.registry import DIALECTS
 from ..converters.report import Report
+from ..converters.rewrite import convert, reshard
 from ..converters.target.topology import LAYOUTS, ROWS
 from ..converters.translate.conventions import STATE_DTYPES, WeightsFrom
 from ..converters.translate.detection import FORMS as KEY_FORMS
 from ..converters.translate.detection import ROOTS
 from ..errors import TargetError
+from ..store.io.location import Location
 from ..vocabulary import Convention
 from ..wording import counted, size
 from .argument_types import (
     CHECKPOINT,
-    JOBS,
-    LEAST_MEMORY,
     ByteCountType,
+    Function,
     MeshType,
     ProgramType,
     RulesType,
-    ShardRuleType,
     WordType,
-    first_cuts,
+    jobs_option,
+    memory_option,
+    shard_option,
 )
 from .printing import print_buffers, print_duration, print_json, print_line, print_table, progress, some_of
 
@@ -78,9 +81,6 @@ class RewriteCommand(click.Command):
                 formatter.write_dl([record for record in records if record])
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
 def decorated_by(*options: Callable[[Function], Function]) -> Callable[[Function], Function]:
     """Apply these decorators, the first as the outermost: help lists options in this order."""
 
@@ -92,13 +92,21 @@ def decorated_by(*options: Callable[[Function], Function]) -> Callable[[Function
     return decorate
 
 
-SOURCE_AND_DESTINATION = decorated_by(
-    click.argument("source", type=CHECKPOINT), click.argument("destination", type=CHECKPOINT)
-)
-
-_CONVENTIONS = WordType([convention.value for convention in Convention])
+_rare = partial(click.option, cls=RareOption)
 _WRITABLE = [dialect.name for dialect in DIALECTS.values() if dialect.writable]
+_CONVENTIONS = WordType([convention.value for convention in Convention])
 
+_LAYOUT_OPTIONS = (
+    click.option("--mesh", type=MeshType(), help="Mesh axes, outermost first: dp=8,tp=2."),
+    shard_option("Axes that cut matching tensors; repeatable."),
+    click.option(
+        "--layout",
+        type=WordType(list(LAYOUTS)),
+        default=ROWS,
+        metavar="LAYOUT",
+        help=f"What each rank holds: {', '.join(LAYOUTS)}.",
+    ),
+)
 _OPTIONS = {
     "format": click.option(
         "--to-format",
@@ -109,23 +117,14 @@ _OPTIONS = {
         help=f"Format to write: {', '.join(FORMATS)}.",
     ),
     "to": click.option(
-        "--to",
-        "to_dialect",
-        type=ProgramType(_WRITABLE),
-        metavar="PROGRAM",
-        help="Program to write for.",
+        "--to", "to_dialect", type=ProgramType(_WRITABLE), metavar="PROGRAM", help="Program to write for."
     ),
-    "keys": click.option(
-        "--keys",
-        cls=RareOption,
-        type=WordType(KEY_FORMS),
-        metavar="nested|flat",
-        help="Form of the optimizer's keys, for --to.",
+    "keys": _rare(
+        "--keys", type=WordType(KEY_FORMS), metavar="nested|flat", help="Form of the optimizer's keys, for --to."
     ),
-    "root": click.option(
+    "root": _rare(
         "--root",
         "roots",
-        cls=RareOption,
         type=RootType(),
         multiple=True,
         callback=lambda _, __, given: dict(given),
@@ -154,77 +153,36 @@ _OPTIONS = {
     "resume": click.option("--resume", is_flag=True, help="Continue an interrupted run."),
     "verify": click.option("--verify", is_flag=True, help="Read every file back before publishing."),
     "json": click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."),
-    "convention": click.option(
-        "--convention",
-        cls=RareOption,
-        type=_CONVENTIONS,
-        metavar="ema|sum",
-        help="SOURCE's momentum convention, if unrecorded.",
+    "convention": _rare(
+        "--convention", type=_CONVENTIONS, metavar="ema|sum", help="SOURCE's momentum convention, if unrecorded."
     ),
-    "target_convention": click.option(
+    "target_convention": _rare(
         "--target-convention",
-        cls=RareOption,
         type=_CONVENTIONS,
         metavar="ema|sum",
         help="Convention to write, if the program has none.",
     ),
-    "mu": click.option(
-        "--mu",
-        cls=RareOption,
-        type=click.FloatRange(0, 1, max_open=True),
-        metavar="NUMBER",
-        help="Momentum coefficient, if missing.",
+    "mu": _rare(
+        "--mu", type=click.FloatRange(0, 1, max_open=True), metavar="NUMBER", help="Momentum coefficient, if missing."
     ),
-    "step": click.option(
-        "--step", cls=RareOption, type=click.IntRange(0), metavar="NUMBER", help="Steps taken, if missing."
-    ),
-    "drop": click.option(
-        "--drop", cls=RareOption, multiple=True, metavar="SLOT", help="Leave out a slot of state; repeatable."
-    ),
-    "like": click.option("--like", cls=RareOption, metavar="JSON", help="Groups to fit, from Muon.describe()."),
-    "fill_missing": click.option(
-        "--fill-missing",
-        cls=RareOption,
-        is_flag=True,
-        help="Write zeros where state is missing.",
-    ),
-    "weights": click.option(
+    "step": _rare("--step", type=click.IntRange(0), metavar="NUMBER", help="Steps taken, if missing."),
+    "drop": _rare("--drop", multiple=True, metavar="SLOT", help="Leave out a slot of state; repeatable."),
+    "like": _rare("--like", metavar="JSON", help="Groups to fit, from Muon.describe()."),
+    "fill_missing": _rare("--fill-missing", is_flag=True, help="Write zeros where state is missing."),
+    "weights": _rare(
         "--weights",
-        cls=RareOption,
         type=WordType([weights.value for weights in WeightsFrom]),
         metavar="masters|model",
         help="Make weights of these, if there are both.",
     ),
-    "state_dtype": click.option(
-        "--state-dtype",
-        cls=RareOption,
-        type=WordType(STATE_DTYPES),
-        metavar="DTYPE",
-        help="Round momentum to float32 or bfloat16.",
+    "state_dtype": _rare(
+        "--state-dtype", type=WordType(STATE_DTYPES), metavar="DTYPE", help="Round momentum to float32 or bfloat16."
     ),
-    "shard_size": click.option(
-        "--shard-size", cls=RareOption, type=ByteCountType(), help="Largest file of safetensors or zarr."
-    ),
-    "memory": click.option(
-        "--memory",
-        cls=RareOption,
-        type=ByteCountType(least=LEAST_MEMORY),
-        default=f"{MEMORY >> 20}MiB",
-        show_default=True,
-        help="Memory for buffers.",
-    ),
-    "jobs": click.option(
-        "--jobs",
-        cls=RareOption,
-        type=JOBS,
-        default=THREADS,
-        show_default=True,
-        metavar="N",
-        help="Threads.",
-    ),
-    "timeout": click.option(
+    "shard_size": _rare("--shard-size", type=ByteCountType(), help="Largest file of safetensors or zarr."),
+    "memory": memory_option(MEMORY, "Memory for buffers.", cls=RareOption),
+    "jobs": jobs_option(THREADS, cls=RareOption),
+    "timeout": _rare(
         "--timeout",
-        cls=RareOption,
         type=click.FloatRange(0, min_open=True),
         default=TIMEOUT,
         show_default=True,
@@ -232,62 +190,100 @@ _OPTIONS = {
         help="Wait for other processes.",
     ),
 }
-
-LAYOUT_OPTIONS = decorated_by(
-    click.option("--mesh", type=MeshType(), help="Mesh axes, outermost first: dp=8,tp=2."),
-    click.option(
-        "--shard",
-        type=ShardRuleType(),
-        multiple=True,
-        callback=first_cuts,
-        metavar="GLOB=AXIS:DIM,...",
-        help="Axes that cut matching tensors; repeatable.",
-    ),
-    click.option(
-        "--layout",
-        type=WordType(list(LAYOUTS)),
-        default=ROWS,
-        metavar="LAYOUT",
-        help=f"What each rank holds: {', '.join(LAYOUTS)}.",
-    ),
+_OF_ONE_SOURCE = frozenset(
+    {"tensors_only", "target_convention", "step", "like", "fill_missing", "weights", "state_dtype"}
 )
+"""The options that `merge` does not have."""
 
-SHARED_OPTIONS = decorated_by(*_OPTIONS.values())
 
-MERGE_OPTIONS = decorated_by(
-    *(_OPTIONS[name] for name in ("format", "to", "from", "rules", "select", "dry_run", "resume", "verify", "json")),
-    *(
-        _OPTIONS[name]
-        for name in ("keys", "root", "convention", "mu", "drop", "shard_size", "memory", "jobs", "timeout")
-    ),
-)
+@click.command("reshard", cls=RewriteCommand)
+@click.argument("source", type=CHECKPOINT)
+@click.argument("destination", type=CHECKPOINT)
+@decorated_by(*_LAYOUT_OPTIONS, *_OPTIONS.values())
+def reshard_command(**options: Any) -> None:
+    """Rewrite the checkpoint SOURCE as DESTINATION for another mesh, layout, format or program.
+
+    Needs no GPU.  DESTINATION must not exist; it appears when all is written and checked.
+
+    \b
+    muonckpt reshard step-1000 on-64 --mesh dp=64 --dry-run
+    muonckpt reshard step-1000 moe --mesh ep=8,dp=8 --shard '*experts*=ep:0,dp:1'
+    """
+    _rewrite(reshard, "reshard", **options)
+
+
+@click.command("convert", cls=RewriteCommand)
+@click.argument("source", type=CHECKPOINT)
+@click.argument("destination", type=CHECKPOINT)
+@decorated_by(*_OPTIONS.values())
+def convert_command(**options: Any) -> None:
+    """Rewrite the checkpoint SOURCE as DESTINATION in another format, or for another program.
+
+    safetensors and zarr hold whole tensors; the other formats are written for one rank.  For more ranks and other
+    layouts use `reshard`, which takes the same options.  `muonckpt rules` lists programs and tables.
+
+    \b
+    muonckpt convert dion-run/step-1000 ours --to muonckpt
+    muonckpt convert run/step-00001000 model.safetensors --to-format safetensors --select 'model.*'
+    """
+    _rewrite(convert, "convert", **options)
+
+
+@click.command("merge", cls=RewriteCommand)
+@click.argument("sources", type=CHECKPOINT, nargs=-1, required=True, metavar="SOURCE SOURCE...")
+@click.argument("destination", type=CHECKPOINT)
+@click.option("--proportions", metavar="NUMBER,...", help="How much each source counts.")
+@click.option("--ema", metavar="DECAY", help="Moving average, the first source being the oldest.")
+@click.option("--model-only", is_flag=True, help="Merge the model's weights and leave out all else.")
+@click.option("--others-from", metavar="first|last|N", help="Whose counters, options and items to take.")
+@decorated_by(*_LAYOUT_OPTIONS, *(option for name, option in _OPTIONS.items() if name not in _OF_ONE_SOURCE))
+def merge_command(
+    sources: Sequence[Location],
+    proportions: str | None,
+    ema: str | None,
+    others_from: str | None,
+    model_only: bool,
+    **options: Any,
+) -> None:
+    """Write the average of the checkpoints SOURCE, of any formats and meshes, as DESTINATION.
+
+    Each element is computed exactly and rounded once.  Counters, options and other items are not averaged: they have to
+    be the same in all sources, or --others-from says whose to take.
+
+    \b
+    muonckpt merge step-1000 step-2000 step-3000 averaged --model-only
+    muonckpt merge run-a run-b both --proportions 3,1 --others-from last --mesh dp=8
+    """
+    from ..converters.merging import Average, merge  # the other commands do not need it
+
+    average = Average(None if proportions is None else proportions.split(","), ema, others_from, model_only)
+    _rewrite(merge, "merge", sources=sources, average=average, **options)
 
 
 _MOST_FILES = 32
 
 
-def rewrite(function: Callable[..., Report | None], label: str, *, as_json: bool, **options: Any) -> None:
+def _rewrite(function: Callable[..., Report | None], label: str, *, as_json: bool, **options: Any) -> None:
     """Call ``function`` with progress, and print its report."""
     try:
         worker = worker_of(os.environ)
         with progress(f"{label if worker.world == 1 else worker}, checked and written") as advance:
             report = function(**grouped(**options, progress=advance))
-    except (TargetError, LaunchError) as error:  # a mistake in the command line, or in how it was launched
+    except LaunchError as error:  # a mistake in how the command was launched
         raise click.UsageError(str(error)) from error
     if report is None:  # only the coordinator of several processes prints
         return
-    if report.unchecked and report.fingerprints is not None:
-        print_line(
-            f"note: {counted(report.unchecked, 'source chunk')} without a checksum, where damage cannot be noticed",
-            err=True,
-        )
+    planned = report.fingerprints is None
+    if report.unchecked and not planned:
+        chunks = counted(report.unchecked, "source chunk")
+        print_line(f"note: {chunks} without a checksum, where damage cannot be noticed", err=True)
     if as_json:
         print_json(report.to_json())
         return
     for note in report.notes:
         print_line(note)
-    if report.fingerprints is None:
-        _show_plan(report)
+    if planned:
+        _print_plan(report)
     if report.items_file:
         undecoded = f"; only listed, not plain data: {some_of(report.undecoded)}" if report.undecoded else ""
         print_line(f"{report.items_file}: {counted(report.decoded, 'item')} of plain data{undecoded}")
@@ -295,11 +291,20 @@ def rewrite(function: Callable[..., Report | None], label: str, *, as_json: bool
         print_line(f"left out: {some_of(report.left_out)}")
     for check in report.checklist:
         print_line(str(check))
-    print_line(_would_do(report) if report.fingerprints is None else _done(report))
+    if planned:
+        print_line(
+            f"would check {size(report.checked)} of {report.source}, read {size(report.read)} of it again (whole "
+            f"chunks would be {size(report.avoided)} more), and write {size(report.written)}"
+        )
+    else:
+        files, ranks = counted(len(report.files), "file"), report.ranks
+        spread = f"whole in {files}" if ranks is None else f"over {counted(ranks, 'rank')}"
+        written = f"{report.destination}: {counted(report.tensors, 'tensor')} {spread}, {size(report.written)}"
+        print_line("; ".join((written, *_compared(report))))
     print_duration()
 
 
-def _show_plan(report: Report) -> None:
+def _print_plan(report: Report) -> None:
     shown = report.files if len(report.files) <= _MOST_FILES else report.files[: _MOST_FILES - 4]
     rows = [(file.file, file.items, size(file.elements), size(file.bytes)) for file in shown]
     print_table(("file", "items", "of tensors", "in all"), rows)
@@ -311,20 +316,6 @@ def _show_plan(report: Report) -> None:
         print_line(f"a rank holds {size(round(mean))} of tensors on average, {size(max(held, default=0))} at most")
     if report.buffers:
         print_buffers(report.buffers)
-
-
-def _would_do(report: Report) -> str:
-    return (
-        f"would check {size(report.checked)} of {report.source}, read {size(report.read)} of it again (whole chunks "
-        f"would be {size(report.avoided)} more), and write {size(report.written)}"
-    )
-
-
-def _done(report: Report) -> str:
-    where = counted(len(report.files), "file") if report.ranks is None else counted(report.ranks, "rank")
-    spread = f"whole in {where}" if report.ranks is None else f"over {where}"
-    written = f"{report.destination}: {counted(report.tensors, 'tensor')} {spread}, {size(report.written)}"
-    return "; ".join((written, *_compared(report)))
 
 
 def _compared(report: Report) -> Iterator[str]:

@@ -7,7 +7,6 @@ import click
 from ..converters.programs.registry import DIALECTS
 from ..converters.target.topology import LAYOUTS
 from ..converters.translate.names import READY_MADE, ready_made
-from ..errors import TargetError
 from .argument_types import RulesType
 from .printing import print_table
 
@@ -16,7 +15,7 @@ from .printing import print_table
 @click.argument("name", type=RulesType(files=False), required=False)
 @click.option("--dialects", is_flag=True, help="List the programs for --from and --to.")
 @click.option("--layouts", is_flag=True, help="List the layouts for --layout.")
-def command(name: str | None, dialects: bool, layouts: bool) -> None:
+def rules_command(name: str | None, dialects: bool, layouts: bool) -> None:
     """Print the table NAME as TOML for --rules (inverse:NAME for the opposite direction); without NAME list all tables.
 
     \b
@@ -25,17 +24,12 @@ def command(name: str | None, dialects: bool, layouts: bool) -> None:
     muonckpt reshard SRC DST --mesh dp=8 --rules rules.toml
     """
     if dialects:
-        dialects_rows = [
-            (d.name, d.convention or "-", "" if d.writable else "read only", d.who) for d in DIALECTS.values()
-        ]
-        print_table(("dialect", "momentum", "", "program"), dialects_rows)
+        programs = [(d.name, d.convention or "-", "" if d.writable else "read only", d.who) for d in DIALECTS.values()]
+        print_table(("dialect", "momentum", "", "program"), programs)
     elif layouts:
         print_table(("layout", "what a rank has"), list(LAYOUTS.items()))
     elif name is None:
         tables = [(name, len(ready_made(name).rules), str(ready_made(name).rules[0])) for name in READY_MADE]
         print_table(("table", "rules", "the first"), tables)
     else:
-        try:
-            click.echo(ready_made(name).to_toml(), nl=False)
-        except TargetError as error:
-            raise click.UsageError(str(error)) from error
+        click.echo(ready_made(name).to_toml(), nl=False)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import click
 
 from ..converters.compare.stats import STATS_MEMORY, CheckpointStats, stats
-from ..errors import TargetError
 from ..store.io.location import Location
 from ..wording import counted
-from .argument_types import CHECKPOINT, JOBS, LEAST_MEMORY, ByteCountType
+from .argument_types import CHECKPOINT, jobs_option, memory_option
 from .printing import print_duration, print_json, print_line, print_section, print_table, progress
 
 
@@ -21,12 +19,10 @@ from .printing import print_duration, print_json, print_line, print_section, pri
 @click.option("--since", type=CHECKPOINT, metavar="CKPT", help="An earlier checkpoint: how far weights have moved.")
 @click.option("--all", "every", is_flag=True, help="List every tensor, layers not folded.")
 @click.option("--no-spectra", is_flag=True, help="Do not sketch singular values: faster.")
-@click.option(
-    "--memory", type=ByteCountType(LEAST_MEMORY), default=f"{STATS_MEMORY >> 20}MiB", show_default=True, help="Memory."
-)
-@click.option("--jobs", type=JOBS, default=2, show_default=True, metavar="N", help="Threads.")
+@memory_option(STATS_MEMORY)
+@jobs_option()
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def command(
+def stats_command(
     checkpoint: Location,
     globs: Sequence[str],
     since: Location | None,
@@ -44,28 +40,23 @@ def command(
     muonckpt stats run/step-00001000 '*momentum*'
     muonckpt stats run/step-00001100 --since run/step-00001000
     """
-    try:
-        with progress("stats") as advance:
-            found = stats(
-                checkpoint, since, select=globs, spectra=not no_spectra, memory=memory, jobs=jobs, progress=advance
-            )
-    except TargetError as error:
-        raise click.UsageError(str(error)) from error
+    with progress("stats") as advance:
+        found = stats(
+            checkpoint, since, select=globs, spectra=not no_spectra, memory=memory, jobs=jobs, progress=advance
+        )
     if as_json:
         print_json(found.to_json())
         return
     _print_tensors(found, every)
-    _print_updates(found)
+    updates = [(u.key, *map(_short, (u.rms, u.per_step, u.lr, u.factor))) for u in found.updates]
+    print_section(("weights since the earlier", "RMS of change", "per step", "lr", "factor"), updates)
     print_line()
     for finding in found.health:
         print_line(f"look at: {finding.message}")
         print_line(f"         usually {finding.means}")
-    print_line(f"{checkpoint}: {counted(len(found.tensors), 'tensor')} measured, {_odd(len(found.health))}")
+    odd = counted(len(found.health), "finding") if found.health else "nothing odd"
+    print_line(f"{checkpoint}: {counted(len(found.tensors), 'tensor')} measured, {odd}")
     print_duration()
-
-
-def _odd(count: int) -> str:
-    return f"{counted(count, 'finding')}" if count else "nothing odd"
 
 
 def _print_tensors(found: CheckpointStats, every: bool) -> None:
@@ -80,19 +71,12 @@ def _print_tensors(found: CheckpointStats, every: bool) -> None:
         print_table(headers, rows)
         return
     folded_headers = ("tensors", "number", "RMS median", "least", "most", "largest", "zeros", "NaN, inf", "stable rank")
-    print_table(folded_headers, [_folded(row) for row in found.folded()])
-
-
-def _folded(row: Any) -> tuple[object, ...]:
-    rms = row["rms"]
-    return (row["pattern"], row["tensors"], *(_short(rms[name]) for name in ("median", "least", "most")),
-            _short(row["largest"]), f"{row['zeros']:.1%}", row["nonfinite"], _short(row["stable_rank"]))  # fmt: skip
-
-
-def _print_updates(found: CheckpointStats) -> None:
-    headers = ("weights since the earlier", "RMS of change", "per step", "lr", "factor")
-    rows = [(u.key, *map(_short, (u.rms, u.per_step, u.lr, u.factor))) for u in found.updates]
-    print_section(headers, rows)
+    folded_rows = [
+        (row["pattern"], row["tensors"], *(_short(row["rms"][name]) for name in ("median", "least", "most")),
+         _short(row["largest"]), f"{row['zeros']:.1%}", row["nonfinite"], _short(row["stable_rank"]))
+        for row in found.folded()
+    ]  # fmt: skip
+    print_table(folded_headers, folded_rows)
 
 
 def _short(value: float | None) -> str:

@@ -9,15 +9,15 @@ import click
 from ..store.audit import verify
 from ..store.io.location import Location
 from ..wording import counted, size
-from .argument_types import CHECKPOINT, JOBS
+from .argument_types import CHECKPOINT, jobs_option
 from .printing import print_duration, print_json, print_line, progress
 
 
 @click.command("verify")
 @click.argument("checkpoint", type=CHECKPOINT)
-@click.option("--jobs", type=JOBS, default=2, show_default=True, metavar="N", help="Threads that read and check.")
+@jobs_option(help="Threads that read and check.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def command(checkpoint: Location, jobs: int, as_json: bool) -> int:
+def verify_command(checkpoint: Location, jobs: int, as_json: bool) -> int:
     """Check that CHECKPOINT is whole; exit with 1 if anything is wrong, with 3 if it cannot be opened at all.
 
     Reads everything and checks coverage, bounds, checksums, fingerprints, and for infinite or NaN values.  Without our

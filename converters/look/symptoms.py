@@ -41,10 +41,7 @@ def _holes(manifest: Manifest) -> Iterator[Finding]:
 def _files(lost: Mapping[str, int | None]) -> Iterator[Finding]:
     missing = sorted(name for name, length in lost.items() if length is None)
     cut = sorted(lost.keys() - {*missing})
-    for kind, names, what in (
-        ("missing_file", missing, "missing"),
-        ("cut_file", cut, "cut short"),
-    ):
+    for kind, names, what in (("missing_file", missing, "missing"), ("cut_file", cut, "cut short")):
         if names:
             ranks = sorted({rank for name in names if (rank := rank_in_name(name)) is not None})
             of_ranks = f", of rank {', '.join(map(str, ranks[:8]))}" if ranks else ""

@@ -12,12 +12,7 @@ from ...vocabulary import MASTER
 from .codings import betas
 from .dialect import MODEL, RATES, Dialect, StoredMethod, Template
 
-_IDLE: Mapping[str, object] = {
-    "wd_mult": 1.0,
-    "lr_mult": 1.0,
-    "is_expert_parallel": False,
-    "is_decoupled_lr": False,
-}
+_IDLE: Mapping[str, object] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 """Options by which groups are told apart (`param_group_identifier_keys` of core 0.19.2)."""
 
 _MASTER, _STEP = {"master": MASTER}, {"step": "step"}

@@ -32,14 +32,8 @@ PROGRAM = Dialect(
         ),
     ),
     MomentumOptions(frozenset({"wd", "momentum", "adamw_betas", "adamw_eps"})),
-    marks=(
-        Mark(slots={"use_muon"}, options={"wd", "adamw_betas", "adamw_eps"}),
-        Mark(slots={"use_muon", "moment1"}),
-    ),
+    marks=(Mark(slots={"use_muon"}, options={"wd", "adamw_betas", "adamw_eps"}), Mark(slots={"use_muon", "moment1"})),
     derived=frozenset({"use_muon"}),
-    facts={
-        "muon": {**PLAIN, "pieces": None, "gram": None, "ns": "keller", "scale": "rms"},
-        "adamw": PLAIN,
-    },
+    facts={"muon": {**PLAIN, "pieces": None, "gram": None, "ns": "keller", "scale": "rms"}, "adamw": PLAIN},
     writable=False,
 )

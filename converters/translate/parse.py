@@ -137,11 +137,7 @@ class NeutralOptimizer:
         own = None
         if param.group and "convention" in dialect.momentum_options.always & param.group.items.keys():
             own = Convention(self.values.read(param.group.items["convention"]))
-        declared = {
-            dialect.name: None if doubt else dialect.convention,
-            "its group": own,
-            "--convention": asked,
-        }
+        declared = {dialect.name: None if doubt else dialect.convention, "its group": own, "--convention": asked}
         convention = agreed_convention(f"parameter {param.name!r}", "--convention", recorded | declared)
         if any(part.convention is not None for part in parts):
             return convention, "the manifest records it"

@@ -242,8 +242,7 @@ def _with(layout: TensorLayout, dim: int) -> TensorLayout:
         add(layout.shape, 1),
         tuple(
             Fragment(
-                Box(add(f.box.lo, 0), add(f.box.hi, 1)),
-                Place(f.place.buffer, f.place.offset, add(f.place.strides, 0)),
+                Box(add(f.box.lo, 0), add(f.box.hi, 1)), Place(f.place.buffer, f.place.offset, add(f.place.strides, 0))
             )
             for f in layout.fragments
         ),

@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import muonckpt
 from muonckpt import SourceError
-from muonckpt.cli.inspect import command as inspect
+from muonckpt.cli.inspect import inspect_command
 from muonckpt.converters.options import grouped
 from muonckpt.converters.translate.names import NameRule, NameRules
 from muonckpt.optimizer import Muon
@@ -75,7 +75,7 @@ def test_a_run_of_torch_with_a_schedule_goes_on_in_ours_and_back_in_torch(tmp_pa
 
     report = muonckpt.convert(tmp_path / "torch", tmp_path / "ours", to_dialect="muonckpt")
     assert {check.subject for check in report.checklist if check.action == "set in code"} == {"ns_dtype of muon groups"}
-    code = CliRunner().invoke(inspect, [str(tmp_path / "ours"), "--groups"])
+    code = CliRunner().invoke(inspect_command, [str(tmp_path / "ours"), "--groups"])
     listed = ast.literal_eval(code.output)
     assert [group["params"] for group in listed] == [["qkv"], ["up", "down"], ["scale", "shift"]]
     assert [(group["initial_lr"], group["weight_decay"]) for group in listed] == [

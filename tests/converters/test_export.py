@@ -187,8 +187,8 @@ def test_the_command_says_what_it_did(own, tmp_path):
 
 LOADED = """
 import sys
-from muonckpt.cli.convert import command
-command(sys.argv[1:], standalone_mode=False)
+from muonckpt.cli.rewriting import convert_command
+convert_command(sys.argv[1:], standalone_mode=False)
 print(sorted({"torch", "zarr", "safetensors"} & set(sys.modules)))
 """
 
