@@ -10,8 +10,9 @@ from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from ..errors import DestinationError, TargetError
+from ..store.formats.native import is_torch_dist
 from ..store.formats.registry import BUFFERS
-from ..store.formats.signs import NOT_READ, is_torch_dist, items_beside
+from ..store.formats.signs import NOT_READ, items_beside
 from ..store.io.location import Remote, location
 from ..store.open_checkpoint import OpenCheckpoint, open
 from .engine.container import Container, container_of

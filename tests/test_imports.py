@@ -280,14 +280,14 @@ NEVER = {
     f"{FORMATS}.flat_buffers",
     f"{FORMATS}.layer_wise",
     f"{FORMATS}.safetensors",
-    f"{FORMATS}.zarr_reader",
+    f"{FORMATS}.zarr",
     "fsspec",
     "importlib.metadata",
     "tomllib",
 }
 """What no command needs for one of our checkpoints in rows: other formats, layouts and programs, stores, plug-ins."""
 
-OF_DCP = {f"{FORMATS}.dcp.directory", f"{FORMATS}.dcp.metadata_pickle"}
+OF_DCP = {f"{FORMATS}.dcp", f"{FORMATS}.dcp_metadata"}
 OF_VERIFY = {"muonckpt.store.audit"}
 OF_READING_ALL = {"muonckpt.store.small_tensors"}
 OF_WRITING = {
@@ -295,7 +295,7 @@ OF_WRITING = {
     "muonckpt.converters.engine.container",
     "muonckpt.converters.target",
     "muonckpt.layouts.mesh",
-    f"{FORMATS}.dcp.metadata_writer",
+    f"{FORMATS}.dcp_metadata_writer",
     f"{FORMATS}.torch_save.tensor_item",
 }
 UNUSED = {

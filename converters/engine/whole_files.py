@@ -11,8 +11,8 @@ import numpy as np
 
 from ...box import Box
 from ...record import Manifest, StateRecord
-from ...store.formats import safetensors, zarr_writer
-from ...store.formats.zarr_reader import ZarrArray
+from ...store.formats import safetensors, zarr
+from ...store.formats.zarr import ZarrArray
 from ...store.io import publish
 from ...store.io.location import Location
 from ...store.reading.dtypes import itemsize
@@ -119,7 +119,7 @@ def _file(name: str, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any
 class ZarrFiles(WholeFiles):
     """A zarr hierarchy with chunks of at most ``chunk_bytes``, which is the least that zarr reads at a time."""
 
-    chunk_bytes: int = zarr_writer.CHUNK_BYTES
+    chunk_bytes: int = zarr.CHUNK_BYTES
     name: ClassVar[str] = "zarr"
 
     def files(self, tensors: Sequence[OutputTensor], recorded: Mapping[str, Any]) -> Sequence[OutputFile]:
@@ -127,10 +127,10 @@ class ZarrFiles(WholeFiles):
         return [file for output, array in zip(tensors, arrays, strict=True) for file in _array_files(output, array)]
 
     def describe(self, manifest: Manifest, folder: Location) -> None:
-        zarr_writer.write_descriptions(manifest, self._arrays(manifest.tensors), folder)
+        zarr.write_descriptions(manifest, self._arrays(manifest.tensors), folder)
 
     def _arrays(self, tensors: Sequence[StateRecord]) -> list[ZarrArray]:
-        return zarr_writer.arrays(tensors, self.shard_bytes, self.chunk_bytes)
+        return zarr.arrays(tensors, self.shard_bytes, self.chunk_bytes)
 
 
 def _array_files(output: OutputTensor, array: ZarrArray) -> Iterator[OutputFile]:
@@ -138,11 +138,11 @@ def _array_files(output: OutputTensor, array: ZarrArray) -> Iterator[OutputFile]
     files = [(name, list(array.chunks(box))) for name, box in array.files()]
     copies = iter(output.copies([box for _, chunks in files for _, box in chunks]))
     for name, chunks in files:
-        index = zarr_writer.index_of(array, [number for number, _ in chunks])
+        index = zarr.index_of(array, [number for number, _ in chunks])
         plans = []
         for number, box in chunks:
             suffix = index if number == chunks[-1][0] else b""
-            frame = zarr_writer.ChunkFrame(box.numel * itemsize(dtype), array.chunk_bytes, suffix)
+            frame = zarr.ChunkFrame(box.numel * itemsize(dtype), array.chunk_bytes, suffix)
             plans.append(ChunkPlan(box, dtype, frame, next(copies)))
         written = OutputChunks.end_to_end(name, [output] * len(plans), plans)
         yield OutputFile(name, (), written, written.end)

@@ -12,10 +12,8 @@ from ..converters.target.topology import AxisCut, ShardRule
 from ..errors import SourceError, TargetError, did_you_mean
 from ..optimizer.planning.matrices import PRECISIONS
 from ..store.io.location import Remote, location
-from .exchange_bytes import MuonOptions
-from .families import model_of_config
-from .model_tensors import ModelTensors, model_of_checkpoint
-from .topologies import Rates, Topology, topology_of
+from .models import ModelTensors, model_of_checkpoint, model_of_config
+from .topologies import MuonOptions, Rates, Topology, topology_of
 
 PathLike = str | os.PathLike[str] | Remote
 

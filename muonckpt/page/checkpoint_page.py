@@ -1,14 +1,25 @@
-"""A page about a checkpoint, alone or beside another one, and its data."""
+"""A page about a checkpoint, alone or beside another one: its data, and one HTML file of data, style and script.
+
+Names in a checkpoint may be hostile.  They are in the page as JSON only, in which no ``<`` occurs, and the script shows
+them as text; a policy lets browsers run and apply only our own script and style, known by their hashes, and load
+nothing.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import math
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any, Literal
 
 import numpy as np
@@ -37,7 +48,6 @@ from ..store.open_checkpoint import open
 from ..store.reading.dtypes import itemsize
 from ..store.reading.payloads import Progress
 from ..version import VERSION
-from .self_contained import html_of, plain
 
 StatsChoice = Literal["spectra", "norms", "none"]
 
@@ -268,3 +278,47 @@ def shard_columns(manifest: Manifest, contents: Contents) -> dict[str, Any]:
 def by_number(shares: Mapping[int, int] | None) -> dict[str, list[int]] | None:
     """Return shares of ranks as columns ``rank`` and ``share``; None if unknown."""
     return {"rank": list(shares), "share": list(shares.values())} if shares else None
+
+
+# The file.
+
+_SCRIPTS = ("model", "table", "charts", "map", "tensor", "sections", "main")
+
+_ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
+
+
+def html_of(title: str, data: Mapping[str, Any]) -> str:
+    """Return the page, in ASCII; ``data`` is JSON data, as `plain` gives it."""
+    style = _asset("page.css")
+    script = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
+    return Template(_asset("page.html")).substitute(
+        title=escape(title).encode("ascii", "xmlcharrefreplace").decode(),
+        policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; "
+        "form-action 'none'",
+        style=style,
+        script=script,
+        data=json.dumps(data, allow_nan=False, separators=(",", ":")).translate(_ESCAPED),
+    )
+
+
+def plain(value: Any) -> Any:
+    """Convert data to what JSON can hold: infinite and NaN numbers, and whatever else it lacks, as text."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else str(value)
+        case Mapping():
+            return {str(name): plain(each) for name, each in value.items()}
+        case list() | tuple():
+            return [plain(each) for each in value]
+        case _:
+            return str(value)
+
+
+def _asset(name: str) -> str:
+    return files(__package__).joinpath("assets", name).read_text("ascii")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -124,7 +124,7 @@ def _is_metadata_of(manifest: Manifest, data: bytes) -> bool:
 
 
 def _against(checkpoint: OpenCheckpoint) -> list[Finding]:
-    from .formats.dcp.directory import DcpReader  # not needed where nothing is wrong
+    from .formats.dcp import DcpReader  # not needed where nothing is wrong
 
     recorded = checkpoint.outline.files.get(METADATA_FILE)
     try:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..errors import DamageError, DestinationError
 from ..record import MANIFEST_FILE
 from .formats import native
-from .formats.dcp.directory import named_items
+from .formats.dcp import named_items
 from .formats.signs import METADATA_FILE
 from .io import publish
 from .io.limits import gc_paused

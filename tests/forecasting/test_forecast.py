@@ -12,10 +12,16 @@ from support.commands import called
 
 import muonckpt
 from muonckpt import TargetError
-from muonckpt.forecasting.exchange_bytes import MuonOptions, StepPlan, leaving_bytes, most_wires, step_plan
-from muonckpt.forecasting.families import model_of_config
-from muonckpt.forecasting.model_tensors import fresh_parameter
-from muonckpt.forecasting.topologies import Rates, step_seconds
+from muonckpt.forecasting.models import fresh_parameter, model_of_config
+from muonckpt.forecasting.topologies import (
+    MuonOptions,
+    Rates,
+    StepPlan,
+    leaving_bytes,
+    most_wires,
+    step_plan,
+    step_seconds,
+)
 from muonckpt.layouts.mesh import Mesh, Replicate, Shard, mesh_layout
 from muonckpt.optimizer.newton_schulz.recipe import flops
 from muonckpt.optimizer.planning.matrices import Fused, Slot, Spec

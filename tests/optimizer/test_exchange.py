@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 
-from muonckpt.forecasting.exchange_bytes import MuonOptions, step_plan
-from muonckpt.forecasting.model_tensors import fresh_parameter
+from muonckpt.forecasting.models import fresh_parameter
+from muonckpt.forecasting.topologies import MuonOptions, step_plan
 from muonckpt.layouts.mesh import Mesh, mesh_layout
 from muonckpt.layouts.mesh import Shard as Rows
 from muonckpt.optimizer import Muon

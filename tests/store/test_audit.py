@@ -22,7 +22,7 @@ import muonckpt
 from muonckpt import SourceError
 from muonckpt.record import Chunk
 from muonckpt.store.audit import AuditReport
-from muonckpt.store.formats.dcp.metadata_pickle import Metadata, StoredItem, parse_metadata
+from muonckpt.store.formats.dcp_metadata import Metadata, StoredItem, parse_metadata
 
 KINDS = ["own", "stock", "torch"]
 """With our manifest in three files; the same without it; written by torch in one."""

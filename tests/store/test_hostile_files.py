@@ -16,7 +16,7 @@ from support.dcp_metadata import dump_metadata
 import muonckpt
 from muonckpt import DamageError, SourceError
 from muonckpt.record import Extent
-from muonckpt.store.formats.dcp.metadata_pickle import StoredItem, parse_metadata
+from muonckpt.store.formats.dcp_metadata import StoredItem, parse_metadata
 from muonckpt.store.io.limits import SMALL_DESCRIPTION, SWITCH, LimitError, check_description
 from muonckpt.store.reading.payloads import Payloads
 

@@ -27,8 +27,8 @@ from muonckpt import SourceError
 from muonckpt.box import Box
 from muonckpt.chunks import no_chunks
 from muonckpt.record import Blob, Chunk, Chunks, Extent, Manifest, StateRecord
-from muonckpt.store.formats.dcp.metadata_pickle import Metadata, StoredItem, TensorMeta, parse_metadata
-from muonckpt.store.formats.dcp.metadata_writer import metadata_parts
+from muonckpt.store.formats.dcp_metadata import Metadata, StoredItem, TensorMeta, parse_metadata
+from muonckpt.store.formats.dcp_metadata_writer import metadata_parts
 from muonckpt.store.formats.signs import OUR_MARK
 from muonckpt.store.formats.torch_save import inert_pickle
 from muonckpt.store.formats.torch_save.inert_pickle import unpickle
@@ -318,7 +318,7 @@ def test_random_opcodes_are_refused_or_read_but_never_a_crash(opcodes: list[byte
 def test_reading_needs_neither_torch_nor_numpy(tmp_path: Path) -> None:
     (tmp_path / "metadata").write_bytes(pickle.dumps(small()))
     code = (
-        "import sys, pathlib; from muonckpt.store.formats.dcp.metadata_pickle import parse_metadata\n"
+        "import sys, pathlib; from muonckpt.store.formats.dcp_metadata import parse_metadata\n"
         "found = parse_metadata(pathlib.Path(sys.argv[1]).read_bytes())\n"
         "print(len(found.storage), 'torch' in sys.modules, 'numpy' in sys.modules)"
     )

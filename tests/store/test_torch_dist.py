@@ -22,7 +22,7 @@ import muonckpt
 from muonckpt import SourceError
 from muonckpt.converters.options import grouped
 from muonckpt.converters.translate.detection import with_slots
-from muonckpt.store.formats.dcp.metadata_pickle import parse_metadata
+from muonckpt.store.formats.dcp_metadata import parse_metadata
 from muonckpt.store.formats.signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

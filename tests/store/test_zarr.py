@@ -19,9 +19,8 @@ from muonckpt.box import Box
 from muonckpt.chunks import no_chunks
 from muonckpt.converters.engine.whole_files import ZarrFiles
 from muonckpt.record import StateRecord
-from muonckpt.store.formats import zarr_writer
 from muonckpt.store.formats.registry import ZARR, format_of
-from muonckpt.store.formats.zarr_reader import stored_as
+from muonckpt.store.formats.zarr import nodes, stored_as
 from muonckpt.store.reading.dtypes import DTYPES, itemsize
 from muonckpt.store.reading.payloads import elements
 from muonckpt.vocabulary import Convention
@@ -209,7 +208,7 @@ def test_a_slot_lies_in_the_group_of_its_parameter_and_any_name_has_a_place(tmp_
         place("list", 0),
         place("list", "00"),
     ]
-    found = zarr_writer.nodes(tensors)
+    found = nodes(tensors)
     assert found[:3] == ["opt/state/layers.0.w/exp_avg", "opt/state/layers.0.w/exp_avg_sq", "model/layers.0.w/value"]
     write(tmp_path / "z", ZarrFiles(), [(tensor, bytes([len(tensor.key) % 251])) for tensor in tensors])
     names = {node.attrs["muonckpt"]["key"]: int(node[0]) for _, node in zarr.open_group(tmp_path / "z").members(None)
@@ -226,7 +225,7 @@ def test_a_slot_lies_in_the_group_of_its_parameter_and_any_name_has_a_place(tmp_
 )
 def test_two_tensors_in_one_place_are_refused(tensors):
     with pytest.raises(SourceError, match=r"its place 'a/[0b].*is taken|its place 'w/value'"):
-        zarr_writer.nodes(tensors)
+        nodes(tensors)
 
 
 # --- damaged and hostile hierarchies ----------------------------------------------------------------------------------

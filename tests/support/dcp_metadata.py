@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Mapping
 
 from muonckpt.box import Index
-from muonckpt.store.formats.dcp.metadata_pickle import Metadata, StoredItem, TensorMeta
+from muonckpt.store.formats.dcp_metadata import Metadata, StoredItem, TensorMeta
 from muonckpt.store.formats.signs import OUR_MARK
 from muonckpt.store.formats.torch_save.inert_pickle import Global, Pickler, Record
 

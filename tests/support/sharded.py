@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonckpt
 from muonckpt.record import Extent, Manifest
-from muonckpt.store.formats.dcp.metadata_pickle import parse_metadata
+from muonckpt.store.formats.dcp_metadata import parse_metadata
 from muonckpt.store.reading.dtypes import itemsize
 from support.dcp_metadata import dump_metadata
 from support.manifest_json import manifest_at, put

@@ -26,7 +26,7 @@ from ...vocabulary import MASTER, PARAMS, KeyPath
 from ..io.location import Location
 from ..reading.payloads import Payloads, as_words, elements
 from ..reading.reader import LocatedReader
-from .dcp.directory import DcpReader
+from .dcp import DcpReader
 from .layer_wise_names import (
     DESCRIPTION_PARSERS,
     Dealt,

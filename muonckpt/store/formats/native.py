@@ -20,7 +20,7 @@ from ...record import MANIFEST_FILE, MANIFEST_VERSION, Manifest, StateRecord, re
 from ..io.checksums import xxh3_128
 from ..io.location import Location
 from ..io.new_file import write_parts, write_synced
-from ..io.regular import read_whole
+from ..io.regular import open_regular, read_whole
 from ..reading.payloads import Payloads
 from ..reading.reader import LocatedReader
 from .signs import COMMON_FILE, COMMON_STATE, MEGATRON_FILE, METADATA_FILE
@@ -47,7 +47,7 @@ def read_native(path: Location) -> Manifest:
 
 def stock_metadata(manifest: Manifest) -> Iterator[bytes]:
     """Yield the parts of the ``.metadata`` that lies beside a manifest; raises as `write_native`."""
-    from .dcp.metadata_writer import metadata_parts  # readers do not need it
+    from .dcp_metadata_writer import metadata_parts  # readers do not need it
 
     described = replace(manifest, blobs=tuple(blob for blob in manifest.blobs if blob.item.file != COMMON_FILE))
     return metadata_parts(described)
@@ -118,7 +118,7 @@ def write_torch_dist(manifest: Manifest, directory: Location) -> None:
 
     Where the checkpoint has no common state, an empty one is written: without one Megatron loads no tensor either.
     """
-    from .dcp.directory import common_file  # readers need neither
+    from .dcp import common_file  # readers need neither
     from .torch_save.plain_item import plain_item
 
     if not any(blob.key in (COMMON_STATE, COMMON_FILE) for blob in manifest.blobs):
@@ -128,3 +128,16 @@ def write_torch_dist(manifest: Manifest, directory: Location) -> None:
         common = (replace(blob, digest=xxh3_128([data])) for blob in common_file(directory))
         manifest = replace(manifest, blobs=(*manifest.blobs, *common))
     write_native(manifest, directory, {MEGATRON_FILE: _BACKEND})
+
+
+def is_torch_dist(path: Location) -> bool:
+    """Return whether a directory is a ``torch_dist`` checkpoint to Megatron."""
+    if not (path / MEGATRON_FILE).is_file():
+        return False
+    with open_regular(path / MEGATRON_FILE) as file:
+        data = file.read(0, min(file.size, 1 << 16))
+    try:
+        fields = json.loads(data)
+    except ValueError:
+        return False
+    return isinstance(fields, dict) and fields.get("sharded_backend") == "torch_dist"

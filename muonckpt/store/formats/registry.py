@@ -54,8 +54,8 @@ LAYER_WISE = Format(
     signs.LAYER_WISE_FILES,
     weaker_signs=(("layer_wise_optimizer_[0-9]*.pt",),),
 )
-DCP = Format("stock DCP", f"{_FORMATS}.dcp.directory:DcpReader", (signs.METADATA_FILE,))
-SIBLINGS = Format("stock DCP in sibling folders", f"{_FORMATS}.dcp.directory:SiblingsReader")
+DCP = Format("stock DCP", f"{_FORMATS}.dcp:DcpReader", (signs.METADATA_FILE,))
+SIBLINGS = Format("stock DCP in sibling folders", f"{_FORMATS}.dcp:SiblingsReader")
 BUFFERS = Format(
     "flat buffers",
     f"{_FORMATS}.flat_buffers:reader",
@@ -65,13 +65,13 @@ BUFFERS = Format(
 )
 TORCH_DIST = Format(  # read as DCP, which it is
     "Megatron's torch_dist",
-    f"{_FORMATS}.dcp.directory:DcpReader",
+    f"{_FORMATS}.dcp:DcpReader",
     written_as="torch_dist",
     writer=f"{_WRITERS}.rank_files:TorchDistFiles",
 )
 ZARR = Format(
     "zarr",
-    f"{_FORMATS}.zarr_reader:reader",
+    f"{_FORMATS}.zarr:reader",
     (signs.ZARR_FILE,),
     written_as="zarr",
     writer=f"{_WRITERS}.whole_files:ZarrFiles",

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import math
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -33,7 +34,6 @@ from ..io.regular import File, open_regular, read_whole
 from ..reading.dtypes import itemsize
 from ..reading.payloads import Payloads
 from ..reading.reader import LocatedReader
-from .signs import refuse_stray
 
 _ZIP = b"PK\x03\x04"
 
@@ -434,3 +434,28 @@ def _read_file(file: Location, index: _Index | None) -> tuple[Mapping[str, Any],
         for (key, entry), chunks in zip(file_header.entries.items(), in_columns(stored), strict=True)
     ]
     return recorded.provenance, tensors
+
+
+_OF_RUN = re.compile(r"(iter_|checkpoint-|step-|global_step)[0-9]+(\.[0-9]+)?")
+"""Folders in which programs keep the checkpoints of a run: Megatron, Hugging Face, ours, DeepSpeed."""
+
+
+def refuse_stray(path: Location) -> None:
+    """Refuse a file of tensors in a folder of checkpoints by step, where it is hardly what was meant.
+
+    A model of several files can only be named by its folder, so for that there is a warning.
+
+    Raises:
+        SourceError: the folder has one file of tensors, and checkpoints.
+    """
+    if not path.is_dir():
+        return
+    entries: list[Location] = list(path.iterdir())
+    steps = sorted(entry.name for entry in entries if _OF_RUN.fullmatch(entry.name) and entry.is_dir())
+    files = sorted(entry.name for entry in entries if entry.name.endswith((".safetensors", ".safetensors.index.json")))
+    if not (steps and files):
+        return
+    held = f"{path} holds the checkpoints {', '.join(steps[:4])}{', …' * (len(steps) > 4)} of a run, and {files[0]}"
+    if len(files) == 1:
+        raise SourceError(f"{held}: name the checkpoint that you mean, or {path / files[0]}")
+    warnings.warn(f"{held}, which is read; name a checkpoint of the run if you mean that", stacklevel=2)

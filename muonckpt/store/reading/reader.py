@@ -76,8 +76,16 @@ class Format:
     writer: Callable[..., Any] | str | None = None
 
     def read(self, path: Location) -> Reader:
+        """Read a checkpoint's metadata.
+
+        Raises:
+            SourceError: they are missing or damaged, or the operating system cannot read them.
+        """
         reader: Callable[[Location], Reader] = imported(self.reader)
-        return reader(path)
+        try:
+            return reader(path)
+        except OSError as error:
+            raise SourceError(f"cannot read {path}: {error}") from error
 
 
 def imported(value: Any) -> Any:

@@ -70,7 +70,7 @@ def reader(path: Location) -> LocatedReader:
     Raises:
         SourceError: a file is missing, damaged, or holds more than tensors and plain data; nothing in it is run.
     """
-    signs.refuse_stray(path)
+    safetensors.refuse_stray(path)
     try:
         parts = _parts_of_folder(path) if path.is_dir() else _Parts(path.parent, {path.name: ()}, {}, ())
     except OSError as error:

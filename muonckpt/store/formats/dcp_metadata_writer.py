@@ -8,15 +8,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ....box import Index
-from ....chunks import Boxes
-from ....errors import LayoutError, SourceError
-from ....record import Blob, Manifest, StateRecord
-from ....vocabulary import KeyPath
-from ...reading.dtypes import DTYPES
-from ..signs import OUR_MARK
-from ..torch_save.inert_pickle import Global, Pickler, Record, integer
-from .class_names import FILESYSTEM, METADATA
+from ...box import Index
+from ...chunks import Boxes
+from ...errors import LayoutError, SourceError
+from ...record import Blob, Manifest, StateRecord
+from ...vocabulary import KeyPath
+from ..reading.dtypes import DTYPES
+from .signs import FILESYSTEM, METADATA, OUR_MARK
+from .torch_save.inert_pickle import Global, Pickler, Record, integer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,9 @@
 """Checkpoints in a zarr v3 hierarchy: a group for each parameter, an array for each of its tensors.
 
 Arrays whose elements are stored unencoded (with or without shards and checksums) are read from their files.  For other
-codecs the zarr library, imported when needed, decodes whole files.  ``zarr.json`` is read without trust.
+codecs the zarr library, imported when needed, decodes whole files.  ``zarr.json`` is read without trust.  Shards of
+checked chunks are written in streams of bounded size, without the library; their chunks are bands of whole trailing
+dims, each one run of the row-major tensor that is copied straight out of its file.
 
 Source: the Zarr v3 core specification, and those of the codecs ``bytes``, ``crc32c`` and ``sharding_indexed`` 1.0.
 """
@@ -11,13 +13,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import xxhash
 
 from ... import json_fields
 from ...box import MOST_DIMS, MOST_ELEMENTS, Box, Index
@@ -25,12 +30,14 @@ from ...errors import DamageError, SourceError, about
 from ...record import Chunk, Chunks, Extent, Manifest, StateRecord
 from ...seal import check_digest, digest_of
 from ..io import limits
+from ..io.checksums import Checksum, RawBytes
 from ..io.location import Location
+from ..io.new_file import write_synced
 from ..io.regular import FileBytes, Held, open_regular, read_whole
 from ..reading.dtypes import DTYPES, itemsize
 from ..reading.payloads import Payloads
 from ..reading.reader import LocatedReader
-from .native import tensor_of
+from .native import entry_of, tensor_of
 from .signs import ZARR_FILE
 
 MANIFEST_ATTRIBUTE = "muonckpt"
@@ -497,3 +504,154 @@ def _size(path: Location, file: str) -> int:
         raise SourceError(f"cannot open {place}: one of its directories is a symbolic link")
     with open_regular(place) as opened:
         return opened.size
+
+
+# Writing.
+
+CHUNK_BYTES = 4 << 20
+"""Most bytes of a chunk, the smallest part that zarr reads."""
+
+SHARD_BYTES = 1 << 30
+
+_VALUE = "value"
+
+_LONGEST_NAME = 200
+
+
+def nodes(tensors: Sequence[StateRecord]) -> list[str]:
+    """Return the node of each tensor: its path in the state dict, which ends in its slot or in ``value``.
+
+    Raises:
+        SourceError: two tensors would share a node, or one would lie inside another.
+    """
+    paths = []
+    for tensor in tensors:
+        path = tensor.path if tensor.slot is not None and tensor.path[-1:] == (tensor.slot,) else (*tensor.path, _VALUE)
+        paths.append("/".join(map(_name, path)))
+    counts = Counter(paths)
+    groups = {parent for node in paths for parent in _parents(node)}
+    for tensor, node in zip(tensors, paths, strict=True):
+        if counts[node] > 1 or node in groups:
+            raise SourceError(f"tensor {tensor.key!r}: its place {node!r} in the hierarchy is taken by another one")
+    return paths
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFrame:
+    """The bytes behind a chunk's elements, all numbers in bytes.
+
+    They are zeros beyond the array's edge up to ``chunk_bytes``, the CRC-32C of both, and behind a shard's last chunk
+    its ``index``.
+    """
+
+    payload_length: int
+    chunk_bytes: int
+    index: bytes = b""
+    head: ClassVar[bytes] = b""
+    payload_offset: ClassVar[int] = 0
+
+    @property
+    def length(self) -> int:
+        return self.chunk_bytes + INDEX_CHECKSUM + len(self.index)
+
+    @property
+    def checksum_of(self) -> Checksum:
+        return _crc32c
+
+    def tail(self, checksum: int) -> bytes:
+        padding = bytes(self.chunk_bytes - self.payload_length)
+        return padding + _crc32c(padding, checksum).to_bytes(INDEX_CHECKSUM, "little") + self.index
+
+
+def _crc32c(raw: RawBytes, start: int) -> int:
+    from google_crc32c import extend
+
+    return int(extend(start, bytes(raw)))
+
+
+def index_of(array: ZarrArray, numbers: Sequence[int]) -> bytes:
+    """Return the index of a shard that has the chunks of these numbers end to end; empty without shards."""
+    if not array.sharded:
+        return b""
+    length = array.chunk_bytes + INDEX_CHECKSUM
+    index = np.full((array.chunks_per_file, 2), MISSING_CHUNK, "<u8")
+    index[numbers] = [(position * length, length) for position in range(len(numbers))]
+    raw = index.tobytes()
+    return raw + _crc32c(raw, 0).to_bytes(INDEX_CHECKSUM, "little")
+
+
+def arrays(tensors: Sequence[StateRecord], shard_bytes: int | None, chunk_bytes: int = CHUNK_BYTES) -> list[ZarrArray]:
+    """Return the array of each tensor, with ``shard_bytes`` of chunks in a file (None: `SHARD_BYTES`), at least one
+    chunk.
+
+    Raises:
+        SourceError: as `nodes`.
+    """
+    shard_bytes = SHARD_BYTES if shard_bytes is None else shard_bytes
+    return [
+        _array(tensor, node, shard_bytes, chunk_bytes) for tensor, node in zip(tensors, nodes(tensors), strict=True)
+    ]
+
+
+def write_descriptions(manifest: Manifest, arrays_of_tensors: Sequence[ZarrArray], directory: Location) -> None:
+    """Write the descriptions of groups and of the tensors' arrays, and wait until everything is on disk."""
+    from ..io.publish import sync_tree  # readers do not need it
+
+    seals = {}
+    for tensor, array in zip(manifest.tensors, arrays_of_tensors, strict=True):
+        entry = {**entry_of(tensor), "digests": [chunk.digest for chunk in tensor.chunks]}
+        seals[array.node] = array_seal(array, entry)
+        attributes = {MANIFEST_ATTRIBUTE: {**entry, SEAL: seals[array.node]}}
+        _write(directory / array.node, dataclasses.replace(array, attributes=attributes).to_json())
+    root: dict[str, Any] = {"version": 1, "tensors": len(seals), "provenance": dict(manifest.provenance)}
+    root = {**json.loads(json.dumps(root)), "arrays": digest_of(seals)}
+    ours = {MANIFEST_ATTRIBUTE: {**root, SEAL: digest_of(root)}}
+    groups = {parent for array in arrays_of_tensors for parent in _parents(array.node)} | {""}
+    for group in sorted(groups, reverse=True):  # the root last: it makes the directory a hierarchy
+        node = {"zarr_format": 3, "node_type": "group", "attributes": {} if group else ours}
+        _write(directory / group, json.dumps(node, indent=1))
+    sync_tree(directory)
+
+
+def _write(folder: Location, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ZARR_FILE).unlink(missing_ok=True)  # left by a run that was killed
+    write_synced(folder / ZARR_FILE, text.encode())
+
+
+def _array(tensor: StateRecord, node: str, shard_bytes: int, chunk_bytes: int) -> ZarrArray:
+    size = itemsize(tensor.dtype)
+    chunk = _block(tensor.shape, chunk_bytes // size)
+    shard = _block(tensor.shape, max(shard_bytes // size, math.prod(chunk)))
+    whole = tuple(-(-length // part) * part for length, part in zip(shard, chunk, strict=True))
+    # Stock zarr 3.1 cannot read a shard without dims.
+    return ZarrArray(node, tensor.shape, stored_as(tensor.dtype), whole, chunk, INDEX_CHECKSUM, bool(tensor.shape))
+
+
+def _block(shape: Index, most: int) -> Index:
+    """Return the largest run of at most ``most`` elements that (almost) divides a tensor of this shape equally."""
+    block = list(shape)
+    for dim, length in enumerate(shape):
+        inner = math.prod(shape[dim + 1 :])
+        fitting = min(max(most // max(inner, 1), 1), length)
+        if fitting:
+            block[dim] = -(-length // -(-length // fitting))
+        if fitting > 1 or inner <= most:
+            break
+    return tuple(max(length, 1) for length in block)
+
+
+def _name(part: str | int) -> str:
+    """Return a plain file name for a part of a path: itself, or its plain characters and a hash."""
+    text = str(part)
+    plain = re.sub(r"[^A-Za-z0-9._-]", "_", text)[:_LONGEST_NAME]
+    if plain == text and text and not text.startswith((".", "__")) and text != ZARR_FILE:
+        return text
+    digest = xxhash.xxh3_64_hexdigest(text.encode(errors="surrogatepass"))
+    return f"{plain.lstrip('._')}-{digest}"
+
+
+def _parents(node: str) -> Iterator[str]:
+    parts = node.split("/")
+    for depth in range(1, len(parts)):
+        yield "/".join(parts[:depth])

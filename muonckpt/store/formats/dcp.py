@@ -10,7 +10,7 @@ all the same, are checkpoints of a run, of which the user names one.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
@@ -19,23 +19,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....box import Box, Index
-from ....chunks import Boxes, Chunks, Strides, columns_of, on_columns
-from ....columns import UNKNOWN, Columns, Row
-from ....errors import DamageError, SourceError, about
-from ....keys import OptimizerPlace, optimizers_of, slot_in
-from ....record import Blob, Extent, Manifest, StateRecord
-from ....vocabulary import KeyPath
-from ...io import limits
-from ...io.checksums import xxh3_128
-from ...io.location import Location
-from ...io.ranges import joined
-from ...io.regular import File, extent_faults, open_regular
-from ...reading.payloads import Payloads
-from ..signs import COMMON_FILE, METADATA_FILE, folders_of_dcp
-from ..torch_save import tensor_item
-from ..torch_save.tensor_item import ItemTemplate, TensorItem
-from .metadata_pickle import Metadata, StoredItem, TensorMeta, parse_metadata
+from ...box import Box, Index
+from ...chunks import Boxes, Chunks, Strides, columns_of, on_columns
+from ...columns import UNKNOWN, Columns, Row
+from ...errors import DamageError, SourceError, about
+from ...keys import optimizers_of, slot_in
+from ...record import Blob, Extent, Manifest, StateRecord
+from ..io import limits
+from ..io.checksums import xxh3_128
+from ..io.location import Location
+from ..io.ranges import joined
+from ..io.regular import File, extent_faults, open_regular
+from ..reading.payloads import Payloads
+from .dcp_metadata import Metadata, StoredItem, TensorMeta, parse_metadata
+from .signs import COMMON_FILE, METADATA_FILE, folders_of_dcp
+from .torch_save import tensor_item
+from .torch_save.tensor_item import ItemTemplate
 
 
 def located(path: Location, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
@@ -48,7 +47,7 @@ def located(path: Location, tensors: Sequence[StateRecord]) -> tuple[StateRecord
     payload, payload_length, crc32 = (
         column.copy() for column in (columns.payload, columns.payload_length, columns.crc32)
     )
-    strides: dict[int, Index | None] = {}
+    strides: dict[int, Index] = {}
     stored = [(tensor, box) for tensor in tensors for box in tensor.boxes]
     offsets, lengths = columns.item.tolist(), columns.item_length.tolist()
     order = np.lexsort((columns.item, columns.file))
@@ -56,20 +55,27 @@ def located(path: Location, tensors: Sequence[StateRecord]) -> tuple[StateRecord
 
     def read_items(rows: NDArray[np.int64]) -> None:
         name = columns.names[columns.file[rows[0]]]
-        items = [
-            (row, offsets[row], _template(stored[row][0].dtype, stored[row][1].shape, lengths[row]))
-            for row in rows.tolist()
-        ]
+        items: list[tuple[int, ItemTemplate | None]] = []
+        for row in rows.tolist():
+            tensor, box = stored[row]
+            template = tensor_item.template(tensor.dtype, box.shape)
+            items.append((row, template if template is not None and template.length == lengths[row] else None))
         with open_regular(path / name) as file:
-            around = _Surroundings(file, ((known, offset) for _, offset, known in items if known is not None))
-            for row, offset, template in items:
+            around = _Surroundings(file, ((known, offsets[row]) for row, known in items if known is not None))
+            for row, template in items:
+                offset = offsets[row]
                 if template is not None and (sums := around.crc32(template, offset)) is not None:
                     payload[row], payload_length[row] = offset + len(template.head), template.payload_length
                     crc32[row] = sums
                     continue
                 tensor, box = stored[row]
                 try:
-                    item = _parsed(file, tensor, box, offset, lengths[row])
+                    item = tensor_item.read_tensor(file.read, offset, lengths[row])
+                    if (item.dtype, item.shape) != (tensor.dtype, box.shape):
+                        raise SourceError(
+                            f"expected {tensor.dtype} of shape {box.shape}, as .metadata says; found {item.dtype} of "
+                            f"shape {item.shape}"
+                        )
                 except SourceError as error:
                     where = f"{path / name} at byte {offset}: tensor {tensor.key!r} box {box}"
                     raise SourceError(f"{where}: {error}") from error
@@ -78,23 +84,20 @@ def located(path: Location, tensors: Sequence[StateRecord]) -> tuple[StateRecord
                 if not item.row_major:
                     strides[row] = item.strides  # saved while transposed or channels-last
 
-    if len(by_file) > 1:
-        with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-            list(pool.map(read_items, by_file))
-    else:
-        list(map(read_items, by_file))
+    try:
+        if len(by_file) > 1:
+            with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+                list(pool.map(read_items, by_file))
+        else:
+            list(map(read_items, by_file))
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error}") from error
     known = replace(columns, payload=payload, payload_length=payload_length, crc32=crc32)
-    return tuple(
-        replace(tensor, chunks=replace(own, strides=_strides(own, strides)))
-        for tensor, own in zip(tensors, on_columns((tensor.chunks for tensor in tensors), known), strict=True)
-    )
-
-
-def _strides(chunks: Chunks, of_rows: Mapping[int, Index | None]) -> Strides | None:
-    if not of_rows:
-        return None
-    own = tuple(map(of_rows.get, range(chunks.start, chunks.stop)))
-    return own if any(own) else None
+    result = []
+    for tensor, own in zip(tensors, on_columns((tensor.chunks for tensor in tensors), known), strict=True):
+        of_tensor: Strides | None = tuple(map(strides.get, range(own.start, own.stop))) if strides else None
+        result.append(replace(tensor, chunks=replace(own, strides=of_tensor if any(of_tensor or ()) else None)))
+    return tuple(result)
 
 
 _FILES_AT_ONCE = 16
@@ -105,7 +108,7 @@ class _Surroundings:
     """The bytes before and after the payloads of items of one file, read many items at a time.
 
     Args:
-        items: those that may be like their template, each with its first byte; in the order of the file.
+        items: the items that may be like their template, each with its first byte, in the order of the file.
     """
 
     def __init__(self, file: File, items: Iterable[tuple[ItemTemplate, int]]) -> None:
@@ -132,23 +135,9 @@ class _Surroundings:
         return self._data[start - self._start : stop - self._start]
 
 
-def _template(dtype: str, shape: Index, length: int) -> ItemTemplate | None:
-    template = tensor_item.template(dtype, shape)
-    return template if template is not None and template.length == length else None
-
-
 def _spans(template: ItemTemplate, offset: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return where an item's bytes before and after its payload start and stop in the file."""
     return (offset, offset + len(template.head)), (offset + template.tail_offset, offset + template.length)
-
-
-def _parsed(file: File, tensor: StateRecord, box: Box, offset: int, length: int) -> TensorItem:
-    item = tensor_item.read_tensor(file.read, offset, length)
-    if (item.dtype, item.shape) != (tensor.dtype, box.shape):
-        raise SourceError(
-            f"expected {tensor.dtype} of shape {box.shape}, as .metadata says; found {item.dtype} of shape {item.shape}"
-        )
-    return item
 
 
 class DcpReader:
@@ -167,17 +156,14 @@ class DcpReader:
             data = _read_metadata(path)
             self.digest = xxh3_128([data])
             with about(path / METADATA_FILE):
-                manifest = _manifest(parse_metadata(data))
+                manifest = _outline(parse_metadata(data))
             self.outline = replace(manifest, blobs=(*manifest.blobs, *common_file(path)))
             self.faults = tuple(extent_faults(path, named_items(self.outline)))
         except OSError as error:
             raise SourceError(f"cannot read {path}: {error}") from error
 
     def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
-        try:
-            return located(self.payloads.directory, tensors)
-        except OSError as error:
-            raise SourceError(f"cannot read {self.payloads.directory}: {error}") from error
+        return located(self.payloads.directory, tensors)
 
 
 def common_file(path: Location) -> tuple[Blob, ...]:
@@ -188,23 +174,11 @@ def common_file(path: Location) -> tuple[Blob, ...]:
         return (Blob(COMMON_FILE, (COMMON_FILE,), Extent(COMMON_FILE, 0, file.size)),)
 
 
-# From metadata to manifest.
-
-
-def _manifest(metadata: Metadata) -> Manifest:
+def _outline(metadata: Metadata) -> Manifest:
     chunks = {(key, offsets) for key, tensor in metadata.tensors.items() for offsets, _ in tensor.chunks}
     planned = chunks | {(key, None) for key in metadata.blobs}
     for key, offsets in metadata.storage.keys() - planned:
         raise DamageError(f"expected items of known tensors only, found one for {key!r} at offsets {offsets}")
-    optimizers = optimizers_of(metadata.paths.values())
-    return Manifest(
-        tuple(_records(metadata, optimizers)),
-        tuple(_blob(key, metadata) for key in metadata.blobs),
-        {"format": "torch.distributed.checkpoint", "version": metadata.version, "not_kept": list(metadata.extra)},
-    )
-
-
-def _records(metadata: Metadata, optimizers: Collection[OptimizerPlace]) -> Iterator[StateRecord]:
     rows, places = list[Row](), list[tuple[int, Boxes]]()
     known: dict[object, Boxes] = {}
     for key, tensor in metadata.tensors.items():
@@ -216,10 +190,18 @@ def _records(metadata: Metadata, optimizers: Collection[OptimizerPlace]) -> Iter
             item = _item(key, offsets, metadata)
             rows.append((item.file, item.offset, item.length, UNKNOWN, UNKNOWN, None, UNKNOWN))
     columns = Columns.of(rows)
+    optimizers = optimizers_of(metadata.paths.values())
+    tensors = []
     for (key, tensor), place in zip(metadata.tensors.items(), places, strict=True):
-        path = _path(key, metadata)
+        path = metadata.paths.get(key, (key,))
         name, slot = slot_in(path, optimizers)
-        yield StateRecord(key, path, tensor.size, tensor.dtype, Chunks(columns, *place), name=name, slot=slot)
+        tensors.append(StateRecord(key, path, tensor.size, tensor.dtype, Chunks(columns, *place), name=name, slot=slot))
+    blobs = []
+    for key in metadata.blobs:
+        item = _item(key, None, metadata)
+        blobs.append(Blob(key, metadata.paths.get(key, (key,)), Extent(item.file, item.offset, item.length)))
+    provenance = {"format": "torch.distributed.checkpoint", "version": metadata.version}
+    return Manifest(tuple(tensors), tuple(blobs), {**provenance, "not_kept": list(metadata.extra)})
 
 
 def _boxes(key: str, tensor: TensorMeta) -> Boxes:
@@ -243,22 +225,16 @@ def _item(key: str, offsets: tuple[int, ...] | None, metadata: Metadata) -> Stor
     return item
 
 
-def _blob(key: str, metadata: Metadata) -> Blob:
-    item = _item(key, None, metadata)
-    return Blob(key, _path(key, metadata), Extent(item.file, item.offset, item.length))
-
-
-def _path(key: str, metadata: Metadata) -> KeyPath:
-    return metadata.paths.get(key, (key,))
-
-
-# Files.
-
-
 def _read_metadata(path: Location) -> bytes:
     if not path.is_dir():
         raise SourceError(f"expected a checkpoint directory, found no directory {path}")
     names = {entry.name for entry in path.iterdir()}
+
+    def is_checkpoint(place: Location) -> bool:
+        if (place / METADATA_FILE).exists():
+            return True
+        return place.is_dir() and any((folder / METADATA_FILE).exists() for folder in place.iterdir())
+
     if METADATA_FILE not in names:
         if any(fnmatch.fnmatchcase(name, f"__*{METADATA_FILE}") for name in names):
             raise SourceError(
@@ -266,22 +242,13 @@ def _read_metadata(path: Location) -> bytes:
                 "knows only its own rank, so they cannot be resharded; load them on the same ranks and save again"
             )
         unfinished = f": a save into {path} did not finish" if f"{METADATA_FILE}.tmp" in names else ""
-        below = _checkpoints_below(path, names)
+        below = sorted(name for name in names if is_checkpoint(path / name))
         instead = f"; there is one in {', '.join(below[:8])}: give the path of one" if below else ""
         raise SourceError(f"expected {METADATA_FILE} in {path}, found none{unfinished}{instead}")
     with open_regular(path / METADATA_FILE) as file:
         size = file.size
         limits.check_description(path / METADATA_FILE, size)
         return file.read(0, size)
-
-
-def _checkpoints_below(path: Location, names: Collection[str]) -> list[str]:
-    def is_one(place: Location) -> bool:
-        if (place / METADATA_FILE).exists():
-            return True
-        return place.is_dir() and any((folder / METADATA_FILE).exists() for folder in place.iterdir())
-
-    return sorted(name for name in names if is_one(path / name))
 
 
 def named_items(manifest: Manifest) -> Iterator[tuple[Extent, str]]:
@@ -306,8 +273,7 @@ class SiblingsReader:
         self.payloads = Payloads(path)
         readers = {name: DcpReader(path / name) for name in folders_of_dcp(path)}
         outlines = {name: reader.outline for name, reader in readers.items()}
-        kinds = {_holds_only_optimizers(outline) for outline in outlines.values()}
-        if kinds != {True, False} or any(map(_holds_both, outlines.values())):
+        if set(map(_holds_optimizers, outlines.values())) != {True, False}:
             names = ", ".join(list(outlines)[:_MOST_NAMES]) + ", …" * (len(outlines) > _MOST_NAMES)
             raise SourceError(
                 f"expected a checkpoint in {path}, found several, in its folders {names}; give the path of one, "
@@ -325,27 +291,17 @@ class SiblingsReader:
         )
 
     def locate(self, tensors: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
-        try:
-            return located(self.payloads.directory, tensors)
-        except OSError as error:
-            raise SourceError(f"cannot read {self.payloads.directory}: {error}") from error
+        return located(self.payloads.directory, tensors)
 
 
-def _optimizers(outline: Manifest) -> set[OptimizerPlace]:
-    return optimizers_of(entry.path for entries in (outline.tensors, outline.blobs) for entry in entries)
-
-
-def _holds_only_optimizers(outline: Manifest) -> bool:
-    optimizers = _optimizers(outline)
-
-    def is_state(tensor: StateRecord) -> bool:
-        return any(tensor.path[: len(optimizer.root)] == optimizer.root for optimizer in optimizers)
-
-    return bool(optimizers) and all(map(is_state, outline.tensors))
-
-
-def _holds_both(outline: Manifest) -> bool:
-    return bool(_optimizers(outline)) and not _holds_only_optimizers(outline)
+def _holds_optimizers(outline: Manifest) -> bool | None:
+    """Return whether a folder holds the state of optimizers and no other tensors; None if it holds both."""
+    entries = (entry for entries in (outline.tensors, outline.blobs) for entry in entries)
+    roots = {optimizer.root for optimizer in optimizers_of(entry.path for entry in entries)}
+    if not roots:
+        return False
+    only = all(any(tensor.path[: len(root)] == root for root in roots) for tensor in outline.tensors)
+    return True if only else None
 
 
 def _moved(outline: Manifest, folder: str, named: bool) -> Manifest:

@@ -1,7 +1,7 @@
 """The ``.metadata`` file of torch.distributed.checkpoint (DCP), read as plain data.
 
-It is a pickle of small objects of torch.  A stock reader runs it, with any code in it; :mod:`.inert_pickle` runs
-nothing.
+It is a pickle of small objects of torch.  A stock reader runs it, with any code in it; :mod:`.torch_save.inert_pickle`
+runs nothing.
 
 Source: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py`` (torch 2.13).
 """
@@ -12,13 +12,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from ....box import Index
-from ....errors import SourceError
-from ....vocabulary import KeyPath
-from ...io.limits import gc_paused
-from ...reading.dtypes import DTYPES
-from ..torch_save.inert_pickle import Global, Record, expect, sequence, sizes_of, unpickle
-from .class_names import FILESYSTEM, KNOWN, METADATA
+from ...box import Index
+from ...errors import SourceError
+from ...vocabulary import KeyPath
+from ..io.limits import gc_paused
+from ..reading.dtypes import DTYPES
+from .signs import FILESYSTEM, METADATA
+from .torch_save.inert_pickle import Global, Record, expect, sequence, sizes_of, unpickle
+
+_NAMES = {
+    "torch": ("Size", *DTYPES),
+    "torch.serialization": ("_get_layout",),
+    FILESYSTEM: ("_StorageInfo",),
+    METADATA: (
+        *("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex"),
+        *("BytesStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    ),
+    # Megatron-LM's torch_dist adds the save plans of all ranks.
+    "torch.distributed.checkpoint.planner": (
+        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    ),
+    # StorageMeta holds the directory of the save; Python 3.13 moved the classes.
+    "pathlib": (_PATHS := ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")),
+    "pathlib._local": _PATHS,
+}
+
+_KNOWN = frozenset(f"{module} {name}" for module, names in _NAMES.items() for name in names)
+"""Everything in one that is not plain data, as "module name"."""
 
 _ATTRIBUTES = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
 
@@ -69,7 +89,7 @@ def parse_metadata(data: bytes) -> Metadata:
             is not an integer >= 0, or an item twice.  File names are not checked here.
     """
     with gc_paused():
-        content = unpickle(data, KNOWN)
+        content = unpickle(data, _KNOWN)
         try:
             return _metadata(content)
         except (KeyError, ValueError) as error:
