@@ -1,7 +1,7 @@
 """The published sets of Newton-Schulz coefficients: one polynomial of the singular values per step.
 
-Pure data, which the optimizer runs by and converters translate.  Sets differ in how fast a small singular value grows
-and how near to 1 they all end.  How to choose one: ``docs/design/newton_schulz.md``.
+Sets differ in how fast a small singular value grows and how near to 1 all of them end.  How to choose one:
+``docs/design/newton_schulz.md``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CoefficientSet:
             raise ValueError(f"coefficient set {self.name!r}: want 0 < norm_scale < 2, got {self.norm_scale}")
 
     def schedule(self, steps: int) -> tuple[Triple, ...]:
-        """The triples of a run of ``steps`` steps: the first of the list, then the tail as often as needed.
+        """Return the triples of ``steps`` steps: the first of the list, then the tail as often as needed.
 
         Raises:
             ValueError: ``steps`` is less than 1.
@@ -68,7 +68,7 @@ class CoefficientSet:
 
 
 def _damped(steps: tuple[Triple, ...], by: float) -> tuple[Triple, ...]:
-    """``p(x / by)`` for every polynomial: a singular value pushed above 1 by rounding then does no harm."""
+    """Return ``p(x / by)`` for every polynomial: a singular value pushed above 1 by rounding then does no harm."""
     return tuple((a / by, b / by**3, c / by**5) for a, b, c in steps)
 
 
@@ -183,7 +183,7 @@ Coefficients = str | CoefficientSet | Triple | Sequence[Triple] | Plain
 
 
 def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
-    """The set that these coefficients mean.
+    """Return the set that these coefficients stand for.
 
     Args:
         coefficients: the name of a published set, a set, a triple for every step, one triple for each step,
@@ -212,7 +212,7 @@ def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
 
 
 def plain_coefficients(coefficients: Coefficients) -> Plain:
-    """Coefficients as plain values for a parameter group: a published set by its name, any other by its numbers.
+    """Return coefficients as plain values for a parameter group: a published set's name, or the numbers of another.
 
     Raises:
         ValueError: as :func:`coefficient_set`.

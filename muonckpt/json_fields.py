@@ -1,18 +1,26 @@
-"""The fields of descriptions in JSON, checked one by one when they are read.
+"""Descriptions in JSON: fields that are checked when they are read, and digests that show damage.
 
-Each reader takes a value of `json.loads` and raises `TypeError` or `ValueError` if it is not what it should be.
+Each reader of a field takes a value of `json.loads` and raises `TypeError` or `ValueError` if it is not what it should
+be.
+
+A text that only we write is closed by a digest of its own bytes (`sealed_text`).  A file that other programs may lay
+out anew, as zarr's and Hugging Face's JSON, has a digest of the values in it (`digest_of`).  Digests detect accidents:
+whoever wants to can compute them again.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
+import xxhash
+
 from .box import Index
+from .errors import DamageError
 from .vocabulary import KeyPath
 
 T = TypeVar("T")
@@ -22,18 +30,18 @@ _DEEPEST = 32
 
 
 def compact(value: Any) -> str:
-    """The JSON text of a value, on one line; lone surrogates, which UTF-8 cannot hold, are escaped as JSON has them."""
+    """Return a value as JSON text on one line, with lone surrogates, which UTF-8 cannot hold, escaped as in JSON."""
     text = json.dumps(value, ensure_ascii=False)
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 def optional(read: Callable[[Any], T], value: Any) -> T | None:
-    """What a reader makes of a value; None of null."""
+    """Read a value that may be null."""
     return None if value is None else read(value)
 
 
 def free_form(value: Any) -> dict[str, Any]:
-    """A JSON object of any content, which is not nested so deeply that it could not be written again."""
+    """Read a JSON object of any content, unless it is nested so deeply that it could not be written again."""
     if not isinstance(value, dict):
         raise TypeError(f"expected an object, got {value!r:.200}")
     level: list[Any] = [value]
@@ -50,7 +58,7 @@ def free_form(value: Any) -> dict[str, Any]:
 
 
 def list_of(read: Callable[[Any], T]) -> Callable[[Any], list[T]]:
-    """Return a reader of lists of what another one reads."""
+    """Return a reader of lists, whose elements ``read`` reads."""
 
     def read_list(value: Any) -> list[T]:
         if not isinstance(value, list):
@@ -61,12 +69,12 @@ def list_of(read: Callable[[Any], T]) -> Callable[[Any], list[T]]:
 
 
 def provenance(value: Any) -> dict[str, Any]:
-    """Return free-form JSON whose entries with a meaning, as docs/formats/manifest.md has them, have its forms."""
+    """Read a provenance: free-form JSON, in which the entries that docs/formats/manifest.md lists have their forms."""
     return _checked(value, _PROVENANCE)
 
 
 def layout(value: Any) -> dict[str, Any]:
-    """Return the layout of a tensor, likewise."""
+    """Read the layout of a tensor, likewise."""
     checked = _checked(value, _LAYOUT)
     axes = checked.get("axes")
     if axes is not None and len(axes) != len(checked.get("mesh", axes)):
@@ -75,7 +83,6 @@ def layout(value: Any) -> dict[str, Any]:
 
 
 def _checked(value: Any, readers: Mapping[str, Callable[[Any], object]]) -> dict[str, Any]:
-    """Check the entries that have readers; carry all."""
     entries = free_form(value)
     for name in readers.keys() & entries.keys():
         try:
@@ -86,51 +93,44 @@ def _checked(value: Any, readers: Mapping[str, Callable[[Any], object]]) -> dict
 
 
 def string(value: Any) -> str:
-    """A string."""
     if not isinstance(value, str):
         raise TypeError(f"expected a string, got {value!r:.200}")
     return value
 
 
 def whole_number(value: Any) -> int:
-    """An integer >= 0."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise TypeError(f"expected an integer >= 0, got {value!r:.200}")
     return value
 
 
 def integers(value: Any) -> Index:
-    """A list of integers >= 0."""
-    if not isinstance(value, list):
-        raise TypeError(f"expected a list of integers, got {value!r:.200}")
-    return tuple(map(whole_number, value))
+    """Read a list of integers >= 0."""
+    return tuple(list_of(whole_number)(value))
 
 
 def key_path(value: Any) -> KeyPath:
-    """A path in a nested state dict: strings, and integers for list positions."""
-    if not isinstance(value, list):
-        raise TypeError(f"expected a path, got {value!r:.200}")
-    return tuple(part if isinstance(part, str) else whole_number(part) for part in value)
+    """Read a path in a nested state dict: strings, and integers for list positions."""
+    return tuple(list_of(lambda part: part if isinstance(part, str) else whole_number(part))(value))
+
+
+# Readers of one field of many tensors: faster than a call for each, with the same errors.
 
 
 def all_strings(values: Sequence[Any]) -> Sequence[str]:
-    """Strings.  Like the others that take many values, faster than each, and with the same errors."""
     return values if {str} >= {*map(type, values)} else list(map(string, values))
 
 
 def all_optional(read: Callable[[Any], T], values: Iterable[Any]) -> list[T | None]:
-    """What a reader makes of each value; None of null."""
     return [None if value is None else read(value) for value in values]
 
 
 def all_integers(values: Sequence[Any]) -> Iterable[Index]:
-    """Lists of integers >= 0."""
     simple = _are_lists(values, int) and min(chain.from_iterable(values), default=0) >= 0
     return map(tuple, values) if simple else map(integers, values)
 
 
 def all_key_paths(values: Sequence[Any]) -> Iterable[KeyPath]:
-    """Paths in a nested state dict."""
     return map(tuple, values) if _are_lists(values, str) else map(key_path, values)
 
 
@@ -141,28 +141,24 @@ def _are_lists(values: Sequence[Any], kind: type) -> bool:
 def field_of_all(
     name: str, read: Callable[[Sequence[Any]], Iterable[T]], values: Sequence[Any], keys: Sequence[Any]
 ) -> list[T]:
-    """What a reader makes of a field of all tensors with these keys.
+    """Read one field of all tensors with these keys.
 
     Raises:
-        ValueError: it refuses a value; names the tensor and the field.
+        ValueError: ``read`` refuses a value; names the tensor and the field.
     """
     try:
         return list(read(values))
-    except (TypeError, ValueError) as error:
-        wrong = next((key for key, value in zip(keys, values, strict=True) if _is_refused(read, value)), None)
-        raise ValueError(f"tensor {wrong!r:.200}: {name}: {error}") from error
-
-
-def _is_refused(read: Callable[[Sequence[Any]], Iterable[Any]], value: Any) -> bool:
-    try:
-        list(read([value]))
     except (TypeError, ValueError):
-        return True
-    return False
+        for key, value in zip(keys, values, strict=True):  # find the value
+            try:
+                list(read([value]))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"tensor {key!r:.200}: {name}: {error}") from error
+        raise
 
 
 def matching(pattern: re.Pattern[str]) -> Callable[[Any], str]:
-    """A reader of strings that match a pattern."""
+    """Return a reader of strings that match a pattern."""
 
     def read(value: Any) -> str:
         if not pattern.fullmatch(string(value)):
@@ -173,7 +169,6 @@ def matching(pattern: re.Pattern[str]) -> Callable[[Any], str]:
 
 
 def _cut(value: Any) -> tuple[str, int]:
-    """An axis, and the dim that it cuts."""
     axis, dim = list_of(lambda part: part)(value)
     return string(axis), whole_number(dim)
 
@@ -196,3 +191,54 @@ _LAYOUT: Mapping[str, Callable[[Any], object]] = {
     "mesh": integers,
     "placements": list_of(string),
 }
+
+
+_END = ',\n "digest": "{}"}}\n'.format
+_END_LENGTH = len(_END("0" * 32))
+
+
+def sealed_text(text: str) -> str:
+    """Close the text of a JSON object, given without its brace, by a last field: the digest of the text."""
+    return "".join(sealed_parts([text]))
+
+
+def sealed_parts(parts: Iterable[str]) -> Iterator[str]:
+    """Close a text that is given in parts, as `sealed_text` does."""
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part.encode(errors="surrogatepass"))
+        yield part
+    yield _END(digest.hexdigest())
+
+
+def check_seal(text: bytes, fields: Mapping[str, Any]) -> None:
+    """Check a JSON object that `sealed_text` closed; other programs write it without a ``digest``.
+
+    Args:
+        text: its text as UTF-8.
+        fields: the fields in it.
+
+    Raises:
+        DamageError: the text is not the one that was sealed.
+    """
+    if "digest" not in fields:
+        return
+    digest = xxhash.xxh3_128_hexdigest(memoryview(text)[:-_END_LENGTH])
+    if text[-_END_LENGTH:] != _END(digest).encode():
+        raise DamageError(f"its text is not the one that was written: digest {digest}, expected {fields['digest']}")
+
+
+def digest_of(value: Any) -> str:
+    """Return the xxh3-128 of JSON data, in hex, whatever the order and the spacing of its text."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128_hexdigest(text.encode(errors="surrogatepass"))
+
+
+def check_digest(recorded: object, value: Any) -> None:
+    """Compare JSON data with its recorded digest.
+
+    Raises:
+        DamageError: they differ.
+    """
+    if recorded != digest_of(value):
+        raise DamageError(f"it is not the one that was written: digest {digest_of(value)}, expected {recorded}")

@@ -1,4 +1,4 @@
-"""Keys of optimizers in torch's state dicts, which are recognised and written here only.
+"""The keys of optimizers in torch's state dicts; no other file recognises or writes them.
 
 * Nested: ``(*root, "state", PARAMETER, SLOT)`` and ``(*root, "param_groups", NUMBER, OPTION)``, where a parameter is a
   name, or its number in the order in which groups list it.
@@ -52,7 +52,7 @@ class OptimizerPlace:
 
 
 class OptimizerKey(NamedTuple):
-    """A path read as that of a slot or of an option.
+    """One way to read a path, as that of a slot or of an option.
 
     ``name`` is a parameter, or the number of a group in the nested form; ``leaf`` is the slot or the option.
     """
@@ -87,7 +87,7 @@ _AFTER_DOT = {word: re.compile(rf"(?:(?<=\.)|^){word}\.") for word in (STATE, PA
 
 
 def optimizers_of(paths: Iterable[KeyPath]) -> set[OptimizerPlace]:
-    """Return where there are optimizers: where there are parameter groups, also as one item."""
+    """Return the places of all optimizers: those of parameter groups, which may be one item."""
     places = set[OptimizerPlace]()
     for path in paths:
         if PARAM_GROUPS in path:
@@ -98,7 +98,7 @@ def optimizers_of(paths: Iterable[KeyPath]) -> set[OptimizerPlace]:
 
 
 def slot_in(path: KeyPath, optimizers: Collection[OptimizerPlace]) -> tuple[str | None, str | None]:
-    """Return the parameter and the slot that a path is of in one of these optimizers, or two None."""
+    """Return the parameter and the slot of a path, or two None if it is in none of these optimizers."""
     key = next((key for key in OptimizerKey.of_slot(path) if key.place in optimizers), None)
     return (None, None) if key is None else (key.name, key.leaf)
 
@@ -107,14 +107,14 @@ def slot_in(path: KeyPath, optimizers: Collection[OptimizerPlace]) -> tuple[str 
 
 
 def is_optimizer(node: Mapping[Any, Any]) -> bool:
-    """Return whether a dict has the keys of an optimizer's state dict in the nested form."""
+    """Return True if a dict has the keys of an optimizer's state dict in the nested form."""
     return {STATE, PARAM_GROUPS} <= node.keys()
 
 
 def slots_of(node: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, str, str, Mapping[str, Any]]]:
-    """Yield path, parameter, slot and group of the state in an optimizer's state dict; nothing for another dict.
+    """Yield path, parameter, slot and group of each state in an optimizer's state dict; nothing for another dict.
 
-    A flat group has the options `convention` and `pieces` only.
+    A group from the flat form has only the options ``convention`` and ``pieces``.
     """
     match node:
         case {"state": Mapping() as state, "param_groups": [*groups]} if all(isinstance(g, Mapping) for g in groups):
@@ -136,7 +136,7 @@ class NamedOptimizer:
     """An optimizer's state dict in a template, in which parameters have names.
 
     Attributes:
-        key: of the state dict, such as "optimizer"; "" if the template itself is one.
+        key: its key in the template, such as "optimizer"; "" if it is the template itself.
         groups: the names of each group's parameters; None in the flat form, where parameters have options.
     """
 
@@ -149,19 +149,19 @@ class NamedOptimizer:
 
     @property
     def state(self) -> str:
-        """What the keys of its state begin with."""
+        """The beginning of the keys of its state."""
         return f"{_child(self.key, STATE)}."
 
     @property
     def options(self) -> str:
-        """What the keys of its parameter groups begin with."""
+        """The beginning of the keys of its parameter groups."""
         return option_prefix(self.key)
 
     def state_of_names(self, keys: Iterable[str], known: Collection[str]) -> dict[str, dict[str, str]]:
         """Return the keys of its state, by parameter and slot.
 
         Args:
-            known: what follows one of these names is a slot; without any, the last part of a key is.
+            known: names of parameters; in a key that begins with none of them, only the last part is the slot.
         """
         state: defaultdict[str, dict[str, str]] = defaultdict(dict)
         for key in keys:
@@ -175,7 +175,7 @@ class NamedOptimizer:
         return dict(state)
 
     def options_of_names(self, keys: Iterable[str]) -> dict[str, dict[str, str]]:
-        """In the flat form, return the keys of its options, by parameter and option."""
+        """Return the keys of its options in the flat form, by parameter and option."""
         options: defaultdict[str, dict[str, str]] = defaultdict(dict)
         for key in keys:
             if key.startswith(self.options):
@@ -184,7 +184,7 @@ class NamedOptimizer:
         return dict(options)
 
     def options_of_groups(self, keys: Iterable[str]) -> dict[int, dict[str, str]]:
-        """In the nested form, return the keys of its options, by the number of the group and option."""
+        """Return the keys of its options in the nested form, by group number and option."""
         options: defaultdict[int, dict[str, str]] = defaultdict(dict)
         for key in keys:
             if key.startswith(self.options):
@@ -195,7 +195,7 @@ class NamedOptimizer:
 
 
 def option_prefix(key: str) -> str:
-    """Return what the keys of the parameter groups of the optimizer under ``key`` begin with."""
+    """Return the beginning of the keys of the parameter groups of the optimizer under ``key``."""
     return f"{_child(key, PARAM_GROUPS)}."
 
 

@@ -1,4 +1,4 @@
-"""Make a process group that its members alone make, whatever other groups each of them knows.
+"""Process groups that only their members make, whatever other groups each of them knows.
 
 ``torch.distributed.new_group`` names a group after how many this process has made or knows.  Where members have
 different counts, the names differ, and all of them wait for the time-out; where a group was destroyed, a name comes a
@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 
 def new_group(members: Collection[int], backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
-    """Return a new group under a name that no other group has, the same on all its ranks.  Collective over these.
+    """Return a new group, under a name that is the same on all its ranks and that no other has.  Collective over them.
 
     Args:
         members: global ranks, this one among them.
@@ -46,7 +46,7 @@ def new_group(members: Collection[int], backend: str, timeout: timedelta | None)
 
 
 def time_out(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Return what ``init_process_group`` or ``new_group`` was told; None if no backend for the device says it."""
+    """Return the time-out that a group was made with; None if it has no backend for the device, or that has none."""
     if device not in group._device_types:
         return None
     waits: timedelta | None = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)

@@ -46,7 +46,12 @@ class Copies:
     def joined(cls, tables: Sequence[Copies]) -> Copies:
         """Return the rows of several tables, one table after the other; boxes get leading dims of size 1."""
         ndim = max(table.sizes.shape[1] for table in tables)
-        columns = zip(*(table._filled_up(ndim).columns for table in tables), strict=True)
+
+        def widened(column: IntArray) -> IntArray:
+            missing = ndim - column.shape[1] if column.ndim > 1 else 0
+            return np.pad(column, ((0, 0), (missing, 0)), constant_values=1) if missing else column
+
+        columns = zip(*(map(widened, table.columns) for table in tables), strict=True)
         return cls(*map(np.concatenate, columns))
 
     def __len__(self) -> int:
@@ -59,7 +64,7 @@ class Copies:
         return numel
 
     def rows(self, chosen: IntArray | NDArray[np.bool_] | slice) -> Copies:
-        """Return some rows: by number, by a mask, or a range."""
+        """Return some rows, by number, mask or range."""
         return Copies(*(column[chosen] for column in self.columns))
 
     def turned(self) -> Copies:
@@ -72,13 +77,6 @@ class Copies:
         """All columns, in the order of the attributes."""
         source = self.source, self.source_offset, self.source_strides
         return self.sizes, *source, self.target, self.target_offset, self.target_strides
-
-    def _filled_up(self, ndim: int) -> Copies:
-        missing = ndim - self.sizes.shape[1]
-        if not missing:
-            return self
-        columns = (np.pad(c, ((0, 0), (missing, 0)), constant_values=1) if c.ndim > 1 else c for c in self.columns)
-        return Copies(*columns)
 
 
 def dense_strides(sizes: IntArray) -> IntArray:
@@ -113,7 +111,7 @@ class Plan:
         target_numel: elements that the target's buffers hold, replicas counted.
 
     Raises:
-        LayoutError: they do not.
+        LayoutError: the volumes do not add up.
     """
 
     shape: Index
@@ -142,7 +140,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One buffer's part of a plan: the copies that it gives and those that it takes (its own to itself are in both).
+    """One buffer's part of a plan: the copies that it gives and those that it takes; copies to itself are in both.
 
     Two buffers list the copies between them in the same order.
     """
@@ -173,7 +171,7 @@ def make_share(source: TensorLayout, target: TensorLayout, buffer: Buffer) -> Sh
     """Return the share of ``buffer`` in ``make_plan(source, target)``, without making the whole plan.
 
     Raises:
-        LayoutError: the shapes differ, or what the buffer takes is not all that it holds of the target.
+        LayoutError: the shapes differ, or the buffer would not take all that it holds of the target.
     """
     _check_shapes(source, target)
     ours, theirs = source.boxes_of(buffer), target.boxes_of(buffer)
@@ -197,8 +195,9 @@ def _check_shapes(source: TensorLayout, target: TensorLayout) -> None:
 
 
 def _intersection(source: TensorLayout, target: TensorLayout, t: IntArray, s: IntArray) -> tuple[IntArray, Copies]:
-    """Return the copies to every holder of a target box from the holder of the source box that it reads, pair by pair,
-    and the first index of each.
+    """Return, for pairs of boxes ``t`` and ``s``, the first indices of their common boxes and the copies of them.
+
+    Every holder of the target box gets a copy from one holder of the source box.
     """
     ndim = len(source.shape)
     fragments, first = target.by_box

@@ -28,6 +28,7 @@ from .json_fields import (
     all_key_paths,
     all_optional,
     all_strings,
+    check_seal,
     compact,
     field_of_all,
     integers,
@@ -36,11 +37,11 @@ from .json_fields import (
     matching,
     optional,
     provenance,
+    sealed_parts,
     string,
     whole_number,
 )
 from .layout import TensorLayout
-from .seal import check_seal, sealed_parts
 from .vocabulary import Convention, KeyPath
 
 __all__ = [

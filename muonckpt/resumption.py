@@ -1,6 +1,6 @@
 """Resuming with other parameters than were saved: what starts fresh, what groups take over, what is refused.
 
-Pure: names and plain data.  ``checkpoint`` uses it for what lies in files, the optimizer for state dicts.
+``checkpoint`` uses it for what lies in files, the optimizer for state dicts.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 from .vocabulary import FUSION, PARAMS, SECOND_MOMENT
 
 NAMES_OF_GROUPS = frozenset({PARAMS, "param_names", "name"})
-"""What a parameter group consists of and is called; the rest are its options."""
+"""Keys of a parameter group that say what it consists of and how it is called; the rest are its options."""
 
 NEW = "new, without state in the checkpoint"
 GONE = "only in the checkpoint"
 
 
 def meaning(slots: Collection[str]) -> tuple[str, ...]:
-    """Return the options of a parameter group that say what state in these slots means."""
+    """Return the options of a parameter group on which the meaning of state in these slots depends."""
     return ("algorithm", *(FUSION if SECOND_MOMENT in slots else ()))
 
 
@@ -32,16 +32,16 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 @dataclass(frozen=True, slots=True)
 class Globs:
-    """The parameters that start fresh, by their names: ``*`` stands for any characters, dots among them."""
+    """Patterns of the names of parameters that start fresh: ``*`` stands for any characters, dots among them."""
 
     patterns: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, patterns: Iterable[str]) -> Globs:
-        """Check what a user has given as ``fresh=``.
+        """Read a user's ``fresh=``.
 
         Raises:
-            TypeError: it is no list of strings; one string is none either.
+            TypeError: it is not a list of strings; a string is not one either.
         """
         given = (patterns,) if isinstance(patterns, str) else tuple(patterns)
         if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in given):
@@ -58,46 +58,41 @@ class Globs:
 
 
 @dataclass(frozen=True, slots=True)
-class Extra:
-    """What a checkpoint may hold besides what is asked for: globs of keys, where ``*`` stands for any characters."""
-
-    patterns: tuple[str, ...] = ()
+class Extra(Globs):
+    """Patterns of the keys that a checkpoint may have besides those that are asked for."""
 
     @classmethod
-    def of(cls, given: bool | Iterable[str]) -> Extra:
-        """Check what a user has given as ``allow_extra=``: everything, nothing, or globs.
+    def of(cls, patterns: bool | Iterable[str]) -> Extra:
+        """Read a user's ``allow_extra=``: everything, nothing, or globs.
 
         Raises:
             TypeError: it is neither a bool nor a list of strings.
         """
-        if isinstance(given, bool):
-            return cls(("*",) if given else ())
-        patterns = () if isinstance(given, str) else tuple(given)
-        if isinstance(given, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        if isinstance(patterns, bool):
+            return cls(("*",) if patterns else ())
+        given = () if isinstance(patterns, str) else tuple(patterns)
+        if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in given):
             raise TypeError(
-                f"allow_extra={given!r}: expected True or a list of globs, such as allow_extra=['lr_scheduler.*']"
+                f"allow_extra={patterns!r}: expected True or a list of globs, such as allow_extra=['lr_scheduler.*']"
             )
-        return cls(patterns)
+        return cls(given)
 
     @property
     def everything(self) -> bool:
         return "*" in self.patterns
 
-    def match(self, key: str) -> bool:
-        return any(fnmatchcase(key, pattern) for pattern in self.patterns)
-
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """The result of a load: what was done with parameters, by name, on all ranks together.
+    """The result of a load, on all ranks together.
 
     Attributes:
-        loaded: those whose state was loaded.
-        fresh: those whose state starts fresh: zeros, no steps counted.
-        discarded: those of the fresh ones whose state in the checkpoint would have fitted.
-        dropped: what only the checkpoint has, and nothing takes: parameters with state there, and weights.
+        loaded: names of parameters whose state was loaded.
+        fresh: names of parameters whose state starts fresh: zeros, no steps counted.
+        discarded: the fresh ones whose state in the checkpoint would have fitted.
+        dropped: parameters and weights that only the checkpoint has; nothing takes them.
         kept: keys of weights that the checkpoint lacks; they keep the values that they had.
-        own_options: options that the checkpoint does not say and that stay as the running optimizer has them, as text.
+        own_options: options that the checkpoint lacks and that stay as the running optimizer has them, as text.
     """
 
     loaded: tuple[str, ...] = ()
@@ -125,7 +120,7 @@ class LoadReport:
 
 
 def in_globs(names: Collection[str], others: Iterable[str]) -> list[str]:
-    """Return names as globs for ``fresh=``: one for names that differ in numbers only, unless it matches others."""
+    """Return names as globs for ``fresh=``: one for names that differ only in numbers, unless it matches others too."""
     others = list(others)
     alike: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
@@ -141,13 +136,13 @@ KEPT = "Their state is kept where names, groups and rules are those of the saved
 
 
 def differences_listed(differences: Mapping[str, str], names: Collection[str], cure: str, kept: str = KEPT) -> str:
-    """Return what differs, by reason and name, and what to do.
+    """Return a message that lists what differs, by reason and name, and says what to do.
 
     Args:
         differences: the reason, by parameter.
-        names: of all parameters on both sides.
+        names: all parameters on both sides.
         cure: where ``fresh`` is given, such as ``"muonckpt.load(..., {})"``.
-        kept: what keeps their state, which is said first.
+        kept: how parameters keep their state, which comes before the cure.
     """
     of_reason: defaultdict[str, list[str]] = defaultdict(list)
     for name, reason in differences.items():
@@ -169,10 +164,11 @@ IN_A_TRAINER = " (in a trainer, to muon(...), MuonckptStrategy(...) or MuonckptM
 
 
 def inserted_parts(mine: Collection[str], theirs: Collection[str]) -> str | None:
-    """Return what wrappers have put into the names of one side, and what takes it out, if that is why names differ.
+    """Return what wrappers have put into the names of one side, and what takes it out; None if that is not the reason.
 
     Args:
-        mine, theirs: the names that only the program, and only the checkpoint has.
+        mine: names that only the program has.
+        theirs: names that only the checkpoint has.
     """
     for longer, shorter, where in ((theirs, mine, "checkpoint"), (mine, theirs, "program")):
         if inserted := _inserted({*longer}, {*shorter}):
@@ -203,30 +199,30 @@ def _inserted(longer: set[str], shorter: set[str]) -> tuple[str, str] | None:
 
 
 def said_otherwise(option: str, then: Any, now: Any) -> str:
-    """Return why state does not fit whose groups have different values of an option."""
+    """Return why state does not fit: an option of its group differs."""
     if option == "algorithm":
         return f"moved from {then!r} to {now!r}"
     return f"{option}={then!r} in the checkpoint, {now!r} now"
 
 
 def as_tuples(value: Any) -> Any:
-    """Return an option with lists as tuples: a format may keep either."""
+    """Return an option with its lists as tuples, because a format may keep either."""
     return tuple(map(as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def origin_groups(
     live: Sequence[Sequence[str]], home: Mapping[str, int], options: Callable[[int], Mapping[str, Any]]
 ) -> tuple[list[int | None], dict[str, str]]:
-    """Return for each group the saved one whose options it takes: where its parameters with loaded state were.
+    """Return the saved group whose options each group takes: the one where most of its parameters were.
 
     Args:
         live: the names of the parameters of each group.
-        home: the number of the saved group, of each parameter whose state is loaded.
-        options: gives those of a saved group, as far as they matter.
+        home: the number of the saved group of each parameter whose state is loaded.
+        options: returns the options that matter of a saved group.
 
     Returns:
-        The numbers, None for a group that keeps its own options because all of it starts fresh; and why parameters
-        cannot be loaded whose own group had other options, by name.
+        For each group the number of the saved one, None if it keeps its own options because all of it starts fresh;
+        and by name why a parameter cannot be loaded whose own group had other options.
     """
     sources: list[int | None] = []
     differences = {}
@@ -236,18 +232,20 @@ def origin_groups(
         sources.append(source)
         for name in names:
             if source is not None and name in home and home[name] != source:
-                differing = _differing(options(home[name]), options(source))
+                own, common = options(home[name]), options(source)
+                differing = [key for key in sorted(own.keys() | common.keys()) if own.get(key) != common.get(key)]
                 if differing:
-                    differences[name] = f"from a group with other options than the rest of theirs ({differing})"
+                    listed = ", ".join(f"{key}={common.get(key)!r}, theirs {own.get(key)!r}" for key in differing)
+                    differences[name] = f"from a group with other options than the rest of theirs ({listed})"
     return sources, differences
 
 
 def scheduler_misfit(saved: Sequence[Any], now: Sequence[Any]) -> str | None:
-    """Return why the state of a saved run's scheduler does not fit these groups, None if it does or there was none.
+    """Return why the state of a saved run's scheduler does not fit these groups; None if it does, or there was none.
 
     Args:
-        saved: the ``initial_lr`` of each saved group, None where it has none; a scheduler writes it.
-        now: that of each group when the saved state has been loaded, None where it is not known.
+        saved: the ``initial_lr`` of each saved group, which a scheduler writes; None where it has none.
+        now: the same of each group after the saved state has been loaded; None where it is not known.
     """
     then, here = ([None if rate is None else float(rate) for rate in rates] for rates in (saved, now))
     alike = len(then) == len(here) and all(None in pair or pair[0] == pair[1] for pair in zip(then, here, strict=True))
@@ -259,8 +257,3 @@ def scheduler_misfit(saved: Sequence[Any], now: Sequence[Any]) -> str | None:
         "of the saved run, by the same rules and kinds=; or load the optimizer before a scheduler is made, and then "
         "make a new one for these groups (last_epoch=...) instead of loading its state"
     )
-
-
-def _differing(mine: Mapping[str, Any], common: Mapping[str, Any]) -> str:
-    keys = sorted(key for key in mine.keys() | common.keys() if mine.get(key) != common.get(key))
-    return ", ".join(f"{key}={common.get(key)!r}, theirs {mine.get(key)!r}" for key in keys)

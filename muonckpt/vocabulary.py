@@ -36,13 +36,13 @@ PARAMS = "params"
 """The option of a parameter group that lists its parameters, as in torch's optimizers."""
 
 SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
-"""What torch's schedulers write to parameter groups for themselves."""
+"""Options that torch's schedulers write to parameter groups for themselves."""
+
 OF_THE_RUN = frozenset({"lr", "weight_decay", "momentum", "betas"})
 """Options that schedules change during a run, so that no other run can stand in for a checkpoint that lacks them."""
 
 ELEMENTWISE = frozenset({EXP_AVG, EXP_AVG_SQ})
 """Slots of which no rank needs a whole tensor, because no element's update depends on another element."""
-
 
 BEGIN_AS_ZEROS = frozenset({MOMENTUM, SECOND_MOMENT, EXP_AVG, EXP_AVG_SQ, STEP})
 """Slots that are zeros before a parameter's first update."""
@@ -85,7 +85,6 @@ MUON = MuonDefaults()
 
 ParamGroup = Mapping[str, Any]
 """A parameter group of an optimizer: its parameters and their options."""
-
 
 NORMUON: Mapping[str, object] = MappingProxyType({"beta2": 0.95, "update_norm": "muon", "statistics": "rows"})
 """Options of a NorMuon group besides those of `MUON`."""

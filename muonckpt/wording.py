@@ -1,20 +1,50 @@
-"""How numbers are written for people, on the command line and in pages."""
+"""How results are told to people: findings about what is wrong, and numbers with their units."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def counted(count: int, noun: str) -> str:
-    """A number with its noun: ``1 file``, ``2 files``."""
+    """Return a number with its noun: ``1 file``, ``2 files``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def size(count: int) -> str:
-    """A number of bytes in binary units, with three figures."""
+    """Return a number of bytes in binary units, with three figures."""
     value = float(count)
     for unit in _UNITS:
         if value < 1024 or unit == _UNITS[-1]:
             return f"{count} B" if unit == "B" else f"{value:.3g} {unit}"
         value /= 1024
     raise AssertionError("the last unit takes everything")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong or looks odd.
+
+    Attributes:
+        kind: one word for programs.
+        message: what was found, what was expected, and where.
+        names: the tensors, items, parameters, files or ranks that it concerns.
+        means: what that usually means, and what to do; empty where the message says it.
+    """
+
+    kind: str
+    message: str
+    names: tuple[str, ...] = ()
+    means: str = ""
+
+    @property
+    def key(self) -> str | None:
+        """The first name; None if there is none."""
+        return self.names[0] if self.names else None
+
+    @classmethod
+    def listing(cls, kind: str, message: str, names: Sequence[str], means: str = "") -> Finding:
+        """Return a finding whose message ends with the first names."""
+        return cls(kind, f"{message}: {', '.join(names[:3])}{' …' * (len(names) > 3)}", tuple(names), means)

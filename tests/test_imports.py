@@ -35,23 +35,22 @@ RULES = {
     "fingerprint": "box",
     "vocabulary": "",
     "keys": "vocabulary",
-    "seal": "errors",
     "wording": "",
     "columns": "errors box",
     "chunks": "errors box columns layout",
     "chunk_columns": "errors box chunks columns",
-    "json_fields": "box vocabulary",
-    "record": "errors box chunk_columns chunks columns json_fields layout seal vocabulary",
+    "json_fields": "errors box vocabulary",
+    "record": "errors box chunk_columns chunks columns json_fields layout vocabulary",
     "resumption": "vocabulary",
     "new_group": "",
     "layouts": "errors box overlap layout",
     "layouts/buffers": "errors box layout layouts",
     "store/io": "errors box columns fingerprint record",
     "store/reading": "errors box layout record store/io",
-    "store/formats": "errors box chunks columns fingerprint json_fields record seal vocabulary layouts layouts/buffers "
+    "store/formats": "errors box chunks columns fingerprint json_fields record vocabulary layouts layouts/buffers "
     "keys store/io store/reading",
     "store": "errors box chunks columns fingerprint keys record vocabulary store/io store/reading store/formats "
-    "findings",
+    "wording",
     "checkpoint": "errors box chunks columns json_fields overlap layout plan fingerprint record resumption new_group "
     "keys version vocabulary layouts store store/io store/reading store/formats",
     "optimizer/ground": "box",
@@ -74,23 +73,22 @@ RULES = {
     "integrations": "errors store checkpoint optimizer/groups optimizer/__init__",
     "converters/target": "errors box layout record vocabulary layouts layouts/buffers",
     "converters/engine": "errors box chunks columns layout layouts layouts/buffers new_group plan fingerprint record "
-    "seal store store/io store/reading store/formats version converters/target",
+    "json_fields store store/io store/reading store/formats version converters/target",
     "converters/programs": "box coefficients errors keys store/formats vocabulary",
     "converters/translate": "errors box chunks coefficients keys layout record vocabulary wording store store/formats "
     "converters/engine converters/programs",
     "converters/compare": "errors box record store store/io store/reading store/formats converters/engine "
-    "converters/look converters/translate findings converters/programs",
+    "converters/look converters/translate wording converters/programs",
     "converters/merge": "errors box chunks fingerprint layout record store store/io store/reading converters/compare "
     "converters/engine converters/translate converters/programs",
     "converters/look": "errors box wording columns record vocabulary layouts/buffers store/io store store/reading "
-    "converters/translate findings converters/programs",
+    "converters/translate converters/programs",
     "converters": "errors columns record vocabulary store store/io store/reading store/formats converters/engine "
     "converters/look converters/merge converters/target converters/translate converters/programs",
     "cli": "errors record version vocabulary wording store store/io store/reading converters converters/compare "
     "converters/engine converters/look converters/target converters/translate forecasting page converters/programs",
     "": "errors version layouts store checkpoint converters/look converters converters/compare forecasting page",
     "__main__": "cli",
-    "findings": "",
 }
 TORCH = (
     "layouts/tensors",

@@ -15,13 +15,13 @@ from statistics import median
 from typing import Any
 
 from ...errors import SourceError, TargetError, did_you_mean
-from ...findings import Finding
 from ...record import StateRecord
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, open
 from ...store.reading.dtypes import itemsize
 from ...store.reading.payloads import Progress
 from ...store.small_tensors import stacked
+from ...wording import Finding
 from ..engine.outputs import OutputTensor
 from ..look.contents import FirstLook, Role, first_look, unnumbered
 from .elements import StoredSide, Tolerance, compare_elements

@@ -14,7 +14,7 @@ from io import StringIO
 from typing import Any
 
 from ...errors import SourceError
-from ...seal import sealed_text
+from ...json_fields import sealed_text
 from ...store.formats.torch_save.plain_item import plain_value
 from ...store.io.checksums import xxh3_128
 from ...store.open_checkpoint import checked_blob

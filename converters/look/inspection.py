@@ -14,13 +14,12 @@ from typing import Any
 
 from ...columns import UNKNOWN
 from ...errors import TargetError, did_you_mean
-from ...findings import Finding
 from ...record import Manifest, StateRecord
 from ...store.io.limits import gc_paused
 from ...store.io.location import Remote
 from ...store.open_checkpoint import OpenCheckpoint, open
 from ...store.reading.dtypes import itemsize
-from ...wording import counted, size
+from ...wording import Finding, counted, size
 from ..translate.detection import Detected
 from .contents import NO_STATE, Contents, FirstLook, HyperParameters, Role, first_look
 from .holders import (

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from ...errors import LayoutError
-from ...findings import Finding
 from ...record import Manifest
+from ...wording import Finding
 from .contents import Contents, HyperParameters, Role, StatefulParameter, StepCounts, unnumbered
 from .holders import rank_in_name
 

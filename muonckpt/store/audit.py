@@ -13,9 +13,9 @@ import numpy as np
 
 from ..box import Index
 from ..errors import DamageError, LayoutError, MuonckptError, SourceError
-from ..findings import Finding
 from ..fingerprint import as_hex, combine
 from ..record import MANIFEST_FILE, Blob, Chunk, Chunks, Extent, Manifest, StateRecord
+from ..wording import Finding
 from .formats.native import stock_metadata
 from .formats.registry import DCP, OWN
 from .formats.signs import MEGATRON_FILE, METADATA_FILE, items_beside

@@ -20,7 +20,7 @@ from support.sharded import edit
 
 import muonckpt
 from muonckpt import LayoutError, SourceError
-from muonckpt.seal import sealed_text
+from muonckpt.json_fields import sealed_text
 from muonckpt.store.io.location import location
 
 STATE = {

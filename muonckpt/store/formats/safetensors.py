@@ -24,8 +24,8 @@ from ...box import MOST_DIMS, MOST_ELEMENTS, Box, Index
 from ...chunks import in_columns
 from ...errors import DamageError, DestinationError, SourceError, about
 from ...fingerprint import as_hex
+from ...json_fields import check_digest, digest_of
 from ...record import Chunk, Extent, Manifest, StateRecord
-from ...seal import check_digest, digest_of
 from ..io import limits
 from ..io.checksums import Sums, xxh3_128
 from ..io.location import Location

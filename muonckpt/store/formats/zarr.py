@@ -27,8 +27,8 @@ import xxhash
 from ... import json_fields
 from ...box import MOST_DIMS, MOST_ELEMENTS, Box, Index
 from ...errors import DamageError, SourceError, about
+from ...json_fields import check_digest, digest_of
 from ...record import Chunk, Chunks, Extent, Manifest, StateRecord
-from ...seal import check_digest, digest_of
 from ..io import limits
 from ..io.checksums import Checksum, RawBytes
 from ..io.location import Location
