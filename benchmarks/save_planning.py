@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from muonckpt.checkpoint import saving
 from muonckpt.checkpoint.live_state import LiveState
-from muonckpt.checkpoint.rank_file import SaveProgress
-from muonckpt.checkpoint.saving import AgreedPlans, JointSave
+from muonckpt.checkpoint.saving import AgreedPlans, JointSave, SaveProgress
 from muonckpt.store.io.location import location
 
 PROGRAMS = ("dcp", "anew", "later")

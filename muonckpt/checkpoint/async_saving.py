@@ -32,8 +32,7 @@ from ..layouts.tensors import declares_boxes
 from ..new_group import new_group, time_out
 from .all_ranks import decide_on_first, refuse_crossed
 from .live_state import LiveState, nested_state, refuse_no_state_dict
-from .rank_file import SaveProgress
-from .saving import AgreedPlans, JointSave, as_json
+from .saving import AgreedPlans, JointSave, SaveProgress, as_json
 
 OnError = Literal["raise", "warn"]
 WhenBusy = Literal["wait", "refuse"]

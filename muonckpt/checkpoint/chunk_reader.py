@@ -145,11 +145,6 @@ class ChunkReader:
     def _tensors(self) -> Mapping[str, StateRecord]:
         return {tensor.key: tensor for tensor in self.checkpoint.outline.tensors}
 
-    def prove_covered(self) -> None:
-        """Prove that the chunks of every tensor tile it; no item is opened."""
-        for tensor in self._tensors.values():
-            tensor.chunk_layout()
-
     def plan(self, live: LiveState, sources: Mapping[str, str]) -> None:
         """Plan to read values of a state dict, and open the items that have them, and no others.
 

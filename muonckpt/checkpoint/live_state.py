@@ -72,8 +72,8 @@ class RankState:
     An *item* is a box, or an object that is not a tensor; items are numbered in the order of keys and boxes.
 
     Attributes:
-        numbers: for each key that of its kind in ``kinds``, where None stands for what is not a tensor.
-        paths, names: for each key its path in the nested state dict, and the parameter's name if it is known.
+        numbers: the index of each key's kind in ``kinds``, where None stands for an object that is not a tensor.
+        paths, names: each key's path in the nested state dict, and the parameter's name if it is known.
     """
 
     keys: tuple[str, ...]
@@ -83,13 +83,13 @@ class RankState:
     names: tuple[str | None, ...] = ()
 
     def boxes(self, keys: Collection[str]) -> RankState:
-        """Return where the tensors of some keys are, and nothing else of them."""
-        chosen = [
-            (key, number)
+        """Return where the tensors of some keys are, without paths and names."""
+        chosen = {
+            key: number
             for key, number in zip(self.keys, self.numbers, strict=True)
             if key in keys and self.kinds[number] is not None
-        ]
-        return RankState(tuple(key for key, _ in chosen), tuple(number for _, number in chosen), self.kinds)
+        }
+        return RankState(tuple(chosen), tuple(chosen.values()), self.kinds)
 
     def tensors(self) -> Iterator[tuple[str, HeldTensor]]:
         for key, number in zip(self.keys, self.numbers, strict=True):
@@ -118,7 +118,7 @@ def record_of(key: str, path: KeyPath, name: str | None, kind: HeldTensor) -> St
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalParts:
-    """The boxes of a tensor that are here, and their elements; plans count these end to end, box after box."""
+    """The boxes of a tensor that are here, and their elements, which plans count end to end, box after box."""
 
     boxes: tuple[Box, ...]
     parts: tuple[Tensor, ...]
@@ -137,7 +137,7 @@ class LocalParts:
 
 
 Item = tuple[str, Index | None]
-"""The key of what is stored by itself; and the first index of a tensor's box, None for what is not a tensor."""
+"""A key, and the first index of the tensor's box; None for an object that is not a tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +162,7 @@ class LiveState:
 
     @cached_property
     def annotations(self) -> Mapping[KeyPath, Annotation]:
-        """What the state dict says of tensors, by path."""
+        """The fields of records that the state dict has for tensors, by path."""
         return dict(_annotated((), self.nested, {}))
 
     @cached_property
@@ -183,7 +183,7 @@ class LiveState:
 
     @cached_property
     def described(self) -> RankState:
-        """What other ranks have to know of it; raises as ``parts``, and if these are of another dtype."""
+        """The description for other ranks; raises as ``parts``, and if these are of another dtype."""
         annotations = self.annotations
         kinds: dict[Any, int] = {None: 0}
         distinct: list[HeldTensor | None] = [None]
@@ -215,19 +215,13 @@ class LiveState:
     @cached_property
     def items(self) -> list[Item]:
         """The items, by their numbers in ``described``."""
-        items: list[Item] = []
-        for key in self.flat:
-            if key in self.parts:
-                items += [(key, lo) for lo in self.parts[key]]
-            else:
-                items.append((key, None))
-        return items
+        return [(key, lo) for key in self.flat for lo in self.parts.get(key, (None,))]
 
     def local(self, key: str) -> LocalParts:
         return LocalParts.of(self.parts.get(key, {}))
 
     def placed_on(self, state: RankState) -> list[tuple[int, ...]]:
-        """Return for each kind in a part of ``described`` the global ranks that hold elements, if placements say it."""
+        """Return the global ranks that hold elements of each kind in a part of ``described``, if placements say it."""
         ranks: list[tuple[int, ...]] = [() for _ in state.kinds]
         for number, key in dict(zip(state.numbers, state.keys, strict=True)).items():
             tensor = self.flat[key]
@@ -249,7 +243,12 @@ class LiveState:
 
     @torch.no_grad()
     def put(self, values: Mapping[str, Any], added: Mapping[KeyPath, Any]) -> None:
-        """Set values by key, and by path what is added, in the state dict that was given; its objects load them."""
+        """Set values in the state dict that was given; its objects load them.
+
+        Args:
+            values: by key.
+            added: by path; the state dict has had no such keys.
+        """
         for key, value in values.items():
             set_element(self.nested, self.paths[key], value)
         for path, value in added.items():
@@ -264,11 +263,11 @@ class LiveState:
 def nested_state(state_dict: Mapping[str, Any], purpose: str) -> dict[str, Any]:
     """Return a state dict with the state of its objects in their place; an error names the purpose, as "to save"."""
     refuse_no_state_dict(state_dict, purpose)
-    asked = {}
-    for key in sorted(state_dict, key=str):  # in one order on all ranks: some objects communicate when they are asked
-        value = state_dict[key]
-        asked[key] = value.state_dict() if isinstance(value, Stateful) else value
-    return {key: asked[key] for key in state_dict}
+    nested = dict(state_dict)
+    for key in sorted(nested, key=str):  # in one order on all ranks: some objects communicate when they are asked
+        if isinstance(nested[key], Stateful):
+            nested[key] = nested[key].state_dict()
+    return nested
 
 
 def refuse_no_state_dict(given: object, purpose: str) -> None:
@@ -293,15 +292,19 @@ class RankBoxes(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """A rank that takes part in a tensor or another object: its place among ranks, its first item, and its kind."""
+    """A rank that takes part in a tensor, or has an object: its place among ranks, and the number of its first item.
+
+    ``kind`` is the one with this number in its `RankState`: None for an object.
+    """
 
     place: int
     item: int
     number: int
+    kind: HeldTensor | None
 
 
 def holders_by_key(ranks: Sequence[RankState]) -> dict[str, list[Holder]]:
-    """Return who takes part in what, by key.
+    """Return the ranks that take part in each tensor or object, by key.
 
     Raises:
         LayoutError: nobody holds any element of a tensor; names it.
@@ -311,7 +314,7 @@ def holders_by_key(ranks: Sequence[RankState]) -> dict[str, list[Holder]]:
         counts = [kind is None or kind.counts for kind in state.kinds]
         for key, number, item in zip(state.keys, state.numbers, state.first_items(), strict=False):
             if counts[number]:
-                holders[key].append(Holder(place, item, number))
+                holders[key].append(Holder(place, item, number, state.kinds[number]))
     for key in (key for state in ranks for key in state.keys if key not in holders):
         raise LayoutError(f"tensor {key!r}: no rank holds any of its elements")
     return holders
@@ -397,8 +400,8 @@ def prove_asked_whole(ranks: Mapping[int, tuple[RankState, Sequence[Collection[i
     Boxes that every rank gives are what it holds, and may be a part of the tensor.
 
     Args:
-        ranks: by global rank, of all ranks that load together: what each asks for; and by kind the global ranks that
-            hold elements of such a tensor, where placements say that, else none.
+        ranks: what each global rank asks for, of all that load together; and by kind the global ranks that hold
+            elements of such a tensor, where placements say that, else none.
 
     Raises:
         LayoutError: names the tensor, and the rank or the box that is missing.
@@ -436,7 +439,7 @@ def prove_asked_whole(ranks: Mapping[int, tuple[RankState, Sequence[Collection[i
             )
 
 
-# --- What a nested state dict says of its tensors ---------------------------------------------------------------------
+# --- Annotations in a nested state dict -------------------------------------------------------------------------------
 
 _UNKNOWN = Annotation()
 
@@ -446,16 +449,14 @@ def _annotated(path: KeyPath, node: Any, known: Mapping[KeyPath, Annotation]) ->
     if isinstance(node, Tensor):
         yield path, replace(known.get(path, _UNKNOWN), layout=placement_json(node))
     elif isinstance(node, Mapping):
-        if own := {(*path, *at): _of_slot(name, slot, group) for at, name, slot, group in slots_of(node)}:
-            known = {**known, **own}
+        own = {}
+        for at, name, slot, group in slots_of(node):
+            declared = (kind for kind in Convention if slot == MOMENTUM and kind == group.get("convention"))
+            pieces = group.get("pieces")
+            own[*path, *at] = Annotation(name, slot, next(declared, None), tuple(pieces) if pieces else None)
+        known = {**known, **own} if own else known
         for key, value in node.items():
             yield from _annotated((*path, str(key)), value, known)
     elif isinstance(node, list | tuple):
         for index, value in enumerate(node):
             yield from _annotated((*path, index), value, known)
-
-
-def _of_slot(name: str, slot: str, group: Mapping[str, Any]) -> Annotation:
-    convention, pieces = group.get("convention"), group.get("pieces")
-    declared = [known for known in Convention if slot == MOMENTUM and known == convention]
-    return Annotation(name, slot, declared[0] if declared else None, tuple(pieces) if pieces else None)

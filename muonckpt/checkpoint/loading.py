@@ -13,6 +13,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -26,33 +27,7 @@ from .all_ranks import broadcast_from_first, decide_on_first, group_ranks, refus
 from .attestation import attest_loaded
 from .chunk_reader import ChunkReader, PartlyRead, WhenChecked, Where
 from .live_state import LiveState, RankState, prove_asked_whole, refuse_no_state_dict
-from .load_template import Matching, Stored, template_of
-from .matching import RankRequest, dropped_by_torch, judge, match, misfit
-
-
-@dataclass(frozen=True, slots=True)
-class LoadArguments:
-    """What a rank was asked to load, and how: as `load` has it."""
-
-    path: str | os.PathLike[str]
-    allow_extra: bool | Iterable[str]
-    fresh: Iterable[str]
-    attest: bool
-    check: WhenChecked | None
-
-    def checked(self) -> tuple[Location, Extra, Globs]:
-        """Return the place of the checkpoint, and the globs.
-
-        Raises:
-            ArgumentError: an argument is not what it may be.
-        """
-        if self.check not in (None, "before", "while"):
-            raise ArgumentError(f"check is 'before', 'while' or None; got {self.check!r}")
-        try:
-            globs, extra = Globs.of(self.fresh), Extra.of(self.allow_extra)
-        except TypeError as error:
-            raise ArgumentError(str(error)) from error
-        return location(self.path, SourceError), extra, globs
+from .matching import Matching, RankRequest, Stored, dropped_by_torch, judge, match, misfit, selection, template_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +44,24 @@ class _Question:
     placed: Sequence[Collection[int]]
 
 
-class JointLoad:
-    """One load.
+@dataclass(eq=False)
+class _JointLoad:
+    """One load, with the arguments of `load`.
 
     Attributes:
         matching: what this rank takes; exists once that is decided.
     """
 
-    matching: Matching
+    state_dict: dict[str, Any]
+    path: str | os.PathLike[str]
+    allow_extra: bool | Iterable[str]
+    fresh: Iterable[str]
+    attest: bool
+    check: WhenChecked | None
+    group: dist.ProcessGroup | None
 
-    def __init__(self, arguments: LoadArguments, process_group: dist.ProcessGroup | None) -> None:
-        self._arguments, self._group = arguments, process_group
+    def __post_init__(self) -> None:
+        self.matching: Matching
         self._live: LiveState
         self._reader: ChunkReader
         self._stored: Stored
@@ -87,21 +69,30 @@ class JointLoad:
         self._sources: Mapping[str, str]
         """Keys of the checkpoint by those of the state dict, of what any rank loads; on the coordinator alone."""
 
-    def run(self, state_dict: dict[str, Any]) -> LoadReport:
+    @cached_property
+    def _checked(self) -> tuple[Location, Extra, Globs]:
+        """The place of the checkpoint, and the globs; made once, as these may be given by an iterator.
+
+        Raises:
+            ArgumentError: an argument is not what it may be.
+        """
+        if self.check not in (None, "before", "while"):
+            raise ArgumentError(f"check is 'before', 'while' or None; got {self.check!r}")
+        return location(self.path, SourceError), *selection(self.allow_extra, self.fresh)
+
+    def run(self) -> LoadReport:
         """Load in place, or fail on all ranks with one error."""
 
         def place() -> Location:
-            refuse_no_state_dict(state_dict, "to load into")
-            return self._arguments.checked()[0]
+            refuse_no_state_dict(self.state_dict, "to load into")
+            return self._checked[0]
 
-        opened = _opened_together(self._group, place)
-        decide_on_first(self._group, SourceError, lambda: self._ask(state_dict, opened), self._answer)
+        opened = _opened_together(self.group, place)
+        decide_on_first(self.group, SourceError, lambda: self._ask(opened), self._answer)
 
         def read() -> Mapping[Where, PartlyRead]:
             values = self._reader.read()
-            for key in self.matching.zeros:
-                for part in self._live.parts.get(key, {}).values():
-                    part.zero_()
+            self._live.zero(self.matching.zeros)
             self._live.put(values, self.matching.added)
             return self._reader.partly_read
 
@@ -110,20 +101,21 @@ class JointLoad:
             return self._report
 
         # All ranks hear of it before any of them writes.
-        decide_on_first(self._group, SourceError, self._reader.check, self._reader.judge)
+        decide_on_first(self.group, SourceError, self._reader.check, self._reader.judge)
         with unusable('; check="before" finds damage before any tensor is touched'):
-            loaded = decide_on_first(self._group, SourceError, read, report)
-        if self._arguments.attest:
+            loaded = decide_on_first(self.group, SourceError, read, report)
+        if self.attest:
             with unusable():
-                attest_loaded(state_dict, self._reader.checkpoint, lambda: self._sources, self._group)
+                attest_loaded(self.state_dict, self._reader.checkpoint, lambda: self._sources, self.group)
         self._reader.checkpoint.close()
         return loaded
 
-    def _ask(self, state_dict: dict[str, Any], opened: Callable[[], OpenCheckpoint | None]) -> _Question:
-        place, extra, globs = self._arguments.checked()
-        live = self._live = LiveState.of(state_dict, "to load into")
-        self._reader = ChunkReader(place, self._arguments.check, opened())
-        self._reader.prove_covered()
+    def _ask(self, opened: Callable[[], OpenCheckpoint | None]) -> _Question:
+        place, extra, globs = self._checked
+        live = self._live = LiveState.of(self.state_dict, "to load into")
+        self._reader = ChunkReader(place, self.check, opened())
+        for tensor in self._reader.checkpoint.outline.tensors:
+            tensor.chunk_layout()  # proves that the chunks tile it; no item is opened
         self._stored = Stored.of(self._reader.checkpoint)
         template = template_of(live, extra.everything)
         matching = self.matching = match(template, self._stored, globs)
@@ -131,34 +123,32 @@ class JointLoad:
         if matching.fits:
             self._reader.plan(live, matching.sources)
             asked = live.described.boxes({*matching.sources, *matching.zeros})
-        given = self._arguments
         arguments = {
-            "path": str(place), "allow_extra": extra.patterns, "attest": given.attest, "check": given.check
+            "path": str(place), "allow_extra": extra.patterns, "attest": self.attest, "check": self.check
         }  # fmt: skip
         return _Question(arguments, RankRequest(matching, template.optimizers, globs), asked, live.placed_on(asked))
 
     def _answer(self, ranks: list[_Question]) -> None:
         """Decide for all ranks, on the coordinator."""
-        refuse_differing(self._group, "load", [question.arguments for question in ranks])
-        extra = self._arguments.checked()[1]
-        matching, self._report = judge([question.request for question in ranks], self._stored, extra)
+        refuse_differing(self.group, "load", [question.arguments for question in ranks])
+        matching, self._report = judge([question.request for question in ranks], self._stored, self._checked[1])
         self._sources = matching.sources
         if not matching.fits:
             raise SourceError(self._refusal(matching))
         asked = ((question.asked, question.placed) for question in ranks)
-        prove_asked_whole(dict(zip(group_ranks(self._group), asked, strict=True)))
+        prove_asked_whole(dict(zip(group_ranks(self.group), asked, strict=True)))
 
     def _refusal(self, matching: Matching) -> str:
-        path, cure = self._reader.place, f"muonckpt.load(..., {{}}){IN_A_TRAINER}"
+        begin, cure = f"{self._reader.place} does not fit the state dict", f"muonckpt.load(..., {{}}){IN_A_TRAINER}"
         other_keys = matching.differences or matching.extra_state or matching.faults[0].startswith("missing")
         if not other_keys or self._stored.translated:
-            return f"{path} does not fit the state dict: {misfit(matching, cure)}"
+            return f"{begin}: {misfit(matching, cure)}"
         translated = (
             "State of another program or optimizer, such as torch.optim.Muon, is translated first: muonckpt "
-            f"convert {path} NEW --to muonckpt (muonckpt inspect {path} says whose keys these are)"
+            f"convert {self._reader.place} NEW --to muonckpt (muonckpt inspect {self._reader.place} says whose keys "
+            "these are)"
         )
-        end = "" if matching.differences else f". {translated}"
-        return f"{path} does not fit the state dict: {misfit(matching, cure, translated)}{end}"
+        return f"{begin}: {misfit(matching, cure, translated)}{'' if matching.differences else f'. {translated}'}"
 
 
 def _opened_together(
@@ -238,8 +228,8 @@ def load(
         ArgumentError: an argument is none of these, or not the same on all ranks.
     """
     refuse_crossed(process_group, "load")
-    joint = JointLoad(LoadArguments(path, allow_extra, fresh, attest, check), process_group)
-    report, matching = joint.run(state_dict), joint.matching
+    joint = _JointLoad(state_dict, path, allow_extra, fresh, attest, check, process_group)
+    report, matching = joint.run(), joint.matching
     if matching.own_options:
         own = "; ".join(matching.own_options)
         warnings.warn(f"{path} does not say options, which stay as the running optimizer's: {own}", stacklevel=2)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..box import Box, Index
@@ -33,8 +34,7 @@ from .all_ranks import exchanged, gather_on_all, group_ranks, refuse_crossed, re
 from .attestation import held_together, shares_of
 from .bits import share_of, unsigned
 from .live_state import NOBODY, HeldTensor, LiveState, LocalParts, RankBoxes, RankState, asked_layouts, held_layout
-from .load_template import Stored, template_of
-from .matching import RankRequest, judge, match, misfit, selection
+from .matching import RankRequest, Stored, judge, match, misfit, selection, template_of
 
 DEFAULT_MEMORY = 256 << 20
 """Bytes of a rank's exchange buffers."""
@@ -144,6 +144,7 @@ def redistribute(
     ranks = group_ranks(group)
     source: LiveState
     target: LiveState
+    carrier: Carrier
     chosen: tuple[Extra, Globs]
 
     def offer() -> _Offer:
@@ -170,9 +171,13 @@ def redistribute(
         raise SourceError(f"the source does not fit the target: {misfit(matching, cure)}")
     moves = _moves(ranks, offers, requests)
     stages = stages_of(moves, len(ranks), min(request.memory for request in requests))
-    carrier = Carrier(source, target, moves, stages, group)
-    devices = frozenset().union(*(side.devices for side in (*offers, *requests)))
-    gather_on_all(group, TargetError, lambda: carrier.make_buffers(wire_device(group, devices)))
+    devices = frozenset().union(*(offer.devices for offer in offers), *(request.devices for request in requests))
+
+    def prepare() -> None:
+        nonlocal carrier
+        carrier = Carrier(source, target, moves, stages, group, wire_device(group, devices))
+
+    gather_on_all(group, TargetError, prepare)
     if attest:
         moving = {move.source for move in moves}
         shares = gather_on_all(group, AttestError, lambda: shares_of(source, moving))
@@ -281,7 +286,7 @@ def _compare(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RankCopies:
+class AskedCopies:
     """The copies of a plan that ranks ask for, in columns, with ranks as their places in the process group.
 
     Attributes:
@@ -306,7 +311,7 @@ class RankCopies:
 
 
 @lru_cache(maxsize=65536)
-def _rank_copies(plan: Plan, ranks: tuple[int, ...]) -> RankCopies:
+def _asked_copies(plan: Plan, ranks: tuple[int, ...]) -> AskedCopies:
     places = {rank: place for place, rank in enumerate(ranks)}
     givers, takers = (
         np.array([-1 if buffer == NOBODY else places[int(buffer)] for buffer in buffers], np.int64)
@@ -314,7 +319,7 @@ def _rank_copies(plan: Plan, ranks: tuple[int, ...]) -> RankCopies:
     )
     table, lo, taker = plan.table, plan.starts, takers[plan.table.target]
     columns = lo, lo + table.sizes, givers[table.source], taker, table.source_offset, table.target_offset
-    return RankCopies(*(column[taker >= 0] for column in columns))
+    return AskedCopies(*(column[taker >= 0] for column in columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +330,7 @@ class Transfer:
     target: str
     itemsize: int
     shape: Index
-    copies: RankCopies
+    copies: AskedCopies
 
 
 class Portion(NamedTuple):
@@ -355,7 +360,7 @@ def transfers_of(
     """
     layout = held_layout(shape, given)
     plans = [make_plan(layout, wanted) for wanted in asked_layouts(shape, asked)]
-    return [Transfer(source, target, itemsize, shape, _rank_copies(plan, ranks)) for plan in plans]
+    return [Transfer(source, target, itemsize, shape, _asked_copies(plan, ranks)) for plan in plans]
 
 
 def stages_of(moves: Sequence[Transfer], ranks: int, memory: int) -> list[Portions]:
@@ -380,7 +385,7 @@ def stages_of(moves: Sequence[Transfer], ranks: int, memory: int) -> list[Portio
     return [*stages, tuple(stage)] if stage else stages
 
 
-def _portions(copies: RankCopies, box: Box, ranks: int, most: int) -> Iterator[tuple[Box, IntArray]]:
+def _portions(copies: AskedCopies, box: Box, ranks: int, most: int) -> Iterator[tuple[Box, IntArray]]:
     """Halve a box, along the dim that spreads its elements best, until no rank moves more than so many at once."""
     elements = copies.exchanged(box, ranks)
     peak = int(elements.max(initial=0))
@@ -416,13 +421,13 @@ class _Side(NamedTuple):
     offset: IntArray
     other: IntArray
 
-    def rows(self, chosen: IntArray) -> _Side:
+    def rows(self, chosen: IntArray | NDArray[np.bool_]) -> _Side:
         return _Side(self.parts, *(column[chosen] for column in self[1:]))
 
     def within(self, box: Box) -> _Side:
         """Return the parts of these copies that lie in a box."""
         lo, hi = np.maximum(self.lo, np.array(box.lo, np.int64)), np.minimum(self.hi, np.array(box.hi, np.int64))
-        return self._replace(lo=lo, hi=hi).rows((lo < hi).all(axis=1))
+        return self._replace(lo=lo, hi=hi).rows(np.flatnonzero((lo < hi).all(axis=1)))
 
     def views(self) -> Iterator[Tensor]:
         """Yield the elements of each copy, where they lie here."""
@@ -430,16 +435,17 @@ class _Side(NamedTuple):
 
 
 class _Parcels(NamedTuple):
-    """What this rank gives or takes in a stage, ordered by the other rank; and the bytes for each of these."""
+    """What this rank gives or takes in a stage, ordered by the other rank; and the bytes for each rank."""
 
     elements: list[Tensor]
     splits: list[int]
 
-    def raw(self, wire: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the elements of each copy here and on the wire: aligned, as all elements of a stage have one size."""
-        if self.elements:
-            for here, raw in zip(self.elements, wire.split([part.nbytes for part in self.elements]), strict=True):
-                yield here, raw.view(here.dtype).view(here.shape)
+    def on_wire(self, wire: Tensor) -> Iterator[Tensor]:
+        """Yield the place of each copy's elements on the wire: aligned, as all elements of a stage have one size."""
+        start = 0
+        for part in self.elements:
+            yield wire[start : start + part.nbytes].view(part.dtype).view(part.shape)
+            start += part.nbytes
 
 
 class Carrier:
@@ -460,6 +466,7 @@ class Carrier:
         moves: Sequence[Transfer],
         stages: Sequence[Portions],
         group: dist.ProcessGroup | None,
+        wire: torch.device,
     ) -> None:
         self.place = dist.get_rank(group) if dist.is_initialized() else 0
         self.failure: Exception | None = None
@@ -477,32 +484,25 @@ class Carrier:
             tuple(_parcels(stage, sides, self.place, world) for sides in (self._gives, self._takes)) for stage in stages
         ]
         self.largest = max((sum(gives.splits) + sum(takes.splits) for gives, takes in self._stages), default=0)
-        self._wire = torch.empty(0, dtype=torch.uint8)
-
-    def make_buffers(self, device: torch.device) -> None:
-        """Have memory for the largest stage."""
-        self._wire = torch.empty(self.largest, dtype=torch.uint8, device=device)
+        self._wire = torch.empty(self.largest, dtype=torch.uint8, device=wire)
 
     @torch.no_grad()
     def run(self) -> None:
         """Copy what stays here, and exchange what does not.  Collective."""
-        self._copy(
-            pair
-            for gives, takes in zip(self._gives, self._takes, strict=True)
-            for pair in zip(*(side.rows(side.other == self.place).views() for side in (takes, gives)), strict=True)
-        )
-        for gives, takes in self._stages:
-            sent, received = sum(gives.splits), sum(takes.splits)
+        for gives, takes in zip(self._gives, self._takes, strict=True):
+            self._copy(takes.rows(takes.other == self.place).views(), gives.rows(gives.other == self.place).views())
+        for given, taken in self._stages:
+            sent, received = sum(given.splits), sum(taken.splits)
             send, receive = self._wire[:sent], self._wire[sent : sent + received]
-            self._copy((raw, here) for here, raw in gives.raw(send))
-            exchanged(self._group, send, gives.splits, receive, takes.splits)
-            self._copy(takes.raw(receive))
+            self._copy(given.on_wire(send), given.elements)
+            exchanged(self._group, send, given.splits, receive, taken.splits)
+            self._copy(taken.elements, taken.on_wire(receive))
             self.sent, self.received = self.sent + sent, self.received + received
         self._wire = self._wire[:0].clone()
 
-    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def _copy(self, targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
         try:
-            for target, source in pairs:
+            for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
         except Exception as error:
             self.failure = self.failure or error

@@ -1,19 +1,20 @@
 """Saving a training run: DCP's formats and keys, with every element accounted for.
 
 `save` writes a directory that stock ``torch.distributed.checkpoint.load`` reads, plus the manifest ``muonckpt.json``.
-Each rank describes what it holds, the coordinator plans who writes what, each rank writes its file, and the coordinator
-describes and publishes all.  Ranks plan together when they save something for the first time.  Later each says only
-which plan fits what it has, and if all say the same, nothing else is exchanged before they write.
+Each rank describes what it holds, the coordinator plans who writes what, each rank writes its file and returns a
+receipt, and the coordinator describes and publishes all.  Ranks plan together when they save something for the first
+time.  Later each says only which plan fits what it has, and if all say the same, they write at once.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import platform
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,65 +26,65 @@ import torch.distributed as dist
 from .. import json_fields
 from ..errors import ArgumentError, DestinationError
 from ..store.formats import native
+from ..store.formats.torch_save import tensor_item
+from ..store.formats.torch_save.stored_zip import aligned
 from ..store.io import lock, publish
+from ..store.io.checksums import Sums, xxh3_128
 from ..store.io.location import Location, location
+from ..store.io.new_file import created
 from ..version import PROGRAM
 from .all_ranks import decide_on_first, refuse_crossed, refuse_differing, scatter_from_first
-from .live_state import LiveState, RankState
-from .rank_file import SaveProgress, packed, witness, write_items
+from .bits import bits_of, dtype_name
+from .live_state import Item, LiveState, RankState
 from .storable import refuse_unstorable
-from .whole_plan import RankItems, WholePlan, rank_file
+from .whole_plan import RankItems, WholePlan, rank_file, receipt_row
 
 _MOST_PLANS = 2
 """So that a run which saves two things in turn plans each once."""
 
 
+@dataclass(slots=True)
+class SaveProgress:
+    """The bytes of one rank's file; another thread may look."""
+
+    written: int = 0
+    total: int = 0
+
+
 @dataclass(frozen=True, slots=True)
-class _Agreed:
-    """A plan that all ranks know by one name: this rank's share, and what it held when the plan was made."""
+class AgreedPlan:
+    """A plan that all ranks know by one name.
+
+    Attributes:
+        held: what this rank held when the plan was made.
+        share: the items that this rank writes and compares.
+        whole: the plan of all ranks, on the coordinator.
+    """
 
     name: bytes
     held: RankState
     share: RankItems
+    whole: WholePlan | None
 
 
 class AgreedPlans:
     """The plans that one rank has last agreed on with the others, which it keeps from save to save."""
 
     def __init__(self) -> None:
-        self._plans: dict[bytes, _Agreed] = {}
-        self._whole: dict[bytes, WholePlan] = {}
-        """On the coordinator."""
+        self._plans: dict[bytes, AgreedPlan] = {}
 
     def fitting(self, held: RankState) -> list[bytes]:
         """Return the names of plans that were made of the same, the newest first."""
         return [plan.name for plan in reversed(self._plans.values()) if plan.held == held]
 
-    def __getitem__(self, name: bytes) -> _Agreed:
+    def __getitem__(self, name: bytes) -> AgreedPlan:
         return self._plans[name]
 
-    def whole(self, name: bytes) -> WholePlan:
-        """Return the plan of all ranks, on the coordinator."""
-        return self._whole[name]
-
-    def keep(self, plan: _Agreed, whole: WholePlan | None) -> None:
+    def keep(self, plan: AgreedPlan) -> None:
         """Keep a plan, and forget the oldest."""
         self._plans[plan.name] = plan
-        if whole is not None:
-            self._whole[plan.name] = whole
         for name in list(self._plans)[:-_MOST_PLANS]:
             del self._plans[name]
-            self._whole.pop(name, None)
-
-
-def _refuse_strays(path: str | os.PathLike[str]) -> None:
-    """Refuse to save for this process alone where its siblings would do so too, at the same place."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    if dist.is_torchelastic_launched() and world != "1" and not dist.is_initialized():
-        raise DestinationError(
-            f"torchrun started {world} processes, but this one has no process group, so each of them would save alone, "
-            f"and all at {os.fspath(path)}: call torch.distributed.init_process_group() at the start of the program"
-        )
 
 
 class JointSave:
@@ -107,7 +108,13 @@ class JointSave:
         plans: AgreedPlans,
         progress: SaveProgress,
     ) -> None:
-        _refuse_strays(path)
+        world = os.environ.get("WORLD_SIZE", "1")
+        if dist.is_torchelastic_launched() and world != "1" and not dist.is_initialized():
+            raise DestinationError(
+                f"torchrun started {world} processes, but this one has no process group, so each of them would save "
+                f"alone, and all at {os.fspath(path)}: call torch.distributed.init_process_group() at the start of the "
+                "program"
+            )
         self._path = path
         self._provenance = provenance
         self._group = process_group
@@ -130,14 +137,12 @@ class JointSave:
         """
         try:
             live, plan, staged = self._begin(state)
-            if plan is None:
-                plan, staged = self._plan_together(live.described)
             file = staged / rank_file(self._rank)
 
             def write() -> bytes:
                 written, seen = ([live.items[number] for number in numbers] for numbers in plan.share)
-                sums = write_items(live, written, file, self._progress)
-                return packed([*sums, *(witness(live, item) for item in seen)])
+                rows = write_items(live, written, file, self._progress)
+                return b"".join((*rows, *(_witness(live, item) for item in seen)))
 
             decide_on_first(
                 self._group, DestinationError, write, lambda receipts: self._publish(plan, staged, receipts)
@@ -150,15 +155,16 @@ class JointSave:
             if self._held is not None:
                 os.close(self._held)
 
-    def _begin(self, state: Callable[[], LiveState]) -> tuple[LiveState, _Agreed | None, Location]:
-        """Return what this rank has, the plan for it if all ranks have kept one, and then where files are written."""
-        held: list[LiveState] = []
+    def _begin(self, state: Callable[[], LiveState]) -> tuple[LiveState, AgreedPlan, Location]:
+        """Return what this rank has, the plan for it, one that all ranks have kept or a new one, and where to write."""
+        live: LiveState
 
         def fitting() -> tuple[Mapping[str, object], list[bytes]]:
-            held.append(state())
+            nonlocal live
+            live = state()
             self._destination, self._details = location(self._path, DestinationError), as_json(self._provenance)
-            refuse_unstorable(held[0].flat)
-            return {"path": str(self._destination)}, self._plans.fitting(held[0].described)
+            refuse_unstorable(live.flat)
+            return {"path": str(self._destination)}, self._plans.fitting(live.described)
 
         def choose(ranks: list[tuple[Mapping[str, object], list[bytes]]]) -> tuple[bytes, Location] | None:
             refuse_differing(self._group, "save", [arguments for arguments, _ in ranks])
@@ -167,24 +173,20 @@ class JointSave:
             return None if name is None else (name, self._reserve())
 
         chosen = decide_on_first(self._group, DestinationError, fitting, choose)
-        [live] = held
-        if chosen is None:
-            return live, None, self._destination
-        name, staged = chosen
-        return live, self._plans[name], staged
-
-    def _plan_together(self, held: RankState) -> tuple[_Agreed, Location]:
-        whole: list[WholePlan] = []
+        if chosen is not None:
+            return live, self._plans[chosen[0]], chosen[1]
+        whole: WholePlan | None = None
 
         def deal(ranks: list[RankState]) -> list[tuple[bytes, RankItems, Location]]:
-            whole.append(WholePlan.of(ranks))
+            nonlocal whole
+            whole = WholePlan.of(ranks)
             name, staged = secrets.token_bytes(16), self._reserve()
-            return [(name, share, staged) for share in whole[0].shares]
+            return [(name, share, staged) for share in whole.shares]
 
-        name, share, staged = scatter_from_first(self._group, DestinationError, lambda: held, deal)
-        plan = _Agreed(name, held, share)
-        self._plans.keep(plan, whole[0] if whole else None)
-        return plan, staged
+        name, share, staged = scatter_from_first(self._group, DestinationError, lambda: live.described, deal)
+        plan = AgreedPlan(name, live.described, share, whole)
+        self._plans.keep(plan)
+        return live, plan, staged
 
     def _reserve(self) -> Location:
         try:
@@ -198,15 +200,23 @@ class JointSave:
             raise DestinationError(f"cannot write {self._destination}: {error}") from error
         return self._staged
 
-    def _publish(self, plan: _Agreed, staged: Location, receipts: list[bytes]) -> None:
-        provenance = {**_provenance(self._group), **self._details}
-        native.write_native(self._plans.whole(plan.name).manifest(receipts, provenance), staged)
+    def _publish(self, plan: AgreedPlan, staged: Location, receipts: list[bytes]) -> None:
+        assert plan.whole is not None, "this is the coordinator"
+        provenance = {
+            "program": PROGRAM,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "platform": sys.platform,
+            "world": len(receipts),
+            **self._details,
+        }
+        native.write_native(plan.whole.manifest(receipts, provenance), staged)
         publish.publish(staged, self._destination)
         self._staged = None  # whatever happens now, it is there
 
 
 def as_json(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """Provenance as it will be read.
+    """Return provenance as it will be read.
 
     Raises:
         ArgumentError: it is not JSON, or an entry that has a meaning has another form.
@@ -217,14 +227,11 @@ def as_json(provenance: Mapping[str, Any]) -> dict[str, Any]:
         raise ArgumentError(f"the provenance is not JSON that a manifest can keep: {error}") from error
 
 
-def _provenance(process_group: dist.ProcessGroup | None) -> dict[str, Any]:
-    return {
-        "program": PROGRAM,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": sys.platform,
-        "world": dist.get_world_size(process_group) if dist.is_initialized() else 1,
-    }
+_plans: WeakKeyDictionary[dist.ProcessGroup, AgreedPlans] = WeakKeyDictionary()
+"""The plans for each process group, kept as long as that."""
+
+_alone = AgreedPlans()
+"""The plans of a process without a process group."""
 
 
 def save(
@@ -253,18 +260,70 @@ def save(
         ArgumentError: the provenance is not JSON, or the path is not the same on all ranks.
     """
     refuse_crossed(process_group, "save")
-    JointSave(path, provenance or {}, process_group, _plans_of(process_group), SaveProgress()).run(
+    group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
+    plans = _alone if group is None else _plans.setdefault(group, AgreedPlans())
+    JointSave(path, provenance or {}, process_group, plans, SaveProgress()).run(
         lambda: LiveState.of(state_dict, "to save")
     )
 
 
-_plans: WeakKeyDictionary[dist.ProcessGroup, AgreedPlans] = WeakKeyDictionary()
-"""Kept as long as the process group."""
-
-_alone = AgreedPlans()
-"""The plans of a process without a process group."""
+# --- The file of one rank: stock items end to end, digested in the pass that writes them ------------------------------
 
 
-def _plans_of(process_group: dist.ProcessGroup | None) -> AgreedPlans:
-    group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
-    return _alone if group is None else _plans.setdefault(group, AgreedPlans())
+def write_items(live: LiveState, items: Sequence[Item], file: Location, progress: SaveProgress) -> list[bytes]:
+    """Write a rank's file, and return its rows of the receipt when it is on the disk or in the store.
+
+    Args:
+        items: objects first.  No items, no file.
+        progress: is kept up to date.
+
+    Raises:
+        DestinationError: it cannot be written.
+    """
+    if not items:
+        return []
+    blobs = [_pickled(live, key) for key, lo in items if lo is None]
+    tensors = [(live.parts[key][lo], lo) for key, lo in items if lo is not None]
+    frames = [tensor_item.frame(dtype_name(part.dtype), tuple(part.shape)) for part, _ in tensors]
+    starts, end = [], 0
+    for length in (*map(len, blobs), *(frame.length for frame in frames)):
+        starts.append(aligned(end))
+        end = starts[-1] + length
+    progress.total = end
+    rows = []
+    try:
+        with created(file, end) as output:
+            for blob, start in zip(blobs, starts, strict=False):
+                progress.written = output.write(blob, start)
+                rows.append(receipt_row(xxh3_128([blob]), length=len(blob)))
+            for (part, lo), frame, start in zip(tensors, frames, starts[len(blobs) :], strict=True):
+                sums, end = Sums(), output.write(frame.head, start)
+                for band in sums.passing(bits_of(_on_host(part)), lo):
+                    end = progress.written = output.write(band, end)
+                progress.written = output.write(frame.tail(sums.checksum), end)
+                rows.append(receipt_row(sums.digest, sums.share, frame.length, sums.checksum))
+    except OSError as error:
+        raise DestinationError(f"cannot write {file}: {error}") from error
+    return rows
+
+
+def _witness(live: LiveState, item: Item) -> bytes:
+    """Return the row for this rank's replica of an item that another rank writes."""
+    key, lo = item
+    if lo is None:
+        return receipt_row(xxh3_128([_pickled(live, key)]))
+    sums = Sums()
+    for _ in sums.passing(bits_of(_on_host(live.parts[key][lo])), lo):
+        pass
+    return receipt_row(sums.digest)
+
+
+def _on_host(part: torch.Tensor) -> torch.Tensor:
+    return part.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def _pickled(live: LiveState, key: str) -> memoryview:
+    """Return an object as DCP stores it."""
+    stream = io.BytesIO()
+    torch.save(live.flat[key], stream)
+    return stream.getbuffer()

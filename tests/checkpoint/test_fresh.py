@@ -314,3 +314,15 @@ def test_what_a_wrapper_has_put_into_names_is_named_with_the_rule_that_takes_it_
     assert len(muonckpt.load(plain, tmp_path / "d").loaded) == 3
     muonckpt.save(plain, tmp_path / "p")
     assert f"names in the program {said}" in refusal(renamed(plain, name), tmp_path / "p")
+
+
+def test_globs_may_come_from_an_iterator(tmp_path):
+    def optimizer(value: float) -> dict[str, Any]:
+        state = {name: {"momentum_buffer": torch.full((2,), value)} for name in "ab"}
+        return {"state": state, "param_groups": [{"params": ["a", "b"], "lr": 1.0}]}
+
+    muonckpt.save({"optimizer": optimizer(1.0), "more": 1}, tmp_path / "c")
+    target = {"optimizer": optimizer(7.0)}
+    report = muonckpt.load(target, tmp_path / "c", fresh=iter(["b"]), allow_extra=iter(["more"]))
+    assert (report.loaded, report.fresh) == (("a",), ("b",))
+    assert [slots["momentum_buffer"].tolist() for slots in target["optimizer"]["state"].values()] == [[1, 1], [0, 0]]

@@ -17,8 +17,7 @@ import muonckpt
 from muonckpt import DestinationError, LayoutError
 from muonckpt.box import Box
 from muonckpt.checkpoint.live_state import Annotation, HeldTensor, LiveState, RankState
-from muonckpt.checkpoint.rank_file import SaveProgress
-from muonckpt.checkpoint.saving import AgreedPlans, JointSave
+from muonckpt.checkpoint.saving import AgreedPlans, JointSave, SaveProgress
 from muonckpt.checkpoint.whole_plan import WholePlan
 from muonckpt.store.io.location import location
 
