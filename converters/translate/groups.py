@@ -1,6 +1,7 @@
 """Parameter groups: where the source stores their options, what the target shall have, and a template of a given run.
 
-A group is a position in a list, with the names of its parameters, or a single parameter by its name.
+A group is a position in a list, with the names of its parameters, or a single parameter by its name.  Its options are
+read from one program into common words, and written in those of another.
 """
 
 from __future__ import annotations
@@ -9,21 +10,29 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ...box import Index
+from ...coefficients import plain_coefficients
 from ...errors import SourceError, TargetError
 from ...record import Blob, Manifest, StateRecord
 from ...store.open_checkpoint import Values
 from ...vocabulary import PARAMS, SCHEDULED
 from ..engine.outputs import Action, Findings
-from ..programs.dialect import Dialect
+from ..programs.dialect import Dialect, StoredMethod
 
-StoredEntry = Blob | StateRecord
+Entry = StateRecord | Blob
 
 _SCALAR = bool | int | float | str | None
+
+
+def entries_of(manifest: Manifest) -> tuple[Entry, ...]:
+    """Return the tensors and the items of a checkpoint."""
+    return (*manifest.tensors, *manifest.blobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +48,7 @@ class SourceGroup:
 
     number: int | None
     params: tuple[str, ...]
-    items: Mapping[str, StoredEntry] = field(default_factory=dict)
+    items: Mapping[str, Entry] = field(default_factory=dict)
     chain: Mapping[str, str] = field(default_factory=dict)
     members: tuple[str, ...] = ()
 
@@ -59,28 +68,27 @@ def source_groups(manifest: Manifest, dialect: Dialect, values: Values) -> tuple
     Raises:
         SourceError: a group does not list its parameters.
     """
-    if dialect.option is None:
+    template = dialect.option
+    if template is None:
         return tuple(_in_common(manifest, dialect, values))
-    listed: defaultdict[tuple[str, int], dict[str, StoredEntry]] = defaultdict(dict)
-    named: defaultdict[tuple[str, str], dict[str, StoredEntry]] = defaultdict(dict)
-    entries: tuple[StoredEntry, ...] = (*manifest.blobs, *manifest.tensors)
+    listed: defaultdict[tuple[str, int], dict[str, Entry]] = defaultdict(dict)
+    named: defaultdict[tuple[str, str], dict[str, Entry]] = defaultdict(dict)
+    entries: tuple[Entry, ...] = (*manifest.blobs, *manifest.tensors)
     for entry in entries:
-        fields = dialect.option.read(entry.path) or {}
-        match fields:
+        match fields := template.read(entry.path) or {}:
             case {"group": number, "option": option}:
                 listed[fields.get("chain", ""), int(number)][option] = entry
             case {"name": name, "option": option}:
                 named[fields.get("chain", ""), name][option] = entry
-
-    def chain_field(chain: str) -> dict[str, str]:
-        return {"chain": chain} if dialect.option is not None and dialect.option.chained else {}
-
-    groups = (
-        SourceGroup(number, _params(number, items, values), items, chain_field(chain))
-        for (chain, number), items in sorted(listed.items())
-    )
-    by_name = (SourceGroup(None, (name,), items, chain_field(chain)) for (chain, name), items in named.items())
-    return (*groups, *by_name)
+    groups = []
+    for (chain, position), items in sorted(listed.items()):
+        if PARAMS not in items:
+            raise SourceError(f"group {position} does not list its parameters under {PARAMS!r}")
+        names = tuple(map(str, values.read(items[PARAMS])))
+        groups.append(SourceGroup(position, names, items, {"chain": chain} if template.chained else {}))
+    for (chain, name), items in named.items():
+        groups.append(SourceGroup(None, (name,), items, {"chain": chain} if template.chained else {}))
+    return tuple(groups)
 
 
 def _in_common(manifest: Manifest, dialect: Dialect, values: Values) -> Iterator[SourceGroup]:
@@ -115,15 +123,7 @@ def _optimizers(chain: str, node: object) -> Iterator[tuple[str, list[dict[str, 
 
 
 def _is_plain(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return all(isinstance(part, _SCALAR) for part in value)
-    return isinstance(value, _SCALAR)
-
-
-def _params(number: int, items: Mapping[str, StoredEntry], values: Values) -> tuple[str, ...]:
-    if PARAMS not in items:
-        raise SourceError(f"group {number} does not list its parameters under {PARAMS!r}")
-    return tuple(map(str, values.read(items[PARAMS])))
+    return all(isinstance(part, _SCALAR) for part in (value if isinstance(value, list | tuple) else (value,)))
 
 
 def merge_equal(groups: Iterable[TargetGroup]) -> list[TargetGroup]:
@@ -136,12 +136,137 @@ def merge_equal(groups: Iterable[TargetGroup]) -> list[TargetGroup]:
     return list(merged.values())
 
 
+# Options.
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOptions:
+    """The options of a group for parameters of one shape.
+
+    ``known`` are those with common names; ``unknown`` are the others, as the source calls them.
+    """
+
+    known: Mapping[str, object]
+    unknown: Mapping[str, object]
+
+
+_HOW = frozenset({"foreach", "fused", "capturable", "differentiable", "clip_grad", "param_names", "name"})
+"""Options that say how a program computes, or what a group is called, but not what is computed."""
+
+_ROUNDING = frozenset({"gram", "ns_dtype"})
+"""Common options that only change how a result is rounded; of them "bfloat16" is what every program computes in."""
+
+_REFUSED = {"maximize": "it goes up the gradient", "coupled": "decay that is added to the gradient"}
+"""Common options without which an update is another one altogether, and what they mean."""
+
+_OFF: Mapping[str, object] = {"pieces": None, "columns": None, "interleaved": 1, "cautious": False, "maximize": False,
+                              "flatten": False, "gram": None, "ns_dtype": "bfloat16"}  # fmt: skip
+"""Common options that need no word where they have this value."""
+
+
+def read_options(
+    group: SourceGroup, dialect: Dialect, method: StoredMethod, values: Values, shape: Index
+) -> GroupOptions:
+    """Return the options of a dialect's group as its program would read them for a parameter of this shape.
+
+    Raises:
+        SourceError: an option is damaged, or is not plain data.
+    """
+    own = {option: values.read(item) for option, item in group.items.items() if option != PARAMS}
+    named = {*method.options.values(), *method.idle, *_HOW, *SCHEDULED, dialect.method_option}
+    known: dict[str, Any] = dict(dialect.facts.get(method.name, {}))
+    for coding in method.codings:
+        known |= coding.read({option: own[option] for option in coding.own if option in own}, shape)
+        named |= {*coding.own}
+    known |= {name: own[option] for name, option in method.options.items() if option in own}
+    if "ns" in known:
+        with suppress(ValueError, TypeError):  # a value that is no set of coefficients stays as it is
+            known["ns"] = plain_coefficients(known["ns"])
+    return GroupOptions(
+        known | {option: own[option] for option in SCHEDULED if option in own},
+        {option: value for option, value in own.items() if option not in named},
+    )
+
+
+def write_options(
+    options: GroupOptions,
+    source: Dialect,
+    target: Dialect,
+    method: StoredMethod,
+    shape: Index,
+    findings: Findings,
+    given: Mapping[str, object] = MappingProxyType({}),
+) -> dict[str, object]:
+    """Return the options as the target names them; ``findings`` gets every difference, with the values.
+
+    ``given`` are options of the run that the result is for; they count where the source says nothing.
+
+    Raises:
+        SourceError: the target has no word for an option without which updates are altogether different.
+    """
+    known, lost = options.known, dict[str, object]()
+    said = {own: known[name] for name, own in method.options.items() if name in known}
+    named = {*method.options, *SCHEDULED, "step"}
+    for coding in method.codings:
+        mine = {name: known[name] for name in coding.common if name in known}
+        written = coding.write(mine, shape)
+        named |= {*coding.common}
+        if written is None:
+            lost |= mine
+        else:
+            said |= written
+    facts = target.facts.get(method.name, {})
+    lost |= {name: known[name] for name in known.keys() - named if known[name] not in (facts.get(name), _OFF.get(name))}
+    said |= {option: known[option] for option in SCHEDULED if option in known}
+    groups = f"{method.name} groups"
+
+    def report(action: Action, option: str, reason: str, *values: object) -> None:
+        findings.check(action, f"{option} of {groups}", *map(repr, values), reason=reason)
+
+    def unsaid(option: str) -> str:
+        """Say that the source does not say an option, and in brackets where a user finds its value, if known."""
+        names = {own: coding.common[0] for coding in method.codings for own in coding.own}
+        names |= {own: common for common, own in method.options.items()} | {"ns_coefficients": "ns"}
+        hint = source.hints.get(names.get(option, ""), "")
+        return f"{source.name} does not say it{f' ({hint})' if hint else ''}"
+
+    for name, value in sorted(lost.items()):
+        if name in _REFUSED:
+            raise SourceError(
+                f"{groups} have {name}={value!r}: {_REFUSED[name]}; {target.name} has no such thing, so training would "
+                "go on altogether differently. Leave out the state of these parameters with --select"
+            )
+        if name == "scale" and method.derived:
+            scale = f"the lr scale {value} of {groups}"
+            findings.check(Action.CARRIED, scale, *method.derived, reason="by parameter")
+        else:
+            action = Action.LEFT if name in _ROUNDING else Action.SET
+            report(action, name, f"{target.name} has no option for it", value)
+    for name in sorted(facts.keys() - known.keys() - _OFF.keys()):
+        hint = source.hints.get(name, "unknown")
+        report(Action.SET, name, f"always so in {target.name}; {source.name} does not say it: {hint}", facts[name])
+    for option, value in sorted(options.unknown.items()):
+        report(Action.LEFT, option, f"no counterpart in {target.name}", value)
+    said = {option: value for option, value in said.items() if option not in target.unsaid}
+    taken = {option: value for option, value in given.items() if option not in {*said, target.method_option}}
+    for option in sorted(taken.keys() - method.idle.keys() - _HOW):
+        report(Action.CARRIED, option, f"{source.name} does not say it; taken from the template", taken[option])
+    said |= taken
+    assumed = {option: value for option, value in method.assumed.items() if option not in {*said, *target.unsaid}}
+    for option, value in assumed.items():
+        report(Action.SET, option, f"{unsaid(option)}; written as in a new optimizer of {target.name}", value)
+    said = {**said, **assumed, **{option: value for option, value in method.idle.items() if option not in said}}
+    expected = {*method.options.values()}
+    expected |= {own for coding in method.codings if not coding.optional for own in coding.own}
+    for option in sorted(expected - {*said, *target.unsaid, method.options.get("step")}):
+        report(Action.SET, option, f"{unsaid(option)}; the running optimizer's stays")
+    return said | ({target.method_option: method.name} if target.method_option else {})
+
+
 # A template.
 
 _RATES = frozenset({"lr", "weight_decay", "momentum", "betas", "eps", "step", *SCHEDULED})
 """Options that belong to a run, and that a template need not have as the source has them."""
-
-_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +305,7 @@ class GroupTemplate:
 
     def options_of(self, name: str) -> Mapping[str, Any]:
         """Return the options of a parameter, by name."""
-        group = next((group for group in self.groups if name in group[PARAMS]), _NONE)
+        group = next((group for group in self.groups if name in group[PARAMS]), {})
         return {option: value for option, value in group.items() if option not in (PARAMS, "param_names")}
 
     def arranged(self, groups: Sequence[TargetGroup], target: Dialect, findings: Findings) -> list[TargetGroup]:

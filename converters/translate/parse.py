@@ -1,14 +1,14 @@
 """Parses a checkpoint into one neutral optimizer: parameters with their weight and state, groups, and everything else.
 
 Tensors are renamed, split and joined by rules, and put together as parameters under the target's names, with slots by
-common name.  Options stay where they are stored until a group is written (:mod:`.options`).
+common name.  Options stay where they are stored until a group is written.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -22,14 +22,14 @@ from ...vocabulary import PARAMS, Convention
 from ..programs.dialect import Dialect, StoredMethod
 from .conventions import Overrides, WeightsFrom, agreed_convention, spoken
 from .detection import Detected, is_of_optimizer
-from .groups import SourceGroup, source_groups
+from .groups import Entry, SourceGroup, entries_of, source_groups
 from .names import NameRule, NameRules
 from .structure import TranslatedTensor, apply_rules
 
 FOREIGN_OPTIONS: Mapping[str, str] = MappingProxyType({"dampening": "torch.optim.SGD, whose momentum_buffer is a sum"})
 """Options of optimizers whose state looks like that of a known method, but has another meaning."""
 
-Entry = StateRecord | Blob
+_NO_METHOD = StoredMethod("none", {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class NeutralParameter:
         aliases: the names by which the source's groups may know it.
         weight: its own tensor, if that is stored.
         slots: the tensors of its state, by common name.
-        method: how the source updates and stores it; None if it has no state.
+        method: how the source updates and stores it, if that is known.
         group: the source's group with its options.
         step: the number of updates, if the source or the user says it.
         counter: where the source stores that.
@@ -54,12 +54,17 @@ class NeutralParameter:
     aliases: tuple[str, ...]
     weight: TranslatedTensor | None = None
     slots: Mapping[str, TranslatedTensor] = field(default_factory=dict)
-    method: StoredMethod | None = None
+    method: StoredMethod = _NO_METHOD
     group: SourceGroup | None = None
     step: int | None = None
     counter: Entry | None = None
     chains: frozenset[str] = frozenset()
     stateless: bool = False
+
+    @property
+    def stateful(self) -> bool:
+        """Return whether the source has state of it."""
+        return self.method is not _NO_METHOD and not self.stateless
 
     @property
     def tensors(self) -> tuple[TranslatedTensor, ...]:
@@ -95,18 +100,17 @@ class NeutralOptimizer:
 
     @property
     def dialect(self) -> Dialect:
-        """The source's."""
         return self.detected.dialect
 
     @property
-    def stateful(self) -> dict[str, NeutralParameter]:
-        """The parameters with state, by name."""
-        return {name: param for name, param in self.parameters.items() if param.method and not param.stateless}
+    def stateful(self) -> list[NeutralParameter]:
+        """The parameters with state."""
+        return [param for param in self.parameters.values() if param.stateful]
 
     @property
-    def stateless(self) -> dict[str, NeutralParameter]:
+    def stateless(self) -> list[NeutralParameter]:
         """The parameters that groups list and that have no state, where the method is known."""
-        return {name: param for name, param in self.parameters.items() if param.stateless}
+        return [param for param in self.parameters.values() if param.stateless]
 
     def shapes(self) -> dict[str, Index]:
         """Return the shapes of parameters, by the names that groups list: of the weights, or of state."""
@@ -125,7 +129,6 @@ class NeutralOptimizer:
         Raises:
             SourceError: two of those that say it contradict each other, or the group contradicts the program.
         """
-        assert param.method is not None
         dialect, asked, slot = self.dialect, self.overrides.convention, param.method.slots["momentum"]
         aliases = param.slots["momentum"].aliases
         parts = [self.records[slot, alias] for alias in aliases if (slot, alias) in self.records]
@@ -134,10 +137,13 @@ class NeutralOptimizer:
         if dialect.convention is not None and self.groups:
             in_no_group = "the parameter is in none of the groups"
             doubt = dialect.momentum_options.contradicted_by(param.group.items) if param.group else in_no_group
-        own = None
-        if param.group and "convention" in dialect.momentum_options.always & param.group.items.keys():
-            own = Convention(self.values.read(param.group.items["convention"]))
-        declared = {dialect.name: None if doubt else dialect.convention, "its group": own, "--convention": asked}
+        written = "convention" in dialect.momentum_options.always
+        own = _option(param.group, "convention", self.values) if written else None
+        declared = {
+            dialect.name: None if doubt else dialect.convention,
+            "its group": None if own is None else Convention(own),
+            "--convention": asked,
+        }
         convention = agreed_convention(f"parameter {param.name!r}", "--convention", recorded | declared)
         if any(part.convention is not None for part in parts):
             return convention, "the manifest records it"
@@ -159,9 +165,8 @@ class NeutralOptimizer:
         Raises:
             SourceError: the group's is no number, or is not the user's.
         """
-        assert param.method is not None
         option, given = param.method.options.get("momentum", ""), self.overrides.mu
-        stored = self.values.read(param.group.items[option]) if param.group and option in param.group.items else None
+        stored = _option(param.group, option, self.values)
         if stored is None:
             return given
         if not isinstance(stored, float | int):
@@ -169,6 +174,10 @@ class NeutralOptimizer:
         if given not in (None, stored):
             raise SourceError(f"parameter {param.name!r}: its group says {option}={stored!r}, --mu says {given!r}")
         return float(stored)
+
+
+def _option(group: SourceGroup | None, name: str | None, values: Values) -> Any:
+    return values.read(group.items[name]) if group and name and name in group.items else None
 
 
 def parse(
@@ -197,12 +206,13 @@ def parse(
     if missing := sorted(drop - slots):
         known = ", ".join(sorted(slots))
         raise TargetError(f"no slot {missing[0]!r} to drop; the slots of {dialect.name} here are {known}")
-    masters = dialect.slots_called("master")
-    drop = drop | masters if overrides.weights is WeightsFrom.MODEL else drop
+    if overrides.weights is WeightsFrom.MODEL:
+        drop |= dialect.slots_called("master")
     left = drop if dialect is target and not rules.rules else drop | dialect.derived
-    entries = _Entries.of(manifest, dialect, left)
+    entries = _Entries(dialect, left)
+    entries.sort(entries_of(manifest))
     if overrides.weights is WeightsFrom.MASTERS:
-        entries = entries.with_masters_as_weights(masters)
+        entries.make_masters_weights()
     _refuse_unread(manifest, dialect, entries)
     globs = dialect.opaque if dialect.opaque != target.opaque else frozenset()
     for entry in entries.others:
@@ -213,25 +223,23 @@ def parse(
                 "which writes it under names, or first make a copy without the buckets, by `muonckpt reshard --select`"
             )
     recorded = NameRules() if target.numbered else _recorded_names(manifest, dialect)
-    tensors = _by_slot(entries, recorded + rules)
-    if not recorded.rules:
-        _refuse_unfit(rules, tensors)
     groups = source_groups(manifest, dialect, values)
-    source = _Source(dialect, values, overrides, entries, {name: g for g in groups for name in g.params}, drop)
-    parameters = {param.name: param for param in source.parameters(tensors)}
+    parser = _Parser(dialect, values, overrides, entries, {name: g for g in groups for name in g.params}, drop)
+    parameters = parser.parameters(recorded + rules, must_match=not recorded.rules)
     groups = _with_members(groups, parameters, values)
     private = dialect.private - target.private
+    kept = [entry for entry in entries.others if not _matches(entry, private)]
     return NeutralOptimizer(
         detected,
         values,
         overrides,
-        parameters | source.stateless(groups, parameters),
+        parameters | parser.stateless(groups, parameters),
         groups,
         entries.tensors,
         entries.derived,
-        tuple(tensor for tensor in entries.other_tensors if not _matches(tensor, private)),
-        tuple(item for item in entries.items if not _matches(item, private)),
-        entries.left_out,
+        tuple(entry for entry in kept if isinstance(entry, StateRecord)),
+        tuple(entry for entry in kept if isinstance(entry, Blob)),
+        tuple(entries.left_out),
         tuple(entry.key for entry in entries.others if _matches(entry, private)),
     )
 
@@ -239,97 +247,76 @@ def parse(
 # The entries of a checkpoint by role.
 
 
-def entries_of(manifest: Manifest) -> tuple[Entry, ...]:
-    """Return the tensors and the items of a checkpoint."""
-    return (*manifest.tensors, *manifest.blobs)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Entries:
-    """The entries of a checkpoint by role; the fields are explained where `NeutralOptimizer` has them.
+    """Collects the entries of a checkpoint by role; ``dropped`` slots are only listed, in ``left_out``.
 
-    ``counters`` are the step counters of parameters, by parameter and slot.
+    ``counters`` are step counters, by parameter and slot; ``others`` are neither weights nor state nor options.
     """
 
-    tensors: Mapping[tuple[str | None, str], StateRecord]
-    counters: Mapping[str, Mapping[str, Entry]]
-    other_tensors: tuple[StateRecord, ...]
-    items: tuple[Blob, ...]
-    left_out: tuple[str, ...]
-    chains: Mapping[str, Collection[str]]
-    derived: Mapping[str, Mapping[str, Blob]]
+    dialect: Dialect
+    dropped: Collection[str]
+    tensors: dict[tuple[str | None, str], StateRecord] = field(default_factory=dict)
+    counters: defaultdict[str, dict[str, Entry]] = field(default_factory=lambda: defaultdict(dict))
+    chains: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    derived: defaultdict[str, dict[str, Blob]] = field(default_factory=lambda: defaultdict(dict))
+    others: list[Entry] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, manifest: Manifest, dialect: Dialect, dropped: Collection[str]) -> _Entries:
-        """Sort the entries of a checkpoint; ``dropped`` slots are only listed.
+    def sort(self, entries: Iterable[Entry]) -> None:
+        """Add these entries.
 
         Raises:
             SourceError: state other than a counter is not a tensor, or two optimizers have a parameter of one name.
         """
+        dialect = self.dialect
         steps = dialect.slots_called("step") - dialect.derived
-        tensors: dict[tuple[str | None, str], StateRecord] = {}
-        counters: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
-        chains: defaultdict[str, set[str]] = defaultdict(set)
-        derived: defaultdict[str, dict[str, Blob]] = defaultdict(dict)
-        other_tensors, items, left_out = list[StateRecord](), list[Blob](), list[str]()
-
-        def copy(entry: Entry) -> None:
-            if isinstance(entry, StateRecord):
-                other_tensors.append(entry)
-            else:
-                items.append(entry)
-
-        def add_state(entry: Entry, name: str, slot: str) -> None:
-            if slot in dialect.derived and isinstance(entry, Blob):
-                derived[name][slot] = entry
-            if slot in dropped:
-                left_out.append(entry.key)
-            elif slot in steps:
-                counters[name][slot] = entry
-            elif slot in dialect.derived:
-                copy(entry)
-            elif isinstance(entry, Blob):
-                raise SourceError(
-                    f"expected a tensor at {entry.key!r}, found another item; leave it out with --drop {slot}"
-                )
-            elif (slot, name) in tensors:
-                raise SourceError(
-                    f"{tensors[slot, name].key!r} and {entry.key!r} are state of parameters of the same name in "
-                    "different optimizers; make a copy of each with its model, by `muonckpt reshard --select`"
-                )
-            else:
-                tensors[slot, name] = entry
-
-        for entry in entries_of(manifest):
+        for entry in entries:
             if state := dialect.state.read(entry.path):
-                chains[state["name"]].add(state.get("chain", ""))
-                add_state(entry, state["name"], state["slot"])
+                self.chains[state["name"]].add(state.get("chain", ""))
+                self._add_state(entry, state["name"], state["slot"], steps)
             elif dialect.option is not None and dialect.option.read(entry.path):
                 continue
             elif isinstance(entry, StateRecord) and (weight := dialect.model.read(entry.path)):
-                tensors[None, weight["name"]] = entry
+                self.tensors[None, weight["name"]] = entry
             else:
-                copy(entry)
-        return cls(tensors, counters, tuple(other_tensors), tuple(items), tuple(left_out), chains, derived)
+                self.others.append(entry)
 
-    @property
-    def others(self) -> tuple[Entry, ...]:
-        """The tensors and items to copy."""
-        return (*self.other_tensors, *self.items)
+    def _add_state(self, entry: Entry, name: str, slot: str, steps: Collection[str]) -> None:
+        if slot in self.dialect.derived and isinstance(entry, Blob):
+            self.derived[name][slot] = entry
+        if slot in self.dropped:
+            self.left_out.append(entry.key)
+        elif slot in steps:
+            self.counters[name][slot] = entry
+        elif slot in self.dialect.derived:
+            self.others.append(entry)
+        elif isinstance(entry, Blob):
+            raise SourceError(
+                f"expected a tensor at {entry.key!r}, found another item; leave it out with --drop {slot}"
+            )
+        elif (slot, name) in self.tensors:
+            raise SourceError(
+                f"{self.tensors[slot, name].key!r} and {entry.key!r} are state of parameters of the same name in "
+                "different optimizers; make a copy of each with its model, by `muonckpt reshard --select`"
+            )
+        else:
+            self.tensors[slot, name] = entry
 
-    def with_masters_as_weights(self, slots: Collection[str]) -> _Entries:
-        """Return the entries with masters, which are in these slots, as weights; the model's rounded ones are left out.
+    def make_masters_weights(self) -> None:
+        """Take float32 masters for the weights, and leave out the model's rounded ones.
 
         Raises:
             TargetError: there are no masters.
         """
-        masters = {name: tensor for (slot, name), tensor in self.tensors.items() if slot in slots}
+        slots = self.dialect.slots_called("master")
+        masters = [(slot, name) for slot, name in self.tensors if slot in slots]
         if not masters:
             raise TargetError("--weights masters: the source has no float32 masters; leave it out")
-        others = {(slot, name): tensor for (slot, name), tensor in self.tensors.items() if slot not in slots}
-        replaced = tuple(others[None, name].key for name in masters if (None, name) in others)
-        promoted = {(None, name): replace(tensor, name=None, slot=None) for name, tensor in masters.items()}
-        return replace(self, tensors=others | promoted, left_out=(*self.left_out, *replaced))
+        for slot, name in masters:
+            if (None, name) in self.tensors:
+                self.left_out.append(self.tensors[None, name].key)
+            self.tensors[None, name] = replace(self.tensors.pop((slot, name)), name=None, slot=None)
 
 
 def _matches(entry: Entry, globs: Collection[str]) -> bool:
@@ -351,12 +338,6 @@ def _refuse_unread(manifest: Manifest, dialect: Dialect, entries: _Entries) -> N
             )
 
 
-# Names.
-
-_BySlot = Mapping[str | None, Mapping[str, TranslatedTensor]]
-"""The weights (under None) and the tensors of each slot of the source, by the target's names of parameters."""
-
-
 def _recorded_names(manifest: Manifest, dialect: Dialect) -> NameRules:
     """Return rules from numbers to the names that the manifest records; none if the dialect has names."""
     names: dict[str, str] = {}
@@ -365,23 +346,6 @@ def _recorded_names(manifest: Manifest, dialect: Dialect) -> NameRules:
         if fields is not None and tensor.name not in (None, fields["name"]):
             names[fields["name"]] = str(tensor.name)
     return NameRules(tuple(NameRule((number,), (name,)) for number, name in names.items()))
-
-
-def _by_slot(entries: _Entries, rules: NameRules) -> _BySlot:
-    by_slot: defaultdict[str | None, dict[str, TranslatedTensor]] = defaultdict(dict)
-    for (slot, name), tensor in entries.tensors.items():
-        by_slot[slot][name] = TranslatedTensor(tensor.dtype, tensor.chunk_layout(), (tensor.chunks,), name, (name,))
-    return {slot: apply_rules(rules, tensors) for slot, tensors in by_slot.items()}
-
-
-def _refuse_unfit(rules: NameRules, by_slot: _BySlot) -> None:
-    tensors = [(name, tensor) for named in by_slot.values() for name, tensor in named.items()]
-    matched = any(tensor.restructured or tensor.aliases != (name,) for name, tensor in tensors)
-    if rules.rules and not matched:
-        examples = ", ".join(sorted({name for name, _ in tensors})[:3])
-        raise TargetError(
-            f"no rule matches a parameter; parameters are {examples} … and the first rule is {rules.rules[0]}"
-        )
 
 
 def _with_members(
@@ -402,7 +366,7 @@ def _with_members(
         members = dict.fromkeys(new for name in group.params for new in new_names.get(name, {name: None}))
         for name in members.keys() & first.keys():
             for option in sorted((first[name].items.keys() | group.items.keys()) - {PARAMS}):
-                one, other = (values.read(g.items[option]) if option in g.items else None for g in (first[name], group))
+                one, other = _option(first[name], option, values), _option(group, option, values)
                 if repr(one) != repr(other):
                     raise SourceError(f"parts of {name!r} are in groups with {option}={one!r} and {option}={other!r}")
         own = tuple(name for name in members if name not in first)
@@ -415,7 +379,9 @@ def _with_members(
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _Parser:
+    """Puts tensors and counters together as parameters; ``group_of`` has the source's groups by its names."""
+
     dialect: Dialect
     values: Values
     overrides: Overrides
@@ -423,19 +389,35 @@ class _Source:
     group_of: Mapping[str, SourceGroup]
     dropped: Collection[str]
 
-    def parameters(self, by_slot: _BySlot) -> Iterator[NeutralParameter]:
-        """Yield the parameters that have a weight or state."""
+    def parameters(self, rules: NameRules, must_match: bool) -> dict[str, NeutralParameter]:
+        """Return the parameters that have a weight or state, by the target's names.
+
+        Raises:
+            TargetError: ``must_match``, and no rule matches a parameter.
+        """
+        by_slot: defaultdict[str | None, dict[str, TranslatedTensor]] = defaultdict(dict)
+        for (slot, name), stored in self.entries.tensors.items():
+            by_slot[slot][name] = TranslatedTensor(stored.dtype, stored.chunk_layout(), (stored.chunks,), name, (name,))
         tensors: defaultdict[str, dict[str | None, TranslatedTensor]] = defaultdict(dict)
         for slot, named in by_slot.items():
-            for name, tensor in named.items():
+            for name, tensor in apply_rules(rules, named).items():
                 tensors[name][slot] = tensor
+        unmatched = all(not t.restructured and t.aliases == (name,) for name in tensors for t in tensors[name].values())
+        if must_match and rules.rules and unmatched:
+            raise TargetError(
+                f"no rule matches a parameter; parameters are {', '.join(sorted(tensors)[:3])} … and the first rule is "
+                f"{rules.rules[0]}"
+            )
+        parameters = {}
         for name, own in tensors.items():
             aliases = tuple(dict.fromkeys(alias for tensor in own.values() for alias in tensor.aliases))
             weight = own.pop(None, None)
             listed = next(tensor.group for tensor in (*own.values(), weight) if tensor is not None)
             slots = own.keys() | {slot for alias in aliases for slot in self.entries.counters.get(alias, ())}
             param = NeutralParameter(name, listed, aliases, weight)
-            yield self._with_state(param, {str(s): t for s, t in own.items()}, slots) if slots else param
+            state = {str(slot): tensor for slot, tensor in own.items()}
+            parameters[name] = self._with_state(param, state, slots) if slots else param
+        return parameters
 
     def _with_state(
         self, param: NeutralParameter, state: Mapping[str, TranslatedTensor], slots: Collection[Any]
@@ -447,8 +429,7 @@ class _Source:
                 f"parameter {name!r}: its group has the option {foreign!r} of {FOREIGN_OPTIONS[foreign]}, which cannot "
                 "be translated; first make a copy without its state, with `muonckpt reshard --select`"
             )
-        option = self.dialect.method_option or ""
-        named = self.values.read(group.items[option]) if group and option in group.items else None
+        named = _option(group, self.dialect.method_option, self.values)
         method = self.dialect.method(frozenset(slots), named, name, self.dropped)
         counter = method.slots.get("step", "")
         chains = (entries.chains[alias] for alias in param.aliases if alias in entries.chains)
@@ -483,22 +464,19 @@ class _Source:
 
         Programs that make state at a parameter's first update save none of those that never had a gradient.
         """
-        stateful = {param.listed: param for param in parameters.values() if param.method}
+        stateful = {param.listed: param for param in parameters.values() if param.stateful}
         stateless: dict[str, NeutralParameter] = {}
         for group in groups:
             others = [stateful[name] for name in group.members if name in stateful]
-            chains = others[0].chains if others else frozenset(group.chain.values())
             lacking = [name for name in group.members if name not in stateful]
-            method = self._method_of(group, others) if lacking else None
-            for name in lacking if method else ():
+            methods = [param.method for param in others]
+            if lacking and self.dialect.method_option in group.items:
+                named = _option(group, self.dialect.method_option, self.values)
+                methods = [m for m in (*methods, *self.dialect.methods) if m.name == named]  # masters where others have
+            elif len({method.name for method in methods}) > 1:
+                methods = []
+            chains = others[0].chains if others else frozenset(group.chain.values())
+            for name in lacking if methods else ():
                 known = parameters.get(name, NeutralParameter(name, name, (name,)))
-                stateless[name] = replace(known, method=method, group=group, step=0, chains=chains, stateless=True)
+                stateless[name] = replace(known, method=methods[0], group=group, step=0, chains=chains, stateless=True)
         return stateless
-
-    def _method_of(self, group: SourceGroup, others: list[NeutralParameter]) -> StoredMethod | None:
-        methods = [param.method for param in others if param.method]
-        option = self.dialect.method_option or ""
-        if option in group.items:
-            named = self.values.read(group.items[option])  # the methods beside have masters, if there are some
-            return next((method for method in (*methods, *self.dialect.methods) if method.name == named), None)
-        return methods[0] if len({method.name for method in methods}) == 1 else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain
@@ -16,7 +16,7 @@ from itertools import accumulate, chain
 from ...box import Box, Index
 from ...chunks import Chunks
 from ...errors import LayoutError, about
-from ...layout import Fragment, Piece, Place, TensorLayout, stacked, through
+from ...layout import Fragment, Piece, TensorLayout, stacked, through
 from ..engine.outputs import renumbered
 from .names import NameRule, NameRules
 
@@ -60,38 +60,26 @@ def apply_rules(rules: NameRules, tensors: Mapping[str, TranslatedTensor]) -> di
     """
     named = dict(tensors)
     for rule in rules.rules:
-        unchanged, made_tensors = dict(named), dict[str, TranslatedTensor]()
+        unchanged, results = dict(named), dict[str, TranslatedTensor]()
         for names, values in _matches(rule, named):
             parts = [unchanged.pop(name) for name in names]
             with about(f"tensor {' + '.join(names)!r}"):
-                results = _split(rule, parts[0]) if rule.splits else [_join(rule, parts)]
-                for name, result in zip(_targets(rule, values, len(results)), results, strict=True):
-                    if name in made_tensors:
+                made = _split(rule, parts[0]) if rule.splits else [_join(rule, parts)]
+                numbered = rule.splits and rule.each is not None
+                patterns = rule.target * len(made) if numbered else rule.target
+                for number, (pattern, tensor) in enumerate(zip(patterns, made, strict=True)):
+                    name = _filled(pattern, {**values, str(rule.each): str(number)})
+                    if name in results:
                         raise LayoutError(f"rule {rule} makes {name!r} twice")
-                    made_tensors[name] = _with_group_names(rule, name, result)
-        if duplicates := sorted(unchanged.keys() & made_tensors.keys()):
+                    if not rule.keeps_groups:
+                        tensor = replace(tensor, group=name)
+                    elif not rule.splits:
+                        tensor = replace(tensor, group=name, aliases=(*tensor.aliases, name))
+                    results[name] = tensor
+        if duplicates := sorted(unchanged.keys() & results.keys()):
             raise LayoutError(f"rule {rule} makes {duplicates}, which exist already")
-        named = unchanged | made_tensors
+        named = unchanged | results
     return named
-
-
-def _with_group_names(rule: NameRule, name: str, tensor: TranslatedTensor) -> TranslatedTensor:
-    """Return the tensor with the names by which parameter groups know it."""
-    if not rule.keeps_groups:
-        return replace(tensor, group=name)
-    if rule.splits:
-        return tensor
-    return replace(tensor, group=name, aliases=(*tensor.aliases, name))
-
-
-# The tensors that a rule matches.
-
-
-def _targets(rule: NameRule, values: Mapping[str, str], count: int) -> Iterator[str]:
-    """Return the names of the tensors that the rule makes, given its placeholders."""
-    if not rule.splits or rule.each is None:
-        return (_filled(pattern, values) for pattern in rule.target)
-    return (_filled(rule.target[0], {**values, rule.each: str(number)}) for number in range(count))
 
 
 def _matches(rule: NameRule, names: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
@@ -129,7 +117,7 @@ def _filled(pattern: str, values: Mapping[str, str]) -> str:
     return re.sub(r"\{([a-z]+)\*?\}", lambda match: values[match[1]], pattern)
 
 
-# What a rule does to them.
+# Splitting and joining.
 
 
 def _split(rule: NameRule, whole: TranslatedTensor) -> list[TranslatedTensor]:
@@ -196,18 +184,14 @@ def _boxes(shape: Index, dim: int, shares: Sequence[int], interleaved: int) -> I
 def _moved(layout: TensorLayout, boxes: Sequence[Box], dim: int) -> Iterator[Fragment]:
     """Yield the fragments of a part, shifted to where its successive pieces lie in the whole (``boxes``)."""
     pieces = stacked(boxes, dim)
-    ends = [piece.origin[dim] + piece.box.shape[dim] for piece in pieces]
-    if _replaced(boxes[0].shape, dim, ends[-1]) != layout.shape:
-        expected = _replaced(boxes[0].shape, dim, ends[-1])
+    expected = _replaced(boxes[0].shape, dim, pieces[-1].origin[dim] + pieces[-1].box.shape[dim])
+    if expected != layout.shape:
         raise LayoutError(f"a part has shape {layout.shape}, expected {expected}")
     for piece in pieces:
         local_box = piece.box.shift([o - lo for o, lo in zip(piece.origin, piece.box.lo, strict=True)])
         if local_box.numel:
-            cut = (
-                layout
-                if local_box == Box.of(layout.shape)
-                else through((Piece(local_box, (0,) * local_box.ndim),), layout)
-            )
+            whole = local_box == Box.of(layout.shape)
+            cut = layout if whole else through((Piece(local_box, (0,) * local_box.ndim),), layout)
             yield from (Fragment(f.box.shift(piece.box.lo), f.place) for f in cut.fragments)
 
 
@@ -218,32 +202,19 @@ def _replaced(values: Index, dim: int, value: int) -> Index:
 @lru_cache(maxsize=1024)
 def _without(layout: TensorLayout, dim: int) -> TensorLayout:
     """Return the same elements without a dim of size 1."""
-
-    def drop(values: Index) -> Index:
-        return values[:dim] + values[dim + 1 :]
-
-    return TensorLayout.of(
-        drop(layout.shape),
-        tuple(
-            Fragment(Box(drop(f.box.lo), drop(f.box.hi)), replace(f.place, strides=drop(f.place.strides)))
-            for f in layout.fragments
-        ),
-    )
+    return _reshaped(layout, lambda values, _: values[:dim] + values[dim + 1 :])
 
 
 @lru_cache(maxsize=1024)
 def _with(layout: TensorLayout, dim: int) -> TensorLayout:
     """Return the same elements with one more dim, of size 1."""
+    return _reshaped(layout, lambda values, value: (*values[:dim], value, *values[dim:]))
 
-    def add(values: Index, value: int) -> Index:
-        return (*values[:dim], value, *values[dim:])
 
-    return TensorLayout.of(
-        add(layout.shape, 1),
-        tuple(
-            Fragment(
-                Box(add(f.box.lo, 0), add(f.box.hi, 1)), Place(f.place.buffer, f.place.offset, add(f.place.strides, 0))
-            )
-            for f in layout.fragments
-        ),
+def _reshaped(layout: TensorLayout, edit: Callable[[Index, int], Index]) -> TensorLayout:
+    """Return the same elements after an edit of every index, whose second argument is for a dim that it adds."""
+    fragments = (
+        Fragment(Box(edit(f.box.lo, 0), edit(f.box.hi, 1)), replace(f.place, strides=edit(f.place.strides, 0)))
+        for f in layout.fragments
     )
+    return TensorLayout.of(edit(layout.shape, 1), tuple(fragments))

@@ -1,27 +1,57 @@
 """Translates a checkpoint of one program for another: parses it into a neutral optimizer, and renders that.
 
-:func:`translate` needs only the manifest and a few small values; it moves no data.
+The renderer says of what each of the target's tensors and items is made, in the target's keys and words.  It moves no
+data, and reports every difference from the source.  Only the manifest and a few small values are read.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
+from ...box import Box, Index
 from ...errors import SourceError
-from ...record import Manifest
-from ...store.open_checkpoint import Values
-from ...vocabulary import MASTER, Convention
+from ...keys import PARAM_GROUPS, key_of
+from ...layout import Fragment, Place, TensorLayout, dense
+from ...record import Blob, Manifest, StateRecord, no_chunks
+from ...store.formats.torch_save.plain_item import plain_item
+from ...store.open_checkpoint import Values, scalar_bytes
+from ...vocabulary import MASTER, PARAMS, SCHEDULED, Convention, KeyPath
 from ...wording import counted
 from ..engine.outputs import Action, Findings, OutputItem, Outputs, OutputTensor, sorted_checks
-from ..programs.dialect import Dialect
-from .conventions import Overrides, spoken
+from ..programs.dialect import Dialect, StoredMethod
+from .conventions import Overrides, agreed_convention, momentum_factor, spoken
 from .detection import detect, named
-from .groups import GroupTemplate
+from .groups import (
+    GroupTemplate,
+    SourceGroup,
+    TargetGroup,
+    entries_of,
+    merge_equal,
+    read_options,
+    write_options,
+)
 from .names import NameRules
-from .parse import NeutralOptimizer, entries_of, parse
-from .render import Renderer
+from .parse import NeutralOptimizer, NeutralParameter, parse
+from .structure import JoinedRows, TranslatedTensor
+
+_AS_THE_PARAMETER = frozenset({"momentum", "first", "second"})
+"""Slots, by common names, that have the shape of their parameter and begin as zeros; most keep its dtype."""
+
+_ONE_ELEMENT = TensorLayout.of((), (dense(Box((), ()), 0),))
+
+_FILLED = Action.SET, "state that was missing", "written as zeros; masters, where there are, as the weights"
+_WITHOUT_STATE = (
+    Action.LEFT,
+    "no state in the source",
+    "frozen, or never had a gradient; where the target makes all state at once, --fill-missing writes zeros, and "
+    "fresh=[…] of muonckpt.load lets them start anew",
+)
 
 _MASTERS = (
     "they stay state beside the 16-bit weights, which LayerWise takes; for Muon and a float32 model convert with "
@@ -64,22 +94,496 @@ def translate(
         raise SourceError(f"checkpoints of {target.name} can be read but not written; choose another program with --to")
     neutral = parse(manifest, values, detected, target, rules or NameRules(), overrides or Overrides(), drop)
     findings = Findings()
-    tensors, items = Renderer(neutral, target, like, findings).outputs()
+    tensors, items = _Renderer(neutral, target, like, findings).outputs()
     momenta = tuple(_momentum_sentences(neutral))
     _report_losses(neutral, target, findings)
     lost = {*neutral.left_out}
-    gone = [entry.path for entry in entries_of(manifest) if entry.key in lost]
-    slots = [(neutral.dialect.state.read(path) or {"slot": "weights"})["slot"] for path in gone]
-    _check_off(tensors, items, slots, momenta, findings)
+    gone = (neutral.dialect.state.read(entry.path) for entry in entries_of(manifest) if entry.key in lost)
+    for slot, count in Counter(fields["slot"] if fields else "weights" for fields in gone).items():
+        findings.check(Action.LEFT, slot, f"{count} tensors or items")
+    _check_off(tensors, items, "; ".join(momenta), findings)
     summary = (f"source: {detected}", f"target: {target.name} ({target.who})", *momenta, *_sentences(tensors, items))
     notes = (*summary, *(f"note: {note}" for note in sorted(findings.notes)))
     left_out = (*neutral.left_out, *neutral.private)
     return Outputs(tensors, items, left_out, notes, sorted_checks(findings.checks))
 
 
+@dataclass(slots=True)
+class _Renderer:
+    """Writes one optimizer for one program.
+
+    Attributes:
+        like: the groups of the run that the result is for, if they are given.
+        findings: gets every difference from the source.
+        numbers: what keys of state have in place of names, if the target knows parameters by number.
+    """
+
+    source: NeutralOptimizer
+    target: Dialect
+    like: GroupTemplate | None
+    findings: Findings
+    numbers: dict[str, str] = field(default_factory=dict)
+    _methods: dict[str, StoredMethod] = field(default_factory=dict)
+
+    @property
+    def same_dialect(self) -> bool:
+        """Return whether only names, structure or the convention change."""
+        return self.target is self.source.dialect
+
+    def outputs(self) -> tuple[list[OutputTensor], list[OutputItem]]:
+        """Return the target's tensors and items.
+
+        Raises:
+            SourceError: the target has no place for some state or option, or something that it needs is unknown.
+        """
+        source, stateful, stateless = self.source, self.source.stateful, self.source.stateless
+        for param in stateful:
+            self.method(param)
+        groups, items = self._groups()
+        filled = stateless if source.overrides.fill_missing else []
+        zeros = [zero for param in filled for zero in self._zero_state(param)]
+        if stateless:
+            action, subject, reason = _FILLED if filled else _WITHOUT_STATE
+            self.findings.check(action, subject, *sorted(param.name for param in stateless), reason=reason)
+        counters = [self._step_counter(p) for p in (*stateful, *filled) if "step" in self.method(p).slots]
+        slots = dict.fromkeys(slot for param in stateful for slot in param.slots)
+        tensors = [
+            *(self._carried(tensor, tensor.path) for tensor in source.tensors),
+            *(
+                _made_of(self._record(None, param.weight, self.target.model.write(name=name)), param.weight)
+                for name, param in source.parameters.items()
+                if param.weight
+            ),
+            *(self._state(param, slot) for slot in slots for param in stateful if slot in param.slots),
+            *zeros,
+            *groups,
+            *(counter for counter in counters if isinstance(counter, OutputTensor)),
+        ]
+        copied = ((blob.key if self.same_dialect else self.target.item(blob.key), blob) for blob in source.items)
+        return tensors, [
+            *(OutputItem(key, blob.path if key == blob.key else (key,), blob) for key, blob in copied),
+            *(counter for counter in counters if isinstance(counter, OutputItem)),
+            *items,
+        ]
+
+    def method(self, param: NeutralParameter) -> StoredMethod:
+        """Return how the target stores the state of a parameter.
+
+        Raises:
+            SourceError: it has no place for it.
+        """
+        if param.name not in self._methods:
+            self._methods[param.name] = param.method if self.same_dialect else self.target.writes(param.method)
+        return self._methods[param.name]
+
+    # Keys.
+
+    def _chain(self, param: NeutralParameter) -> dict[str, str]:
+        """Return the chain of a parameter, as a field of the target's keys if they have that field."""
+        if not self.target.chained:
+            return {}
+        if len(param.chains) > 1:
+            chains = sorted(param.chains)
+            raise SourceError(f"parameter {param.name!r} is made of state of more than one optimizer: {chains}")
+        kept = next(iter(param.chains), "") if self.target.state == self.source.dialect.state else ""
+        return {"chain": self.target.chains.get(self.method(param).name, kept)}
+
+    def _path(self, param: NeutralParameter, slot: str) -> KeyPath:
+        name = param.name
+        if self.numbers and name not in self.numbers:
+            raise SourceError(
+                f"{self.target.name} numbers the parameters of groups, and {name!r}, which has state, is in none"
+            )
+        return self.target.state.write(name=self.numbers.get(name, name), slot=slot, **self._chain(param))
+
+    # Tensors.
+
+    def _carried(self, tensor: StateRecord, path: KeyPath) -> OutputTensor:
+        return OutputTensor(_under(tensor, path), tensor.chunk_layout(), (tensor.chunks,))
+
+    def _record(self, slot: str | None, tensor: TranslatedTensor, path: KeyPath) -> StateRecord:
+        """Return a record that keeps the source's fingerprint, pieces and names unless the tensor was restructured."""
+        if tensor.restructured:
+            return StateRecord(key_of(path), path, tensor.shape, tensor.dtype, no_chunks(len(tensor.shape)))
+        return _under(self.source.records[slot, tensor.aliases[0]], path)
+
+    def _state(self, param: NeutralParameter, common: str) -> OutputTensor:
+        """Return the tensor of a slot; momentum is in the convention of the target.
+
+        Raises:
+            SourceError: a convention or a coefficient is needed and unknown, or what says it contradicts itself.
+        """
+        tensor, slot = param.slots[common], self.method(param).slots[common]
+        record = self._record(param.method.slots[common], tensor, self._path(param, slot))
+        record = replace(record, name=param.name, slot=slot)
+        wanted = (common in _AS_THE_PARAMETER and self.source.overrides.state_dtype) or tensor.dtype
+        held = tensor.dtype if wanted != tensor.dtype else None
+        if held is not None:
+            record = replace(record, dtype=wanted, fingerprint=None)
+        if common != "momentum":
+            return _made_of(record, tensor, held=held)
+        about = f"parameter {param.name!r}"
+        source, _ = self.source.convention(param)
+        says = {self.target.name: self.target.convention, "--target-convention": self.source.overrides.target}
+        target = agreed_convention(about, "--target-convention", says) or source
+        scale = momentum_factor(source, target, self.source.mu(param), about)
+        if scale is not None and record.dtype == "float16":
+            raise SourceError(
+                f"{about}: its momentum is float16, in which a {source} multiplied by {scale:.4g} may overflow or "
+                "vanish; keep the convention, or give --state-dtype float32"
+            )
+        record = replace(record, convention=target, fingerprint=record.fingerprint if scale is None else None)
+        return _made_of(record, tensor, scale, held)
+
+    def _step_counter(self, param: NeutralParameter) -> OutputTensor | OutputItem:
+        """Return the step counter of a parameter: the source's if it is a tensor or the dialect stays, else a new one.
+
+        Raises:
+            SourceError: the number of steps is unknown.
+        """
+        slot = self.method(param).slots["step"]
+        path = self._path(param, slot)
+        if isinstance(param.counter, StateRecord):
+            carried = self._carried(param.counter, path)
+            return replace(carried, record=replace(carried.record, name=param.name, slot=slot))
+        if param.counter is not None and self.same_dialect:
+            return OutputItem(key_of(path), path, param.counter)
+        if param.step is None:
+            raise self._unknown_steps(param)
+        record = StateRecord(key_of(path), path, (), "float32", no_chunks(0), name=param.name, slot=slot)
+        return OutputTensor(record, _ONE_ELEMENT, (scalar_bytes("float32", param.step),))
+
+    def _unknown_steps(self, param: NeutralParameter) -> SourceError:
+        return SourceError(
+            f"parameter {param.name!r}: {self.target.name} stores the number of steps, which is unknown; give --step"
+        )
+
+    # Parameters without state.
+
+    def _zero_state(self, param: NeutralParameter) -> Iterator[OutputTensor]:
+        """Yield the first state of a parameter: zeros, and a master that is the weight.
+
+        Raises:
+            SourceError: the shape of the parameter is not known, or not how its state begins.
+        """
+        slots = {common: slot for common, slot in self.method(param).slots.items() if common != "step"}
+        unknown = [slot for common, slot in slots.items() if common not in (*_AS_THE_PARAMETER, "dion_rows", "master")]
+        weight = param.weight
+        if weight is None or unknown:
+            why = f"not known how {', '.join(unknown)} begins" if weight else "no weight tells the shape"
+            raise SourceError(
+                f"parameter {param.name!r} has no state, and --fill-missing cannot write it: {why}; leave out the "
+                "flag, and let the parameter start with fresh=[…] of muonckpt.load, or leave the slot out with --drop"
+            )
+        for common, slot in slots.items():
+            path, none = self._path(param, slot), no_chunks(len(weight.shape))
+            record = StateRecord(key_of(path), path, weight.shape, "float32", none, name=param.name, slot=slot)
+            if common == "master":
+                yield _made_of(record, weight, held=None if weight.dtype == "float32" else weight.dtype)
+                continue
+            own = param.method.slots[common]
+            dtypes = (tensor.dtype for (other, _), tensor in self.source.records.items() if other == own)
+            asked = self.source.overrides.state_dtype if common in _AS_THE_PARAMETER else None
+            shape = (*weight.shape[:-1], 1) if common == "dion_rows" else weight.shape
+            box = Box.of(shape)
+            fragments = (Fragment(box, Place(0, 0, (0,) * box.ndim)),) if box.numel else ()
+            record = replace(record, shape=shape, dtype=asked or next(dtypes, weight.dtype))
+            if common == "momentum":  # zeros are the same in any convention, so they are in that of the others
+                known = self.target.convention, self.source.overrides.target, self.source.dialect.convention
+                record = replace(record, convention=next(filter(None, known), None))
+            yield OutputTensor(record, TensorLayout.of(shape, fragments), (bytes(16),))
+
+    # Groups.
+
+    def _groups(self) -> tuple[list[OutputTensor], list[OutputItem]]:
+        """Return the target's groups, as tensors and items.
+
+        Raises:
+            SourceError: the target numbers parameters and their order is not known.
+        """
+        source, target = self.source, self.target
+        if any(target.holds_groups(item.path) for item in source.items):
+            if target.chains:
+                raise SourceError(f"the groups in {target.common} cannot be rewritten for {target.name}")
+            self.findings.add("the common state is copied unchanged, with its groups")
+            return [], []
+        if not source.groups:
+            self._number(())
+            self.findings.add("the source does not say which parameters are in which group; no groups are written")
+            return [], []
+        if self.same_dialect and self.like is None:
+            return self._renamed()
+        by_listed = {param.listed: param for param in (*source.stateful, *source.stateless)}
+        shapes, derived, groups = source.shapes(), list[OutputItem](), list[TargetGroup]()
+        for group in source.groups:
+            groups += self._translated(group, by_listed, shapes, derived)
+        groups = merge_equal(groups)
+        if self.like is not None:
+            groups = self.like.arranged(groups, target, self.findings)
+        if target.common is not None:
+            return [], [_item(target.common, [self._common(groups, by_listed)])]
+        self._number(groups)
+        self._report_schedules(groups)
+        return [], [*self._items(groups), *derived]
+
+    def _translated(
+        self,
+        group: SourceGroup,
+        by_listed: Mapping[str, NeutralParameter],
+        shapes: Mapping[str, Index],
+        derived: list[OutputItem],
+    ) -> Iterator[TargetGroup]:
+        """Yield the target's groups for a group of the source, one for each set of options; add what is derived."""
+        known: dict[object, Mapping[str, object]] = {}
+        members: defaultdict[str, list[str]] = defaultdict(list)
+        options: dict[str, Mapping[str, object]] = {}
+        steps = _steps(by_listed[name] for name in group.members if name in by_listed) or _steps(by_listed.values())
+        for name in group.members:
+            if name not in by_listed:
+                self.findings.add(
+                    f"{name} has no state, and no option says by which method; it is in no group of the target"
+                )
+                continue
+            param, shape = by_listed[name], shapes.get(name, ())
+            given = self.like.options_of(name) if self.like is not None else {}
+            split = self._splits_unsaid(group, param, shape)
+            fused = [tensor.fused for tensor in param.tensors if tensor.fused]
+            joined = fused[-1] if fused and not split else None
+            step = self._step_of_group(param, steps)
+            kind = param.method.name, self.method(param).name, step, shape, split, joined, repr(given)
+            if kind not in known:
+                known[kind] = self._options(group, param, step, shape, given, split, joined)
+            key = repr(sorted(known[kind].items()))
+            members[key].append(name)
+            options[key] = known[kind]
+            derived += self._derived(group, param, shape)
+        for key, names in members.items():
+            yield TargetGroup(tuple(names), options[key], group.number is not None)
+
+    def _step_of_group(self, param: NeutralParameter, others: Collection[int]) -> int | None:
+        """Return the number of steps for a group's option, if there is one; matrices have that of others.
+
+        Raises:
+            SourceError: the update depends on it, and it is not known.
+        """
+        method = self.method(param)
+        if "step" not in method.options:
+            return None
+        if param.step is not None and not param.stateless:
+            return param.step
+        if {"first", "second"} <= method.slots.keys() and not others:
+            raise self._unknown_steps(param)
+        return max(others, default=self.source.overrides.step or 0)
+
+    def _options(
+        self,
+        group: SourceGroup,
+        param: NeutralParameter,
+        step: int | None,
+        shape: Index,
+        given: Mapping[str, object],
+        split: bool,
+        joined: JoinedRows | None,
+    ) -> Mapping[str, object]:
+        """Return the options of a group in the target's words; those ``given`` count where the source says nothing.
+
+        Of rows that are ``split`` the source does not say how; what was ``joined`` is orthogonalised in its parts.
+        """
+        source, target, method = self.source, self.target, self.method(param)
+        if param.method.shares_options_with(method):
+            rescaled = source.overrides.target not in (None, source.dialect.convention)
+            left_out = {PARAMS, *(target.unsaid if rescaled else ())}
+            own = {option: source.values.read(item) for option, item in group.items.items() if option not in left_out}
+            for coding in method.codings:
+                if coding.write(coding.read({o: own[o] for o in coding.own if o in own}, shape), shape) is None:
+                    said = ", ".join(f"{option}={own[option]!r}" for option in coding.own if option in own)
+                    subject, reason = f"{said} of {method.name} groups", f"unknown to {target.name}"
+                    self.findings.check(Action.SET, subject, reason=reason)
+            return {**given, **own}
+        options = read_options(group, source.dialect, param.method, source.values, shape)
+        known = dict(options.known) if step is None else {**options.known, "step": step}
+        if split:
+            known.pop("pieces", None)
+        if joined is not None and "momentum" in param.method.slots and not known.get("pieces"):
+            known["pieces"] = joined[0]
+            known |= {"interleaved": joined[1]} if joined[1] > 1 else {}
+        options = replace(options, known=known)
+        return write_options(options, source.dialect, target, method, shape, self.findings, given)
+
+    def _splits_unsaid(self, group: SourceGroup, param: NeutralParameter, shape: Index) -> bool:
+        """Return whether a slot that follows from the options has another value: its rows are split, unsaid.
+
+        XTuner takes the sizes as an argument of its constructor.
+        """
+        source = self.source
+        stored_by = (source.derived[alias] for alias in param.aliases if alias in source.derived)
+        slots: Mapping[str, Blob] = next(stored_by, {})
+        for slot, value_of in param.method.derived.items() if slots else ():
+            options = read_options(group, source.dialect, param.method, source.values, shape)
+            expected, stored = value_of(options.known, shape), source.values.item(slots[slot])
+            if expected is not None and not math.isclose(stored, expected, rel_tol=1e-6):
+                reason = (
+                    f"{source.dialect.name} has {slot}={stored!r} and not {expected!r} of it, so its rows are split, "
+                    "and no option says how: give pieces where the optimizer is made"
+                )
+                self.findings.check(Action.SET, f"pieces of {param.name}", reason=reason)
+                return True
+        return False
+
+    def _derived(self, group: SourceGroup, param: NeutralParameter, shape: Index) -> Iterator[OutputItem]:
+        """Yield the items of state that follow from a parameter's options and its shape."""
+        derived = self.method(param).derived
+        if derived and (self.source.left_out or not self.same_dialect):
+            options = read_options(group, self.source.dialect, param.method, self.source.values, shape)
+            for slot, value_of in derived.items():
+                if (value := value_of(options.known, shape)) is not None:
+                    yield _item(self._path(param, slot), value)
+
+    def _number(self, written: Collection[TargetGroup]) -> None:
+        """Number the parameters, if the target has numbers and the source has not.
+
+        torch numbers them in the order of the run's groups, which the source's list or a template has.  Otherwise a
+        number would be a guess, by which momentum would silently go to another parameter of the same shape.
+
+        Raises:
+            SourceError: the order is not known, or a parameter would be left out of it.
+        """
+        source, target = self.source, self.target
+        if not target.numbered or source.dialect.numbered:
+            return
+        groups = source.groups
+        if self.like is None and not (groups and all(group.number is not None for group in groups)):
+            known = "keeps options by parameter, without an order" if groups else "does not say what its groups are"
+            raise SourceError(
+                f"{target.name} numbers parameters in the order of the run's groups, and {source.dialect.name} "
+                f"{known}; give that order with --like"
+            )
+        names = [name for group in written for name in group.params]
+        if self.like is not None and not groups:
+            names = [name for group in self.like.groups for name in group[PARAMS]]
+        if lost := sorted({name for group in groups for name in group.members} - set(names)):
+            raise SourceError(
+                f"{lost[0]!r} and {len(lost) - 1} more are in groups of the source, but nothing says by which method "
+                f"they are updated, so they are in no group of {target.name}, and all numbers after them would be wrong"
+            )
+        self.numbers = {name: str(number) for number, name in enumerate(names)}
+        self.findings.check(
+            Action.SET,
+            "the order of parameters in the optimizer",
+            *(f"{number} {name}" for name, number in self.numbers.items()),
+            reason=f"{target.name} knows them by number; the run's groups must list them so",
+        )
+
+    def _report_schedules(self, groups: Iterable[TargetGroup]) -> None:
+        """Report what schedulers have put into groups if torch would drop it, as it does of flat state dicts."""
+        if f"{PARAM_GROUPS}.{{name}}.{{option}}" not in str(self.target.option):
+            return
+        values: defaultdict[str, set[str]] = defaultdict(set)
+        for group in groups:
+            for option in SCHEDULED & group.options.keys():
+                values[option].add(repr(group.options[option]))
+        for option in sorted(values):
+            reason = (
+                "of a flattened state dict torch loads it only into groups that have it: make the scheduler, or set "
+                "any value, before loading"
+            )
+            self.findings.check(Action.SET, f"{option} of groups", *sorted(values[option]), reason=reason)
+
+    def _items(self, groups: list[TargetGroup]) -> Iterator[OutputItem]:
+        """Yield the items of the target's groups, which are in a list or by name."""
+        target = self.target
+        assert target.option is not None
+        listed = target.option.listed
+        # Of flat keys, torch takes groups with equal values for one.
+        marks = [str(n) if listed else repr(sorted(group.options.items())) for n, group in enumerate(groups)]
+        alike: defaultdict[str, list[str]] = defaultdict(list)
+        for mark, group in zip(marks, groups, strict=True):
+            alike[mark] += group.params
+        for number, group in enumerate(groups):
+            options = {**group.options, **({PARAMS: self._listing(group.params)} if listed else {})}
+            if target.names_option:
+                options[target.names_option] = alike[marks[number]]
+            for name in ("",) if listed else group.params:
+                fields = {"group": str(number)} if listed else {"name": name}
+                for option, value in options.items():
+                    yield _item(target.option.write(**fields, option=option), value)
+
+    def _listing(self, names: tuple[str, ...]) -> list[str] | list[int]:
+        return [int(self.numbers.get(name, name)) for name in names] if self.target.numbered else list(names)
+
+    def _common(self, groups: list[TargetGroup], by_listed: Mapping[str, NeutralParameter]) -> dict[str, object]:
+        """Return the optimizers' part of Megatron's common state: groups without parameters, and AdamW's step.
+
+        The optimizer of a chain prefix is nested in dicts by its numbers: ``chained_0.`` becomes ``{0: …}``.
+
+        Raises:
+            SourceError: parameters of one optimizer have taken different numbers of steps.
+        """
+        optimizers: defaultdict[tuple[int, ...], dict[str, Any]] = defaultdict(dict)
+        for group in groups:
+            params = [by_listed[name] for name in group.params if name in by_listed]
+            optimizer = optimizers[tuple(map(int, re.findall("[0-9]+", self._chain(params[0])["chain"])))]
+            optimizer.setdefault(PARAM_GROUPS, []).append(dict(group.options))
+            adamw = (param for param in params if "first" in param.method.slots)
+            for step in {param.step for param in adamw if param.step is not None}:
+                if optimizer.setdefault("state", {"common_step": step}) != {"common_step": step}:
+                    raise SourceError(
+                        f"Megatron stores one step for an optimizer, but found {optimizer['state']} and {step}"
+                    )
+        state: dict[Any, Any] = {}
+        for chain, optimizer in optimizers.items():
+            node = state.setdefault("optimizer", {})
+            for number in chain:
+                node = node.setdefault(number, {})
+            node["optimizer"] = optimizer
+        return state
+
+    def _renamed(self) -> tuple[list[OutputTensor], list[OutputItem]]:
+        """Return the groups in the same dialect: all options unchanged, with the new names of their parameters."""
+        items, tensors, template = list[OutputItem](), list[OutputTensor](), self.target.option
+        assert template is not None
+        for group in self.source.groups:
+            for option, item in group.items.items():
+                if group.number is None:
+                    paths = [template.write(name=name, option=option, **group.chain) for name in group.members]
+                elif option == PARAMS and group.members != group.params:
+                    items.append(_item(item.path, self._listing(group.members)))
+                    continue
+                else:
+                    paths = [item.path]
+                if isinstance(item, StateRecord):
+                    tensors += [self._carried(item, path) for path in paths]
+                else:
+                    items += [OutputItem(key_of(path), path, item) for path in paths]
+        return tensors, items
+
+
+def _steps(params: Iterable[NeutralParameter]) -> set[int]:
+    return {param.step for param in params if param.step is not None and not param.stateless}
+
+
+def _under(record: StateRecord, path: KeyPath) -> StateRecord:
+    """Return the record of a tensor that will be stored under this path."""
+    return replace(record, key=key_of(path), path=path, chunks=no_chunks(len(record.shape)), layout=None)
+
+
+def _made_of(
+    record: StateRecord, tensor: TranslatedTensor, scale: float | None = None, held: str | None = None
+) -> OutputTensor:
+    """Return the output of a tensor's elements, which are ``held`` in that dtype if in another."""
+    return OutputTensor(record, tensor.layout, tensor.sources, scale, held)
+
+
+def _item(path: KeyPath, value: object) -> OutputItem:
+    return OutputItem(key_of(path), path, data=plain_item(value))
+
+
+# The report.
+
+
 def _momentum_sentences(neutral: NeutralOptimizer) -> Iterator[str]:
     """Say what the source's momenta accumulate, and why."""
-    momenta = (param for param in neutral.stateful.values() if "momentum" in param.slots)
+    momenta = (param for param in neutral.stateful if "momentum" in param.slots)
     counts: Counter[tuple[Convention | None, str]] = Counter(map(neutral.convention, momenta))
     for (convention, reason), count in counts.items():
         whose = f" of {count} parameters" if len(counts) > 1 else ""
@@ -94,7 +598,7 @@ def _report_losses(neutral: NeutralOptimizer, target: Dialect, findings: Finding
         )
     if target is neutral.dialect:
         return
-    if not target.private and any("master" in param.slots for param in neutral.stateful.values()):
+    if not target.private and any("master" in param.slots for param in neutral.stateful):
         findings.check(Action.SET, "float32 masters", reason=_MASTERS)
     if neutral.tensors:
         example = neutral.tensors[0].key
@@ -103,17 +607,8 @@ def _report_losses(neutral: NeutralOptimizer, target: Dialect, findings: Finding
         )
 
 
-def _check_off(
-    tensors: list[OutputTensor],
-    items: list[OutputItem],
-    left_out: Iterable[str],
-    momenta: tuple[str, ...],
-    findings: Findings,
-) -> None:
-    """Add to the checklist what became of tensors and items.
-
-    ``left_out`` are the slots of what is in the source only; ``momenta`` say what the momentum is, and why.
-    """
+def _check_off(tensors: list[OutputTensor], items: list[OutputItem], momenta: str, findings: Findings) -> None:
+    """Add to the checklist what became of tensors and items; ``momenta`` says what the momentum is, and why."""
     kinds = Counter((t.record.slot or "weights and others", t.scale, t.held, t.record.dtype) for t in tensors)
     carried = Counter(tensor.record.slot or "weights and others" for tensor in tensors if not tensor.computed)
     for slot, count in carried.items():
@@ -121,14 +616,11 @@ def _check_off(
     for (slot, scale, held, dtype), count in kinds.items():
         rescaled = partial(findings.check, Action.RESCALED, slot, counted(count, "tensor"))
         if scale is not None:
-            rescaled(f"times {scale!r}", reason="; ".join(momenta))
+            rescaled(f"times {scale!r}", reason=momenta)
         if held is not None:
             rescaled(f"from {held} to {dtype}", reason="" if slot == MASTER else "--state-dtype")
-    copied = [item.key for item in items if item.source is not None]
-    if copied:
-        findings.check(Action.CARRIED, "items that are no tensors", f"{len(copied)}", reason="byte for byte")
-    for slot, count in Counter(left_out).items():
-        findings.check(Action.LEFT, slot, f"{count} tensors or items")
+    if copied := sum(item.source is not None for item in items):
+        findings.check(Action.CARRIED, "items that are no tensors", f"{copied}", reason="byte for byte")
 
 
 def _sentences(tensors: list[OutputTensor], items: list[OutputItem]) -> Iterator[str]:
