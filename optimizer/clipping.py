@@ -1,9 +1,9 @@
-"""Clipping gradients by the norm of all of them, each element counted once, on whatever meshes they are."""
+"""Clipping gradients by their global norm, each element counted once, on whatever meshes they are."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,37 +31,37 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     pipeline: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Scale gradients in place so that their common 2-norm is at most ``max_norm``.
+    """Scale gradients in place so that their total 2-norm is at most ``max_norm``.
 
-    Parameters may be plain tensors and DTensors on any meshes, in any mixture: FSDP, HSDP, tensor and expert
-    parallelism; torch's function of this name refuses several meshes.  Every element counts once, however many ranks
+    Parameters may be plain tensors and DTensors on any meshes, in any mixture (FSDP, HSDP, tensor and expert
+    parallelism); torch's function of this name refuses several meshes.  Every element counts once, however many ranks
     hold it.  A plain tensor counts as it is on this rank: it is the same on all (DDP), or belongs to this rank's
     pipeline stage.
 
-    Collective: one sum of one number over every set of ranks that share a parameter.  All ranks that hold a parameter
-    must call it, whether they have its gradient or not.
+    Collective: every set of ranks that share a parameter adds up one number.  All ranks that hold a parameter must call
+    it, whether they have its gradient or not.
 
-    All ranks get the same bits, or an error: where some have parameters of their own, these are on a mesh that says so.
-    Squares are added up in float64 and the norm is rounded to float32, so another
-    sharding of the same gradients gives the same norm but for one rounding in about ten million, and then its
-    neighbour; the gradients are scaled alike wherever they lie, 16-bit ones in float32 and rounded once.
+    All ranks get the same bits, or an error: parameters that differ between ranks must be on a mesh that says so.
+    Squares are added up in float64 and the norm is rounded to float32, so another sharding of the same gradients gives
+    the same norm, except about once in ten million, when it gives its neighbour.  Gradients are scaled alike wherever
+    they lie; 16-bit ones in float32, rounded once.
 
     Args:
         parameters: the same ones, in the same order, on every rank that shares them.
-        error_if_nonfinite: raise if the norm is infinite or not a number, which reads it back from the device; else the
-            gradients are scaled by it, as torch does.
-        pipeline: process group of ranks whose parameters are different ones, one rank of each pipeline stage; their
-            squares are added up too.
+        error_if_nonfinite: raise if the norm is infinite or not a number, which reads it back from the device;
+            otherwise scale by it, as torch does.
+        pipeline: process group of one rank of each pipeline stage, whose parameters are different ones; their squares
+            are added up too.
 
     Returns:
         The norm before clipping, float32, 0-d.
 
     Raises:
-        ValueError: ranks that share a parameter do not have the same norm, as parameters that differ between them are
-            on a mesh of some of them only; or their sets of ranks overlap in part, so that this cannot be seen.
-        RuntimeError: ``max_norm`` is not the same on all ranks.
-        RuntimeError: the norm is not finite and ``error_if_nonfinite``, on all ranks alike, with the gradients as they
-            were; or a gradient is not laid out as its parameter.
+        ValueError: ranks that share a parameter do not have the same norm, as they have others on a mesh of only some
+            of them; or their sets of ranks overlap in part, so that this cannot be seen.
+        RuntimeError: ``max_norm`` is not the same on all ranks; or a gradient is not laid out as its parameter.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite``; on all ranks alike, with the gradients
+            unchanged.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     check_gradients(params, [param.grad for param in params])
@@ -88,7 +88,7 @@ def clip_grad_norm_(
 
 
 def clip_with(gradients: Sequence[Tensor], squares: Tensor, max_norm: float, error_if_nonfinite: bool) -> Tensor:
-    """Scale what this rank has of the gradients, given the sum of the squares of all of them; returns their norm."""
+    """Scale this rank's part of the gradients, given the sum of the squares of all of them; return their norm."""
     norm = squares.sqrt().float()
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
@@ -107,10 +107,13 @@ def clip_with(gradients: Sequence[Tensor], squares: Tensor, max_norm: float, err
 
 
 def refuse_other_limits(max_norm: float, limits: Tensor) -> None:
-    """Refuse to clip if ranks, whose ``max_norm`` are told or what is between them, do not give the same.
+    """Refuse to clip unless all ranks give the same ``max_norm``.
+
+    Args:
+        limits: the ``max_norm`` of all ranks, or the least and the greatest.
 
     Raises:
-        RuntimeError: they do not.
+        RuntimeError: they differ.
     """
     if others := sorted({*limits.tolist()} - {float(max_norm)}):
         raise RuntimeError(
@@ -120,7 +123,7 @@ def refuse_other_limits(max_norm: float, limits: Tensor) -> None:
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of the squares of all elements of tensors: float64, 0-d, on ``device``."""
+    """Return the sum of the squares of all elements of tensors, float64, 0-d, on ``device``."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
@@ -132,7 +135,7 @@ def _sum_over_ranks(params: Sequence[Tensor], max_norm: float) -> tuple[Tensor, 
 
     Returns:
         The sum, on the device of the first parameter; whether some rank that has a part of it has another sum; the
-        least and the greatest ``max_norm``; and the widest sets of ranks that share parameters with this one.
+        least and the greatest ``max_norm``; the widest sets of ranks that share parameters with this one.
     """
     by_mesh: defaultdict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
     for param in params:
@@ -147,10 +150,12 @@ def _sum_over_ranks(params: Sequence[Tensor], max_norm: float) -> tuple[Tensor, 
     limits = [terms[0] + max_norm] * 2
     # Sorted: every rank uses the groups that it shares with others in one global order.
     for ranks, members in sorted(sharing.items(), key=lambda item: in_order(item[0])):
-        squares = sum_of_squares(list(_counted(members)), members[0].device)
+        # Each gradient counts where its first copy is.
+        own = [local_of(p.grad) for p in members if p.grad is not None and is_first_copy(p.grad)]
+        squares = sum_of_squares(own, members[0].device)
         mesh = members[0].device_mesh if isinstance(members[0], DTensor) else None
         if (group := group_of(ranks, *groups_of_mesh(mesh))) is not None:
-            # What others have in smaller sets has been added up, if all of those are in this one.
+            # The sums of smaller sets are complete, if all of those are in this one.
             mine = [squares, _in_any_order(terms), squares.new_tensor(len(widest)), *limits]
             received = gather_numbers([number.to(squares) for number in mine], group)
             squares, sums = received[:, 0].sum(), received[:, 1]
@@ -163,12 +168,5 @@ def _sum_over_ranks(params: Sequence[Tensor], max_norm: float) -> tuple[Tensor, 
 
 
 def _in_any_order(terms: Sequence[Tensor]) -> Tensor:
-    """Add up from the smallest to the largest: ranks that share this list may have its parts with other ranks."""
+    """Add up from the smallest to the largest, as ranks may have the same terms in different orders."""
     return torch.stack([*terms]).sort().values.sum()
-
-
-def _counted(params: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield what this rank holds of gradients, where it is the first to hold it."""
-    for param in params:
-        if param.grad is not None and is_first_copy(param.grad):
-            yield local_of(param.grad)

@@ -1,4 +1,4 @@
-"""The optimizer of a whole model: `Muon.for_model` makes it in one line, and ``describe`` says what its groups are."""
+"""Groups from a whole model: `Muon.for_model` sorts its parameters, `Muon.describe` writes groups with their names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .state import as_numbers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupsOfModel:
-    """How the groups of a model are made: the model, which is not kept alive, and what `Muon.for_model` was given."""
+    """The arguments of `Muon.for_model` that make groups, with a weak reference to the model."""
 
     model: weakref.ref[nn.Module]
     layers: Sequence[Sequence[Rule]]
@@ -28,8 +28,8 @@ class GroupsOfModel:
     kinds: Mapping[str, Mapping[str, Any]]
     named: bool
 
-    def of(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Sort the parameters of the model as it is now.
+    def sort(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Return the groups of the model as it is now.
 
         Raises:
             ValueError: as `sort_parameters`.
@@ -43,16 +43,16 @@ class GroupsOfModel:
                 group["param_names"] = [names[param] for param in group["params"]]
         return groups
 
-    def to_add(self, model: nn.Module, left: Mapping[nn.Parameter, str]) -> Iterator[str]:
-        """Yield the lines to write for parameters that no group has, given with their names in the model."""
+    def to_add(self, model: nn.Module, missing: Mapping[nn.Parameter, str]) -> Iterator[str]:
+        """Yield lines of code that add parameters which no group has, given with their names in the model."""
         try:
-            groups = self.of(model)
+            groups = self.sort(model)
         except ValueError:  # no rule says what they are
-            groups = [{"params": [*left], "param_names": [*left.values()], "algorithm": "adamw", **self.adamw}]
+            groups = [{"params": [*missing], "param_names": [*missing.values()], "algorithm": "adamw", **self.adamw}]
         for group in groups:
             names = group.pop("param_names", None) if self.named else None
             params = group.pop("params")
-            places = {param: f"model.get_parameter({left[param]!r})" for param in params if param in left}
+            places = {param: f"model.get_parameter({missing[param]!r})" for param in params if param in missing}
             if names is not None:
                 places = {p: f"({name!r}, {places[p]})" for p, name in zip(params, names, strict=True) if p in places}
             if places:
@@ -61,7 +61,7 @@ class GroupsOfModel:
 
 
 class ForModel:
-    """A mixin that makes an optimizer of a whole model."""
+    """The methods of `Muon` that take a model."""
 
     param_groups: list[dict[str, Any]]
 
@@ -81,49 +81,45 @@ class ForModel:
         named: bool = False,
         **options: Any,
     ) -> Self:
-        """Return the optimizer of a whole model: matrices by Muon, the rest by AdamW, sorted by rules.
+        """Return an optimizer of a whole model: Muon for matrices, AdamW for the rest, sorted by rules.
 
-        Rates of matrices and of AdamW differ by two orders of magnitude with the default ``adjust_lr_fn``, so one
-        number never means both unless you say so.  There are two ways, and no third::
+        With the default ``adjust_lr_fn`` the rates of Muon and AdamW differ by two orders of magnitude, so give both,
+        or the scale with which one rate serves both::
 
             Muon.for_model(model, rules=LLAMA, lr=0.02, adamw_lr=3e-4)
-            Muon.for_model(model, rules=LLAMA, lr=3e-4, adjust_lr_fn="match_rms_adamw")  # AdamW's rate serves both
+            Muon.for_model(model, rules=LLAMA, lr=3e-4, adjust_lr_fn="match_rms_adamw")
 
-        Frozen parameters (``requires_grad=False``) are in no group; what is unfrozen later needs `add_param_group`, of
-        which a step warns that finds a gradient of it.
+        Frozen parameters (``requires_grad=False``) are in no group.  After unfreezing one, call `add_param_group`; a
+        step that finds a gradient of a parameter in no group warns.
 
         Args:
             model: may be sharded, compiled or wrapped.  If it is a DistributedDataParallel, ``replicas`` is its process
                 group.
-            lr: of matrices.
+            lr: rate of matrices.
             rules: a set, such as `groups.LLAMA`, or several, of which earlier ones beat later ones:
                 ``[[Rule("head", "out.weight")], MODULE_TYPES]``.
-            adamw_lr: of everything else.  None: ``lr``, which is refused unless ``adjust_lr_fn="match_rms_adamw"``.
+            adamw_lr: rate of the rest.  None: ``lr``, which is refused unless ``adjust_lr_fn="match_rms_adamw"``.
             kinds: options by kind, as `Decisions.groups` takes them: ``{"vector": {"weight_decay": 0.0}}``.
-            named: whether the optimizer has its parameters' names, by which `Muon.load_state_dict` then matches them,
-                also across changed groups.  Not for torch's flattened state dicts, which would repeat the names of a
-                whole group for each of its parameters; these have names without it.
+            named: give parameters names, by which `Muon.load_state_dict` matches them even across changed groups.  Not
+                for torch's flattened state dicts, which have names anyway, and would repeat those of a whole group for
+                each of its parameters.
             options: of the optimizer itself.
 
         Raises:
-            ValueError: rules leave something unclear (`sort_parameters`), there is no rate of AdamW, or what the
-                optimizer refuses.
+            ValueError: rules leave something unclear (`sort_parameters`), there is no rate for AdamW, or the optimizer
+                refuses an option.
         """
         layers: Any = [rules] if all(isinstance(rule, Rule) for rule in rules) else rules
         rate = {} if adamw_lr is None else {"lr": adamw_lr}
         replicas = {"replicas": model.process_group} if isinstance(model, DistributedDataParallel) else {}
         sorter = GroupsOfModel(weakref.ref(model), layers, rate, kinds or {}, named)
-        optimizer = cls(sorter.of(model), lr=lr, **{**replicas, **options})  # type: ignore[call-arg]
+        optimizer = cls(sorter.sort(model), lr=lr, **{**replicas, **options})  # type: ignore[call-arg]
         optimizer._groups_of_model = sorter
         return optimizer
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _doubt_left_out(self, stacklevel: int) -> None:
-        """Warn once of each parameter of the model that has a gradient and is in no group.
-
-        Args:
-            stacklevel: of the warning, counted from here.
-        """
+    def _warn_of_left_out(self, stacklevel: int) -> None:
+        """Warn once of each parameter of the model that has a gradient and is in no group."""
         model = self._groups_of_model.model() if self._groups_of_model is not None else None
         if self._groups_of_model is None or model is None:
             return
@@ -132,9 +128,12 @@ class ForModel:
             return
         names = {param: name for name, param in model.named_parameters()}
         if own.isdisjoint(map(id, names)):
-            return  # the model has other parameters than it had; `doubt_idle` tells of that
-        left = {p: name for p, name in names.items() if id(p) not in own and p.grad is not None}
-        left = {param: name for param, name in left.items() if name not in self._warned}
+            return  # the model has other parameters than it had, of which `warn_if_no_gradient` warns
+        left = {
+            param: name
+            for param, name in names.items()
+            if id(param) not in own and param.grad is not None and name not in self._warned
+        }
         if left:
             self._warned |= {*left.values()}
             shown = in_globs([*left.values()], {*names.values()} - {*left.values()})
@@ -146,27 +145,24 @@ class ForModel:
                 stacklevel=stacklevel,
             )
 
-
-class DescribesGroups:
-    """A mixin that describes an optimizer's groups."""
-
-    param_groups: list[dict[str, Any]]
-
     def describe(self, model: nn.Module | None = None) -> dict[str, Any]:
         """Return the groups with their parameters' names and all options, as JSON data.
 
-        `muonckpt convert OLD NEW --to muonckpt --like FILE`, with this in FILE, makes what fits this optimizer::
+        With this in FILE, `muonckpt convert OLD NEW --to muonckpt --like FILE` makes a checkpoint for this optimizer::
 
             json.dump(optimizer.describe(model), open("template.json", "w"))
 
         Args:
-            model: has the names; not needed by an optimizer of named parameters.
+            model: gives the names; not needed by an optimizer of named parameters.
 
         Raises:
             ValueError: a parameter has no name.
         """
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        names = {} if inner is None else {param: _plain(name) for name, param in inner.named_parameters()}
+        names = {
+            param: ".".join(part for part in name.split(".") if part not in WRAPPERS)
+            for name, param in (inner.named_parameters() if inner is not None else ())
+        }
         groups = []
         for number, group in enumerate(self.param_groups):
             own = group.get("param_names") or [names.get(param) for param in group["params"]]
@@ -178,7 +174,3 @@ class DescribesGroups:
             options = {key: as_numbers(value) for key, value in group.items() if key not in ("params", "param_names")}
             groups.append({"params": list(own), **options})
         return {"param_groups": groups}
-
-
-def _plain(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)

@@ -6,11 +6,10 @@
     attach(optimizer, model)
 
 Megatron-FSDP cuts its flat buffers where a shard ends, so its DTensors are uneven in ways that placements do not say.
-The model's own buffer index says it: where each parameter begins, how long the buffer is, which mesh axes cut it.  That
-is the same on every rank, so every rank knows what every other one holds without asking.
+The model's buffer index says it, the same on every rank: where each parameter begins, how long the buffer is, which
+mesh axes cut it.
 
-Nothing of the package is imported here; what is used of a model is in :class:`Model`.  Written against
-megatron-fsdp 0.6.1 and checked with it.
+Nothing of the package is imported here; :class:`Model` lists what is used.  Checked with megatron-fsdp 0.6.1.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from .muon import Muon
 class Model(Protocol):
     """The part of a ``megatron_fsdp.MegatronFSDP`` that is used here.
 
-    ``microbatch_count`` are the backward passes since the last ``finish_grad_sync()``.
+    ``microbatch_count`` is the number of backward passes since the last ``finish_grad_sync()``.
     """
 
     param_and_grad_buffer: Any
@@ -49,12 +48,12 @@ class Model(Protocol):
 
 
 def layouts(model: Model) -> Callable[[Tensor], TensorLayout]:
-    """Return what says where a parameter of the model lies, on every rank of its mesh, for ``Muon(..., layout=...)``.
+    """Return the ``layout`` argument of `Muon` for this model: a function of a parameter, which does not communicate.
 
-    Pure data and no communication: FSDP and hybrid FSDP (outer axis replicated or sharded) at any ZeRO stage, dense
-    parameters and experts on their own meshes, tensor parallelism outside of that.  Under expert parallelism a
-    parameter is what its name holds on this rank; its ranks are those that share these experts.  Under tensor
-    parallelism it is the parts of all ranks, end to end.
+    It knows FSDP and hybrid FSDP (outer axis replicated or sharded) at any ZeRO stage, dense parameters and experts on
+    their own meshes, and tensor parallelism outside of that.  Under expert parallelism a parameter is the experts that
+    its name holds on this rank, on the ranks that share them.  Under tensor parallelism it is the parts of all ranks,
+    end to end.
 
     Raises:
         LayoutError: (when called) a tensor that is none of the model's optimizer parameters; tensor-parallel parts that
@@ -66,27 +65,64 @@ def layouts(model: Model) -> Callable[[Tensor], TensorLayout]:
         for _, param in flat.optimizer_named_parameters
     }
 
-    def layout(param: Tensor) -> TensorLayout:
+    def layout(param: Any) -> TensorLayout:
         if param not in group_of:
             raise LayoutError(
                 f"a tensor of shape {tuple(param.shape)} is not an optimizer parameter of this Megatron-FSDP model; "
                 "take model.parameters() before the first forward pass, which puts its working copies in their place"
             )
-        return _layout(param, group_of[param], flat.dist_index)
+        cuts = _cuts(param, flat.dist_index)
+        start, size = 0, local_of(param).numel()
+        if cuts.flat:
+            buffer = group_of[param].main_weight_buffer or group_of[param].model_weight_buffer
+            start = buffer.item_index_map[buffer.param_idx[param.orig_param]].global_data_index
+            size = buffer.bucket_index.size
+            if cuts.shards != buffer.dp_world_size:
+                raise LayoutError(
+                    f"the mesh cuts buffers into {cuts.shards} shards, their group {buffer.dp_world_size}"
+                )
+        made = uneven_layout(tuple(param.shape), start, size, cuts)
+        rank, local = param.device_mesh.get_rank(), local_of(param).numel()
+        held = sum(fragment.box.numel for fragment in made.fragments_of(rank))
+        if held != local:
+            raise LayoutError(
+                f"rank {rank} holds {local} elements of a parameter of shape {tuple(param.shape)}, but the buffer "
+                f"index says {held}"
+            )
+        return made
 
     return layout
 
 
+def _cuts(param: Any, index: Any) -> Cuts:
+    """Return how the mesh cuts a parameter; the model's index names the mesh axes."""
+    mesh = param.device_mesh
+    flat: dict[str, int] = {}
+    split = None
+    # For parameters that nothing shards, Megatron-FSDP gives a placement of the first axis only.
+    for axis, (name, placement) in enumerate(zip(mesh.mesh_dim_names, param.placements, strict=False)):
+        if type(placement) is Replicate:
+            continue
+        if type(placement) is not Shard:
+            raise LayoutError(f"{placement} on mesh axis {name!r}: expected Shard or Replicate")
+        if name == index.tp_dim:
+            split = (axis, placement.dim)
+        else:
+            flat[name] = axis
+    # The outer axis cuts what the inner one has left (FSDPDistributedIndex.get_logical_hybrid_fsdp_rank).
+    order = [flat[name] for name in (index.dp_shard_dim, index.dp_outer_dim) if name in flat]
+    return Cuts(Mesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist())), tuple(order), split)
+
+
 def finish_gradients(model: Model) -> None:
-    """Make the gradients of the backward passes ready to use: on every rank that holds the parameter or on none.
+    """Finish the gradients of the backward passes, so that every rank that holds a parameter has its gradient, or none.
 
-    Calls ``finish_grad_sync()``, but not again if that was done since the last backward pass: it would take back what
-    was done to the gradients since (clipping), and could reduce them twice.  Megatron-FSDP leaves ``grad`` as None
-    where this rank's shard is empty; that shard gets the empty gradient that was made for it.
+    Calls ``finish_grad_sync()``, once after a backward pass: a second call would undo what was done to the gradients
+    since (clipping), and could reduce them twice.  Where this rank's shard is empty, Megatron-FSDP leaves ``grad`` as
+    None; that shard gets the empty gradient that was made for it.
 
-    A parameter that no backward pass has reached has a gradient of zeros then, as for any optimizer of Megatron-FSDP:
-    its momentum fades and its weights decay.  None is only the gradient of what is frozen, and of all parameters after
-    ``zero_grad_buffer()``.
+    As with any optimizer of Megatron-FSDP, a parameter that no backward pass has reached has a gradient of zeros: its
+    momentum fades and its weights decay.  Only frozen parameters have None, and all after ``zero_grad_buffer()``.
 
     :func:`attach` does this before each step; call it yourself to look at or clip the gradients before that.
     """
@@ -95,7 +131,7 @@ def finish_gradients(model: Model) -> None:
     flat = model.param_and_grad_buffer
     for name, param in flat.optimizer_named_parameters:
         created = flat.dist_main_grad.get(name)
-        # zero_grad_buffer() takes gradients away by taking the local tensor out of these.
+        # zero_grad_buffer() takes the local tensor out of these.
         local = None if created is None else created._local_tensor
         if param.grad is None and local is not None and local.numel() == 0:
             param.grad = created
@@ -108,19 +144,19 @@ class Attached:
     handles: tuple[RemovableHandle, ...]
 
     def remove(self) -> None:
-        """Take them off again."""
+        """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
 
 
 def attach(optimizer: Muon, model: Model) -> Attached:
-    """Keep the step contract: gradients are finished before each step, the new weights installed after it.
+    """Hook a model to its optimizer: gradients are finished before each step, new weights installed after it.
 
-    It takes the place of ``megatron_fsdp.fully_shard_optimizer``, whose trial step would move the parameters.  Zeroing
-    stays with the caller: ``model.zero_grad_buffer()`` after each step; ``optimizer.zero_grad()`` is not enough.
+    Use it instead of ``megatron_fsdp.fully_shard_optimizer``, whose trial step would move the parameters.  Zeroing
+    stays with you: call ``model.zero_grad_buffer()`` after each step; ``optimizer.zero_grad()`` is not enough.
 
-    ``state_dict()`` tells stock DCP, by its hooks on local tensors, which box each state tensor is; by itself it would
-    take them for even shards.  There is state for empty shards too, so all ranks have the same keys.
+    ``state_dict()`` tells stock DCP, by hooks on local tensors, which box each state tensor is; DCP would take them for
+    even shards.  There is state for empty shards too, so all ranks have the same keys.
 
     Raises:
         ValueError: the model hands its gradients over as ``decoupled_grad``, which `Muon` does not read.
@@ -140,12 +176,20 @@ def attach(optimizer: Muon, model: Model) -> Attached:
 
     def describe(*_: Any) -> None:
         for group in optimizer.param_groups:
-            # What a method keeps per row is sharded evenly, as its placements say.
+            # The state that a method keeps per row is sharded evenly, as its placements say.
             own = MATRICES[group["algorithm"]].slots if group["algorithm"] in MATRICES else {}
             for param in group["params"]:
                 for slot, value in optimizer.state[param].items():
-                    if slot not in own and isinstance(value, DTensor):
-                        _describe(value, layout(param))
+                    if slot in own or not isinstance(value, DTensor):
+                        continue
+                    rank = value.device_mesh.get_rank()
+                    boxes = [fragment.box for fragment in layout(param).fragments_of(rank)]
+                    if len(boxes) > 1:
+                        shape = tuple(value.shape)
+                        raise LayoutError(
+                            f"rank {rank} holds {len(boxes)} boxes of a tensor of shape {shape}, DCP takes one"
+                        )
+                    declare_boxes(value, boxes)
 
     return Attached(
         (
@@ -154,52 +198,3 @@ def attach(optimizer: Muon, model: Model) -> Attached:
             optimizer.register_state_dict_pre_hook(describe),
         )
     )
-
-
-def _describe(value: DTensor, layout: TensorLayout) -> None:
-    rank = value.device_mesh.get_rank()
-    boxes = [fragment.box for fragment in layout.fragments_of(rank)]
-    if len(boxes) > 1:
-        raise LayoutError(f"rank {rank} holds {len(boxes)} boxes of a tensor of shape {layout.shape}, DCP takes one")
-    declare_boxes(value, boxes)
-
-
-def _layout(param: Any, group: Any, index: Any) -> TensorLayout:
-    """Return the layout of one parameter of a parameter group; the index names the mesh axes."""
-    cuts = _cuts(param, index)
-    local = local_of(param)
-    start, size = 0, local.numel()
-    if cuts.flat:
-        buffer = group.main_weight_buffer or group.model_weight_buffer
-        item = buffer.item_index_map[buffer.param_idx[param.orig_param]]
-        start, size = item.global_data_index, buffer.bucket_index.size
-        if cuts.shards != buffer.dp_world_size:
-            raise LayoutError(f"the mesh cuts buffers into {cuts.shards} shards, their group {buffer.dp_world_size}")
-    layout = uneven_layout(tuple(param.shape), start, size, cuts)
-    rank = param.device_mesh.get_rank()
-    held = sum(fragment.box.numel for fragment in layout.fragments_of(rank))
-    if held != local.numel():
-        raise LayoutError(
-            f"rank {rank} holds {local.numel()} elements of a parameter of shape {tuple(param.shape)}, but the buffer "
-            f"index says {held}"
-        )
-    return layout
-
-
-def _cuts(param: Any, index: Any) -> Cuts:
-    mesh = param.device_mesh
-    flat: dict[str, int] = {}
-    split = None
-    # Of parameters that nothing shards, Megatron-FSDP places only the first axis.
-    for axis, (name, placement) in enumerate(zip(mesh.mesh_dim_names, param.placements, strict=False)):
-        if type(placement) is Replicate:
-            continue
-        if type(placement) is not Shard:
-            raise LayoutError(f"{placement} on mesh axis {name!r}: expected Shard or Replicate")
-        if name == index.tp_dim:
-            split = (axis, placement.dim)
-        else:
-            flat[name] = axis
-    # The outer axis cuts what the inner one has left (FSDPDistributedIndex.get_logical_hybrid_fsdp_rank).
-    order = [flat[name] for name in (index.dp_shard_dim, index.dp_outer_dim) if name in flat]
-    return Cuts(Mesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist())), tuple(order), split)

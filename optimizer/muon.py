@@ -1,7 +1,7 @@
 """Muon: momentum orthogonalised by Newton-Schulz, for matrices that are sharded in any supported way.
 
-A step updates momentum where it rests, sends it (16 bits an element) to the owner of each matrix, orthogonalises there,
-sends the result back along the same boxes, and applies it in full precision where the parameter rests.
+A step updates momentum where it lies, sends it (16 bits an element) to each matrix's owner, which orthogonalises it and
+sends the result back along the same boxes, to be applied in full precision.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..layouts.tensors import layout_of
 from ..resumption import Globs, LoadReport
 from ..vocabulary import MUON, MUON_CONVENTION
 from .collective import MOST_SKIPPED, CollectiveOptimizer, NonFinite, guarded
-from .for_model import DescribesGroups, ForModel
+from .for_model import ForModel
 from .methods.matrix import MATRICES, Scale, Scales
 from .methods.scalar import SCALARS
 from .newton_schulz.costs import Cost
@@ -28,7 +28,7 @@ from .newton_schulz.products import Choice, prefer_kernels
 from .newton_schulz.recipe import flops
 from .options import CYCLED, as_plain, check, cycled, refuse_shared_rate, refuse_unknown
 from .planning.schedule import Ranks, Schedule
-from .report import MuonReport, doubt_idle, doubt_plain, muon_report
+from .report import MuonReport, muon_report, warn_if_no_gradient, warn_if_unshared
 from .restoration import load_fitting
 from .state import Seen, as_numbers, carry_over, changes, check_gradients, check_state, check_values, fresh_state
 from .step.agreement import Facts, fixed
@@ -38,59 +38,59 @@ from .step.rank_sets import RankSet, ordinals
 from .step.steps import Steps
 
 
-class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
+class Muon(ForModel, CollectiveOptimizer):
     """Muon for matrices and AdamW or Lion for the rest, in one optimizer.
 
     Each parameter group chooses ``algorithm="muon"`` (the default), "normuon", "adamw" or "lion".  Parameters may be
     plain tensors or DTensors on any mesh (``Shard`` of any dim, even, uneven or empty; ``_StridedShard``;
-    ``Replicate``).  The update of a matrix does not depend on how it is sharded: the same global gradients give the
-    same bits on any mesh.
+    ``Replicate``).  The same global gradients give the same bits on any mesh.
 
     A parameter of three dims is a stack of matrices (experts).  ``pieces=(q, k, v)`` in a group says that the rows of
-    its parameters are fused; each piece is orthogonalised and scaled on its own.
+    its parameters are fused; each piece is orthogonalised and scaled by itself.
 
-    State exists from construction on, for every parameter, in the parameter's layout: ``momentum_buffer`` (an
-    exponential moving average, ``m = momentum * m + (1 - momentum) * g``), NorMuon's ``second_moment`` (one number a
-    row, float32), or ``exp_avg``, ``exp_avg_sq`` and ``step``.  So stock ``get_optimizer_state_dict`` and DCP save and
-    load all of it, gradients seen or not.  A parameter without a gradient is skipped, as in torch; its gradient must be
-    missing on all ranks that hold it.
+    Every parameter has state from construction on, in its own layout: ``momentum_buffer`` (an exponential moving
+    average, ``m = momentum * m + (1 - momentum) * g``), NorMuon's ``second_moment`` (one number a row, float32), or
+    ``exp_avg``, ``exp_avg_sq`` and ``step``.  So stock ``get_optimizer_state_dict`` and DCP save and load all of it.  A
+    parameter without a gradient is skipped, as in torch; it must then have none on any rank that holds it.
 
     Args:
         params: parameters or groups, as for any torch optimizer.
-        lr: default of all groups; but groups of AdamW and Lion must say their own, unless every group of matrices has
-            ``adjust_lr_fn="match_rms_adamw"``, with which one rate serves both.
+        lr: default of all groups.  Groups of AdamW and Lion need their own, unless every group of matrices has
+            ``adjust_lr_fn="match_rms_adamw"``.
         weight_decay: default of all groups.  Decay is decoupled: ``p *= 1 - lr * weight_decay``.
-        cautious: default of all groups; if True, only elements that the update does not move away from zero decay.
+        cautious: default of all groups: decay only elements that the update does not move away from zero.
         momentum, nesterov: of matrix groups ("muon", "normuon").
         adjust_lr_fn: how the rate of a matrix group grows with the matrix's shape: a key of ``ADJUST_LR``, or a
-            function of rows and columns, which a state dict knows by its name only.  None is "original".
-        ns_coefficients, ns_steps, ns_dtype, gram, eps: of Newton-Schulz: coefficients (the name of a set, a
-            `CoefficientSet`, a triple for every step, or triples for the first ones; a state dict carries them as
-            numbers), iterations, dtype ("bfloat16", "float16" or "float32"; see `precision` for what travels), restarts
-            of the Gram form (None: the plain form) and smallest norm.
+            function of rows and columns, of which a state dict holds only the name.  None: "original".
+        ns_coefficients: Newton-Schulz coefficients: the name of a set, a `CoefficientSet`, a triple for every step, or
+            triples for the first ones.
+        ns_steps: Newton-Schulz iterations.
+        ns_dtype: their dtype: "bfloat16", "float16" or "float32" (see `precision` for what travels).
+        gram: restarts of the Gram form; None: the plain form.
+        eps: the smallest norm that a matrix is divided by.
         pieces, columns, interleaved: what is fused in each parameter of a group (`matrices.Fused`).
-        cost: of a matrix, for sharing out the work: a function of rows, columns, steps and gram; a `costs.CostTable` of
-            measured times, or FLOPs.  The same on every rank.
+        cost: the cost of a matrix, for sharing out the work: a function of rows, columns, steps and gram (FLOPs), or a
+            `costs.CostTable` of measured times.  The same on every rank.
         form: how a matrix is orthogonalised: by kernels or by torch, and where ``gram`` is given, in the Gram form or
-            not.  By estimates, or the ``form`` of a `costs.CostTable`.  The same on every rank, or the plans differ.
-        replicas: process group over which *plain* tensors are replicated (DDP); their matrices are shared out over it.
-            None: this process orthogonalises its plain tensors itself.
+            not.  By estimates, or the ``form`` of a `costs.CostTable`.  The same on every rank.
+        replicas: process group over which *plain* tensors are replicated (DDP); it shares out their matrices.  None:
+            this process orthogonalises its plain tensors itself.
         exchange: "all_to_all", or "all_gather" for networks on which that does not scale; it sends more bytes.
         stages: the largest number of rounds of exchange and compute, which overlap.  More stages need smaller buffers,
-            and each takes time of its own; None: up to 4, by how much is exchanged (`schedule.worthwhile_stages`).
+            and each takes time of its own.  None: up to 4, depending on the bytes (`schedule.worthwhile_stages`).
         layout: where a parameter, its state and its gradients lie, if mesh and placements do not say it.
-        nonfinite: what to do if a gradient is not finite, or too large for its state, on any of the ranks that share
-            parameters: "skip" the step, which leaves parameters and all state as they are on all of them, or "raise".
-            It costs a look at every gradient and no collective; on one GPU a step waits for the device, and no step can
-            be captured in a CUDA graph.  None: nothing is looked for.
-        most_skipped: in a row; the next such step raises.
+        nonfinite: what to do if a gradient on any of the ranks that share parameters is not finite, or too large for
+            its state: "skip" the step, which leaves parameters and all state as they are, or "raise".  It costs a look
+            at every gradient and no collective; on one GPU a step waits for the device, and no step can be captured in
+            a CUDA graph.  None: no look.
+        most_skipped: steps that may be skipped in a row; the next one raises.
 
     Raises:
         ValueError: an unknown algorithm, scale, coefficient set or dtype, or a hyper-parameter out of range.
         LayoutError: a parameter is not a matrix, or its pieces do not add up to its rows.
     """
 
-    _doubts = True
+    _warns = True
     """Whether to warn of plain tensors on several ranks, and of steps without a gradient."""
 
     def __init__(
@@ -151,34 +151,31 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and create the state of its parameters.  If it is refused, the optimizer is as it was."""
+        before = len(self.param_groups)
         for option in CYCLED:  # torch would give it to a group that has none
             self.defaults.pop(option, None)
         try:
-            self._add(param_group)
-        finally:
-            self.defaults.update(cycled(self.param_groups))
-
-    def _add(self, param_group: dict[str, Any]) -> None:
-        algorithm = param_group.get("algorithm", "muon")
-        if algorithm in MATRICES:
-            defaults = {**self._matrices, **MATRICES[algorithm].defaults}
-        elif algorithm in SCALARS:
-            defaults = {**SCALARS[algorithm].defaults, "cautious": self.defaults["cautious"]}
-        else:
-            raise ValueError(f"unknown algorithm {algorithm!r}; expected one of {sorted({*MATRICES, *SCALARS})}")
-        refuse_unknown(param_group, algorithm, {*defaults, *self.defaults})
-        super().add_param_group({**defaults, **param_group})
-        group = self.param_groups[-1]
-        try:
+            algorithm = param_group.get("algorithm", "muon")
+            if algorithm in MATRICES:
+                defaults = {**self._matrices, **MATRICES[algorithm].defaults}
+            elif algorithm in SCALARS:
+                defaults = {**SCALARS[algorithm].defaults, "cautious": self.defaults["cautious"]}
+            else:
+                raise ValueError(f"unknown algorithm {algorithm!r}; expected one of {sorted({*MATRICES, *SCALARS})}")
+            refuse_unknown(param_group, algorithm, {*defaults, *self.defaults})
+            super().add_param_group({**defaults, **param_group})
+            group = self.param_groups[-1]
             self._settle(group)
             inherits = algorithm in SCALARS and "lr" not in param_group and group["params"]
             inheriting = algorithm if inherits else self._inheriting
             if inheriting is not None:
                 refuse_shared_rate(self.param_groups, inheriting, self.defaults["lr"])
-            fresh = {param: fresh_state(param, self._resting(param, (0,)), group) for param in group["params"]}
+            fresh = {param: self._fresh_state(param, group) for param in group["params"]}
         except Exception:
-            self.param_groups.pop()
+            del self.param_groups[before:]
             raise
+        finally:
+            self.defaults.update(cycled(self.param_groups))
         for param, slots in fresh.items():
             self.state[param].update(slots)
         self._steps.plan_anew()
@@ -186,23 +183,28 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         self._seen.append(Seen.of(group["params"]))
         self._inheriting = inheriting
 
+    def _fresh_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        return fresh_state(param, self._resting(param, (0,)), group)
+
     @property
     def schedules(self) -> Mapping[Ranks, Schedule]:
-        """Who orthogonalises what, and when, by the ranks that share it; made by the first step, and anew when groups
-        or options change or state is loaded."""
+        """Who orthogonalises which matrices and when, by the ranks that share them.
+
+        Planned by the first step, and again when groups or options change or state is loaded.
+        """
         return {ranks: step.schedule for ranks, step in self._steps.planned.items()}
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps of this optimizer were skipped, as gradients were not finite (``nonfinite="skip"``)."""
+        """The number of steps that were skipped because gradients were not finite (``nonfinite="skip"``)."""
         return self._nonfinite.skipped if self._nonfinite is not None else 0
 
     def report(self, most_elementwise: float = 0.5) -> MuonReport:
-        """Report what is done with which parameters, as data and as a table: to see that Muon is really on.
+        """Report which parameters are stepped how, as data that print as a table.
 
         Args:
-            most_elementwise: the share of elements in parameters of two dims or more that AdamW and Lion may step
-                without a warning.
+            most_elementwise: warn if AdamW and Lion step a larger share of the elements in parameters of two dims or
+                more.
 
         Warns:
             RuntimeWarning: for each of `MuonReport.doubts`.
@@ -211,18 +213,16 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         return muon_report(self.param_groups, self._scales, schedules, self.skipped_steps, most_elementwise)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies need, without steps: these refer to the original's parameters, so a copy plans its own."""
+        """Return the state for copies, without steps: these refer to this optimizer's parameters."""
         copied = (
-            "_ordinals _matrices _replicas _exchange _stages _layout _cost _form _scales _fixed _seen _used _inheriting"
+            "_ordinals _matrices _replicas _exchange _stages _layout _cost _form _nonfinite _scales _fixed _seen _used "
+            "_inheriting"
         )
-        return {
-            **super().__getstate__(),
-            **{name: getattr(self, name) for name in (*copied.split(), "_nonfinite")},
-            "_steps": Steps(),
-        }
+        own = {name: getattr(self, name) for name in copied.split()}
+        return {**super().__getstate__(), **own, "_steps": Steps()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
-        """Copy the optimizer, which keeps using the same process group: that belongs to the process."""
+        """Copy the optimizer; the copy uses the same process group, which belongs to the process."""
         memo[id(self._replicas)] = self._replicas
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -237,13 +237,13 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any], fresh: Iterable[str] = ()) -> LoadReport:  # type: ignore[override]
-        """Load state, and those hyper-parameters that belong to the run (`RESTORED`); if refused, nothing is changed.
+        """Load state, and the hyper-parameters that schedules change (`RESTORED`).  If refused, nothing is changed.
 
-        How to compute (``ns_coefficients``, ``adjust_lr_fn``, …) stays as the code has it; differences are warned of.
+        Options of the arithmetic (``ns_coefficients``, ``adjust_lr_fn``, …) stay as the code has them, with a warning.
 
         Args:
             state_dict: its parameters are matched by name if both optimizers have names, else by number.  Those with
-                ``requires_grad=False`` may be missing, as stock DCP leaves them out; they keep what they have.
+                ``requires_grad=False`` may be missing, as stock DCP leaves them out; they keep their state.
             fresh: globs of names of parameters whose state becomes zeros, or is dropped if only ``state_dict`` has it.
 
         Raises:
@@ -258,12 +258,12 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update.  Collective: every rank that holds a parameter must call it.
+        """Take a step.  Collective: every rank that holds a parameter must call it.
 
         Raises:
-            Exception: on all ranks that share parameters, if an error is raised on one of them: there that error.
+            Exception: on all ranks that share parameters, if one of them raises an error, which that one raises itself.
             RuntimeError: on all of them, if rates differ or a gradient is missing on some.
-            LostRankError: a rank was lost, or did not answer within the time-out of the process group.
+            LostRankError: a rank was lost, or did not answer within the process group's time-out.
         """
         loss = None
         if closure is not None:
@@ -271,9 +271,9 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
                 loss = closure()
         self._follow_parameters()
         self._follow_options()
-        if self._doubts:
-            doubt_idle(self.param_groups, stacklevel=6)
-            self._doubt_left_out(stacklevel=7)
+        if self._warns:
+            warn_if_no_gradient(self.param_groups, stacklevel=6)
+            self._warn_of_left_out(stacklevel=7)
         for group in self.param_groups:
             check_values(group["params"])
             check_gradients(group["params"], [param.grad for param in group["params"]])
@@ -287,16 +287,15 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def _follow_parameters(self) -> None:
-        """Make state anew for parameters that have been replaced, cast or moved, and give it what there was."""
-        changed = changes(self._seen, self.param_groups)
+        """Make new state for parameters that have been replaced, cast or moved, and copy the former state into it."""
+        changed = list(changes(self._seen, self.param_groups))
         if not changed:
             return
         renewed = {}
         for change in changed:
-            group, param = self.param_groups[change.group], change.current
-            renewed[param] = fresh_state(param, self._resting(param, (0,)), group)
+            renewed[change.current] = self._fresh_state(change.current, self.param_groups[change.group])
             if self._used:
-                carry_over(change, self.state[change.former], renewed[param])
+                carry_over(change, self.state[change.former], renewed[change.current])
         for change in changed:
             del self.state[change.former]
         self.state.update(renewed)
@@ -304,17 +303,17 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
         self._steps.plan_anew()
 
     def _begin_anew(self) -> None:
-        """Make state for what is in the groups now, and drop what there was: for state that nobody has used."""
+        """Replace all state, which nobody has used yet, by new state for the groups' present parameters."""
         self.state.clear()
         for group in self.param_groups:
             for param in group["params"]:
-                self.state[param] = fresh_state(param, self._resting(param, (0,)), group)
+                self.state[param] = self._fresh_state(param, group)
         self._seen = [Seen.of(group["params"]) for group in self.param_groups]
         self._steps.plan_anew()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _follow_options(self) -> None:
-        """Check groups and plan anew if options other than rates have changed."""
+        """Check groups and plan again if options other than rates have changed."""
         if self._fixed == [fixed(group) for group in self.param_groups]:
             return
         for before, group in zip(self._fixed, self.param_groups, strict=True):
@@ -343,17 +342,12 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
                 **dropped,
             }
 
-        taken = self._steps.take(self.param_groups, self.state, self._planner(), self._doubt, failure, unfit, constants)
-        if self._nonfinite is not None:
-            self._nonfinite.settle(taken, guarded(self.param_groups, self.state), self._steps.widest)
-        return taken
+        def warn(held: RankSet) -> None:
+            if self._warns and self._replicas is None:
+                warn_if_unshared(held)
 
-    def _doubt(self, held: RankSet) -> None:
-        if self._doubts and self._replicas is None:
-            doubt_plain(held)
-
-    def _planner(self) -> Planner:
-        return Planner(
+        policy = self._nonfinite.policy if self._nonfinite is not None else None
+        planner = Planner(
             self._replicas,
             self._exchange,
             self._stages,
@@ -361,8 +355,12 @@ class Muon(ForModel, DescribesGroups, CollectiveOptimizer):
             self._cost,
             self._form,
             self._scales.factor,
-            self._nonfinite.policy if self._nonfinite is not None else None,
+            policy,
         )
+        taken = self._steps.take(self.param_groups, self.state, planner, warn, failure, unfit, constants)
+        if self._nonfinite is not None:
+            self._nonfinite.settle(taken, guarded(self.param_groups, self.state), self._steps.widest)
+        return taken
 
     def _resting(self, param: Tensor, ranks: Ranks) -> TensorLayout:
         return self._layout(param) if self._layout is not None else layout_of(param, replicas=ranks)

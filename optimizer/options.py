@@ -1,7 +1,4 @@
-"""Options of parameter groups: which there are, what they may be, and which may change between steps.
-
-Their defaults are in `vocabulary`.
-"""
+"""Checks of parameter group options.  Their defaults are in `vocabulary`."""
 
 from __future__ import annotations
 
@@ -22,24 +19,23 @@ from .planning.matrices import PRECISIONS
 from .step.agreement import NAMES
 
 FOREIGN = frozenset({"amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize"})
-"""Options of torch's optimizers that no algorithm here has; they may be there if they are off."""
-
+"""Options of torch's optimizers that no algorithm here has; a group may have them if they are off."""
 
 CYCLED = ("momentum", "betas")
-"""What torch's OneCycleLR and CyclicLR change besides rates: the first of a group's betas if ``Optimizer.defaults`` has
-betas, else its momentum, if it has that; in all groups, whether they have it or not."""
+"""Options that torch's OneCycleLR and CyclicLR set in every group, even in one without them: the first of the betas if
+``Optimizer.defaults`` has betas, else momentum if the defaults have that."""
 
 
 def cycled(groups: Sequence[ParamGroup]) -> dict[str, Any]:
-    """Return what may be in ``Optimizer.defaults`` for these schedulers: only what all groups have."""
+    """Return the defaults for these schedulers: only options that all groups have."""
     return {key: groups[0][key] for key in CYCLED if groups and all(key in group for group in groups)}
 
 
 def refuse_unknown(group: ParamGroup, algorithm: str, options: Collection[str]) -> None:
-    """Refuse keys that would be ignored silently.
+    """Refuse options that the algorithm would ignore.
 
     Raises:
-        ValueError: names the first key that the algorithm does not have, and the option that may be meant.
+        ValueError: names the first such option, and the one that may be meant.
     """
     off = {key for key in FOREIGN if not group.get(key)}
     for key in sorted(group.keys() - options - SCHEDULED - NAMES - off):
@@ -49,7 +45,7 @@ def refuse_unknown(group: ParamGroup, algorithm: str, options: Collection[str]) 
 
 
 def as_plain(coefficients: Coefficients) -> Plain:
-    """Coefficients as plain values.
+    """Return coefficients as plain values.
 
     Raises:
         ValueError: as `coefficient_set`.
@@ -60,28 +56,24 @@ def as_plain(coefficients: Coefficients) -> Plain:
         raise ValueError(f"ns_coefficients={coefficients!r}: {error}") from error
 
 
-ONE_RATE = "match_rms_adamw"
-"""The ``adjust_lr_fn`` with which the rate of matrices is AdamW's as well."""
-
-
 def refuse_shared_rate(groups: Iterable[ParamGroup], algorithm: str, lr: float | Tensor) -> None:
-    """Refuse that a group of an element-wise algorithm takes the rate of matrices, which is far too large for it.
+    """Refuse a group of an element-wise algorithm without a rate of its own: that of matrices is far too large for it.
 
     Args:
         groups: all groups.
-        algorithm: of a group that does not say its rate.
+        algorithm: of the group without a rate.
         lr: the rate that it would have.
 
     Raises:
-        ValueError: matrices of some group have a scale other than `ONE_RATE`.
+        ValueError: some group has matrices, and another ``adjust_lr_fn`` than "match_rms_adamw".
     """
     for group in groups:
-        if group["algorithm"] in MATRICES and group["adjust_lr_fn"] != ONE_RATE:
+        if group["algorithm"] in MATRICES and group["adjust_lr_fn"] != "match_rms_adamw":
             raise ValueError(
                 f"a group of {algorithm!r} says no lr, and lr={float(lr)!r} is a rate of matrices with "
                 f"adjust_lr_fn={group['adjust_lr_fn']!r}: give the group its own, such as 'lr': 3e-4 "
-                f"(adamw_lr=3e-4 of Muon.for_model), or give all "
-                f"matrices adjust_lr_fn={ONE_RATE!r}, with which one rate serves both"
+                "(adamw_lr=3e-4 of Muon.for_model), or give all matrices adjust_lr_fn='match_rms_adamw', with which "
+                "one rate serves both"
             )
 
 

@@ -22,8 +22,8 @@ class Projection:
 
     Attributes:
         weight: ``[rows, columns]``, as of an nn.Linear, or a bias ``[rows]``; plain, or a DTensor on any mesh.
-        split: the pieces that are fused in it; by default all rows are one piece.  `groups.stacked_qkv` and
-            `groups.grouped_qkv` make those of fused projections.
+        split: the pieces that are fused in it, as `groups.stacked_qkv` and `groups.grouped_qkv` make them; by default
+            all rows are one piece.
         piece: the number of the piece.
     """
 
@@ -32,7 +32,7 @@ class Projection:
     piece: int = 0
 
     def rows(self) -> int:
-        """Return how many rows the piece has.
+        """Return the number of rows of the piece.
 
         Raises:
             LayoutError: the pieces do not add up to the parameter's rows, or there is no such piece.
@@ -40,8 +40,10 @@ class Projection:
         start, stop = self._range()
         return (stop - start) * self.split.interleaved
 
-    def factors(self, of_head: Tensor) -> Tensor:
-        """Return a factor for every row of the parameter: its head's, and 1 outside the piece.
+    def local_factors(self, of_head: Tensor) -> Tensor:
+        """Return, given a factor for each head, one for every row that this rank holds, to be multiplied with them.
+
+        It is 1 outside the piece, and where the head's is NaN.
 
         Raises:
             ValueError: the rows are not a whole number for each head.
@@ -50,12 +52,15 @@ class Projection:
         if rows % heads:
             raise ValueError(f"{rows} rows are not a whole number for each of {heads} heads")
         start, stop = self._range()
+        of_head = of_head.where(~of_head.isnan(), 1.0)
         of_row = of_head.new_ones(self.weight.shape[0]).view(self.split.interleaved, -1)
         of_row[:, start:stop] = of_head.repeat_interleave(rows // heads).view(self.split.interleaved, -1)
-        return of_row.view(-1)
+        of_row = of_row.view(-1).to(local_of(self.weight).device)
+        mine = torch.cat([of_row[start:stop] for start, stop in rows_of(self.weight)] or [of_row[:0]])
+        return mine.view(-1, *(1,) * (self.weight.ndim - 1))
 
     def _range(self) -> tuple[int, int]:
-        """Return where the piece lies in each of the interleaved blocks."""
+        """Return the piece's rows in each of the interleaved blocks."""
         height = self.weight.shape[0]
         pieces = list(self.split.of((height, 1)).rows_of(height))
         if not 0 <= self.piece < len(pieces):
@@ -79,27 +84,26 @@ def qk_clip(
     key rows by ``gamma ** (1 - alpha)``.  Call it after an optimizer step, for every attention layer, and again with
     the biases if there are any.
 
-    Query heads that share a key head (grouped-query attention) take the smallest ``gamma`` among them, as in Megatron:
-    their key can only be scaled once.  There are as many key heads as ``key`` has rows for, as a key is as long as a
-    query.
+    Query heads that share a key head (grouped-query attention) take the smallest ``gamma`` among them, as in Megatron.
+    The number of key heads follows from the rows of ``key``, as a key is as long as a query.
 
     In multi-head latent attention ``query`` and ``key`` are the parts without rotary embedding.  The rotary key is
     common to all heads and stays as it is, so the rotary queries take all of ``gamma``.
 
-    Every rank scales the rows that it holds.  Where weights are on a mesh, all its ranks have to call this: they reduce
-    the logits, a number for each head, so that all of them scale by the same.
+    Every rank scales the rows that it holds.  If weights are on a mesh, all its ranks must call this: they reduce the
+    logits, one number for each head.
 
     Args:
-        query, key: a tensor has nothing but heads in it.
-        max_logit: ``[query heads]``, the largest logit of each head, as the softmax takes it.  Of a plain tensor the
-            largest on any rank of the weights' mesh counts, so each may give that of its own part of the batch; for
-            plain weights, as under DDP, reduce it over the replicas first.  Where ranks have heads of their own, give a
+        query, key: a tensor consists of heads only.
+        max_logit: ``[query heads]``, the largest logit of each head, as the softmax takes it.  A plain tensor may be
+            that of this rank's part of the batch: the largest on any rank of the weights' mesh counts.  For plain
+            weights, as under DDP, reduce it over the replicas first.  Where ranks have heads of their own, give a
             DTensor with the placement ``Shard(0)``, and ``Partial("max")`` over data-parallel ranks.
         rotary_query: the rotary part of the queries, if it is a piece of its own.
 
     Returns:
         ``gamma`` of each query head, float64.  NaN where a logit was not finite: the weights of these heads, and of
-        those that share their key, are as they were.
+        those that share their key, are unchanged.
 
     Raises:
         ValueError: rows that are not a whole number of heads, or a threshold or ``alpha`` out of range.
@@ -111,8 +115,9 @@ def qk_clip(
         raise ValueError(f"alpha={alpha!r}: expected a number in [0, 1]")
     queries, keys = (side if isinstance(side, Projection) else Projection(side) for side in (query, key))
     largest = gathered(max_logit).double()
-    if not isinstance(max_logit, DTensor):
-        largest = _over_mesh(largest, queries.weight)
+    if isinstance(queries.weight, DTensor) and not isinstance(max_logit, DTensor):
+        group = group_of(ranks_of(queries.weight, None), *groups_of_mesh(queries.weight.device_mesh))
+        largest = largest_of_all(largest.to(local_of(queries.weight).device), group).to(largest.device)
     heads, key_heads = _heads(queries, keys, largest)
     gamma = torch.where(largest > threshold, threshold / largest, 1.0).where(largest.isfinite(), torch.nan)
     shared = gamma.view(key_heads, -1).amin(dim=1)
@@ -121,22 +126,15 @@ def qk_clip(
     if rotary_query is not None:
         scaled.append((rotary_query, gamma))
     # All of them before any row changes, as they may be refused.
-    factors = [_factors_here(projection, of_head) for projection, of_head in scaled]
+    factors = [projection.local_factors(of_head) for projection, of_head in scaled]
     for (projection, _), of_row in zip(scaled, factors, strict=True):
         with rounded_once([local_of(projection.weight)]) as [[weight]]:
             weight.mul_(of_row.to(weight.dtype))
     return gamma
 
 
-def _over_mesh(numbers: Tensor, weight: Tensor) -> Tensor:
-    """Return the largest of each number over the ranks of a weight's mesh, or the numbers for a plain weight."""
-    if not isinstance(weight, DTensor):
-        return numbers
-    group = group_of(ranks_of(weight, None), *groups_of_mesh(weight.device_mesh))
-    return largest_of_all(numbers.to(local_of(weight).device), group).to(numbers.device)
-
-
 def _heads(queries: Projection, keys: Projection, max_logit: Tensor) -> tuple[int, int]:
+    """Return the numbers of query heads and of key heads."""
     if max_logit.ndim != 1 or not len(max_logit):
         raise ValueError(f"max_logit of shape {tuple(max_logit.shape)}: expected one number for each query head")
     heads, rows, key_rows = len(max_logit), queries.rows(), keys.rows()
@@ -148,11 +146,3 @@ def _heads(queries: Projection, keys: Projection, max_logit: Tensor) -> tuple[in
             f"{heads} query heads of {length} rows, but {key_rows} rows of keys: expected as many heads, or a divisor"
         )
     return heads, key_rows // length
-
-
-def _factors_here(projection: Projection, of_head: Tensor) -> Tensor:
-    """Return a factor for every row that this rank holds, to be multiplied with them; 1 where a head's is NaN."""
-    weight = local_of(projection.weight)
-    of_row = projection.factors(of_head.where(~of_head.isnan(), 1.0)).to(weight.device)
-    mine = torch.cat([of_row[start:stop] for start, stop in rows_of(projection.weight)] or [of_row[:0]])
-    return mine.view(-1, *(1,) * (weight.ndim - 1))

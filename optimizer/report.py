@@ -1,4 +1,4 @@
-"""What an optimizer does with which parameters, and warnings of what works and is probably not meant."""
+"""Reports of what an optimizer does with which parameters, and warnings of what works but is probably not meant."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..vocabulary import ParamGroup
+from .groups.sorting import table
 from .methods.matrix import MATRICES, Scales, fused_of
 from .planning.matrices import rows_columns, shapes_of
 from .planning.schedule import Schedule
 from .step.rank_sets import RankSet
 
 LARGEST_VECTOR = 1 << 22
-"""Elements of the largest parameter of one dim that a model is expected to have: wrappers flatten matrices to such."""
+"""Elements of the largest vector that a model is expected to have; wrappers flatten matrices to larger ones."""
 
 ADAMW_RMS = (0.2, 0.4)
-"""The root mean square of AdamW's updates over the rate, as measured by Liu et al. 2025 (arXiv 2502.16982)."""
+"""The root mean square of AdamW's updates, divided by the rate, measured by Liu et al. 2025 (arXiv 2502.16982)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class GroupReport:
         name: the user's.
         matrices: how many are orthogonalised.
         elements: of all its parameters, on all ranks.
-        update_rms: the smallest and largest root mean square of an update that is expected at the present rate, without
-            decay: of an orthogonal ``m x n`` matrix it is ``1 / √max(m, n)``.
+        update_rms: the smallest and largest root mean square of an update to expect at the present rate, without decay;
+            an orthogonal ``m x n`` matrix has ``1 / √max(m, n)``.
     """
 
     number: int
@@ -49,14 +49,14 @@ class GroupReport:
 
 @dataclass(frozen=True, slots=True)
 class MuonReport:
-    """An optimizer's groups, and what this rank's part of a step is.
+    """An optimizer's groups, and this rank's part of a step.
 
     Attributes:
-        owned: the fewest and the most matrices that a rank orthogonalises, and how many are this rank's; None before
-            the first step, which plans.
+        owned: the fewest and the most matrices that a rank orthogonalises, and this rank's number; None before the
+            first step, which plans.
         sent: bytes that this rank sends to others in a step; None before the first step.
         skipped: steps of this run that were skipped, as gradients were not finite.
-        doubts: what is probably not meant, in words.
+        doubts: warnings of what is probably not meant.
     """
 
     groups: tuple[GroupReport, ...]
@@ -74,10 +74,7 @@ class MuonReport:
             )
             for group in self.groups
         ]
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
-        ]
+        lines = table([header, *rows])
         if self.owned is None:
             lines.append("owners are known after the first step")
         else:
@@ -87,7 +84,7 @@ class MuonReport:
             )
         if self.skipped:
             lines.append(f"{self.skipped} steps were skipped, as gradients were not finite")
-        return "\n".join([*map(str.rstrip, lines), *(f"warning: {doubt}" for doubt in self.doubts)])
+        return "\n".join([*lines, *(f"warning: {doubt}" for doubt in self.doubts)])
 
 
 def muon_report(
@@ -100,17 +97,22 @@ def muon_report(
     """Report what an optimizer does, and warn of each doubt.
 
     Args:
-        schedules: that this rank takes part in; none before the first step.
-        skipped: how many steps were.
+        schedules: those in which this rank takes part; none before the first step.
+        skipped: the number of steps that were skipped.
         most_elementwise: the share of elements in parameters of two dims or more that AdamW and Lion may step.
     """
     schedules, rank = list(schedules), dist.get_rank() if dist.is_initialized() else 0
     owned = Counter({rank: 0 for schedule in schedules for rank in schedule.ranks})
     owned.update(unit.owner for schedule in schedules for unit in schedule.units)
+    sent = 0
+    for schedule in schedules:
+        here = schedule.ranks.index(rank) if rank in schedule.ranks else 0
+        for stage in schedule.stages:
+            sent += sum(sum(route.send_counts) - route.send_counts[here] for route in (stage.gather, stage.scatter))
     report = MuonReport(
         tuple(_group(number, group, scales) for number, group in enumerate(groups)),
         (min(owned.values()), max(owned.values()), owned[rank]) if owned else None,
-        sum(_sent(schedule, rank) for schedule in schedules) if schedules else None,
+        sent if schedules else None,
         skipped,
         tuple(_doubts(groups, most_elementwise)),
     )
@@ -120,34 +122,19 @@ def muon_report(
 
 
 def _group(number: int, group: ParamGroup, scales: Scales) -> GroupReport:
-    params = group["params"]
-    matrices = list(_matrices(params, group)) if group["algorithm"] in MATRICES else []
-    rms = [_rms(*matrix, group, scales) for matrix in matrices] or _elementwise_rms(group["algorithm"])
-    rate = float(group["lr"])
+    params, algorithm, rate = group["params"], group["algorithm"], float(group["lr"])
+    matrices: list[tuple[int, int]] = []
+    if algorithm in MATRICES:
+        for param in params:
+            matrices += map(rows_columns, shapes_of(tuple(param.shape), fused_of(group)))
+    own_rms = 0.2 if group.get("update_norm") == "rms" else None
+    rms: Sequence[float] = [
+        scales.factor(group, rows, columns) * (own_rms or 1 / math.sqrt(max(rows, columns)))
+        for rows, columns in matrices
+    ] or ((1.0,) if algorithm == "lion" else ADAMW_RMS)
     elements = sum(param.numel() for param in params)
     bounds = (rate * min(rms), rate * max(rms))
-    name = str(group.get("name", ""))
-    return GroupReport(number, name, group["algorithm"], len(params), len(matrices), elements, bounds)
-
-
-def _matrices(params: Iterable[Tensor], group: ParamGroup) -> Iterator[tuple[int, int]]:
-    for param in params:
-        yield from map(rows_columns, shapes_of(tuple(param.shape), fused_of(group)))
-
-
-def _rms(rows: int, columns: int, group: ParamGroup, scales: Scales) -> float:
-    own = 0.2 if group.get("update_norm") == "rms" else 1 / math.sqrt(max(rows, columns))
-    return scales.factor(group, rows, columns) * own
-
-
-def _elementwise_rms(algorithm: str) -> tuple[float, ...]:
-    return (1.0,) if algorithm == "lion" else ADAMW_RMS
-
-
-def _sent(schedule: Schedule, rank: int) -> int:
-    here = schedule.ranks.index(rank) if rank in schedule.ranks else 0
-    routes = (route for stage in schedule.stages for route in (stage.gather, stage.scatter))
-    return sum(sum(route.send_counts) - route.send_counts[here] for route in routes)
+    return GroupReport(number, str(group.get("name", "")), algorithm, len(params), len(matrices), elements, bounds)
 
 
 def _doubts(groups: Sequence[ParamGroup], most_elementwise: float) -> Iterator[str]:
@@ -169,12 +156,8 @@ def _doubts(groups: Sequence[ParamGroup], most_elementwise: float) -> Iterator[s
         )
 
 
-def doubt_idle(groups: Iterable[Mapping[str, Any]], stacklevel: int) -> None:
-    """Warn if no parameter has a gradient.
-
-    Args:
-        stacklevel: of the warning, counted from here.
-    """
+def warn_if_no_gradient(groups: Iterable[Mapping[str, Any]], stacklevel: int) -> None:
+    """Warn if no parameter has a gradient; ``stacklevel`` counts from here."""
     if all(param.grad is None for group in groups for param in group["params"]):
         warnings.warn(
             "no parameter of this optimizer has a gradient, so a step changes nothing. If the model was sharded "
@@ -185,8 +168,8 @@ def doubt_idle(groups: Iterable[Mapping[str, Any]], stacklevel: int) -> None:
         )
 
 
-def doubt_plain(held: RankSet) -> None:
-    """Warn if this rank is to orthogonalise plain tensors alone, and there are others that may hold the same."""
+def warn_if_unshared(held: RankSet) -> None:
+    """Warn if this rank orthogonalises plain tensors by itself while other ranks may hold the same ones."""
     plain = [member for member in held.matrices if not isinstance(member.param, DTensor)]
     world = dist.get_world_size() if dist.is_initialized() else 1
     if plain and world > 1:

@@ -1,4 +1,4 @@
-"""Loading a state dict: whose state is whose, what of it fits, what starts fresh, and what groups carry on."""
+"""Loading a state dict: matching parameters, checking that state fits, starting some fresh, and merging options."""
 
 from __future__ import annotations
 
@@ -32,22 +32,20 @@ from .options import as_plain
 from .state import as_numbers, fault
 
 RESTORED = ("lr", "initial_lr", "momentum", "weight_decay", "betas", "beta2", "eps")
-"""Hyper-parameters that a loaded state brings with it: what schedules change during a run."""
-
-NOTHING = Globs()
-"""No parameter starts fresh."""
+"""Hyper-parameters that a loaded state brings with it, as schedules change them during a run."""
 
 Misfit = Callable[[Mapping[str, Tensor], Any], str | None]
-"""The reason, if a parameter's state (the second) cannot take the place of what it has (the first)."""
+"""Returns why a parameter's state (the first) cannot be replaced by a loaded one (the second), or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counterpart:
-    """A parameter of an optimizer, and which one of a state dict it is.
+    """A parameter of an optimizer, and its match in a state dict.
 
     Attributes:
         name: or group and number, if it has none.
-        key: in the state dict, and the number of its group there; None if the state dict does not have it.
+        key: its key in the state dict; None if it is not there.
+        home: the number of its group in the state dict; None if it is not there.
     """
 
     name: str
@@ -58,7 +56,7 @@ class Counterpart:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A state dict as it is loaded, with the optimizer's own groups, and what becomes of whose state."""
+    """A state dict ready to load, with the optimizer's own groups, and the report of the load."""
 
     state: dict[Any, Any]
     groups: list[dict[str, Any]]
@@ -69,17 +67,17 @@ def fitting(
     optimizer: Optimizer,
     state_dict: Mapping[str, Any],
     misfit: Misfit,
-    globs: Globs = NOTHING,
+    globs: Globs,
     kept: Collection[str] = (),
 ) -> Fitted:
-    """Return a state dict as it is loaded: checked, and with the groups as they will be.
+    """Check a state dict, and return it as it is to be loaded.
 
     Parameters are matched by their names if both sides have them, and otherwise by their numbers.  A frozen parameter
-    may be missing, as stock DCP leaves it out when it sets a state dict; it keeps what it has.
+    may be missing, as stock DCP leaves it out when it sets a state dict; it keeps its state.
 
     Args:
-        globs: the parameters that start fresh, by their names.
-        kept: the slots that these keep as they are.
+        globs: names of the parameters that start fresh.
+        kept: slots that these keep.
 
     Raises:
         ValueError: lists every parameter whose state does not fit, and why; or the group of another convention; or a
@@ -106,7 +104,8 @@ def fitting(
     differences |= {name: GONE for name in with_state if name not in dropped}
     names = [[member.name for member in members] for members in groups]
     home = {member.name: member.home for member in loaded if member.home is not None}
-    origins, apart = origin_groups(names, home, lambda number: _carried_on(saved[number]))
+    restored = [{key: as_tuples(as_numbers(group[key])) for key in RESTORED if key in group} for group in saved]
+    origins, apart = origin_groups(names, home, restored.__getitem__)
     differences |= apart
     everybody = {*chain.from_iterable(names), *gone}
     if differences:
@@ -115,11 +114,19 @@ def fitting(
         )
     if idle := globs.idle(everybody):
         raise ValueError(f"fresh={idle!r} match no parameter of the optimizer or of the state")
-    for member in (*loaded, *fresh):
-        _refuse_convention(member, saved)
+    for number in [member.home for member in (*loaded, *fresh) if member.home is not None]:
+        convention = saved[number].get("convention", MUON_CONVENTION)
+        if convention != MUON_CONVENTION:
+            raise ValueError(
+                f"the state of group {number} was saved with momentum convention {convention!r}, this optimizer keeps "
+                f"{MUON_CONVENTION.value!r}; convert it first: m_ema = (1 - momentum) * m_sum"
+            )
     for key in (*with_state.values(), *(member.key for member in fresh)):
         state.pop(key, None)
-    keys = {member.param: _key(member) for member in chain.from_iterable(groups)}
+    keys = {
+        member.param: ("fresh", member.name) if member.home is None else member.key
+        for member in chain.from_iterable(groups)
+    }
     state |= {keys[member.param]: _fresh(member.name, optimizer.state[member.param], kept) for member in fresh}
     hyper = [
         _merged(number, mine, {} if origin is None else saved[origin]) | {"params": [keys[p] for p in mine["params"]]}
@@ -167,9 +174,23 @@ def _counterparts(
             "names are matched by their numbers: build the groups of the saved run, or make both optimizers of "
             "named_parameters(), or resume from a checkpoint of muonckpt.save, which has names"
         )
+
+    def label(number: int, index: int, key: Any) -> str:
+        if isinstance(key, str):
+            return key
+        group = groups[number]
+        if "param_names" in group:
+            return str(group["param_names"][index])
+        if globs.patterns:
+            raise ValueError(
+                f"fresh={list(globs.patterns)!r}: the parameters of this optimizer have no names; make it of "
+                "named_parameters(), or use muonckpt.load(..., fresh=...)"
+            )
+        return f"group {number} parameter {index} {tuple(group['params'][index].shape)}"
+
     return [
         [
-            Counterpart(_label(group, number, index, key, globs), param, key, number)
+            Counterpart(label(number, index, key), param, key, number)
             for index, (param, key) in enumerate(zip(group["params"], other["params"], strict=True))
         ]
         for number, (group, other) in enumerate(zip(groups, saved, strict=True))
@@ -177,27 +198,14 @@ def _counterparts(
 
 
 def _names(groups: Sequence[Mapping[str, Any]]) -> list[list[str]] | None:
-    """Return the names of each group's parameters, if all have names of their own and numbers besides.
+    """Return the names of each group's parameters, if all have both names and numbers.
 
-    What torch's `set_optimizer_state_dict` loads has names in the place of numbers, and the optimizer's own groups.
+    State dicts of torch's `set_optimizer_state_dict` have names in place of numbers, and the optimizer's own groups.
     """
     names = [group.get("param_names") for group in groups]
     if any(isinstance(key, str) for group in groups for key in group["params"]) or None in names:
         return None
     return [list(group or ()) for group in names]
-
-
-def _label(group: Mapping[str, Any], number: int, index: int, key: Any, globs: Globs) -> str:
-    if isinstance(key, str):
-        return key
-    if "param_names" in group:
-        return str(group["param_names"][index])
-    if globs.patterns:
-        raise ValueError(
-            f"fresh={list(globs.patterns)!r}: the parameters of this optimizer have no names; make it of "
-            "named_parameters(), or use muonckpt.load(..., fresh=...)"
-        )
-    return f"group {number} parameter {index} {tuple(group['params'][index].shape)}"
 
 
 def _reason(
@@ -217,27 +225,10 @@ def _reason(
     return misfit(slots, state.get(member.key, {}))
 
 
-def _refuse_convention(member: Counterpart, saved: Sequence[Mapping[str, Any]]) -> None:
-    convention = MUON_CONVENTION if member.home is None else saved[member.home].get("convention", MUON_CONVENTION)
-    if convention != MUON_CONVENTION:
-        raise ValueError(
-            f"the state of group {member.home} was saved with momentum convention {convention!r}, this optimizer "
-            f"keeps {MUON_CONVENTION.value!r}; convert it first: m_ema = (1 - momentum) * m_sum"
-        )
-
-
-def _key(member: Counterpart) -> Any:
-    return ("fresh", member.name) if member.home is None else member.key
-
-
 def _fresh(name: str, slots: Mapping[str, Tensor], kept: Collection[str]) -> dict[str, Tensor]:
     if unknown := sorted(slots.keys() - BEGIN_AS_ZEROS - {*kept}):
         raise ValueError(f"{name!r} cannot start fresh: its {unknown} do not begin as zeros; load them")
     return {slot: tensor if slot in kept else torch.zeros_like(tensor) for slot, tensor in slots.items()}
-
-
-def _carried_on(saved: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: as_tuples(as_numbers(saved[key])) for key in RESTORED if key in saved}
 
 
 def _merged(number: int, mine: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,14 +242,14 @@ def _merged(number: int, mine: dict[str, Any], saved: Mapping[str, Any]) -> dict
 
 
 def _plain(key: str, value: Any) -> Any:
-    """Return an option as it can be compared; torch writes coefficients as numbers, and None for the default scale."""
+    """Return an option for comparison: state dicts have coefficients as numbers, and torch's have None for a scale."""
     if key == "ns_coefficients":
         return as_plain(as_tuples(value))
     return UNNAMED if key == "adjust_lr_fn" and value is None else as_tuples(value)
 
 
 def _like(mine: Any, saved: Any) -> Any:
-    """Return what `as_numbers` has saved, in tensors where this optimizer keeps it in tensors."""
+    """Return a saved value as a tensor where this optimizer has one."""
     if isinstance(mine, tuple | list):
         return type(mine)(_like(*both) for both in zip(mine, saved, strict=True))
     return mine.clone().fill_(float(saved)) if isinstance(mine, Tensor) else saved
@@ -267,7 +258,7 @@ def _like(mine: Any, saved: Any) -> Any:
 def load_fitting(
     optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any], globs: Globs
 ) -> LoadReport:
-    """Load a state dict with ``load``, torch's own way, if it fits; every slot keeps the dtype that it has.
+    """Load a state dict that fits with torch's own ``load``; every slot keeps its dtype.
 
     Raises:
         ValueError: as `fitting`; nothing has been changed then.
@@ -281,7 +272,7 @@ def load_fitting(
     dtypes = {param: {slot: mine.dtype for slot, mine in slots.items()} for param, slots in optimizer.state.items()}
 
     def restore(_: Optimizer) -> None:
-        """torch casts state to the parameter's dtype, and leaves counts of steps on the device they come from."""
+        """Undo torch's casts of state to the parameter's dtype, and move counts of steps to their device."""
         keys = [key for group in fits[0].groups for key in group["params"]]
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for param, key in zip(params, keys, strict=True):
@@ -290,7 +281,7 @@ def load_fitting(
                 if (held.dtype, held.device) != (dtype, device):
                     optimizer.state[param][slot] = fits[0].state[key][slot].to(device, dtype, copy=True)
 
-    # After the hooks of users, which may mend a state, and before those that look at what was loaded.
+    # After users' hooks that may mend the state dict, and before those that look at the loaded state.
     hooks = (
         optimizer.register_load_state_dict_pre_hook(check),
         optimizer.register_load_state_dict_post_hook(restore, prepend=True),
@@ -306,9 +297,9 @@ def load_fitting(
 class FreshStart:
     """A hook for ``register_load_state_dict_pre_hook``: some parameters start fresh whenever a state dict is loaded.
 
-    For trainers, which load state dicts themselves; otherwise `muonckpt.load` and `Muon.load_state_dict` take
-    ``fresh``.  What it does is told by a warning.  An optimizer's own state, which accelerate loads into it when it
-    prepares it, stays as it is.
+    For trainers, which load state dicts themselves; otherwise give ``fresh`` to `muonckpt.load` or
+    `Muon.load_state_dict`.  It warns of what it does.  The optimizer's own state, which accelerate loads when it
+    prepares an optimizer, stays as it is.
 
     Args:
         fresh: globs of parameters' names, as for `Muon.load_state_dict`.
@@ -321,31 +312,28 @@ class FreshStart:
         self.globs = Globs.of(fresh)
 
     def __call__(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        if _is_own(optimizer, state_dict):
+        if _equal(optimizer.state_dict(), state_dict):
             return state_dict
         fitted = fitting(optimizer, state_dict, fault, self.globs)
         warnings.warn(f"resuming with fresh={list(self.globs.patterns)!r}:\n{fitted.report}", stacklevel=2)
         return {"state": fitted.state, "param_groups": fitted.groups}
 
 
-def _is_own(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> bool:
-    """Return whether a state dict is what the optimizer has already, perhaps on another device."""
-    own = optimizer.state_dict()
-    names = [
-        [(group["params"], group.get("param_names")) for group in side["param_groups"]] for side in (own, state_dict)
-    ]
-    given = {key: {**slots} for key, slots in state_dict["state"].items()}
+def _equal(own: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+    """Return whether two state dicts have the same parameters and values, perhaps on different devices."""
+
+    def same(a: Any, b: Any) -> bool:
+        if a is b or type(a) is not type(b) or type(a) is not Tensor:
+            return a is b
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.to(a.device))
+
+    names = [[(group["params"], group.get("param_names")) for group in side["param_groups"]] for side in (own, given)]
+    mine, theirs = own["state"], {key: {**slots} for key, slots in given["state"].items()}
     return (
         names[0] == names[1]
-        and given.keys() == own["state"].keys()
+        and theirs.keys() == mine.keys()
         and all(
-            slots.keys() == given[key].keys() and all(_same(tensor, given[key][slot]) for slot, tensor in slots.items())
-            for key, slots in own["state"].items()
+            slots.keys() == theirs[key].keys() and all(same(value, theirs[key][slot]) for slot, value in slots.items())
+            for key, slots in mine.items()
         )
     )
-
-
-def _same(own: Any, given: Any) -> bool:
-    if own is given or type(own) is not type(given) or type(own) is not Tensor:
-        return own is given
-    return own.shape == given.shape and own.dtype == given.dtype and torch.equal(own, given.to(own.device))

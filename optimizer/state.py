@@ -1,8 +1,7 @@
-"""The optimizer's state: what each parameter has, how it begins, and how it follows its parameter.
+"""The optimizer's state: how it begins, its checks, and how it follows a parameter that is replaced.
 
-Frameworks such as accelerate replace the parameters of groups by sharded ones, cast a model, move it to a device, or
-give values to one that was built on the meta device.  The state of such a parameter is made anew, and what the former
-one holds is copied to where its elements lie now.
+Frameworks such as accelerate replace the parameters of groups by sharded ones, cast or move a model, or materialise
+one from the meta device.  Such a parameter gets new state, into which the former state is copied.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..layout import Place, TensorLayout
+from ..layout import TensorLayout
 from ..layouts.tensors import layout_of, local_of, zeros_placed_as
 from ..plan import make_share
 from ..vocabulary import MOMENTUM
@@ -27,7 +26,7 @@ from .planning.matrices import matrices_of
 
 
 def fresh_state(param: Tensor, layout: TensorLayout, group: dict[str, Any]) -> dict[str, Tensor]:
-    """State of a parameter that has not been stepped; refuses now what could not be stepped later."""
+    """Return the state of a parameter that has not been stepped; refuses what could not be stepped later."""
     if not param.is_floating_point():
         raise ValueError(f"expected a real floating-point parameter, got {param.dtype} of shape {tuple(param.shape)}")
     if param.dtype.itemsize < 2:
@@ -44,11 +43,11 @@ def fresh_state(param: Tensor, layout: TensorLayout, group: dict[str, Any]) -> d
 
 
 def check_state(param: Tensor, layout: TensorLayout, group: Mapping[str, Any], held: Mapping[str, Tensor]) -> None:
-    """Refuse what a group of matrices says of a parameter that has its state already.
+    """Refuse options of a group of matrices that do not fit a parameter's existing state.
 
     Raises:
-        LayoutError: what is fused in the parameter does not add up to it.
-        ValueError: it needs state of another shape.
+        LayoutError: the fused matrices do not add up to the parameter.
+        ValueError: they need state of another shape.
     """
     matrices_of(layout.shape, fused_of(group))
     for slot, reduced in extras_of(param, group).items():
@@ -61,14 +60,14 @@ def check_state(param: Tensor, layout: TensorLayout, group: Mapping[str, Any], h
 
 
 def as_numbers(value: Any) -> Any:
-    """Return a hyper-parameter as it is saved: rates and betas that are tensors as numbers."""
+    """Return a hyper-parameter as it is saved, with tensors as numbers."""
     if isinstance(value, tuple | list):
         return type(value)(map(as_numbers, value))
     return value.item() if isinstance(value, Tensor) else value
 
 
 def fault(mine: Mapping[str, Tensor], loaded: Mapping[str, Any]) -> str | None:
-    """Return why a loaded state cannot take the place of this one, if it cannot."""
+    """Return why a loaded state cannot replace this one, or None."""
     missing = sorted(mine.keys() - loaded.keys())
     if missing:
         return f"lacks {missing}"
@@ -87,7 +86,7 @@ def laid_out_alike(a: Tensor, b: Tensor) -> bool:
 
 
 def placing(value: Any) -> str:
-    """Shape, and for a DTensor mesh and placements, in words for messages."""
+    """Describe a tensor's shape, and a DTensor's mesh and placements, for messages."""
     shape = tuple(getattr(value, "shape", ()))
     if isinstance(value, DTensor):
         return f"{shape} as {value.placements} on mesh {value.device_mesh.mesh.tolist()}"
@@ -95,7 +94,7 @@ def placing(value: Any) -> str:
 
 
 def check_values(params: Iterable[Tensor]) -> None:
-    """Refuse a parameter without values: it would never be trained.
+    """Refuse parameters on the meta device, which would never be trained.
 
     Raises:
         RuntimeError: a parameter is on the meta device.
@@ -109,7 +108,7 @@ def check_values(params: Iterable[Tensor]) -> None:
 
 
 def check_gradients(params: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
-    """Refuse a gradient that is not laid out exactly as its parameter; elements would go to wrong places.
+    """Refuse gradients that are not laid out exactly as their parameters.
 
     Raises:
         RuntimeError: a gradient is sparse, or laid out otherwise.
@@ -126,7 +125,7 @@ def check_gradients(params: Iterable[Tensor], gradients: Iterable[Tensor | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """The parameters of a group as they were when their state was made: each with its shape, dtype and device."""
+    """The parameters of a group when their state was made: each with its shape, dtype and device."""
 
     params: Sequence[Tensor]
     kinds: Sequence[tuple[torch.Size, torch.dtype, torch.device]]
@@ -137,7 +136,7 @@ class Seen:
         return cls(params, _kinds(params))
 
     def still(self, params: Sequence[Tensor]) -> bool:
-        """Return whether these are the parameters, as they were."""
+        """Return whether these are the same parameters, unchanged."""
         same = len(params) == len(self.params) and all(map(is_, params, self.params))
         return same and _kinds(params) == self.kinds
 
@@ -148,7 +147,7 @@ def _kinds(params: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype, torc
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
-    """A parameter that has taken the place of another in a group, or that is no longer as it was."""
+    """A parameter that has replaced another in a group, or that has another shape, dtype or device now."""
 
     group: int
     name: str
@@ -156,43 +155,34 @@ class Change:
     current: Tensor
 
 
-def changes(seen: Sequence[Seen], groups: Sequence[Mapping[str, Any]]) -> list[Change]:
-    """Return which of the parameters that state was made for have been replaced or changed.
+def changes(seen: Sequence[Seen], groups: Sequence[Mapping[str, Any]]) -> Iterator[Change]:
+    """Yield the parameters that were replaced or changed since their state was made.
 
     Replaced ones are matched by their order among those of their group that were replaced.
 
     Raises:
         ValueError: a group has more or fewer parameters than it had.
     """
-    return [
-        change
-        for number, (former, group) in enumerate(zip(seen, groups, strict=True))
-        for change in _changes(number, former, group)
-    ]
-
-
-def _changes(number: int, seen: Seen, group: Mapping[str, Any]) -> Iterator[Change]:
-    params = group["params"]
-    if seen.still(params):
-        return
-    if len(seen.params) != len(params):
-        raise ValueError(
-            f"group {number} had {len(seen.params)} parameters, and now it has {len(params)}: add parameters with "
-            "add_param_group(), and keep those that are not to be trained, with requires_grad_(False)"
-        )
-    kinds, current = dict(zip(map(id, seen.params), seen.kinds, strict=True)), set(map(id, params))
-    replaced = iter([former for former in seen.params if id(former) not in current])
-    for index, (param, kind) in enumerate(zip(params, _kinds(params), strict=True)):
-        former = param if id(param) in kinds else next(replaced)
-        if former is not param or kinds[id(param)] != kind:
-            name = repr(group["param_names"][index]) if "param_names" in group else f"{index} of group {number}"
-            yield Change(number, f"parameter {name}", former, param)
+    for number, (before, group) in enumerate(zip(seen, groups, strict=True)):
+        params = group["params"]
+        if before.still(params):
+            continue
+        if len(before.params) != len(params):
+            raise ValueError(
+                f"group {number} had {len(before.params)} parameters, and now it has {len(params)}: add parameters "
+                "with add_param_group(), and keep those that are not to be trained, with requires_grad_(False)"
+            )
+        kinds, current = dict(zip(map(id, before.params), before.kinds, strict=True)), set(map(id, params))
+        replaced = iter([former for former in before.params if id(former) not in current])
+        for index, (param, kind) in enumerate(zip(params, _kinds(params), strict=True)):
+            former = param if id(param) in kinds else next(replaced)
+            if former is not param or kinds[id(param)] != kind:
+                name = repr(group["param_names"][index]) if "param_names" in group else f"{index} of group {number}"
+                yield Change(number, f"parameter {name}", former, param)
 
 
 def carry_over(change: Change, former: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> None:
-    """Copy what a parameter's state holds to the state that was made anew for it, in its dtype.
-
-    Only for state that was stepped or loaded.  That this rank's part is zeros does not tell: other ranks may hold more.
+    """Copy a parameter's former state, which was stepped or loaded, to its new state, in that one's dtype.
 
     Raises:
         ValueError: the shapes differ, or other ranks hold what belongs here now.
@@ -210,7 +200,7 @@ def carry_over(change: Change, former: Mapping[str, Tensor], current: Mapping[st
 
 
 def _copied(source: Tensor, target: Tensor) -> bool:
-    """Copy this rank's part of a tensor to another place; False if this rank does not hold all of it."""
+    """Copy this rank's part of a tensor to another layout; False if this rank does not hold all of it."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     meshes = [tensor.device_mesh for tensor in (target, source) if isinstance(tensor, DTensor)]
     everywhere = tuple(meshes[0].mesh.flatten().tolist()) if meshes else (rank,)
@@ -218,10 +208,9 @@ def _copied(source: Tensor, target: Tensor) -> bool:
     if any(copy.source.buffer != rank for copy in takes):
         return False
     for copy in takes:
-        _view(target, copy.target, copy.box.shape).copy_(_view(source, copy.source, copy.box.shape))
+        to, of = (
+            local.as_strided(copy.box.shape, place.strides, local.storage_offset() + place.offset)
+            for local, place in ((local_of(target), copy.target), (local_of(source), copy.source))
+        )
+        to.copy_(of)
     return True
-
-
-def _view(tensor: Tensor, place: Place, shape: Sequence[int]) -> Tensor:
-    local = local_of(tensor)
-    return local.as_strided(shape, place.strides, local.storage_offset() + place.offset)

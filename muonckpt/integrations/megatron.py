@@ -59,7 +59,7 @@ class MegatronMuon(Muon):
         options: of `Muon`.
     """
 
-    _doubts = False
+    _warns = False
 
     def __init__(
         self,

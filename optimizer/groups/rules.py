@@ -1,7 +1,7 @@
-"""Rules that say what a parameter is: data that the user gives, and ready-made sets for known model families.
+"""Rules that say what a parameter is, given as data by the user, and ready-made sets for known model families.
 
-A rule selects parameters by the type of their module, by their number of dims, or by patterns over names that the
-user writes.  It says what they are, never how to step them: that follows from the kind.
+A rule selects parameters by module type, number of dims, or name patterns, and gives them a kind.  The kind decides
+how they are stepped.
 """
 
 from __future__ import annotations
@@ -19,40 +19,37 @@ AnyShape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ParamKind:
-    """A kind of parameter: who steps it, how many dims it has (None: any), and what else it may be if not so."""
+    """A kind of parameter: its algorithm, the numbers of dims it may have (None: any), and advice if it has others."""
 
     algorithm: str
     dims: tuple[int, ...] | None = None
     advice: str = ""
 
 
+_OTHERWISE = "kind 'other' gives anything to AdamW"
+
 KINDS: Mapping[str, ParamKind] = {
-    "matrix": ParamKind(
-        "muon", (2,), "a stack of matrices is kind 'experts', and kind 'other' gives anything to AdamW"
-    ),
-    "experts": ParamKind(
-        "muon", (3,), "one expert's own matrix is kind 'matrix', and kind 'other' gives anything to AdamW"
-    ),
+    "matrix": ParamKind("muon", (2,), f"a stack of matrices is kind 'experts', and {_OTHERWISE}"),
+    "experts": ParamKind("muon", (3,), f"one expert's own matrix is kind 'matrix', and {_OTHERWISE}"),
     "embedding": ParamKind("adamw"),
     "head": ParamKind("adamw"),
     "router": ParamKind("adamw"),
-    "vector": ParamKind("adamw", (0, 1), "kind 'other' gives anything to AdamW"),
+    "vector": ParamKind("adamw", (0, 1), _OTHERWISE),
     "other": ParamKind("adamw"),
 }
-"""Muon takes matrices, one by one or stacked.  Embeddings and output heads go to AdamW by custom (Jordan et al. 2024;
-Liu et al. 2025, arXiv 2502.16982).  So do routers, whose few rows score experts: a cautious choice of ours, which a
-rule of kind "matrix" in an earlier layer changes."""
+"""Embeddings and output heads go to AdamW by custom (Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982).  So do
+routers, whose few rows score experts: a cautious choice of ours, which a rule of kind "matrix" in an earlier layer
+changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How several matrices are fused in one parameter; a Muon group orthogonalises each of them alone.
+    """How several matrices are fused in one parameter; Muon orthogonalises each by itself.
 
     Args:
-        pieces: row counts of what is fused along the rows, or the number of equal pieces.
+        pieces: row counts of the matrices, or the number of equal pieces.
         columns: the same along the columns, such as one per head of an output projection.
-        interleaved: the rows are this many equal blocks, and each block has these ``pieces``; the k-th pieces of all
-            blocks are one matrix.
+        interleaved: the rows are this many equal blocks of ``pieces``; the k-th pieces of all blocks are one matrix.
 
     Raises:
         ValueError: a count below 1, or interleaved blocks of a single piece.
@@ -70,25 +67,25 @@ class Split:
             raise ValueError(f"{self}: say which pieces each of the interleaved blocks has")
 
     def of(self, shape: AnyShape) -> Fused:
-        """Return the same in rows and columns, for a parameter of this shape of at least two dims."""
+        """Return the row and column counts for a parameter of this shape, of at least two dims."""
+
+        def counts(value: int | AnyShape, total: int) -> AnyShape | None:
+            if not isinstance(value, int):
+                return value
+            # If these do not add up to the total, the decision is refused.
+            return (total // value,) * value if value > 1 else None
+
         *_, rows, columns = shape
-        pieces = _counts(self.pieces, rows // self.interleaved)
-        return Fused(pieces, _counts(self.columns, columns), self.interleaved)
+        pieces = counts(self.pieces, rows // self.interleaved)
+        return Fused(pieces, counts(self.columns, columns), self.interleaved)
 
 
 WHOLE = Split()
 
 
-def _counts(value: int | AnyShape, total: int) -> AnyShape | None:
-    if not isinstance(value, int):
-        return value
-    # If that is not all of them, the matrices do not add up to the shape, and the decision is refused.
-    return (total // value,) * value if value > 1 else None
-
-
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One place that holds a parameter: its qualified name, the module, and the name of the parameter there."""
+    """One place that holds a parameter: its qualified name, its module, and its name in that module."""
 
     name: str
     owner: nn.Module
@@ -98,18 +95,18 @@ class Use:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Rule:
-    """A rule that says what some parameters are.  All selectors that are given must hold; at least one must be given.
+    """The kind of the parameters that all given selectors select; at least one selector must be given.
 
     Args:
         kind: a key of `KINDS`.
-        names: a pattern, or several of which one must match, over the whole qualified name.  ``*`` stands for
-            anything (dots too), ``?`` for one character, ``[qkv]`` for one of these; case counts.
+        names: one or more patterns over the whole qualified name.  ``*`` stands for anything (dots too), ``?`` for one
+            character, ``[qkv]`` for one of these; case counts.
         module: type of the module that holds the parameter; subclasses count.
         attribute: name of the parameter in that module.
-        dims: how many dims the parameter has, one of these.
-        where: what must be true of that module.
-        split: the matrices that are fused in it.
-        optional: True if it may select nothing, as in a set for several models.  Otherwise that is an error.
+        dims: the numbers of dims that the parameter may have.
+        where: a condition on that module.
+        split: the matrices that are fused in the parameter.
+        optional: the rule may select nothing, as in a set for several models; otherwise that is an error.
         why: a reason for people, shown with the decision.
 
     Raises:
@@ -136,7 +133,7 @@ class Rule:
             raise ValueError(f"{self!r}: only matrices and experts are split")
 
     def reason(self, use: Use) -> str | None:
-        """Return why this rule selects the parameter, in words; None if it does not."""
+        """Return in words why this rule selects a parameter, or None."""
         patterns = (self.names,) if isinstance(self.names, str) else self.names or ()
         matching = [pattern for pattern in patterns if fnmatchcase(use.name, pattern)]
         holds = (
@@ -160,17 +157,17 @@ class Rule:
 
 
 def stacked_qkv(heads: int, kv_heads: int, head_dim: int) -> Split:
-    """Return a fused projection whose rows are all queries, then all keys, then all values."""
+    """Return the split of a projection whose rows are all queries, then all keys, then all values."""
     return Split((heads * head_dim, kv_heads * head_dim, kv_heads * head_dim))
 
 
 def grouped_qkv(heads: int, kv_heads: int, head_dim: int) -> Split:
-    """Return a fused projection whose rows are a block for each key head: its queries, its key, its value.
+    """Return the split of a projection with a block of rows for each key head: its queries, its key, its value.
 
     This is the order of Megatron's ``linear_qkv`` and torchtitan's ``wqkv``.
 
     Raises:
-        ValueError: the queries are not shared out evenly over the keys.
+        ValueError: ``heads`` is not a multiple of ``kv_heads``.
     """
     if heads % kv_heads:
         raise ValueError(f"{heads} heads of queries are not {kv_heads} equal groups")
@@ -178,7 +175,7 @@ def grouped_qkv(heads: int, kv_heads: int, head_dim: int) -> Split:
 
 
 NO_HEAD = Rule("head", (), optional=True)
-"""Says that the model has no output head."""
+"""States that the model has no output head."""
 
 _COMMON = (
     Rule("embedding", module=nn.Embedding, attribute="weight"),
@@ -189,12 +186,12 @@ _HEAD = Rule("head", ("lm_head.weight", "*.lm_head.weight"))
 
 
 def _ready(*rules: Rule) -> tuple[Rule, ...]:
-    """Return a set for several models: not every rule selects something in each of them."""
+    """Return a set for several models, in each of which some rules may select nothing."""
     return tuple(replace(rule, optional=True) for rule in (*_COMMON, *rules))
 
 
 def _mlp(*places: str) -> Rule:
-    """Return a gated MLP of three nn.Linear in each of these places, as transformers names them."""
+    """Return the rule of gated MLPs of three nn.Linear in these places, as transformers names them."""
     parts = ("gate_proj", "up_proj", "down_proj")
     return Rule("matrix", tuple(f"*{place}.{part}.weight" for place in places for part in parts))
 
@@ -202,7 +199,7 @@ def _mlp(*places: str) -> Rule:
 def gate_over_up(experts: nn.Module) -> bool:
     """Return whether stacked experts lie as in an nn.Linear: gate over up ``[E, 2f, d]``, and down ``[E, d, f]``.
 
-    Some models keep them transposed under the same names; then gate and up are not rows.
+    Some models keep them transposed under the same names; then gate and up are columns.
     """
     match {name: tuple(parameter.shape) for name, parameter in experts.named_parameters(recurse=False)}:
         case {"gate_up_proj": (count, height, width), "down_proj": down}:
@@ -218,8 +215,8 @@ _HF_EXPERTS = (
 )
 
 MODULE_TYPES = _ready(Rule("matrix", module=nn.Linear, attribute="weight"))
-"""torch's own modules: embeddings, every nn.Linear a matrix, and vectors.  A model's head is an nn.Linear too: name it
-in an earlier layer, or say `NO_HEAD`."""
+"""torch's own modules: embeddings, every nn.Linear a matrix, and vectors.  If an nn.Linear is the model's head, name it
+in an earlier layer; if none is, add `NO_HEAD`."""
 
 LLAMA = _ready(_HEAD, _HF_ATTENTION, _mlp("mlp"))
 """transformers: Llama, Mistral, Qwen2, Qwen3 and others of these names."""
@@ -250,7 +247,7 @@ DEEPSEEK = _ready(
     *_HF_EXPERTS,
 )
 """transformers: DeepSeek-V2 and V3, with experts as 3-D parameters (from 5.0) or as modules.  The latent projections,
-which hold several heads or a latent and a rope part, are whole matrices, as their sizes are not known here."""
+which hold several heads or a latent and a rope part, stay whole, as their sizes are not known here."""
 
 TORCHTITAN = _ready(
     _HEAD,

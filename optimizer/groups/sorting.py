@@ -1,4 +1,4 @@
-"""Rules applied to a model: what is decided about each parameter, as a table for people and as parameter groups."""
+"""Applying rules to a model: the decision on each parameter, as a table for people and as parameter groups."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ..planning.matrices import Fused, matrices_of
 from .rules import KINDS, WHOLE, AnyShape, Rule, Use
 
 FROZEN = "frozen"
-"""Kind of a parameter with ``requires_grad=False``: it is in no group and has no state."""
+"""The kind of parameters with ``requires_grad=False``, which are in no group and have no state."""
 
 FAMILIES: Mapping[str, tuple[str, ...]] = {"muon": tuple(MATRICES), "adamw": tuple(SCALARS)}
-"""Algorithms that options may choose instead of the one in the table: those that take the same parameters."""
+"""The algorithms that options may choose for a kind, by the one in `KINDS`: all take the same parameters."""
 
 ONE_MATRIX = Fused()
 
@@ -37,16 +37,16 @@ class Decision:
     """The decision on one parameter.
 
     Args:
-        names: all its qualified names, more than one if it is shared; without what wrappers insert.
+        names: all its qualified names, several if it is shared; without what wrappers insert.
         shape: global shape.
         kind: a key of `KINDS`, or "frozen".
-        rule: the rule that decided, None for what is frozen.
+        rule: the rule that decided; None for a frozen parameter.
         why: how that rule selected it.
-        fused: the matrices in it, if it has any.
-        if_trained: of what is frozen, the decision that rules would make if it were trained, if they make one.
+        fused: the matrices in it, if any.
+        if_trained: the decision on a frozen parameter if it were trained, if the rules make one.
 
     Raises:
-        ValueError: a kind that cannot have this shape, or what is fused does not add up to it.
+        ValueError: a kind that cannot have this shape, or fused matrices that do not add up to it.
     """
 
     parameter: Tensor = field(compare=False, repr=False)
@@ -72,16 +72,24 @@ class Decision:
         return "none" if self.kind == FROZEN else KINDS[self.kind].algorithm
 
     def cells(self) -> tuple[str, ...]:
-        """Return the decision in words, as the table has it."""
-        return str(list(self.shape)), self.kind, self.algorithm, _words(self.fused), self.why
+        """Return the cells of this decision's row in the table."""
+        counts = {"": self.fused.pieces or (), "columns ": self.fused.columns or ()}
+        fused = {}
+        for what, sizes in counts.items():
+            alike = len(sizes) > 2 and len(set(sizes)) == 1
+            fused[what] = f"{len(sizes)} x {sizes[0]}" if alike else " + ".join(map(str, sizes))
+        if self.fused.interleaved > 1:
+            fused[""] = f"{self.fused.interleaved} x ({fused['']})"
+        words = ", ".join(f"{what}{text}" for what, text in fused.items() if counts[what]) or "-"
+        return str(list(self.shape)), self.kind, self.algorithm, words, self.why
 
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """The decisions on all parameters of a model, in its order.  Printed, they are a table.
+    """The decisions on all parameters of a model, in its order; ``str`` makes a table of them.
 
     Raises:
-        ValueError: a parameter is there twice.
+        ValueError: a parameter occurs twice.
     """
 
     decisions: tuple[Decision, ...]
@@ -98,26 +106,33 @@ class Decisions:
     ) -> list[dict[str, Any]]:
         """Return parameter groups for `Muon`; each parameter that is not frozen is in exactly one.
 
-        Their order follows from rules and ``kinds`` alone, as schedulers know groups by their numbers: matrices, the
-        rest, then kinds with options of their own, in the order of `KINDS`.  A group of which everything is frozen has
-        no parameters and keeps its number for later, unless no group comes after it.
+        Schedulers know groups by number, so the order depends on rules and ``kinds`` only: matrices, the rest, then
+        kinds with options of their own, in the order of `KINDS`.  A group whose parameters are all frozen is empty and
+        keeps its number, unless no group comes after it.
 
         Args:
-            muon: options of all groups whose algorithm is "muon", such as ``lr``; ``algorithm="normuon"`` is one too.
-            adamw: the same for "adamw"; ``algorithm="lion"`` is one too.  ``lr`` must be among them, unless that of
-                matrices is AdamW's too (`Muon`).
-            kinds: options by kind, over those.
+            muon: options of all groups of matrices, such as ``lr`` or ``algorithm="normuon"``.
+            adamw: options of all other groups, such as ``algorithm="lion"``.  Give ``lr`` here, unless one rate serves
+                both (`Muon`).
+            kinds: options by kind, which override the others.
 
         Raises:
-            ValueError: an unknown kind, an algorithm that does not take these parameters, or an option that is the
-                rules' to set.
+            ValueError: an unknown kind, an algorithm that does not take these parameters, or an option that rules set.
         """
         if unknown := set(kinds) - set(KINDS):
             raise ValueError(f"options for unknown kinds {sorted(unknown)}; expected some of {', '.join(KINDS)}")
         base = {"muon": {"algorithm": "muon", **muon}, "adamw": {"algorithm": "adamw", **adamw}}
         options = {kind: {**base[KINDS[kind].algorithm], **kinds.get(kind, {})} for kind in KINDS}
         for kind, chosen in options.items():
-            _check_options(kind, chosen)
+            if reserved := {"params", "pieces", "columns", "interleaved"} & set(chosen):
+                raise ValueError(
+                    f"{sorted(reserved)} among the options of {kind!r}: the rules say that, not the options"
+                )
+            if chosen["algorithm"] not in FAMILIES[KINDS[kind].algorithm]:
+                raise ValueError(
+                    f"algorithm {chosen['algorithm']!r} for {kind!r}, which takes one of "
+                    f"{FAMILIES[KINDS[kind].algorithm]}; to change who steps a parameter, change its kind by a rule"
+                )
         gathered: dict[tuple[str, Fused], list[Tensor]] = {}
         for decision in self.decisions:
             trained = decision.if_trained or decision
@@ -126,82 +141,62 @@ class Decisions:
                 key = trained.kind if trained.kind in kinds else trained.algorithm
                 gathered.setdefault((key, trained.fused), []).extend([decision.parameter] * (trained is decision))
         order = [*FAMILIES, *KINDS]
-        keys = sorted(gathered, key=lambda key: (order.index(key[0]), _parts(key[1])))
+
+        def in_order(item: tuple[str, Fused]) -> tuple[Any, ...]:
+            key, fused = item
+            return order.index(key), fused.pieces or (), fused.columns or (), fused.interleaved
+
+        keys = sorted(gathered, key=in_order)
         while keys and not gathered[keys[-1]]:
             keys.pop()
         return [
-            {**(options[key] if key in kinds else base[key]), **_given(fused), "params": gathered[key, fused]}
+            {
+                **(options[key] if key in kinds else base[key]),
+                **{name: value for name, value in asdict(fused).items() if value != getattr(ONE_MATRIX, name)},
+                "params": gathered[key, fused],
+            }
             for key, fused in keys
         ]
 
     def __str__(self) -> str:
         rows = folded((" = ".join(decision.names), decision.cells()) for decision in self.decisions)
-        table: list[tuple[str, ...]] = [("parameter", "count", "shape", "kind", "algorithm", "fused", "decided by")]
-        table += [(name, str(count), *cells) for name, count, cells in rows]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
-        return "\n".join([*lines, *self._totals()])
-
-    def _totals(self) -> Iterator[str]:
+        header = ("parameter", "count", "shape", "kind", "algorithm", "fused", "decided by")
+        lines = table([header, *((name, str(count), *cells) for name, count, cells in rows)])
         for algorithm in dict.fromkeys(decision.algorithm for decision in self.decisions):
             sizes = [math.prod(decision.shape) for decision in self.decisions if decision.algorithm == algorithm]
-            yield f"{algorithm}: {len(sizes)} parameters, {sum(sizes):,} elements"
+            lines.append(f"{algorithm}: {len(sizes)} parameters, {sum(sizes):,} elements")
+        return "\n".join(lines)
 
 
-def _check_options(kind: str, options: Options) -> None:
-    if reserved := {"params", "pieces", "columns", "interleaved"} & set(options):
-        raise ValueError(f"{sorted(reserved)} among the options of {kind!r}: the rules say that, not the options")
-    family = FAMILIES[KINDS[kind].algorithm]
-    if options["algorithm"] not in family:
-        raise ValueError(
-            f"algorithm {options['algorithm']!r} for {kind!r}, which takes one of {family}; to change who steps a "
-            "parameter, change its kind by a rule"
-        )
-
-
-def _parts(fused: Fused) -> tuple[AnyShape, AnyShape, int]:
-    return fused.pieces or (), fused.columns or (), fused.interleaved
-
-
-def _given(fused: Fused) -> dict[str, Any]:
-    return {name: value for name, value in asdict(fused).items() if value != getattr(ONE_MATRIX, name)}
-
-
-def _words(fused: Fused) -> str:
-    rows = _sum(fused.pieces) if fused.interleaved == 1 else f"{fused.interleaved} x ({_sum(fused.pieces)})"
-    return ", ".join([rows] * bool(fused.pieces) + [f"columns {_sum(fused.columns)}"] * bool(fused.columns)) or "-"
-
-
-def _sum(counts: AnyShape | None) -> str:
-    counts = counts or ()
-    alike = len(counts) > 2 and len(set(counts)) == 1
-    return f"{len(counts)} x {counts[0]}" if alike else " + ".join(map(str, counts))
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def folded(rows: Iterable[tuple[str, T]]) -> list[tuple[str, int, T]]:
-    """Rows that differ only in numbers in the name, as those of layers do, as one with ``*`` there, and their count."""
+    """Merge rows whose names differ only in numbers, as those of layers do: the name with ``*`` there, and a count."""
     alike: dict[tuple[str, T], list[list[str]]] = {}
     for name, rest in rows:
         parts = re.split(r"([. ])", name)
         pattern = "".join("*" if part.isdecimal() else part for part in parts)
         alike.setdefault((pattern, rest), []).append(parts)
-    return [(_common(names), len(names), rest) for (_, rest), names in alike.items()]
-
-
-def _common(names: list[list[str]]) -> str:
-    return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*names, strict=True))
+    return [
+        ("".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*names, strict=True)), len(names), rest)
+        for (_, rest), names in alike.items()
+    ]
 
 
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-"""What torch.compile, activation checkpointing and FSDP1 insert into names; DCP leaves these out too."""
+"""Parts that torch.compile, activation checkpointing and FSDP1 insert into names; DCP drops them too."""
 
 
 def sort_parameters(model: nn.Module, *layers: Sequence[Rule]) -> Decisions:
-    """Decide what every parameter of ``model`` is.  Nothing but the rules decides, and all that is unclear is refused.
+    """Decide by rules what every parameter of ``model`` is, and refuse everything that they leave unclear.
 
-    Earlier layers beat later ones: the first layer with a rule for a parameter decides it, and all rules of that layer
-    that select it must say the same.  A parameter that several modules share is one parameter with several names.  If
-    it is an embedding under one name, and a head, or a module like any other, under the rest, it is a tied embedding.
+    The first layer with a rule for a parameter decides it, and all rules of that layer that select it must agree.  A
+    parameter that several modules share has several names; if one of them makes it an embedding, and the others a head
+    or a matrix by its module type, it is a tied embedding.
 
     The model may be sharded (DTensors count with their global shape), compiled, checkpointed or wrapped for DDP: names
     are without what wrappers insert.  Parameters with ``requires_grad=False`` need no rule and are in no group.
@@ -212,17 +207,24 @@ def sort_parameters(model: nn.Module, *layers: Sequence[Rule]) -> Decisions:
     Raises:
         ValueError: lists everything that is unclear: parameters under no rule, rules that disagree, a shape that the
             kind cannot have or the split does not fit, a matrix as tall as an embedding that no rule names, matrices
-            without a word about an output head, rules that select nothing, and flat or uninitialized parameters.
+            while no rule speaks of an output head, rules that select nothing, and flat or uninitialized parameters.
     """
     uses_of = _uses(model)
+    every_use = [use for uses in uses_of.values() for use in uses]
+    problems = [
+        ("", f"{rule!r} selects nothing")
+        for layer in layers
+        for rule in layer
+        if not rule.optional and not any(map(rule.reason, every_use))
+    ]
     decisions: list[Decision] = []
-    problems = [("", f"{rule!r} selects nothing") for rule in _idle(layers, uses_of)]
     for parameter, uses in uses_of.items():
         try:
             decisions.append(_decide(parameter, uses, layers))
         except ValueError as error:
             owners = " and ".join(dict.fromkeys(type(use.owner).__name__ for use in uses))
-            problems.append((_joined(uses), f"{list(parameter.shape)} in {owners}: {error}"))
+            names = " = ".join(use.name for use in uses)
+            problems.append((names, f"{list(parameter.shape)} in {owners}: {error}"))
     problems += _possible_heads(decisions, uses_of, layers)
     if problems:
         lines = [
@@ -239,39 +241,29 @@ def _uses(model: nn.Module) -> dict[Tensor, list[Use]]:
     inserted = {f"{path}.module".removeprefix(".") for path in replicated}
     uses_of: dict[Tensor, list[Use]] = {}
     for path, module in modules:
+        parts = path.split(".")
+        own = [
+            part
+            for end, part in enumerate(parts, 1)
+            if part and part not in WRAPPERS and ".".join(parts[:end]) not in inserted
+        ]
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = ".".join([*_without(path, inserted), attribute])
+            name = ".".join([*own, attribute])
             if is_lazy(parameter):
                 raise ValueError(f"{name} is uninitialized and has no shape yet; run the model once first")
             uses_of.setdefault(parameter, []).append(Use(name, module, attribute, parameter))
     return uses_of
 
 
-def _without(path: str, inserted: set[str]) -> Iterator[str]:
-    """Yield the parts of a module's path but for those that wrappers insert: of the known names, or at these paths."""
-    parts = path.split(".")
-    for end, part in enumerate(parts, 1):
-        if part and part not in WRAPPERS and ".".join(parts[:end]) not in inserted:
-            yield part
-
-
-def _idle(layers: Sequence[Sequence[Rule]], uses_of: Mapping[Tensor, Sequence[Use]]) -> Iterator[Rule]:
-    """Rules that had to select something and do not: most likely a name has a typo."""
-    uses = [use for uses in uses_of.values() for use in uses]
-    for rule in (rule for layer in layers for rule in layer):
-        if not rule.optional and not any(map(rule.reason, uses)):
-            yield rule
-
-
 def _decide(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequence[Rule]]) -> Decision:
-    names, shape = tuple(use.name for use in uses), tuple(parameter.shape)
-    if not parameter.requires_grad:
-        frozen = Decision(parameter, names, shape, FROZEN, None, "requires_grad=False")
-        try:
-            return replace(frozen, if_trained=_by_rules(parameter, uses, layers))
-        except ValueError:  # it needs no rule
-            return frozen
-    return _by_rules(parameter, uses, layers)
+    if parameter.requires_grad:
+        return _by_rules(parameter, uses, layers)
+    names = tuple(use.name for use in uses)
+    frozen = Decision(parameter, names, tuple(parameter.shape), FROZEN, None, "requires_grad=False")
+    try:
+        return replace(frozen, if_trained=_by_rules(parameter, uses, layers))
+    except ValueError:  # it needs no rule
+        return frozen
 
 
 def _by_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequence[Rule]]) -> Decision:
@@ -283,7 +275,7 @@ def _by_rules(parameter: Tensor, uses: Sequence[Use], layers: Sequence[Sequence[
         if selecting:
             rule, why = _agreed(selecting, shared=len(uses) > 1)
             whole = Decision(parameter, names, shape, rule.kind, rule, why)
-            # Only now it is sure that what is split has rows and columns.
+            # Its kind has been checked to have rows and columns.
             return whole if rule.split == WHOLE else replace(whole, fused=rule.split.of(shape))
     raise ValueError("no rule selects it; add one")
 
@@ -307,17 +299,20 @@ def _by_type(rule: Rule | None) -> bool:
 def _possible_heads(
     decisions: Sequence[Decision], uses_of: Mapping[Tensor, Sequence[Use]], layers: Sequence[Sequence[Rule]]
 ) -> Iterator[tuple[str, str]]:
-    """Matrices that may be an output head; nothing but a word of the user tells it from any other nn.Linear."""
+    """Yield names and problems of matrices that may be an output head: only the user can tell it from any nn.Linear."""
     uses = [use for uses in uses_of.values() for use in uses]
     by_type = [decision for decision in decisions if _by_type(decision.rule)]
     heads = [rule for layer in layers for rule in layer if rule.kind == "head"]
     named = any(rule.names == () or any(map(rule.reason, uses)) for rule in heads)
-    tied = any(_holds(nn.Embedding, uses) and _holds(nn.Linear, uses) for uses in uses_of.values())
+    tied = any(
+        all(any(isinstance(use.owner, module) for use in shared) for module in (nn.Embedding, nn.Linear))
+        for shared in uses_of.values()
+    )
     # Rules that name every matrix leave a head of another name unsorted, so it is enough that they know of heads.
     known = named or tied or (heads and not by_type)
     if not known and any(decision.kind == "matrix" for decision in decisions):
         yield "", "which matrix is the output head?  Add Rule('head', its name), or NO_HEAD if there is none"
-    # Also frozen embeddings count, by their module.
+    # Frozen embeddings count too, by their module.
     embeddings = [decision.parameter for decision in decisions if decision.kind == "embedding"]
     embeddings += [use.parameter for use in uses if isinstance(use.owner, nn.Embedding)]
     heights = {tensor.shape[0] for tensor in embeddings if tensor.dim() == 2}
@@ -325,15 +320,7 @@ def _possible_heads(
         if decision.shape[0] in heights:
             name = decision.names[0]
             yield (
-                _joined(uses_of[decision.parameter]),
+                " = ".join(decision.names),
                 f"{list(decision.shape)} has as many rows as an embedding: is it an output head?  Add "
                 f"Rule('head', {name!r}) or Rule('matrix', {name!r}) in an earlier layer",
             )
-
-
-def _holds(module: type[nn.Module], uses: Sequence[Use]) -> bool:
-    return any(isinstance(use.owner, module) for use in uses)
-
-
-def _joined(uses: Sequence[Use]) -> str:
-    return " = ".join(use.name for use in uses)

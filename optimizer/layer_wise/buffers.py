@@ -1,12 +1,14 @@
-"""Buffers of weights and gradients: what this rank holds of them, and how they are reduced and gathered."""
+"""The parameters that `LayerWise` trains, the flat buffers in which they lie, and the collectives on these."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,18 +18,154 @@ from torch.utils.hooks import RemovableHandle
 from ...box import Box, flat_boxes
 from ...errors import LayoutError, did_you_mean, lost_ranks
 from ...layouts.buffers.buffer_layout import BufferLayout, PlacedParameter, rank_of
+from ...layouts.buffers.parameters import GroupSizes, Parameter
 from ...layouts.buffers.placements import PLACEMENTS, ToPlace
+from ...layouts.buffers.records import to_json
 from ..ground.foreach import exact_dtype
+from ..methods.matrix import MATRICES
+from ..step.agreement import Facts, fixed_options
 from ..step.exchange import ALL_GATHER
-from .members import Members, SharingGroup
+
+SharingGroup = dist.ProcessGroup | None
+"""None: this process alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The parameters of some groups of a model, in its order.
+
+    Attributes:
+        named: parameters by name.
+        name_of: names by parameter.
+        group_of: the process group that shares a parameter, by name.
+        experts: names of experts' parameters.
+        sizes: of the two process groups.
+    """
+
+    named: Mapping[str, Tensor]
+    name_of: Mapping[Tensor, str]
+    group_of: Mapping[str, SharingGroup]
+    experts: frozenset[str]
+    sizes: GroupSizes
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        groups: Sequence[Mapping[str, Any]],
+        group: SharingGroup,
+        experts: Iterable[Tensor],
+        expert_group: SharingGroup,
+    ) -> Members:
+        """Return the model's parameters that are in ``groups``.
+
+        Raises:
+            ValueError: a parameter is not the model's, is in no group, or cannot lie in flat buffers.
+        """
+        grouped = {id(param) for group in groups for param in group["params"]}
+        named = {name: param for name, param in model.named_parameters() if id(param) in grouped}
+        if len(named) < len(grouped):
+            raise ValueError(f"{len(grouped) - len(named)} parameters in the groups are not the model's")
+        if left := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in grouped]:
+            raise ValueError(f"parameters in no group, whose gradients would not be reduced: {', '.join(left[:8])}")
+        for name, param in named.items():
+            _check(name, param)
+        name_of: dict[Tensor, str] = {param: name for name, param in named.items()}
+        experts = list(experts)
+        if strangers := [tuple(param.shape) for param in experts if param not in name_of]:
+            raise ValueError(f"experts that are in no group: of shapes {strangers[:8]}")
+        expert = frozenset(name_of[param] for param in experts)
+        if expert and expert_group is None and dist.is_initialized():
+            raise ValueError("experts need an expert_group: the ranks that hold the same ones")
+        group_of = {name: expert_group if name in expert else group for name in named}
+        return cls(named, name_of, group_of, expert, GroupSizes(size_of(group), size_of(expert_group)))
+
+    def to_place(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        bucket_size: int | None,
+        previous: Mapping[str, int | None] | None,
+    ) -> ToPlace:
+        """Return the input of a placement, given groups with all their options."""
+        own = [tuple(self.name_of[param] for param in group["params"]) for group in groups]
+        matrices = [names for names, group in zip(own, groups, strict=True) if group["algorithm"] in MATRICES]
+        parameters = [
+            Parameter(name, tuple(param.shape), str(param.dtype).removeprefix("torch."), expert=name in self.experts)
+            for name, param in self.named.items()
+        ]
+        return ToPlace(
+            tuple(parameters),
+            frozenset(name for names in matrices for name in names),
+            self.sizes,
+            groups=tuple(own),
+            bucket_size=bucket_size,
+            previous=previous,
+        )
+
+    def facts(self, groups: Sequence[Mapping[str, Any]], buffers: Sequence[BufferLayout]) -> Facts:
+        """Return what must be the same on all ranks, given groups with all their options."""
+        in_group = {self.name_of[param]: number for number, group in enumerate(groups) for param in group["params"]}
+        numbers = {
+            f"parameter {name}": f"{tuple(param.shape)} {param.dtype}, in group {in_group[name]}"
+            for name, param in self.named.items()
+        }
+        # The buffers stand for all that decides on them: placement, bucket size, previous owners.
+        digest = hashlib.blake2b(json.dumps([*map(to_json, buffers)]).encode(), digest_size=8).hexdigest()
+        return {**numbers, **fixed_options(dict(enumerate(groups))), "the layout of buffers": digest}
+
+    def group_of_buffer(self, buffer: BufferLayout) -> SharingGroup:
+        """Return the process group that shares a buffer's parameters."""
+        return self.group_of[buffer.parameters[0].parameter.name]
+
+
+def groups_with(stepped: Mapping[Tensor, Tensor], groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return parameter groups with other tensors in place of the parameters; those without one are left out."""
+    return [
+        {**options_of(group), "params": [stepped[param] for param in group["params"] if param in stepped]}
+        for group in groups
+    ]
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group, without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def size_of(group: SharingGroup) -> int:
+    return dist.get_world_size(group) if group is not None else 1
+
+
+def this_rank() -> int:
+    """Return this process's rank in the world."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _check(name: str, param: Tensor) -> None:
+    about = f"parameter {name!r}, {param.dtype} of shape {tuple(param.shape)}"
+    if type(param.data) is not Tensor:
+        raise ValueError(
+            f"{about}: a {type(param.data).__name__}; layer-wise buffers hold plain tensors, of data parallelism "
+            "only. Muon steps DTensors"
+        )
+    if not param.is_floating_point() or param.dtype.itemsize < 2:
+        raise ValueError(f"{about}: FP8 and FP4 parameters cannot be gathered; keep parameters in 16 bits or more")
+    if not param.requires_grad:
+        raise ValueError(f"{about}: frozen; leave it out of the groups")
+    if not param.ndim or not param.numel():
+        raise ValueError(f"{about}: give it a dim and an element, as sharded data parallelism demands as well")
+    if getattr(param, "_post_accumulate_grad_hooks", None):
+        raise ValueError(
+            f"{about}: its gradients go elsewhere already (FSDP, or another LayerWise, which has a close()); several "
+            "optimizer instances for one model are not supported"
+        )
 
 
 def laid_out(layout: str | Sequence[BufferLayout], model: ToPlace) -> tuple[BufferLayout, ...]:
-    """Return the buffers of a model: as one of `PLACEMENTS` makes them, or as they were recorded.
+    """Return the buffers of a model, as one of `PLACEMENTS` makes them or as they were recorded.
 
     Raises:
         ValueError: there is no such placement.
-        LayoutError: recorded buffers of other parameters or of other ranks, or that cut a matrix.
+        LayoutError: recorded buffers have other parameters or ranks, or cut a matrix.
     """
     if isinstance(layout, str):
         if layout not in PLACEMENTS:
@@ -48,14 +186,12 @@ def laid_out(layout: str | Sequence[BufferLayout], model: ToPlace) -> tuple[Buff
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """The part of a parameter that one rank holds once gradients are reduced.
-
-    It is flat; if it is all of the parameter, it has the parameter's shape.
+    """The part of a parameter that this rank holds once gradients are reduced.
 
     Attributes:
         boxes: of the parameter, in the order of memory; none if the rank holds nothing.
-        weight, gradient: views of the buffers.
-        stepped: what an optimizer steps: the weight itself, or for 16 bits its float32 master.
+        weight, gradient: views of the buffers: flat, or of the parameter's shape if the rank holds all of it.
+        stepped: the tensor to step: the weight itself, or the float32 master of one of 16 bits.
     """
 
     boxes: tuple[Box, ...]
@@ -68,7 +204,7 @@ class Part:
         return self.stepped is not self.weight
 
     def follow(self) -> None:
-        """Take over what others have written to the weight since it was `publish`ed, such as a loaded model."""
+        """Update the master where the weight was written since `publish`, as by loading a model."""
         if self.mastered:
             rounded = self.stepped.to(self.weight.dtype)
             self.stepped.copy_(self.stepped.where(rounded == self.weight, self.weight.to(self.stepped.dtype)))
@@ -84,37 +220,41 @@ class FlatBuffer:
 
     Args:
         params: by name; all of one dtype and device.
-        rank: in the group of the layout.
+        group: the ranks of the layout.
         gradient_dtype: of the gradient buffer; None: the parameters'.
     """
 
     def __init__(
-        self, layout: BufferLayout, params: Mapping[str, Tensor], rank: int, gradient_dtype: torch.dtype | None
+        self,
+        layout: BufferLayout,
+        params: Mapping[str, Tensor],
+        group: SharingGroup,
+        gradient_dtype: torch.dtype | None,
     ) -> None:
-        self.layout = layout
+        self.layout, self.group = layout, group
+        self.rank = dist.get_rank(group) if group is not None else 0
         some = params[layout.parameters[0].parameter.name]
         # Padding stays zero: it is never written, and collectives add up zeros.
         self.weights = torch.zeros(layout.numel, dtype=some.dtype, device=some.device)
         self.gradients = torch.zeros(layout.numel, dtype=gradient_dtype or some.dtype, device=some.device)
         self.gradient_of: dict[str, Tensor] = {}
         for placed in layout.parameters:
-            name, param = placed.name, params[placed.name]
-            home = _view(self.weights, placed)
-            home.copy_(param.detach())
-            param.data = home
-            self.gradient_of[name] = _view(self.gradients, placed)
-        self._rank = rank
+            weight, self.gradient_of[placed.name] = (
+                memory[placed.start : placed.stop].view(placed.parameter.shape)
+                for memory in (self.weights, self.gradients)
+            )
+            weight.copy_(params[placed.name].detach())
+            params[placed.name].data = weight
+        if group is not None:
+            dist.broadcast(self.weights, group=group, group_src=0)
 
-    def parts(self) -> dict[str, Part]:
-        """Return what this rank holds of each parameter; masters are made of the weights as they are now."""
-        return {placed.name: self._part(placed) for placed in self.layout.parameters}
-
-    def _part(self, placed: PlacedParameter) -> Part:
+    def part(self, placed: PlacedParameter) -> Part:
+        """Return this rank's part of a parameter; a master is made of the weight as it is now."""
         start, stop = placed.start, placed.start
         for shard in self.layout.holding(placed):
-            if rank_of(shard) == self._rank:
+            if rank_of(shard) == self.rank:
                 if stop > start:
-                    raise LayoutError(f"rank {self._rank} holds several ranges of {placed.name!r}")
+                    raise LayoutError(f"rank {self.rank} holds several ranges of {placed.name!r}")
                 start, stop = max(placed.start, shard.start), min(placed.stop, shard.stop)
         shape = placed.parameter.shape if stop - start == placed.parameter.numel else (stop - start,)
         weight, gradient = (whole[start:stop].view(shape) for whole in (self.weights, self.gradients))
@@ -122,120 +262,92 @@ class FlatBuffer:
         return Part(tuple(boxes), weight, gradient, weight.to(exact_dtype(weight)))
 
 
-class BucketMemory:
-    """The part of a buffer that is moved at once.
+# torch 2.13 has a new name for it, and warns of the old one.
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Bucket:
+    """A part of a buffer that one reduction and one gather move.
+
+    Args:
+        exact: unequal shards are reduced to their owners only, else by one all-reduce.
 
     Attributes:
-        gradient_of: views by parameter name.
-        weights, gradients: all of the bucket, padding included.
+        gradient_of: views of the gradients by parameter name.
         even: every rank holds as much of it, in the order of ranks.
     """
 
-    def __init__(self, buffer: FlatBuffer, number: int) -> None:
+    def __init__(self, buffer: FlatBuffer, number: int, exact: bool) -> None:
         layout = buffer.layout
         start, stop = layout.buckets[number]
         names = [placed.name for placed in layout.parameters if placed.bucket == number]
         self.gradient_of = {name: buffer.gradient_of[name] for name in names}
-        self.weights, self.gradients = buffer.weights[start:stop], buffer.gradients[start:stop]
-        self.even = layout.even
+        self.even, self.group = layout.even, buffer.group
+        self._rank, self._exact = buffer.rank, exact
+        self._weights, self._gradients = buffer.weights[start:stop], buffer.gradients[start:stop]
         self._shards = [
             (rank_of(shard), shard.start - start, shard.stop - start)
             for shard in layout.shards
             if start <= shard.start < stop
         ]
 
-    def held(self, memory: Tensor) -> list[tuple[int, Tensor]]:
-        """Return who holds what of ``weights`` or ``gradients``, in order: ranks of the group, and views."""
+    def _held(self, memory: Tensor) -> list[tuple[int, Tensor]]:
+        """Return the ranks of the group that hold parts of the weights or gradients, in order, with views of these."""
         return [(rank, memory[start:stop]) for rank, start, stop in self._shards]
 
-
-def _view(memory: Tensor, placed: PlacedParameter) -> Tensor:
-    return memory[placed.start : placed.stop].view(placed.parameter.shape)
-
-
-# torch 2.13 has a new name for it, and warns of the old one.
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Bucket(BucketMemory):
-    """A part of a buffer that one reduction and one gather move.
-
-    Args:
-        exact: unequal shards are reduced to their owners only, else by one all-reduce.
-    """
-
-    def __init__(self, buffer: FlatBuffer, number: int, group: SharingGroup, exact: bool) -> None:
-        super().__init__(buffer, number)
-        self.group, self._exact = group, exact
-
     def reduce(self) -> list[dist.Work]:
-        """Begin to add up gradients where they are held, in place; elsewhere the memory is undefined then."""
-        memory, group = self.gradients, self.group
+        """Begin to add up gradients in place where they are held; elsewhere the memory is undefined then."""
+        memory, group = self._gradients, self.group
         if group is None:
             return []
         if self.even:
-            return [REDUCE_SCATTER(self.held(memory)[dist.get_rank(group)][1], memory, group=group, async_op=True)]
+            return [REDUCE_SCATTER(self._held(memory)[self._rank][1], memory, group=group, async_op=True)]
         if not self._exact:
             return [dist.all_reduce(memory, group=group, async_op=True)]
-        return [dist.reduce(shard, group=group, group_dst=to, async_op=True) for to, shard in self.held(memory)]
+        return [dist.reduce(shard, group=group, group_dst=to, async_op=True) for to, shard in self._held(memory)]
 
     def gather(self) -> list[dist.Work]:
-        """Begin to bring the weights from where they are held to every rank, in place."""
-        memory, group = self.weights, self.group
+        """Begin to copy the weights in place from where they are held to every rank."""
+        memory, group = self._weights, self.group
         if group is None:
             return []
         if self.even:
-            return [ALL_GATHER(memory, self.held(memory)[dist.get_rank(group)][1], group=group, async_op=True)]
-        return [dist.broadcast(shard, group=group, group_src=of, async_op=True) for of, shard in self.held(memory)]
+            return [ALL_GATHER(memory, self._held(memory)[self._rank][1], group=group, async_op=True)]
+        return [dist.broadcast(shard, group=group, group_src=of, async_op=True) for of, shard in self._held(memory)]
 
 
 def filled(
     layouts: Sequence[BufferLayout], members: Members, gradient_dtype: torch.dtype | None, exact: bool
 ) -> tuple[dict[str, Part], list[Bucket]]:
-    """Make buffers with rank 0's values; return this rank's parts by name, and buckets as backward passes fill them."""
+    """Make buffers with rank 0's values; return this rank's parts by name, and buckets as backward passes fill them.
+
+    Connects the ranks, as `exchange.connect` does: the first bucket of each kind is moved once, while gradients are
+    zeros and weights the same on all ranks.  Collective.
+    """
     parts: dict[str, Part] = {}
     buckets: list[Bucket] = []
     for layout in layouts:
-        group = members.group_of_buffer(layout)
-        buffer = FlatBuffer(layout, members.named, dist.get_rank(group) if group else 0, gradient_dtype)
-        if group is not None:
-            dist.broadcast(buffer.weights, group=group, group_src=0)
-        parts |= buffer.parts()
-        buckets += [Bucket(buffer, number, group, exact) for number in range(len(layout.buckets))]
+        buffer = FlatBuffer(layout, members.named, members.group_of_buffer(layout), gradient_dtype)
+        parts |= {placed.name: buffer.part(placed) for placed in layout.parameters}
+        buckets += [Bucket(buffer, number, exact) for number in range(len(layout.buckets))]
     order = {name: number for number, name in enumerate(members.named)}
     # A bucket is full when the first of its parameters in the forward pass has its gradient.
     buckets.sort(key=lambda bucket: min(order[name] for name in bucket.gradient_of), reverse=True)
+    for bucket in {(bucket.group, bucket.even): bucket for bucket in reversed(buckets)}.values():
+        _wait([*bucket.reduce(), *bucket.gather()])
     return parts, buckets
 
 
-def warm_up(buckets: Sequence[Bucket]) -> None:
-    """Make the connections of all that training moves, by the first bucket of each kind: gradients are zeros still, and
-    weights the same on all ranks.  Collective.  Why: `exchange.connect`."""
-    for bucket in {(bucket.group, bucket.even): bucket for bucket in reversed(buckets)}.values():
-        for work in (*bucket.reduce(), *bucket.gather()):
-            with lost_ranks():
-                work.wait()
-
-
-class Collective(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> object: ...
-
-
-class Reducible(Protocol):
-    """A part of the gradients that one reduction moves: views by parameter name."""
-
-    @property
-    def gradient_of(self) -> Mapping[str, Tensor]: ...
-
-    def reduce(self) -> Sequence[Collective]: ...
+def _wait(works: Iterable[dist.Work]) -> None:
+    for work in works:
+        with lost_ranks():
+            work.wait()
 
 
 class Gradients:
-    """Takes gradients out of autograd into the buckets' memory, and reduces each bucket once it is full.
+    """Moves gradients from autograd to the buffers, and reduces each bucket once it is full.
 
-    A bucket waits for those before it, full or not: ranks whose graphs differ must not reduce in different orders.
+    A bucket waits for those before it, full or not: ranks whose graphs differ must reduce in the same order.
 
     Args:
         params: by name; each in one bucket.
@@ -245,7 +357,7 @@ class Gradients:
         seen: names of the parameters that have got a gradient since the last `forget`.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], buckets: Sequence[Reducible]) -> None:
+    def __init__(self, params: Mapping[str, Tensor], buckets: Sequence[Bucket]) -> None:
         self.seen: set[str] = set()
         self._buckets = tuple(buckets)
         self._number_of = {name: number for number, bucket in enumerate(buckets) for name in bucket.gradient_of}
@@ -259,11 +371,11 @@ class Gradients:
     def _begin(self) -> None:
         self._awaited = [set(bucket.gradient_of) for bucket in self._buckets]
         self._reduced = 0
-        self._works: list[Collective] = []
+        self._works: list[dist.Work] = []
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Backward passes inside reduce nothing."""
+        """Keep backward passes inside from reducing."""
         before, self._last_pass = self._last_pass, False
         try:
             yield
@@ -271,13 +383,13 @@ class Gradients:
             self._last_pass = before
 
     def finish(self) -> None:
-        """Reduce what is left, and wait for everything."""
+        """Reduce the remaining buckets, and wait for all."""
         while self._reduced < len(self._buckets):
             self._reduce_next()
         self._wait()
 
     def forget(self) -> None:
-        """Begin anew, and forget what has been reduced or accumulated."""
+        """Drop all gradients, reduced or accumulated."""
         self._wait()
         self.seen.clear()
         self._begin()
@@ -289,7 +401,7 @@ class Gradients:
             handle.remove()
 
     def _take(self, name: str, param: Tensor) -> None:
-        """The hook: ``param`` has a gradient."""
+        """Take a parameter's gradient; the hook."""
         number = self._number_of[name]
         assert param.grad is not None
         if number < self._reduced:
@@ -317,43 +429,30 @@ class Gradients:
         self._reduced += 1
 
     def _wait(self) -> None:
-        for work in self._works:
-            with lost_ranks():
-                work.wait()
+        _wait(self._works)
         self._works = []
 
 
-Gather = Callable[[], Sequence[Collective]]
-
-
 class Gathers:
-    """Gathers that `start` has begun, by their number; `wait` for one before its parameters are used."""
+    """Gathers the weights of buckets; `wait` for a bucket before its parameters are used."""
 
-    def __init__(self, gathers: Sequence[Gather]) -> None:
-        self._gathers = tuple(gathers)
-        self._under_way: dict[int, Sequence[Collective]] = {}
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = tuple(buckets)
+        self._under_way: dict[int, Sequence[dist.Work]] = {}
 
     def start(self) -> None:
-        """Begin all, those of the first layers first: the last bucket of the backward pass is the first of these."""
-        for number in reversed(range(len(self._gathers))):
-            self._under_way[number] = self._gathers[number]()
+        """Begin all gathers, those of the first layers first: these are last in the backward pass."""
+        for number in reversed(range(len(self._buckets))):
+            self._under_way[number] = self._buckets[number].gather()
 
     def wait(self, numbers: Sequence[int] | None = None) -> None:
-        """Wait for some gathers, or for all."""
+        """Wait for some buckets, or for all."""
         for number in list(self._under_way) if numbers is None else numbers:
-            for work in self._under_way.pop(number, ()):
-                with lost_ranks():
-                    work.wait()
+            _wait(self._under_way.pop(number, ()))
 
-    def awaited_by(
-        self, model: nn.Module, name_of: Mapping[Tensor, str], buckets: Sequence[Reducible]
-    ) -> list[RemovableHandle]:
-        """Let every module wait for its own parameters before its forward, and the model for all before it is saved.
-
-        Args:
-            buckets: what each gather brings.
-        """
-        numbers = {name: number for number, bucket in enumerate(buckets) for name in bucket.gradient_of}
+    def hook(self, model: nn.Module, name_of: Mapping[Tensor, str]) -> list[RemovableHandle]:
+        """Make modules wait for their own parameters before their forward, and the model for all before it is saved."""
+        numbers = {name: number for number, bucket in enumerate(self._buckets) for name in bucket.gradient_of}
         handles: list[RemovableHandle] = []
         for module in model.modules():
             own = [numbers[name_of[param]] for param in module.parameters(recurse=False) if param in name_of]

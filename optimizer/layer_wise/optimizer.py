@@ -1,7 +1,7 @@
-"""Layer-wise Muon: gradients are reduced to owners of whole matrices bucket by bucket during the backward pass, an
+"""Layer-wise Muon: buckets of gradients are reduced to the owners of whole matrices during the backward pass, each
 owner steps its parameters with a `Muon`, and the parameters are gathered again.
 
-Where parameters lie and who owns them is a `BufferLayout`; nothing here asks which algorithm made it.
+A `BufferLayout` says where parameters lie and who owns them, whichever placement made it.
 """
 
 from __future__ import annotations
@@ -37,23 +37,22 @@ from ..step.exchange import any_has, gather_numbers
 from ..step.notes import GroupAgreement, Notes
 from ..step.rank_sets import members as sorted_ranks
 from ..step.rank_sets import one_of_each, ordinals
-from .buffers import Gathers, Gradients, Part, filled, laid_out, warm_up
-from .members import Members, SharingGroup, groups_with, options_of, ranks_in, size_of, this_rank
+from .buffers import (
+    Gathers,
+    Gradients,
+    Members,
+    Part,
+    SharingGroup,
+    filled,
+    groups_with,
+    laid_out,
+    options_of,
+    size_of,
+    this_rank,
+)
 
 BUCKET = 40_000_000
 """Megatron's smallest bucket, in elements."""
-
-
-class _Owned(Muon):
-    """Steps what this rank owns: plain tensors that no other rank has, at times without a gradient."""
-
-    _doubts = False
-
-    @classmethod
-    def like(cls, example: Muon, groups: Iterable[Mapping[str, Any]], lr: float | Tensor, **options: Any) -> _Owned:
-        """Clone an optimizer's groups with other parameters, restoring custom scale functions."""
-        scales = example._scales
-        return cls([{**group, **scales.as_given(group)} for group in groups], lr, **options)
 
 
 class LayerWise(CollectiveOptimizer):
@@ -61,10 +60,10 @@ class LayerWise(CollectiveOptimizer):
 
     The model's parameters become views of flat buffers, with the values of rank 0 of their group.  Every backward pass
     reduces gradients; run all but the last one of a step under `no_sync`.  Gradients go into the buffers, so
-    ``param.grad`` is None after a backward pass; clip with `clip_grad_norm_`.  State (momentum, float32 masters of
-    16-bit parameters) is held by owners only.  In a state dict it is DTensors of the parameters' shapes, so it loads
-    into a run on FSDP, and the other way round.  Given the same reduced gradients the update is the one of `Muon` in
-    one process, bit for bit, in every layout.
+    ``param.grad`` is None after a backward pass; clip with `clip_grad_norm_`.  Only owners hold state (momentum,
+    float32 masters of 16-bit parameters).  A state dict has DTensors of the parameters' shapes, so it loads into a run
+    on FSDP, and the other way round.  Given the same reduced gradients, the update is that of `Muon` in one process,
+    bit for bit, in every layout.
 
     A parameter without a gradient on any rank is skipped; where only some ranks have one, the others count as zero.
 
@@ -79,18 +78,18 @@ class LayerWise(CollectiveOptimizer):
         group: data-parallel ranks; None: all, or this process alone if there is no process group.
         experts: parameters that only the ranks of ``expert_group`` share.
         gradient_dtype: of the gradient buffers; None: the parameters'.
-        average: gradients are divided by the size of ``group`` once they are added up (those of experts too, as their
-            tokens come from all of it).
-        exact: unequal shards are reduced to their owners only; False: by one all-reduce of each bucket.
+        average: divide the sums of gradients by the size of ``group`` (those of experts too, as their tokens come from
+            all of it).
+        exact: reduce unequal shards to their owners only; False: each bucket by one all-reduce.
         overlap: `step` leaves gathers under way, and each module waits for its own parameters before its next forward.
             Where a parameter is used elsewhere, call `wait` first.
         previous: owners by name, which "balanced" keeps where it can (`BufferLayout.owners`).
-        nonfinite, most_skipped: as `Muon` takes them; what is looked at are gradients as they are reduced.
-        options: of `Muon`, but for those that say how tensors are distributed.
+        nonfinite, most_skipped: as `Muon` takes them, for reduced gradients.
+        options: of `Muon`, except those that say how tensors are distributed.
 
     Raises:
         ValueError: parameters that are not the model's, left out, frozen, FP8, DTensors, or taken by another optimizer
-            instance; and what `Muon` refuses.
+            instance; and whatever `Muon` refuses.
         LayoutError: recorded buffers that do not fit.
     """
 
@@ -115,67 +114,84 @@ class LayerWise(CollectiveOptimizer):
         **options: Any,
     ) -> None:
         group, expert_group = one_of_each(group or (dist.group.WORLD if dist.is_initialized() else None), expert_group)
+        self._group, self._overlap, self._fixed = group, overlap, False
         self._device = next((param.device for param in model.parameters()), torch.device("cpu"))
         self._agreement = GroupAgreement((group, expert_group), self._device)
-        self._group, self._overlap = group, overlap
         self._outside = sorted({*sorted_ranks(expert_group)} - {*sorted_ranks(group)})
-        self._fixed = False
         self._nonfinite: NonFinite | None = None
+        self._layout = layout if isinstance(layout, str) else "recorded"
         intent = Intent.of(AGREE_ON_PLAN, {})
         try:
             if nonfinite is not None:
                 self._nonfinite = NonFinite(nonfinite, most_skipped)
                 self._agreement.refuse_crossing()
-            policy = self._nonfinite.policy if self._nonfinite is not None else None
-            if refused := sorted({"replicas", "exchange", "stages"} & options.keys()):
-                raise ValueError(f"{refused}: owners step whole matrices, nothing is exchanged during a step")
             Optimizer.__init__(self, groups, {})
-            self._members = members = Members.of(model, self.param_groups, group, experts, expert_group)
-            # On the meta device: Muon refuses here what it would refuse later.
-            wholes = {
-                param: torch.empty_like(param, dtype=exact_dtype(param), device="meta") for param in members.name_of
-            }
-            example = Muon(groups_with(wholes, self.param_groups), lr, **options)
-            self.defaults = dict(example.defaults)
-            for mine, complete in zip(self.param_groups, example.param_groups, strict=True):
-                mine.update(options_of(complete))
-            self._layout = layout if isinstance(layout, str) else "recorded"
-            self.buffers = laid_out(layout, members.to_place(self.param_groups, bucket_size, previous))
+            self._members = Members.of(model, self.param_groups, group, experts, expert_group)
+            example = self._example(lr, options)
+            self.buffers = laid_out(layout, self._members.to_place(self.param_groups, bucket_size, previous))
+            policy = self._nonfinite.policy if self._nonfinite is not None else None
             transport = {"average": average, "exact": exact, "overlap": overlap, "gradient_dtype": gradient_dtype}
             facts = {name: str(value) for name, value in {**transport, "nonfinite": policy}.items()}
             facts["expert_group"] = "reaches beyond group" if self._outside else "lies in group"
-            intent = Intent.of(AGREE_ON_PLAN, {**facts, **members.facts(self.param_groups, self.buffers)})
+            intent = Intent.of(AGREE_ON_PLAN, {**facts, **self._members.facts(self.param_groups, self.buffers)})
         except Exception as error:
             intent = intent.failed(error, this_rank())
         self._agree(intent)
-
         self._fixed = True
         # Ranks build it together, so all of them count alike.
         self._ordinal = sum(ordinals(self.param_groups, group).values())
         self._divisor = size_of(group) if average else 1
-        self._parts, buckets = filled(self.buffers, members, gradient_dtype, exact)
-        stepped = {  # of matrices only what this rank owns, and of everything else its part, if empty
-            param: part.stepped
-            for group in self.param_groups
-            for param in group["params"]
-            if (part := self._parts[members.name_of[param]]).boxes or group["algorithm"] not in MATRICES
-        }
-        self._inner = _Owned.like(example, groups_with(stepped, self.param_groups), lr, **options)
-        meshes = {of: members.mesh(of) for of in set(members.group_of.values())}
-        for param, name in members.name_of.items():
-            part, whole, mesh = self._parts[name], wholes[param], meshes[members.group_of[name]]
-            inner = self._inner.state.get(part.stepped, {})
-            self.state[param].update(state_of(whole, example.state[whole], part, inner, mesh))
-        self._addresses = {param: param.data_ptr() for param in members.name_of}
-        self._gradients = Gradients(members.named, buckets)
-        self._gathers = Gathers([bucket.gather for bucket in buckets])
-        warm_up(buckets)
+        self._parts, buckets = filled(self.buffers, self._members, gradient_dtype, exact)
+        self._inner = self._stepper(example, lr, options)
+        self._addresses = {param: param.data_ptr() for param in self._members.name_of}
+        self._gradients, self._gathers = Gradients(self._members.named, buckets), Gathers(buckets)
         self._active: set[str] | None = None
         self._forbidden = False
-        self._handles = self._gathers.awaited_by(model, members.name_of, buckets) if overlap else []
+        self._handles = self._gathers.hook(model, self._members.name_of) if overlap else []
+
+    def _example(self, lr: float | Tensor, options: dict[str, Any]) -> Muon:
+        """Return a `Muon` of whole parameters on the meta device, and take its options over.
+
+        It refuses now what the one of this rank's parts would refuse later.
+        """
+        if refused := sorted({"replicas", "exchange", "stages"} & options.keys()):
+            raise ValueError(f"{refused}: owners step whole matrices, nothing is exchanged during a step")
+        wholes = {
+            param: torch.empty_like(param, dtype=exact_dtype(param), device="meta") for param in self._members.name_of
+        }
+        example = Muon(groups_with(wholes, self.param_groups), lr, **options)
+        self.defaults = dict(example.defaults)
+        for mine, complete in zip(self.param_groups, example.param_groups, strict=True):
+            mine.update(options_of(complete))
+        return example
+
+    def _stepper(self, example: Muon, lr: float | Tensor, options: dict[str, Any]) -> Muon:
+        """Return the `Muon` that steps this rank's parts, whose state becomes part of this optimizer's."""
+        members, held = self._members, {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                # Of matrices only those that this rank owns; of everything else its part, even an empty one.
+                part = self._parts[members.name_of[param]]
+                if part.boxes or group["algorithm"] not in MATRICES:
+                    held[param] = part.stepped
+        own = groups_with(held, self.param_groups)
+        inner = Muon([{**group, **example._scales.as_given(group)} for group in own], lr, **options)
+        inner._warns = False  # no other rank has these tensors, and at times none has a gradient
+        device = next((param.device.type for param in members.named.values()), "cpu")
+        meshes = {
+            group: DeviceMesh.from_group(group, device) if group is not None else None
+            for group in set(members.group_of.values())
+        }
+        for mine, whole_group in zip(self.param_groups, example.param_groups, strict=True):
+            for param, whole in zip(mine["params"], whole_group["params"], strict=True):
+                name = members.name_of[param]
+                part, mesh = self._parts[name], meshes[members.group_of[name]]
+                slots = inner.state.get(part.stepped, {})
+                self.state[param].update(state_of(whole, example.state[whole], part, slots, mesh))
+        return inner
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the buffers are laid out."""
+        """Refuse groups once the buffers are laid out."""
         if self._fixed:
             raise ValueError("groups are fixed at construction: buffers cannot take more parameters")
         super().add_param_group(param_group)
@@ -183,11 +199,11 @@ class LayerWise(CollectiveOptimizer):
     # Training.
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside only add up their gradients; the first one outside reduces the sum."""
+        """Let backward passes inside only add up gradients; the first one outside reduces the sum."""
         return self._gradients.accumulating()
 
     def finish_gradients(self) -> None:
-        """Wait until this rank has the gradients of what it holds.  Collective; `step` does it otherwise."""
+        """Wait for the reduced gradients of this rank's parts.  Collective; `step` does it otherwise."""
         if self._active is None:
             self._finish(None)
 
@@ -209,7 +225,7 @@ class LayerWise(CollectiveOptimizer):
         """Return the names of the parameters that have a gradient on any of the ranks that share them.
 
         Raises:
-            Exception: on every rank, if rates differ or one of them has failed.
+            Exception: on every rank, if rates differ or one rank has failed.
         """
         seen, named = self._gradients.seen, self._members.group_of
         agreed = {name for name, group in named.items() if group is None and name in seen}
@@ -247,7 +263,7 @@ class LayerWise(CollectiveOptimizer):
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.  Collective.
 
-        What it returns and raises, and what does not depend on who holds what, is as in `clipping.clip_grad_norm_`.
+        Returns and raises as `clipping.clip_grad_norm_`.
 
         Raises:
             ValueError: ranks of ``expert_group`` are not in ``group``: they would have another norm.
@@ -268,22 +284,16 @@ class LayerWise(CollectiveOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update.  Collective.  Without ``overlap``, the parameters are there when it returns.
+        """Take a step.  Collective.  Without ``overlap``, the parameters are gathered when it returns.
 
         Raises:
-            Exception: on all ranks, if an error is raised on one of them: there that error.
+            Exception: on all ranks, if one of them raises an error, which that one raises itself.
             RuntimeError: on all ranks, if their rates differ.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_parameters()
-        self._take_part(None)
-        return loss
-
-    def _check_parameters(self) -> None:
-        """Refuse parameters that no longer lie in the buffers: they would not be trained."""
         held = {param for group in self.param_groups for param in group["params"]}
         for param, name in self._members.name_of.items():
             if param not in held or param.data_ptr() != self._addresses[param]:
@@ -291,10 +301,12 @@ class LayerWise(CollectiveOptimizer):
                     f"parameter {name!r} was replaced, cast or moved after the optimizer was built, and lies "
                     "outside of its buffers: build the optimizer when the model has its final parameters"
                 )
+        self._take_part(None)
+        return loss
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps of this optimizer were skipped (`Muon.skipped_steps`)."""
+        """The number of steps that were skipped (`Muon.skipped_steps`)."""
         return self._nonfinite.skipped if self._nonfinite is not None else 0
 
     def _take_part(self, failure: Exception | None) -> bool:
@@ -307,12 +319,18 @@ class LayerWise(CollectiveOptimizer):
             self._nonfinite.settle(not self._forbidden, self._guarded(), self._agreement.widest)
             if self._forbidden:
                 return False
-        self.wait()  # for what no forward pass has waited for
+        self.wait()  # for parameters that no forward pass has used
         intent = Intent.of(AGREE_ON_STEP, {})
         try:
             if failure is not None:
                 raise failure
-            self._step_own()
+            assert self._active is not None
+            for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+                inner.update(options_of(mine))
+            for name, part in self._parts.items():
+                part.follow()
+                part.stepped.grad = part.gradient.to(part.stepped.dtype) if name in self._active else None
+            self._inner.step()
         except Exception as error:
             intent = intent.failed(error, this_rank())
         self._agreement.agree(intent, Notes.compare)
@@ -324,15 +342,6 @@ class LayerWise(CollectiveOptimizer):
             raise intent.error
         return True
 
-    def _step_own(self) -> None:
-        assert self._active is not None
-        for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update(options_of(mine))
-        for name, part in self._parts.items():
-            part.follow()
-            part.stepped.grad = part.gradient.to(part.stepped.dtype) if name in self._active else None
-        self._inner.step()
-
     def _publish(self) -> None:
         for part in self._parts.values():
             part.stepped.grad = None
@@ -340,7 +349,7 @@ class LayerWise(CollectiveOptimizer):
         self._gathers.start()
 
     def wait(self) -> None:
-        """Wait until all parameters are there."""
+        """Wait until all parameters are gathered."""
         self._gathers.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -349,7 +358,7 @@ class LayerWise(CollectiveOptimizer):
         self._active = None
 
     def close(self) -> None:
-        """Take the hooks off the model, which keeps its parameters; for another optimizer to take over."""
+        """Remove the hooks from the model, which keeps its parameters, so that another optimizer can take over."""
         self.wait()
         self._gradients.close()
         for handle in self._handles:
@@ -359,11 +368,12 @@ class LayerWise(CollectiveOptimizer):
 
     def provenance(self) -> dict[str, Any]:
         """Return the layout and its owners, for ``muonckpt.save(..., provenance=...)``."""
-        ranks = [ranks_in(self._members.group_of_buffer(buffer)) for buffer in self.buffers]
+        sharing = map(self._members.group_of_buffer, self.buffers)
+        ranks = [dist.get_process_group_ranks(group) if group is not None else [0] for group in sharing]
         return {"layer_wise": {"layout": self._layout, "buffers": [*map(to_json, self.buffers)], "ranks": ranks}}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as any torch optimizer does: live tensors, and rates that are tensors as numbers."""
+        """Return the state as any torch optimizer does, with rates that are tensors written as numbers."""
         self.wait()
         state = super().state_dict()
         for group in state["param_groups"]:
@@ -374,8 +384,8 @@ class LayerWise(CollectiveOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any], fresh: Iterable[str] = ()) -> LoadReport:  # type: ignore[override]
         """Copy state into this optimizer's, and hyper-parameters as `Muon.load_state_dict` does.  Collective.
 
-        Parameters become what their masters say, where there are masters.  The masters of those that start ``fresh``
-        are their weights.
+        Parameters with masters become the loaded masters, rounded.  The masters of those that start ``fresh`` become
+        their weights.
 
         Raises:
             Exception: on all ranks, if one of them refuses the state (`restoring`); nothing is changed then.
@@ -397,20 +407,17 @@ class LayerWise(CollectiveOptimizer):
         raise TypeError("a LayerWise optimizer is bound to its model and process groups; save its state_dict()")
 
 
-# State: its owner has all of it, or each rank a flat range.
-
-
 def state_of(
     whole: Tensor, example: Mapping[str, Tensor], part: Part, inner: Mapping[str, Tensor], mesh: DeviceMesh | None
 ) -> dict[str, Tensor]:
-    """Return the state of one parameter, with the same slots on every rank; shares memory with what is stepped.
+    """Return the state of one parameter, with the same slots on every rank; it shares memory with the stepped state.
 
     Args:
         whole: the parameter as it is stepped, on the meta device.
-        example: its state, on the meta device but for its step.
-        part: what this rank holds of it.
-        inner: state of ``part.stepped``; nothing if that is a matrix of which this rank holds nothing.
-        mesh: of the ranks that share the parameter; None: this process alone, which has everything.
+        example: its state, on the meta device except for its step.
+        part: this rank's part of it.
+        inner: state of ``part.stepped``; empty for a matrix that this rank does not own.
+        mesh: the ranks that share the parameter; None: this process alone.
     """
     template, held = dict(example), dict(inner)
     if part.mastered:
@@ -425,7 +432,7 @@ def _placed(like: Tensor, held: Tensor | None, part: Part, mesh: DeviceMesh) -> 
     shape = tuple(like.shape)
     if held is None or not part.boxes:
         held = torch.empty((0, *shape[1:]), dtype=like.dtype, device=part.weight.device)
-    # What an owner has all of may be shaped unlike the parameter; what is cut never is.
+    # Whole state of an owner may have another shape than the parameter; state that is cut has not.
     whole = held.numel() == like.numel()
     boxes = (Box.of(shape),) if whole else part.boxes
     placed: DTensor = DTensor.from_local(
@@ -436,9 +443,9 @@ def _placed(like: Tensor, held: Tensor | None, part: Part, mesh: DeviceMesh) -> 
 
 
 def restoring(optimizer: Optimizer, given: dict[str, Any], fresh: Globs) -> tuple[Callable[[], None], LoadReport]:
-    """Return a function that copies a state dict into an optimizer, with the hyper-parameters that belong to the run.
+    """Return a function that copies a state dict into an optimizer, and the report of that load.
 
-    Masters of parameters that start ``fresh`` keep what they have.
+    Masters of parameters that start ``fresh`` keep their values.
 
     Raises:
         ValueError: names every parameter whose state is incomplete, laid out otherwise or of another dtype, or the
@@ -446,7 +453,7 @@ def restoring(optimizer: Optimizer, given: dict[str, Any], fresh: Globs) -> tupl
     """
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
         given = before(optimizer, given) or given
-    loaded = fitting(optimizer, given, lambda own, other: fault(own, other) or _elsewhere(own, other), fresh, {MASTER})
+    loaded = fitting(optimizer, given, _misfit, fresh, {MASTER})
     copies = [
         (local_of(value), local_of(loaded.state[key][slot]))
         for mine, group in zip(optimizer.param_groups, loaded.groups, strict=True)
@@ -465,11 +472,13 @@ def restoring(optimizer: Optimizer, given: dict[str, Any], fresh: Globs) -> tupl
     return restore, loaded.report
 
 
-def _elsewhere(mine: Mapping[str, Tensor], loaded_slots: Mapping[str, Tensor]) -> str | None:
-    """Return why loaded tensors are not element for element where these are, though their placements are the same."""
+def _misfit(mine: Mapping[str, Tensor], given: Mapping[str, Any]) -> str | None:
+    """Return why a loaded state does not lie element for element where this one does, or None."""
+    if reason := fault(mine, given):
+        return reason
     for slot, tensor in mine.items():
-        if loaded_slots[slot].dtype != tensor.dtype:
-            return f"{slot} is {loaded_slots[slot].dtype}, expected {tensor.dtype}"
-        if declared_boxes(loaded_slots[slot]) != declared_boxes(tensor):
+        if given[slot].dtype != tensor.dtype:
+            return f"{slot} is {given[slot].dtype}, expected {tensor.dtype}"
+        if declared_boxes(given[slot]) != declared_boxes(tensor):
             return f"{slot} is cut otherwise; load it through a checkpoint"
     return None

@@ -1,8 +1,7 @@
-"""Algorithms for matrices: what is done with an orthogonalised one, and how its rate grows with its shape.
+"""Algorithms for matrices: how the owner finishes an orthogonalised matrix, and how its rate grows with its shape.
 
-Muon leaves the matrix alone, NorMuon normalises it.  That is done by the matrix's owner, who has all of it.  State that
-this needs rests with the ranks that hold the parameter and travels to the owner and back with the update, so the result
-does not depend on how either is sharded.
+The state that NorMuon needs for this stays with the ranks that hold the parameter, and travels to the owner and back
+with the update, so the result does not depend on sharding.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ UNNAMED = "original"
 
 @dataclass
 class Scales:
-    """The scales that an optimizer's groups know by name: those of `ADJUST_LR`, and functions that users gave.
-
-    Groups hold plain values, so a function is kept here.
-    """
+    """The scales that groups know by name: `ADJUST_LR`, and functions that users gave, as groups hold plain values."""
 
     given: dict[str, Scale] = field(default_factory=dict)
 
@@ -57,7 +53,7 @@ class Scales:
         return name
 
     def as_given(self, group: Mapping[str, Any]) -> dict[str, str | Scale]:
-        """Return the scale of a group as it was given, which may be a function; nothing if the group has none."""
+        """Return a group's scale as the user gave it, a name or a function, as an option; empty if it has none."""
         name = group.get("adjust_lr_fn")
         return {} if name is None else {"adjust_lr_fn": self.given.get(name, name)}
 
@@ -66,7 +62,7 @@ class Scales:
         return [*ADJUST_LR, *self.given]
 
     def factor(self, group: Mapping[str, Any], rows: int, columns: int) -> float:
-        """Return what the rate of a group is multiplied by for a matrix of it."""
+        """Return the learning-rate factor of an ``m x n`` matrix of a group."""
         return {**ADJUST_LR, **self.given}[group["adjust_lr_fn"]](rows, columns)
 
 
@@ -75,11 +71,10 @@ class Method:
     """An algorithm for matrices.
 
     Attributes:
-        slots: state besides ``momentum_buffer``, float32: by name, what it keeps of each matrix of a parameter of a
-            group.
+        slots: float32 state besides ``momentum_buffer``: by name, the shape that it has for a parameter of a group.
         defaults: options of its groups besides Muon's.
-        finish: takes an orthogonalised matrix ``[m, n]``, its part of the slots, ``[m, 1]`` or ``[1, n]``, updated in
-            place, and the group; returns what is to be applied.
+        finish: takes an orthogonalised matrix ``[m, n]``, its part of the slots (``[m, 1]`` or ``[1, n]``, updated in
+            place) and the group; returns the update.
     """
 
     slots: Mapping[str, Callable[[Index, Fused, ParamGroup], Reduced]]
@@ -87,32 +82,25 @@ class Method:
     finish: Callable[[Tensor, Mapping[str, Tensor], ParamGroup], Tensor]
 
 
-def _as_it_is(matrix: Tensor, slots: Mapping[str, Tensor], group: ParamGroup) -> Tensor:
-    return matrix
-
-
 MOMENT_EPS = 1e-8
 """Added to the root of a row's second moment (Li et al. 2025)."""
 
-
 SMALLEST = 1e-30
-"""By which a matrix of zeros is divided: what `UPDATE_NORMS` gives is finite over it, so zeros stay zeros."""
-
+"""The least norm that a matrix is divided by: `UPDATE_NORMS` over it is finite, so a matrix of zeros stays zeros."""
 
 UPDATE_NORMS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "muon": torch.linalg.vector_norm,
     "rms": lambda matrix: matrix.new_tensor(0.2 * math.sqrt(matrix.numel())),
 }
-"""The Frobenius norm of what NorMuon applies, from the orthogonalised matrix.  "muon": that of the matrix, so that
-learning rates carry over from Muon; "rms": a root mean square of 0.2, the scale of the paper, which belongs with
-``adjust_lr_fn="none"``."""
+"""The Frobenius norm of NorMuon's update, given the orthogonalised matrix.  "muon": the matrix's own, so that learning
+rates carry over from Muon; "rms": a root mean square of 0.2 as in the paper, for use with ``adjust_lr_fn="none"``."""
 
 
 def _normalized(matrix: Tensor, slots: Mapping[str, Tensor], group: ParamGroup) -> Tensor:
-    """NorMuon (Li et al. 2025, arXiv 2510.05491, algorithm 1): every row over the root of its mean square's average.
+    """Divide every row, or column (`STATISTICS`), by the root of its mean square's moving average.
 
-    Or every column, if the slot keeps a row (`STATISTICS`).  The group's ``update_norm`` says how large the result is.
-    The average starts at zero without a correction: it is common to all rows, and the norm takes it out.
+    NorMuon (Li et al. 2025, arXiv 2510.05491, algorithm 1).  The average starts at zero and is not corrected for that:
+    the factor is common to all rows, and `UPDATE_NORMS` takes it out.
     """
     exact = matrix.float()
     moment = slots[SECOND_MOMENT]
@@ -124,28 +112,27 @@ def _normalized(matrix: Tensor, slots: Mapping[str, Tensor], group: ParamGroup) 
 
 
 STATISTICS: Mapping[str, Callable[[Index, Fused], Reduced]] = {"rows": one_column, "longer": one_line}
-"""What NorMuon keeps mean squares of.  "rows": of every row, a neuron's, as in the paper; "longer": of every row of
-tall matrices and every column of wide ones, as modded-nanogpt does."""
-
-
-def _statistics(shape: Index, fused: Fused, group: ParamGroup) -> Reduced:
-    return STATISTICS[group["statistics"]](shape, fused)
-
+"""What NorMuon keeps mean squares of.  "rows": every row (a neuron), as in the paper; "longer": every row of tall
+matrices and every column of wide ones, as in modded-nanogpt."""
 
 MATRICES: Mapping[str, Method] = {
-    "muon": Method({}, {}, _as_it_is),
-    "normuon": Method({SECOND_MOMENT: _statistics}, NORMUON, _normalized),
+    "muon": Method({}, {}, lambda matrix, slots, group: matrix),
+    "normuon": Method(
+        {SECOND_MOMENT: lambda shape, fused, group: STATISTICS[group["statistics"]](shape, fused)},
+        NORMUON,
+        _normalized,
+    ),
 }
 
 
 def extras_of(param: Tensor, group: Mapping[str, Any]) -> dict[str, Reduced]:
-    """Return what an algorithm for matrices keeps besides momentum, by slot."""
+    """Return the shapes of a parameter's state besides momentum, by slot."""
     fused = fused_of(group)
     slots = MATRICES[group["algorithm"]].slots
     return {slot: reduced(tuple(param.shape), fused, group) for slot, reduced in slots.items()}
 
 
 def fused_of(group: Mapping[str, Any]) -> Fused:
-    """Return what a group says is fused in its parameters."""
+    """Return the group's options of fused parameters as one value."""
     pieces, columns = (tuple(group[key]) if group[key] else None for key in ("pieces", "columns"))
     return Fused(pieces, columns, group["interleaved"])

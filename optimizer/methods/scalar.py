@@ -1,14 +1,13 @@
-"""Algorithms that work element by element, for every parameter that is not a matrix: AdamW and Lion.
+"""Element-wise algorithms, for every parameter that is not a matrix: AdamW and Lion.
 
-No element needs another, so a sharded parameter is stepped where it rests, without communication.  All arithmetic is
-torch's operators, in float32 at least (`foreach.rounded_once`).  Those compute an element alike wherever a shard begins
-or ends, so the bits do not depend on the layout, nor on which tensors are computed together (`foreach.in_portions`).
-torch's fused AdamW rounds the last elements of a tensor otherwise than the vectors before them on the CPU, so it is not
-used.
+A sharded parameter is stepped where it lies, without communication.  All arithmetic is torch's foreach operators, in
+float32 at least (`foreach.rounded_once`): they compute an element alike wherever a shard begins or ends and whatever
+is computed beside it, so the bits do not depend on the layout.  torch's fused AdamW does not: on the CPU it rounds a
+tensor's last elements otherwise than the vectors before them.
 
-Each algorithm has two forms: with rates and counts of steps on the host, and, for devices whose steps can be captured
-(`cuda_graphs.capturable`), with all of them on the device, where a CUDA graph finds today's at every replay.  torch's
-capturable AdamW is not used there: it reads betas that are tensors back, and rounds rates to the parameter's dtype.
+Each algorithm has two forms: rates and counts of steps on the host or, where steps can be captured
+(`cuda_graphs.capturable`), on the device, so that every replay of a CUDA graph reads the current ones.  torch's
+capturable AdamW does not serve: it reads betas that are tensors back, and rounds rates to the parameter's dtype.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ class Scalar:
     """An element-wise algorithm.
 
     Args:
-        slots: the state of a parameter: by name, what makes it for a new parameter.
+        slots: a parameter's state: by name, the function that makes it.
         defaults: options of its groups besides ``lr``, ``weight_decay`` and ``cautious``.
-        on_host, on_device: one step of local tensors of one device and dtype, of at least 32 bits: parameters,
-            gradients, state by slot, all in the same order, and the group.  On the host all have stepped as often, if
-            the state counts it, and what the group says are numbers; on a device nothing is read back.
+        on_host, on_device: step local tensors of one device and dtype, of at least 32 bits: parameters, gradients and
+            state by slot, in the same order, and the group.  On the host all tensors have the same count of steps, and
+            the group has numbers; on a device nothing is read back.
     """
 
     slots: Mapping[str, Callable[[Tensor], Tensor]]
@@ -48,11 +47,11 @@ class Scalar:
     on_device: Callable[[Tensors, Tensors, Slots, ParamGroup], None]
 
     def fresh(self, param: Tensor) -> dict[str, Tensor]:
-        """State of a parameter that has not been stepped."""
+        """Return the state of a parameter that has not been stepped."""
         return {slot: make(param) for slot, make in self.slots.items()}
 
     def check(self, group: ParamGroup) -> None:
-        """Refuse options that the algorithm does not have, or out of range.
+        """Refuse options out of range.
 
         Raises:
             ValueError: names the option, its value and what is expected.
@@ -63,7 +62,7 @@ class Scalar:
             raise ValueError(f"eps={group['eps']!r}: expected a finite number >= 0")
 
     def step(self, group: ParamGroup, state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-        """Step those parameters of ``group`` that have a gradient, in place, with their state.
+        """Step, in place, the parameters of ``group`` that have a gradient.
 
         Raises:
             RuntimeError: a CUDA graph is being captured, and a parameter has no gradient or is not on a GPU.
@@ -106,13 +105,13 @@ class Scalar:
 
 
 def decay(params: Tensors, updates: Tensors, rate: float, cautious: bool) -> None:
-    """Decoupled weight decay in place: ``p -= rate * p`` (Loshchilov & Hutter 2019, arXiv 1711.05101).
+    """Decay weights in place: ``p -= rate * p`` (Loshchilov & Hutter 2019, arXiv 1711.05101).
 
-    If ``cautious``, only where the update, which will be subtracted, does not move the element away from zero, that is
-    where ``update * p >= 0`` (Chen et al. 2025, arXiv 2510.12402, algorithm 1); the others keep their bits.
+    If ``cautious``, only where the update, which will be subtracted, does not move the element away from zero:
+    ``update * p >= 0`` (Chen et al. 2025, arXiv 2510.12402, algorithm 1).  Others keep their bits.
 
     Args:
-        updates: only their signs matter; as ``params`` in shape and dtype.
+        updates: of the shapes and dtypes of ``params``; only their signs matter.
         rate: learning rate times weight decay.
     """
     if cautious:
@@ -122,7 +121,7 @@ def decay(params: Tensors, updates: Tensors, rate: float, cautious: bool) -> Non
 
 
 def _number(value: float, like: Tensors) -> Tensor:
-    """0-d, as the tensors in dtype and device.  torch would make one of a number anew for each tensor of a list."""
+    """Return a 0-d tensor of the dtype and device of a list; torch would make one for each tensor of the list."""
     return torch.tensor(value, dtype=like[0].dtype, device=like[0].device)
 
 
@@ -132,7 +131,7 @@ def _add_number(tensors: Tensors, value: float) -> None:
 
 
 def _unopposed(params: Tensors, updates: Tensors) -> tuple[Tensor, ...]:
-    """Parameters where their update does not move them away from zero, and zeros elsewhere; exact."""
+    """Return the parameters where their update does not move them away from zero, and zeros elsewhere; exact."""
     # Signs, as a product of small numbers may vanish.
     signs = torch._foreach_sign(updates)
     opposed = torch._foreach_mul(signs, params)
@@ -172,7 +171,7 @@ def _lion_on_host(params: Tensors, gradients: Tensors, slots: Slots, count: floa
 
 
 def _adamw_on_device(params: Tensors, gradients: Tensors, slots: Slots, group: ParamGroup) -> None:
-    """Step as `_adamw_on_host`.  A list is one launch, but for two a tensor, which has its own count of steps."""
+    """Step as `_adamw_on_host`: one launch a list, but for two a tensor, as each has its own count of steps."""
     lr, weight_decay, beta1, beta2 = _live(group, params[0].device)
     means, squares = slots[EXP_AVG], slots[EXP_AVG_SQ]
     torch._foreach_add_(slots[STEP], 1)
@@ -182,12 +181,12 @@ def _adamw_on_device(params: Tensors, gradients: Tensors, slots: Slots, group: P
     _mix(squares, squared, beta2)
     del squared
     _decay_on_device(params, means, lr * weight_decay, group["cautious"])
-    count = torch.stack(slots[STEP]).double()
+    count, dtype = torch.stack(slots[STEP]).double(), params[0].dtype
     divisors = torch._foreach_sqrt(squares)
-    torch._foreach_div_(divisors, _each((1 - beta2**count).sqrt(), params))
+    torch._foreach_div_(divisors, (1 - beta2**count).sqrt().to(dtype).unbind())
     torch._foreach_add_(divisors, group["eps"])
     # A rate of 0 makes them infinite, and the updates zeros.
-    torch._foreach_mul_(divisors, _each((1 - beta1**count) / lr, params))
+    torch._foreach_mul_(divisors, ((1 - beta1**count) / lr).to(dtype).unbind())
     torch._foreach_addcdiv_(params, means, divisors, -1)
 
 
@@ -207,8 +206,10 @@ def _decay_on_device(params: Tensors, updates: Tensors, rate: Tensor, cautious: 
 
 
 def _live(group: ParamGroup, device: torch.device) -> list[Tensor]:
-    """Rate, decay and betas, float64, 0-d.  What is a tensor on the device is read there whenever the step runs; the
-    rest is written there now, and is a constant of a graph that is being captured."""
+    """Return rate, decay and betas on the device, float64, 0-d.
+
+    Tensors on the device are read whenever the step runs; other values become constants of a graph under capture.
+    """
     return [
         value.reshape(()).double()
         if isinstance(value, Tensor) and value.device == device
@@ -218,7 +219,7 @@ def _live(group: ParamGroup, device: torch.device) -> list[Tensor]:
 
 
 def _mix(means: Tensors, shares: Tensors, beta: Tensor) -> None:
-    """Exponential moving averages, in place: ``beta * mean + share``, where a share is ``(1 - beta) * value``."""
+    """Update exponential moving averages in place: ``beta * mean + share``; a share is ``(1 - beta) * value``."""
     torch._foreach_mul_(means, beta.to(means[0].dtype))
     torch._foreach_add_(means, shares)
 
@@ -229,25 +230,18 @@ def _times(tensors: Tensors, factor: Tensor) -> tuple[Tensor, ...]:
     return products
 
 
-def _each(numbers: Tensor, like: Tensors) -> list[Tensor]:
-    return list(numbers.to(like[0].dtype).unbind())
-
-
-# State.
-
-
 def _moment(param: Tensor) -> Tensor:
     return torch.zeros_like(param, memory_format=torch.contiguous_format)
 
 
 def counted_on(param: Tensor) -> torch.device:
-    """Return where steps of a parameter are counted: on its device if a CUDA graph may have to count them, else on the
-    CPU, so that reading them waits for no device."""
+    """Return the device that counts a parameter's steps: its own if a CUDA graph may have to count them, else the CPU,
+    where reading them waits for no device."""
     return param.device if capturable(param.device) else torch.device("cpu")
 
 
 def _counter(param: Tensor) -> Tensor:
-    """0-d float32, as a 16-bit float stops counting at 256."""
+    # float32, as a 16-bit float stops counting at 256
     return torch.zeros((), dtype=torch.float32, device=counted_on(param))
 
 
@@ -258,10 +252,5 @@ SCALARS: Mapping[str, Scalar] = {
         on_host=_adamw_on_host,
         on_device=_adamw_on_device,
     ),
-    "lion": Scalar(
-        slots={EXP_AVG: _moment},
-        defaults=LION,
-        on_host=_lion_on_host,
-        on_device=_lion_on_device,
-    ),
+    "lion": Scalar(slots={EXP_AVG: _moment}, defaults=LION, on_host=_lion_on_host, on_device=_lion_on_device),
 }
