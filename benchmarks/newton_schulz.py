@@ -27,7 +27,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from muonckpt.coefficients import COEFFICIENTS
 from muonckpt.optimizer.ground.cuda_graphs import replayed
-from muonckpt.optimizer.ground.places import Places
+from muonckpt.optimizer.ground.tensors import Places
 from muonckpt.optimizer.newton_schulz.costs import CostTable, measure
 from muonckpt.optimizer.newton_schulz.iterations import orthogonalize_all
 from muonckpt.optimizer.newton_schulz.products import Choice, Form, prefer_kernels

@@ -19,7 +19,7 @@ from machine import describe
 from torch import Tensor
 
 from muonckpt.optimizer.ground.cuda_graphs import replayed
-from muonckpt.optimizer.ground.places import Places, Stack
+from muonckpt.optimizer.ground.tensors import Places, Stack
 
 STACKS: tuple[tuple[int, int, int], ...] = (
     (1, 1024, 1024),

@@ -26,7 +26,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from muonckpt.optimizer import Muon
-from muonckpt.optimizer.step.batches import Batch, in_batches
+from muonckpt.optimizer.step.step import Batch, in_batches
 
 AIM = 1.3
 BYTES = 4 + 4 + 4 + 2 + 2 + 4 + 4

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..layouts.tensors import is_first_copy, local_of
 from .ground.cuda_graphs import capturing
-from .ground.foreach import in_portions, rounded_once
+from .ground.tensors import in_portions, rounded_once
 from .planning.schedule import Ranks
 from .state import check_gradients
 from .step.exchange import gather_numbers

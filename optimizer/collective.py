@@ -25,7 +25,7 @@ from ..vocabulary import EXP_AVG_SQ, ParamGroup
 from .ground.cuda_graphs import capturing
 from .step.agreement import Facts, Task, refusal
 from .step.exchange import gather_texts
-from .step.local_tensors import State
+from .step.rank_sets import State
 
 
 class CollectiveOptimizer(Optimizer):

@@ -28,14 +28,14 @@ from .newton_schulz.products import Choice, prefer_kernels
 from .newton_schulz.recipe import flops
 from .options import CYCLED, as_plain, check, cycled, refuse_shared_rate, refuse_unknown
 from .planning.schedule import Ranks, Schedule
-from .report import MuonReport, muon_report, warn_if_no_gradient, warn_if_unshared
+from .report import MuonReport, muon_report, warn_if_unshared, warn_of_no_gradient
 from .restoration import load_fitting
 from .state import Seen, as_numbers, carry_over, changes, check_gradients, check_state, check_values, fresh_state
 from .step.agreement import Facts, fixed
 from .step.exchange import LINKS
 from .step.planner import Planner
 from .step.rank_sets import RankSet, ordinals
-from .step.steps import Steps
+from .step.step import Step, Steps
 
 
 class Muon(ForModel, CollectiveOptimizer):
@@ -272,8 +272,10 @@ class Muon(ForModel, CollectiveOptimizer):
         self._follow_parameters()
         self._follow_options()
         if self._warns:
-            warn_if_no_gradient(self.param_groups, stacklevel=6)
-            self._warn_of_left_out(stacklevel=7)
+            if all(param.grad is None for group in self.param_groups for param in group["params"]):
+                warn_of_no_gradient(stacklevel=6)
+            if self._groups_of_model is not None:
+                self._warn_of_left_out(stacklevel=7)
         for group in self.param_groups:
             check_values(group["params"])
             check_gradients(group["params"], [param.grad for param in group["params"]])
@@ -342,11 +344,14 @@ class Muon(ForModel, CollectiveOptimizer):
                 **dropped,
             }
 
-        def warn(held: RankSet) -> None:
-            if self._warns and self._replicas is None:
-                warn_if_unshared(held)
+        taken = self._steps.take(self.param_groups, self.state, self._replicas, self._plan, failure, unfit, constants)
+        if self._nonfinite is not None:
+            self._nonfinite.settle(taken, guarded(self.param_groups, self.state), self._steps.widest)
+        return taken
 
-        policy = self._nonfinite.policy if self._nonfinite is not None else None
+    def _plan(self, held: RankSet, failure: Exception | None) -> Step:
+        if self._warns and self._replicas is None:
+            warn_if_unshared(held)
         planner = Planner(
             self._replicas,
             self._exchange,
@@ -355,12 +360,9 @@ class Muon(ForModel, CollectiveOptimizer):
             self._cost,
             self._form,
             self._scales.factor,
-            policy,
+            self._nonfinite.policy if self._nonfinite is not None else None,
         )
-        taken = self._steps.take(self.param_groups, self.state, planner, warn, failure, unfit, constants)
-        if self._nonfinite is not None:
-            self._nonfinite.settle(taken, guarded(self.param_groups, self.state), self._steps.widest)
-        return taken
+        return planner.plan(held, self.param_groups, self.state, failure)
 
     def _resting(self, param: Tensor, ranks: Ranks) -> TensorLayout:
         return self._layout(param) if self._layout is not None else layout_of(param, replicas=ranks)

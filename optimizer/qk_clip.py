@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import LayoutError
 from ..layouts.tensors import local_of, rows_of
-from .ground.foreach import rounded_once
+from .ground.tensors import rounded_once
 from .groups.rules import WHOLE, Split
 from .step.exchange import gathered, largest_of_all
 from .step.rank_sets import group_of, groups_of_mesh, ranks_of

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -156,16 +155,15 @@ def _doubts(groups: Sequence[ParamGroup], most_elementwise: float) -> Iterator[s
         )
 
 
-def warn_if_no_gradient(groups: Iterable[Mapping[str, Any]], stacklevel: int) -> None:
-    """Warn if no parameter has a gradient; ``stacklevel`` counts from here."""
-    if all(param.grad is None for group in groups for param in group["params"]):
-        warnings.warn(
-            "no parameter of this optimizer has a gradient, so a step changes nothing. If the model was sharded "
-            "(fully_shard) or materialised (to_empty) after the optimizer was built, it has other parameters now: "
-            "build the optimizer of those",
-            RuntimeWarning,
-            stacklevel=stacklevel,
-        )
+def warn_of_no_gradient(stacklevel: int) -> None:
+    """Warn that no parameter has a gradient; ``stacklevel`` is counted from here."""
+    warnings.warn(
+        "no parameter of this optimizer has a gradient, so a step changes nothing. If the model was sharded "
+        "(fully_shard) or materialised (to_empty) after the optimizer was built, it has other parameters now: "
+        "build the optimizer of those",
+        RuntimeWarning,
+        stacklevel=stacklevel,
+    )
 
 
 def warn_if_unshared(held: RankSet) -> None:

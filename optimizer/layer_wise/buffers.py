@@ -21,7 +21,7 @@ from ...layouts.buffers.buffer_layout import BufferLayout, PlacedParameter, rank
 from ...layouts.buffers.parameters import GroupSizes, Parameter
 from ...layouts.buffers.placements import PLACEMENTS, ToPlace
 from ...layouts.buffers.records import to_json
-from ..ground.foreach import exact_dtype
+from ..ground.tensors import exact_dtype
 from ..methods.matrix import MATRICES
 from ..step.agreement import Facts, fixed_options
 from ..step.exchange import ALL_GATHER

@@ -26,17 +26,16 @@ from ...resumption import Globs, LoadReport
 from ...vocabulary import MASTER, MUON
 from ..clipping import clip_with, refuse_other_limits, sum_of_squares
 from ..collective import MOST_SKIPPED, CollectiveOptimizer, Guarded, NonFinite, largest
-from ..ground.foreach import exact_dtype, rounded_once
 from ..ground.held_boxes import declare_boxes, declared_boxes
+from ..ground.tensors import exact_dtype, rounded_once
 from ..methods.matrix import MATRICES
 from ..muon import Muon
 from ..restoration import fitting
 from ..state import as_numbers, fault
 from ..step.agreement import AGREE_ON_LOAD, AGREE_ON_PLAN, AGREE_ON_STEP, Intent, fixed_options, step_intent
-from ..step.exchange import any_has, gather_numbers
-from ..step.notes import GroupAgreement, Notes
+from ..step.exchange import GroupAgreement, Notes, any_has, gather_numbers
+from ..step.rank_sets import crossing, one_of_each, ordinals
 from ..step.rank_sets import members as sorted_ranks
-from ..step.rank_sets import one_of_each, ordinals
 from .buffers import (
     Gathers,
     Gradients,
@@ -124,7 +123,8 @@ class LayerWise(CollectiveOptimizer):
         try:
             if nonfinite is not None:
                 self._nonfinite = NonFinite(nonfinite, most_skipped)
-                self._agreement.refuse_crossing()
+                if refusal := crossing([sorted_ranks(shared) for shared in self._agreement.groups]):
+                    raise refusal
             Optimizer.__init__(self, groups, {})
             self._members = Members.of(model, self.param_groups, group, experts, expert_group)
             example = self._example(lr, options)

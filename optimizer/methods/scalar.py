@@ -24,7 +24,7 @@ from torch import Tensor
 from ...layouts.tensors import locals_of
 from ...vocabulary import ADAMW, EXP_AVG, EXP_AVG_SQ, LION, STEP, ParamGroup
 from ..ground.cuda_graphs import capturable, capturing, refuse_absent, refuse_host
-from ..ground.foreach import Tensors, in_dtype, in_portions, rounded_once
+from ..ground.tensors import Tensors, decay, in_dtype, in_portions, number_like, rounded_once, unopposed
 
 Slots = Mapping[str, Tensors]
 
@@ -104,40 +104,9 @@ class Scalar:
                     self.on_host(exact, given, dict(zip(moments, changed, strict=True)), count, numbers)
 
 
-def decay(params: Tensors, updates: Tensors, rate: float, cautious: bool) -> None:
-    """Decay weights in place: ``p -= rate * p`` (Loshchilov & Hutter 2019, arXiv 1711.05101).
-
-    If ``cautious``, only where the update, which will be subtracted, does not move the element away from zero:
-    ``update * p >= 0`` (Chen et al. 2025, arXiv 2510.12402, algorithm 1).  Others keep their bits.
-
-    Args:
-        updates: of the shapes and dtypes of ``params``; only their signs matter.
-        rate: learning rate times weight decay.
-    """
-    if cautious:
-        torch._foreach_add_(params, _unopposed(params, updates), alpha=-rate)
-    elif rate:
-        torch._foreach_mul_(params, _number(1 - rate, params))
-
-
-def _number(value: float, like: Tensors) -> Tensor:
-    """Return a 0-d tensor of the dtype and device of a list; torch would make one for each tensor of the list."""
-    return torch.tensor(value, dtype=like[0].dtype, device=like[0].device)
-
-
 def _add_number(tensors: Tensors, value: float) -> None:
     # Without ``alpha`` torch takes it for a number all the same.
-    torch._foreach_add_(tensors, _number(value, tensors), alpha=1)
-
-
-def _unopposed(params: Tensors, updates: Tensors) -> tuple[Tensor, ...]:
-    """Return the parameters where their update does not move them away from zero, and zeros elsewhere; exact."""
-    # Signs, as a product of small numbers may vanish.
-    signs = torch._foreach_sign(updates)
-    opposed = torch._foreach_mul(signs, params)
-    torch._foreach_clamp_max_(opposed, 0)
-    torch._foreach_mul_(opposed, signs)
-    return torch._foreach_sub(params, opposed)
+    torch._foreach_add_(tensors, number_like(value, tensors), alpha=1)
 
 
 # Numbers on the host.
@@ -149,10 +118,10 @@ def _adamw_on_host(params: Tensors, gradients: Tensors, slots: Slots, count: flo
     torch._foreach_lerp_(means, gradients, 1 - beta1)
     # The sign of Adam's update is the one of its first moment.
     decay(params, means, lr * group["weight_decay"], group["cautious"])
-    torch._foreach_mul_(squares, _number(beta2, squares))
+    torch._foreach_mul_(squares, number_like(beta2, squares))
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
     divisors = torch._foreach_sqrt(squares)
-    torch._foreach_div_(divisors, _number((1 - beta2**count) ** 0.5, divisors))
+    torch._foreach_div_(divisors, number_like((1 - beta2**count) ** 0.5, divisors))
     _add_number(divisors, group["eps"])
     torch._foreach_addcdiv_(params, means, divisors, -(lr / (1 - beta1**count)))
 
@@ -201,7 +170,7 @@ def _lion_on_device(params: Tensors, gradients: Tensors, slots: Slots, group: Pa
 
 
 def _decay_on_device(params: Tensors, updates: Tensors, rate: Tensor, cautious: bool) -> None:
-    decaying = _unopposed(params, updates) if cautious else params
+    decaying = unopposed(params, updates) if cautious else params
     torch._foreach_sub_(params, _times(decaying, rate))
 
 

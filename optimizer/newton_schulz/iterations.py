@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...coefficients import Coefficients, Triple, coefficient_set
-from ..ground.places import Places
+from ..ground.tensors import Places
 from .products import Form, M, Products, arithmetic, prefer_kernels
 from .recipe import EPS, Recipe
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..ground.cuda_graphs import capturable
-from ..ground.foreach import REDUCTIONS
-from ..ground.places import Places
+from ..ground.tensors import REDUCTIONS, Places
 from .recipe import gram_is_cheaper
 
 M = TypeVar("M")

@@ -29,7 +29,7 @@ RATES = frozenset({"lr", "weight_decay", "momentum", "betas", "beta2"})
 """Options that every step reads anew, so that schedules may change them."""
 
 NAMES = frozenset({"params", "param_names", "name"})
-"""What a group consists of, and what it is called: ``name`` is the user's, for logs."""
+"""A group's members and its labels; ``name`` is the user's, for logs."""
 
 SHOWN = 4
 """Differences that a rank tells; the others are counted."""
@@ -43,7 +43,7 @@ PLAN_FACT = "the plan"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Something that ranks do together: what it means that they do not, and what to do then."""
+    """Something that ranks do together: the error if they do not, and what to do then."""
 
     failure: str
     advice: str
@@ -68,14 +68,11 @@ AGREE_ON_LOAD = Task(
 
 
 class AgreedError(Exception):
-    """An error of a set of ranks in which no rank waits for this one any more: all have heard of it, or are done.
+    """An ``error`` that all ranks of a set have heard of, so none of them waits for this one any more.
 
-    So this rank goes on to its other sets, and tells them.  Any other error leaves ranks waiting amid an exchange, and
-    if this one went on they would wait for each other in a circle.  It is raised at once; when this process ends, its
-    connections close, and that is what the others hear.
-
-    Attributes:
-        error: what a user is to see.
+    This rank goes on to its other sets and tells them.  Any other error leaves ranks waiting amid an exchange; going on
+    could make them wait for each other in a circle, so it is raised at once, and when this process ends, its closing
+    connections tell the others.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -92,8 +89,6 @@ class Intent:
         live: numbers that only the device knows, float64; they are compared where they are.
         facts: the same in words; asked only where ranks differ.
         error: what keeps this rank from it.
-        unfit: whether something here forbids the step to all ranks (`nonfinite`): a bool on the device, without dims.
-            It travels with what is compared, and is not compared; None: nothing does.
     """
 
     task: Task
@@ -101,7 +96,6 @@ class Intent:
     live: Sequence[Tensor]
     facts: Callable[[], Facts]
     error: Exception | None = None
-    unfit: Tensor | None = None
 
     @classmethod
     def of(cls, task: Task, facts: Facts) -> Intent:
@@ -109,11 +103,11 @@ class Intent:
         return cls(task, _digest(repr(sorted(facts.items())).encode()), (), lambda: facts)
 
     def failed(self, error: Exception, rank: int) -> Intent:
-        """Return the same of a rank that cannot: it differs from what any other rank intends."""
+        """Return the intent of a rank that cannot: it differs from every other rank's."""
         return replace(self, digest=_digest(f"rank {rank} failed".encode()), live=(), error=error)
 
     def note(self, device: torch.device) -> Tensor:
-        """Return ``NOTE`` bytes that the others compare, but for the last, `unfit`; nothing waits for the device."""
+        """Return ``NOTE`` bytes, the last of which is 0; nothing waits for the device."""
         fixed = uploaded(tuple(self.digest), torch.uint8, device)
         live = torch.zeros_like(fixed)
         if self.live:
@@ -121,12 +115,10 @@ class Intent:
             # Sums of products with odd numbers, as integers that wrap around.
             odd = torch.arange(1, 2 * len(bits), 2, device=device) * 0x9E3779B97F4A7C1
             live = (bits * odd).sum().view(1).view(torch.uint8)
-        unfit = fixed.new_zeros(1) if self.unfit is None else self.unfit.view(1).to(device, torch.uint8)
-        return torch.cat([fixed, live[:-1], unfit])
+        return torch.cat([fixed, live[:-1], fixed.new_zeros(1)])
 
     def complaint(self, first: int, reference: Facts | None) -> str:
-        """Return what this rank has to tell: its error, or how its facts differ from the first rank's (if it has any);
-        empty if they do not."""
+        """Return this rank's error, or how its facts differ from those of the first rank; empty if they do not."""
         if self.error is not None:
             return _cut(f"raised {type(self.error).__name__}: {self.error}")
         if reference is None:
@@ -142,16 +134,12 @@ class Intent:
 
 
 def refusal(task: Task, complaints: Mapping[int, str]) -> RuntimeError:
-    """Return the error of ranks that have none of their own.
-
-    Args:
-        complaints: by rank; empty ones are left out.
-    """
+    """Return the error of ranks that have none of their own, from the complaints of all (empty ones are left out)."""
     by_text: defaultdict[str, list[int]] = defaultdict(list)
     for rank, text in complaints.items():
         if text:
             by_text[text].append(rank)
-    complaint = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in list(by_text.items())[:SHOWN])
+    complaint = "; ".join(f"{_listed(ranks)}: {text}" for text, ranks in list(by_text.items())[:SHOWN])
     return RuntimeError(f"{task.failure}. {complaint}. {task.advice}")
 
 
@@ -169,7 +157,7 @@ def fixed_options(groups: Mapping[int, ParamGroup]) -> Facts:
     }
 
 
-def live_options(groups: Mapping[int, ParamGroup]) -> Iterator[tuple[str, Any]]:
+def _live_options(groups: Mapping[int, ParamGroup]) -> Iterator[tuple[str, Any]]:
     """Yield subject and value of each option of groups (by number) that every step reads anew."""
     for number, group in groups.items():
         for name in sorted(RATES & group.keys()):
@@ -209,7 +197,7 @@ def step_intent(
         gradients, momenta: the dtype of each parameter's; None for a gradient that is missing.
         labels: names the parameters, where ranks differ.
     """
-    options = [value for _, value in live_options(groups)]
+    options = [value for _, value in _live_options(groups)]
     far = [value for value in options if isinstance(value, Tensor) and value.device == device and device.type != "cpu"]
     distant = set(map(id, far))
     near = np.array([np.nan if id(value) in distant else float(value) for value in options])
@@ -220,7 +208,7 @@ def step_intent(
             dtypes[f"the gradient of {label}"] = "missing" if given is None else f"there, {given}"
             dtypes[f"the momentum of {label}"] = str(kept)
         rates: defaultdict[str, list[str]] = defaultdict(list)
-        for subject, value in live_options(groups):
+        for subject, value in _live_options(groups):
             rates[subject].append(str(float(value)))
         shown = {subject: ", ".join(values) for subject, values in rates.items()}
         return {PLAN_FACT: "kept", **constants, **dtypes, **shown}
@@ -229,7 +217,7 @@ def step_intent(
     return Intent(AGREE_ON_STEP, _digest(numbers), far, facts)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _listed(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:8]))

@@ -1,17 +1,18 @@
-"""What the element-wise parts of a step do, and the backend that does it by torch's operators, equal boxes together.
+"""A rank's tensors at one step, and their element-wise parts: momentum, the updates that travel, and what is applied.
 
 Gradients are taken into momenta; updates go from where they rest to their owners, on a wire or within this rank, and
 lie end to end there; results go back along the same copies, and are applied where the parameters rest.  Backends give
-the same bits: `TorchElementwise` here, and `kernels` by Triton, in a few launches.  Both execute the schedule's tables
-of copies, cut up in their own ways.
+the same bits: `TorchElementwise` here, by torch's operators on equal boxes together, and `kernels` by Triton, in a few
+launches.  Both execute the schedule's tables of copies, cut up in their own ways.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
@@ -19,20 +20,98 @@ import torch
 from torch import Tensor
 
 from ...box import Index
+from ...layouts.tensors import local_of
 from ...overlap import expanded
 from ...plan import Copies, dense_strides
-from ..ground.foreach import exact_dtype, rounded_once
-from ..methods.scalar import decay
-from ..planning.matrices import Spec
+from ...vocabulary import MOMENTUM, ParamGroup
+from ..ground.tensors import decay, exact_dtype, in_portions, rounded_once
+from ..planning.matrices import Slot, Spec, rows_columns
 from ..planning.owners import Int
-from ..planning.schedule import Schedule
-from .local_tensors import LocalTensors, View
+from ..planning.schedule import Route, Schedule
+from .rank_sets import State
 
 LARGEST_BLOCK = 1 << 16
 """Elements of the largest block of more than one box: 256 KiB in float32, of which there are a few at a time."""
 
 Sizes = Mapping[int, int]
 """Numbers of matrices that lie end to end in one memory, and how many elements each has there."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A strided view of a contiguous memory, in elements."""
+
+    sizes: Index
+    strides: Index
+    offset: int
+
+    def of(self, memory: Tensor) -> Tensor:
+        return memory.as_strided(self.sizes, self.strides, memory.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalTensors:
+    """Local tensors by the number of their parameter: contiguous, as layouts say.
+
+    Attributes:
+        groups: the parameter group of each.
+        gradients: None where the parameter takes no part.
+        slots: state by name; the ``momenta`` are in it.
+        copied: tensors that are not contiguous in their own memory, and their copies.
+    """
+
+    groups: Sequence[ParamGroup]
+    weights: Sequence[Tensor]
+    gradients: Sequence[Tensor | None]
+    slots: Sequence[Mapping[str, Tensor]]
+    momenta: Sequence[Tensor]
+    copied: Sequence[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, params: Sequence[Tensor], groups: Sequence[ParamGroup], state: State) -> LocalTensors:
+        copied: list[tuple[Tensor, Tensor]] = []
+
+        def dense(tensor: Tensor) -> Tensor:
+            local = local_of(tensor)
+            if local.is_contiguous():
+                return local
+            copied.append((local, local.contiguous()))
+            return copied[-1][1]
+
+        slots = [{name: dense(tensor) for name, tensor in state[param].items()} for param in params]
+        return cls(
+            groups,
+            [dense(param) for param in params],
+            [local_of(param.grad).contiguous() if param.grad is not None else None for param in params],
+            slots,
+            [held[MOMENTUM] for held in slots],
+            copied,
+        )
+
+    def accumulate(self, lists: Iterable[Sequence[int]]) -> None:
+        """Take the gradients of parameters, in lists from `alike`, into their momenta: exponential moving averages."""
+        for numbers in lists:
+            rate = 1 - self.groups[numbers[0]]["momentum"]
+            gradients = [gradient for gradient in map(self.gradients.__getitem__, numbers) if gradient is not None]
+            for momenta, taken in in_portions([[self.momenta[number] for number in numbers], gradients]):
+                with rounded_once(momenta) as [exact]:
+                    given = [gradient.to(exact[0].dtype) for gradient in taken]
+                    # torch takes one number for all, or a list of tensors.
+                    torch._foreach_lerp_(exact, given, [rate] * len(exact) if isinstance(rate, Tensor) else rate)
+
+    def alike(self, numbers: Iterable[int]) -> list[list[int]]:
+        """Return the numbers of parameters that take part, in lists of one group, dtype and device."""
+        lists: defaultdict[Hashable, list[int]] = defaultdict(list)
+        for number in numbers:
+            if self.gradients[number] is not None:
+                momentum = self.momenta[number]
+                lists[id(self.groups[number]), momentum.dtype, momentum.device].append(number)
+        return list(lists.values())
+
+    def return_to(self) -> None:
+        """Copy back the tensors that are not contiguous in their own memory."""
+        for own, dense in self.copied:
+            own.copy_(dense)
 
 
 class Elementwise(Protocol):
@@ -47,7 +126,7 @@ class Elementwise(Protocol):
         ...
 
     def take_in(self, local: LocalTensors) -> None:
-        """Take the gradients that there are into momenta, or see to it that what comes after does."""
+        """Take the gradients into momenta, or see to it that `send` and `assemble` do."""
         ...
 
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
@@ -62,7 +141,7 @@ class Elementwise(Protocol):
         ...
 
     def release(self, local: LocalTensors, stage: int, sizes: Sizes, results: Tensor, wire: Tensor) -> None:
-        """Write results to the wire, and apply what of them rests on this rank."""
+        """Write results to the wire, and apply those that rest on this rank."""
         ...
 
     def apply(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
@@ -74,7 +153,11 @@ class UpdateCopies:
     """The copies of updates that a rank makes in the stages of a schedule, as backends execute them.
 
     Sources are units in a rank's tensors (or in a memory where they lie end to end), targets are buffers, with offsets
-    in bytes; what goes back is listed as it went.
+    in bytes; results are listed as the updates went.
+
+    Attributes:
+        leaving: from tensors to the wire, by stage.
+        returning: results from the wire to tensors, turned.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -83,19 +166,11 @@ class UpdateCopies:
             return copies if chosen.all() else copies.rows(chosen)
 
         self._units = len(schedule.units)
-        self._leaving = [updates(stage.gather.sends) for stage in schedule.stages]
+        self.leaving = [updates(stage.gather.sends) for stage in schedule.stages]
+        self.returning = [updates(stage.scatter.receives.turned()) for stage in schedule.stages]
         self._arriving = [updates(stage.gather.receives.turned()) for stage in schedule.stages]
         self._own = [updates(stage.gather.own) for stage in schedule.stages]
         self._released = [updates(stage.scatter.sends) for stage in schedule.stages]
-        self._returning = [updates(stage.scatter.receives.turned()) for stage in schedule.stages]
-
-    def leaving(self, stage: int) -> Copies:
-        """Return the copies from tensors to the wire."""
-        return self._leaving[stage]
-
-    def returning(self, stage: int) -> Copies:
-        """Return the copies of results from the wire to tensors, turned."""
-        return self._returning[stage]
 
     def own(self, stage: int, sizes: Sizes, itemsize: int) -> Copies:
         """Return the copies from tensors to a memory in which units lie end to end."""
@@ -104,18 +179,16 @@ class UpdateCopies:
 
     def arriving(self, stage: int, sizes: Sizes) -> Copies:
         """Return the copies from the wire to a memory in which units lie end to end, turned."""
-        copies, begin = _of_units(self._arriving[stage], sizes)
-        return replace(copies, source_offset=copies.source_offset + begin)
+        return _from_memory(self._arriving[stage], sizes)
 
     def released(self, stage: int, sizes: Sizes) -> Copies:
         """Return the copies of results from a memory in which units lie end to end to the wire."""
-        copies, begin = _of_units(self._released[stage], sizes)
-        return replace(copies, source_offset=copies.source_offset + begin)
+        return _from_memory(self._released[stage], sizes)
 
     def sent(self) -> Int:
         """Return how many elements of each unit's update this rank sends to owners, or has for itself."""
         sent = np.zeros(self._units, np.int64)
-        for copies in (*self._leaving, *self._own):
+        for copies in (*self.leaving, *self._own):
             np.add.at(sent, copies.source, copies.numel)
         return sent
 
@@ -128,8 +201,13 @@ def _of_units(copies: Copies, sizes: Sizes) -> tuple[Copies, Int]:
     return copies.rows(rows), np.cumsum([0, *sizes.values()])[unit]
 
 
+def _from_memory(copies: Copies, sizes: Sizes) -> Copies:
+    copies, begin = _of_units(copies, sizes)
+    return replace(copies, source_offset=copies.source_offset + begin)
+
+
 class BoxKind(NamedTuple):
-    """What boxes of one block have in common: their parameters' group (its identity), dtypes, device and scale."""
+    """The properties that boxes of one block share; ``group`` is the identity of their parameters' group."""
 
     group: int
     momentum: torch.dtype
@@ -141,9 +219,8 @@ class BoxKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EqualBoxes:
-    """Equal boxes of parameters that are done together: what is done to a thousand takes as few operators as to one.
-
-    They are stacked into one dense tensor ``[count, *sizes]``, computed there, and written back.
+    """Equal boxes of parameters, so that a thousand take as few operators as one: stacked into one dense tensor
+    ``[count, *sizes]``, computed there, and written back.
 
     Attributes:
         params: the number of each box's parameter.
@@ -160,7 +237,6 @@ class EqualBoxes:
     far: tuple[View, ...]
 
     def boxes(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return views of local tensors."""
         if not self.offsets:
             return [tensors[param] for param in self.params]
         return [
@@ -183,13 +259,11 @@ class EqualBoxes:
 
 
 class TorchElementwise:
-    """The element-wise backend that runs everywhere.
-
-    Which boxes are done together is found once for a set of parameters with gradients.
+    """The element-wise backend that runs everywhere.  Blocks are found once for a set of parameters with gradients.
 
     Args:
         specs: of the schedule's parameters.
-        shapes: of each one's local tensor on this rank.
+        shapes: of their local tensors on this rank.
     """
 
     def __init__(
@@ -248,17 +322,17 @@ class TorchElementwise:
             self._apply(local, block, block.taken(results.view(torch.uint8)))
 
     def apply(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
-        returning = self._together(("returning", stage), local, lambda: self._copies.returning(stage), back=True)
+        returning = self._together(("returning", stage), local, lambda: self._copies.returning[stage], back=True)
         for block in returning:
             self._apply(local, block, block.taken(wire))
 
     def _leaving(self, local: LocalTensors, stage: int) -> Sequence[EqualBoxes]:
-        return self._together(("leaving", stage), local, lambda: self._copies.leaving(stage), back=False)
+        return self._together(("leaving", stage), local, lambda: self._copies.leaving[stage], back=False)
 
     def _together(
         self, key: Hashable, local: LocalTensors, copies: Callable[[], Copies], *, back: bool
     ) -> Sequence[EqualBoxes]:
-        """Return the copies of those parameters that take part, as blocks."""
+        """Return the copies of the parameters that take part, as blocks."""
         if key not in self._blocks:
             table = copies()
             table = table.rows(np.array(self._active, bool)[self._params[table.source]])
@@ -282,7 +356,7 @@ class TorchElementwise:
         )
 
     def _carried(self, key: Hashable, copies: Callable[[], Copies], dtype: torch.dtype) -> list[tuple[View, View]]:
-        """Return the views of a memory in which units lie end to end, and those of the wire."""
+        """Return pairs of views of a memory in which units lie end to end and of the wire."""
         if key not in self._carries:
             self._carries[key] = list(_carries(copies(), dtype.itemsize))
         return self._carries[key]
@@ -294,7 +368,7 @@ class TorchElementwise:
         return _as_one(block.boxes(cast("Sequence[Tensor]", local.gradients)))
 
     def _update(self, local: LocalTensors, block: EqualBoxes, momenta: Tensor) -> Tensor:
-        """Return the updates of a block's momenta; with Nesterov's look ahead."""
+        """Return the updates of a block's momenta, with Nesterov's look ahead."""
         group = local.groups[block.params[0]]
         if not group["nesterov"]:
             return momenta
@@ -305,19 +379,23 @@ class TorchElementwise:
         """Decay, scale and subtract where a block rests."""
         group = local.groups[block.params[0]]
         rate = float(group["lr"])
-        with _lent(block.boxes(local.weights)) as exact:
-            change = results.to(exact.dtype)
-            decay([exact], [change], rate * group["weight_decay"], group["cautious"])
-            exact.add_(change, alpha=-rate * block.kind.scale)
+        boxes = block.boxes(local.weights)
+        stack = _as_one(boxes)
+        exact = stack.to(exact_dtype(stack))
+        change = results.to(exact.dtype)
+        decay([exact], [change], rate * group["weight_decay"], group["cautious"])
+        exact.add_(change, alpha=-rate * block.kind.scale)
+        if len(boxes) > 1 or exact is not stack:
+            torch._foreach_copy_(boxes, exact.unbind())
 
 
 def _blocks(
     copies: Copies, kind: Int, kinds: Sequence[BoxKind], shapes: Sequence[Sequence[int]]
 ) -> Iterator[EqualBoxes]:
-    """Yield copies as blocks of equal boxes of one kind, of up to `LARGEST_BLOCK` elements, or of one box.
+    """Yield copies, whose sources are parameters, as blocks of equal boxes of one kind, of up to `LARGEST_BLOCK`
+    elements, or of one box.
 
     Args:
-        copies: whose sources are parameters.
         kind: of each row.
         shapes: of the parameters' local tensors.
     """
@@ -394,14 +472,73 @@ def _as_one(boxes: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(boxes)) if len(boxes) > 1 else boxes[0].unsqueeze(0)
 
 
-@contextmanager
-def _lent(boxes: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Change equal boxes in place: lends ``[count, *sizes]``, float32 at least, which is rounded into them once."""
-    if len(boxes) == 1:
-        with rounded_once([boxes[0].unsqueeze(0)]) as [[exact]]:
-            yield exact
-        return
-    stack = torch.stack(list(boxes))
-    exact = stack.to(exact_dtype(stack))
-    yield exact
-    torch._foreach_copy_(list(boxes), exact.unbind())
+class TravellingState:
+    """All slots of a schedule's parameters but the momentum, on one rank: numbers that an algorithm keeps for the rows
+    or columns of a matrix.  They travel to its owner with the update, and back.
+    """
+
+    def __init__(self, schedule: Schedule, specs: Sequence[Spec], device: torch.device) -> None:
+        self._schedule, self._specs, self._device = schedule, specs, device
+        self._listed = cache(self._views)
+
+    def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
+        """Write the state that leaves this rank in a stage."""
+        for unit, slot, here, there in self._active(local, stage, back=False):
+            there.of(wire.view(slot.there)).copy_(here.of(self._memory(local, unit, slot)))
+
+    def assemble(self, local: LocalTensors, stage: int, unit: int, wire: Tensor) -> dict[str, Tensor]:
+        """Return the state of a matrix that this rank owns, ``[m, 1]`` or ``[1, n]`` by slot."""
+        state = {}
+        for number, slot in self._slots(unit):
+            rows, columns = rows_columns(slot.shapes[self._schedule.units[unit].index])
+            matrix = torch.empty(rows * columns, dtype=slot.there, device=self._device)
+            for source, target in self._listed(stage, "own", False).get(number, ()):
+                target.of(matrix).copy_(source.of(self._memory(local, unit, slot)))
+            for here, there in self._listed(stage, "receives", False).get(number, ()):
+                here.of(matrix).copy_(there.of(wire.view(slot.there)))
+            state[slot.name] = matrix.view(rows, columns)
+        return state
+
+    def release(self, local: LocalTensors, stage: int, unit: int, state: Mapping[str, Tensor], wire: Tensor) -> None:
+        """Write the state of a matrix to the wire, and to where it rests on this rank."""
+        for number, slot in self._slots(unit):
+            for here, there in self._listed(stage, "sends", True).get(number, ()):
+                there.of(wire.view(slot.back)).copy_(here.of(state[slot.name]))
+            for source, target in self._listed(stage, "own", True).get(number, ()):
+                target.of(self._memory(local, unit, slot)).copy_(source.of(state[slot.name]))
+
+    def apply(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
+        """Take in the state that has arrived in a stage."""
+        for unit, slot, here, there in self._active(local, stage, back=True):
+            here.of(self._memory(local, unit, slot)).copy_(there.of(wire.view(slot.back)))
+
+    def _active(self, local: LocalTensors, stage: int, *, back: bool) -> Iterator[tuple[int, Slot, View, View]]:
+        """Yield views of this rank's parts of others' matrices that take part, and of the wire."""
+        for number, pairs in self._listed(stage, "receives" if back else "sends", back).items():
+            slot, unit = divmod(number, len(self._schedule.units))
+            param = self._schedule.units[unit].param
+            if local.gradients[param] is not None:
+                yield from ((unit, self._specs[param].slots[slot], here, there) for here, there in pairs)
+
+    def _slots(self, unit: int) -> Iterator[tuple[int, Slot]]:
+        """Yield the slots besides the update, with the numbers that copies give to these tensors."""
+        slots = enumerate(self._specs[self._schedule.units[unit].param].slots)
+        return ((number * len(self._schedule.units) + unit, slot) for number, slot in slots if number)
+
+    def _memory(self, local: LocalTensors, unit: int, slot: Slot) -> Tensor:
+        return local.slots[self._schedule.units[unit].param][slot.name]
+
+    def _views(self, stage: int, way: str, back: bool) -> dict[int, list[tuple[View, View]]]:
+        """Return a stage's copies of such tensors, by number: views here and on the wire, or from and to."""
+        route: Route = getattr(self._schedule.stages[stage], "scatter" if back else "gather")
+        copies: Copies = getattr(route, way)
+        copies = copies.turned() if way == "receives" else copies
+        units = len(self._schedule.units)
+        copies = copies.rows(copies.source >= units)
+        views: defaultdict[int, list[tuple[View, View]]] = defaultdict(list)
+        sizes, number, *here, _, begin, along = (column.tolist() for column in copies.columns)
+        for shape, tensor, near, strides, far, far_strides in zip(sizes, number, *here, begin, along, strict=True):
+            slot = self._specs[self._schedule.units[tensor % units].param].slots[tensor // units]
+            item = 1 if way == "own" else (slot.back if back else slot.there).itemsize
+            views[tensor].append((View(shape, strides, near), View(shape, far_strides, far // item)))
+        return dict(views)

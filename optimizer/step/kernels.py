@@ -9,7 +9,7 @@ This file needs Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,9 +22,8 @@ from ..ground.cuda_graphs import capturing, uploaded
 from ..planning.matrices import Spec
 from ..planning.schedule import Schedule
 from ..triton import updates
-from ..triton.updates import KERNEL_DTYPES, Segments, TensorTable, addresses
-from .elementwise import Sizes, UpdateCopies
-from .local_tensors import LocalTensors
+from ..triton.updates import Segments, TensorTable, addresses
+from .elementwise import LocalTensors, Sizes, UpdateCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +104,10 @@ class KernelElementwise:
         )
 
     def send(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
-        self._send(("leaving", stage), lambda: self._copies.leaving(stage), wire)
+        self._send(("leaving", stage), lambda: self._copies.leaving[stage], wire)
 
     def send_ahead(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
-        self._send(("leaving", stage), lambda: self._copies.leaving(stage), wire, ahead=True)
+        self._send(("leaving", stage), lambda: self._copies.leaving[stage], wire, ahead=True)
 
     def take_in(self, local: LocalTensors) -> None:
         others = (param for param in range(len(self._specs)) if param not in self._accumulated)
@@ -129,7 +128,7 @@ class KernelElementwise:
         self._apply(("own back", stage, *sizes), own, results.view(torch.uint8))
 
     def apply(self, local: LocalTensors, stage: int, wire: Tensor) -> None:
-        self._apply(("returning", stage), lambda: self._copies.returning(stage), wire)
+        self._apply(("returning", stage), lambda: self._copies.returning[stage], wire)
 
     def _send(self, key: Hashable, copies: Callable[[], Copies], buffer: Tensor, *, ahead: bool = False) -> None:
         for kind, segments in self._planned(key, copies, lambda kind: kind.there):
@@ -203,8 +202,3 @@ class KernelElementwise:
         if capturing():
             self._captured.append(held[1])
         return held[1]
-
-
-def suits(weights: Iterable[Tensor]) -> bool:
-    """Return whether there are kernels for parameters of these dtypes."""
-    return all(weight.dtype in KERNEL_DTYPES for weight in weights)

@@ -1,4 +1,4 @@
-"""What one set of ranks does at every step, planned by each of them and compared once."""
+"""The planner of an optimizer's steps: each rank plans for itself, and plans are compared once."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from ..newton_schulz.costs import Cost
 from ..newton_schulz.products import Choice, has_kernels, missing_triton
 from ..planning.matrices import PRECISIONS, Slot, Spec
 from ..planning.schedule import Ranks, Schedule, make_schedule, paused_collector
-from .agreement import AGREE_ON_PLAN, Facts, Intent, fixed_options
+from .agreement import AGREE_ON_PLAN, Intent, fixed_options
 from .elementwise import Elementwise, TorchElementwise
 from .exchange import agree, connect, link
-from .local_tensors import State
-from .rank_sets import Member, RankSet, group_of, groups_of_mesh
-from .step import Connection, Step
+from .rank_sets import RankSet, State, group_of, groups_of_mesh
+from .step import Step
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """What an optimizer's plans are made of.
+    """The options of an optimizer that its plans follow from.
 
     Attributes:
         replicas: of plain tensors.
@@ -36,7 +35,7 @@ class Planner:
         resting: where a parameter's elements are on these ranks.
         cost, form: as `Muon` takes them.
         scale: the learning-rate factor of an ``m x n`` matrix of a group.
-        nonfinite: what is done about gradients that are not finite; None: nothing, and no step may be forbidden.
+        nonfinite: the policy for gradients that are not finite; None: there is none, and no step may be forbidden.
     """
 
     replicas: dist.ProcessGroup | None
@@ -61,50 +60,43 @@ class Planner:
         group = group_of(held.ranks, self.replicas, *groups_of_mesh(held.mesh))
         ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else held.ranks or (0,)
         rank = dist.get_rank() if group is not None else ranks[0]
+        params, device, guarded = [member.param for member in held.matrices], held.device, self.nonfinite is not None
         intent = Intent.of(AGREE_ON_PLAN, {})
         try:
             if failure is not None:
                 raise failure
             with paused_collector():
                 alike: dict[Hashable, Spec] = {}
-                specs = [
-                    alike.setdefault((member.group, member.param.device, slots), self._spec(member, groups, slots))
-                    for member in held.matrices
-                    for slots in [self._slots(member.param, groups[member.group], state, ranks)]
-                ]
+                specs = []
+                for member in held.matrices:
+                    slots = self._slots(member.param, groups[member.group], state, ranks)
+                    key = member.group, member.param.device, slots
+                    if key not in alike:
+                        alike[key] = self._spec(member.param.device, groups[member.group], slots)
+                    specs.append(alike[key])
                 schedule = make_schedule(specs, ranks, rank, self.stages)
-            weights = [local_of(member.param) for member in held.matrices]
-            backend = elementwise(schedule, specs, weights, held.device, guarded=self.nonfinite is not None)
-            intent = Intent.of(AGREE_ON_PLAN, self._facts(held, groups, specs, schedule))
+            weights = [local_of(param) for param in params]
+            backend = elementwise(schedule, specs, weights, device, guarded=guarded)
+            facts = {"exchange": self.exchange, "nonfinite": self.nonfinite or "not looked for"}
+            for index, (member, label) in enumerate(zip(held.members, held.labels, strict=True)):
+                about = f"{tuple(member.param.shape)} {member.param.dtype} in group {held.numbers[member.group]}"
+                facts[f"parameter {index}"] = about if member.name is None else f"{label}, {about}"
+            facts |= fixed_options(held.groups(groups))
+            for param, (rows, columns) in dict.fromkeys((unit.param, unit.rows_columns) for unit in schedule.units):
+                number = held.numbers[held.matrices[param].group]
+                scale = specs[param].scale(rows, columns)
+                facts[f"adjust_lr_fn of group {number} for {rows} x {columns}"] = repr(scale)
+            # What only the others' cost, form or layout can make different.
+            intent = Intent.of(AGREE_ON_PLAN, {**facts, "the plan": schedule.digest.hex()})
         except Exception as error:
             intent = intent.failed(error, rank)
-        agree(intent, group, held.device)
-        connect(group, held.device, self.exchange)
+        agree(intent, group, device)
+        connect(group, device, self.exchange)
         links = [
-            (
-                link(stage.gather, group, held.device, self.exchange),
-                link(stage.scatter, group, held.device, self.exchange),
-            )
+            (link(stage.gather, group, device, self.exchange), link(stage.scatter, group, device, self.exchange))
             for stage in schedule.stages
         ]
-        params = [member.param for member in held.matrices]
-        connection = Connection(group, links)
-        guarded = self.nonfinite is not None
-        return Step(schedule, params, specs, rank, backend, connection, held.device, guarded=guarded)
-
-    def _facts(self, held: RankSet, groups: Sequence[ParamGroup], specs: Sequence[Spec], schedule: Schedule) -> Facts:
-        """What must be the same on all ranks besides what every step compares."""
-        facts = {"exchange": self.exchange, "nonfinite": self.nonfinite or "not looked for"}
-        numbers, matrices = held.numbers, held.matrices
-        for index, (member, label) in enumerate(zip(held.members, held.labels, strict=True)):
-            about = f"{tuple(member.param.shape)} {member.param.dtype} in group {numbers[member.group]}"
-            facts[f"parameter {index}"] = about if member.name is None else f"{label}, {about}"
-        facts |= fixed_options(held.groups(groups))
-        for param, (rows, columns) in dict.fromkeys((unit.param, unit.rows_columns) for unit in schedule.units):
-            subject = f"adjust_lr_fn of group {numbers[matrices[param].group]} for {rows} x {columns}"
-            facts[subject] = repr(specs[param].scale(rows, columns))
-        # What only the others' cost, form or layout can make different.
-        return {**facts, "the plan": schedule.digest.hex()}
+        return Step(schedule, params, specs, rank, backend, group, links, device, guarded=guarded)
 
     def _slots(self, param: Tensor, group: ParamGroup, state: State, ranks: Ranks) -> tuple[Slot, ...]:
         precision, fused = PRECISIONS[group["ns_dtype"]], fused_of(group)
@@ -115,8 +107,7 @@ class Planner:
         ]
         return (update, *extras)
 
-    def _spec(self, member: Member, groups: Sequence[ParamGroup], slots: tuple[Slot, ...]) -> Spec:
-        group, device = groups[member.group], member.param.device
+    def _spec(self, device: torch.device, group: ParamGroup, slots: tuple[Slot, ...]) -> Spec:
         steps, gram, compute = group["ns_steps"], group["gram"], PRECISIONS[group["ns_dtype"]].compute
         return Spec(
             slots,
@@ -129,7 +120,7 @@ class Planner:
 def elementwise(
     schedule: Schedule, specs: Sequence[Spec], weights: Sequence[Tensor], device: torch.device, *, guarded: bool
 ) -> Elementwise:
-    """Kernels for the element-wise parts on NVIDIA GPUs, and operators elsewhere: there they are as good.
+    """Return kernels for the element-wise parts on NVIDIA GPUs, and operators elsewhere: there they are as good.
 
     Args:
         guarded: whether updates are sent ahead of momenta.
@@ -139,11 +130,12 @@ def elementwise(
     """
     if has_kernels(device, torch.bfloat16):
         try:
-            from .kernels import KernelElementwise, suits
+            from ..triton.updates import KERNEL_DTYPES
+            from .kernels import KernelElementwise
         except ModuleNotFoundError as error:
             missing_triton(error, "the element-wise parts of a step run on torch's operators, strip by strip")
         else:
-            if suits(weights):
+            if all(weight.dtype in KERNEL_DTYPES for weight in weights):
                 numels = [weight.numel() for weight in weights]
                 return KernelElementwise(schedule, specs, numels, device, guarded=guarded)
     return TorchElementwise(schedule, specs, [weight.shape for weight in weights], device)

@@ -22,6 +22,9 @@ from ..methods.matrix import MATRICES
 from ..planning.schedule import Ranks
 from .agreement import Facts, Intent, step_intent
 
+State = Mapping[Tensor, Mapping[str, Tensor]]
+"""An optimizer's state, by parameter and slot."""
+
 
 def ranks_of(param: Tensor, replicas: dist.ProcessGroup | None) -> Ranks:
     """Return the global ranks that hold parts or copies of a parameter, sorted; none for this process alone.
@@ -39,8 +42,8 @@ def members(group: dist.ProcessGroup | None) -> Ranks:
 
 
 def one_of_each(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup | None]:
-    """Return groups with the first of those that have the same ranks in the place of each: it is ranks that tell groups
-    apart, not objects, and ``new_group`` makes another object of the same ranks every time."""
+    """Return groups, each replaced by the first one of the same ranks: ranks tell groups apart, not objects, and
+    ``new_group`` makes another object of the same ranks every time."""
     first: dict[Ranks, dist.ProcessGroup] = {}
     return [first.setdefault(members(group), group) if group is not None else None for group in groups]
 
@@ -71,38 +74,17 @@ def crossing(sets: Sequence[Ranks]) -> ValueError | None:
     return None
 
 
-class ProcessGroups:
-    """Groups that exist, and groups of our own for what they lack, by their ranks."""
-
-    def __init__(self) -> None:
-        self._own: dict[Ranks, dist.ProcessGroup] = {}
-
-    def of(self, ranks: Ranks, *existing: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """Return a process group of exactly these ranks, this one among them; None for one rank.
-
-        Collective over ``ranks`` (and no others) if it has to be made.
-
-        Args:
-            existing: groups to look at, besides that of the world.
-        """
-        if len(ranks) < 2:
-            return None
-        for group in (dist.group.WORLD, *existing):
-            if members(group) == ranks and _carries(group):
-                return group
-        if ranks not in self._own:
-            world = dist.group.WORLD
-            assert world is not None, "there are ranks"
-            self._own[ranks] = new_group(ranks, dist.get_backend(world), time_out(world, world._device_types[0]))
-        return self._own[ranks]
-
-
-_of_worlds: WeakKeyDictionary[dist.ProcessGroup, ProcessGroups] = WeakKeyDictionary()
-"""What `group_of` has made, by the default process group of its time: it ends with it."""
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[Ranks, dist.ProcessGroup]] = WeakKeyDictionary()
+"""The groups that `group_of` has made, by the default process group of their time: they end with it."""
 
 
 def group_of(ranks: Ranks, *existing: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return a process group of these ranks (`ProcessGroups.of`), the same one as long as this world lasts.
+    """Return a process group of exactly these ranks, the same one as long as this world lasts; None for one rank.
+
+    Collective over ``ranks`` (and no others) if it has to be made.
+
+    Args:
+        existing: groups to look at, besides that of the world.
 
     Raises:
         ValueError: this rank is not among them.
@@ -113,17 +95,21 @@ def group_of(ranks: Ranks, *existing: dist.ProcessGroup | None) -> dist.ProcessG
             "it holds, and no others"
         )
     world = dist.group.WORLD
-    return _of_worlds.setdefault(world, ProcessGroups()).of(ranks, *existing) if world is not None else None
+    if world is None or len(ranks) < 2:
+        return None
+    for group in (world, *existing):
+        # The groups of unused mesh axes are fake and carry nothing.
+        if members(group) == ranks and (dist.get_backend(group) == "fake") == (dist.get_backend() == "fake"):
+            return group
+    made = _made.setdefault(world, {})
+    if ranks not in made:
+        made[ranks] = new_group(ranks, dist.get_backend(world), time_out(world, world._device_types[0]))
+    return made[ranks]
 
 
 def groups_of_mesh(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
     """Return the process groups of the axes of a mesh."""
     return mesh.get_all_groups() if mesh is not None else []
-
-
-def _carries(group: dist.ProcessGroup | None) -> bool:
-    """Return False for the fake groups of unused mesh axes, which carry nothing."""
-    return (dist.get_backend(group) == "fake") == (dist.get_backend() == "fake")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,12 +129,12 @@ class RankSet:
     Attributes:
         ranks: sorted; none for this process alone.
         members: in the order of the optimizer; there may be none where the ranks are those of ``replicas``.
-        state: the optimizer's, by parameter and slot.
+        state: the optimizer's.
     """
 
     ranks: Ranks
     members: tuple[Member, ...]
-    state: Mapping[Tensor, Mapping[str, Tensor]]
+    state: State
 
     @cached_property
     def matrices(self) -> list[Member]:
@@ -220,9 +206,7 @@ def ordinals(groups: Sequence[ParamGroup], replicas: dist.ProcessGroup | None) -
 
 
 def rank_sets(
-    groups: Sequence[ParamGroup],
-    replicas: dist.ProcessGroup | None,
-    state: Mapping[Tensor, Mapping[str, Tensor]] = MappingProxyType({}),
+    groups: Sequence[ParamGroup], replicas: dist.ProcessGroup | None, state: State = MappingProxyType({})
 ) -> list[RankSet]:
     """Return the parameters of some groups by their ranks, in the order in which all ranks take part in collectives."""
     held: defaultdict[Ranks, list[Member]] = defaultdict(list)

@@ -1,53 +1,120 @@
-"""A step of the matrices of one schedule: momentum, exchange, orthogonalise, exchange back, apply.
+"""A step of matrices: momentum, exchange, orthogonalise in batches, exchange back, apply.
 
 Stages overlap: while the matrices of one are orthogonalised, the next one's updates are on their way to their owners
 and the previous one's results on their way back.  So at most two stages are in memory at any time.
+
+A `Batch` has matrices that are orthogonalised together, a `Step` is for one set of ranks, and `Steps` takes those of
+all sets that this rank is in, in one order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import islice
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...coefficients import coefficient_set
 from ...vocabulary import ParamGroup
 from ..ground.cuda_graphs import capturable, capturing, refuse_absent, refuse_host
+from ..ground.tensors import Places, RowsColumns
 from ..methods.matrix import MATRICES
-from ..planning.matrices import Spec
-from ..planning.schedule import Schedule
-from .agreement import AGREE_ON_STEP, PLAN_FACT, Facts, Intent
-from .batches import Batch, in_batches
-from .elementwise import Elementwise
-from .exchange import Link, Wire
-from .local_tensors import LocalTensors, State, TravellingState
-from .notes import Notes, StepExchange
-from .rank_sets import RankSet
+from ..newton_schulz.iterations import orthogonalize_all
+from ..newton_schulz.products import Form
+from ..newton_schulz.recipe import Recipe
+from ..planning.matrices import PRECISIONS, Spec, Unit
+from ..planning.schedule import Ranks, Schedule
+from .agreement import AGREE_ON_STEP, PLAN_FACT, AgreedError, Facts, Intent
+from .elementwise import Elementwise, LocalTensors, TravellingState
+from .exchange import Link, Notes, StepExchange, Wire
+from .rank_sets import RankSet, State, crossing, rank_sets
 
-Thing = TypeVar("Thing")
+LARGEST = 1 << 25
+"""Elements of a stack: 64 heads of 128 x 4096, or two matrices of 4096 x 4096, which is more than a GPU does at a time.
+In 16 bits they are 64 MiB, and Newton-Schulz takes up to four times that besides."""
 
+TOGETHER = 1 << 18
+"""The same for torch's products: what lies in memory for them, there and back, is then 1 MiB in 16 bits.  How many
+of them are multiplied together is up to `products.STACK`."""
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Connection:
-    """What connects the ranks of a schedule.
-
-    Attributes:
-        group: of all of them; None for this process alone.
-        links: there and back, of each stage.
-    """
-
-    group: dist.ProcessGroup | None
-    links: Sequence[tuple[Link, Link]]
-
+BUSY = 64
+"""Tiles of 128 x 128 that keep a large GPU busy: half of its multiprocessors are enough, as tiles can be smaller."""
 
 UNDER_WAY = 2
 """Stages whose updates are under way when the first notes are read."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Matrices that are done by one call, with the numbers of their units; each gets the bits that it has alone.
+
+    Raises:
+        ValueError: no unit, or not as many as there are places.
+    """
+
+    numbers: tuple[int, ...]
+    places: Places
+    form: Form
+    algorithm: str
+    recipe: Recipe
+
+    def __post_init__(self) -> None:
+        if not self.numbers or len(self.numbers) != len(self.places):
+            raise ValueError(f"a batch of {len(self.numbers)} matrices, with {len(self.places)} places")
+
+    @cached_property
+    def sizes(self) -> dict[int, int]:
+        """The number of elements of each unit, in their order."""
+        return {number: rows * columns for number, (rows, columns) in zip(self.numbers, self.places, strict=True)}
+
+    def orthogonalized(self, memory: Tensor) -> Tensor:
+        """Orthogonalise the matrices of ``[places.numel]``, end to end in the order of ``numbers``."""
+        return orthogonalize_all(memory, self.places, self.recipe, self.form)
+
+
+def fills_gpu(rows: int, columns: int, copies: int) -> bool:
+    """Return whether the Gram matrices of so many matrices have `BUSY` tiles to compute: one has from 1281² on."""
+    side = -(-min(rows, columns) // 128)
+    return copies * side * (side + 1) // 2 >= BUSY
+
+
+def in_batches(units: Sequence[Unit], numbers: Iterable[int], group_of: Callable[[int], ParamGroup]) -> list[Batch]:
+    """Return whole matrices of ``units``, by number, in batches that follow from these alone.
+
+    Kernels take up to `LARGEST` elements at a time: matrices of one shape if these fill a GPU, else all that do not
+    together, tall ones apart.  torch's products take up to `TOGETHER` elements, of matrices of one shape.
+    """
+    alike: defaultdict[tuple[RowsColumns, tuple[Form, str, Recipe]], list[int]] = defaultdict(list)
+    for number in numbers:
+        unit, group = units[number], group_of(units[number].param)
+        gram = None if group["gram"] is None else tuple(group["gram"])
+        dtype = PRECISIONS[group["ns_dtype"]].compute
+        recipe = Recipe(coefficient_set(group["ns_coefficients"]), group["ns_steps"], dtype, group["eps"], gram)
+        alike[unit.rows_columns, (unit.form, group["algorithm"], recipe)].append(number)
+    together: defaultdict[tuple[RowsColumns | bool, tuple[Form, str, Recipe]], list[int]] = defaultdict(list)
+    for (shape, kind), members in alike.items():
+        rows, columns = shape
+        alone = not kind[0].kernels or fills_gpu(rows, columns, len(members))
+        together[shape if alone else rows > columns, kind] += members
+    batches = []
+    for (_, kind), members in together.items():
+        most = LARGEST if kind[0].kernels else TOGETHER
+        cuts: list[list[int]] = []
+        held = 0
+        for number in members:
+            rows, columns = units[number].rows_columns
+            if not cuts or held + rows * columns > most:
+                cuts.append([])
+                held = 0
+            cuts[-1].append(number)
+            held += rows * columns
+        batches += [Batch(tuple(cut), Places.of(units[n].rows_columns for n in cut), *kind) for cut in cuts]
+    return batches
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,24 +126,26 @@ class PendingStep:
         forbidden: by some rank.
     """
 
-    turn: StepExchange
+    exchange: StepExchange
     local: LocalTensors
-    coming: Iterator[Wire]
+    coming: deque[Wire]
     forbidden: bool
 
     def leave(self) -> None:
         """Do nothing more of it, but wait for what is under way."""
-        for wire in islice(self.coming, 1, UNDER_WAY):
+        for wire in list(self.coming)[1:]:
             wire.arrive()
 
 
 class Step:
-    """What one set of ranks does at every step.
+    """The steps of one set of ranks.
 
     Args:
         schedule: for the matrices of ``params``, described by ``specs``.
         rank: this one.
         elementwise: the backend for the element-wise parts.
+        group: of all ranks; None for this process alone.
+        links: there and back, of each stage.
         device: where ranks exchange.
         guarded: whether the step may be forbidden: then momenta change only after the first notes have arrived.
     """
@@ -88,23 +157,20 @@ class Step:
         specs: Sequence[Spec],
         rank: int,
         elementwise: Elementwise,
-        connection: Connection,
+        group: dist.ProcessGroup | None,
+        links: Sequence[tuple[Link, Link]],
         device: torch.device,
         *,
         guarded: bool = False,
     ) -> None:
-        self.schedule = schedule
-        self._params, self._specs, self._rank, self._device = tuple(params), tuple(specs), rank, device
+        self.schedule, self.group = schedule, group
+        self._params, self._rank, self._links, self._device = tuple(params), rank, links, device
         self._elementwise, self._state = elementwise, TravellingState(schedule, specs, device)
-        self._connection, self._guarded = connection, guarded
-        self._notes = Notes(connection.group, device) if connection.group is not None else None
-        self._batches: tuple[tuple[bool, ...], list[list[Batch]]] = (), []
+        self._guarded = guarded
+        self._notes = Notes(group, device) if group is not None else None
+        self._active: tuple[bool, ...] = ()
+        self._batches: list[list[Batch]] = []
         self._begun = 0
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """Of all its ranks; None for this process alone."""
-        return self._connection.group
 
     def begin(
         self,
@@ -119,11 +185,9 @@ class Step:
 
         Args:
             held: all parameters of these ranks, matrices or not.
-            groups: all of the optimizer.
-            state: by parameter and slot.
+            groups, state: of the optimizer.
             failure: what keeps this rank from it; the others learn of it.
-            unfit: whether something on this rank forbids the step to all of them.  None: nothing can, and momenta take
-                gradients in at once.
+            unfit: see `StepExchange`.
             constants: what else must be the same on all ranks.
 
         Raises:
@@ -136,14 +200,24 @@ class Step:
             constants = {**constants, "the number of steps by this plan": str(self._begun)}
             intent = held.step_intent(groups, constants)
         self._begun += 1
-        intent = replace(intent, unfit=unfit)
         if failure is not None:
             intent = intent.failed(failure, self._rank)
+        if captured := capturing():
+            refuse_absent([tuple(param.shape) for param in self._params], [p.grad is not None for p in self._params])
+            if not capturable(self._device):
+                refuse_host("muon", self._device)
         with torch.autocast(self._device.type, enabled=False):  # it would round what is meant to be exact
-            return self._first([groups[member.group] for member in held.matrices], state, intent)
+            # A graph is captured on all ranks or on none, and nothing can be read meanwhile.
+            exchange = StepExchange(intent, None if captured else self._notes, unfit)
+            groups_of_matrices = [groups[member.group] for member in held.matrices]
+            local = exchange.attempt(self._look, groups_of_matrices, state)
+            coming = self._first_wires(exchange, local)
+            forbidden = exchange.check_first(coming[0])
+        assert local is not None, "all ranks stop at the first check if one has failed"
+        return PendingStep(exchange, local, coming, forbidden)
 
-    def finish(self, pending: PendingStep, state: State, failure: Exception | None = None) -> None:
-        """The rest of a step.  Collective.
+    def finish(self, pending: PendingStep, failure: Exception | None = None) -> None:
+        """Do the rest of a step.  Collective.
 
         Args:
             failure: what keeps this rank from it.
@@ -151,10 +225,33 @@ class Step:
         Raises:
             AgreedError: on all ranks, if one of them fails.
         """
+        exchange, local, coming = pending.exchange, pending.local, pending.coming
         if failure is not None:
-            pending.turn.fail(failure)
+            exchange.fail(failure)
         with torch.autocast(self._device.type, enabled=False):
-            self._rest(pending)
+            if self._guarded:
+                exchange.attempt(self._elementwise.take_in, local)
+            returning: Wire | None = None
+            stages = self.schedule.stages if self.schedule.units else ()
+            for number, stage in enumerate(stages):
+                if 0 < number < len(stages) - 1:
+                    coming.append(self._gather(exchange, local, number + 1))
+                arrived = coming.popleft()
+                if number:
+                    arrived.arrive()
+                    exchange.check(arrived)
+                back = Wire(stage.scatter, self._links[number][1], self._device)
+                for batch in self._batches[number]:
+                    exchange.attempt(self._orthogonalize, batch, local, number, arrived.memory, back.memory)
+                del arrived
+                exchange.start(back)
+                if returning:
+                    self._apply(exchange, local, number - 1, returning)
+                returning = back
+            if returning:
+                self._apply(exchange, local, len(stages) - 1, returning)
+                exchange.attempt(local.return_to)
+            exchange.end()
 
     def retire(self, failure: Exception | None) -> None:
         """Take part in this plan for the last time: the first exchange of a step, with notes only.  Collective.
@@ -168,88 +265,48 @@ class Step:
         intent = Intent.of(
             AGREE_ON_STEP, {PLAN_FACT: "made anew, as options or groups have changed or a state was loaded"}
         )
-        turn = StepExchange(intent if failure is None else intent.failed(failure, self._rank), self._notes)
-        first, *others = [self._gather(turn, None, stage) for stage in range(min(2, len(self.schedule.stages)))]
-        first.arrive()
-        turn.check_first(first)
+        exchange = StepExchange(intent if failure is None else intent.failed(failure, self._rank), self._notes)
+        first, *others = self._first_wires(exchange, None)
+        exchange.check_first(first)
         for wire in others:
             wire.arrive()
 
-    def _first(self, groups: Sequence[ParamGroup], state: State, intent: Intent) -> PendingStep:
-        if captured := capturing():
-            refuse_absent([tuple(param.shape) for param in self._params], [p.grad is not None for p in self._params])
-            if not capturable(self._device):
-                refuse_host("muon", self._device)
-        # A graph is captured on all ranks or on none, and nothing can be read meanwhile.
-        turn = StepExchange(intent, None if captured else self._notes)
-        local = turn.attempt(lambda: self._begin(groups, state))
-        wires = _one_ahead(self._gather(turn, local, stage) for stage in range(len(self.schedule.stages)))
-        first = next(wires)
-        first.arrive()
-        forbidden = turn.check_first(first)
-        assert local is not None, "all ranks stop at the first check if one has failed"
-        return PendingStep(turn, local, _after([first], wires), forbidden)
-
-    def _rest(self, pending: PendingStep) -> None:
-        turn, local = pending.turn, pending.local
-        if self._guarded:
-            turn.attempt(lambda: self._elementwise.take_in(local))
-        if not self.schedule.units:
-            return turn.end()
-        returning: Wire | None = None
-        stages = range(len(self.schedule.stages))
-        for stage, coming in enumerate(pending.coming):
-            if stage:
-                coming.arrive()
-                turn.check(coming)
-            back = Wire(self.schedule.stages[stage].scatter, self._connection.links[stage][1], self._device)
-            self._orthogonalize(turn, local, stage, coming, back)
-            del coming
-            turn.start(back)
-            if returning:
-                self._apply(turn, local, stage - 1, returning)
-            returning = back
-        if returning:
-            self._apply(turn, local, stages[-1], returning)
-            turn.attempt(local.return_to)
-        turn.end()
-
-    def _begin(self, groups: Sequence[ParamGroup], state: State) -> LocalTensors:
+    def _look(self, groups: Sequence[ParamGroup], state: State) -> LocalTensors:
+        """Return the tensors of this step; momenta have taken the gradients in, unless the step may be forbidden."""
         local = LocalTensors.of(self._params, groups, state)
         active = tuple(gradient is not None for gradient in local.gradients)
-        if self._batches[0] != active:
-            self._batches = active, self._batched(active, groups)
+        if self._active != active:
+            units = self.schedule.units
+            self._batches = [
+                in_batches(units, (n for n in stage.owned if active[units[n].param]), groups.__getitem__)
+                for stage in self.schedule.stages
+            ]
+            self._active = active
         self._elementwise.begin(local)
         if not self._guarded:
             self._elementwise.take_in(local)
         return local
 
-    def _batched(self, active: Sequence[bool], groups: Sequence[ParamGroup]) -> list[list[Batch]]:
-        """Of each stage, what this rank orthogonalises."""
-        units = self.schedule.units
-        return [
-            in_batches(units, (n for n in stage.owned if active[units[n].param]), groups.__getitem__)
-            for stage in self.schedule.stages
-        ]
+    def _first_wires(self, exchange: StepExchange, local: LocalTensors | None) -> deque[Wire]:
+        """Start the first gathers, and wait for the first one."""
+        stages = range(min(UNDER_WAY, len(self.schedule.stages)))
+        coming = deque(self._gather(exchange, local, stage) for stage in stages)
+        coming[0].arrive()
+        return coming
 
-    def _gather(self, turn: StepExchange, local: LocalTensors | None, stage: int) -> Wire:
+    def _gather(self, exchange: StepExchange, local: LocalTensors | None, stage: int) -> Wire:
         """Send what rests here to the owners of a stage's matrices."""
-        wire = Wire(self.schedule.stages[stage].gather, self._connection.links[stage][0], self._device)
+        wire = Wire(self.schedule.stages[stage].gather, self._links[stage][0], self._device)
         if local is not None:
             ahead = self._guarded and stage < UNDER_WAY
             send = self._elementwise.send_ahead if ahead else self._elementwise.send
-            turn.attempt(partial(send, local, stage, wire.memory))
-            turn.attempt(partial(self._state.send, local, stage, wire.memory))
-        turn.start(wire)
+            exchange.attempt(send, local, stage, wire.memory)
+            exchange.attempt(self._state.send, local, stage, wire.memory)
+        exchange.start(wire)
         return wire
 
-    def _orthogonalize(self, turn: StepExchange, local: LocalTensors, stage: int, coming: Wire, back: Wire) -> None:
-        """Do this rank's matrices of a stage, and write the results, to be sent back."""
-        for batch in self._batches[1][stage]:
-            turn.attempt(partial(self._finish, batch, local, stage, coming.memory, back.memory))
-
-    def _finish(self, batch: Batch, local: LocalTensors, stage: int, arrived: Tensor, back: Tensor) -> None:
-        """Orthogonalise a batch, and do with each matrix what its algorithm does besides."""
+    def _orthogonalize(self, batch: Batch, local: LocalTensors, stage: int, arrived: Tensor, back: Tensor) -> None:
+        """Orthogonalise a batch, let its algorithm finish each matrix, and write the results."""
         method = MATRICES[batch.algorithm]
         results = batch.orthogonalized(self._elementwise.assemble(local, stage, batch.sizes, arrived))
         if method.slots:
@@ -259,26 +316,109 @@ class Step:
                 self._state.release(local, stage, unit, rows, back)
         self._elementwise.release(local, stage, batch.sizes, results, back)
 
-    def _apply(self, turn: StepExchange, local: LocalTensors, stage: int, returning: Wire) -> None:
-        """Apply what other owners have sent."""
+    def _apply(self, exchange: StepExchange, local: LocalTensors, stage: int, returning: Wire) -> None:
         returning.arrive()
-        turn.check(returning)
-        turn.attempt(partial(self._elementwise.apply, local, stage, returning.memory))
-        turn.attempt(partial(self._state.apply, local, stage, returning.memory))
+        exchange.check(returning)
+        exchange.attempt(self._elementwise.apply, local, stage, returning.memory)
+        exchange.attempt(self._state.apply, local, stage, returning.memory)
 
 
-def _one_ahead(things: Iterable[Thing]) -> Iterator[Thing]:
-    """Yield each exchange after starting the next."""
-    rest = iter(things)
-    current = next(rest, None)
-    while current is not None:
-        following = next(rest, None)
-        yield current
-        current = following
+class Steps:
+    """One `Step` for each `RankSet` of an optimizer.
 
+    Attributes:
+        planned: by ranks; made by the first step, and anew after `plan_anew`.
+    """
 
-def _after(firsts: list[Thing], rest: Iterator[Thing]) -> Iterator[Thing]:
-    """Chain a list and an iterator, releasing the list's items."""
-    while firsts:
-        yield firsts.pop(0)
-    yield from rest
+    def __init__(self) -> None:
+        self.planned: dict[Ranks, Step] = {}
+        self._outdated: dict[Ranks, Step] = {}
+        self._sets: list[RankSet] | None = None
+
+    def plan_anew(self) -> None:
+        """Let the next step make new plans, once ranks have seen that all of them do."""
+        self._outdated |= self.planned
+        self.planned, self._sets = {}, None
+
+    @property
+    def widest(self) -> dist.ProcessGroup | None:
+        """The group of all ranks that decide together whether a step is taken."""
+        held = [held for held in self._sets or () if held.members and held.ranks in self.planned]
+        return self.planned[held[-1].ranks].group if held else None
+
+    def take(
+        self,
+        groups: Sequence[ParamGroup],
+        state: State,
+        replicas: dist.ProcessGroup | None,
+        plan: Callable[[RankSet, Exception | None], Step],
+        failure: Exception | None,
+        unfit: Tensor | None,
+        constants: Callable[[Ranks], Facts],
+    ) -> bool:
+        """Update all matrices that have a gradient, or none if some rank forbids it.  Collective.
+
+        A set of ranks comes before those that contain it.  If the step may be forbidden, the first notes of all sets
+        are read before anything is changed, and all that a rank shares parameters with are in its last set: the ranks
+        of that set decide alike.
+
+        Args:
+            groups, state, replicas: of the optimizer.
+            plan: plans the steps of a set of ranks, or tells them of a failure.
+            failure: what keeps this rank from its part; the others learn of it.
+            unfit: see `StepExchange`.
+            constants: what else must be the same on all ranks of a set.
+
+        Returns:
+            Whether the step is taken.
+
+        Raises:
+            Exception: on all ranks, if one of them fails; at once, without the other sets, if it is not `AgreedError`.
+        """
+        if self._sets is None:
+            self._sets = rank_sets(groups, replicas, state)
+        if unfit is not None:
+            failure = failure or crossing([held.ranks for held in self._sets if held.members and not held.alone])
+        begun: list[tuple[Step, PendingStep]] = []
+
+        def make_plan(held: RankSet) -> None:
+            if held.ranks not in self.planned:
+                if held.ranks in self._outdated:
+                    self._outdated[held.ranks].retire(failure)
+                self.planned[held.ranks] = plan(held, failure)
+                self._outdated.pop(held.ranks, None)
+
+        def begin(held: RankSet) -> None:
+            if held.members and held.ranks in self.planned:
+                step = self.planned[held.ranks]
+                pending = step.begin(held, groups, state, failure, unfit, constants(held.ranks))
+                if unfit is None:
+                    step.finish(pending)
+                else:
+                    begun.append((step, pending))
+
+        missing = {held.ranks for held in self._sets} - self.planned.keys()
+        # All plans before the first exchange: then all connections are made.
+        for work in (make_plan, begin) if missing else (begin,):
+            for held in self._sets:
+                if held.alone and (failure or not held.matrices):
+                    continue
+                try:
+                    work(held)
+                except AgreedError as agreed:
+                    if capturing():
+                        raise agreed.error from None
+                    failure = failure or agreed.error
+        forbidden = unfit is not None and (begun[-1][1].forbidden if begun else bool(unfit))
+        left = forbidden or failure is not None
+        for step, pending in begun:
+            if left:
+                pending.leave()
+                continue
+            try:  # what fails in one set of ranks is told in the next
+                step.finish(pending, failure)
+            except AgreedError as agreed:
+                failure = failure or agreed.error
+        if failure is not None:
+            raise failure
+        return not forbidden

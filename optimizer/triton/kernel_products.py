@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..ground.places import Places, Stack
+from ..ground.tensors import Places, Stack
 from .launches import on_device
 from .multiply import LOAD_MULTIPLE, multiply
 from .normalize import moved, normalized
@@ -49,7 +49,7 @@ class KernelProducts:
         """
         if not places.numel:
             return torch.empty(0, dtype=dtype, device=memory.device)
-        full = _filled_up(places)
+        full = _padded(places)
         with on_device(memory):
             if full is not None:
                 memory = moved(memory, places, full)
@@ -82,7 +82,8 @@ class KernelProducts:
 
 
 @lru_cache(maxsize=1024)
-def _filled_up(places: Places) -> Places | None:
-    """With sides that kernels can load; None if they are so."""
-    full = places.filled_up(LOAD_MULTIPLE)
+def _padded(places: Places) -> Places | None:
+    """Return places of the same matrices with sides that kernels can load; None if they are so."""
+    sides = ([-(-side // LOAD_MULTIPLE) * LOAD_MULTIPLE for side in shape] for shape in places)
+    full = Places.of((rows, columns) for rows, columns in sides)
     return None if full == places else full

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ground.places import Places, Stack
+from ..ground.tensors import Places, Stack
 from .launches import INTERPRETED, as_fp32, launcher, narrowed
 from .tiles import DEPTH, Cut, Tile, fastest, suitable_tiles
 

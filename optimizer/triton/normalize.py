@@ -20,8 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ground.cuda_graphs import settled
-from ..ground.foreach import REDUCTIONS
-from ..ground.places import Places
+from ..ground.tensors import REDUCTIONS, Places
 from .launches import INTERPRETED, as_fp32, launcher, narrowed
 
 CHUNK, WIDTH = (1024, 256) if INTERPRETED else (8192, 1024)

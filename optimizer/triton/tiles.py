@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from ..ground.cuda_graphs import replayed, settled
-from ..ground.places import Places
+from ..ground.tensors import Places
 from .launches import INTERPRETED
 
 DEPTH = 16 if INTERPRETED else 64

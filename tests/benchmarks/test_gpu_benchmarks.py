@@ -17,7 +17,7 @@ import products
 import step_gpu
 from support.interpreted import DEVICE
 
-from muonckpt.optimizer.ground.places import Places
+from muonckpt.optimizer.ground.tensors import Places
 from muonckpt.optimizer.newton_schulz.costs import CostTable
 
 

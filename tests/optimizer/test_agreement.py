@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from muonckpt.optimizer import LayerWise, Muon, clip_grad_norm_
-from muonckpt.optimizer.step import notes
+from muonckpt.optimizer.step import exchange as exchange_module
 from muonckpt.optimizer.step.agreement import AGREE_ON_STEP, Intent, refusal
 
 ODD = 1
@@ -235,7 +235,7 @@ def read_later(rank: int, world: int) -> tuple[list[str], bool]:
     params = [rows(mesh, 16, 40) for _ in range(4 * world)]
     opt = Muon(params, stages=2)
     opt.step()
-    with patch.object(notes, "capturable", lambda device: True):
+    with patch.object(exchange_module, "capturable", lambda device: True):
         if rank == ODD:
             with OutOfMemory(7):
                 return [raised(opt.step)], True

@@ -13,7 +13,7 @@ import torch
 from support.interpreted import DEVICE, kernels, on_gpu
 from torch import Tensor
 
-from muonckpt.optimizer.ground.places import Places, Stack
+from muonckpt.optimizer.ground.tensors import Places, Stack
 
 k = kernels("triton.kernel_products")
 normal = kernels("triton.normalize")

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from muonckpt.optimizer.ground.places import Places
+from muonckpt.optimizer.ground.tensors import Places
 from muonckpt.optimizer.newton_schulz import products
 from muonckpt.optimizer.newton_schulz.products import (
     LARGE,
@@ -21,7 +21,7 @@ from muonckpt.optimizer.newton_schulz.products import (
     by_torch,
     prefer_kernels,
 )
-from muonckpt.optimizer.step.batches import fills_gpu
+from muonckpt.optimizer.step.step import fills_gpu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

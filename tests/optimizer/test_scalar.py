@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from muonckpt.optimizer import Muon, restoration
-from muonckpt.optimizer.ground import foreach
-from muonckpt.optimizer.ground.foreach import in_portions
+from muonckpt.optimizer.ground import tensors as ground
+from muonckpt.optimizer.ground.tensors import in_portions
 from muonckpt.optimizer.methods import scalar
 from muonckpt.optimizer.methods.scalar import SCALARS, decay
 
@@ -175,7 +175,7 @@ def test_bits_do_not_depend_on_what_is_computed_together(algorithm, cautious, dt
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     expected, slots = stepped(starts, gradients, algorithm, cautious=cautious)
     for elements in (1, 13, 64, 101):
-        monkeypatch.setattr(foreach, "ELEMENTS", elements)
+        monkeypatch.setattr(ground, "ELEMENTS", elements)
         found, states = stepped(starts, gradients, algorithm, cautious=cautious)
         assert all(map(torch.equal, found, expected)), elements
         for state, slot in zip(states, slots, strict=True):
@@ -183,7 +183,7 @@ def test_bits_do_not_depend_on_what_is_computed_together(algorithm, cautious, dt
 
 
 def test_portions_are_every_tensor_once_and_no_larger_than_asked_for(monkeypatch):
-    monkeypatch.setattr(foreach, "ELEMENTS", 20)
+    monkeypatch.setattr(ground, "ELEMENTS", 20)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     sizes = [7, 40, 41, 0, 30, 10, 1, 200, 0, 3]
     tensors = [torch.arange(size) + 1000 * number for number, size in enumerate(sizes)]

@@ -9,7 +9,7 @@ from support.interpreted import DEVICE, kernels
 from torch import Tensor
 
 from muonckpt.optimizer import COEFFICIENTS
-from muonckpt.optimizer.ground.places import Places
+from muonckpt.optimizer.ground.tensors import Places
 from muonckpt.optimizer.newton_schulz.iterations import orthogonalize, orthogonalize_all
 from muonckpt.optimizer.newton_schulz.products import Form
 from muonckpt.optimizer.newton_schulz.recipe import Recipe

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from muonckpt.optimizer import Muon
 from muonckpt.optimizer.newton_schulz.products import Form
 from muonckpt.optimizer.step import planner
-from muonckpt.optimizer.step.batches import in_batches
+from muonckpt.optimizer.step.step import in_batches
 
 kernels("step.kernels")
 
@@ -75,7 +75,7 @@ def test_batches_of_kernels_have_the_bits_of_one_matrix_at_a_time(monkeypatch: p
 
     counts: list[list[int]] = []
     together = trained()
-    monkeypatch.setattr("muonckpt.optimizer.step.batches.LARGEST", 1)
+    monkeypatch.setattr("muonckpt.optimizer.step.step.LARGEST", 1)
     assert_same_bits(trained(), together)
     assert counts == [[4, 1], [1] * 5]
 

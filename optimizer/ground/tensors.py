@@ -1,0 +1,208 @@
+"""Many tensors done together: by torch's ``_foreach_`` operators a portion at a time, or end to end in one memory.
+
+16-bit tensors are computed in float32 and rounded once.  torch's CPU kernels round a product with a number in the last
+elements of a 16-bit tensor and not in the vectors before them (``add_`` with ``alpha``), so in 16 bits an element would
+depend on where a shard ends.  In float32 and float64 they compute an element alike wherever it lies.  Two 16-bit
+tensors may be added as they are: that rounds once.
+
+A portion has few enough elements that each operation finds in the processor's cache the results of the one before, and
+that temporary tensors are of a portion and not of all parameters; and tensors enough that beginning an operation is
+shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+
+import torch
+from torch import Tensor
+
+Tensors = list[Tensor] | tuple[Tensor, ...]
+"""The lists that torch's ``_foreach_`` operators take."""
+
+REDUCTIONS = {torch.float32: (2.0**64, 2.0**80), torch.float64: (2.0**512, 2.0**640)}
+"""By dtype, a limit that every finite norm is below, being the root of a finite sum, and the divisor of a matrix whose
+norm is not.  Then the squares of 2^32 elements of any size add up, and those that count beside the largest are normal
+numbers."""
+
+ELEMENTS = 2**16
+"""The largest portion for each thread: five times as many float32 fit into the second cache of today's processors."""
+
+LAUNCHED = 2**26
+"""The largest portion on another device, where launching an operation costs more than its cache would save."""
+
+
+def exact_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which a tensor is computed: its own, float32 at least."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def in_dtype(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    """Return the tensors, all of one dtype, in another: the very list if it is theirs."""
+    return tensors if not tensors or tensors[0].dtype == dtype else [tensor.to(dtype) for tensor in tensors]
+
+
+@contextmanager
+def rounded_once(*lists: Tensors) -> Iterator[list[Tensors]]:
+    """Change tensors in place: lends the very tensors, or float32 copies that are rounded into them at the end.
+
+    Args:
+        lists: in each, tensors of one dtype.
+    """
+    exact = [in_dtype(tensors, exact_dtype(tensors[0])) if tensors else tensors for tensors in lists]
+    yield exact
+    for tensors, changed in zip(lists, exact, strict=True):
+        if changed is not tensors:
+            torch._foreach_copy_(list(tensors), list(changed))
+
+
+def in_portions(lists: Sequence[Tensors]) -> Iterator[list[Tensors]]:
+    """Cut parallel lists of tensors of one device, of equal shapes at equal places, to portions of at most `ELEMENTS` a
+    thread, or `LAUNCHED`.
+
+    Yields:
+        of each list the same tensors; or of one that is larger a flat part, or all of it where it is not contiguous in
+        every list.
+    """
+    if not lists[0]:
+        return
+    most = ELEMENTS * torch.get_num_threads() if lists[0][0].device.type == "cpu" else LAUNCHED
+    begin = size = 0
+    for number, tensor in enumerate(lists[0]):
+        numel = tensor.numel()
+        if size + numel > most:
+            if begin < number:
+                yield [tensors[begin:number] for tensors in lists]
+            begin, size = number, 0
+            parallel = [tensors[number] for tensors in lists]
+            if numel > most and all(tensor.is_contiguous() for tensor in parallel):
+                for first in range(0, numel, most):
+                    yield [[tensor.view(-1)[first : first + most]] for tensor in parallel]
+                begin = number + 1
+                continue
+        size += numel
+    if begin < len(lists[0]):
+        yield [tensors[begin:] for tensors in lists]
+
+
+def number_like(value: float, like: Tensors) -> Tensor:
+    """Return a number as a 0-d tensor like the tensors: torch would make one anew for each tensor of a list."""
+    return torch.tensor(value, dtype=like[0].dtype, device=like[0].device)
+
+
+def decay(params: Tensors, updates: Tensors, rate: float, cautious: bool) -> None:
+    """Decoupled weight decay in place: ``p -= rate * p`` (Loshchilov & Hutter 2019, arXiv 1711.05101).
+
+    If ``cautious``, only where the update, which will be subtracted, does not move the element away from zero, that is
+    where ``update * p >= 0`` (Chen et al. 2025, arXiv 2510.12402, algorithm 1); the others keep their bits.
+
+    Args:
+        updates: only their signs matter; as ``params`` in shape and dtype.
+        rate: learning rate times weight decay.
+    """
+    if cautious:
+        torch._foreach_add_(params, unopposed(params, updates), alpha=-rate)
+    elif rate:
+        torch._foreach_mul_(params, number_like(1 - rate, params))
+
+
+def unopposed(params: Tensors, updates: Tensors) -> tuple[Tensor, ...]:
+    """Return parameters where their update does not move them away from zero, and zeros elsewhere; exact."""
+    # Signs, as a product of small numbers may vanish.
+    signs = torch._foreach_sign(updates)
+    opposed = torch._foreach_mul(signs, params)
+    torch._foreach_clamp_max_(opposed, 0)
+    torch._foreach_mul_(opposed, signs)
+    return torch._foreach_sub(params, opposed)
+
+
+RowsColumns = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Places of matrices that lie end to end in one memory, each row by row, of whatever shapes.
+
+    Attributes:
+        runs: how many matrices in a row have one shape, their rows, their columns.
+
+    Raises:
+        ValueError: a run of none, a negative side, or two runs of one shape next to each other.
+    """
+
+    runs: tuple[tuple[int, int, int], ...]
+
+    def __post_init__(self) -> None:
+        if any(min(run) < 0 or run[0] < 1 for run in self.runs):
+            raise ValueError(f"expected runs of at least one matrix, got {self.runs}")
+        if any(run[1:] == after[1:] for run, after in pairwise(self.runs)):
+            raise ValueError(f"neighbouring runs are of one shape: {self.runs}")
+
+    @classmethod
+    def of(cls, shapes: Iterable[RowsColumns]) -> Places:
+        return cls(tuple((len(list(alike)), *shape) for shape, alike in groupby(shapes)))
+
+    def __iter__(self) -> Iterator[RowsColumns]:
+        """Yield the shape of each matrix."""
+        for count, rows, columns in self.runs:
+            for _ in range(count):
+                yield rows, columns
+
+    def __len__(self) -> int:
+        return sum(count for count, _, _ in self.runs)
+
+    @property
+    def numel(self) -> int:
+        return sum(count * rows * columns for count, rows, columns in self.runs)
+
+    @property
+    def tall(self) -> bool:
+        """True if matrices are taller than wide.
+
+        Raises:
+            ValueError: some are and some are not.
+        """
+        kinds = {rows > columns for _, rows, columns in self.runs}
+        if len(kinds) > 1:
+            raise ValueError(f"tall matrices are not done together with others: {self.runs}")
+        return any(kinds)
+
+    def begins(self) -> list[int]:
+        """Return where each matrix begins, in elements, and where the last ends."""
+        return list(accumulate((rows * columns for rows, columns in self), initial=0))
+
+    def of_memory(self, memory: Tensor) -> list[Tensor]:
+        """Return each matrix, a view of ``[numel]``."""
+        if len(self) == 1:  # as a CPU does them: three operators less
+            return [memory.view(self.runs[0][1:])]
+        return [matrix for run in self.of_runs(memory) for matrix in run.unbind()]
+
+    def of_runs(self, memory: Tensor) -> list[Tensor]:
+        """Return each run, a view ``[count, rows, columns]`` of ``[numel]``."""
+        parts = torch.split(memory, [count * rows * columns for count, rows, columns in self.runs])
+        return [part.view(run) for part, run in zip(parts, self.runs, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stack:
+    """Matrices in one memory.
+
+    Attributes:
+        memory: ``[places.numel]``, contiguous.
+        turned: each matrix is the transpose of what lies there.
+    """
+
+    memory: Tensor
+    places: Places
+    turned: bool = False
+
+    @property
+    def mT(self) -> Stack:
+        return Stack(self.memory, self.places, not self.turned)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield each matrix, a view."""
+        return (matrix.mT if self.turned else matrix for matrix in self.places.of_memory(self.memory))
