@@ -27,7 +27,7 @@ from .all_ranks import broadcast_from_first, decide_on_first, group_ranks, refus
 from .attestation import attest_loaded
 from .chunk_reader import ChunkReader, PartlyRead, WhenChecked, Where
 from .live_state import LiveState, RankState, prove_asked_whole, refuse_no_state_dict
-from .matching import Matching, RankRequest, Stored, dropped_by_torch, judge, match, misfit, selection, template_of
+from .matching import LoadTemplate, Matching, RankRequest, Stored, dropped_by_torch, judge, match, selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class _JointLoad:
         for tensor in self._reader.checkpoint.outline.tensors:
             tensor.chunk_layout()  # proves that the chunks tile it; no item is opened
         self._stored = Stored.of(self._reader.checkpoint)
-        template = template_of(live, extra.everything)
+        template = LoadTemplate.of(live, extra.everything)
         matching = self.matching = match(template, self._stored, globs)
         asked = RankState((), (), ())
         if matching.fits:
@@ -142,13 +142,13 @@ class _JointLoad:
         begin, cure = f"{self._reader.place} does not fit the state dict", f"muonckpt.load(..., {{}}){IN_A_TRAINER}"
         other_keys = matching.differences or matching.extra_state or matching.faults[0].startswith("missing")
         if not other_keys or self._stored.translated:
-            return f"{begin}: {misfit(matching, cure)}"
+            return f"{begin}: {matching.misfit(cure)}"
         translated = (
             "State of another program or optimizer, such as torch.optim.Muon, is translated first: muonckpt "
             f"convert {self._reader.place} NEW --to muonckpt (muonckpt inspect {self._reader.place} says whose keys "
             "these are)"
         )
-        return f"{begin}: {misfit(matching, cure, translated)}{'' if matching.differences else f'. {translated}'}"
+        return f"{begin}: {matching.misfit(cure, translated)}{'' if matching.differences else f'. {translated}'}"
 
 
 def _opened_together(

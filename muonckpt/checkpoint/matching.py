@@ -41,7 +41,6 @@ from .live_state import LiveState
 
 _NONE: Mapping[Any, Any] = MappingProxyType({})
 
-
 OwnParameter = tuple[str, str]
 """The key of an optimizer's state dict, and the name of one of its parameters."""
 
@@ -51,8 +50,7 @@ class LoadTemplate:
     """What a state dict asks for.
 
     Attributes:
-        values: by flat key.
-        paths: of the keys.
+        values, paths: by flat key.
         numbered: keys of optimizers whose parameters have numbers; these go by key.
         conventions: of momentum, by key, where the state dict declares them.
         partial: whether the checkpoint may hold more than it asks for.
@@ -65,18 +63,83 @@ class LoadTemplate:
     conventions: Mapping[str, Convention]
     partial: bool
 
+    @classmethod
+    def of(cls, live: LiveState, partial: bool) -> LoadTemplate:
+        notes = {key: live.annotations.get(path) for key, path in live.paths.items()}
+        conventions = {key: note.convention for key, note in notes.items() if note and note.convention}
+        optimizers, numbered = tuple(named_optimizers(live.nested)), tuple(numbered_optimizers(live.nested))
+        return cls(live.flat, live.paths, optimizers, numbered, conventions, partial)
 
-def template_of(live: LiveState, partial: bool) -> LoadTemplate:
-    """Return what a nested state dict asks for."""
-    notes = {key: live.annotations.get(path) for key, path in live.paths.items()}
-    return LoadTemplate(
-        live.flat,
-        live.paths,
-        tuple(named_optimizers(live.nested)),
-        tuple(numbered_optimizers(live.nested)),
-        {key: note.convention for key, note in notes.items() if note and note.convention},
-        partial,
-    )
+    def misfits(self, key: str, entry: StateRecord | Blob) -> Iterator[str]:
+        """Yield why an entry cannot be loaded at a key, in words that follow the key."""
+        value = self.values[key]
+        if isinstance(value, torch.Tensor) != isinstance(entry, StateRecord):
+            stored_as, expected = ("a", "no") if isinstance(entry, StateRecord) else ("no", "a")
+            yield f"is {stored_as} tensor in the checkpoint, and {expected} tensor in the state dict"
+        elif isinstance(entry, StateRecord):
+            if entry.shape != tuple(value.shape):
+                yield f"has shape {entry.shape}, expected {tuple(value.shape)}"
+            if entry.dtype != dtype_name(value.dtype):
+                yield f"is {entry.dtype}, expected {dtype_name(value.dtype)} (nothing is cast silently)"
+            convention = self.conventions.get(key)
+            if entry.convention and convention and entry.convention != convention:
+                yield f"follows momentum convention {entry.convention}, expected {convention}"
+
+
+class Stored:
+    """The entries of a checkpoint, or of the state of other ranks, by key; and its options as plain data.
+
+    Args:
+        read: gives the value of an entry that is an option.
+    """
+
+    def __init__(self, entries: Iterable[StateRecord | Blob], read: Callable[[StateRecord | Blob], Any]) -> None:
+        self.entries = {entry.key: entry for entry in entries}
+        self._read = read
+
+    @classmethod
+    def of(cls, checkpoint: OpenCheckpoint) -> Stored:
+        return cls((*checkpoint.outline.tensors, *checkpoint.outline.blobs), checkpoint.values.read)
+
+    @property
+    def translated(self) -> bool:
+        """Whether the checkpoint is our optimizer's, or converted for it: only then it says a momentum convention."""
+        return any(
+            entry.convention is not None if isinstance(entry, StateRecord) else key.endswith(".convention")
+            for key, entry in self.entries.items()
+        )
+
+    def form(self, key: str) -> StateForm | None:
+        """Return the form in which an optimizer was saved, None if the checkpoint does not say it."""
+        begin = option_prefix(key)
+        options = [option.removeprefix(begin) for option in self.entries if option.startswith(begin)]
+        groups = [option for option in options if option.removesuffix(f".{PARAMS}").isdecimal()]
+        members = [name for group in groups for name in self.option(begin + group) or ()]
+        if groups:
+            return None if not members else StateForm.NUMBERED if isinstance(members[0], int) else StateForm.NESTED
+        return StateForm.FLAT if any(not option.rpartition(".")[0].isdecimal() for option in options) else None
+
+    def option(self, key: str) -> Any:
+        """Read an option, with lists as tuples."""
+        return as_tuples(self._read(self.entries[key]))
+
+    def mark(self, key: str) -> str:
+        """Return text that is the same for equal options, where possible without reading them."""
+        entry = self.entries[key]
+        known = entry.digest if isinstance(entry, Blob) else entry.fingerprint
+        return known or str(self.option(key))
+
+    def groups(self, optimizer: NamedOptimizer) -> list[tuple[str, ...]]:
+        """Return the names of each group's parameters in the nested form, none in the other."""
+        groups = optimizer.options_of_groups(self.entries) if optimizer.groups is not None else {}
+        keys = [groups.get(number, _NONE).get(PARAMS) for number in range(max(groups, default=-1) + 1)]
+        return [() if key is None else tuple(map(str, self.option(key) or ())) for key in keys]
+
+    def names(self, optimizer: NamedOptimizer) -> set[str]:
+        """Return the names of an optimizer's parameters, as its options have them."""
+        if optimizer.groups is None:
+            return {*optimizer.options_of_names(self.entries)}
+        return set(chain.from_iterable(self.groups(optimizer)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,88 +198,19 @@ class Matching:
 
         return cls(*(join([getattr(part, name) for part in parts]) for name in cls.__slots__))
 
+    def misfit(self, cure: str, kept: str = KEPT) -> str:
+        """Return all that does not fit, in one sentence.
 
-def misfits(template: LoadTemplate, key: str, entry: StateRecord | Blob) -> Iterator[str]:
-    """Yield why an entry cannot be loaded at a key, in words that follow the key."""
-    value = template.values[key]
-    if isinstance(value, torch.Tensor) != isinstance(entry, StateRecord):
-        stored_as, expected = ("a", "no") if isinstance(entry, StateRecord) else ("no", "a")
-        yield f"is {stored_as} tensor in the checkpoint, and {expected} tensor in the state dict"
-    elif isinstance(entry, StateRecord):
-        if entry.shape != tuple(value.shape):
-            yield f"has shape {entry.shape}, expected {tuple(value.shape)}"
-        if entry.dtype != dtype_name(value.dtype):
-            yield f"is {entry.dtype}, expected {dtype_name(value.dtype)} (nothing is cast silently)"
-        expected_convention = template.conventions.get(key)
-        if entry.convention and expected_convention and entry.convention != expected_convention:
-            yield f"follows momentum convention {entry.convention}, expected {expected_convention}"
-
-
-class Stored:
-    """The entries of a checkpoint, or of the state of other ranks, by key; and its options as plain data.
-
-    Args:
-        read: gives the value of an entry that is an option.
-    """
-
-    def __init__(self, entries: Iterable[StateRecord | Blob], read: Callable[[StateRecord | Blob], Any]) -> None:
-        self.entries = {entry.key: entry for entry in entries}
-        self._read = read
-
-    @classmethod
-    def of(cls, checkpoint: OpenCheckpoint) -> Stored:
-        return cls((*checkpoint.outline.tensors, *checkpoint.outline.blobs), checkpoint.values.read)
-
-    @property
-    def translated(self) -> bool:
-        """Whether the checkpoint is our optimizer's, or converted for it: only then it says a momentum convention."""
-        return any(
-            entry.convention is not None if isinstance(entry, StateRecord) else key.endswith(".convention")
-            for key, entry in self.entries.items()
-        )
-
-    def form(self, key: str) -> StateForm | None:
-        """Return the form in which an optimizer was saved, None if the checkpoint does not say it."""
-        begin = option_prefix(key)
-        options = [option.removeprefix(begin) for option in self.entries if option.startswith(begin)]
-        groups = [option for option in options if option.removesuffix(f".{PARAMS}").isdecimal()]
-        members = [name for group in groups for name in self.option(begin + group) or ()]
-        if groups:
-            return None if not members else StateForm.NUMBERED if isinstance(members[0], int) else StateForm.NESTED
-        return StateForm.FLAT if any(not option.rpartition(".")[0].isdecimal() for option in options) else None
-
-    def option(self, key: str) -> Any:
-        """Read an option, with lists as tuples."""
-        return as_tuples(self._read(self.entries[key]))
-
-    def mark(self, key: str) -> str:
-        """Return what is the same for equal options, where possible without reading them."""
-        entry = self.entries[key]
-        known = entry.digest if isinstance(entry, Blob) else entry.fingerprint
-        return known or str(self.option(key))
-
-    def groups(self, optimizer: NamedOptimizer) -> list[tuple[str, ...]]:
-        """Return the names of each group's parameters in the nested form, none in the other."""
-        groups = optimizer.options_of_groups(self.entries) if optimizer.groups is not None else {}
-        keys = [groups.get(number, _NONE).get(PARAMS) for number in range(max(groups, default=-1) + 1)]
-        return [() if key is None else tuple(map(str, self.option(key) or ())) for key in keys]
-
-    def names(self, optimizer: NamedOptimizer) -> set[str]:
-        """Return the names of an optimizer's parameters, as its options have them."""
-        named = self.groups(optimizer) if optimizer.groups is not None else [optimizer.options_of_names(self.entries)]
-        return set(chain.from_iterable(named))
-
-
-# --- What takes what ---
-
-
-@dataclass(frozen=True, slots=True)
-class RankRequest:
-    """A rank's request to the coordinator: what it takes, which optimizers it has, and which globs were given."""
-
-    matching: Matching
-    optimizers: tuple[NamedOptimizer, ...]
-    globs: Globs
+        Args:
+            cure: where ``fresh`` is given, such as ``"muonckpt.load(..., {})"``.
+            kept: what keeps the state of parameters that differ.
+        """
+        problems = list(self.faults[:12])
+        if len(self.faults) > 12:
+            problems.append(f"and {len(self.faults) - 12} more")
+        if self.differences:
+            problems.append(differences_listed(self.differences, self.names, cure, kept))
+        return "; ".join(problems)
 
 
 def selection(allow_extra: bool | Iterable[str], fresh: Iterable[str]) -> tuple[Extra, Globs]:
@@ -231,9 +225,12 @@ def selection(allow_extra: bool | Iterable[str], fresh: Iterable[str]) -> tuple[
         raise ArgumentError(str(error)) from error
 
 
+# --- One rank ---------------------------------------------------------------------------------------------------------
+
+
 def match(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
     """Decide what a rank's template takes from a checkpoint."""
-    if forms := tuple(_of_other_forms(template, stored)):
+    if forms := tuple(_other_forms(template, stored)):
         return Matching(spared=frozenset(stored.entries), faults=forms)
     unnamed = tuple(
         f"the parameters of {key!r} have numbers, so fresh={list(globs.patterns)!r} cannot name them: save and load "
@@ -241,8 +238,8 @@ def match(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
         for key in template.numbered
         if globs.patterns
     )
-    of_optimizers = (_state(optimizer, template, stored, globs) for optimizer in template.optimizers)
-    return Matching.joined([Matching(faults=unnamed), _keys(template, stored, globs), *of_optimizers])
+    of_optimizers = (_OptimizerMatch(optimizer, template, stored).taken(globs) for optimizer in template.optimizers)
+    return Matching.joined([Matching(faults=unnamed), _by_key(template, stored, globs), *of_optimizers])
 
 
 _GIVEN = {
@@ -256,7 +253,7 @@ _GIVEN = {
 """What users save and load, by its form."""
 
 
-def _of_other_forms(template: LoadTemplate, stored: Stored) -> Iterator[str]:
+def _other_forms(template: LoadTemplate, stored: Stored) -> Iterator[str]:
     """Yield which optimizers the checkpoint has in another form than the template, and what loads them."""
     if not stored.translated:
         return  # another program's, and to be translated first
@@ -269,6 +266,264 @@ def _of_other_forms(template: LoadTemplate, stored: Stored) -> Iterator[str]:
                 f"{key!r} was saved from {_GIVEN[saved]}, and is to be loaded into {_GIVEN[form]}. To keep all of "
                 f"its state, load it into what it was saved from: give that as {key!r}{after}"
             )
+
+
+def _by_key(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
+    """Take by its key what is in no optimizer.  Weights that the checkpoint lacks may be kept."""
+    elsewhere = tuple(prefix for optimizer in template.optimizers for prefix in (optimizer.state, optimizer.options))
+    sources: dict[str, str] = {}
+    kept, missing, faults = {}, [], []
+    lacking, unasked = defaultdict(set), defaultdict(set)
+    for key in sorted(template.values):
+        *above, name = template.paths[key]
+        if key.startswith(elsewhere):
+            continue
+        if key in stored.entries:
+            sources[key] = key
+            faults += [f"{key!r} {fault}" for fault in template.misfits(key, stored.entries[key])]
+        elif isinstance(template.values[key], torch.Tensor) and globs.match(str(name)):
+            kept[key] = str(name)
+        else:
+            missing.append(f"missing key {key!r}")
+            lacking[tuple(above)].add(str(name))
+    for key, entry in stored.entries.items() if lacking else ():
+        *above, name = entry.path
+        if key not in template.values:
+            unasked[tuple(above)].add(str(name))
+    wrapped = filter(None, (inserted_parts(names, unasked[above]) for above, names in lacking.items()))
+    return Matching(sources, kept=kept, faults=(*wrapped, *missing, *faults))
+
+
+_OF_SCHEDULERS = frozenset({"base_lrs", "_schedulers"})
+"""Keys of schedulers' state dicts; ``base_lrs`` has a rate for each group, by the group's number."""
+
+_OWN = NAMES_OF_GROUPS | {*FUSION}
+"""Options in which groups of a checkpoint may differ that are one group of the running optimizer."""
+
+_Keys = Mapping[str, str]
+"""Keys by slot, or by option."""
+
+
+class _OptimizerMatch:
+    """One optimizer: takes its state by the names of parameters, and its options by their groups.
+
+    Attributes:
+        groups, saved: keys of a group's options, by its number, in the template and in the checkpoint (nested form).
+        mine, theirs: keys of a parameter's options, by its name, in the template and in the checkpoint.
+        home: the number of the group that a parameter has in the checkpoint (nested form).
+    """
+
+    def __init__(self, optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored) -> None:
+        self.optimizer, self.template, self.stored = optimizer, template, stored
+        self.home: dict[str, int] = {}
+        if optimizer.groups is None:
+            self.mine = optimizer.options_of_names(template.values)
+            self.theirs = optimizer.options_of_names(stored.entries)
+            return
+        self.groups = optimizer.options_of_groups(template.values)
+        self.saved = optimizer.options_of_groups(stored.entries)
+        live = [(name, number) for number, names in enumerate(optimizer.groups) for name in names]
+        # Where ranks have groups of different parameters, only one rank's names are stored; the numbers are the same.
+        self.home |= {name: number for name, number in live if number in self.saved}
+        self.home |= {name: number for number, names in enumerate(stored.groups(optimizer)) for name in names}
+        self.mine = {name: self.groups[number] for name, number in live}
+        self.theirs = {name: self.saved[number] for name, number in self.home.items()}
+
+    def taken(self, globs: Globs) -> Matching:
+        mine = self.optimizer.state_of_names(self.template.values, self.mine)
+        theirs = self.optimizer.state_of_names(self.stored.entries, {*self.mine, *self.theirs})
+        sources: dict[str, str] = {}
+        zeros: list[str] = []
+        faults, differences, loaded, fresh, discarded = [], {}, [], [], []
+        for name in dict.fromkeys((*self.mine, *mine)):
+            if name not in mine and name in theirs:  # as if only the checkpoint had it
+                continue
+            keys = mine.get(name, _NONE)
+            reason = self._reason(name, keys, theirs.get(name, _NONE))
+            if globs.match(name):
+                fresh.append(name)
+                zeros += keys.values()
+                known = ", ".join(sorted(BEGIN_AS_ZEROS))
+                faults += [
+                    f"{key!r} cannot start fresh: it is not known how a {slot!r} begins, only that of tensors {known}: "
+                    "zeros"
+                    for slot, key in keys.items()
+                    if slot not in BEGIN_AS_ZEROS or not isinstance(self.template.values[key], torch.Tensor)
+                ]
+                discarded += [name] if keys and not reason else []
+            elif reason:
+                differences[name] = reason
+            else:
+                loaded.append(name)
+                sources |= {key: key for key in keys.values()}
+        own = self.optimizer.key
+        state = Matching(
+            sources,
+            zeros=tuple(zeros),
+            loaded=frozenset((own, name) for name in loaded),
+            fresh=frozenset((own, name) for name in fresh),
+            discarded=frozenset(discarded),
+            parameters=frozenset((own, name) for name in (*loaded, *fresh, *differences)),
+            differences=differences,
+            faults=tuple(faults),
+        )
+        named = self.optimizer.groups is None
+        return Matching.joined(
+            [state, self._options_by_name(loaded, fresh) if named else self._options_by_group(loaded)]
+        )
+
+    def _reason(self, name: str, here: _Keys, there: _Keys) -> str | None:
+        """Return why the state of a parameter cannot be loaded, whose keys by slot are ``here`` and ``there``."""
+        if not there:
+            return NEW if here else None
+        now, then = self.mine.get(name, _NONE), self.theirs.get(name, _NONE)
+        for option in meaning(there):
+            if option in now and option in then:
+                values = self.stored.option(then[option]), as_tuples(self.template.values[now[option]])
+                if values[0] != values[1]:
+                    return said_otherwise(option, *values)
+        if here.keys() != there.keys() and not (self.template.partial and here.keys() <= there.keys()):
+            return f"with {', '.join(sorted(there))} in the checkpoint, expected {', '.join(sorted(here)) or 'nothing'}"
+        for slot, key in here.items():
+            for fault in self.template.misfits(key, self.stored.entries[there[slot]]):
+                return f"with a {slot} that {fault}"
+        return None
+
+    def _options_by_group(self, loaded: Sequence[str]) -> Matching:
+        """Take options of the nested form: those of the group in which a group's parameters were."""
+        home = {name: self.home[name] for name in loaded if name in self.home}
+
+        def options(number: int) -> dict[str, Any]:
+            return {option: self.stored.option(key) for option, key in self.saved[number].items() if option not in _OWN}
+
+        live = self.optimizer.groups or ()
+        numbers, differences = origin_groups(live, home, options)
+        joined = [{home[name] for name in names if name in home} for names in live]
+        spared = [key for number in set().union(*joined) - {*numbers} for key in self.saved[number].values()]
+        taken = []
+        for number, keys in self.groups.items():
+            source = numbers[number]
+            if source is None:  # all of it starts fresh, with the options that it has
+                continue
+            mine = {option: key for option, key in keys.items() if option not in NAMES_OF_GROUPS}
+            taken.append(self._options(mine, self.saved[source], str(source), f"group {number}"))
+        unfit = self._scheduler_misfit(numbers)
+        return Matching.joined([Matching(spared=frozenset(spared), differences=differences), unfit, *taken])
+
+    def _scheduler_misfit(self, origins: Sequence[int | None]) -> Matching:
+        saved, template, stored = self.saved, self.template, self.stored
+        rates = {n: stored.option(keys["initial_lr"]) for n, keys in saved.items() if "initial_lr" in keys}
+        mine = [self.groups.get(number, _NONE).get("initial_lr") for number in range(len(origins))]
+        then = [rates.get(number) for number in range(max(saved, default=-1) + 1)]
+        now = [
+            rates.get(origin) if origin is not None else None if key is None else template.values[key]
+            for origin, key in zip(origins, mine, strict=True)
+        ]
+        schedulers = [key for key, path in template.paths.items() if not _OF_SCHEDULERS.isdisjoint(path)]
+        if unfit := scheduler_misfit(then, now):
+            return Matching(faults=(unfit,)) if schedulers or any(mine) else Matching(doubts=(unfit,))
+        if len(template.optimizers) > 1:  # a scheduler does not say whose it is
+            return Matching()
+        return Matching(
+            doubts=tuple(
+                f"{key!r} of the checkpoint has {list(base)}, and the groups initial_lr {now}: the scheduler gives "
+                "groups other rates than they began with, as it does if their order has changed in the saved run"
+                for key in schedulers
+                if template.paths[key][-1] == "base_lrs" and key in stored.entries and None not in now
+                if (base := stored.option(key)) != tuple(now)
+            )
+        )
+
+    def _options_by_name(self, loaded: Sequence[str], fresh: Sequence[str]) -> Matching:
+        """Take options of the flattened form: a parameter's own, or if it is fresh those that others of its group take.
+
+        Its group is the parameters with equal options in the template.
+        """
+
+        def group(name: str) -> str:
+            options = self.mine.get(name, _NONE).items()
+            return str(sorted((option, as_tuples(self.template.values[key])) for option, key in options))
+
+        alike: defaultdict[str, list[str]] = defaultdict(list)
+        for name in loaded:
+            alike[group(name)].append(name)
+        origins = {name: name for name in loaded}
+        origins |= {name: alike[of_name][0] for name in fresh if (of_name := group(name)) in alike}
+        faults = tuple(filter(None, map(self._apart, alike.values())))
+        taken = [
+            self._options(self.mine.get(name, _NONE), self.theirs.get(origin, _NONE), origin, "parameters")
+            for name, origin in origins.items()
+        ]
+        return Matching.joined([Matching(faults=faults), *taken])
+
+    def _apart(self, names: Sequence[str]) -> str | None:
+        """Return why parameters with equal options now were no single group in the saved run, if they were not."""
+        theirs, option_of = self.theirs, self.stored.option
+        for option in theirs.get(names[0], {}).keys() - _OWN:
+            keys = {name: theirs[name][option] for name in names if option in theirs.get(name, _NONE)}
+            first = option_of(keys[names[0]])
+            differing = {self.stored.mark(key): name for name, key in keys.items()}.values()
+            for other in (name for name in differing if option_of(keys[name]) != first):
+                return (
+                    f"{names[0]!r} and {other!r} have the same options now, and {option}={first!r} and "
+                    f"{option_of(keys[other])!r} in the checkpoint; a flattened state dict does not say whether they "
+                    "are one group: load a nested one (flatten_optimizer_state_dict=False)"
+                )
+        return None
+
+    def _options(self, mine: _Keys, theirs: _Keys, origin: str, who: str) -> Matching:
+        """Take options, by option; those that only one side has stay as they are, or are added.
+
+        Args:
+            origin: the group or the parameter of the checkpoint that has ``theirs``.
+            who: has ``mine``, for people.
+        """
+        values, entries = self.template.values, self.stored.entries
+        sources = {key: theirs[option] for option, key in mine.items() if option in theirs}
+        lacking = sorted(mine.keys() - theirs.keys())
+        faults = [
+            f"missing key {f'{self.optimizer.options}{origin}.{option}'!r}"
+            for option in lacking
+            if not theirs or option in OF_THE_RUN
+        ]
+        faults += [
+            f"{key!r} {fault}" for key, own in sources.items() for fault in self.template.misfits(key, entries[own])
+        ]
+        own = [f"{option}={values[mine[option]]!r}" for option in lacking if option not in OF_THE_RUN]
+        only_there = [option for option in theirs if option in SCHEDULED and option not in mine]
+        added = {}
+        for option in only_there if mine else ():
+            *above, last = self.template.paths[next(iter(mine.values()))]
+            flattened, dot, _ = str(last).rpartition(".")
+            added[*above, f"{flattened}{dot}{option}"] = self.stored.option(theirs[option])
+        return Matching(
+            sources,
+            frozenset(theirs[option] for option in only_there),
+            own_options=(f"{who}: {', '.join(own)}",) if own and theirs else (),
+            added=added,
+            faults=tuple(faults),
+        )
+
+
+def dropped_by_torch(added: Mapping[KeyPath, object]) -> tuple[str, ...]:
+    """Return the options among those ``added`` that torch's ``set_state_dict`` drops, as text.
+
+    Of a flattened state dict it takes only the options that the running optimizer's groups have.
+    """
+    parts = [(str(path[-1]).rpartition("."), value) for path, value in added.items()]
+    return tuple(dict.fromkeys(f"{option}={value!r}" for (_, dot, option), value in parts if dot))
+
+
+# --- All ranks --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RankRequest:
+    """A rank's request to the coordinator: what it takes, which optimizers it has, and which globs were given."""
+
+    matching: Matching
+    optimizers: tuple[NamedOptimizer, ...]
+    globs: Globs
 
 
 def judge(requests: Sequence[RankRequest], stored: Stored, extra: Extra) -> tuple[Matching, LoadReport]:
@@ -300,7 +555,7 @@ def judge(requests: Sequence[RankRequest], stored: Stored, extra: Extra) -> tupl
         for entry in entries
         if isinstance(entry, StateRecord) and entry.slot is None and globs.match(str(entry.path[-1]))
     }
-    extras = [entry for entry in entries if entry.key not in weights and not extra.match(entry.key)]
+    extras = [entry.key for entry in entries if entry.key not in weights and not extra.match(entry.key)]
     faults = _extra_keys(extras, ranks.sources)
     faults += [
         f"fresh={pattern!r} matches no parameter with state, and no weight that only one side has"
@@ -315,37 +570,22 @@ def judge(requests: Sequence[RankRequest], stored: Stored, extra: Extra) -> tupl
         ranks.own_options,
     )
     owned = tuple(prefix for optimizer in optimizers for prefix in (optimizer.state, optimizer.options))
-    extra_state = tuple(entry.key for entry in extras if entry.key.startswith(owned))
+    extra_state = tuple(key for key in extras if key.startswith(owned))
     unfit = Matching(differences=differences, extra_state=extra_state, faults=tuple(faults))
     return Matching.joined([ranks, unfit]), report
 
 
-def _extra_keys(entries: Sequence[StateRecord | Blob], template: Iterable[str]) -> list[str]:
+def _extra_keys(keys: Sequence[str], template: Iterable[str]) -> list[str]:
     """Return what only the checkpoint has, by roots where these are its own, and how to leave it."""
     used = {key.partition(".")[0] for key in template}
     roots: defaultdict[str, list[str]] = defaultdict(list)
-    for entry in entries:
-        root, dot, _ = entry.key.partition(".")
-        roots[escape(entry.key) if root in used or not dot else f"{escape(root)}.*"].append(entry.key)
-    faults = [f"extra key {keys[0]!r}" + f" and {len(keys) - 1} more" * (len(keys) > 1) for keys in roots.values()]
+    for key in keys:
+        root, dot, _ = key.partition(".")
+        roots[escape(key) if root in used or not dot else f"{escape(root)}.*"].append(key)
+    faults = [f"extra key {alike[0]!r}" + f" and {len(alike) - 1} more" * (len(alike) > 1) for alike in roots.values()]
     if faults:
         faults[0] += f" (allow_extra={list(roots)[:12]!r} leaves what only the checkpoint has)"
     return faults
-
-
-def misfit(matching: Matching, cure: str, kept: str = KEPT) -> str:
-    """Return all that does not fit, in one sentence.
-
-    Args:
-        cure: where ``fresh`` is given, such as ``"muonckpt.load(..., {})"``.
-        kept: what keeps the state of parameters that differ.
-    """
-    problems = list(matching.faults[:12])
-    if len(matching.faults) > 12:
-        problems.append(f"and {len(matching.faults) - 12} more")
-    if matching.differences:
-        problems.append(differences_listed(matching.differences, matching.names, cure, kept))
-    return "; ".join(problems)
 
 
 def _passed_over(
@@ -360,304 +600,3 @@ def _passed_over(
     for number, options in optimizer.options_of_groups(keys).items():
         left = not any((optimizer.key, name) in loaded for name in groups[number])
         yield from (key for option, key in options.items() if left or option in NAMES_OF_GROUPS)
-
-
-def _keys(template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
-    """Take by its key what is in no optimizer.  Weights that the checkpoint lacks may be kept."""
-    elsewhere = tuple(prefix for optimizer in template.optimizers for prefix in (optimizer.state, optimizer.options))
-    sources: dict[str, str] = {}
-    kept, missing, faults = {}, [], []
-    for key in sorted(template.values):
-        if key.startswith(elsewhere):
-            continue
-        if key in stored.entries:
-            sources[key] = key
-            faults += [f"{key!r} {fault}" for fault in misfits(template, key, stored.entries[key])]
-        elif isinstance(template.values[key], torch.Tensor) and globs.match(str(template.paths[key][-1])):
-            kept[key] = str(template.paths[key][-1])
-        else:
-            missing.append(key)
-    return Matching(
-        sources,
-        kept=kept,
-        faults=(*_wrapped(template, stored, missing), *(f"missing key {key!r}" for key in missing), *faults),
-    )
-
-
-def _wrapped(template: LoadTemplate, stored: Stored, missing: Sequence[str]) -> Iterator[str]:
-    mine, theirs = defaultdict(set), defaultdict(set)
-    for key in missing:
-        *above, name = template.paths[key]
-        mine[tuple(above)].add(str(name))
-    for key, entry in stored.entries.items() if mine else ():
-        *above, name = entry.path
-        if key not in template.values:
-            theirs[tuple(above)].add(str(name))
-    yield from filter(None, (inserted_parts(names, theirs[above]) for above, names in mine.items()))
-
-
-def _state(optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored, globs: Globs) -> Matching:
-    """Take an optimizer's state by the names of parameters, and its options by their groups."""
-    options = option_keys(optimizer, template, stored)
-    mine = optimizer.state_of_names(template.values, options.mine)
-    theirs = optimizer.state_of_names(stored.entries, {*options.mine, *options.theirs})
-    sources: dict[str, str] = {}
-    zeros: list[str] = []
-    faults, differences, loaded, fresh, discarded = [], {}, [], [], []
-    for name in dict.fromkeys((*options.mine, *mine)):
-        if name not in mine and name in theirs:  # as if only the checkpoint had it
-            continue
-        keys, reason = mine.get(name, _NONE), _reason(name, template, stored, mine, theirs, options)
-        if globs.match(name):
-            fresh.append(name)
-            zeros += keys.values()
-            faults += [fault for slot, key in keys.items() for fault in _unknown(slot, template.values[key], key)]
-            discarded += [name] if keys and not reason else []
-        elif reason:
-            differences[name] = reason
-        else:
-            loaded.append(name)
-            sources |= {key: key for key in keys.values()}
-    taken = options_by_name if optimizer.groups is None else options_by_group
-    return Matching.joined(
-        [
-            Matching(
-                sources,
-                frozenset(),
-                tuple(zeros),
-                frozenset((optimizer.key, name) for name in loaded),
-                frozenset((optimizer.key, name) for name in fresh),
-                frozenset(discarded),
-                {},
-                frozenset((optimizer.key, name) for name in (*loaded, *fresh, *differences)),
-                differences=differences,
-                faults=tuple(faults),
-            ),
-            taken(optimizer, template, stored, options, loaded, fresh),
-        ]
-    )
-
-
-def _unknown(slot: str, value: Any, key: str) -> Iterator[str]:
-    if slot not in BEGIN_AS_ZEROS or not isinstance(value, torch.Tensor):
-        known = ", ".join(sorted(BEGIN_AS_ZEROS))
-        yield f"{key!r} cannot start fresh: it is not known how a {slot!r} begins, only that of tensors {known}: zeros"
-
-
-def _reason(
-    name: str,
-    template: LoadTemplate,
-    stored: Stored,
-    mine: Mapping[str, Mapping[str, str]],
-    theirs: Mapping[str, Mapping[str, str]],
-    options: OptionKeys,
-) -> str | None:
-    """Return why the state of a parameter cannot be loaded; ``mine`` and ``theirs`` are keys by parameter and slot."""
-    here, there = mine.get(name, _NONE), theirs.get(name, _NONE)
-    if not there:
-        return NEW if here else None
-    now, then = options.mine.get(name, _NONE), options.theirs.get(name, _NONE)
-    for option in meaning(there):
-        if option in now and option in then:
-            values = stored.option(then[option]), as_tuples(template.values[now[option]])
-            if values[0] != values[1]:
-                return said_otherwise(option, *values)
-    if here.keys() != there.keys() and not (template.partial and here.keys() <= there.keys()):
-        return f"with {', '.join(sorted(there))} in the checkpoint, expected {', '.join(sorted(here)) or 'nothing'}"
-    for slot, key in here.items():
-        for fault in misfits(template, key, stored.entries[there[slot]]):
-            return f"with a {slot} that {fault}"
-    return None
-
-
-# --- Options: a parameter's own, or those of the group that it was in -------------------------------------------------
-
-BASE_RATES = "base_lrs"
-"""Where a scheduler's state dict has a rate for each group, by the group's number."""
-
-_OF_SCHEDULERS = frozenset({BASE_RATES, "_schedulers"})
-
-_OWN = NAMES_OF_GROUPS | {*FUSION}
-"""Options in which groups of a checkpoint may differ that are one group of the running optimizer."""
-
-
-@dataclass(frozen=True, slots=True)
-class OptionKeys:
-    """The keys of an optimizer's options by parameter and option, in the template and in the checkpoint.
-
-    Attributes:
-        home: in the nested form, the number of the group that a parameter has in the checkpoint.
-    """
-
-    mine: Mapping[str, Mapping[str, str]]
-    theirs: Mapping[str, Mapping[str, str]]
-    home: Mapping[str, int]
-
-
-def option_keys(optimizer: NamedOptimizer, template: LoadTemplate, stored: Stored) -> OptionKeys:
-    if optimizer.groups is None:
-        by_name = optimizer.options_of_names
-        return OptionKeys(by_name(template.values), by_name(stored.entries), {})
-    groups, saved = stored.groups(optimizer), optimizer.options_of_groups(stored.entries)
-    mine = optimizer.options_of_groups(template.values)
-    live = [(name, number) for number, names in enumerate(optimizer.groups) for name in names]
-    # Where ranks have groups of different parameters, only one rank's names are stored; the numbers are the same.
-    home = {name: number for name, number in live if number in saved}
-    home |= {name: number for number, names in enumerate(groups) for name in names}
-    return OptionKeys(
-        {name: mine[number] for name, number in live}, {name: saved[number] for name, number in home.items()}, home
-    )
-
-
-def options_by_group(
-    optimizer: NamedOptimizer,
-    template: LoadTemplate,
-    stored: Stored,
-    options: OptionKeys,
-    loaded: Sequence[str],
-    fresh: Sequence[str],
-) -> Matching:
-    """Take options of the nested form: those of the group in which a group's parameters were."""
-    saved = optimizer.options_of_groups(stored.entries)
-    home = {name: options.home[name] for name in loaded if name in options.home}
-
-    def of_saved(number: int) -> dict[str, Any]:
-        return {option: stored.option(key) for option, key in saved[number].items() if option not in _OWN}
-
-    numbers, differences = origin_groups(optimizer.groups or (), home, of_saved)
-    joined = [{home[name] for name in names if name in home} for names in optimizer.groups or ()]
-    spared = [key for number in set().union(*joined) - {*numbers} for key in saved[number].values()]
-    taken = []
-    for number, keys in optimizer.options_of_groups(template.values).items():
-        source = numbers[number]
-        if source is None:  # all of it starts fresh, with the options that it has
-            continue
-        mine = {option: key for option, key in keys.items() if option not in NAMES_OF_GROUPS}
-        taken.append(_taken(template, stored, mine, saved[source], f"{optimizer.options}{source}", f"group {number}"))
-    unfit = _scheduler_misfit(template, stored, optimizer, numbers)
-    return Matching.joined([Matching(spared=frozenset(spared), differences=differences), unfit, *taken])
-
-
-def _scheduler_misfit(
-    template: LoadTemplate, stored: Stored, optimizer: NamedOptimizer, origins: Sequence[int | None]
-) -> Matching:
-    saved = optimizer.options_of_groups(stored.entries)
-    rates = {n: stored.option(keys["initial_lr"]) for n, keys in saved.items() if "initial_lr" in keys}
-    mine = [optimizer.options_of_groups(template.values).get(n, _NONE).get("initial_lr") for n in range(len(origins))]
-    then = [rates.get(number) for number in range(max(saved, default=-1) + 1)]
-    now = [
-        rates.get(origin) if origin is not None else None if key is None else template.values[key]
-        for origin, key in zip(origins, mine, strict=True)
-    ]
-    schedulers = [key for key, path in template.paths.items() if not _OF_SCHEDULERS.isdisjoint(path)]
-    if unfit := scheduler_misfit(then, now):
-        return Matching(faults=(unfit,)) if schedulers or any(mine) else Matching(doubts=(unfit,))
-    if len(template.optimizers) > 1:  # a scheduler does not say whose it is
-        return Matching()
-    return Matching(
-        doubts=tuple(
-            f"{key!r} of the checkpoint has {list(base)}, and the groups initial_lr {now}: the scheduler gives groups "
-            "other rates than they began with, as it does if their order has changed in the saved run"
-            for key in schedulers
-            if template.paths[key][-1] == BASE_RATES and key in stored.entries and None not in now
-            if (base := stored.option(key)) != tuple(now)
-        )
-    )
-
-
-def options_by_name(
-    optimizer: NamedOptimizer,
-    template: LoadTemplate,
-    stored: Stored,
-    options: OptionKeys,
-    loaded: Sequence[str],
-    fresh: Sequence[str],
-) -> Matching:
-    """Take options of the flattened form: a parameter's own, or if it is fresh those that others of its group take.
-
-    Its group is the parameters with equal options in the template.
-    """
-    alike: defaultdict[str, list[str]] = defaultdict(list)
-    for name in loaded:
-        alike[_shown(template, options.mine.get(name, _NONE))].append(name)
-    apart = [_apart(names, stored, options) for names in alike.values()]
-    faults = [fault for fault in apart if fault]
-    origins = {name: name for name in loaded}
-    for name in fresh:
-        for other in alike.get(_shown(template, options.mine.get(name, _NONE)), [])[:1]:
-            origins[name] = other
-    taken = [
-        _taken(
-            template,
-            stored,
-            options.mine.get(name, _NONE),
-            options.theirs.get(origin, _NONE),
-            f"{optimizer.options}{origin}",
-            "parameters",
-        )
-        for name, origin in origins.items()
-    ]
-    return Matching.joined([Matching(faults=tuple(faults)), *taken])
-
-
-def _apart(names: Sequence[str], stored: Stored, options: OptionKeys) -> str | None:
-    for option in options.theirs.get(names[0], {}).keys() - _OWN:
-        keys = {name: options.theirs[name][option] for name in names if option in options.theirs.get(name, _NONE)}
-        first = stored.option(keys[names[0]])
-        differing = {stored.mark(key): name for name, key in keys.items()}.values()
-        for other in (name for name in differing if stored.option(keys[name]) != first):
-            return (
-                f"{names[0]!r} and {other!r} have the same options now, and {option}={first!r} and "
-                f"{stored.option(keys[other])!r} in the checkpoint; a flattened state dict does not say whether they "
-                "are one group: load a nested one (flatten_optimizer_state_dict=False)"
-            )
-    return None
-
-
-def _taken(
-    template: LoadTemplate, stored: Stored, mine: Mapping[str, str], theirs: Mapping[str, str], where: str, who: str
-) -> Matching:
-    """Return where options come from, what stays as it is, what is added, and what does not fit.
-
-    Args:
-        mine, theirs: keys by option.
-        where: what the checkpoint's keys begin with.
-        who: has these options, for people.
-    """
-    sources = {key: theirs[option] for option, key in mine.items() if option in theirs}
-    lacking = sorted(mine.keys() - theirs.keys())
-    faults = [f"missing key {f'{where}.{option}'!r}" for option in lacking if not theirs or option in OF_THE_RUN]
-    faults += [f"{key!r} {why}" for key, own in sources.items() for why in misfits(template, key, stored.entries[own])]
-    own = [f"{option}={template.values[mine[option]]!r}" for option in lacking if option not in OF_THE_RUN]
-    only_there = [option for option in theirs if option in SCHEDULED and option not in mine]
-    return Matching(
-        sources,
-        frozenset(theirs[option] for option in only_there),
-        own_options=(f"{who}: {', '.join(own)}",) if own and theirs else (),
-        added={
-            _beside(template.paths[key], option): stored.option(theirs[option])
-            for option in only_there
-            for key in list(mine.values())[:1]
-        },
-        faults=tuple(faults),
-    )
-
-
-def _beside(path: KeyPath, option: str) -> KeyPath:
-    *above, last = path
-    flattened, dot, _ = str(last).rpartition(".")
-    return (*above, f"{flattened}{dot}{option}")
-
-
-def dropped_by_torch(added: Mapping[KeyPath, object]) -> tuple[str, ...]:
-    """Return the options among those ``added`` that torch's ``set_state_dict`` drops, as text.
-
-    Of a flattened state dict it takes only the options that the running optimizer's groups have.
-    """
-    parts = [(str(path[-1]).rpartition("."), value) for path, value in added.items()]
-    return tuple(dict.fromkeys(f"{option}={value!r}" for (_, dot, option), value in parts if dot))
-
-
-def _shown(template: LoadTemplate, keys: Mapping[str, str]) -> str:
-    """Return a parameter's options as text, the same for all parameters of its group."""
-    return str(sorted((option, as_tuples(template.values[key])) for option, key in keys.items()))

@@ -34,7 +34,7 @@ from .all_ranks import exchanged, gather_on_all, group_ranks, refuse_crossed, re
 from .attestation import held_together, shares_of
 from .bits import share_of, unsigned
 from .live_state import NOBODY, HeldTensor, LiveState, LocalParts, RankBoxes, RankState, asked_layouts, held_layout
-from .matching import RankRequest, Stored, judge, match, misfit, selection, template_of
+from .matching import LoadTemplate, RankRequest, Stored, judge, match, selection
 
 DEFAULT_MEMORY = 256 << 20
 """Bytes of a rank's exchange buffers."""
@@ -168,7 +168,7 @@ def redistribute(
     matching, report = judge([request.rank for request in requests], stored, chosen[0])
     if not matching.fits:
         cure = "muonckpt.redistribute(..., {})"
-        raise SourceError(f"the source does not fit the target: {misfit(matching, cure)}")
+        raise SourceError(f"the source does not fit the target: {matching.misfit(cure)}")
     moves = _moves(ranks, offers, requests)
     stages = stages_of(moves, len(ranks), min(request.memory for request in requests))
     devices = frozenset().union(*(offer.devices for offer in offers), *(request.devices for request in requests))
@@ -236,7 +236,7 @@ def _kind(entry: StateRecord | Blob) -> str:
 
 def _asked(source: LiveState, target: LiveState, stored: Stored, extra: Extra, globs: Globs, memory: int) -> _Request:
     """Return what this rank asks for, after checking that it overwrites nothing that it has to give."""
-    template = template_of(target, extra.everything)
+    template = LoadTemplate.of(target, extra.everything)
     matching = match(template, stored, globs)
     keys = {key: origin for key, origin in matching.sources.items() if key in target.parts}
     check_apart(source.parts, {key: target.parts[key] for key in (*keys, *matching.zeros)}, keys)
